@@ -1,0 +1,73 @@
+"""The engine's configuration: nested frozen dataclasses, built once from config.pbtxt parameters (core/config_parse.py)
+or from keyword arguments of `slipstream.LLM`. Numbers found at run time (blocks that fit) are values, not config.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SCHEDULER_POLICIES = ("max_utilization", "guaranteed_no_evict")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+LOAD_FORMATS = ("auto", "safetensors", "dummy", "null")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """model: a checkpoint folder or hub id. load_format "dummy": random weights of the checkpoint's shapes; "null": no
+    weights and no computing at all, every step emits a fixed token (to measure everything around the model)."""
+
+    model: str = ""
+    tokenizer: str = ""  # "" = the model's own
+    dtype: str = "auto"
+    load_format: str = "auto"
+    max_model_len: int = 0  # 0 = the checkpoint's
+    device: str = "auto"
+    quantization: str = ""
+    attention_backend: str = ""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """num_blocks: 0 = as many as `memory_fraction` of free device memory (GPU) or `memory_bytes` (CPU) holds."""
+
+    block_size: int = 64
+    num_blocks: int = 0
+    memory_fraction: float = 0.9
+    memory_bytes: int = 0
+    dtype: str = "auto"
+    enable_prefix_caching: bool = True
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """max_num_batched_tokens: the token budget of one step. max_waiting_requests: above it -> UNAVAILABLE."""
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    policy: str = "max_utilization"
+    max_waiting_requests: int = 1024
+    enable_chunked_prefill: bool = True
+    default_max_queue_ms: int = 0  # 0 = wait without limit
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """Defaults of what a client may leave out, and limits of the server process."""
+
+    default_max_tokens: int = 16
+    stream_interval: int = 1
+    exclude_input_in_output: bool | None = None  # None: excluded when streaming, echoed otherwise (vLLM backend)
+    drain_timeout_s: float = 60.0
+    add_special_tokens: bool = True
+    skip_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    task: str = "generate"
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    serving: ServingConfig = field(default_factory=ServingConfig)

@@ -1,0 +1,35 @@
+"""The four errors of Slipstream, by whose fault it is. No imports beyond the standard library.
+
+Each maps to one Triton error code at the border (core/contract.py): RequestError -> INVALID_ARG, CapacityError ->
+UNAVAILABLE, EngineError -> INTERNAL; a ConfigError makes the load fail with its text.
+"""
+
+from __future__ import annotations
+
+
+class SlipstreamError(Exception):
+    """Base of all errors that a user may see; str() is the sentence shown to them."""
+
+
+class ConfigError(SlipstreamError):
+    """The deployment's fault: the load fails. Names the field, the value and what would be accepted."""
+
+    def __init__(self, field: str, value: object, accepted: str) -> None:
+        self.field = field
+        super().__init__(f"{field}={value!r}: {accepted}")
+
+
+class RequestError(SlipstreamError):
+    """The client's fault (INVALID_ARG). Names the field, the value and what would be accepted."""
+
+    def __init__(self, field: str, message: str) -> None:
+        self.field = field
+        super().__init__(f"{field}: {message}")
+
+
+class CapacityError(SlipstreamError):
+    """The server is full or draining (UNAVAILABLE); the same request may succeed later."""
+
+
+class EngineError(SlipstreamError):
+    """Our bug: every in-flight request gets this as its answer, and readiness turns false."""

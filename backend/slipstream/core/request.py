@@ -1,0 +1,114 @@
+"""The engine's state of one sequence. Belongs to the engine thread; other threads only read ids and parameters.
+
+A client request with n > 1 becomes n Requests (same handle, sequence_index 0..n-1) that share prompt blocks.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.core.sampling_params import SamplingParams
+
+_ids = itertools.count(1)
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(str, enum.Enum):
+    """Values are what clients see (the vLLM / OpenAI words)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    TIMEOUT = "timeout"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class RequestTimes:
+    """CLOCK_REALTIME nanoseconds; 0 = not yet."""
+
+    arrival_ns: int = 0
+    first_scheduled_ns: int = 0
+    first_token_ns: int = 0
+    last_token_ns: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence. Invariant: 0 <= num_computed_tokens <= num_tokens, with equality never left after a step
+    while the request runs (the last sampled token has no KV yet).
+
+    priority: lower runs first (vLLM's convention), ties by arrival. deadline: time.monotonic() seconds or None.
+    seed: always a number (drawn at admission when the client gave none).
+    """
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int = 0
+    priority: int = 0
+    deadline: float | None = None
+    handle: int = 0
+    client_request_id: str = ""
+    sequence_index: int = 0
+    eos_token_ids: frozenset[int] = frozenset()
+    request_id: int = field(default_factory=lambda: next(_ids))
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    error: str = ""
+    token_ids: list[int] = field(default_factory=list)  # prompt + output
+    draft_token_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_preemptions: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, grown by the KV cache
+    num_new_blocks: int = 0  # allocated over the request's life
+    num_reused_blocks: int = 0
+    cumulative_logprob: float = 0.0
+    guide_state: Any = None  # owned by runtime/guided.py
+    times: RequestTimes = field(default_factory=RequestTimes)
+
+    def __post_init__(self) -> None:
+        if not self.token_ids:
+            self.token_ids = list(self.prompt_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_tokens_with_drafts(self) -> int:
+        return len(self.token_ids) + len(self.draft_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.prompt_token_ids) :]
+
+    @property
+    def is_finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Tokens of the longest sequence that this request may become."""
+        return len(self.prompt_token_ids) + self.params.max_tokens
