@@ -1,0 +1,126 @@
+"""The shape of the code base: direction of imports, sizes, and the README's map of the tree."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE_FOLDERS = ("backend", "kernels", "build", "client_examples", "tests", "model_repository")
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_KERNEL_OR_TEST_LINES = 150
+
+# package prefix -> project packages that it may import
+ALLOWED = {
+    "slipstream.core": {"slipstream.core"},
+    "slipstream.nn": {"slipstream.core", "slipstream.nn", "slipstream_kernels"},
+    "slipstream.runtime": {"slipstream.core", "slipstream.nn", "slipstream.runtime", "slipstream_kernels"},
+    "slipstream_kernels": {"slipstream_kernels"},
+}
+STDLIB_ONLY = "slipstream.core"
+CLIENT_PACKAGES = {"tritonclient", "numpy", "google", "grpc"}
+
+
+def python_files() -> list[Path]:
+    return sorted(path for folder in SOURCE_FOLDERS for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return ".".join(relative.with_suffix("").parts[1:]).removesuffix(".__init__")
+
+
+def imports_of(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 or "slipstream_kernels" in str(path), f"{path}: relative import"
+            if node.level == 0 and node.module:
+                names.add(node.module)
+                names.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return names
+
+
+def package_files(prefix: str) -> list[Path]:
+    return [p for p in python_files() if p.parts[len(ROOT.parts)] in ("backend", "kernels")
+            and (module_name(p) + ".").startswith(prefix + ".")]
+
+
+@pytest.mark.parametrize("prefix", ALLOWED)
+def test_imports_go_one_way(prefix: str) -> None:
+    files = package_files(prefix)
+    assert files, f"no files under {prefix}"
+    for path in files:
+        ours = {name for name in imports_of(path) if name.split(".")[0] in ("slipstream", "slipstream_kernels")}
+        bad = {n for n in ours if n != "slipstream" and not any((n + ".").startswith(a + ".") for a in ALLOWED[prefix])}
+        assert not bad, f"{path.relative_to(ROOT)} imports {sorted(bad)}"
+
+
+def test_core_is_standard_library_only() -> None:
+    import sys
+
+    for path in package_files(STDLIB_ONLY):
+        foreign = {n.split(".")[0] for n in imports_of(path)} - set(sys.stdlib_module_names) - {"slipstream"}
+        assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
+
+
+def test_client_examples_import_only_tritonclient() -> None:
+    import sys
+
+    for path in sorted((ROOT / "client_examples").glob("*.py")):
+        foreign = {n.split(".")[0] for n in imports_of(path)} - set(sys.stdlib_module_names) - CLIENT_PACKAGES
+        assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
+
+
+def test_nothing_imports_tests_or_build() -> None:
+    for path in python_files():
+        if path.relative_to(ROOT).parts[0] in ("backend", "kernels", "client_examples"):
+            bad = {n for n in imports_of(path) if n.split(".")[0] in ("tests", "build")}
+            assert not bad, f"{path.relative_to(ROOT)} imports {sorted(bad)}"
+
+
+def test_files_are_short() -> None:
+    suffixes = {".py", ".cc", ".h", ".cu", ".cuh"}
+    files = [p for folder in SOURCE_FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in suffixes]
+    long_files = {str(p.relative_to(ROOT)): n for p in files if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}
+    assert not long_files
+
+
+def test_functions_are_short() -> None:
+    too_long = []
+    for path in python_files():
+        parts = path.relative_to(ROOT).parts
+        is_kernel_or_test = parts[0] in ("kernels", "tests")
+        limit = MAX_KERNEL_OR_TEST_LINES if is_kernel_or_test else MAX_FUNCTION_LINES
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > limit:
+                    too_long.append(f"{path.relative_to(ROOT)}:{node.name} has {length} lines")
+    assert not too_long
+
+
+def test_readme_names_only_paths_that_exist() -> None:
+    readme = (ROOT / "README.md").read_text()
+    tree = re.search(r"## The tree\n+```\n(.*?)```", readme, re.S)
+    assert tree, "README has no '## The tree' block"
+    missing = []
+    for line in tree.group(1).splitlines():
+        match = re.match(r"^([\w./-]+)", line)
+        if match and not (ROOT / match.group(1)).exists():
+            missing.append(match.group(1))
+    named = re.findall(r"`((?:backend|kernels|build|docs|model_repository|client_examples|models|tests)/[\w./-]*)`", readme)
+    missing += [path for path in named if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_documents_name_only_paths_that_exist() -> None:
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"docs/{page.name} links to {target}"
