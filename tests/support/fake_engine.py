@@ -1,0 +1,238 @@
+"""A stand-in engine process: speaks the wire protocol and obeys scripts, so that the C++ backend is tested alone.
+
+Started by the backend like the real one: fake_engine.py --socket PATH --token HEX.  Two places hold a script:
+the model's parameters (how to start: `load`, `step_ms`, `burst`, ...) and each request's text_input, which is JSON
+such as {"tokens": 20, "then": "crash"}; any other text is echoed word by word.  One thread; one frame per step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "backend"))
+from slipstream.core import wire
+
+OUTPUTS = (
+    wire.OutputSpec("text_output", wire.DataType.BYTES),
+    wire.OutputSpec("num_output_tokens", wire.DataType.INT32),
+    wire.OutputSpec("request_handle", wire.DataType.UINT64),
+    wire.OutputSpec("seen", wire.DataType.BYTES),
+)
+TEXT, NUM_OUTPUT_TOKENS, REQUEST_HANDLE, SEEN = range(4)
+
+METRICS = (
+    wire.MetricSpec("slipstream_fake_tokens_total", wire.MetricKind.COUNTER, "Tokens sent"),
+    wire.MetricSpec("slipstream_fake_running", wire.MetricKind.GAUGE, "Requests running", (("state", "running"),)),
+    wire.MetricSpec("slipstream_fake_running", wire.MetricKind.GAUGE, "Requests running", (("state", "waiting"),)),
+    wire.MetricSpec("slipstream_fake_ttft_seconds", wire.MetricKind.HISTOGRAM, "TTFT", (), (0.1, 1.0, 10.0)),
+    wire.MetricSpec("slipstream_fake_cancelled_total", wire.MetricKind.COUNTER, "Requests cancelled"),
+)
+
+
+@dataclass
+class Running:
+    """One request being answered.  then: final, empty_final, crash, exit, garbage, hang, error, unknown_handle."""
+
+    request: wire.Request
+    words: list[bytes] | None
+    num_tokens: int
+    then: str = "final"
+    num_sent: int = 0
+
+    def word(self) -> bytes:
+        return self.words[self.num_sent] if self.words is not None else b" token"
+
+
+def parse(request: wire.Request) -> Running:
+    """What a request's text_input (or its token_ids, for a detokenize model) asks for."""
+    inputs = {tensor.name: tensor for tensor in request.inputs}
+    text = wire.bytes_elements(inputs["text_input"].data)[0] if "text_input" in inputs else b"x"
+    if not text.startswith(b"{"):
+        words = [b" " + word for word in text.split()] or [b""]
+        return Running(request, words, len(words))
+    script = json.loads(text)
+    return Running(request, None, int(script.get("tokens", 1)), script.get("then", "final"))
+
+
+def describe(request: wire.Request) -> bytes:
+    """Everything of a request that crossed the wire, as JSON: tests compare it with what the client sent."""
+    seen = {
+        "id": request.request_id,
+        "timeout_us": request.timeout_us,
+        "age_s": time.time() - request.arrival_ns / 1e9,
+        "outputs": request.requested_outputs,
+        "inputs": {t.name: [t.dtype, t.shape, t.data.hex()] for t in request.inputs},
+        "parameters": request.parameters,
+    }
+    return json.dumps(seen).encode()
+
+
+class FakeEngine:
+    def __init__(self, connection: socket.socket, config: wire.Config) -> None:
+        self.connection = connection
+        self.frames = wire.FrameBuffer()
+        self.running: dict[int, Running] = {}
+        self.num_cancelled = 0
+        self.draining = False
+        parameters = json.loads(config.config_json).get("parameters", {})
+        self.options = {name: value["string_value"] for name, value in parameters.items()}
+        self.step_s = float(self.options.get("step_ms", "0")) / 1e3
+        self.burst = int(self.options.get("burst", "1"))
+        self.is_decoupled = self.options.get("task", "generate") == "generate"
+
+    def serve(self) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(self.connection, selectors.EVENT_READ)
+        while not (self.draining and not self.running):
+            busy = any(one.then != "hang" or one.num_sent < one.num_tokens for one in self.running.values())
+            if selector.select(0 if busy else None):
+                self.receive()
+            self.step()
+            if busy and self.step_s:
+                time.sleep(self.step_s)
+        self.connection.sendall(wire.encode_drained())
+
+    def receive(self) -> None:
+        data = self.connection.recv(1 << 20)
+        if not data:
+            raise SystemExit(0)
+        for kind, payload in self.frames.feed(data):
+            if kind == wire.FrameType.REQUEST:
+                self.admit(wire.decode_request(payload))
+            elif kind == wire.FrameType.CANCEL:
+                self.cancel(wire.decode_cancel(payload))
+            elif kind == wire.FrameType.DRAIN:
+                print(f"I draining with {len(self.running)} requests", file=sys.stderr, flush=True)
+                self.draining = True
+
+    def admit(self, request: wire.Request) -> None:
+        if "seen" in request.requested_outputs:
+            data = wire.bytes_tensor([describe(request)])
+            self.send([wire.tensor_response(request.handle, 1, [(SEEN, (1,), data)])])
+            return
+        self.running[request.handle] = parse(request)
+
+    def cancel(self, handle: int) -> None:
+        if handle in self.running and self.options.get("ignore_cancel") != "true":
+            sent = self.running.pop(handle).num_sent
+            self.num_cancelled += 1
+            print(f"I cancelled after {sent}", file=sys.stderr, flush=True)
+            self.send([wire.final_response(handle)])
+            self.connection.sendall(wire.encode_metrics([(4, [1.0])]))
+
+    def step(self) -> None:
+        """Every running request gets `burst` responses."""
+        responses: list[bytes] = []
+        for handle, one in list(self.running.items()):
+            for _ in range(self.burst):
+                if one.num_sent < one.num_tokens:
+                    responses.append(self.next_response(handle, one))
+                if one.num_sent >= one.num_tokens:
+                    self.send(responses)
+                    responses = []
+                    self.end(handle, one)
+                    break
+        self.send(responses)
+
+    def next_response(self, handle: int, one: Running) -> bytes:
+        is_last = one.num_sent + 1 == one.num_tokens and one.then == "final"
+        word = one.word()
+        one.num_sent += 1
+        flags = wire.ResponseFlag.FINAL if is_last else 0
+        wanted = one.request.requested_outputs
+        if "request_handle" not in wanted and "num_output_tokens" not in wanted:
+            return wire.bytes_response(handle, flags, TEXT, word)
+        outputs = [(TEXT, (1,), wire.bytes_tensor([word]))]
+        if "num_output_tokens" in wanted:
+            outputs.append((NUM_OUTPUT_TOKENS, (1,), one.num_sent.to_bytes(4, "little")))
+        if "request_handle" in wanted:
+            outputs.append((REQUEST_HANDLE, (1,), handle.to_bytes(8, "little")))
+        return wire.tensor_response(handle, flags, outputs)
+
+    def end(self, handle: int, one: Running) -> None:
+        if one.then == "hang":
+            return
+        del self.running[handle]
+        self.connection.sendall(wire.encode_metrics([(0, [float(one.num_sent)]), (1, [len(self.running)])]))
+        self.connection.sendall(wire.encode_metrics([(3, [0.05, 0.5])]))
+        if one.then == "crash":
+            print("E about to crash", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif one.then == "exit":
+            raise SystemExit(7)
+        elif one.then == "garbage":
+            self.connection.sendall(b"\xff" * 64)
+            time.sleep(60)
+        elif one.then == "unknown_handle":
+            self.send([wire.bytes_response(1 << 60, 0, TEXT, b"nobody"), wire.final_response(handle)])
+        elif one.then == "error":
+            self.send([wire.error_response(handle, wire.ErrorCode.INVALID_ARG, "scripted error: temperature")])
+        elif one.then == "empty_final":
+            self.send([wire.final_response(handle)])
+
+    def send(self, responses: list[bytes]) -> None:
+        if responses:
+            self.connection.sendall(wire.encode_responses(responses))
+
+
+def stray_connections(path: str) -> None:
+    """What a confused or hostile process might do to the socket before the engine says hello."""
+    silent = socket.socket(socket.AF_UNIX)
+    silent.connect(path)
+    for data in (b"GET / HTTP/1.1\r\n\r\n" * 4, b"\x00" * 3, wire.encode_hello(b"\x00" * 16), b"\xff" * 27):
+        stray = socket.socket(socket.AF_UNIX)
+        stray.connect(path)
+        stray.sendall(data)
+        stray.close()
+    globals()["_keep_open"] = silent
+
+
+def start_up(connection: socket.socket, config: wire.Config) -> None:
+    """Obey the model parameter `load`: ok, fail, die, hang, garbage, or <n>_fail: fail the first n starts."""
+    options = {name: value["string_value"] for name, value in json.loads(config.config_json)["parameters"].items()}
+    load = options.get("load", "ok")
+    if "fail_file" in options:  # while this file exists, starting fails: a start that gets well later
+        load = "die" if Path(options["fail_file"]).exists() else load
+    time.sleep(float(options.get("load_s", "0")))
+    if load == "fail":
+        connection.sendall(wire.encode_load_failed("model.safetensors: tensor 'lm_head.weight' is missing"))
+        raise SystemExit(1)
+    if load == "die":
+        print("Traceback: out of luck\nE the last words of the engine", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if load == "garbage":
+        connection.sendall(b"\x00" * 4 + b"\x63")
+        time.sleep(60)
+    connection.sendall(wire.encode_ready(OUTPUTS, METRICS))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--token", required=True)
+    arguments = parser.parse_args()
+    if os.environ.get("FAKE_ENGINE_STRAYS"):
+        stray_connections(arguments.socket)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(arguments.socket)
+    connection.sendall(wire.encode_hello(bytes.fromhex(arguments.token)))
+    header = connection.recv(wire.FRAME_HEADER_BYTES, socket.MSG_WAITALL)
+    length = int.from_bytes(header[:4], "little")
+    config = wire.decode_config(connection.recv(length, socket.MSG_WAITALL))
+    print(f"I serving {config.model_name} version {config.model_version} from {config.model_dir}", file=sys.stderr)
+    sys.stderr.flush()
+    start_up(connection, config)
+    FakeEngine(connection, config).serve()
+
+
+if __name__ == "__main__":
+    main()
