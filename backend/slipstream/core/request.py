@@ -8,9 +8,12 @@ from __future__ import annotations
 import enum
 import itertools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from slipstream.core.finish import StopConditions
 
 _ids = itertools.count(1)
 
@@ -48,7 +51,8 @@ class Request:
     while the request runs (the last sampled token has no KV yet).
 
     priority: lower runs first (vLLM's convention), ties by arrival. deadline: time.monotonic() seconds or None.
-    seed: always a number (drawn at admission when the client gave none).
+    seed: always a number (drawn at admission when the client gave none). prefix_key: whatever else than the tokens
+    decides their KV (an adapter, an image, a tenant); requests of different keys never share cached blocks.
     """
 
     prompt_token_ids: list[int]
@@ -60,6 +64,7 @@ class Request:
     client_request_id: str = ""
     sequence_index: int = 0
     eos_token_ids: frozenset[int] = frozenset()
+    prefix_key: bytes = b""
     request_id: int = field(default_factory=lambda: next(_ids))
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -74,9 +79,13 @@ class Request:
     num_accepted_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, grown by the KV cache
+    num_published_blocks: int = 0  # leading blocks that the prefix cache already knows
     num_new_blocks: int = 0  # allocated over the request's life
     num_reused_blocks: int = 0
     cumulative_logprob: float = 0.0
+    sort_key: tuple[int, int] = (0, 0)  # (priority, order of arrival), set by the scheduler
+    queue_deadline: float | None = None  # time.monotonic() until which it may wait for its first step
+    stop_conditions: StopConditions = None  # type: ignore[assignment]  # derived from params by Scheduler.add
     guide_state: Any = None  # owned by runtime/guided.py
     times: RequestTimes = field(default_factory=RequestTimes)
 

@@ -1,0 +1,117 @@
+"""Blocks of the KV cache as numbers: reference counts, the index of cached content, LRU eviction.
+
+Engine thread only. Knows neither requests nor tensors: a block is an int, its content a hash. A block is in exactly one
+of three states: used (referenced), cached (unreferenced, content still findable, evictable), empty.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+class BlockPool:
+    """Fixed set of blocks 0..num_blocks-1. Everything is O(1) per block."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_references = 0  # sum of all reference counts
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._empty = list(range(num_blocks - 1, -1, -1))  # a stack: block 0 is taken first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that `allocate` can hand out: empty ones and, by eviction, cached ones."""
+        return len(self._empty) + len(self._cached)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return len(self._cached)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - len(self._empty) - len(self._cached)
+
+    def ref_count(self, block: int) -> int:
+        return self._ref_counts[block]
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The block that holds this content, used or cached."""
+        return self._block_of.get(block_hash)
+
+    def allocate(self, num_blocks: int) -> list[int] | None:
+        """That many blocks with one reference each, or None (and nothing changed) if there are not enough."""
+        if num_blocks > len(self._empty) + len(self._cached):
+            return None
+        taken = []
+        for _ in range(num_blocks):
+            block = self._empty.pop() if self._empty else self._evict()
+            self._ref_counts[block] = 1
+            taken.append(block)
+        self.num_references += num_blocks
+        return taken
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Add one reference to each of these used or cached blocks."""
+        ref_counts = self._ref_counts
+        for block in blocks:
+            if ref_counts[block] == 0:
+                del self._cached[block]
+            ref_counts[block] += 1
+        self.num_references += len(blocks)
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Drop one reference of each. The last in order becomes the first to be evicted, because a cached prefix
+        without its beginning cannot be found."""
+        ref_counts = self._ref_counts
+        for block in reversed(blocks):
+            assert ref_counts[block] > 0, f"block {block} is freed twice"
+            ref_counts[block] -= 1
+            if ref_counts[block] == 0:
+                if self._hashes[block] is None:
+                    self._empty.append(block)
+                else:
+                    self._cached[block] = None
+        self.num_references -= len(blocks)
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Make a used block's content findable. The same content in another block stays the one that is found."""
+        assert self._ref_counts[block] > 0, f"block {block} is published without an owner"
+        if block_hash not in self._block_of:
+            assert self._hashes[block] is None, f"block {block} is published twice"
+            self._block_of[block_hash] = block
+            self._hashes[block] = block_hash
+
+    def count_unreferenced(self, blocks: Iterable[int]) -> int:
+        return sum(1 for block in blocks if self._ref_counts[block] == 0)
+
+    def clear_cache(self) -> None:
+        """Forget all cached content (the weights changed); used blocks stay with their owners, unfindable."""
+        self._empty.extend(self._cached)
+        self._cached.clear()
+        self._block_of.clear()
+        self._hashes = [None] * self.num_blocks
+
+    def check(self) -> None:
+        """Assert the pool's invariants; O(num_blocks), for tests."""
+        used = {block for block, count in enumerate(self._ref_counts) if count > 0}
+        assert all(count >= 0 for count in self._ref_counts), "a reference count is negative"
+        assert sum(self._ref_counts) == self.num_references, "num_references is off"
+        assert len(set(self._empty)) == len(self._empty), "a block is twice among the empty ones"
+        states = [used, set(self._empty), set(self._cached)]
+        assert sum(map(len, states)) == self.num_blocks == len(set().union(*states)), "a block has no or two states"
+        assert all(self._hashes[block] is None for block in self._empty), "an empty block is still findable"
+        assert all(self._hashes[block] is not None for block in self._cached), "a cached block cannot be found"
+        found = {block: block_hash for block_hash, block in self._block_of.items()}
+        assert found == {block: h for block, h in enumerate(self._hashes) if h is not None}, "the index is off"
+
+    def _evict(self) -> int:
+        block, _ = self._cached.popitem(last=False)
+        block_hash = self._hashes[block]
+        assert block_hash is not None
+        del self._block_of[block_hash]
+        self._hashes[block] = None
+        return block

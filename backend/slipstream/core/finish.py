@@ -1,0 +1,65 @@
+"""When a sequence ends by its own tokens: end of sequence, stop ids, stop words as ids, length limits.
+
+Engine thread. Knows ids only; stop strings are matched on text by the output thread, which asks for `Scheduler.finish`.
+"""
+
+from __future__ import annotations
+
+from slipstream.core.request import FinishReason, Request
+
+
+class StopConditions:
+    """What may end one request, worked out once, so that the common token costs one set look-up and one comparison.
+
+    Lengths count prompt and output. A token before `min_len` never stops; `max_len` includes max_model_len.
+    """
+
+    __slots__ = ("_eos_token_ids", "_words", "has_words", "max_len", "min_len", "token_ids")
+
+    def __init__(self, request: Request, max_model_len: int) -> None:
+        params = request.params
+        eos = request.eos_token_ids if params.end_id is None else frozenset((params.end_id,))
+        self._eos_token_ids = frozenset() if params.ignore_eos else eos
+        self._words = tuple(list(word) for word in params.stop_words_ids)
+        self.token_ids = self._eos_token_ids | frozenset(params.stop_token_ids)
+        self.has_words = bool(self._words)
+        self.min_len = request.num_prompt_tokens + params.min_tokens
+        self.max_len = min(request.max_num_tokens, max_model_len)
+
+    def extend(self, request: Request, new_token_ids: list[int]) -> bool:
+        """Append new tokens to the request up to the one that ends it; what follows that is cut from the list too.
+
+        Returns whether it ended; finish_reason and stop_reason are set then.
+        """
+        token_ids, stop_ids, max_len, has_words = request.token_ids, self.token_ids, self.max_len, self.has_words
+        for index, token_id in enumerate(new_token_ids):
+            token_ids.append(token_id)
+            may_stop = token_id in stop_ids or has_words or len(token_ids) >= max_len
+            if may_stop and self.check(request):
+                del new_token_ids[index + 1 :]
+                return True
+        return False
+
+    def check(self, request: Request) -> bool:
+        """Whether the last token of request.token_ids ends it; then sets finish_reason and stop_reason.
+
+        stop_reason is the token id that completed the match, None for an end-of-sequence token or a length limit.
+        """
+        token_ids = request.token_ids
+        if len(token_ids) >= self.min_len:
+            token_id = token_ids[-1]
+            if token_id in self._eos_token_ids:
+                request.finish_reason = FinishReason.STOP
+                return True
+            if token_id in self.token_ids or (self.has_words and self._ends_with_word(request)):
+                request.finish_reason = FinishReason.STOP
+                request.stop_reason = token_id
+                return True
+        if len(token_ids) >= self.max_len:
+            request.finish_reason = FinishReason.LENGTH
+            return True
+        return False
+
+    def _ends_with_word(self, request: Request) -> bool:
+        token_ids, num_output = request.token_ids, request.num_output_tokens
+        return any(len(word) <= num_output and token_ids[-len(word) :] == word for word in self._words)

@@ -1,0 +1,176 @@
+"""Which request holds which KV blocks: block tables, the hash-chained prefix cache, reservation arithmetic.
+
+Engine thread only. Decides on numbers alone; the tensors behind the blocks belong to runtime/runner.py.
+A block's hash covers its tokens and, through its parent's hash, everything before it, so equal hash means equal prefix.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
+
+from slipstream.core.block_pool import BlockPool
+from slipstream.core.request import Request
+
+_HASH_BYTES = 16  # a collision takes about 2^64 blocks, even for a client that looks for one
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash of a full block after `parent` (the previous block's hash, or `hash_root`). Stable across processes."""
+    return hashlib.blake2b(array("q", token_ids).tobytes(), key=parent, digest_size=_HASH_BYTES).digest()
+
+
+def hash_root(prefix_key: bytes) -> bytes:
+    """The parent of a first block: depends on whatever besides the tokens decides their KV."""
+    return hashlib.blake2b(prefix_key, person=b"slipstream root", digest_size=_HASH_BYTES).digest()
+
+
+class KVCacheManager:
+    """Grows, shares and frees `request.block_ids`.
+
+    Only full blocks are shared and they are never written again, so there is no copy on write. A request always
+    computes at least its last token itself (its logits are needed).
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+        assert num_blocks > 0 and block_size > 0
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.pool = BlockPool(num_blocks)
+        self.num_prefix_queries = 0  # tokens looked up, over all admissions
+        self.num_prefix_hits = 0  # of them, found
+        self._computing: dict[bytes, Request] = {}  # prompt blocks that a running request is about to publish
+
+    @property
+    def num_blocks(self) -> int:
+        return self.pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self.pool.num_free_blocks
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.pool.num_used_blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    # ---- admission: look, check, take
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """Cached full blocks that begin the request's tokens, at most (num_tokens - 1) // block_size. Takes nothing."""
+        if not self._may_match(request):
+            return []
+        self._grow_hashes(request, request.num_tokens)
+        found: list[int] = []
+        for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
+            block = self.pool.find(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def is_prefix_underway(self, request: Request, num_found: int) -> bool:
+        """A running request is computing the block that this one misses first: waiting for it saves that work."""
+        if not self._may_match(request) or num_found >= (request.num_tokens - 1) // self.block_size:
+            return False
+        return request.block_hashes[num_found] in self._computing
+
+    def can_admit(self, request: Request, prefix: Sequence[int], num_spare_blocks: int = 0) -> bool:
+        """Whether the request's present tokens fit, after sharing `prefix`, and leave `num_spare_blocks` free."""
+        num_new = self.num_blocks_for(request.num_tokens) - len(prefix)
+        num_left = self.pool.num_free_blocks - self.pool.count_unreferenced(prefix) - num_new
+        return num_left >= num_spare_blocks
+
+    def admit(self, request: Request, prefix: list[int]) -> int:
+        """Share `prefix` and allocate blocks for all present tokens; `can_admit` must hold.
+
+        Returns the number of cached tokens, which are computed from now on.
+        """
+        num_cached = self._share(request, prefix)
+        is_allocated = self.allocate(request, request.num_tokens)
+        assert is_allocated, "admit without can_admit"
+        if self.enable_prefix_caching:
+            for block_hash in request.block_hashes[len(prefix) : request.num_tokens // self.block_size]:
+                self._computing.setdefault(block_hash, request)
+        return num_cached
+
+    def match_prefix(self, request: Request) -> int:
+        """Share the cached full blocks that begin the request; returns their number of tokens (<= num_tokens - 1)."""
+        return self._share(request, self.find_prefix(request))
+
+    # ---- while it runs
+
+    def allocate(self, request: Request, num_tokens: int) -> bool:
+        """Grow request.block_ids to hold `num_tokens`. False: not enough blocks, nothing changed."""
+        num_new = self.num_blocks_for(num_tokens) - len(request.block_ids)
+        if num_new <= 0:
+            return True
+        blocks = self.pool.allocate(num_new)
+        if blocks is None:
+            return False
+        request.block_ids.extend(blocks)
+        request.num_new_blocks += num_new
+        return True
+
+    def commit(self, request: Request) -> None:
+        """Publish the blocks that computed tokens have filled, so that others may share them."""
+        if not self.enable_prefix_caching:
+            return
+        num_full = request.num_computed_tokens // self.block_size
+        self._grow_hashes(request, num_full * self.block_size)
+        for index in range(request.num_published_blocks, num_full):
+            block_hash = request.block_hashes[index]
+            self.pool.publish(request.block_ids[index], block_hash)
+            self._computing.pop(block_hash, None)
+        request.num_published_blocks = max(request.num_published_blocks, num_full)
+
+    def free(self, request: Request) -> None:
+        """Give all blocks back; published content stays findable until it is evicted. Harmless if it holds none."""
+        if not request.block_ids:
+            return
+        self.pool.release(request.block_ids)
+        request.block_ids = []
+        if self._computing:
+            for block_hash in request.block_hashes[request.num_published_blocks :]:
+                if self._computing.get(block_hash) is request:
+                    del self._computing[block_hash]
+        request.num_published_blocks = 0
+
+    def leaked_blocks(self, live_requests: Iterable[Request]) -> int:
+        """Blocks in use that no live request holds. Anything but 0 is a bug."""
+        held = {block for request in live_requests for block in request.block_ids}
+        return self.pool.num_used_blocks - len(held)
+
+    # ---- prefix hashes
+
+    def _may_match(self, request: Request) -> bool:
+        """Prompt log-probabilities need every prompt token computed, so such a request starts without the cache."""
+        needs_all = request.params.prompt_logprobs is not None and request.num_output_tokens == 0
+        return self.enable_prefix_caching and not needs_all
+
+    def _grow_hashes(self, request: Request, num_tokens: int) -> None:
+        hashes, size = request.block_hashes, self.block_size
+        if len(hashes) >= num_tokens // size:
+            return
+        parent = hashes[-1] if hashes else hash_root(request.prefix_key)
+        for start in range(len(hashes) * size, num_tokens - size + 1, size):
+            parent = hash_block(parent, request.token_ids[start : start + size])
+            hashes.append(parent)
+
+    def _share(self, request: Request, prefix: list[int]) -> int:
+        assert not request.block_ids, "a prefix is matched before anything is allocated"
+        num_cached = len(prefix) * self.block_size
+        self.pool.share(prefix)
+        request.block_ids = list(prefix)
+        request.num_published_blocks = len(prefix)
+        request.num_reused_blocks += len(prefix)
+        request.num_computed_tokens = num_cached
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = num_cached
+        if self.enable_prefix_caching:
+            self.num_prefix_queries += request.num_tokens
+            self.num_prefix_hits += num_cached
+        return num_cached

@@ -1,0 +1,200 @@
+"""The engine's metrics: their declarations, and the accumulator between engine thread and output thread.
+
+The engine thread calls add, set, observe, observations, publish and writes last_step_time; the output thread calls
+drain and nothing else. They meet in one slot that only the engine thread fills and only the output thread empties, so
+there is no lock. Knows nothing of Triton: runtime/main.py makes READY and METRICS frames of it.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from slipstream.core.request import FinishReason
+
+
+class MetricKind(enum.IntEnum):
+    """Values are those of the wire protocol."""
+
+    COUNTER = 0
+    GAUGE = 1
+    HISTOGRAM = 2
+
+
+class Metric(enum.IntEnum):
+    """A metric's index in `METRICS`, in READY's list and in METRICS frames."""
+
+    REQUESTS_RUNNING = 0
+    REQUESTS_WAITING = 1
+    KV_BLOCKS_USED = 2
+    KV_BLOCKS_FREE = 3
+    KV_BLOCKS_TOTAL = 4
+    KV_BLOCKS_LEAKED = 5
+    LAST_STEP_AGE = 6
+    PREFIX_QUERIES = 7
+    PREFIX_HITS = 8
+    PREEMPTIONS = 9
+    PROMPT_TOKENS = 10
+    GENERATION_TOKENS = 11
+    CANCELLATIONS = 12
+    DRAFTED_TOKENS = 13
+    ACCEPTED_TOKENS = 14
+    FINISHED_STOP = 15
+    FINISHED_LENGTH = 16
+    FINISHED_CANCELLED = 17
+    FINISHED_TIMEOUT = 18
+    FINISHED_ERROR = 19
+    TTFT = 20
+    ITL = 21
+    QUEUE_TIME = 22
+    E2E_TIME = 23
+    STEP_TIME = 24
+
+
+@dataclass(frozen=True)
+class MetricSpec:
+    """One line of /metrics: a family, one set of labels of it, and the bucket bounds of a histogram (in its unit)."""
+
+    family: str
+    kind: MetricKind
+    help: str
+    labels: dict[str, str] = field(default_factory=dict)
+    buckets: tuple[float, ...] = ()
+
+
+_TTFT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_ITL_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
+_REQUEST_BUCKETS = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0)
+_QUEUE_BUCKETS = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+FINISHED_METRIC = {reason: Metric[f"FINISHED_{reason.name}"] for reason in FinishReason}
+
+
+def _counter(family: str, help_text: str) -> MetricSpec:
+    return MetricSpec(family, MetricKind.COUNTER, help_text)
+
+
+def _gauge(family: str, help_text: str) -> MetricSpec:
+    return MetricSpec(family, MetricKind.GAUGE, help_text)
+
+
+def _histogram(family: str, buckets: tuple[float, ...], help_text: str) -> MetricSpec:
+    return MetricSpec(family, MetricKind.HISTOGRAM, help_text, buckets=buckets)
+
+
+def _finished(reason: FinishReason) -> MetricSpec:
+    help_text = "Sequences that ended, by finish reason"
+    return MetricSpec("slipstream_requests_finished_total", MetricKind.COUNTER, help_text, {"reason": reason.value})
+
+
+_SPECS: dict[Metric, MetricSpec] = {
+    Metric.REQUESTS_RUNNING: _gauge("slipstream_requests_running", "Sequences that hold KV blocks and are computed"),
+    Metric.REQUESTS_WAITING: _gauge("slipstream_requests_waiting", "Sequences that wait, preempted ones included"),
+    Metric.KV_BLOCKS_USED: _gauge("slipstream_kv_blocks_used", "KV blocks that a running sequence holds"),
+    Metric.KV_BLOCKS_FREE: _gauge("slipstream_kv_blocks_free", "KV blocks free or evictable from the prefix cache"),
+    Metric.KV_BLOCKS_TOTAL: _gauge("slipstream_kv_blocks_total", "KV blocks of the pool"),
+    Metric.KV_BLOCKS_LEAKED: _gauge("slipstream_kv_blocks_leaked", "KV blocks in use that no sequence holds: always 0"),
+    Metric.LAST_STEP_AGE: _gauge(
+        "slipstream_last_step_age_seconds", "Seconds since the engine finished a step while it has work; 0 when idle"
+    ),
+    Metric.PREFIX_QUERIES: _counter(
+        "slipstream_prefix_cache_queries_tokens_total", "Tokens looked up in the prefix cache"
+    ),
+    Metric.PREFIX_HITS: _counter("slipstream_prefix_cache_hits_tokens_total", "Tokens found in the prefix cache"),
+    Metric.PREEMPTIONS: _counter("slipstream_preemptions_total", "Sequences put back for want of KV blocks"),
+    Metric.PROMPT_TOKENS: _counter("slipstream_prompt_tokens_total", "Prompt tokens of sequences that were started"),
+    Metric.GENERATION_TOKENS: _counter("slipstream_generation_tokens_total", "Tokens generated"),
+    Metric.CANCELLATIONS: _counter("slipstream_cancellations_total", "Sequences cancelled by their client"),
+    Metric.DRAFTED_TOKENS: _counter("slipstream_spec_drafted_tokens_total", "Draft tokens verified"),
+    Metric.ACCEPTED_TOKENS: _counter("slipstream_spec_accepted_tokens_total", "Draft tokens accepted"),
+    Metric.FINISHED_STOP: _finished(FinishReason.STOP),
+    Metric.FINISHED_LENGTH: _finished(FinishReason.LENGTH),
+    Metric.FINISHED_CANCELLED: _finished(FinishReason.CANCELLED),
+    Metric.FINISHED_TIMEOUT: _finished(FinishReason.TIMEOUT),
+    Metric.FINISHED_ERROR: _finished(FinishReason.ERROR),
+    Metric.TTFT: _histogram(
+        "slipstream_time_to_first_token_seconds", _TTFT_BUCKETS, "Seconds from arrival to the first token"
+    ),
+    Metric.ITL: _histogram(
+        "slipstream_inter_token_latency_seconds", _ITL_BUCKETS, "Seconds between tokens of a sequence"
+    ),
+    Metric.QUEUE_TIME: _histogram(
+        "slipstream_queue_time_seconds", _QUEUE_BUCKETS, "Seconds from arrival to the first step"
+    ),
+    Metric.E2E_TIME: _histogram(
+        "slipstream_request_duration_seconds", _REQUEST_BUCKETS, "Seconds from arrival to the end"
+    ),
+    Metric.STEP_TIME: _histogram("slipstream_step_duration_seconds", _ITL_BUCKETS, "Seconds of one engine step"),
+}
+METRICS: tuple[MetricSpec, ...] = tuple(_SPECS[metric] for metric in Metric)
+
+
+def declarations(labels: dict[str, str]) -> list[MetricSpec]:
+    """All metrics, in the order of their indices, with `labels` (model, version) added to each."""
+    return [MetricSpec(m.family, m.kind, m.help, {**labels, **m.labels}, m.buckets) for m in METRICS]
+
+
+class _Values:
+    """What happened since the last hand-over."""
+
+    __slots__ = ("counts", "gauges", "observations")
+
+    def __init__(self) -> None:
+        self.counts: dict[int, float] = {}
+        self.gauges: dict[int, float] = {}
+        self.observations: dict[int, list[float]] = {}
+
+
+class Stats:
+    """Accumulates on the engine thread, drains on the output thread; see the module header."""
+
+    def __init__(self) -> None:
+        self.last_step_time = 0.0  # time.monotonic() of the last step's end (or of work's arrival); 0.0 when idle
+        self._values = _Values()
+        self._mailbox: _Values | None = None
+
+    # ---- engine thread
+
+    def add(self, metric: Metric, increment: float = 1) -> None:
+        """Increase a counter."""
+        counts = self._values.counts
+        counts[metric] = counts.get(metric, 0) + increment
+
+    def set(self, metric: Metric, value: float) -> None:
+        """Set a gauge."""
+        self._values.gauges[metric] = value
+
+    def observe(self, metric: Metric, value: float) -> None:
+        """Put one value (of the histogram's unit) into a histogram."""
+        self.observations(metric).append(value)
+
+    def observations(self, metric: Metric) -> list[float]:
+        """The list behind `observe`, for a loop to append to; good until the next publish."""
+        return self._values.observations.setdefault(metric, [])
+
+    def publish(self) -> None:
+        """Hand everything over to the output thread, unless it has not fetched the last: then keep accumulating.
+
+        Call it at the end of every step and on every idle turn of the engine loop.
+        """
+        values = self._values
+        if self._mailbox is None and (values.counts or values.gauges or values.observations):
+            self._values = _Values()
+            self._mailbox = values
+
+    # ---- output thread
+
+    def drain(self) -> list[tuple[int, list[float]]]:
+        """(metric index, values) as METRICS frames carry them: [increment], [gauge value] or the observations."""
+        values = self._mailbox
+        if values is not None:  # never clear an empty slot: the engine thread may be filling it right now
+            self._mailbox = None
+        last_step_time = self.last_step_time
+        age = max(0.0, time.monotonic() - last_step_time) if last_step_time else 0.0
+        news: list[tuple[int, list[float]]] = [(int(Metric.LAST_STEP_AGE), [age])]
+        if values is None:
+            return news
+        for scalars in (values.counts, values.gauges):
+            news.extend((int(metric), [float(value)]) for metric, value in scalars.items())
+        news.extend((int(metric), seen) for metric, seen in values.observations.items() if seen)
+        return news

@@ -1,0 +1,29 @@
+"""One engine step as the scheduler orders it: plain data from core/scheduler.py to runtime/batch.py. Engine thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slipstream.core.request import Request
+
+
+@dataclass(slots=True)
+class ScheduledRequest:
+    """Rows of one request: num_scheduled_tokens of token_ids + draft_token_ids, from num_computed_tokens on.
+
+    samples: the rows reach the request's last token, so the step must sample for it.
+    """
+
+    request: Request
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """requests: decodes first, then prefills. Empty when nothing can run. preempted: lost their blocks just now."""
+
+    requests: list[ScheduledRequest] = field(default_factory=list)
+    num_scheduled_tokens: int = 0
+    preempted: list[Request] = field(default_factory=list)
