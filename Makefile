@@ -1,0 +1,51 @@
+# make demo | serve [MODEL=folder-or-hub-id] | test | lint | clean.  Everything lands in .venv/ and install/.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+
+# the first interpreter in PATH that the project supports; make PYTHON=/path/to/python3.12 chooses another
+PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; do \
+  $$p -c 'import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,13))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+PY := $(VENV)/bin/python
+SETUP := $(VENV)/.setup-done
+# where torch without CUDA comes from; only asked on a machine without an NVIDIA GPU, and only when it answers
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+MODEL ?=
+ARGS ?=
+
+.PHONY: demo serve test lint clean setup assemble
+
+demo: assemble
+	$(PY) build/demo.py $(ARGS)
+
+serve: assemble
+	$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+
+test: assemble
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+
+lint: setup
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf install $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+assemble: setup
+	$(PY) build/assemble.py > /dev/null
+
+setup: $(SETUP)
+
+$(SETUP): pyproject.toml constraints.txt
+	if [ -z "$(PYTHON)" ]; then echo "Python 3.10-3.13 is needed: apt install python3 python3-venv" >&2; exit 1; fi
+	command -v g++ > /dev/null || { echo "a C++ compiler is needed: apt install g++" >&2; exit 1; }
+	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "apt install python3-venv" >&2; exit 1; }
+	index=()
+	if ! command -v nvidia-smi > /dev/null && $(PY) -c \
+	  "import urllib.request as r; r.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5)" 2> /dev/null
+	then index=(--extra-index-url $(TORCH_CPU_INDEX)); fi
+	$(PY) -m pip install -q --disable-pip-version-check "$${index[@]}" -c constraints.txt -e '.[server,dev]'
+	touch $@

@@ -1,0 +1,53 @@
+"""The engine process's end of the socket to the C++ backend: handshake, frames in, frames out.
+
+One thread reads (`frames`); any thread may send, a frame at a time. Knows frames, not what is in requests.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+from slipstream.core import wire
+
+_RECEIVE_BYTES = 1 << 18
+_SOCKET_BUFFER_BYTES = 1 << 20  # a burst of answers should not wait for the peer's thread to wake up
+
+
+class EngineLink:
+    """A connected, greeted socket. Raises OSError from the constructor when nobody listens."""
+
+    def __init__(self, path: str, token: bytes) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+        self._socket.connect(path)
+        self._send_lock = threading.Lock()
+        self._frames = self._read_frames()
+        self.send(wire.encode_hello(token))
+
+    def send(self, frame: bytes) -> None:
+        """Send one whole frame; returns when the kernel has it. Raises OSError when the backend is gone."""
+        with self._send_lock:
+            self._socket.sendall(frame)
+
+    def frames(self) -> Iterator[tuple[wire.FrameType, bytes]]:
+        """Every frame from the backend until it closes the connection. Raises wire.ProtocolError."""
+        return self._frames
+
+    def receive_config(self) -> wire.Config:
+        """The first frame. Raises wire.ProtocolError when it is something else or never comes."""
+        for kind, payload in self._frames:
+            if kind is not wire.FrameType.CONFIG:
+                raise wire.ProtocolError(f"expected CONFIG first, got {kind.name}")
+            return wire.decode_config(payload)
+        raise wire.ProtocolError("the backend closed the connection before CONFIG")
+
+    def stop_reading(self) -> None:
+        """Make `frames` end soon, from another thread; sending still works."""
+        self._socket.shutdown(socket.SHUT_RD)
+
+    def _read_frames(self) -> Iterator[tuple[wire.FrameType, bytes]]:
+        buffer = wire.FrameBuffer()
+        while data := self._socket.recv(_RECEIVE_BYTES):
+            yield from buffer.feed(data)

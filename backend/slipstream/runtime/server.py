@@ -1,0 +1,228 @@
+"""Serving one generating model: three threads between the socket and the engine.
+
+input thread (the main one): frames -> requests -> `Engine.submit`; answers bad requests itself.
+engine thread: `Engine.step` while there is work; hands each step's outputs over in one piece.
+output thread: text, answers, one frame per step; metrics a few times a second and when work ends.
+Knows nothing of tensors: core/client_request.py reads requests, runtime/output.py writes text, core/contract.py names.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from slipstream.core import contract, stats, wire
+from slipstream.core.client_request import ClientRequest, parse_request
+from slipstream.core.config import EngineConfig
+from slipstream.core.errors import CapacityError, EngineError, RequestError
+from slipstream.core.outputs import StepOutput
+from slipstream.core.responses import encode_response
+from slipstream.runtime.engine import Engine
+from slipstream.runtime.link import EngineLink
+from slipstream.runtime.output import OutputProcessor
+
+logger = logging.getLogger(__name__)
+
+_METRICS_PERIOD_S = 0.25
+_SETTLE_S = 0.02  # after the last answer the engine needs a moment to publish that it is idle
+_IDLE_WAIT_S = 0.1
+_MAX_STEPS_AHEAD = 4  # steps that the engine may be ahead of the output thread
+
+_ERROR_CODES = ((RequestError, wire.ErrorCode.INVALID_ARG), (CapacityError, wire.ErrorCode.UNAVAILABLE))
+
+
+def error_answer(handle: int, error: Exception) -> bytes:
+    """The frame that ends a request with an error, its code by whose fault it is."""
+    code = next((code for kind, code in _ERROR_CODES if isinstance(error, kind)), wire.ErrorCode.INTERNAL)
+    message = str(error) if code is not wire.ErrorCode.INTERNAL else f"internal error: {error}"
+    return wire.encode_responses([wire.error_response(handle, code, message)])
+
+
+class GenerateServer:
+    """Owns the engine and its threads. `serve` returns the exit status of the process."""
+
+    def __init__(self, link: EngineLink, config: EngineConfig) -> None:
+        self._link = link
+        self._config = config
+        self._engine = Engine(config)
+        self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish)
+        self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_STEPS_AHEAD)
+        self._guides = ThreadPoolExecutor(1, "guides")  # compiling a grammar takes up to half a second
+        self._live: dict[int, ClientRequest] = {}  # filled by the input thread, emptied by the output thread
+        self._handles_by_id: dict[str, int] = {}
+        self._cancelled_early: set[int] = set()
+        self._drain_deadline: float | None = None
+        self._is_stopping = False
+        self._exit_status = 0
+
+    def ready_frame(self) -> bytes:
+        metrics = [
+            wire.MetricSpec(m.family, wire.MetricKind(m.kind), m.help, tuple(m.labels.items()), m.buckets)
+            for m in stats.METRICS
+        ]
+        return wire.encode_ready(contract.output_specs(self._config.task), metrics)
+
+    def serve(self) -> int:
+        """Announce READY, serve until the backend closes the socket, a drain has ended or the engine has failed."""
+        gc.collect()
+        gc.freeze()  # what was made while loading lives for ever: do not walk it again
+        self._link.send(self.ready_frame())
+        threads = [
+            threading.Thread(target=self._engine_loop, name="engine", daemon=True),
+            threading.Thread(target=self._output_loop, name="output", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for kind, payload in self._link.frames():
+                self._handle(kind, payload)
+        finally:
+            self._is_stopping = True
+        return self._exit_status
+
+    # ------------------------------------------------------------ input thread
+
+    def _handle(self, kind: wire.FrameType, payload: bytes) -> None:
+        if kind is wire.FrameType.REQUEST:
+            self._admit(wire.decode_request(payload))
+        elif kind is wire.FrameType.CANCEL:
+            self._cancel(wire.decode_cancel(payload))
+        elif kind is wire.FrameType.DRAIN:
+            self._drain_deadline = time.monotonic() + wire.decode_drain(payload) / 1e3
+        else:
+            raise wire.ProtocolError(f"the backend sent {kind.name}")
+
+    def _admit(self, raw: wire.Request) -> None:
+        try:
+            if self._drain_deadline is not None:
+                raise CapacityError("the model is being unloaded")
+            client = parse_request(raw, self._config, self._engine.tokenizer)
+            if client.is_stop:
+                self._stop_by_id(raw.handle, client.request_id)
+                return
+            self._live[raw.handle] = client
+            if client.request_id:
+                self._handles_by_id[client.request_id] = raw.handle
+            self._outputs.add(client)
+            if client.params.guide is not None:
+                self._guides.submit(self._submit_guided, client)
+            else:
+                self._engine.submit(client.request)
+        except Exception as error:
+            self._refuse(raw.handle, error)
+
+    def _submit_guided(self, client: ClientRequest) -> None:
+        """On the guides' thread: a cancel may have come meanwhile."""
+        try:
+            self._engine.submit(client.request)
+        except Exception as error:
+            self._refuse(client.handle, error)
+        if client.handle in self._cancelled_early:
+            self._cancelled_early.discard(client.handle)
+            self._engine.cancel(client.handle)
+
+    def _refuse(self, handle: int, error: Exception) -> None:
+        if not isinstance(error, (RequestError, CapacityError, EngineError)):
+            logger.exception("a request failed in an unforeseen way")
+        if self._live.get(handle) is not None:
+            self._outputs.discard(handle)
+            self._forget(handle)
+        self._link.send(error_answer(handle, error))
+
+    def _stop_by_id(self, handle: int, request_id: str) -> None:
+        """`stop: true`: end the earlier request of the same id; the stop request itself has an empty answer."""
+        earlier = self._handles_by_id.get(request_id)
+        if earlier is not None:
+            self._cancel(earlier)
+        self._link.send(wire.encode_responses([wire.final_response(handle)]))
+
+    def _cancel(self, handle: int) -> None:
+        client = self._live.get(handle)
+        if client is None:
+            return
+        if client.params.guide is not None:
+            self._cancelled_early.add(handle)
+        self._engine.cancel(handle)
+
+    def _forget(self, handle: int) -> None:
+        client = self._live.pop(handle)
+        self._cancelled_early.discard(handle)
+        if self._handles_by_id.get(client.request_id) == handle:
+            del self._handles_by_id[client.request_id]
+
+    # ------------------------------------------------------------ engine thread
+
+    def _engine_loop(self) -> None:
+        engine, steps = self._engine, self._steps
+        try:
+            while not self._is_stopping and engine.error is None:
+                outputs = engine.step()
+                if outputs:
+                    steps.put(outputs)
+                elif not engine.has_work:
+                    engine.wait(_IDLE_WAIT_S)
+        except Exception:
+            logger.exception("the engine failed")
+        finally:
+            steps.put(None)
+
+    # ------------------------------------------------------------ output thread
+
+    def _output_loop(self) -> None:
+        try:
+            self._answer_steps()
+        except OSError:
+            pass  # the backend is gone: so are the clients
+        except Exception:
+            logger.exception("answering failed")
+            self._fail_everything()
+        self._link.stop_reading()
+
+    def _answer_steps(self) -> None:
+        metrics_due, timeout = 0.0, _METRICS_PERIOD_S
+        while not self._is_drained():
+            try:
+                step = self._steps.get(timeout=timeout)
+            except queue.Empty:
+                step, metrics_due = [], 0.0
+            if step is None:
+                self._fail_everything()
+                return
+            if step:
+                self._answer(step)
+            now = time.monotonic()
+            if now >= metrics_due:
+                self._link.send(wire.encode_metrics(self._engine.stats.drain()))
+                metrics_due = now + _METRICS_PERIOD_S
+            timeout = _SETTLE_S if step and not self._engine.has_work else _METRICS_PERIOD_S
+
+    def _answer(self, step: list[StepOutput]) -> None:
+        live, answers = self._live, []
+        for output in self._outputs.process(step):
+            handle = output.request.handle
+            answers.append(encode_response(live[handle], output))
+            if output.is_final:
+                self._forget(handle)
+        if answers:
+            self._link.send(wire.encode_responses(answers))
+
+    def _is_drained(self) -> bool:
+        """After DRAIN: true when nothing runs any more or its time is over; then everybody has been answered."""
+        deadline = self._drain_deadline
+        if deadline is None or (self._live and time.monotonic() < deadline):
+            return False
+        for handle in list(self._live):
+            self._link.send(error_answer(handle, CapacityError("the model was unloaded before the request ended")))
+        self._link.send(wire.encode_drained())
+        return True
+
+    def _fail_everything(self) -> None:
+        """Everybody in flight gets an answer; the backend starts a new process when this one has ended."""
+        self._exit_status = 1
+        error = self._engine.error or EngineError("the engine failed")
+        for handle in list(self._live):
+            self._link.send(error_answer(handle, error))

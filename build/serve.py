@@ -1,0 +1,157 @@
+"""Run tritonserver on a model repository, from a terminal (`make serve`) or for the demo.
+
+python build/serve.py                              # model_repository on ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics)
+python build/serve.py --model /path/or/hub-id      # the same repository with another checkpoint
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LAUNCHER = ROOT / "install/tritonserver"
+REPOSITORY = ROOT / "model_repository"
+CHECKPOINT_PARAMETERS = ("model", "tokenizer_dir")
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens."""
+
+    host: str
+    http: int
+    grpc: int
+    metrics: int
+
+    @property
+    def http_url(self) -> str:
+        return f"{self.host}:{self.http}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self.host}:{self.grpc}"
+
+
+def free_address(host: str = "127.0.0.1") -> Address:
+    """Three ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(3)]
+    for one in sockets:
+        one.bind((host, 0))
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return Address(host, *ports)
+
+
+def server_command(repository: Path, address: Address, *extra: str) -> list[str]:
+    """Explicit mode with every model loaded: ready only when all of them are, and a failed one can be asked why."""
+    return [
+        str(LAUNCHER),
+        f"--model-repository={repository}",
+        "--model-control-mode=explicit",
+        "--load-model=*",
+        f"--http-address={address.host}",
+        f"--http-port={address.http}",
+        f"--grpc-address={address.host}",
+        f"--grpc-port={address.grpc}",
+        f"--metrics-address={address.host}",
+        f"--metrics-port={address.metrics}",
+        *extra,
+    ]
+
+
+@contextmanager
+def running_server(repository: Path, address: Address, log_path: Path, timeout_s: float) -> Iterator[None]:
+    """A server whose log goes to a file.  Raises SystemExit with the end of the log when it does not become ready."""
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(server_command(repository, address), stdout=log, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + timeout_s
+        while not is_ready(address):
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"tritonserver did not become ready:\n{log_path.read_text(errors='replace')[-4000:]}")
+            time.sleep(0.1)
+        yield
+        if process.poll() is not None:
+            raise SystemExit(f"tritonserver ended with {process.returncode}:\n{log_path.read_text()[-4000:]}")
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+def is_ready(address: Address) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://{address.http_url}/v2/health/ready", timeout=5) as reply:
+            return reply.status == 200
+    except (urllib.error.URLError, ConnectionError, TimeoutError):
+        return False
+
+
+def repository_for(model: str, folder: Path) -> Path:
+    """A copy of model_repository that names another checkpoint: its absolute path, or a hub id."""
+    named = str(Path(model).resolve()) if Path(model).exists() else model
+    repository = folder / "model_repository"
+    shutil.copytree(REPOSITORY, repository)
+    for path in repository.glob("*/config.pbtxt"):
+        text = path.read_text()
+        for key in CHECKPOINT_PARAMETERS:
+            pattern = rf'(key: "{key}"\s+value \{{ string_value: ")[^"]*'
+            text = re.sub(pattern, lambda match: match.group(1) + named, text)
+        path.write_text(text)
+    return repository
+
+
+def banner(address: Address) -> str:
+    http = f"http://{address.http_url}"
+    body = """'{"text_input": "def fibonacci(n):\\n", "max_tokens": 64, "temperature": 0}'"""
+    streaming = body.replace("}'", ', "stream": true}\'')
+    return f"""
+  gRPC {address.grpc_url}   HTTP {http}   metrics http://{address.host}:{address.metrics}/metrics   (Ctrl-C stops)
+
+  curl -s  {http}/v2/health/ready -o /dev/null -w '%{{http_code}}\\n'
+  curl -s  {http}/v2/models/llm/generate -d {body}
+  curl -sN {http}/v2/models/llm/generate_stream -d {streaming}
+  .venv/bin/python client_examples/stream.py --url {address.grpc_url}
+  .venv/bin/python client_examples/chat.py --url {address.grpc_url} --code
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="", help="folder of a checkpoint, or a Hugging Face id")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface")
+    parser.add_argument("--http-port", type=int, default=8000)
+    parser.add_argument("--grpc-port", type=int, default=8001)
+    parser.add_argument("--metrics-port", type=int, default=8002)
+    arguments, extra = parser.parse_known_args()
+    address = Address(arguments.host, arguments.http_port, arguments.grpc_port, arguments.metrics_port)
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        repository = repository_for(arguments.model, Path(folder)) if arguments.model else REPOSITORY
+        print(banner(address), flush=True)
+        process = subprocess.Popen(server_command(repository, address, *extra))
+        signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
+        try:
+            return process.wait()
+        except KeyboardInterrupt:  # the terminal sent SIGINT to the server as well
+            return process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Complete a prompt and print the whole text at once, over gRPC (or HTTP with --protocol http).
+
+python generate.py --prompt "def fibonacci(n):" --max-tokens 48
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import urllib.request
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as triton
+
+
+def text_tensor(name: str, value: str) -> triton.InferInput:
+    tensor = triton.InferInput(name, [1], "BYTES")
+    tensor.set_data_from_numpy(np.array([value.encode()], dtype=np.object_))
+    return tensor
+
+
+def generate_grpc(url: str, model: str, prompt: str, sampling: dict[str, Any]) -> str:
+    """One request on a gRPC stream: a model that can stream answers there, also when it sends one response only."""
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
+    client = triton.InferenceServerClient(url)
+    client.start_stream(lambda result, error: answers.put((result, error)))
+    inputs = [text_tensor("text_input", prompt), text_tensor("sampling_parameters", json.dumps(sampling))]
+    client.async_stream_infer(model, inputs, outputs=[triton.InferRequestedOutput("text_output")])
+    result, error = answers.get()
+    client.stop_stream()
+    if error is not None:
+        raise SystemExit(f"the server says: {error}")
+    return result.as_numpy("text_output")[0].decode()
+
+
+def generate_http(url: str, model: str, prompt: str, sampling: dict[str, Any]) -> str:
+    """POST /v2/models/<model>/generate: scalars next to text_input are sampling parameters."""
+    body = json.dumps({"text_input": prompt, **sampling}).encode()
+    with urllib.request.urlopen(f"http://{url}/v2/models/{model}/generate", data=body) as reply:
+        return json.loads(reply.read())["text_output"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="default: localhost:8001 (gRPC) or localhost:8000 (HTTP)")
+    parser.add_argument("--protocol", choices=["grpc", "http"], default="grpc")
+    parser.add_argument("--model", default="llm")
+    parser.add_argument("--prompt", default="def fibonacci(n):\n")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    arguments = parser.parse_args()
+    sampling = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
+    generate = generate_grpc if arguments.protocol == "grpc" else generate_http
+    url = arguments.url or {"grpc": "localhost:8001", "http": "localhost:8000"}[arguments.protocol]
+    print(generate(url, arguments.model, arguments.prompt, sampling))
+
+
+if __name__ == "__main__":
+    main()
