@@ -15,7 +15,7 @@ import sys
 from slipstream.core import wire
 from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import parse_config
-from slipstream.core.errors import ConfigError, SlipstreamError
+from slipstream.core.errors import SlipstreamError
 from slipstream.runtime.link import EngineLink
 
 logger = logging.getLogger("slipstream")
