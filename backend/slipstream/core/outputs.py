@@ -38,6 +38,8 @@ class RequestOutput:
 
     context_token_ids: the tokens before new ones that a stateless decoder must be given so that
     decode(context + token_ids) minus decode(context) is exactly `text`.
+    With an echoed prompt there is no context and `text` is that of prompt + token_ids.
+    cumulative_logprob: of the sequence's tokens up to and including these.
     is_final: no later output of the same client request (handle) follows, whatever the sequence.
     """
 
@@ -51,3 +53,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     is_final: bool = False
     error: str = ""
+    cumulative_logprob: float = 0.0

@@ -1,0 +1,256 @@
+"""Incremental detokenising: token ids in as they are made, text out that never has to be taken back.
+
+Standard library only. One detokenizer belongs to one sequence and to the thread that feeds it (the output thread).
+Rule: the texts given out for a sequence, joined, are the tokenizer's decode of prompt and output together, less the
+prompt's own text. A character that is not complete is held back; bytes that can no longer become a character come out
+as U+FFFD, at the latest with `flush`. Two ways: a table of the vocabulary's bytes (token_table.py, well under 1 us per
+token) or, for decoders that have none, decoding a short window twice with the tokenizer itself.
+"""
+
+from __future__ import annotations
+
+from codecs import utf_8_decode
+from collections.abc import Sequence
+from typing import Protocol
+
+from slipstream.core.token_table import TokenTable
+
+REPLACEMENT = "\ufffd"
+_WINDOW_TOKENS = 8  # context of the window way: enough for any decoder's look-behind
+_MAX_HELD_TOKENS = 8  # the window way gives up on a character after as many tokens without one
+_MAX_CONTEXT_BYTES = 64  # of a run of byte tokens
+
+
+class Tokenizer(Protocol):
+    """What detokenising needs of a tokenizer. token_table None: there is no exact table for it."""
+
+    @property
+    def token_table(self) -> TokenTable | None: ...
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str: ...
+
+
+class IncrementalDetokenizer(Protocol):
+    """is_pending: some bytes were fed whose character is not complete yet."""
+
+    is_pending: bool
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take new tokens (one, or several after speculation); the text that is now certain, often all of it."""
+        ...
+
+    def flush(self) -> str:
+        """The sequence has ended: the rest, an incomplete character as U+FFFD."""
+        ...
+
+
+def start_detokenizer(
+    tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True
+) -> IncrementalDetokenizer:
+    """The detokenizer of a sequence that goes on from these tokens (the prompt, or `context_token_ids` of it)."""
+    table = tokenizer.token_table
+    if table is None:
+        return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
+    if table.has_byte_fallback:
+        return ByteFallbackDetokenizer(table, prompt_token_ids, skip_special_tokens)
+    return ByteLevelDetokenizer(table, prompt_token_ids, skip_special_tokens)
+
+
+class ByteLevelDetokenizer:
+    """Byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, the text is their UTF-8, invalid bytes replaced."""
+
+    __slots__ = ("_pending", "_pieces", "is_pending")
+
+    def __init__(self, table: TokenTable, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._pieces = table.select(skip_special_tokens)
+        tail = _last_bytes(self._pieces, prompt_token_ids)
+        start = 0
+        while start < len(tail) and start < 4 and tail[start] & 0xC0 == 0x80:  # the cut may have split a character
+            start += 1
+        self._pending = tail[start + utf_8_decode(tail[start:], "replace", False)[1] :]
+        self.is_pending = bool(self._pending)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        pieces = self._pieces
+        if len(token_ids) == 1 and not self.is_pending:
+            piece = _piece(pieces, token_ids[0])
+            if piece.__class__ is str:
+                return piece  # type: ignore[return-value]
+        data = self._pending
+        for token_id in token_ids:
+            piece = _piece(pieces, token_id)
+            if piece:
+                data += piece if isinstance(piece, bytes) else piece.encode("utf-8")
+        text, used = utf_8_decode(data, "replace", False)
+        self._pending = data[used:]
+        self.is_pending = used < len(data)
+        return text
+
+    def flush(self) -> str:
+        text = self._pending.decode("utf-8", "replace")
+        self._pending, self.is_pending = b"", False
+        return text
+
+
+class ByteFallbackDetokenizer:
+    """Sentencepiece (Llama 2, Mistral, Gemma): text tokens, and runs of byte tokens for what the vocabulary lacks.
+
+    Where a run of byte tokens is invalid, the tokenizer's own decode makes every byte of the run U+FFFD, also the
+    characters before the fault; here those have been streamed already and stay, and from the fault on each byte of the
+    run is one U+FFFD.
+    """
+
+    __slots__ = ("_is_invalid", "_pending", "_pieces", "_strip", "is_pending")
+
+    def __init__(self, table: TokenTable, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._pieces = table.select(skip_special_tokens)
+        self._pending, self._is_invalid, self.is_pending, self._strip = b"", False, False, False
+        run_start = len(prompt_token_ids)
+        while run_start > 0 and not isinstance(_piece(self._pieces, prompt_token_ids[run_start - 1]), str):
+            run_start -= 1
+        self._decode(prompt_token_ids[run_start:])
+        has_text = any(_piece(self._pieces, token_id) for token_id in prompt_token_ids)
+        self._strip = table.strips_space and not has_text
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        if len(token_ids) == 1 and not self.is_pending:
+            piece = _piece(self._pieces, token_ids[0])
+            if piece.__class__ is str:
+                self._is_invalid = False
+                return self._stripped(piece) if self._strip else piece  # type: ignore[arg-type, return-value]
+        text = self._decode(token_ids)
+        return self._stripped(text) if self._strip else text
+
+    def flush(self) -> str:
+        text = REPLACEMENT * len(self._pending)
+        self._pending, self.is_pending = b"", False
+        return text
+
+    def _stripped(self, text: str) -> str:
+        if not text:
+            return text
+        self._strip = False
+        return text[1:] if text[0] == " " else text
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        parts = []
+        for token_id in token_ids:
+            piece = _piece(self._pieces, token_id)
+            if isinstance(piece, str):
+                parts += [REPLACEMENT * len(self._pending), piece]
+                self._pending, self._is_invalid = b"", False
+            elif piece is not None:
+                parts.append(self._decode_byte(piece))
+        self.is_pending = bool(self._pending)
+        return "".join(parts)
+
+    def _decode_byte(self, byte: bytes) -> str:
+        if self._is_invalid:
+            return REPLACEMENT
+        data = self._pending + byte
+        try:
+            text, used = utf_8_decode(data, "strict", False)
+        except UnicodeDecodeError:
+            self._is_invalid, self._pending = True, b""
+            return REPLACEMENT * len(data)
+        self._pending = data[used:]
+        return text
+
+
+class WindowDetokenizer:
+    """Any tokenizer: the new text is decode(window + new tokens) less decode(window)."""
+
+    __slots__ = ("_base", "_is_skipping", "_new_ids", "_tokenizer", "_window", "is_pending")
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._is_skipping = skip_special_tokens
+        self._window = context_token_ids(tokenizer, prompt_token_ids, skip_special_tokens)
+        text = tokenizer.decode(self._window, skip_special_tokens)
+        self._base = len(text.rstrip(REPLACEMENT))  # a character that the prompt leaves open will come out whole
+        self._new_ids: list[int] = []
+        self.is_pending = self._base < len(text)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._new_ids += token_ids
+        text = self._tokenizer.decode(self._window + self._new_ids, self._is_skipping)
+        self.is_pending = text.endswith(REPLACEMENT) and len(self._new_ids) < _MAX_HELD_TOKENS
+        if self.is_pending:
+            return ""
+        return self._take(text)
+
+    def flush(self) -> str:
+        self.is_pending = False
+        return self._take(self._tokenizer.decode(self._window + self._new_ids, self._is_skipping))
+
+    def _take(self, text: str) -> str:
+        delta = text[self._base :]
+        if not delta:  # special tokens, left out: they give no context, so the window stays
+            return ""
+        self._window, self._new_ids = self._new_ids, []  # a window that begins at a whole character
+        self._base = len(self._tokenizer.decode(self._window, self._is_skipping))
+        return delta
+
+
+def decode_after(
+    tokenizer: Tokenizer,
+    context: Sequence[int],
+    token_ids: Sequence[int],
+    skip_special_tokens: bool = True,
+    num_characters: int | None = None,
+) -> str:
+    """Without state: the text that these tokens add after the context.
+
+    num_characters None: all that is certain, without an incomplete character at the end. Otherwise the first so many
+    characters of all of it: what a stream that ended here, or was cut at a stop string, gave out.
+    """
+    detokenizer = start_detokenizer(tokenizer, context, skip_special_tokens)
+    text = detokenizer.push(token_ids)
+    return text if num_characters is None else (text + detokenizer.flush())[:num_characters]
+
+
+def context_token_ids(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
+    """The shortest tail of these tokens after which `decode_after` gives what the whole of them would give."""
+    table = tokenizer.token_table
+    if table is None:
+        return _window(tokenizer, token_ids, skip_special_tokens)
+    pieces = table.select(skip_special_tokens)
+    start, num_bytes = len(token_ids), 0
+    while start > 0:
+        start -= 1
+        piece = _piece(pieces, token_ids[start])
+        if not piece:
+            continue
+        if isinstance(piece, str):
+            break
+        num_bytes += len(piece)
+        if num_bytes >= (_MAX_CONTEXT_BYTES if table.has_byte_fallback else 4):
+            break
+    return list(token_ids[start:])
+
+
+def _window(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
+    """The last tokens, as many as it takes to begin at a whole character and to show some text."""
+    size = _WINDOW_TOKENS
+    while size < len(token_ids):
+        text = tokenizer.decode(token_ids[-size:], skip_special_tokens)
+        if text and not text.startswith(REPLACEMENT):
+            break
+        size += 1 if text else size
+    return list(token_ids[-size:])
+
+
+def _piece(pieces: list[str | bytes | None], token_id: int) -> str | bytes | None:
+    """None also for an id outside the vocabulary (checkpoints pad their embeddings): decoders leave those out."""
+    return pieces[token_id] if token_id < len(pieces) else None
+
+
+def _last_bytes(pieces: list[str | bytes | None], token_ids: Sequence[int]) -> bytes:
+    """At least the last four bytes of a text's tokens, or all of them."""
+    data, position = b"", len(token_ids)
+    while position > 0 and len(data) < 4:
+        position -= 1
+        piece = _piece(pieces, token_ids[position])
+        if piece:
+            data = (piece if isinstance(piece, bytes) else piece.encode("utf-8")) + data
+    return data

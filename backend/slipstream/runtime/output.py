@@ -1,0 +1,220 @@
+"""From the engine's token ids to what clients read: text, stop strings, coalescing, the end of n sequences.
+
+Belongs to the output thread; only `add` and `discard` may be called from others. Knows nothing of sockets or tensors:
+`core/responses.py` turns a RequestOutput into bytes. Target: 12 us per token of a simple stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from slipstream.core.client_request import ClientRequest
+from slipstream.core.detokenize import Tokenizer, context_token_ids, start_detokenizer
+from slipstream.core.outputs import RequestOutput, StepOutput, TokenLogprobs
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.stop_strings import StopMatcher
+
+OnStop = Callable[[Request, str], None]
+
+
+class OutputProcessor:
+    """Every client request in flight, by handle. on_stop(request, stop string) asks the engine to end a sequence."""
+
+    def __init__(self, tokenizer: Tokenizer, on_stop: OnStop) -> None:
+        self._tokenizer = tokenizer
+        self._on_stop = on_stop
+        self._clients: dict[int, _Client] = {}
+
+    def add(self, client: ClientRequest) -> None:
+        """Expect outputs of this request. Call before Engine.submit, from any thread."""
+        self._clients[client.handle] = _Client(client)
+
+    def discard(self, handle: int) -> None:
+        """Forget a request: what the engine still says of it is dropped. Any thread; an unknown handle is no error."""
+        self._clients.pop(handle, None)
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._clients)
+
+    def process(self, step_outputs: Iterable[StepOutput]) -> list[RequestOutput]:
+        """The news of one engine step as text, in the same order; a sequence with nothing to say yet has none."""
+        outputs = []
+        for step in step_outputs:
+            client = self._clients.get(step.request.handle)
+            if client is None:
+                continue
+            sequence = client.sequences.get(step.request.sequence_index)
+            if sequence is None:
+                sequence = self._start(client, step.request)
+            if sequence.is_done:
+                continue
+            output = sequence.take(step)
+            if output is not None:
+                outputs.append(output)
+                if output.finish_reason is not None:
+                    self._finish(client, sequence, output)
+        return outputs
+
+    def _start(self, client: _Client, request: Request) -> _Sequence:
+        sequence = _Sequence(self._tokenizer, client.client, request)
+        client.sequences[request.sequence_index] = sequence
+        return sequence
+
+    def _finish(self, client: _Client, sequence: _Sequence, output: RequestOutput) -> None:
+        client.num_unfinished -= 1
+        output.is_final = client.num_unfinished == 0 or output.finish_reason is FinishReason.ERROR
+        if output.is_final:
+            self._clients.pop(output.request.handle, None)
+        if sequence.stopped_by is not None:
+            self._on_stop(output.request, sequence.stopped_by)
+
+
+class _Client:
+    __slots__ = ("client", "num_unfinished", "sequences")
+
+    def __init__(self, client: ClientRequest) -> None:
+        self.client = client
+        self.sequences: dict[int, _Sequence] = {}
+        self.num_unfinished = client.request.params.n if client.request is not None else 1
+
+
+class _Sequence:
+    """One sequence's text. A token leaves when all of its text is decided: no incomplete character, no possible stop
+    string in it; its log-probabilities leave with it."""
+
+    def __init__(self, tokenizer: Tokenizer, client: ClientRequest, request: Request) -> None:
+        params = request.params
+        self._tokenizer = tokenizer
+        self._client = client
+        self._request = request
+        self._detokenizer = start_detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+        self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._num_tokens = 0  # taken, also those not sent
+        self._has_sent = False
+        self._interval = client.stream_interval if client.stream else 0  # 0: everything at the end
+        self._text = ""  # decided, not sent, of these tokens:
+        self._token_ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._cumulative_logprob = 0.0
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._decided = ""  # decided text of tokens that are still held
+        self._held: list[tuple[int, int, TokenLogprobs | None]] = []  # token id, length of its text, log-probabilities
+        self._context: list[int] = []
+        if client.wants_context and not client.echo_text:
+            self._context = context_token_ids(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+        self.is_done = False
+        self.stopped_by: str | None = None
+
+    def take(self, step: StepOutput) -> RequestOutput | None:
+        """One step's tokens; the output that is due, if any. is_final is left to the caller."""
+        if step.prompt_logprobs is not None:
+            self._prompt_logprobs = step.prompt_logprobs
+        if self._matcher is not None:
+            self._take_matching(step, self._matcher)
+        elif step.new_token_ids:
+            self._num_tokens += len(step.new_token_ids)
+            self._text += self._detokenizer.push(self._shown(step))
+            self._token_ids += step.new_token_ids
+            if step.logprobs:
+                self._logprobs += step.logprobs
+        if step.finish_reason is not None or self.stopped_by is not None:
+            return self._end(step)
+        if self._is_due():
+            return self._emit()
+        return None
+
+    def _is_due(self) -> bool:
+        if not self._interval or not self._token_ids:
+            return False
+        if not self._text and (self._detokenizer.is_pending or self._held):
+            return False
+        return not self._has_sent or len(self._token_ids) >= self._interval
+
+    def _shown(self, step: StepOutput) -> list[int]:
+        """The step's tokens without the one that ended the sequence: an end or stop token is counted, never shown."""
+        if step.finish_reason is not FinishReason.STOP or not step.new_token_ids:
+            return step.new_token_ids
+        params, reason = step.request.params, step.request.stop_reason
+        is_hidden = reason is None or reason in params.stop_token_ids
+        if not is_hidden or params.include_stop_str_in_output:
+            return step.new_token_ids
+        return step.new_token_ids[:-1]
+
+    def _take_matching(self, step: StepOutput, matcher: StopMatcher) -> None:
+        num_shown = len(self._shown(step))
+        for index, token_id in enumerate(step.new_token_ids):
+            self._num_tokens += 1
+            text = self._detokenizer.push((token_id,)) if index < num_shown else ""
+            self._held.append((token_id, len(text), step.logprobs[index] if step.logprobs else None))
+            if self._num_tokens <= step.request.params.min_tokens:
+                self._decided += text  # a stop string does not count before min_tokens
+            else:
+                self._decided += matcher.push(text)
+            if matcher.matched is not None:
+                self.stopped_by = matcher.matched
+                return self._release_all()
+            self._release()
+
+    def _release(self) -> None:
+        """Let go of the oldest held tokens whose text is decided."""
+        num_released, at = 0, 0
+        for _, length, _ in self._held:
+            if at + length > len(self._decided):
+                break
+            at += length
+            num_released += 1
+        self._text += self._decided[:at]
+        self._decided = self._decided[at:]
+        self._let_go(num_released)
+
+    def _release_all(self) -> None:
+        self._text += self._decided
+        self._decided = ""
+        self._let_go(len(self._held))
+
+    def _let_go(self, num_tokens: int) -> None:
+        for token_id, _, logprobs in self._held[:num_tokens]:
+            self._token_ids.append(token_id)
+            if logprobs is not None:
+                self._logprobs.append(logprobs)
+        del self._held[:num_tokens]
+
+    def _end(self, step: StepOutput) -> RequestOutput:
+        self.is_done = True
+        matcher = self._matcher
+        if matcher is None:
+            self._text += self._detokenizer.flush()
+        elif self.stopped_by is None:
+            self._decided += matcher.push(self._detokenizer.flush()) + matcher.flush()
+            self.stopped_by = matcher.matched
+            self._release_all()
+        output = self._emit()
+        if self.stopped_by is not None:
+            output.finish_reason, output.stop_reason = FinishReason.STOP, self.stopped_by
+        else:
+            output.finish_reason, output.stop_reason = step.finish_reason, step.request.stop_reason
+            output.error = step.error
+        return output
+
+    def _emit(self) -> RequestOutput:
+        text, client = self._text, self._client
+        if client.echo_text and not self._has_sent:
+            text = client.echo_text + text
+        output = RequestOutput(self._request, text, self._token_ids)
+        if self._logprobs:
+            output.logprobs = self._logprobs
+            self._cumulative_logprob += sum(entry.logprob for entry in self._logprobs)
+            self._logprobs = []
+        output.cumulative_logprob = self._cumulative_logprob
+        if self._prompt_logprobs is not None:
+            output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+        if client.wants_context:
+            output.context_token_ids = self._context
+            params = self._request.params
+            self._context = context_token_ids(
+                self._tokenizer, self._context + self._token_ids, params.skip_special_tokens
+            )
+        self._has_sent = True
+        self._text, self._token_ids = "", []
+        return output

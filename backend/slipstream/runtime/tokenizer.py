@@ -1,0 +1,82 @@
+"""The tokenizer of a checkpoint, through the `tokenizers` library: text to ids, ids to text, and its table of pieces.
+
+Immutable once loaded; any thread may call it. Imports neither torch nor transformers, so that the tokenize and
+detokenize tasks stay small processes; a checkpoint with nothing but sentencepiece's tokenizer.model is the exception.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from slipstream.core.errors import ConfigError
+from slipstream.core.token_table import TokenTable, build_token_table, table_agrees
+
+logger = logging.getLogger(__name__)
+
+
+class TextTokenizer:
+    """Satisfies core.detokenize.Tokenizer. token_table is None for decoders that only the library can run."""
+
+    def __init__(self, backend: Tokenizer) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        decoder = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None
+        table = build_token_table(vocabulary, decoder, self.special_ids)
+        if table is not None and not table_agrees(table, self.decode):
+            logger.warning("the tokenizer's decoder differs from its table of pieces: decoding by windows, slower")
+            table = None
+        self._table = table
+
+    @classmethod
+    def load(cls, path: str | Path) -> TextTokenizer:
+        """From a checkpoint folder (tokenizer.json) or the file itself. Raises ConfigError when it cannot be read."""
+        file = Path(path)
+        if file.is_dir():
+            file = file / "tokenizer.json"
+        if not file.is_file():
+            return cls(_convert(Path(path)))
+        try:
+            return cls(Tokenizer.from_file(str(file)))
+        except Exception as error:  # the library raises plain Exception
+            raise ConfigError("tokenizer", str(path), f"tokenizer.json cannot be read: {error}") from error
+
+    @property
+    def token_table(self) -> TokenTable | None:
+        return self._table
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone, special tokens shown, incomplete characters as U+FFFD (for log-probabilities)."""
+        table = self._table
+        if table is None:
+            return self.decode([token_id], False)
+        piece = table.pieces[token_id] if token_id < len(table.pieces) else None
+        return piece.decode("utf-8", "replace") if isinstance(piece, bytes) else piece or ""
+
+
+def _convert(path: Path) -> Tokenizer:
+    """A checkpoint without tokenizer.json: let transformers convert what there is (sentencepiece's tokenizer.model)."""
+    accepted = "a folder with tokenizer.json (or a tokenizer that transformers can convert), or the file itself"
+    if not path.is_dir():
+        raise ConfigError("tokenizer", str(path), f"not found; accepted: {accepted}")
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(path), local_files_only=True).backend_tokenizer
+    except Exception as error:
+        raise ConfigError("tokenizer", str(path), f"{error}; accepted: {accepted}") from error
