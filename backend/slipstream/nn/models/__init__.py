@@ -1,0 +1,17 @@
+"""The served model families, filled by plain imports; an architecture is looked up as config.json names it."""
+
+from __future__ import annotations
+
+from slipstream.core.errors import ConfigError
+from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.models import llama, mistral, qwen2, qwen3  # noqa: F401  (each registers itself)
+from slipstream.nn.models.family import FAMILIES, Family
+
+
+def family_of(config: HFConfig) -> Family:
+    """The family of a checkpoint. Raises ConfigError naming its architecture and those that are served."""
+    architectures = config.strings("architectures")
+    if not architectures:
+        accepted = ", ".join(sorted(FAMILIES.names()))
+        raise ConfigError("config.json architectures", None, f"is missing; accepted: {accepted}")
+    return FAMILIES.get(architectures[0])

@@ -1,0 +1,29 @@
+"""ForwardBatch: the tensors of one engine step, passed to the decoder as they are. Built by the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """T tokens of R requests in one varlen batch, on the model's device.
+
+    Row i of request r is token query_start_loc[r] + i; its keys are the first positions+1 tokens of that request.
+    token_ids, positions, slot_mapping: [T] int64 (slot -1: a padding row, nothing is written for it).
+    query_start_loc: [R + 1] int32. seq_lens: [R] int32, tokens of each request once this step is done.
+    block_tables: [R, max_blocks] int32, -1 pads. logits_indices: [S] int64, the rows of which logits are wanted.
+    max_query_len, max_seq_len: upper bounds known to the host, so that no kernel choice waits for the device.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    logits_indices: Tensor
+    max_query_len: int
+    max_seq_len: int

@@ -1,0 +1,108 @@
+"""The one decoder: embedding, pre-norm layers of attention and MLP, final norm, logits. Built from a DecoderSpec.
+
+Belongs to the engine thread; the caller holds torch.inference_mode. Knows tensors only: nothing of requests, sampling
+or scheduling, nor of files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from slipstream.nn.attention import AttentionBackend, LayerCache, StepAttention
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.embedding import Embedding, TiedHead
+from slipstream.nn.linear import Linear
+from slipstream.nn.mlp import MLP
+from slipstream.nn.norm import RMSNorm
+from slipstream.nn.placement import Placement
+from slipstream.nn.rotary import cos_sin_cache
+from slipstream.nn.self_attention import SelfAttention
+from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.tensor_slot import TensorSlot
+
+
+class DecoderLayer:
+    """One block. The residual stream is handed on beside the block's output, so that each norm adds them itself."""
+
+    def __init__(self, spec: DecoderSpec, layer: int, cos_sin: Tensor, placement: Placement) -> None:
+        self.input_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
+        self.attention = SelfAttention(spec, layer, cos_sin, placement)
+        self.post_attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
+        self.mlp = MLP(spec, placement)
+
+    def __call__(
+        self, hidden: Tensor, residual: Tensor | None, positions: Tensor, step: StepAttention, cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            hidden, residual = self.input_norm(hidden), hidden
+        else:
+            hidden, residual = self.input_norm.add(hidden, residual)
+        hidden = self.attention(hidden, positions, step, cache)
+        hidden, residual = self.post_attention_norm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+    def norms(self) -> Iterator[tuple[str, RMSNorm]]:
+        yield "input_norm", self.input_norm
+        yield "post_attention_norm", self.post_attention_norm
+        if self.attention.head_norms is not None:
+            yield from zip(("q_norm", "k_norm"), self.attention.head_norms)
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down)
+
+
+class Decoder:
+    """num_positions: rows of the rotary table, that is the longest sequence (tokens) that may be served."""
+
+    def __init__(self, spec: DecoderSpec, placement: Placement, backend: AttentionBackend, num_positions: int) -> None:
+        self.spec = spec
+        self.placement = placement
+        self.backend = backend
+        cos_sin = cos_sin_cache(spec.rope, num_positions).to(placement.device)
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, placement)
+        self.layers = [DecoderLayer(spec, layer, cos_sin, placement) for layer in range(spec.num_layers)]
+        self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
+        self.lm_head = TiedHead() if spec.tie_word_embeddings else Linear(spec.lm_head, placement)
+
+    def forward(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
+        """Final hidden states of the batch's tokens, [T, hidden_size]; each layer's cache gains their keys and values.
+
+        kv_caches: one (key_cache, value_cache) per layer, [num_blocks, num_kv_heads, block_size, head_dim] each.
+        """
+        step = self.backend.plan(batch)
+        hidden = self.embedding(batch.token_ids)
+        residual: Tensor | None = None
+        for layer, cache in zip(self.layers, kv_caches):
+            hidden, residual = layer(hidden, residual, batch.positions, step, cache)
+        assert residual is not None
+        return self.final_norm.add(hidden, residual)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [S, hidden_size] rows of `forward` -> [S, vocab_size] float32."""
+        return self.lm_head(hidden).float()
+
+    def tensor_slots(self, names: Mapping[str, str]) -> dict[str, TensorSlot]:
+        """Checkpoint tensor name -> slot, for every tensor this model needs. names: module -> name, as LLAMA_NAMES."""
+        table = self.embedding.weight
+        table_slot = TensorSlot(tuple(table.shape), self._load_embedding, std=table.shape[1] ** -0.5)
+        slots = {
+            f"{names['embedding']}.weight": table_slot,
+            f"{names['final_norm']}.weight": self.final_norm.slot(),
+        }
+        linears = [(index, linear) for index, layer in enumerate(self.layers) for linear in layer.linears()]
+        if isinstance(self.lm_head, Linear):
+            linears.append((0, self.lm_head))
+        for index, linear in linears:
+            for part, suffix, slot in linear.slots():
+                slots[f"{names[part].format(layer=index)}.{suffix}"] = slot
+        for index, layer in enumerate(self.layers):
+            for module, norm in layer.norms():
+                slots[f"{names[module].format(layer=index)}.weight"] = norm.slot()
+        return slots
+
+    def _load_embedding(self, tensor: Tensor) -> None:
+        self.embedding.weight.copy_(tensor)
+        if isinstance(self.lm_head, TiedHead):
+            self.lm_head.tie(self.embedding)

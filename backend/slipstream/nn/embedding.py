@@ -1,0 +1,39 @@
+"""Token embedding table, and the output head that is tied to it."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.nn.placement import Placement
+from slipstream.nn.quant.unquantized import Unquantized
+
+
+class Embedding:
+    """token_ids: [T] int64 -> [T, hidden_size]."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
+        self.weight = torch.empty(vocab_size, hidden_size, device=placement.device, dtype=placement.dtype)
+
+    def __call__(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.weight)
+
+
+class TiedHead:
+    """Logits by the embedding table itself: unquantised whatever the method of the linear layers.
+
+    On a GPU it holds no memory of its own; on a CPU it holds a packed copy of the table (see quant/unquantized.py).
+    """
+
+    def __init__(self) -> None:
+        self._method = Unquantized()
+        self._weights: dict[str, Tensor] = {}
+
+    def tie(self, embedding: Embedding) -> None:
+        """Call once, when the table is loaded."""
+        self._weights = {"weight": embedding.weight}
+        self._method.finish(self._weights)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._method.apply(self._weights, x)

@@ -1,0 +1,43 @@
+"""The one linear layer of the decoder: merged parts, and a quantisation method that owns weights and product."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from torch import Tensor
+
+from slipstream.nn.placement import Placement
+from slipstream.nn.quant.method import Weights
+from slipstream.nn.spec import LinearSpec
+from slipstream.nn.tensor_slot import TensorSlot
+
+
+class Linear:
+    """y = x Wᵀ + b; x: [T, in_features] -> [T, out_features], the parts side by side in the spec's order."""
+
+    def __init__(self, spec: LinearSpec, placement: Placement) -> None:
+        self.spec = spec
+        self.method = placement.method
+        self.weights: Weights = self.method.create_weights(spec, placement.device, placement.dtype)
+        self._missing = {(part, suffix) for part, suffix, _ in self.slots()}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.method.apply(self.weights, x)
+
+    def slots(self) -> Iterator[tuple[str, str, TensorSlot]]:
+        """(part, suffix, slot) of each tensor that a checkpoint stores for this layer: ("q", "weight", …)."""
+        start = 0
+        for part, num_rows in self.spec.parts:
+            rows = slice(start, start + num_rows)
+            start += num_rows
+            for suffix, shape in self.method.checkpoint_shapes(self.spec, num_rows).items():
+                load = partial(self._load, part, suffix, rows)
+                # variance 1/in keeps dummy activations at the scale of their input
+                yield part, suffix, TensorSlot(shape, load, std=self.spec.in_features**-0.5)
+
+    def _load(self, part: str, suffix: str, rows: slice, tensor: Tensor) -> None:
+        self.method.load(self.weights, suffix, rows, tensor)
+        self._missing.discard((part, suffix))
+        if not self._missing:  # repacked as soon as it is whole, so that only one layer exists twice
+            self.method.finish(self.weights)

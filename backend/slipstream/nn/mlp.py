@@ -1,0 +1,19 @@
+"""The gated MLP: down(silu(gate(x)) · up(x)), with gate and up as one product. Source: arXiv:2002.05202."""
+
+from __future__ import annotations
+
+from slipstream_kernels import ops
+from torch import Tensor
+
+from slipstream.nn.linear import Linear
+from slipstream.nn.placement import Placement
+from slipstream.nn.spec import DecoderSpec
+
+
+class MLP:
+    def __init__(self, spec: DecoderSpec, placement: Placement) -> None:
+        self.gate_up = Linear(spec.gate_up, placement)
+        self.down = Linear(spec.down, placement)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return self.down(ops.silu_mul(self.gate_up(hidden)))

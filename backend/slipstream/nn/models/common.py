@@ -1,0 +1,68 @@
+"""The part of a Hugging Face config that all Llama-like families share, and the refusals they share."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.models.rope import read_rope
+from slipstream.nn.spec import DecoderSpec
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ACTIVATIONS = ("silu", "swish")
+
+
+def base_spec(config: HFConfig) -> DecoderSpec:
+    """A spec without biases, query/key norms or windows; a family replaces what differs. Raises ConfigError."""
+    hidden_size = config.integer("hidden_size")
+    num_q_heads = config.integer("num_attention_heads")
+    num_kv_heads = config.integer("num_key_value_heads", num_q_heads)
+    if num_q_heads % num_kv_heads:
+        raise config.error("num_key_value_heads", f"must divide num_attention_heads={num_q_heads}")
+    if not config.has("head_dim") and hidden_size % num_q_heads:
+        raise config.error("num_attention_heads", f"must divide hidden_size={hidden_size}")
+    head_dim = config.integer("head_dim", hidden_size // num_q_heads)
+    if head_dim % 2:
+        raise config.error("head_dim", f"rotary embedding needs an even head size, not {head_dim}")
+    if config.has("quantization_config"):
+        raise config.error("quantization_config", "quantised checkpoints are not served; use the unquantised one")
+    config.choice("hidden_act", ACTIVATIONS, "silu")
+    num_layers = config.integer("num_hidden_layers")
+    bos_token_ids = config.token_ids("bos_token_id")
+    return DecoderSpec(
+        architecture=config.strings("architectures")[0],
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=config.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=config.integer("max_position_embeddings"),
+        norm_eps=config.number("rms_norm_eps", 1e-6),
+        rope=read_rope(config, head_dim),
+        sliding_windows=(None,) * num_layers,
+        tie_word_embeddings=config.boolean("tie_word_embeddings", False),
+        dtype=_checkpoint_dtype(config),
+        bos_token_id=bos_token_ids[0] if bos_token_ids else None,
+        eos_token_ids=config.token_ids("eos_token_id"),
+    )
+
+
+def sliding_windows(config: HFConfig, num_layers: int) -> tuple[int | None, ...]:
+    """Windows of the Qwen families, when use_sliding_window: by layer_types, or else from max_window_layers on."""
+    if not config.boolean("use_sliding_window", False) or not config.has("sliding_window"):
+        return (None,) * num_layers
+    window = config.integer("sliding_window")
+    layer_types = config.strings("layer_types")
+    if not layer_types:
+        first = config.integer("max_window_layers", 28, minimum=0)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if len(layer_types) != num_layers or set(layer_types) - {"full_attention", "sliding_attention"}:
+        raise config.error("layer_types", f"must be {num_layers} of full_attention or sliding_attention")
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _checkpoint_dtype(config: HFConfig) -> torch.dtype:
+    key = "dtype" if config.has("dtype") else "torch_dtype"  # transformers 5 | 4
+    return DTYPES[config.choice(key, tuple(DTYPES), "float32")]

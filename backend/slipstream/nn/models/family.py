@@ -1,0 +1,44 @@
+"""What a model family is: a reader from Hugging Face config to DecoderSpec, and a checkpoint name map.
+
+Families register themselves by plain import (nn/models/__init__.py); code for a family exists only where its maths
+differs, and then lives in the decoder behind a field of the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from slipstream.core.registry import Registry
+from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.spec import DecoderSpec
+
+# Module name of the decoder -> name in the checkpoint; shared by every family that follows Llama's layout.
+LLAMA_NAMES: Mapping[str, str] = {
+    "embedding": "model.embed_tokens",
+    "input_norm": "model.layers.{layer}.input_layernorm",
+    "q": "model.layers.{layer}.self_attn.q_proj",
+    "k": "model.layers.{layer}.self_attn.k_proj",
+    "v": "model.layers.{layer}.self_attn.v_proj",
+    "q_norm": "model.layers.{layer}.self_attn.q_norm",
+    "k_norm": "model.layers.{layer}.self_attn.k_norm",
+    "o": "model.layers.{layer}.self_attn.o_proj",
+    "post_attention_norm": "model.layers.{layer}.post_attention_layernorm",
+    "gate": "model.layers.{layer}.mlp.gate_proj",
+    "up": "model.layers.{layer}.mlp.up_proj",
+    "down": "model.layers.{layer}.mlp.down_proj",
+    "final_norm": "model.norm",
+    "lm_head": "lm_head",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """names: as LLAMA_NAMES. ignored_suffixes: tensors of old checkpoints that carry no weights (rotary buffers)."""
+
+    read_spec: Callable[[HFConfig], DecoderSpec]
+    names: Mapping[str, str]
+    ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
+
+
+FAMILIES: Registry[Family] = Registry("architecture")

@@ -1,0 +1,19 @@
+"""Mistral: Llama without biases, and one sliding window for all layers when the config sets one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.models.common import base_spec
+from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
+from slipstream.nn.spec import DecoderSpec
+
+
+def read_spec(config: HFConfig) -> DecoderSpec:
+    spec = base_spec(config)
+    window = config.integer("sliding_window") if config.has("sliding_window") else None
+    return replace(spec, sliding_windows=(window,) * spec.num_layers)
+
+
+FAMILIES.register("MistralForCausalLM")(Family(read_spec, LLAMA_NAMES))

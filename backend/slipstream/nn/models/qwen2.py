@@ -1,0 +1,18 @@
+"""Qwen2 and Qwen2.5: a bias on query, key and value only; sliding windows on the upper layers when switched on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.models.common import base_spec, sliding_windows
+from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
+from slipstream.nn.spec import DecoderSpec
+
+
+def read_spec(config: HFConfig) -> DecoderSpec:
+    spec = base_spec(config)
+    return replace(spec, qkv_bias=True, sliding_windows=sliding_windows(config, spec.num_layers))
+
+
+FAMILIES.register("Qwen2ForCausalLM")(Family(read_spec, LLAMA_NAMES))

@@ -1,0 +1,16 @@
+"""Placement: where a model's weights live, in what dtype, and how its linear layers hold and multiply them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.nn.quant import QuantMethod
+
+
+@dataclass(frozen=True)
+class Placement:
+    device: torch.device
+    dtype: torch.dtype  # of activations, and of weights that are not quantised
+    method: QuantMethod

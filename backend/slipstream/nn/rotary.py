@@ -1,0 +1,85 @@
+"""Rotary position embedding: the cos/sin table of a RopeSpec. One table per model, made once, on the host.
+
+Source: RoFormer, arXiv:2104.09864; each scaling names its own below.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from slipstream.nn.spec import RopeSpec
+
+
+def cos_sin_cache(spec: RopeSpec, num_positions: int) -> Tensor:
+    """[num_positions, rotary_dim] float32 on the CPU: cos of the rotary_dim/2 angles, then their sin.
+
+    The attention factor (yarn) is multiplied in. Row p depends on p alone, whatever the batch or the chunk.
+    """
+    positions = torch.arange(num_positions, dtype=torch.float32)
+    if spec.type == "dynamic":
+        angles = positions[:, None] * _dynamic_frequencies(spec, num_positions)
+    else:
+        angles = torch.outer(positions, inverse_frequencies(spec))
+    return torch.cat([angles.cos(), angles.sin()], dim=-1) * spec.attention_factor
+
+
+def inverse_frequencies(spec: RopeSpec) -> Tensor:
+    """[rotary_dim / 2] float32, radians per position, of every type whose frequencies are fixed."""
+    frequencies = _frequencies(torch.tensor(spec.theta), spec.rotary_dim)
+    if spec.type == "default":
+        return frequencies
+    if spec.type == "linear":
+        return frequencies / spec.factor
+    if spec.type == "llama3":
+        return _llama3_frequencies(spec, frequencies)
+    if spec.type == "yarn":
+        return _yarn_frequencies(spec, frequencies)
+    raise ValueError(f"rope type {spec.type!r} has no fixed frequencies")
+
+
+def _frequencies(theta: Tensor, rotary_dim: int) -> Tensor:
+    return 1.0 / theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
+
+
+def _dynamic_frequencies(spec: RopeSpec, num_positions: int) -> Tensor:
+    """[num_positions, rotary_dim / 2]: NTK-aware scaling with the base that fits a sequence ending at each position.
+
+    The published method lets the base depend on the current sequence length. A key is cached once, so here the length
+    is the token's own position + 1: what Hugging Face computes when it decodes token by token, and exactly its result
+    in one pass too while the sequence is within max_position_embeddings (no scaling there).
+    """
+    length = torch.arange(1, num_positions + 1, dtype=torch.float32)
+    original = spec.original_max_position_embeddings
+    stretch = spec.factor * length.clamp(min=original) / original - (spec.factor - 1)
+    theta = spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
+    return _frequencies(theta[:, None], spec.rotary_dim)
+
+
+def _llama3_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:
+    """Long wavelengths are slowed by `factor`, short ones kept, those between blended. Source: Llama 3.1's release."""
+    wavelengths = 2 * math.pi / frequencies
+    original = spec.original_max_position_embeddings
+    blend = (original / wavelengths - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)  # 0 beyond the long border, 1 below the short one
+    return (1 - blend) * frequencies / spec.factor + blend * frequencies
+
+
+def _yarn_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:
+    """Features that turn more than beta_fast times over the original length are kept, those under beta_slow times are
+    slowed by `factor`, with a ramp between. Source: YaRN, arXiv:2309.00071, section 3.2."""
+
+    def feature_of(turns: float) -> float:
+        """The (fractional) feature index that makes that many turns over the original length."""
+        return spec.rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    original = spec.original_max_position_embeddings
+    low, high = feature_of(spec.beta_fast), feature_of(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.rotary_dim - 1)
+    features = torch.arange(spec.rotary_dim // 2, dtype=torch.float32)
+    ramp = ((features - low) / (high - low or 0.001)).clamp(0.0, 1.0)  # 0.001: one feature is both borders
+    return frequencies / spec.factor * ramp + frequencies * (1 - ramp)

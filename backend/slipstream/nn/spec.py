@@ -1,0 +1,150 @@
+"""DecoderSpec: everything in which served models differ, frozen, with its memory arithmetic; read from config.json.
+
+No weights are read or made here. A family (nn/models/) turns a checkpoint's config into a spec; the decoder, the loader
+and the memory plan all take their shapes from it, so that one place knows them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding of the first `rotary_dim` features of a head; the maths is in nn/rotary.py.
+
+    type: default, linear, dynamic, yarn or llama3; the fields below `factor` serve those that need them.
+    """
+
+    type: str
+    theta: float
+    rotary_dim: int
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One matrix product of the decoder: parts that share an input are merged into it, in order.
+
+    parts: (name, rows) of each; a part is what a checkpoint stores under a name of its own.
+    """
+
+    in_features: int
+    parts: tuple[tuple[str, int], ...]
+    bias: bool = False
+
+    @property
+    def out_features(self) -> int:
+        return sum(rows for _, rows in self.parts)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.out_features * (self.in_features + self.bias)
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """A decoder-only transformer: pre-norm RMSNorm blocks, rotary grouped-query attention, gated MLP.
+
+    sliding_windows: per layer, the number of latest tokens that a token sees (itself included); None = all.
+    dtype: the checkpoint's. eos_token_ids: every id that ends a sequence, from config.json and generation_config.json.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    norm_eps: float
+    rope: RopeSpec
+    sliding_windows: tuple[int | None, ...]
+    activation: str = "silu"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    @property
+    def max_model_len(self) -> int:
+        """The longest sequence (tokens) the checkpoint is declared for, its rope scaling included.
+
+        linear and dynamic stretch max_position_embeddings, yarn its original length; a llama3 config states the
+        stretched length already.
+        """
+        if self.rope.type in ("linear", "dynamic"):
+            return int(self.max_position_embeddings * self.rope.factor)
+        if self.rope.type == "yarn":
+            stretched = int(self.rope.original_max_position_embeddings * self.rope.factor)
+            return max(self.max_position_embeddings, stretched)
+        return self.max_position_embeddings
+
+    @property
+    def qkv(self) -> LinearSpec:
+        kv = self.num_kv_heads * self.head_dim
+        parts = (("q", self.num_q_heads * self.head_dim), ("k", kv), ("v", kv))
+        return LinearSpec(self.hidden_size, parts, self.qkv_bias)
+
+    @property
+    def o(self) -> LinearSpec:
+        return LinearSpec(self.num_q_heads * self.head_dim, (("o", self.hidden_size),), self.o_bias)
+
+    @property
+    def gate_up(self) -> LinearSpec:
+        parts = (("gate", self.intermediate_size), ("up", self.intermediate_size))
+        return LinearSpec(self.hidden_size, parts, self.mlp_bias)
+
+    @property
+    def down(self) -> LinearSpec:
+        return LinearSpec(self.intermediate_size, (("down", self.hidden_size),), self.mlp_bias)
+
+    @property
+    def lm_head(self) -> LinearSpec:
+        return LinearSpec(self.hidden_size, (("lm_head", self.vocab_size),))
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact count; tied embeddings count once."""
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        linears = (self.qkv, self.o, self.gate_up, self.down)
+        layer = norms + sum(linear.num_parameters for linear in linears)
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
+        return embeddings + self.num_layers * layer + self.hidden_size
+
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all weights held in `dtype`."""
+        return self.num_parameters * dtype.itemsize
+
+    def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes of keys and values of one token in all layers, held in `dtype`."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+
+
+def read_spec(checkpoint_dir: str | Path) -> DecoderSpec:
+    """The spec of a checkpoint folder in Hugging Face layout. Reads config.json and generation_config.json only.
+
+    Raises ConfigError for a folder without a readable config.json, an architecture that is not served (lists those that
+    are) and every field that this decoder cannot honour.
+    """
+    from slipstream.nn.hf_config import HFConfig
+    from slipstream.nn.models import family_of
+
+    config = HFConfig.read(Path(checkpoint_dir))
+    return family_of(config).read_spec(config)

@@ -1,0 +1,24 @@
+"""TensorSlot: what the decoder expects of one tensor of a checkpoint, and what to do with it when it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+FLOAT_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """shape, dtypes: what the file must hold. load: copies (converts, merges, packs) the tensor into its layer.
+
+    mean, std: the normal distribution that dummy weights are drawn from, so that activations keep their scale.
+    """
+
+    shape: tuple[int, ...]
+    load: Callable[[Tensor], None]
+    dtypes: tuple[str, ...] = FLOAT_DTYPES
+    mean: float = 0.0
+    std: float = 0.02

@@ -1,0 +1,129 @@
+"""Weights: stream a checkpoint's safetensors into the decoder, or draw dummies of the same shapes on its device.
+
+All names, shapes and types are checked from the files' headers before the first tensor is read. Tensors are read one
+at a time from memory-mapped files, so the host holds about one tensor beyond the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from slipstream.core.errors import ConfigError
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.hf_config import read_json
+from slipstream.nn.models.family import FAMILIES
+from slipstream.nn.tensor_slot import TensorSlot
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+_NUM_NAMED = 3  # how many of the offending tensors an error message lists
+
+
+@dataclass(frozen=True)
+class TensorHeader:
+    """What a file says of one tensor before it is read. dtype as safetensors names it: "BF16", …"""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def load_checkpoint(decoder: Decoder, checkpoint_dir: Path) -> None:
+    """Fill the decoder from the folder's safetensors.
+
+    Raises ConfigError naming the file (missing, truncated, not safetensors) or the tensors (missing, unexpected, wrong
+    shape or type) before any is read.
+    """
+    family = FAMILIES.get(decoder.spec.architecture)
+    slots = decoder.tensor_slots(family.names)
+    headers = read_headers(checkpoint_files(checkpoint_dir))
+    ignored = family.ignored_suffixes
+    if decoder.spec.tie_word_embeddings:  # some checkpoints store the tied table twice
+        ignored = (*ignored, f"{family.names['lm_head']}.weight")
+    headers = {name: header for name, header in headers.items() if not name.endswith(ignored)}
+    _check(slots, headers, checkpoint_dir)
+    _stream(slots, headers)
+
+
+def draw_dummies(decoder: Decoder, seed: int) -> None:
+    """Random weights, made on the decoder's device in its dtype, that keep activations at the scale of a trained model.
+
+    They pass through the same slots as a checkpoint's, so a quantisation method sees them as it would see real ones.
+    """
+    device, dtype = decoder.placement.device, decoder.placement.dtype
+    generator = torch.Generator(device).manual_seed(seed)
+    for slot in decoder.tensor_slots(FAMILIES.get(decoder.spec.architecture).names).values():
+        tensor = torch.empty(slot.shape, device=device, dtype=dtype)
+        slot.load(tensor.normal_(slot.mean, slot.std, generator=generator))
+
+
+def checkpoint_files(checkpoint_dir: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those of its index, or the single one. Raises ConfigError."""
+    index = checkpoint_dir / INDEX_FILE
+    if index.exists():
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ConfigError("model", str(index), "must hold a weight_map of tensor names to file names")
+        files = [checkpoint_dir / name for name in sorted(set(weight_map.values()))]
+        absent = [file.name for file in files if not file.is_file()]
+        if absent:
+            raise ConfigError("model", str(checkpoint_dir), f"shards of {INDEX_FILE} are missing: {', '.join(absent)}")
+        return files
+    single = checkpoint_dir / SINGLE_FILE
+    if single.is_file():
+        return [single]
+    pickled = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in checkpoint_dir.glob(pattern))
+    found = f"; found {', '.join(pickled[:_NUM_NAMED])}: convert to safetensors" if pickled else ""
+    raise ConfigError("model", str(checkpoint_dir), f"needs {SINGLE_FILE} or {INDEX_FILE}{found}")
+
+
+def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
+    """Every tensor of the files. Raises ConfigError for a file that is not whole, or a tensor stored twice."""
+    headers: dict[str, TensorHeader] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                    if name in headers:
+                        raise ConfigError("model", str(file), f"tensor {name} is in {headers[name].file.name} as well")
+                    stored = tensors.get_slice(name)
+                    headers[name] = TensorHeader(file, tuple(stored.get_shape()), stored.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise ConfigError("model", str(file), f"not a whole safetensors file: {error}") from error
+    return headers
+
+
+def _check(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader], checkpoint_dir: Path) -> None:
+    missing = [name for name in slots if name not in headers]
+    if missing:
+        raise ConfigError("model", str(checkpoint_dir), f"{_listed(missing)} missing from the checkpoint")
+    unexpected = [name for name in headers if name not in slots]
+    if unexpected:
+        raise ConfigError("model", str(checkpoint_dir), f"{_listed(unexpected)} unexpected: this model has no such")
+    for name, slot in slots.items():
+        header = headers[name]
+        if header.shape != slot.shape:
+            shapes = f"has shape {list(header.shape)}, config.json implies {list(slot.shape)}"
+            raise ConfigError("model", str(header.file), f"tensor {name} {shapes}")
+        if header.dtype not in slot.dtypes:
+            accepted = f"accepted: {', '.join(slot.dtypes)}"
+            raise ConfigError("model", str(header.file), f"tensor {name} has type {header.dtype}; {accepted}")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _NUM_NAMED} more" if len(names) > _NUM_NAMED else ""
+    return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:_NUM_NAMED])}{more}"
+
+
+def _stream(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader]) -> None:
+    """File by file, in the slots' order within each: merged layers become whole, and are packed, one after another."""
+    for file in dict.fromkeys(headers[name].file for name in slots):
+        with safe_open(file, framework="pt") as tensors:
+            for name, slot in slots.items():
+                if headers[name].file == file:
+                    slot.load(tensors.get_tensor(name))

@@ -1,0 +1,95 @@
+"""Runs a Decoder over whole sequences through a paged cache, for tests of the model code: no scheduler, no engine.
+
+Each request owns a shuffled, non-contiguous set of blocks, so that a mistake in block tables or slots cannot hide.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.decoder import Decoder
+from torch import Tensor
+
+
+class PagedForward:
+    """Feeds several requests' tokens in any split into steps and collects the logits of every token."""
+
+    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], block_size: int = 4, seed: int = 0) -> None:
+        self.decoder = decoder
+        self.prompts = [list(prompt) for prompt in prompts]
+        self.block_size = block_size
+        self.num_computed_tokens = [0] * len(prompts)
+        self.logits: list[list[Tensor]] = [[] for _ in prompts]
+        num_blocks = [-(-len(prompt) // block_size) for prompt in prompts]
+        blocks = list(range(sum(num_blocks) + 3))
+        random.Random(seed).shuffle(blocks)
+        self.block_ids = [[blocks.pop() for _ in range(count)] for count in num_blocks]
+        spec, placement = decoder.spec, decoder.placement
+        shape = (sum(num_blocks) + 3, spec.num_kv_heads, block_size, spec.head_dim)
+        # NaN: a slot that is read before it was written shows
+        self.kv_caches = [
+            (
+                torch.full(shape, float("nan"), dtype=placement.dtype, device=placement.device),
+                torch.full(shape, float("nan"), dtype=placement.dtype, device=placement.device),
+            )
+            for _ in range(spec.num_layers)
+        ]
+
+    def step(self, num_scheduled_tokens: dict[int, int]) -> None:
+        """One forward of that many next tokens of each named request."""
+        batch = self._batch(num_scheduled_tokens)
+        with torch.inference_mode():
+            hidden = self.decoder.forward(batch, self.kv_caches)
+            logits = self.decoder.logits(hidden[batch.logits_indices])
+        for (request, count), rows in zip(
+            num_scheduled_tokens.items(), logits.split(list(num_scheduled_tokens.values()))
+        ):
+            self.logits[request].append(rows)
+            self.num_computed_tokens[request] += count
+
+    def run(self, chunk_sizes: Sequence[int]) -> list[Tensor]:
+        """All requests to their end, each step taking the next of the (cycled) chunk sizes from every request.
+
+        Returns [num_tokens, vocab_size] of each request.
+        """
+        turn = 0
+        while True:
+            chunk = chunk_sizes[turn % len(chunk_sizes)]
+            left = {i: len(p) - self.num_computed_tokens[i] for i, p in enumerate(self.prompts)}
+            scheduled = {i: min(chunk, rest) for i, rest in left.items() if rest}
+            if not scheduled:
+                return self.results()
+            self.step(scheduled)
+            turn += 1
+
+    def results(self) -> list[Tensor]:
+        return [torch.cat(rows) for rows in self.logits]
+
+    def _batch(self, num_scheduled_tokens: dict[int, int]) -> ForwardBatch:
+        token_ids, positions, slots, starts, seq_lens = [], [], [], [0], []
+        for request, count in num_scheduled_tokens.items():
+            first = self.num_computed_tokens[request]
+            for position in range(first, first + count):
+                block = self.block_ids[request][position // self.block_size]
+                token_ids.append(self.prompts[request][position])
+                positions.append(position)
+                slots.append(block * self.block_size + position % self.block_size)
+            starts.append(len(token_ids))
+            seq_lens.append(first + count)
+        max_blocks = max(len(self.block_ids[request]) for request in num_scheduled_tokens)
+        tables = [self.block_ids[r] + [-1] * (max_blocks - len(self.block_ids[r])) for r in num_scheduled_tokens]
+        device = self.decoder.placement.device
+        return ForwardBatch(
+            token_ids=torch.tensor(token_ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            query_start_loc=torch.tensor(starts, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+            slot_mapping=torch.tensor(slots, device=device),
+            logits_indices=torch.arange(len(token_ids), device=device),
+            max_query_len=max(num_scheduled_tokens.values()),
+            max_seq_len=max(seq_lens),
+        )
