@@ -1,0 +1,140 @@
+"""paged_attention: contract and choice.  Prefill, decode and mixed steps in one variable-length call."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.attention_call import AttentionCall
+from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
+
+TRITON_HEAD_DIMS = (64, 80, 96, 128, 256)
+
+
+def paged_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    max_seq_len: int | None = None,
+    sliding_window: int | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    num_kv_splits: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend each query token to its own request's cached blocks; this step's keys must already be in the cache.
+
+    q: [num_tokens, num_q_heads, head_dim] (a view of a fused qkv is fine).
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous, dtype of q.
+    block_tables: [num_requests, max_blocks] int32, -1 pads.  query_start_loc: [num_requests + 1] int32, starts at 0.
+    seq_lens: [num_requests] int32, cached tokens including this step's; 0 marks a padding request, whose rows become
+    zero. Query i of a request sits at position seq_len - query_len + i and sees key positions <= its own; with
+    sliding_window w only those with position_q - position_k < w.  alibi_slopes: [num_q_heads] fp32, adds slope *
+    (position_k - position_q).
+    soft_cap c: scores become c * tanh(score / c).  scale multiplies q.k (usually 1/sqrt(head_dim)).
+    max_query_len, max_seq_len: host-side upper bounds that size grids (no device read, CUDA-graph safe); max_seq_len
+    defaults to what block_tables can hold.  num_kv_splits fixes the triton decode kernel's split of the keys, which
+    otherwise follows the batch size (its rounding too); the reference ignores it.
+    Returns [num_tokens, num_q_heads, head_dim], dtype of q; rows past query_start_loc[-1] are unspecified.
+    Sources: PagedAttention, arXiv:2309.06180; split keys merged by log-sum-exp: Flash-Decoding; ALiBi:
+    arXiv:2108.12409.
+    """
+    _check_tensors(q, key_cache, value_cache, block_tables, query_start_loc, seq_lens)
+    _check_options(q, max_query_len, sliding_window, alibi_slopes, soft_cap, num_kv_splits, out)
+    call = AttentionCall(
+        q=q,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        out=torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out,
+        max_query_len=max_query_len,
+        max_seq_len=max_seq_len or block_tables.shape[1] * key_cache.shape[2],
+        scale=scale,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        soft_cap=soft_cap,
+        num_kv_splits=num_kv_splits,
+    )
+    select("paged_attention", backend, q, _triton_refusal(q, key_cache)).paged_attention(call)
+    return call.out
+
+
+def _check_tensors(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    require_float("q", q)
+    if q.dim() != 3:
+        raise ValueError(f"q: shape {tuple(q.shape)}, expected [num_tokens, num_q_heads, head_dim]")
+    require_unit_stride("q", q)
+    if key_cache.dim() != 4 or key_cache.shape[3] != q.shape[2] or key_cache.dtype != q.dtype:
+        raise ValueError(
+            f"key_cache: {key_cache.dtype} {tuple(key_cache.shape)}, "
+            f"expected {q.dtype} [num_blocks, num_kv_heads, block_size, {q.shape[2]}]"
+        )
+    if q.shape[1] % key_cache.shape[1]:
+        raise ValueError(f"key_cache: {key_cache.shape[1]} kv heads do not divide q's {q.shape[1]} heads")
+    require_shape("value_cache", value_cache, key_cache.shape)
+    if value_cache.dtype != key_cache.dtype:
+        raise ValueError(f"value_cache: dtype {value_cache.dtype}, expected key_cache's {key_cache.dtype}")
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+        raise ValueError("key_cache, value_cache: must be contiguous")
+    if seq_lens.dim() != 1 or seq_lens.dtype != torch.int32:
+        raise ValueError(f"seq_lens: {seq_lens.dtype} {tuple(seq_lens.shape)}, expected int32 [num_requests]")
+    require_shape("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,))
+    if query_start_loc.dtype != torch.int32:
+        raise ValueError(f"query_start_loc: dtype {query_start_loc.dtype}, expected int32")
+    if block_tables.dim() != 2 or block_tables.shape[0] != seq_lens.shape[0] or block_tables.dtype != torch.int32:
+        raise ValueError(
+            f"block_tables: {block_tables.dtype} {tuple(block_tables.shape)}, "
+            f"expected int32 [{seq_lens.shape[0]}, max_blocks]"
+        )
+    require_unit_stride("block_tables", block_tables)
+
+
+def _check_options(
+    q: torch.Tensor,
+    max_query_len: int,
+    sliding_window: int | None,
+    alibi_slopes: torch.Tensor | None,
+    soft_cap: float | None,
+    num_kv_splits: int | None,
+    out: torch.Tensor | None,
+) -> None:
+    if max_query_len < 1:
+        raise ValueError(f"max_query_len: {max_query_len}, expected at least 1")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window: {sliding_window}, expected at least 1, or None")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap: {soft_cap}, expected more than 0, or None")
+    if num_kv_splits is not None and num_kv_splits < 1:
+        raise ValueError(f"num_kv_splits: {num_kv_splits}, expected at least 1, or None")
+    if alibi_slopes is not None:
+        require_shape("alibi_slopes", alibi_slopes, (q.shape[1],))
+        if alibi_slopes.dtype != torch.float32:
+            raise ValueError(f"alibi_slopes: dtype {alibi_slopes.dtype}, expected float32")
+    if out is not None:
+        require_shape("out", out, q.shape)
+        if out.dtype != q.dtype or not out.is_contiguous():
+            raise ValueError(f"out: must be contiguous and {q.dtype}")
+
+
+def _triton_refusal(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
+    if q.shape[2] not in TRITON_HEAD_DIMS:
+        return f"head_dim {q.shape[2]} is not one of {TRITON_HEAD_DIMS}"
+    block_size = key_cache.shape[2]
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"block_size {block_size} is not a power of two >= 16"
+    return None

@@ -1,0 +1,64 @@
+"""sample: contract and choice.  One token per row of logits, reproducible from (logits, seed, position) alone."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.ops.select import require_shape, require_unit_stride, select
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Draw one token id per row: [num_rows] int64.
+
+    logits: [num_rows, vocab_size] fp32, unchanged; -inf forbids a token.  The rest are [num_rows] or None (no row
+    uses it): temperature fp32, 0 = greedy (highest logit, lowest id among equals); None = all rows greedy.
+    top_k int32, <= 0 off; top_p fp32, >= 1 off; min_p fp32, <= 0 off (share of the most likely token's probability).
+    Filters act on the tempered distribution in that order, as in vLLM and Hugging Face; tokens equal to the last one
+    kept stay.
+    seeds, positions: int64 (any seed; position of the token being drawn), needed unless every row is greedy.
+    Draws by the Gumbel-max trick with counter-based noise hash(seed, position, token id): a row's result does not
+    depend on the other rows, and both implementations use the same noise (they can differ only where fp32 rounding
+    decides).
+    """
+    _check(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    return select("sample", backend, logits).sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+
+
+def _check(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+) -> None:
+    if logits.dim() != 2 or logits.dtype != torch.float32 or logits.shape[1] == 0:
+        raise ValueError(f"logits: {logits.dtype} {tuple(logits.shape)}, expected float32 [num_rows, vocab_size]")
+    require_unit_stride("logits", logits)
+    expected = (
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("min_p", min_p, torch.float32),
+        ("seeds", seeds, torch.int64),
+        ("positions", positions, torch.int64),
+    )
+    for name, tensor, dtype in expected:
+        if tensor is None:
+            continue
+        require_shape(name, tensor, (logits.shape[0],))
+        if tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(f"{name}: dtype {tensor.dtype}, expected contiguous {dtype}")
+    if temperature is not None and (seeds is None or positions is None):
+        raise ValueError("seeds, positions: needed when temperature is given")

@@ -1,0 +1,63 @@
+"""Choice of an implementation: a pure function of the operation, the wish, the tensor and what triton refuses.
+
+No state is kept but Python's own cache of imported modules; triton is imported only once it is chosen.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import torch
+
+BACKENDS = ("auto", "reference", "triton")
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def select(op: str, backend: str, tensor: torch.Tensor, triton_refusal: str | None = None) -> ModuleType:
+    """Return the module that implements `op` for `tensor`'s device.
+
+    triton_refusal: why the triton version cannot take this call (None: it can).  "auto" prefers triton for CUDA
+    tensors it does not refuse, else the reference.  Raises ValueError if `backend` is unknown, or is "triton" and
+    cannot run.
+    """
+    if backend == "reference":
+        return _load("reference", op)
+    if backend == "auto":
+        return _load("triton" if tensor.is_cuda and triton_refusal is None else "reference", op)
+    if backend != "triton":
+        raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
+    if triton_refusal is not None:
+        raise ValueError(f"backend: triton cannot run {op}: {triton_refusal}")
+    module = _load("triton", op)
+    if not tensor.is_cuda and not _is_interpreting():
+        raise ValueError(
+            f"backend: triton cannot run {op} on {tensor.device}: needs CUDA, or TRITON_INTERPRET=1 before import"
+        )
+    return module
+
+
+def _load(backend: str, op: str) -> ModuleType:
+    return importlib.import_module(f"slipstream_kernels.{backend}.{op}")
+
+
+def _is_interpreting() -> bool:
+    return importlib.import_module("slipstream_kernels.triton.interpreter").IS_INTERPRETING
+
+
+def require_float(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless `tensor` is fp32, bf16 or fp16."""
+    if tensor.dtype not in FLOAT_DTYPES:
+        raise ValueError(f"{name}: dtype {tensor.dtype} is not float32, bfloat16 or float16")
+
+
+def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless `tensor` has exactly `shape`."""
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {tuple(shape)}")
+
+
+def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless the last dimension of `tensor` is contiguous."""
+    if tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: last dimension must be contiguous, its stride is {tensor.stride(-1)}")

@@ -1,0 +1,131 @@
+"""sample in plain torch.  Works on pieces of rows small enough to stay in cache; never sorts more than it must."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+PIECE_ELEMENTS = 1 << 18
+SORT_WIDTH = 256
+LOG_ZERO = float("-inf")
+
+
+def sample(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+) -> torch.Tensor:
+    """See ops.sample."""
+    token_ids = logits.argmax(dim=-1)
+    if temperature is None:
+        return token_ids
+    assert seeds is not None and positions is not None
+    random_rows = (temperature > 0).nonzero().view(-1)
+    for rows in random_rows.split(max(1, PIECE_ELEMENTS // logits.shape[1])):
+        x = logits[rows]
+        # z <= 0 and 0 at the maximum, so exp(z) never overflows however small the temperature.
+        z = (x - x.amax(dim=-1, keepdim=True)) * (1.0 / temperature[rows])[:, None]
+        kept = _kept(x, z, _pick(top_k, rows), _pick(top_p, rows), _pick(min_p, rows))
+        token_ids[rows] = _draw(z, kept, seeds[rows], positions[rows])
+    return token_ids
+
+
+def _pick(values: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | None:
+    return None if values is None else values[rows]
+
+
+def _kept(
+    x: torch.Tensor,
+    z: torch.Tensor,
+    top_k: torch.Tensor | None,
+    top_p: torch.Tensor | None,
+    min_p: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Which tokens survive the filters, [n, vocab_size] bool; None if no row filters."""
+    kept = None
+    cut = _sorted_cut(x, z, top_k, top_p)
+    if cut is not None:
+        kept = x >= cut[:, None]
+    if min_p is not None and bool((min_p > 0).any()):
+        above = z >= min_p.clamp(min=0).log()[:, None]
+        kept = above if kept is None else kept & above
+    return kept
+
+
+def _sorted_cut(
+    x: torch.Tensor, z: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The smallest logit kept by top-k, then top-p, per row [n]; None if no row uses either."""
+    n, vocab_size = x.shape
+    k = torch.full((n,), vocab_size, device=x.device) if top_k is None else top_k.long()
+    k = torch.where((k <= 0) | (k > vocab_size), vocab_size, k)
+    p = torch.ones(n, device=x.device) if top_p is None else top_p
+    p = torch.where(p >= 1, float("inf"), p)
+    limits_k, limits_p = k < vocab_size, p < 1
+    if not bool((limits_k | limits_p).any()):
+        return None
+    width = min(vocab_size, max(SORT_WIDTH, int(torch.where(limits_k, k, 0).max())))
+    while True:
+        # Values only, and only as many as the filters need: the full sort is for a top-p row with a flat
+        # distribution.
+        values, ids = torch.topk(x, width, dim=-1)
+        last = (k - 1).clamp(max=width - 1)
+        if bool(limits_p.any()):
+            kth = values.gather(1, last[:, None]).masked_fill_(~limits_k[:, None], LOG_ZERO)
+            # softmax reduces each row in the same order whatever n is (sum does not), and its maximum is 1 / total.
+            total = 1.0 / torch.softmax(z.masked_fill(x < kth, LOG_ZERO), dim=-1).amax(dim=-1)
+            mass_before = F.pad(z.gather(1, ids).exp_().cumsum(dim=-1), (1, 0))[:, :-1]
+            last = torch.minimum(last, (mass_before < (p * total)[:, None]).sum(dim=-1).clamp(min=1) - 1)
+        is_short = limits_p & (last == width - 1) & (k > width)
+        if width == vocab_size or not bool(is_short.any()):
+            cut = values.gather(1, last[:, None]).view(-1)
+            return cut.masked_fill_(~(limits_k | limits_p), LOG_ZERO)
+        width = vocab_size
+
+
+def _draw(z: torch.Tensor, kept: torch.Tensor | None, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Gumbel-max over the kept tokens: argmax of z - log(E), E ~ Exp(1).
+
+    Noise is computed only where it can matter.
+    """
+    if kept is None:
+        ids = torch.arange(z.shape[1], device=z.device, dtype=torch.int32)
+        return (z - _log_exponential(_row_keys(seeds, positions)[..., None], ids)).argmax(dim=-1)
+    rows, ids = kept.nonzero(as_tuple=True)
+    noise = _log_exponential(_row_keys(seeds, positions)[:, rows], ids.int())
+    scores = torch.full_like(z, LOG_ZERO)
+    scores[rows, ids] = z[rows, ids] - noise
+    return scores.argmax(dim=-1)
+
+
+def _row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """64 bits of key per row: [2, n] int32 from int64 seeds and positions."""
+    low, high, position = seeds.int(), (seeds >> 32).int(), positions.int()
+    first = _mix(_mix(_mix(low) ^ high) ^ position)
+    second = _mix(_mix(_mix(high ^ 0x5851F42D) ^ low) ^ position)
+    return torch.stack((first, second))
+
+
+def _log_exponential(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """log of the Exp(1) noise of (row key, token id).
+
+    31 bits of hash, most precise near 0, where the winners are.
+    """
+    bits = _mix(_mix(ids * -1640531527 + keys[0]).bitwise_xor_(keys[1])).bitwise_and_(0x7FFFFFFF)
+    uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return uniform.neg_().log1p_().neg_().log_()
+
+
+def _mix(x: torch.Tensor) -> torch.Tensor:
+    """lowbias32, a bijection of 32 bits (source: nullprogram.com/blog/2018/07/31).  int32 products wrap;
+    >> is made logical.
+    """
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x.mul_(0x7FEB352D)
+    x.bitwise_xor_((x >> 15) & 0x1FFFF)
+    x.mul_(0x846CA68B - (1 << 32))
+    return x.bitwise_xor_((x >> 16) & 0xFFFF)
