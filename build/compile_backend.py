@@ -1,62 +1,103 @@
-"""Compile the C++ backend (backend/triton) into a shared library that tritonserver loads.
+"""Compile the C++ backend into libtriton_slipstream.so with plain g++.
 
-    python build/compile_backend.py install/backends/slipstream/libtriton_slipstream.so
+    python build/compile_backend.py --out DIR
 
-Only what changed is compiled again; two files at a time. Needs g++ (C++17) and nothing else: no headers of Triton.
+The result is cached by the hash of the sources and the command, so that a second call costs nothing.
 """
 
 from __future__ import annotations
 
+import argparse
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ROOT / "backend/triton"
-OBJECTS = ROOT / "install/obj"
-FLAGS = ("-std=c++17", "-O2", "-g1", "-fPIC", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread")
+SOURCES = ROOT / "backend" / "triton"
+LIBRARY = "libtriton_slipstream.so"
+FLAGS = ["-O2", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+LINK = ["-lpthread", "-ldl"]
 
 
-def compiler() -> str:
-    name = os.environ.get("CXX", "g++")
-    if shutil.which(name) is None:
-        raise SystemExit(f"no C++ compiler: {name} is not in PATH (apt install g++)")
-    return name
+def find_compiler() -> str | None:
+    """The C++ compiler: $CXX, else g++; None when there is none."""
+    return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def is_newer(path: Path, than: list[Path]) -> bool:
-    return path.exists() and all(path.stat().st_mtime_ns >= other.stat().st_mtime_ns for other in than)
+def compile_backend(out_dir: Path) -> Path:
+    """Write LIBRARY into out_dir unless it is there already, made from these very sources.
+
+    Returns its path.  Raises RuntimeError with the compiler's output when compiling fails.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise RuntimeError("no C++ compiler: install g++, or set CXX")
+    library, stamp = out_dir / LIBRARY, out_dir / f".{LIBRARY}.hash"
+    wanted = _fingerprint(compiler)
+    if library.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return library
+    out_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out_dir) as scratch:
+        objects = _compile_all(compiler, Path(scratch))
+        made = Path(scratch) / LIBRARY
+        _run([compiler, "-shared", *map(str, objects), "-o", str(made), *LINK])
+        made.replace(library)  # a server that has the old one mapped keeps it
+    stamp.write_text(wanted)
+    return library
 
 
-def compile_object(source: Path) -> Path:
-    """Object file of one source; kept when it is newer than the source and every header."""
-    target = OBJECTS / f"{source.stem}.o"
-    headers = sorted(SOURCES.glob("*.h"))
-    if not is_newer(target, [source, *headers, Path(__file__)]):
-        run([compiler(), *FLAGS, "-c", str(source), "-o", str(target)])
-    return target
+def _compile_all(compiler: str, scratch: Path) -> list[Path]:
+    """One object file per source, two compilers at a time."""
+    sources = sorted(SOURCES.glob("*.cc"))
+    objects = [scratch / f"{source.stem}.o" for source in sources]
+    flags = [flag for flag in FLAGS if flag != "-shared"]
+    commands = [[compiler, *flags, "-c", str(src), "-o", str(obj)] for src, obj in zip(sources, objects)]
+    running: list[subprocess.Popen[str]] = []
+    outputs = []
+    for command in commands:
+        if len(running) == max(2, (os.cpu_count() or 2) // 2):
+            outputs.append(_finish(running.pop(0)))
+        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    outputs += [_finish(process) for process in running]
+    errors = [text for code, text in outputs if code != 0]
+    if errors:
+        raise RuntimeError("compiling the backend failed:\n" + "\n".join(errors))
+    return objects
 
 
-def run(command: list[str]) -> None:
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{result.stderr}")
+def _finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = process.communicate()
+    return process.returncode, output
 
 
-def compile_backend(library: Path) -> None:
-    """Bring the library up to date. Raises SystemExit with the compiler's words. Symbols of Triton resolve at load."""
-    OBJECTS.mkdir(parents=True, exist_ok=True)
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_object, sorted(SOURCES.glob("*.cc"))))
-    if not is_newer(library, objects):
-        partial = library.with_suffix(".partial")  # a server that runs keeps the file it has mapped
-        run([compiler(), *FLAGS, "-shared", *map(str, objects), "-o", str(partial)])
-        partial.replace(library)
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+
+def _fingerprint(compiler: str) -> str:
+    digest = hashlib.sha256(" ".join([compiler, *FLAGS, *LINK]).encode())
+    for source in sorted(SOURCES.glob("*.cc")) + sorted(SOURCES.glob("*.h")):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the library")
+    arguments = parser.parse_args()
+    try:
+        print(compile_backend(arguments.out))
+    except RuntimeError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    compile_backend(Path(sys.argv[1]).resolve())
+    raise SystemExit(main())

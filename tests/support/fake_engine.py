@@ -115,7 +115,7 @@ class FakeEngine:
                 self.draining = True
 
     def admit(self, request: wire.Request) -> None:
-        if "seen" in request.requested_outputs:
+        if request.requested_outputs == ("seen",):  # a client that names no outputs is reported as asking for all
             data = wire.bytes_tensor([describe(request)])
             self.send([wire.tensor_response(request.handle, 1, [(SEEN, (1,), data)])])
             return
@@ -149,7 +149,7 @@ class FakeEngine:
         one.num_sent += 1
         flags = wire.ResponseFlag.FINAL if is_last else 0
         wanted = one.request.requested_outputs
-        if "request_handle" not in wanted and "num_output_tokens" not in wanted:
+        if "seen" in wanted or wanted == ("text_output",):
             return wire.bytes_response(handle, flags, TEXT, word)
         outputs = [(TEXT, (1,), wire.bytes_tensor([word]))]
         if "num_output_tokens" in wanted:

@@ -1,0 +1,224 @@
+#include "engine.h"
+
+
+namespace slipstream {
+namespace {
+
+constexpr auto kDrainDeadline = std::chrono::seconds(60);
+constexpr auto kDrainGrace = std::chrono::seconds(5);  // beyond the deadline the engine was given
+constexpr int kTerminateGraceMs = 5000;
+constexpr int kHousekeepingMs = 500;
+
+}  // namespace
+
+Engine::Engine(EngineSetup setup, Services& services)
+    : setup_(std::move(setup)),
+      services_(services),
+      metrics_(std::make_shared<ModelMetrics>(services.metrics, setup_.model_name, setup_.model_version)),
+      live_(services.pacer) {
+  metrics_->engine_is_up(false);
+  supervisor_ = std::thread([this] { supervise(); });
+  watcher_ = std::thread([this] { watch_cancellations(); });
+}
+
+Engine::~Engine() {
+  std::shared_ptr<EngineLink> link;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    drain_deadline_ = Clock::now() + kDrainDeadline + kDrainGrace;
+    stop_ = true;
+    link = link_;
+  }
+  changed_.notify_all();
+  FrameWriter writer;
+  if (link != nullptr) {
+    link->send(encode_drain(writer, static_cast<uint32_t>(std::chrono::milliseconds(kDrainDeadline).count())));
+  }
+  supervisor_.join();
+  live_.stop_watching();
+  watcher_.join();
+}
+
+void Engine::wait_until_ready() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return state_ != State::kStarting; });
+  if (state_ == State::kFailed) throw BackendError(end_code_, end_reason_);
+}
+
+bool Engine::is_up() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return state_ == State::kUp;
+}
+
+std::string Engine::why_down() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return "the engine of model '" + setup_.model_name + "' died and is being restarted: " + end_reason_;
+}
+
+bool Engine::submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std::string_view frame) {
+  std::shared_ptr<EngineLink> link;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);  // with engine_ended(): no request slips in behind its fail_all()
+    if (link_ == nullptr) return false;
+    link = link_;
+    live_.add(handle, factory);
+  }
+  link->send(frame);  // if this fails the reader sees the end of the stream and answers the request
+  return true;
+}
+
+void Engine::cancel(uint64_t handle) {
+  std::shared_ptr<EngineLink> link;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    link = link_;
+  }
+  FrameWriter writer;
+  if (link != nullptr) link->send(encode_cancel(writer, handle));
+}
+
+void Engine::watch_cancellations() {
+  while (!stop_ || live_.size() > 0) {
+    for (const uint64_t handle : live_.wait_cancelled()) cancel(handle);
+  }
+}
+
+// The supervisor's thread.
+void Engine::supervise() {
+  while (!stop_) {
+    try {
+      run_engine();
+      return;  // stopped in good order
+    } catch (const BackendError& error) {
+      engine_ended(error);
+    } catch (const std::exception& error) {
+      engine_ended(BackendError(TRITONSERVER_ERROR_INTERNAL, error.what()));
+    }
+    if (!was_ever_up_ || !wait_for_restart()) return;
+  }
+}
+
+// One life of the engine process; returns when it was asked to stop.  Throws BackendError when it died.
+void Engine::run_engine() {
+  EngineProcess* process_view = nullptr;
+  auto listener = std::make_unique<EngineListener>();
+  EngineProcess process(
+      {setup_.launcher, "--socket", listener->path(), "--token", listener->token_hex()}, setup_.model_name + ": ");
+  process_view = &process;
+  const int fd = listener->accept_engine([&] { return !stop_ && !process_view->has_exited(); });
+  if (fd < 0 && stop_) return;
+  if (fd < 0) {
+    throw BackendError(TRITONSERVER_ERROR_INTERNAL, "the engine process " + process.describe_end());
+  }
+  listener.reset();
+  current_link_ = std::make_shared<EngineLink>(fd);
+  FrameWriter writer;
+  current_link_->send(encode_config(
+      writer, setup_.model_name, setup_.model_version, setup_.model_dir, setup_.config_json));
+  is_drained_ = false;
+  serve(process, *current_link_);
+}
+
+void Engine::serve(EngineProcess& process, EngineLink& link) {
+  const auto handler = [this](FrameType type, std::string_view payload) { on_frame(type, payload); };
+  auto next_housekeeping = Clock::now();
+  bool is_open = true;
+  try {
+    while (is_open && !is_drained_) {
+      is_open = link.receive(kHousekeepingMs, handler);
+      if (Clock::now() < next_housekeeping) continue;
+      next_housekeeping = Clock::now() + std::chrono::milliseconds(kHousekeepingMs);
+      live_.fail_ignored_cancels();
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (stop_ && (link_ == nullptr || Clock::now() > drain_deadline_)) break;
+    }
+  } catch (const ProtocolError& error) {
+    process.kill();
+    throw BackendError(
+        TRITONSERVER_ERROR_INTERNAL, std::string("the engine sent an invalid frame (") + error.what() + ") and was killed");
+  }
+  if (stop_) return stop_process(process);
+  if (!process.wait_exit(1000)) process.kill();
+  throw BackendError(TRITONSERVER_ERROR_INTERNAL, "the engine process " + process.describe_end());
+}
+
+void Engine::stop_process(EngineProcess& process) {
+  if (is_drained_ && process.wait_exit(kTerminateGraceMs)) return;
+  log_warning("the engine of model '" + setup_.model_name + "' did not drain in time; terminating it");
+  process.terminate();
+  if (!process.wait_exit(kTerminateGraceMs)) process.kill();
+}
+
+void Engine::on_frame(FrameType type, std::string_view payload) {
+  const bool is_serving = link_ != nullptr;  // only this thread changes it
+  if (type == FrameType::kLoadFailed && !is_serving) {
+    throw BackendError(TRITONSERVER_ERROR_INVALID_ARG, std::string(PayloadReader(payload).text()));
+  }
+  if (type == FrameType::kReady && !is_serving) return on_ready(payload);
+  if (type == FrameType::kResponses && is_serving) return on_responses(payload);
+  if (type == FrameType::kMetrics && is_serving) return metrics_->record(payload);
+  if (type == FrameType::kDrained && is_serving) {
+    is_drained_ = true;
+    return;
+  }
+  throw ProtocolError("a frame of type " + std::to_string(static_cast<int>(type)) + " out of turn");
+}
+
+void Engine::on_responses(std::string_view payload) {
+  PayloadReader reader(payload);
+  for (uint32_t left = reader.u32(); left > 0; --left) {
+    decode_response(reader, response_);
+    live_.respond(response_, outputs_);
+  }
+  reader.finish();
+}
+
+void Engine::on_ready(std::string_view payload) {
+  ReadyFrame ready = decode_ready(payload);
+  outputs_ = std::move(ready.outputs);
+  metrics_->declare(ready.metrics);
+  metrics_->engine_is_up(true);
+  was_ever_up_ = true;
+  up_since_ = Clock::now();
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    link_ = current_link_;
+    state_ = State::kUp;
+  }
+  changed_.notify_all();
+  log_info("the engine of model '" + setup_.model_name + "' is up");
+}
+
+void Engine::engine_ended(const BackendError& reason) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    link_ = nullptr;
+    end_code_ = reason.code;
+    end_reason_ = reason.what();
+    state_ = was_ever_up_ ? State::kDown : State::kFailed;
+  }
+  current_link_ = nullptr;
+  metrics_->engine_is_up(false);
+  changed_.notify_all();
+  if (!was_ever_up_) return;  // the load fails and says why
+  metrics_->engine_restarts();
+  log_error("model '" + setup_.model_name + "': " + reason.what());
+  live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
+}
+
+// False when the model is being unloaded: by the reloader, or by the user.
+bool Engine::wait_for_restart() {
+  const auto healthy_for = up_since_ == Clock::time_point{} ? Clock::duration{} : Clock::now() - up_since_;
+  up_since_ = {};
+  const auto ticket = services_.reloader.reload(setup_.server, setup_.model_name, healthy_for, metrics_);
+  const auto due = Clock::now() + backoff_.next(healthy_for);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stop_) {
+    const bool may_restart = ticket == nullptr || *ticket == ModelReloader::Verdict::kRefused;
+    if (may_restart && Clock::now() >= due) return true;
+    changed_.wait_for(lock, std::chrono::milliseconds(20));
+  }
+  return false;
+}
+
+}  // namespace slipstream

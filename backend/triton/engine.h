@@ -1,0 +1,106 @@
+// One model's engine: start it, keep it running, hand requests to it and its answers to Triton.
+//
+// Threads: `supervisor_` starts the process and reads its frames for as long as it lives, then starts the next one;
+// `watcher_` looks for cancelled requests; submit() runs on Triton's.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "api.h"
+#include "engine_process.h"
+#include "engine_socket.h"
+#include "live_requests.h"
+#include "metrics.h"
+#include "pacing.h"
+#include "reloader.h"
+#include "status.h"
+
+namespace slipstream {
+
+// What all models of the process share; outlives them.
+struct Services {
+  MetricRegistry metrics;
+  HttpPacer pacer;
+  ModelReloader reloader;
+};
+
+struct EngineSetup {
+  std::string launcher;  // executable that takes --socket and --token
+  std::string model_name;
+  uint64_t model_version;
+  std::string model_dir;
+  std::string config_json;
+  TRITONSERVER_Server* server;
+};
+
+class Engine {
+ public:
+  Engine(EngineSetup setup, Services& services);
+  ~Engine();  // drains, then stops the process
+  Engine(const Engine&) = delete;
+
+  // Wait until the engine serves.  Throws BackendError with the reason why it never will.
+  void wait_until_ready();
+
+  bool is_up();
+  // Why requests cannot be taken now; for error messages.
+  std::string why_down();
+
+  // Hand a request over: its frame goes to the engine, its factory to the live requests.  False, and nothing is taken,
+  // while the engine is down.
+  bool submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std::string_view frame);
+
+  // Tell the engine to stop working on a request.
+  void cancel(uint64_t handle);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  enum class State { kStarting, kUp, kDown, kFailed };
+
+  void supervise();
+  void run_engine();
+  void serve(EngineProcess& process, EngineLink& link);
+  void stop_process(EngineProcess& process);
+  void on_frame(FrameType type, std::string_view payload);
+  void on_responses(std::string_view payload);
+  void on_ready(std::string_view payload);
+  void engine_ended(const BackendError& reason);
+  bool wait_for_restart();
+  void watch_cancellations();
+
+  const EngineSetup setup_;
+  Services& services_;
+  std::shared_ptr<ModelMetrics> metrics_;
+  LiveRequests live_;
+
+  std::mutex mutex_;  // of what follows
+  std::condition_variable changed_;
+  State state_ = State::kStarting;
+  TRITONSERVER_Error_Code end_code_ = TRITONSERVER_ERROR_INTERNAL;
+  std::string end_reason_;
+  std::shared_ptr<EngineLink> link_;  // only while up
+  Clock::time_point drain_deadline_{};
+
+  std::atomic<bool> stop_{false};
+  // of the supervisor thread
+  std::shared_ptr<EngineLink> current_link_;
+  std::vector<OutputSpec> outputs_;
+  ResponseView response_;
+  bool was_ever_up_ = false;
+  bool is_drained_ = false;
+  Clock::time_point up_since_{};
+  Backoff backoff_;
+
+  std::thread supervisor_;
+  std::thread watcher_;
+};
+
+}  // namespace slipstream

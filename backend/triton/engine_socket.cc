@@ -1,0 +1,155 @@
+#include "engine_socket.h"
+
+#include <errno.h>
+#include <poll.h>
+#include <stdlib.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <system_error>
+
+#include "status.h"
+
+namespace slipstream {
+namespace {
+
+constexpr size_t kReceiveBytes = 1 << 20;
+constexpr size_t kMaxCandidates = 16;
+constexpr int kSendTimeoutSeconds = 30;
+
+[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+
+}  // namespace
+
+EngineListener::EngineListener() : token_(kTokenBytes, '\0') {
+  const char* base = getenv("TMPDIR");
+  directory_ = std::string(base != nullptr && *base != '\0' ? base : "/tmp") + "/slipstream-XXXXXX";
+  if (getrandom(&token_[0], token_.size(), 0) != static_cast<ssize_t>(token_.size())) fail("getrandom");
+  if (mkdtemp(&directory_[0]) == nullptr) fail(directory_.c_str());  // mode 0700
+  path_ = directory_ + "/engine.sock";
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  if (path_.size() >= sizeof address.sun_path) throw std::length_error(path_ + " is too long for a unix socket");
+  std::copy(path_.begin(), path_.end(), address.sun_path);
+  fd_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd_ < 0 || bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || listen(fd_, 64) != 0) {
+    fail(path_.c_str());
+  }
+}
+
+EngineListener::~EngineListener() {
+  for (const Candidate& candidate : candidates_) close(candidate.fd);
+  close(fd_);
+  unlink(path_.c_str());
+  rmdir(directory_.c_str());
+}
+
+std::string EngineListener::token_hex() const {
+  static const char kDigits[] = "0123456789abcdef";
+  std::string hex;
+  for (const char byte : token_) {
+    hex += kDigits[static_cast<unsigned char>(byte) >> 4];
+    hex += kDigits[static_cast<unsigned char>(byte) & 15];
+  }
+  return hex;
+}
+
+int EngineListener::accept_engine(const std::function<bool()>& keep_waiting) {
+  while (keep_waiting()) {
+    std::vector<pollfd> waiting{{fd_, POLLIN, 0}};
+    for (const Candidate& candidate : candidates_) waiting.push_back({candidate.fd, POLLIN, 0});
+    if (poll(waiting.data(), waiting.size(), 50) <= 0) continue;
+    for (size_t i = waiting.size() - 1; i > 0; --i) {  // backwards: candidates are erased on the way
+      if (waiting[i].revents == 0) continue;
+      Candidate& candidate = candidates_[i - 1];
+      const Verdict verdict = examine(candidate);
+      if (verdict == Verdict::kUndecided) continue;
+      const int fd = candidate.fd;
+      candidates_.erase(candidates_.begin() + static_cast<long>(i) - 1);
+      if (verdict == Verdict::kEngine) return fd;
+      log_warning("closed a connection to " + path_ + " that did not say hello as the engine");
+      close(fd);
+    }
+    const int fd = accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
+    if (fd < 0) continue;
+    if (candidates_.size() == kMaxCandidates) {
+      close(candidates_.front().fd);
+      candidates_.erase(candidates_.begin());
+    }
+    candidates_.push_back({fd, ""});
+  }
+  return -1;
+}
+
+// Reads no further than one HELLO, so that nothing after it is lost.
+EngineListener::Verdict EngineListener::examine(Candidate& candidate) {
+  constexpr size_t kHelloBytes = kFrameHeaderBytes + kHelloPayloadBytes;
+  char chunk[kHelloBytes];
+  const ssize_t got = recv(candidate.fd, chunk, kHelloBytes - candidate.received.size(), MSG_DONTWAIT);
+  if (got <= 0) return Verdict::kStranger;
+  candidate.received.append(chunk, static_cast<size_t>(got));
+  if (candidate.received.size() < kHelloBytes) return Verdict::kUndecided;
+  try {
+    const auto [type, length] = decode_frame_header(candidate.received.data());
+    const std::string_view payload = std::string_view(candidate.received).substr(kFrameHeaderBytes);
+    const bool valid = length == kHelloPayloadBytes && is_hello(type, payload, token_);
+    return valid ? Verdict::kEngine : Verdict::kStranger;
+  } catch (const ProtocolError&) {
+    return Verdict::kStranger;
+  }
+}
+
+EngineLink::EngineLink(int fd) : fd_(fd), buffer_(kReceiveBytes) {
+  const int bytes = 4 << 20;
+  setsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
+  const timeval timeout{kSendTimeoutSeconds, 0};
+  setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout);
+}
+
+EngineLink::~EngineLink() { close(fd_); }
+
+void EngineLink::shut_down() { shutdown(fd_, SHUT_RDWR); }
+
+bool EngineLink::send(std::string_view frame) {
+  std::lock_guard<std::mutex> lock(send_mutex_);
+  while (!frame.empty()) {
+    const ssize_t sent = ::send(fd_, frame.data(), frame.size(), MSG_NOSIGNAL);
+    if (sent < 0 && errno == EINTR) continue;
+    if (sent < 0) {
+      shut_down();  // half a frame may be out: nothing more can be said on this connection
+      return false;
+    }
+    frame.remove_prefix(static_cast<size_t>(sent));
+  }
+  return true;
+}
+
+bool EngineLink::receive(int timeout_ms, const std::function<void(FrameType, std::string_view)>& on_frame) {
+  pollfd waiting{fd_, POLLIN, 0};
+  if (poll(&waiting, 1, timeout_ms) <= 0) return true;
+  const ssize_t got = recv(fd_, buffer_.data() + end_, buffer_.size() - end_, MSG_DONTWAIT);
+  if (got == 0) return false;
+  if (got < 0) return errno == EINTR || errno == EAGAIN;
+  end_ += static_cast<size_t>(got);
+  size_t wanted = 0;  // bytes of the incomplete frame at the end
+  while (end_ - begin_ >= kFrameHeaderBytes) {
+    const auto [type, length] = decode_frame_header(buffer_.data() + begin_);
+    wanted = kFrameHeaderBytes + length;
+    if (end_ - begin_ < wanted) break;
+    const std::string_view payload(buffer_.data() + begin_ + kFrameHeaderBytes, length);
+    begin_ += wanted;
+    wanted = 0;
+    on_frame(type, payload);
+  }
+  std::copy(buffer_.begin() + static_cast<long>(begin_), buffer_.begin() + static_cast<long>(end_), buffer_.begin());
+  end_ -= begin_;
+  begin_ = 0;
+  if (wanted > buffer_.size() || end_ == buffer_.size()) buffer_.resize(std::max(wanted, 2 * buffer_.size()));
+  return true;
+}
+
+}  // namespace slipstream

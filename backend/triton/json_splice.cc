@@ -1,0 +1,166 @@
+#include "json_splice.h"
+
+#include <stdexcept>
+
+namespace slipstream {
+namespace {
+
+[[noreturn]] void fail(const char* expected) { throw std::runtime_error(std::string("malformed JSON: expected ") + expected); }
+
+size_t skip_space(std::string_view text, size_t at) {
+  while (at < text.size() && (text[at] == ' ' || text[at] == '\t' || text[at] == '\n' || text[at] == '\r')) ++at;
+  return at;
+}
+
+// One past the closing quote of the string that opens at `at`.
+size_t skip_string(std::string_view text, size_t at) {
+  for (++at; at < text.size(); ++at) {
+    if (text[at] == '\\') {
+      ++at;
+    } else if (text[at] == '"') {
+      return at + 1;
+    }
+  }
+  fail("the end of a string");
+}
+
+// One past the value that begins at `at`: a string, a bracketed value, or a bare word or number.
+size_t skip_value(std::string_view text, size_t at) {
+  if (at >= text.size()) fail("a value");
+  if (text[at] == '"') return skip_string(text, at);
+  if (text[at] != '{' && text[at] != '[') {
+    const size_t end = text.find_first_of(",]} \t\r\n", at);
+    if (end == at) fail("a value");
+    return end == std::string_view::npos ? text.size() : end;
+  }
+  int depth = 0;
+  while (at < text.size()) {
+    const char c = text[at];
+    if (c == '"') {
+      at = skip_string(text, at);
+      continue;
+    }
+    ++at;
+    if (c == '{' || c == '[') ++depth;
+    if ((c == '}' || c == ']') && --depth == 0) return at;
+  }
+  fail("a closing bracket");
+}
+
+struct Members {
+  size_t value_begin = std::string_view::npos;  // of the member looked for
+  size_t value_end = 0;
+  size_t close = 0;  // position of the object's '}'
+  bool any = false;
+};
+
+Members scan(std::string_view text, std::string_view key) {
+  Members found;
+  size_t at = skip_space(text, 0);
+  if (at >= text.size() || text[at] != '{') fail("'{'");
+  at = skip_space(text, at + 1);
+  while (at < text.size() && text[at] != '}') {
+    if (text[at] != '"') fail("a member name");
+    const size_t name_end = skip_string(text, at);
+    const std::string_view name = text.substr(at + 1, name_end - at - 2);
+    at = skip_space(text, name_end);
+    if (at >= text.size() || text[at] != ':') fail("':'");
+    const size_t begin = skip_space(text, at + 1);
+    const size_t end = skip_value(text, begin);
+    found.any = true;
+    if (name == key) {
+      found.value_begin = begin;
+      found.value_end = end;
+    }
+    at = skip_space(text, end);
+    if (at < text.size() && text[at] == ',') at = skip_space(text, at + 1);
+  }
+  if (at >= text.size()) fail("'}'");
+  found.close = at;
+  return found;
+}
+
+void append_utf8(std::string& out, uint32_t code) {
+  if (code < 0x80) {
+    out += static_cast<char>(code);
+  } else if (code < 0x800) {
+    out += static_cast<char>(0xC0 | (code >> 6));
+    out += static_cast<char>(0x80 | (code & 0x3F));
+  } else if (code < 0x10000) {
+    out += static_cast<char>(0xE0 | (code >> 12));
+    out += static_cast<char>(0x80 | ((code >> 6) & 0x3F));
+    out += static_cast<char>(0x80 | (code & 0x3F));
+  } else {
+    out += static_cast<char>(0xF0 | (code >> 18));
+    out += static_cast<char>(0x80 | ((code >> 12) & 0x3F));
+    out += static_cast<char>(0x80 | ((code >> 6) & 0x3F));
+    out += static_cast<char>(0x80 | (code & 0x3F));
+  }
+}
+
+uint32_t hex4(std::string_view text, size_t at) {
+  if (at + 4 > text.size()) fail("four hex digits");
+  return static_cast<uint32_t>(std::stoul(std::string(text.substr(at, 4)), nullptr, 16));
+}
+
+}  // namespace
+
+std::optional<std::string_view> json_member(std::string_view object, std::string_view key) {
+  const Members found = scan(object, key);
+  if (found.value_begin == std::string_view::npos) return std::nullopt;
+  return object.substr(found.value_begin, found.value_end - found.value_begin);
+}
+
+std::optional<std::string_view> json_path(std::string_view object, std::initializer_list<std::string_view> keys) {
+  std::optional<std::string_view> value = object;
+  for (const std::string_view key : keys) {
+    value = json_member(*value, key);
+    if (!value) return std::nullopt;
+  }
+  return value;
+}
+
+std::string json_with_member(std::string_view object, std::string_view key, std::string_view value) {
+  const Members found = scan(object, key);
+  std::string result(object);
+  if (found.value_begin != std::string_view::npos) {
+    return result.replace(found.value_begin, found.value_end - found.value_begin, value);
+  }
+  const std::string member = "\"" + std::string(key) + "\":" + std::string(value);
+  return result.insert(found.close, found.any ? "," + member : member);
+}
+
+bool json_is_empty(std::string_view raw) {
+  const size_t inside = skip_space(raw, 1);
+  return raw.size() >= 2 && (raw[0] == '[' || raw[0] == '{') && inside == raw.size() - 1;
+}
+
+std::string json_string(std::string_view raw) {
+  if (raw.size() < 2 || raw.front() != '"' || raw.back() != '"') fail("a string");
+  std::string out;
+  for (size_t at = 1; at + 1 < raw.size(); ++at) {
+    if (raw[at] != '\\') {
+      out += raw[at];
+      continue;
+    }
+    const char escape = raw[++at];
+    static const std::string_view kFrom = "nrtbf", kTo = "\n\r\t\b\f";
+    const size_t plain = kFrom.find(escape);
+    if (plain != std::string_view::npos) {
+      out += kTo[plain];
+    } else if (escape == 'u') {
+      uint32_t code = hex4(raw, at + 1);
+      at += 4;
+      if (code >= 0xD800 && code < 0xDC00 && raw.substr(at + 1, 2) == "\\u") {
+        code = 0x10000 + ((code - 0xD800) << 10) + (hex4(raw, at + 3) - 0xDC00);
+        at += 6;
+      }
+      append_utf8(out, code);
+    } else {
+      out += escape;  // \" \\ and \/
+    }
+  }
+  return out;
+}
+
+}  // namespace slipstream

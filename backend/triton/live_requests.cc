@@ -1,0 +1,153 @@
+#include "live_requests.h"
+
+#include "status.h"
+
+namespace slipstream {
+namespace {
+
+constexpr auto kWatchPeriod = std::chrono::milliseconds(5);
+constexpr auto kCancelGrace = std::chrono::seconds(10);
+
+// Copy the engine's tensors into a new response and send it.
+void send_content(
+    TRITONBACKEND_ResponseFactory* factory, const ResponseView& response, const std::vector<OutputSpec>& outputs) {
+  TRITONBACKEND_Response* message = nullptr;
+  if (!log_if_failed(TRITONBACKEND_ResponseNewFromFactory(&message, factory), "cannot make a response")) return;
+  TRITONSERVER_Error* error = nullptr;
+  for (const ResponseView::Output& output : response.outputs) {
+    const OutputSpec& spec = outputs[output.index];
+    TRITONBACKEND_Output* tensor = nullptr;
+    error = TRITONBACKEND_ResponseOutput(
+        message, &tensor, spec.name.c_str(), static_cast<TRITONSERVER_DataType>(spec.dtype), output.shape, output.rank);
+    if (error != nullptr) break;
+    void* buffer = nullptr;
+    TRITONSERVER_MemoryType memory_type = TRITONSERVER_MEMORY_CPU;
+    int64_t memory_id = 0;
+    error = TRITONBACKEND_OutputBuffer(tensor, &buffer, output.data.size(), &memory_type, &memory_id);
+    if (error == nullptr && memory_type == TRITONSERVER_MEMORY_GPU) {
+      error = TRITONSERVER_ErrorNew(TRITONSERVER_ERROR_UNSUPPORTED, "outputs in GPU memory are not supported");
+    }
+    if (error != nullptr) break;
+    if (!output.data.empty()) std::memcpy(buffer, output.data.data(), output.data.size());
+  }
+  const uint32_t flags = response.is_final() ? TRITONSERVER_RESPONSE_COMPLETE_FINAL : 0;
+  log_if_failed(TRITONBACKEND_ResponseSend(message, flags, error), "cannot send a response");
+  if (error != nullptr) TRITONSERVER_ErrorDelete(error);
+}
+
+}  // namespace
+
+void send_error(
+    TRITONBACKEND_ResponseFactory* factory, TRITONSERVER_Error_Code code, const std::string& message, bool is_final) {
+  TRITONBACKEND_Response* response = nullptr;
+  if (!log_if_failed(TRITONBACKEND_ResponseNewFromFactory(&response, factory), "cannot make an error response")) return;
+  TRITONSERVER_Error* error = TRITONSERVER_ErrorNew(code, message.c_str());
+  const uint32_t flags = is_final ? TRITONSERVER_RESPONSE_COMPLETE_FINAL : 0;
+  log_if_failed(TRITONBACKEND_ResponseSend(response, flags, error), "cannot send an error response");
+  TRITONSERVER_ErrorDelete(error);
+}
+
+void LiveRequests::add(uint64_t handle, TRITONBACKEND_ResponseFactory* factory) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  live_.emplace(handle, Live{factory});
+  if (live_.size() == 1) changed_.notify_one();
+}
+
+size_t LiveRequests::size() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return live_.size();
+}
+
+TRITONBACKEND_ResponseFactory* LiveRequests::find(uint64_t handle, bool remove) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = live_.find(handle);
+  if (found == live_.end()) return nullptr;
+  TRITONBACKEND_ResponseFactory* factory = found->second.factory;
+  if (remove) live_.erase(found);
+  return factory;
+}
+
+void LiveRequests::respond(const ResponseView& response, const std::vector<OutputSpec>& outputs) {
+  for (const ResponseView::Output& output : response.outputs) {
+    if (output.index >= outputs.size()) throw ProtocolError("an output index is out of range");
+  }
+  TRITONBACKEND_ResponseFactory* factory = find(response.handle, response.is_final());
+  if (factory == nullptr) return;
+  pacer_.before_send();
+  if (response.flags & kFlagError) {
+    const auto code = static_cast<TRITONSERVER_Error_Code>(response.error_code);
+    send_error(factory, code, std::string(response.error_message), response.is_final());
+  } else if ((response.flags & kFlagEmpty) == 0) {
+    send_content(factory, response, outputs);
+  } else if (response.is_final()) {
+    log_if_failed(
+        TRITONBACKEND_ResponseFactorySendFlags(factory, TRITONSERVER_RESPONSE_COMPLETE_FINAL), "cannot end a request");
+  }
+  if (response.is_final()) log_if_failed(TRITONBACKEND_ResponseFactoryDelete(factory), "response factory");
+}
+
+void LiveRequests::fail_all(TRITONSERVER_Error_Code code, const std::string& message) {
+  std::unordered_map<uint64_t, Live> failed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    failed.swap(live_);
+  }
+  for (const auto& [handle, live] : failed) {
+    pacer_.before_send();
+    send_error(live.factory, code, message);
+    log_if_failed(TRITONBACKEND_ResponseFactoryDelete(live.factory), "response factory");
+  }
+}
+
+void LiveRequests::fail_ignored_cancels() {
+  std::vector<TRITONBACKEND_ResponseFactory*> ignored;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto it = live_.begin(); it != live_.end();) {
+      const bool is_ignored = it->second.is_cancelled && Clock::now() - it->second.cancelled_at > kCancelGrace;
+      if (is_ignored) ignored.push_back(it->second.factory);
+      it = is_ignored ? live_.erase(it) : std::next(it);
+    }
+  }
+  for (TRITONBACKEND_ResponseFactory* factory : ignored) {
+    log_warning("the engine did not answer a cancellation within 10 s");
+    send_error(factory, TRITONSERVER_ERROR_CANCELLED, "cancelled; the engine did not confirm it");
+    log_if_failed(TRITONBACKEND_ResponseFactoryDelete(factory), "response factory");
+  }
+}
+
+std::vector<uint64_t> LiveRequests::wait_cancelled() {
+  std::vector<uint64_t> cancelled;
+  std::unique_lock<std::mutex> lock(mutex_);
+  changed_.wait(lock, [this] { return !live_.empty() || !watching_; });
+  changed_.wait_for(lock, kWatchPeriod, [this] { return !watching_; });
+  for (auto& [handle, live] : live_) {
+    bool is_cancelled = false;
+    if (live.is_cancelled) continue;
+    if (TRITONSERVER_Error* error = TRITONBACKEND_ResponseFactoryIsCancelled(live.factory, &is_cancelled)) {
+      TRITONSERVER_ErrorDelete(error);
+    }
+    if (!is_cancelled) continue;
+    live.is_cancelled = true;
+    live.cancelled_at = Clock::now();
+    cancelled.push_back(handle);
+  }
+  return cancelled;
+}
+
+bool LiveRequests::mark_cancelled(uint64_t handle) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = live_.find(handle);
+  if (found == live_.end() || found->second.is_cancelled) return false;
+  found->second.is_cancelled = true;
+  found->second.cancelled_at = Clock::now();
+  return true;
+}
+
+void LiveRequests::stop_watching() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  watching_ = false;
+  changed_.notify_all();
+}
+
+}  // namespace slipstream

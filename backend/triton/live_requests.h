@@ -1,0 +1,69 @@
+// The requests that the engine has and that have not seen their last response.
+//
+// execute() adds (Triton's threads); the engine's reader thread sends responses, and it alone removes; the watcher
+// thread looks for cancelled ones.  A response factory is touched without the lock by the reader thread only.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "api.h"
+#include "pacing.h"
+#include "wire.h"
+
+namespace slipstream {
+
+class LiveRequests {
+ public:
+  explicit LiveRequests(HttpPacer& pacer) : pacer_(pacer) {}
+
+  // Takes the factory over.
+  void add(uint64_t handle, TRITONBACKEND_ResponseFactory* factory);
+  size_t size() const;
+
+  // Reader thread: send one response of the engine; outputs are named by READY's list.  Unknown handles are ignored
+  // (their request was answered already).  Throws ProtocolError for an output index out of range.
+  void respond(const ResponseView& response, const std::vector<OutputSpec>& outputs);
+
+  // Reader thread: answer every request with this error.
+  void fail_all(TRITONSERVER_Error_Code code, const std::string& message);
+
+  // Reader thread: answer those whose cancellation the engine has ignored for 10 s.
+  void fail_ignored_cancels();
+
+  // Watcher thread: handles of requests newly found cancelled; waits while there is no request at all.  Empty and
+  // immediately after stop_watching().
+  std::vector<uint64_t> wait_cancelled();
+  void stop_watching();
+
+  // Mark as cancelled whatever the client says.  False if it is not live or was marked before.
+  bool mark_cancelled(uint64_t handle);
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Live {
+    TRITONBACKEND_ResponseFactory* factory;
+    bool is_cancelled = false;
+    Clock::time_point cancelled_at{};
+  };
+
+  TRITONBACKEND_ResponseFactory* find(uint64_t handle, bool remove);
+
+  HttpPacer& pacer_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool watching_ = true;
+  std::unordered_map<uint64_t, Live> live_;
+};
+
+// Answer with an error and end the request; the factory is deleted.
+void send_error(
+    TRITONBACKEND_ResponseFactory* factory, TRITONSERVER_Error_Code code, const std::string& message,
+    bool is_final = true);
+
+}  // namespace slipstream

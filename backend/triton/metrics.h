@@ -1,0 +1,72 @@
+// Metrics on Triton's /metrics endpoint.
+//
+// One MetricRegistry for the whole process: families are shared by models, and a metric lives as long as somebody
+// holds it, so that counters survive a restart of the engine and vanish when the model is unloaded.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "api.h"
+#include "wire.h"
+
+namespace slipstream {
+
+using Labels = std::vector<std::pair<std::string, std::string>>;
+
+class Metric {
+ public:
+  // metric may be null: a server without metrics, or without histograms; recording then does nothing.
+  Metric(TRITONSERVER_Metric* metric, MetricKind kind) : metric_(metric), kind_(kind) {}
+  ~Metric();
+  Metric(const Metric&) = delete;
+
+  // Counter: add; gauge: set; histogram: observe.
+  void record(double value);
+
+ private:
+  TRITONSERVER_Metric* const metric_;
+  const MetricKind kind_;
+};
+
+class MetricRegistry {
+ public:
+  ~MetricRegistry();
+  // The metric of this family and these labels, made when nobody holds it yet.
+  std::shared_ptr<Metric> acquire(const MetricSpec& spec, const Labels& more_labels);
+
+ private:
+  struct Family {
+    TRITONSERVER_MetricFamily* family = nullptr;
+    std::map<Labels, std::weak_ptr<Metric>> metrics;
+  };
+
+  std::mutex mutex_;
+  std::map<std::string, Family> families_;
+};
+
+// What one model reports: the engine's own metrics by their index in READY, and the two that only this side can know.
+class ModelMetrics {
+ public:
+  ModelMetrics(MetricRegistry& registry, const std::string& model, uint64_t version);
+
+  void engine_is_up(bool is_up) { up_->record(is_up ? 1 : 0); }
+  void engine_restarts() { restarts_->record(1); }
+
+  // Metrics declared again by a restarted engine continue.
+  void declare(const std::vector<MetricSpec>& specs);
+  // A METRICS frame.  Throws ProtocolError.
+  void record(std::string_view payload);
+
+ private:
+  MetricRegistry& registry_;
+  const Labels labels_;
+  std::shared_ptr<Metric> up_, restarts_;
+  std::vector<std::shared_ptr<Metric>> declared_;
+};
+
+}  // namespace slipstream

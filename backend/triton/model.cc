@@ -1,0 +1,130 @@
+#include "model.h"
+
+#include <time.h>
+
+#include <fstream>
+#include <iterator>
+
+#include "json_splice.h"
+#include "request.h"
+#include "status.h"
+
+namespace slipstream {
+namespace {
+
+std::string read_config(TRITONBACKEND_Model* model) {
+  TRITONSERVER_Message* message;
+  const char* base;
+  size_t size;
+  check(TRITONBACKEND_ModelConfig(model, 1, &message));
+  TRITONSERVER_Error* error = TRITONSERVER_MessageSerializeToJson(message, &base, &size);
+  std::string config = error == nullptr ? std::string(base, size) : "";
+  log_if_failed(TRITONSERVER_MessageDelete(message), "model config");
+  check(error);
+  return config;
+}
+
+void write_config(TRITONBACKEND_Model* model, const std::string& config) {
+  TRITONSERVER_Message* message;
+  check(TRITONSERVER_MessageNewFromSerializedJson(&message, config.data(), config.size()));
+  TRITONSERVER_Error* error = TRITONBACKEND_ModelSetConfig(model, 1, message);
+  log_if_failed(TRITONSERVER_MessageDelete(message), "model config");
+  check(error);
+}
+
+std::string read_contract(const std::string& directory) {
+  const std::string path = directory + "/contract.json";
+  std::ifstream file(path);
+  if (!file) throw BackendError(TRITONSERVER_ERROR_INTERNAL, path + " cannot be read: the install is incomplete");
+  return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+uint64_t monotonic_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
+}
+
+}  // namespace
+
+std::string complete_config(const std::string& config, const std::string& contract) {
+  const auto task_json = json_path(config, {"parameters", "task", "string_value"});
+  const std::string task = task_json ? json_string(*task_json) : "generate";
+  const auto entry = json_member(contract, task);
+  if (!entry) throw std::runtime_error("parameter 'task': unknown task '" + task + "'; see contract.json for the known");
+  std::string completed = config;
+  for (const char* key : {"input", "output"}) {
+    const auto given = json_member(completed, key);
+    const auto wanted = json_member(*entry, key);
+    if (wanted && (!given || json_is_empty(*given))) completed = json_with_member(completed, key, *wanted);
+  }
+  const auto batch = json_member(*entry, "max_batch_size");
+  const auto given_batch = json_member(completed, "max_batch_size");
+  if (batch && (!given_batch || *given_batch == "0")) completed = json_with_member(completed, "max_batch_size", *batch);
+  const auto decoupled = json_member(*entry, "decoupled");
+  const std::string policy = "{\"decoupled\":" + std::string(decoupled.value_or("true")) + "}";
+  return json_with_member(completed, "model_transaction_policy", policy);
+}
+
+Model::Model(TRITONBACKEND_Model* model, Backend& backend) {
+  bool auto_complete = false;
+  check(TRITONBACKEND_ModelAutoCompleteConfig(model, &auto_complete));
+  if (auto_complete) write_config(model, complete_config(read_config(model), read_contract(backend.directory)));
+
+  EngineSetup setup;
+  const char* text;
+  TRITONBACKEND_ArtifactType artifact;
+  setup.launcher = backend.directory + "/slipstream-engine";
+  check(TRITONBACKEND_ModelName(model, &text));
+  setup.model_name = text;
+  check(TRITONBACKEND_ModelVersion(model, &setup.model_version));
+  check(TRITONBACKEND_ModelRepository(model, &artifact, &text));
+  setup.model_dir = text;
+  setup.config_json = read_config(model);
+  check(TRITONBACKEND_ModelServer(model, &setup.server));
+  engine_ = std::make_unique<Engine>(std::move(setup), backend.services);
+  engine_->wait_until_ready();
+}
+
+void Model::add_instance() {
+  if (++num_instances_ > 1) {
+    --num_instances_;
+    throw BackendError(
+        TRITONSERVER_ERROR_INVALID_ARG,
+        "instance_group: count must be 1: one engine process batches all requests of a model and owns its devices; "
+        "use the model's tensor-parallel parameters for more GPUs, or a second model for a second copy");
+  }
+}
+
+void Model::execute(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count) {
+  for (uint32_t i = 0; i < count; ++i) execute_one(instance, requests[i]);
+}
+
+void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request) {
+  const uint64_t started = monotonic_ns();
+  TRITONBACKEND_ResponseFactory* factory = nullptr;
+  bool is_taken = false;
+  if (log_if_failed(TRITONBACKEND_ResponseFactoryNew(&factory, request), "response factory")) {
+    TRITONSERVER_Error_Code code = TRITONSERVER_ERROR_UNAVAILABLE;
+    std::string reason;
+    try {
+      const uint64_t handle = next_handle();
+      is_taken = engine_->submit(handle, factory, encode_request(writer_, handle, request));
+      if (!is_taken) reason = engine_->why_down();
+    } catch (const BackendError& error) {
+      code = error.code;
+      reason = error.what();
+    }
+    if (!is_taken) {
+      send_error(factory, code, reason);
+      log_if_failed(TRITONBACKEND_ResponseFactoryDelete(factory), "response factory");
+    }
+  }
+  const uint64_t ended = monotonic_ns();
+  log_if_failed(
+      TRITONBACKEND_ModelInstanceReportStatistics(instance, request, is_taken, started, started, ended, ended),
+      "statistics");
+  log_if_failed(TRITONBACKEND_RequestRelease(request, TRITONSERVER_REQUEST_RELEASE_ALL), "request release");
+}
+
+}  // namespace slipstream

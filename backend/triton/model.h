@@ -1,0 +1,44 @@
+// A loaded model: its config completed from the contract, and its engine.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+
+#include "api.h"
+#include "engine.h"
+
+namespace slipstream {
+
+// The backend's state in Triton: created by TRITONBACKEND_Initialize, lives until TRITONBACKEND_Finalize.
+struct Backend {
+  std::string directory;  // where the shared library, slipstream-engine and contract.json are
+  Services services;
+};
+
+class Model {
+ public:
+  // Completes the config, starts the engine and waits until it serves.  Throws BackendError: the load error.
+  Model(TRITONBACKEND_Model* model, Backend& backend);
+
+  Engine& engine() { return *engine_; }
+
+  // Takes requests from Triton and always releases them.
+  void execute(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count);
+
+  void add_instance();  // throws BackendError for a second one
+  void remove_instance() { --num_instances_; }
+
+ private:
+  void execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request);
+
+  std::unique_ptr<Engine> engine_;
+  std::atomic<int> num_instances_{0};
+  FrameWriter writer_;  // of the one instance's thread
+};
+
+// Splice the contract's inputs, outputs and policy into a model config (both JSON), where the user gave none.
+// Throws std::runtime_error for a task that the contract does not know.
+std::string complete_config(const std::string& config, const std::string& contract);
+
+}  // namespace slipstream

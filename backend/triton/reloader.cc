@@ -1,0 +1,97 @@
+#include "reloader.h"
+
+#include <algorithm>
+
+#include "status.h"
+
+namespace slipstream {
+
+using std::chrono::milliseconds;
+
+std::chrono::milliseconds Backoff::next(Clock::duration healthy_for) {
+  constexpr milliseconds kFirst(500), kLongest(30000);
+  const bool was_healthy = healthy_for > std::chrono::seconds(60);
+  delay_ = was_healthy || delay_ == milliseconds(0) ? kFirst : std::min(2 * delay_, kLongest);
+  return delay_;
+}
+
+ModelReloader::~ModelReloader() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+ModelReloader::Ticket ModelReloader::reload(
+    TRITONSERVER_Server* server, const std::string& model, std::chrono::steady_clock::duration healthy_for,
+    std::shared_ptr<void> keep_alive) {
+  if (is_in_place_) return nullptr;
+  auto ticket = std::make_shared<std::atomic<Verdict>>(Verdict::kPending);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto due = std::chrono::steady_clock::now() + backoffs_[model].next(healthy_for);
+  jobs_.push_back({server, model, std::move(keep_alive), ticket, false, due});
+  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  changed_.notify_all();
+  return ticket;
+}
+
+void ModelReloader::run() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stop_) {
+    const auto now = std::chrono::steady_clock::now();
+    const auto ripe = std::find_if(
+        jobs_.begin(), jobs_.end(), [now](const Job& job) { return !job.is_unloaded || job.due <= now; });
+    if (ripe == jobs_.end()) {
+      changed_.wait_for(lock, jobs_.empty() ? milliseconds(3600000) : milliseconds(100));
+      continue;
+    }
+    Job job = std::move(*ripe);
+    jobs_.erase(ripe);
+    lock.unlock();
+    advance(job);
+    lock.lock();
+    if (job.ticket != nullptr) jobs_.push_back(std::move(job));
+  }
+}
+
+// Unload, or load; a finished job gives its ticket up.
+void ModelReloader::advance(Job& job) {
+  if (!job.is_unloaded) {
+    if (!unload(job)) job.ticket = nullptr;
+    return;
+  }
+  TRITONSERVER_Error* error = TRITONSERVER_ServerLoadModel(job.server, job.model.c_str());
+  if (error == nullptr) {
+    log_info("model " + job.model + " is loaded again");
+    job.ticket = nullptr;
+    return;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  const milliseconds delay = backoffs_[job.model].next(milliseconds(0));
+  log_error(
+      "model " + job.model + " could not be loaded again, next try in " + std::to_string(delay.count()) +
+      " ms: " + TRITONSERVER_ErrorMessage(error));
+  TRITONSERVER_ErrorDelete(error);
+  job.due = std::chrono::steady_clock::now() + delay;
+}
+
+bool ModelReloader::unload(Job& job) {
+  TRITONSERVER_Error* error = TRITONSERVER_ServerUnloadModel(job.server, job.model.c_str());
+  if (error == nullptr) {
+    log_warning("model " + job.model + " is unloaded until its engine works again");
+    job.is_unloaded = true;
+    *job.ticket = Verdict::kUnloading;
+    return true;
+  }
+  log_warning(
+      std::string("the engine restarts in place and the model's ready endpoint will not show it: ") +
+      TRITONSERVER_ErrorMessage(error));
+  TRITONSERVER_ErrorDelete(error);
+  is_in_place_ = true;
+  *job.ticket = Verdict::kRefused;
+  return false;
+}
+
+}  // namespace slipstream

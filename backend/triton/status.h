@@ -1,0 +1,54 @@
+// Errors and log lines: exceptions inside, TRITONSERVER_Error* at the C border.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+
+#include "api.h"
+
+namespace slipstream {
+
+class BackendError : public std::runtime_error {
+ public:
+  BackendError(TRITONSERVER_Error_Code code, const std::string& message) : std::runtime_error(message), code(code) {}
+  const TRITONSERVER_Error_Code code;
+};
+
+// Throw what a C API call returned, if it is an error.
+inline void check(TRITONSERVER_Error* error) {
+  if (error == nullptr) return;
+  BackendError thrown(TRITONSERVER_ErrorCode(error), TRITONSERVER_ErrorMessage(error));
+  TRITONSERVER_ErrorDelete(error);
+  throw thrown;
+}
+
+inline void log(TRITONSERVER_LogLevel level, const std::string& message) {
+  TRITONSERVER_Error* error = TRITONSERVER_LogMessage(level, "slipstream", 0, message.c_str());
+  if (error != nullptr) TRITONSERVER_ErrorDelete(error);
+}
+inline void log_info(const std::string& message) { log(TRITONSERVER_LOG_INFO, message); }
+inline void log_warning(const std::string& message) { log(TRITONSERVER_LOG_WARN, message); }
+inline void log_error(const std::string& message) { log(TRITONSERVER_LOG_ERROR, message); }
+
+// For calls whose failure nobody can act upon.  Returns whether the call succeeded.
+inline bool log_if_failed(TRITONSERVER_Error* error, const char* what) {
+  if (error == nullptr) return true;
+  log_warning(std::string(what) + ": " + TRITONSERVER_ErrorMessage(error));
+  TRITONSERVER_ErrorDelete(error);
+  return false;
+}
+
+// Run an entry point's body; no exception may cross into Triton.
+template <typename Body>
+TRITONSERVER_Error* at_c_border(Body&& body) {
+  try {
+    body();
+    return nullptr;
+  } catch (const BackendError& error) {
+    return TRITONSERVER_ErrorNew(error.code, error.what());
+  } catch (const std::exception& error) {
+    return TRITONSERVER_ErrorNew(TRITONSERVER_ERROR_INTERNAL, error.what());
+  }
+}
+
+}  // namespace slipstream
