@@ -1,0 +1,92 @@
+"""The server that tests of the whole system share: the project's own model repository with the demo model.
+
+Started once per test session (a start costs seconds). Variants of `llm`, for tests that need other settings, are
+written into the same repository and loaded while their test runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from triton_server import TritonServer
+
+ROOT = Path(__file__).resolve().parents[2]
+MODELS = ("llm", "preprocessing", "postprocessing", "ensemble")
+
+
+def backends_dir() -> Path | None:
+    """The assembled backends, or None before `make assemble`."""
+    folder = ROOT / "install/backends"
+    return folder if (folder / "slipstream/libtriton_slipstream.so").exists() else None
+
+
+def parameter(key: str, value: object) -> str:
+    return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+
+
+class LlmServer(TritonServer):
+    """tritonserver on a copy of model_repository whose checkpoint paths are absolute."""
+
+    def __init__(self, folder: Path, checkpoint: Path, **options: object) -> None:
+        backends = backends_dir()
+        assert backends is not None, "run `make assemble` first"
+        self.repository = folder / "model_repository"
+        self.checkpoint = checkpoint
+        shutil.copytree(ROOT / "model_repository", self.repository)
+        for path in self.repository.glob("*/config.pbtxt"):
+            path.write_text(path.read_text().replace("../../models/slipstream-demo-code", str(checkpoint)))
+        super().__init__(
+            self.repository, backends, control_mode="explicit", load_models=MODELS, start_timeout_s=120, **options
+        )
+
+    def add_variant(self, name: str, parameters: Mapping[str, object], model: Path | str | None = None) -> None:
+        """Write another `llm` into the repository; it is not loaded."""
+        folder = self.repository / name / "1"
+        folder.mkdir(parents=True, exist_ok=True)
+        text = f'name: "{name}"\nbackend: "slipstream"\n' + parameter("model", model or self.checkpoint)
+        text += "".join(parameter(key, value) for key, value in parameters.items())
+        (folder.parent / "config.pbtxt").write_text(text)
+
+    @contextmanager
+    def variant(self, name: str, parameters: Mapping[str, object], model: Path | str | None = None) -> Iterator[str]:
+        """A loaded variant of `llm` for the length of the block."""
+        self.add_variant(name, parameters, model)
+        status, body = self.load(name)
+        assert status == 200, body.decode()
+        try:
+            yield name
+        finally:
+            self.unload(name)
+            self.wait_until(lambda: not self.is_model_ready(name), 30, f"{name} to be unloaded")
+
+    def engines(self, model: str = "") -> list[psutil.Process]:
+        """Engine processes of this server, oldest first."""
+        children = psutil.Process(self.pid).children(recursive=True)
+        found = [child for child in children if "slipstream.runtime.main" in " ".join(child.cmdline())]
+        return sorted(found, key=lambda process: process.create_time())
+
+    def metric(self, family: str, model: str = "llm", **labels: str) -> float:
+        """Sum of the samples of a family for a model; 0 when there is none."""
+        wanted = [f'{key}="{value}"' for key, value in {"model": model, **labels}.items()]
+        samples = self.metrics().items()
+        return sum(v for name, v in samples if name.partition("{")[0] == family and all(w in name for w in wanted))
+
+    def wait_idle(self, model: str = "llm", timeout_s: float = 10.0) -> None:
+        """Until nothing runs and every KV block is back; fails with the figures when blocks stay behind."""
+        families = ("slipstream_requests_running", "slipstream_requests_waiting", "slipstream_kv_blocks_used")
+        deadline = time.monotonic() + timeout_s
+        while figures := {f: v for f in families if (v := self.metric(f, model))}:
+            assert time.monotonic() < deadline, f"{model} does not become idle: {figures}"
+            time.sleep(0.05)
+        assert self.metric("slipstream_kv_blocks_leaked", model) == 0
+
+
+def kill(process: psutil.Process) -> None:
+    os.kill(process.pid, signal.SIGKILL)

@@ -1,0 +1,53 @@
+"""What build/assemble.py makes, and that it does the same for an installed server elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from llm_server import backends_dir
+
+needs_install = pytest.mark.skipif(backends_dir() is None, reason="no install tree: run `make assemble`")
+
+
+@needs_install
+def test_the_tree_holds_both_backends_and_a_server(root: Path) -> None:
+    backends = root / "install/backends"
+    ours = {path.name for path in (backends / "slipstream").iterdir()}
+    assert ours == {"libtriton_slipstream.so", "contract.json", "slipstream-engine"}
+    python = {path.name for path in (backends / "python").iterdir()}
+    assert {"libtriton_python.so", "triton_python_backend_stub", "triton_python_backend_utils.py"} <= python
+    told = subprocess.run([root / "install/tritonserver", "--help"], capture_output=True, text=True)
+    assert "--model-repository" in told.stdout + told.stderr
+
+
+@needs_install
+def test_assembling_for_an_installed_server_makes_our_backend_alone(root: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "build/assemble.py", "--backends-dir", str(tmp_path)]
+    subprocess.run(command, cwd=root, check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["slipstream"]
+    library = tmp_path / "slipstream/libtriton_slipstream.so"
+    symbols = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True).stdout
+    assert "TRITONBACKEND_ModelInstanceExecute" in symbols
+
+
+@needs_install
+def test_the_contract_declares_every_task(root: Path) -> None:
+    contract = json.loads((root / "install/backends/slipstream/contract.json").read_text())
+    assert set(contract) == {"generate", "tokenize", "detokenize"}
+    inputs = {tensor["name"]: tensor for tensor in contract["generate"]["input"]}
+    assert {"text_input", "sampling_parameters", "input_ids", "request_output_len", "stop"} <= set(inputs)
+    assert contract["generate"]["decoupled"] is True
+    assert contract["generate"]["max_batch_size"] == 0
+
+
+@needs_install
+def test_the_engine_launcher_runs_this_interpreter(root: Path) -> None:
+    launcher = root / "install/backends/slipstream/slipstream-engine"
+    assert os.access(launcher, os.X_OK)
+    told = subprocess.run([launcher, "--help"], capture_output=True, text=True)
+    assert told.returncode == 0 and "--socket" in told.stdout, told.stderr
