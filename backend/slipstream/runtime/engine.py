@@ -1,0 +1,255 @@
+"""The engine: requests in, tokens out, one step at a time. The order of a step is here and nowhere else.
+
+`submit`, `cancel`, `finish` and `has_work` may be called from any thread (they meet the engine in one inbox); `step`
+and `wait` belong to one thread, the engine thread. Knows token ids only: text is the output thread's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slipstream.core.admission import check_fits
+from slipstream.core.config import EngineConfig
+from slipstream.core.errors import CapacityError, EngineError, RequestError
+from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.outputs import StepOutput
+from slipstream.core.request import FinishReason, Request, RequestStatus
+from slipstream.core.scheduler import Scheduler
+from slipstream.core.stats import Metric, Stats
+from slipstream.core.step import ScheduledStep
+from slipstream.nn.load import resolve_checkpoint
+from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.runtime.intake import Intake
+from slipstream.runtime.memory_plan import free_device_memory, plan_memory, resolve_hardware
+from slipstream.runtime.runner import ModelRunner, NullRunner, Runner, StepSample
+from slipstream.runtime.tokenizer import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+_GAUGE_PERIOD_S = 0.25
+
+
+@dataclass(slots=True)
+class _Add:
+    requests: list[Request]
+
+
+@dataclass(slots=True)
+class _Finish:
+    """End the sequences for which `concerns` holds."""
+
+    concerns: Callable[[Request], bool]
+    reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+class Engine:
+    """Loads a model and serves it. Raises ConfigError, before weights are read, if the configuration cannot work.
+
+    error: why the engine is dead, or None. A dead engine has answered everything and takes nothing more.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        checkpoint = resolve_checkpoint(config.model.model)
+        self.spec: DecoderSpec = read_spec(checkpoint)
+        self.tokenizer = TextTokenizer.load(config.model.tokenizer or checkpoint)
+        hardware = resolve_hardware(config, self.spec)
+        self.memory_plan = plan_memory(self.spec, config, hardware, free_device_memory(hardware.device))
+        logger.info("%s", self.memory_plan)
+        self.max_model_len = self.memory_plan.max_model_len
+        self._runner: Runner
+        if config.model.load_format == "null":
+            self._runner = NullRunner(_null_token(self.tokenizer))
+        else:
+            self._runner = ModelRunner(config, self.spec, hardware, self.memory_plan)
+        self.stats = Stats()
+        cache = KVCacheManager(self.memory_plan.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+        self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats)
+        self.error: EngineError | None = None
+        self._intake = Intake(self.spec, self.tokenizer, self.max_model_len)
+        self._inbox: deque[_Add | _Finish] = deque()
+        self._num_arriving = 0  # sequences in the inbox
+        self._wake = threading.Condition()
+        self._gauges_due = 0.0
+
+    # ---- any thread
+
+    def submit(self, request: Request) -> list[Request]:
+        """Take a request; returns its n sequences, whose outputs come from `step`.
+
+        Raises RequestError (it can never run here), CapacityError (too many wait), EngineError (the engine is dead).
+        """
+        sequences = self._intake.prepare(request)
+        for sequence in sequences:
+            check_fits(sequence, self.config.scheduler, self.scheduler.cache, self.max_model_len)
+        with self._wake:
+            if self.error is not None:
+                raise self.error
+            self._check_capacity(len(sequences))
+            self._num_arriving += len(sequences)
+            self._inbox.append(_Add(sequences))
+            self._wake.notify()
+        return sequences
+
+    def cancel(self, handle: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End all sequences of a client request; an unknown handle is no error."""
+        self._post(_Finish(lambda request: request.handle == handle, reason))
+
+    def finish(
+        self, request: Request, stop_reason: str | None = None, reason: FinishReason = FinishReason.STOP
+    ) -> None:
+        """End one sequence, by default because its text has reached a stop string."""
+        self._post(_Finish(lambda other: other is request, reason, stop_reason))
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._inbox) or self.scheduler.has_work
+
+    # ---- engine thread
+
+    def wait(self, timeout: float) -> bool:
+        """Sleep until there is work, at most `timeout` seconds. Returns has_work."""
+        self.stats.last_step_time = 0.0
+        self.stats.publish()
+        with self._wake:
+            self._wake.wait_for(lambda: self.has_work or self.error is not None, timeout)
+        return self.has_work
+
+    def step(self) -> list[StepOutput]:
+        """One engine step; returns its news. Never raises: a bug ends every request with an error and sets `error`."""
+        outputs: list[StepOutput] = []
+        try:
+            start = time.monotonic()
+            self._drain_inbox(outputs)
+            outputs += self.scheduler.expire(start)
+            step = self.scheduler.schedule()
+            if step.requests:
+                self._run(step, outputs)
+            self._measure(start)
+        except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
+            logger.exception("the engine failed")
+            self._die(error, outputs)
+        return outputs
+
+    def close(self) -> None:
+        """Refuse further requests; what still runs gets no answer."""
+        with self._wake:
+            self.error = self.error or EngineError("the engine is closed")
+            self._wake.notify_all()
+
+    # ---- parts
+
+    def _check_capacity(self, num_sequences: int) -> None:
+        """The admission limit, said to the submitter at once; counts what the engine thread has not seen yet."""
+        limits, scheduler = self.config.scheduler, self.scheduler
+        num_waiting = scheduler.num_waiting + self._num_arriving
+        num_seats = max(0, min(limits.max_num_seqs, limits.max_num_batched_tokens) - scheduler.num_running)
+        if num_waiting + num_sequences > limits.max_waiting_requests + num_seats:
+            raise CapacityError(
+                f"{scheduler.num_running} requests are running and {num_waiting} waiting; "
+                f"max_num_seqs={limits.max_num_seqs}, max_waiting_requests={limits.max_waiting_requests}"
+            )
+
+    def _run(self, step: ScheduledStep, outputs: list[StepOutput]) -> None:
+        batch = self._runner.build(step)
+        hidden = self._runner.forward(batch)
+        sampled = self._runner.sample(step, batch, hidden)
+        for request, reason in sampled.failures:
+            self._fail(request, reason, outputs)
+        committed = self.scheduler.commit(step, sampled.token_ids)
+        self._add_logprobs(committed, sampled)
+        self._advance_guides(committed)
+        outputs += committed
+
+    def _drain_inbox(self, outputs: list[StepOutput]) -> None:
+        while self._inbox:
+            with self._wake:
+                message = self._inbox.popleft()
+                if isinstance(message, _Add):
+                    self._num_arriving -= len(message.requests)
+                    self._admit(message.requests, outputs)
+            if isinstance(message, _Finish):
+                for request in [request for request in self.scheduler.live_requests if message.concerns(request)]:
+                    output = self.scheduler.finish(request, message.reason, message.stop_reason)
+                    if output is not None:
+                        self._runner.prompt_logprobs.discard(request)
+                        outputs.append(output)
+
+    def _admit(self, requests: list[Request], outputs: list[StepOutput]) -> None:
+        try:
+            self.scheduler.add_all(requests)
+        except (RequestError, CapacityError) as error:  # submit has checked both; a race may still lose
+            for request in requests:
+                self._fail(request, str(error), outputs)
+
+    def _fail(self, request: Request, reason: str, outputs: list[StepOutput]) -> None:
+        """End one request with an error of its own."""
+        self._runner.prompt_logprobs.discard(request)
+        output = self.scheduler.finish(request, FinishReason.ERROR, error=reason)
+        if output is not None:
+            outputs.append(output)
+
+    def _add_logprobs(self, committed: list[StepOutput], sampled: StepSample) -> None:
+        for output in committed:
+            request = output.request
+            if request.params.prompt_logprobs is not None:
+                output.prompt_logprobs = self._runner.prompt_logprobs.take(request)
+            if request.params.logprobs is not None and request.request_id in sampled.logprobs:
+                entry = sampled.logprobs[request.request_id]
+                output.logprobs = [entry]
+                request.cumulative_logprob += entry.logprob
+
+    def _advance_guides(self, committed: list[StepOutput]) -> None:
+        for output in committed:
+            request = output.request
+            guide = request.guide_state
+            if guide is None:
+                continue
+            try:
+                guide.accept(output.new_token_ids)
+            except EngineError as error:
+                output.finish_reason, output.error = FinishReason.ERROR, str(error)
+                self.scheduler.finish(request, FinishReason.ERROR, error=str(error))
+                continue
+            if guide.is_terminated and self.scheduler.finish(request, FinishReason.STOP) is not None:
+                output.finish_reason = FinishReason.STOP
+
+    def _measure(self, start: float) -> None:
+        now = time.monotonic()
+        has_work = self.has_work
+        self.stats.observe(Metric.STEP_TIME, now - start)
+        self.stats.last_step_time = now if has_work else 0.0
+        if now >= self._gauges_due or not has_work:
+            self._gauges_due = now + _GAUGE_PERIOD_S
+            self.scheduler.record_gauges()
+        self.stats.publish()
+
+    def _post(self, message: _Finish) -> None:
+        with self._wake:
+            self._inbox.append(message)
+            self._wake.notify()
+
+    def _die(self, error: Exception, outputs: list[StepOutput]) -> None:
+        """Answer every request there is with an error, without trusting the scheduler any more."""
+        text = f"the engine failed: {type(error).__name__}: {error}"
+        with self._wake:
+            self.error = EngineError(text)
+            arriving = [request for message in self._inbox if isinstance(message, _Add) for request in message.requests]
+            self._inbox.clear()
+        answered = {id(output.request) for output in outputs if output.finish_reason is not None}
+        for request in [*self.scheduler.live_requests, *arriving]:
+            if id(request) not in answered:
+                request.status, request.finish_reason, request.error = RequestStatus.FINISHED, FinishReason.ERROR, text
+                outputs.append(StepOutput(request, [], FinishReason.ERROR, error=text))
+
+
+def _null_token(tokenizer: TextTokenizer) -> int:
+    """A token with visible text for the null runner."""
+    token_ids = tokenizer.encode(" a", add_special_tokens=False)
+    return token_ids[-1] if token_ids else 0

@@ -1,0 +1,146 @@
+"""Guided decoding through xgrammar: grammars compiled once per text, one matcher per request, one bitmask per step.
+
+`GuideCompiler` is called from submitting threads (it locks); a `GuideState` belongs to the engine thread once its
+request is submitted. Knows tokens and masks only: nothing of models, batches or the scheduler.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import xgrammar
+
+from slipstream.core.errors import EngineError, RequestError
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import Guide
+from slipstream.runtime.tokenizer import TextTokenizer
+
+FIELD = "guided_decoding_guide"
+MAX_CACHED_GRAMMARS = 256
+
+
+class GuideState:
+    """Where one sequence stands in its grammar. The end tokens are allowed exactly when the grammar may end there."""
+
+    def __init__(self, grammar: xgrammar.CompiledGrammar, end_token_ids: Iterable[int]) -> None:
+        ends = sorted(end_token_ids)
+        self._matcher = xgrammar.GrammarMatcher(
+            grammar, override_stop_tokens=ends or None, terminate_without_stop_token=not ends
+        )
+
+    @property
+    def is_terminated(self) -> bool:
+        """The text is complete and its end token was taken (or there is none to take): nothing may follow."""
+        return bool(self._matcher.is_terminated())
+
+    @property
+    def may_end(self) -> bool:
+        return bool(self._matcher.is_completed())
+
+    def fill_mask(self, bitmask: torch.Tensor, row: int) -> None:
+        """Write the allowed next tokens as bits into bitmask[row] (int32, CPU)."""
+        self._matcher.fill_next_token_bitmask(bitmask, row)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Move on by sampled tokens. Raises EngineError on a token that the mask forbade (a bug of ours)."""
+        for token_id in token_ids:
+            if not self._matcher.accept_token(token_id):
+                raise EngineError(f"guided decoding: sampled token {token_id} is not allowed by the grammar")
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last accepted tokens (rejected drafts)."""
+        self._matcher.rollback(num_tokens)
+
+
+class GuideCompiler:
+    """Compiles guides for one tokenizer. vocab_size: rows of the model's head, which may exceed the tokenizer's."""
+
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._compiler: xgrammar.GrammarCompiler | None = None
+        self._grammars: OrderedDict[Guide, xgrammar.CompiledGrammar] = OrderedDict()
+
+    def start(self, guide: Guide, end_token_ids: Iterable[int]) -> GuideState:
+        """A fresh state for one request. Raises RequestError naming guided_decoding_guide if the text is no grammar."""
+        return GuideState(self._compile(guide), end_token_ids)
+
+    def _compile(self, guide: Guide) -> xgrammar.CompiledGrammar:
+        with self._lock:
+            grammar = self._grammars.get(guide)
+            if grammar is None:
+                try:
+                    grammar = self._compile_new(guide)
+                except (RuntimeError, ValueError, TypeError) as error:  # what xgrammar raises on a bad text
+                    message = f"not a usable {guide.type}: {_reason(error)}"
+                    raise RequestError(FIELD, message) from error
+                self._grammars[guide] = grammar
+                if len(self._grammars) > MAX_CACHED_GRAMMARS:
+                    self._grammars.popitem(last=False)
+            self._grammars.move_to_end(guide)
+            return grammar
+
+    def _compile_new(self, guide: Guide) -> xgrammar.CompiledGrammar:
+        if self._compiler is None:  # decoding the vocabulary takes a while: only when the first guide arrives
+            from transformers import PreTrainedTokenizerFast
+
+            fast = PreTrainedTokenizerFast(tokenizer_object=self._tokenizer.backend)
+            info = xgrammar.TokenizerInfo.from_huggingface(fast, vocab_size=self._vocab_size)
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_enabled=False)
+        if guide.type == "json":
+            return self._compiler.compile_builtin_json_grammar()
+        if not guide.text.strip():
+            raise ValueError("the text is empty")
+        compile_text: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
+            "json_schema": self._compile_schema,
+            "regex": self._compiler.compile_regex,
+            "ebnf_grammar": self._compiler.compile_grammar,
+        }
+        return compile_text[guide.type](guide.text)
+
+    def _compile_schema(self, text: str) -> xgrammar.CompiledGrammar:
+        if not isinstance(json.loads(text), (dict, bool)):
+            raise ValueError("a JSON schema is an object or a boolean")
+        assert self._compiler is not None
+        return self._compiler.compile_json_schema(text)
+
+
+class GuideMasks:
+    """The step's bitmasks: filled on the CPU for guided rows only, copied and applied in one go. Engine thread."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._bitmask = torch.empty(0, 0, dtype=torch.int32)
+
+    def apply(self, logits: torch.Tensor, requests: list[Request], rows: list[int]) -> list[tuple[Request, str]]:
+        """Set forbidden logits to -inf in place; row r of logits [num_rows, vocab] fp32 belongs to requests[r].
+
+        Returns the requests whose grammar failed, with the reason; their rows are left alone.
+        """
+        if self._bitmask.shape[0] < logits.shape[0]:
+            bitmask = xgrammar.allocate_token_bitmask(max(8, 2 * logits.shape[0]), self._vocab_size)
+            self._bitmask = bitmask.pin_memory() if self._device.type == "cuda" else bitmask
+        masked, failures = [], []
+        for row in rows:
+            try:
+                requests[row].guide_state.fill_mask(self._bitmask, row)
+                masked.append(row)
+            except RuntimeError as error:  # what xgrammar raises
+                failures.append((requests[row], f"guided decoding failed: {_reason(error)}"))
+        if masked:
+            bitmask = self._bitmask[: logits.shape[0]].to(self._device)  # `indices` skips the rows that hold old bits
+            xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=self._vocab_size, indices=masked)
+        return failures
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of xgrammar's message without its time stamp and source position."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", lines[0])[:300] if lines else type(error).__name__

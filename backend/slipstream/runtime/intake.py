@@ -1,0 +1,127 @@
+"""From what a client asked to requests that can run: checked against model and vocabulary, completed, expanded.
+
+Called from submitting threads; holds no state but the grammar compiler, which locks. Whatever is wrong with a request
+is said here, on its own thread, as a RequestError; the engine thread never sees it.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+from slipstream.core.errors import RequestError
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.nn.spec import DecoderSpec
+from slipstream.runtime.guided import GuideCompiler
+from slipstream.runtime.tokenizer import TextTokenizer
+
+_MASK64 = (1 << 64) - 1
+
+
+class Intake:
+    """One per engine."""
+
+    def __init__(self, spec: DecoderSpec, tokenizer: TextTokenizer, max_model_len: int) -> None:
+        self._vocab_size = spec.vocab_size
+        self._eos_token_ids = frozenset(spec.eos_token_ids)
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._guides = GuideCompiler(tokenizer, spec.vocab_size)
+
+    def prepare(self, request: Request) -> list[Request]:
+        """The request, completed (end tokens, seed, bad words as ids, guide), and its siblings when n > 1.
+
+        Raises RequestError naming the field that the model cannot honour.
+        """
+        if not request.eos_token_ids:
+            request.eos_token_ids = self._eos_token_ids
+        request.params = self._resolve(request.params)
+        self._check_vocabulary(request)
+        if request.params.seed is not None:
+            request.seed = request.params.seed & _MASK64
+        elif request.seed == 0:
+            request.seed = random.getrandbits(64)
+        if request.times.arrival_ns == 0:
+            request.times.arrival_ns = time.time_ns()
+        sequences = expand(request)
+        guide = request.params.guide
+        if guide is not None:
+            ends = frozenset() if request.params.ignore_eos else _end_token_ids(request)
+            for sequence in sequences:
+                sequence.guide_state = self._guides.start(guide, ends)
+        return sequences
+
+    def _resolve(self, params: SamplingParams) -> SamplingParams:
+        """bad_words as ids: a word is banned at the start of a line and after a space, however it tokenizes there."""
+        if not params.bad_words:
+            return params
+        banned = dict.fromkeys(params.bad_words_ids)
+        for word in params.bad_words:
+            for text in (word, " " + word.lstrip()):
+                token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if token_ids:
+                    banned[token_ids] = None
+        return replace(params, bad_words=(), bad_words_ids=tuple(banned))
+
+    def _check_vocabulary(self, request: Request) -> None:
+        for field, token_ids in _token_id_fields(request):
+            for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+                if not 0 <= token_id < self._vocab_size:
+                    accepted = f"accepted: 0 to {self._vocab_size - 1}"
+                    raise RequestError(field, f"token id {token_id} is not in the vocabulary, {accepted}")
+
+
+def expand(request: Request) -> list[Request]:
+    """The n sequences of a client request, the given one first. Each has a seed of its own, derived from the first's;
+    only the first reports prompt log-probabilities, which all share."""
+    siblings_params = replace(request.params, prompt_logprobs=None)
+    siblings = [
+        Request(
+            prompt_token_ids=request.prompt_token_ids,
+            params=siblings_params,
+            seed=derive_seed(request.seed, index),
+            priority=request.priority,
+            deadline=request.deadline,
+            handle=request.handle,
+            client_request_id=request.client_request_id,
+            sequence_index=index,
+            eos_token_ids=request.eos_token_ids,
+            prefix_key=request.prefix_key,
+            times=replace(request.times),
+        )
+        for index in range(1, request.params.n)
+    ]
+    return [request, *siblings]
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of sequence `index`: itself for 0, else mixed so that neighbouring seeds and indices share nothing.
+
+    Source: splitmix64 (Steele et al. 2014).
+    """
+    if index == 0:
+        return seed
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return mixed ^ (mixed >> 31)
+
+
+def _end_token_ids(request: Request) -> frozenset[int]:
+    end_id = request.params.end_id
+    if end_id is None:
+        return request.eos_token_ids
+    return frozenset((end_id,)) if end_id >= 0 else frozenset()
+
+
+def _token_id_fields(request: Request) -> Iterator[tuple[str, list[int]]]:
+    params = request.params
+    yield "prompt", request.prompt_token_ids
+    yield "logit_bias", [token_id for token_id, _ in params.logit_bias]
+    yield "bad_words_ids", [token_id for word in params.bad_words_ids for token_id in word]
+    yield "stop_token_ids", list(params.stop_token_ids)
+    if params.end_id is not None and params.end_id >= 0:  # TensorRT-LLM clients send -1 for "none"
+        yield "end_id", [params.end_id]

@@ -1,0 +1,91 @@
+"""Log-probabilities of sampled and of prompt tokens, from the model's own logits (before any edit). Engine thread.
+
+Prompt log-probabilities arrive chunk by chunk as the prompt is computed, and again after a preemption: they are kept by
+position until the request's first token leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from slipstream_kernels import ops
+
+from slipstream.core.outputs import TokenLogprobs
+from slipstream.core.request import Request
+from slipstream.core.step import ScheduledRequest, ScheduledStep
+
+# rows of prompt logits held at once: 256 x 128k vocabulary x 4 bytes = 128 MiB
+MAX_PROMPT_ROWS = 256
+
+LogitsOf = Callable[[torch.Tensor], torch.Tensor]  # hidden rows [R, H] -> logits [R, V]
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[int]) -> list[TokenLogprobs]:
+    """Log-softmax of each row at its token, the token's rank, and the row's num_top most likely tokens.
+
+    logits: [R, V] fp32; token_ids: [R] int64 on the same device.
+    """
+    found = ops.top_logprobs(logits, max(num_top), token_ids)
+    columns = (token_ids, found.chosen, found.rank, found.token_ids, found.values)
+    return [
+        TokenLogprobs(token_id, logprob, rank, list(zip(top_ids[:count], top_values[:count])))
+        for count, token_id, logprob, rank, top_ids, top_values in zip(num_top, *(c.tolist() for c in columns))
+    ]
+
+
+@dataclass(slots=True)
+class _PromptRows:
+    """Rows of the step's hidden states that predict prompt tokens of one request."""
+
+    request: Request
+    first_row: int
+    first_position: int
+    num_rows: int
+
+
+class PromptLogprobs:
+    """Collects prompt log-probabilities of the requests that asked for them."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, list[TokenLogprobs | None]] = {}
+
+    def collect(self, step: ScheduledStep, hidden: torch.Tensor, logits_of: LogitsOf) -> None:
+        """Take in this step's part of each prompt. hidden: [T, H], rows in the order of the step."""
+        first_row = 0
+        for scheduled in step.requests:
+            if scheduled.request.params.prompt_logprobs is not None:
+                rows = _prompt_rows(scheduled, first_row)
+                if rows.num_rows > 0:
+                    self._collect_rows(rows, hidden, logits_of)
+            first_row += scheduled.num_scheduled_tokens
+
+    def take(self, request: Request) -> list[TokenLogprobs | None] | None:
+        """The request's entries, once; None if it asked for none or has them already."""
+        if request.params.prompt_logprobs is None:
+            return None
+        if request.num_prompt_tokens == 1:
+            return [None] if request.num_output_tokens <= 1 else None
+        return self._entries.pop(request.request_id, None)
+
+    def discard(self, request: Request) -> None:
+        self._entries.pop(request.request_id, None)
+
+    def _collect_rows(self, rows: _PromptRows, hidden: torch.Tensor, logits_of: LogitsOf) -> None:
+        request = rows.request
+        entries = self._entries.setdefault(request.request_id, [None] * request.num_prompt_tokens)
+        num_top = request.params.prompt_logprobs or 0
+        for start in range(0, rows.num_rows, MAX_PROMPT_ROWS):
+            count = min(MAX_PROMPT_ROWS, rows.num_rows - start)
+            row, target = rows.first_row + start, rows.first_position + start + 1
+            logits = logits_of(hidden[row : row + count])
+            targets = torch.tensor(request.token_ids[target : target + count], device=logits.device)
+            entries[target : target + count] = token_logprobs(logits, targets, [num_top] * count)
+
+
+def _prompt_rows(scheduled: ScheduledRequest, first_row: int) -> _PromptRows:
+    request, start = scheduled.request, scheduled.num_computed_tokens
+    end = min(start + scheduled.num_scheduled_tokens, request.num_prompt_tokens - 1)
+    wanted = request.num_output_tokens == 0  # resumed after its first token: they have left already
+    return _PromptRows(request, first_row, start, end - start if wanted else 0)

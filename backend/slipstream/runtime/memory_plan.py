@@ -1,0 +1,191 @@
+"""The memory plan: what weights, workspace and KV pool take, worked out before any weight is read. Pure arithmetic.
+
+Runs once at load on the engine thread. `free_device_memory` is the only function here that looks at hardware.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.core.config import CacheConfig, EngineConfig
+from slipstream.core.errors import ConfigError
+from slipstream.nn.load import resolve_device, resolve_dtype
+from slipstream.nn.spec import DecoderSpec
+
+MIB = 1 << 20
+DEFAULT_CPU_POOL_BYTES = 1 << 30
+CPU_SHARE_OF_FREE = 0.5  # a development machine has other things to do with its memory
+# fp32 copies of the logits that sampling holds at once (logits, probabilities, sorted values and indices, mask)
+LOGITS_COPIES = 6
+# activations of one token that live at once: residual, normed, qkv, attention output; gate, up and their product
+HIDDEN_COPIES = 8
+INTERMEDIATE_COPIES = 3
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Where to compute and in which types, with every "auto" resolved."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+def resolve_hardware(config: EngineConfig, spec: DecoderSpec) -> Hardware:
+    """Raises ConfigError for a device that is not there."""
+    device = resolve_device(config.model.device)
+    dtype = resolve_dtype(config.model.dtype, spec, device)
+    kv_dtype = dtype if config.cache.dtype == "auto" else resolve_dtype(config.cache.dtype, spec, device)
+    return Hardware(device, dtype, kv_dtype)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by use, and what they allow. num_blocks is the size of the KV pool."""
+
+    free_bytes: int
+    weight_bytes: int
+    workspace_bytes: int
+    block_bytes: int
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+
+    @property
+    def pool_bytes(self) -> int:
+        return self.num_blocks * self.block_bytes
+
+    @property
+    def pool_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    @property
+    def num_full_sequences(self) -> int:
+        """Sequences of max_model_len tokens that the pool holds at once."""
+        return self.num_blocks // -(-self.max_model_len // self.block_size)
+
+    def __str__(self) -> str:
+        rows = (
+            ("free device memory", self.free_bytes, ""),
+            ("weights", self.weight_bytes, ""),
+            ("workspace (activations, logits)", self.workspace_bytes, ""),
+            ("KV pool", self.pool_bytes, f"{self.num_blocks} blocks x {self.block_size} tokens"),
+            ("  per token", self.block_bytes // self.block_size, ""),
+        )
+        lines = [f"  {name:<32}{_size(num_bytes):>12}  {note}".rstrip() for name, num_bytes, note in rows]
+        held = f"holds {self.num_full_sequences} sequences of max_model_len={self.max_model_len} tokens"
+        return "\n".join(["memory plan", *lines, f"  {held}"])
+
+
+def free_device_memory(device: torch.device) -> int:
+    """Bytes that this process may still take on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return _available_host_bytes()
+
+
+def resolve_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
+    """The configured length, or the checkpoint's. Raises ConfigError if the checkpoint cannot go that far."""
+    asked, limit = config.model.max_model_len, spec.max_model_len
+    if asked > limit:
+        raise ConfigError("max_model_len", asked, f"accepted: at most {limit}, which the checkpoint is made for")
+    return asked or limit
+
+
+def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, free_bytes: int) -> MemoryPlan:
+    """Size the KV pool for a checkpoint. Raises ConfigError, with the arithmetic, if one sequence would not fit."""
+    is_null = config.model.load_format == "null"
+    max_model_len = resolve_max_model_len(config, spec)
+    block_bytes = spec.kv_bytes_per_token(hardware.kv_dtype) * config.cache.block_size
+    weight_bytes = 0 if is_null else spec.weight_bytes(hardware.dtype)
+    workspace_bytes = 0 if is_null else _workspace_bytes(spec, config, hardware.dtype)
+    budget = _pool_budget(config.cache, free_bytes - weight_bytes - workspace_bytes, hardware.device)
+    blocks_per_sequence = -(-max_model_len // config.cache.block_size)
+    num_blocks = config.cache.num_blocks
+    if not num_blocks:
+        enough = 2 * config.scheduler.max_num_seqs * blocks_per_sequence  # every sequence, and as much prefix cache
+        num_blocks = enough if is_null else min(budget // block_bytes, enough)
+    plan = MemoryPlan(
+        free_bytes=free_bytes,
+        weight_bytes=weight_bytes,
+        workspace_bytes=workspace_bytes,
+        block_bytes=0 if is_null else block_bytes,
+        block_size=config.cache.block_size,
+        num_blocks=max(0, num_blocks),
+        max_model_len=max_model_len,
+    )
+    _check(plan, config.cache, budget, blocks_per_sequence)
+    return plan
+
+
+def _check(plan: MemoryPlan, cache: CacheConfig, budget: int, blocks_per_sequence: int) -> None:
+    if plan.num_blocks < blocks_per_sequence:
+        field, value = ("num_blocks", cache.num_blocks) if cache.num_blocks else _memory_field(cache, plan)
+        arithmetic = (
+            f"a KV pool of {plan.num_blocks} blocks x {plan.block_size} tokens cannot hold one sequence of "
+            f"max_model_len={plan.max_model_len} tokens, which needs {blocks_per_sequence} blocks"
+        )
+        advice = _advice(plan, cache, blocks_per_sequence)
+        raise ConfigError(field, value, f"{arithmetic} ({_bytes_sum(plan)}); {advice}")
+    if cache.num_blocks and plan.pool_bytes > max(0, plan.free_bytes - plan.weight_bytes - plan.workspace_bytes):
+        raise ConfigError(
+            "num_blocks",
+            cache.num_blocks,
+            f"a KV pool of {_size(plan.pool_bytes)} does not fit ({_bytes_sum(plan)}); "
+            f"accepted: at most {max(0, budget) // plan.block_bytes}",
+        )
+
+
+def _memory_field(cache: CacheConfig, plan: MemoryPlan) -> tuple[str, object]:
+    if cache.memory_bytes:
+        return "memory_bytes", cache.memory_bytes
+    return "max_model_len", plan.max_model_len
+
+
+def _advice(plan: MemoryPlan, cache: CacheConfig, blocks_per_sequence: int) -> str:
+    fits = plan.num_blocks * plan.block_size
+    shorter = f"max_model_len at most {fits}" if fits else "a smaller model"
+    if cache.num_blocks:
+        return f"accepted: num_blocks at least {blocks_per_sequence}, or {shorter}"
+    if cache.memory_bytes:
+        return f"accepted: memory_bytes at least {blocks_per_sequence * plan.block_bytes}, or {shorter}"
+    return f"accepted: {shorter}, or more free memory"
+
+
+def _bytes_sum(plan: MemoryPlan) -> str:
+    free, weights, workspace = _size(plan.free_bytes), _size(plan.weight_bytes), _size(plan.workspace_bytes)
+    return f"{free} free - {weights} weights - {workspace} workspace, {_size(plan.block_bytes)} per block"
+
+
+def _pool_budget(cache: CacheConfig, remaining_bytes: int, device: torch.device) -> int:
+    if cache.memory_bytes:
+        return min(cache.memory_bytes, remaining_bytes)
+    if device.type == "cuda":
+        return int(remaining_bytes * cache.memory_fraction)
+    return min(DEFAULT_CPU_POOL_BYTES, int(remaining_bytes * CPU_SHARE_OF_FREE))
+
+
+def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, dtype: torch.dtype) -> int:
+    logits = LOGITS_COPIES * config.scheduler.max_num_seqs * spec.vocab_size * 4
+    width = HIDDEN_COPIES * spec.hidden_size + INTERMEDIATE_COPIES * spec.intermediate_size
+    return logits + config.scheduler.max_num_batched_tokens * width * dtype.itemsize
+
+
+def _available_host_bytes() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass  # not Linux: the total is the best that sysconf knows
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _size(num_bytes: int) -> str:
+    if num_bytes >= 1 << 30:
+        return f"{num_bytes / (1 << 30):.2f} GiB"
+    return f"{num_bytes / MIB:.1f} MiB" if num_bytes >= MIB else f"{num_bytes} B"
