@@ -108,7 +108,7 @@ class GenerateServer:
             if client.request_id:
                 self._handles_by_id[client.request_id] = raw.handle
             self._outputs.add(client)
-            if client.params.guide is not None:
+            if client.request.params.guide is not None:
                 self._guides.submit(self._submit_guided, client)
             else:
                 self._engine.submit(client.request)
@@ -144,7 +144,7 @@ class GenerateServer:
         client = self._live.get(handle)
         if client is None:
             return
-        if client.params.guide is not None:
+        if client.request.params.guide is not None:
             self._cancelled_early.add(handle)
         self._engine.cancel(handle)
 
