@@ -1,0 +1,125 @@
+"""CPU and rate of streamed responses through the real server and the C++ backend, with a null model.
+
+    python tests/bench/bench_backend.py [--streams 1 16 64 256] [--tokens 100] [--repeats 3]
+
+The engine is the scripted stand-in (one token for every request per step, no waiting), the client is load_client.cc.
+Server CPU is utime + stime of the tritonserver process from /proc, engine and client apart.  Targets: at most 40 us of
+server CPU per response, at least 20 000 responses/s at 64 streams.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from fake_backend import add_model, compile_library, make_backend_dir  # noqa: E402
+from triton_server import TritonServer, find_tritonserver  # noqa: E402
+
+CLIENT_SOURCE = Path(__file__).with_name("load_client.cc")
+CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def build_client(out_dir: Path) -> Path | str:
+    """Compile load_client.cc.  Returns its path, or the reason why it cannot be built."""
+    if shutil.which("g++") is None or shutil.which("pkg-config") is None:
+        return "g++ and pkg-config are needed to build the load client"
+    flags = subprocess.run(["pkg-config", "--cflags", "--libs", "grpc++"], capture_output=True, text=True, check=False)
+    if flags.returncode != 0:
+        return "gRPC for C++ is not installed (Debian: apt install libgrpc++-dev)"
+    client = out_dir / "load_client"
+    command = ["g++", "-O2", "-std=c++17", str(CLIENT_SOURCE), "-o", str(client), *flags.stdout.split()]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return client if done.returncode == 0 else f"the load client does not compile: {done.stderr[-2000:]}"
+
+
+def write_request(path: Path, model: str, num_tokens: int) -> Path:
+    """A serialised ModelInferRequest that asks the stand-in engine for num_tokens tokens."""
+    from tritonclient.grpc import service_pb2
+
+    text = json.dumps({"tokens": num_tokens}).encode()
+    request = service_pb2.ModelInferRequest(model_name=model)
+    request.inputs.add(name="text_input", datatype="BYTES", shape=[1])
+    request.outputs.add(name="text_output")
+    request.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
+    path.write_bytes(request.SerializeToString())
+    return path
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process, its threads included."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK_TICKS
+
+
+def child_of(pid: int) -> int:
+    """The engine process of a server with one model."""
+    children = [Path(f"/proc/{pid}/task/{task}/children").read_text() for task in os.listdir(f"/proc/{pid}/task")]
+    return int("".join(children).split()[0])
+
+
+def measure(server: TritonServer, client: Path, request: Path, num_streams: int, num_tokens: int) -> dict[str, float]:
+    """One run of the client: its figures, and CPU microseconds per response of server and engine."""
+    num_requests = max(2, 40000 // (num_streams * num_tokens))
+    engine = child_of(server.pid)
+    before = cpu_seconds(server.pid), cpu_seconds(engine)
+    arguments = [server.grpc_url, str(request), str(num_streams), str(num_requests), str(num_tokens), "60"]
+    output = subprocess.run([str(client), *arguments], capture_output=True, text=True, check=True).stdout
+    figures = json.loads(output)
+    assert figures["errors"] == 0 and figures["messages"] == num_streams * num_requests * num_tokens, figures
+    figures["server_us"] = (cpu_seconds(server.pid) - before[0]) / figures["messages"] * 1e6
+    figures["engine_us"] = (cpu_seconds(engine) - before[1]) / figures["messages"] * 1e6
+    return figures
+
+
+def run(stream_counts: list[int], num_tokens: int, repeats: int) -> list[dict[str, float]]:
+    """Medians over `repeats` runs for each number of streams.  Raises RuntimeError when a tool is missing."""
+    if find_tritonserver() is None:
+        raise RuntimeError("nvidia-pytriton is not installed: no tritonserver")
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        client = build_client(scratch)
+        if isinstance(client, str):
+            raise RuntimeError(client)
+        backend_dir = make_backend_dir(compile_library(scratch / "library"), scratch / "backends")
+        add_model(scratch / "repository", "llm")
+        request = write_request(scratch / "request.bin", "llm", num_tokens)
+        rows = []
+        with TritonServer(scratch / "repository", backend_dir) as server:
+            measure(server, client, request, 16, num_tokens)  # warm up
+            for num_streams in stream_counts:
+                runs = [measure(server, client, request, num_streams, num_tokens) for _ in range(repeats)]
+                medians = {name: statistics.median(one[name] for one in runs) for name in runs[0]}
+                rows.append({"streams": num_streams, **medians})
+        return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--tokens", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=3)
+    arguments = parser.parse_args()
+    try:
+        rows = run(arguments.streams, arguments.tokens, arguments.repeats)
+    except RuntimeError as error:
+        print(f"skipped: {error}")
+        return 0
+    columns = ["streams", "responses_per_s", "server_us", "engine_us", "first_ms_p50", "next_ms_p50", "next_ms_p99"]
+    print("| " + " | ".join(columns) + " |\n|" + "--:|" * len(columns))
+    for row in rows:
+        print("| " + " | ".join(f"{row[column]:.6g}" for column in columns) + " |")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
