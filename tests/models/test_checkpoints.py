@@ -1,0 +1,206 @@
+"""Checkpoints as they come: sharded, in old spellings, with extra tensors, or broken in ways that must be named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from paged_forward import PagedForward
+from safetensors.torch import load_file, save_file
+from slipstream.core.config import ModelConfig
+from slipstream.core.errors import ConfigError
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.load import load_model, resolve_checkpoint
+from tiny_checkpoints import MAX_POSITIONS, TinyCheckpoint, make_checkpoint, relative_error
+
+PROMPT = [5, 17, 3, 90, 44, 44, 2, 61]
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> TinyCheckpoint:
+    return make_checkpoint("llama3-gqa-rope", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def folder(checkpoint: TinyCheckpoint, tmp_path: Path) -> Path:
+    """A copy that a test may damage."""
+    return Path(shutil.copytree(checkpoint.path, tmp_path / "copy"))
+
+
+def load(path: Path, **fields: object) -> Decoder:
+    return load_model(ModelConfig(model=str(path), device="cpu", **fields))  # type: ignore[arg-type]
+
+
+def logits(decoder: Decoder) -> torch.Tensor:
+    return PagedForward(decoder, [PROMPT]).run([len(PROMPT)])[0]
+
+
+def edit_config(folder: Path, **fields: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in fields.items():
+        config.pop(key, None) if value is ... else config.update({key: value})
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_sharded_files_give_the_same_logits(tmp_path: Path) -> None:
+    sharded = make_checkpoint("qwen2", tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert relative_error(logits(load(tmp_path)), sharded.logits(PROMPT)) <= 1e-4
+
+
+def test_bf16_checkpoint_loads_into_any_dtype(checkpoint: TinyCheckpoint, folder: Path) -> None:
+    edit_tensors(folder, lambda tensors: tensors.update({name: t.bfloat16() for name, t in tensors.items()}))
+    edit_config(folder, dtype="bfloat16")
+    decoder = load(folder)
+    assert decoder.spec.dtype == torch.bfloat16
+    assert decoder.placement.dtype == torch.float32  # "auto" on a CPU
+    assert relative_error(logits(decoder), checkpoint.logits(PROMPT)) < 0.05
+    assert load(folder, dtype="bfloat16").embedding.weight.dtype == torch.bfloat16
+
+
+def test_transformers_4_spelling_of_rope_and_dtype(checkpoint: TinyCheckpoint, folder: Path) -> None:
+    rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    edit_config(folder, rope_parameters=..., rope_theta=theta, rope_scaling=rope, dtype=..., torch_dtype="float32")
+    assert relative_error(logits(load(folder)), checkpoint.logits(PROMPT)) <= 1e-4
+
+
+def test_rotary_buffers_of_old_checkpoints_are_ignored(checkpoint: TinyCheckpoint, folder: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    edit_tensors(folder, lambda tensors: tensors.update({name: torch.ones(4)}))
+    assert relative_error(logits(load(folder)), checkpoint.logits(PROMPT)) <= 1e-4
+
+
+def test_tied_table_stored_twice_is_accepted(tmp_path: Path) -> None:
+    tied = make_checkpoint("llama-tied", tmp_path)
+    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert relative_error(logits(load(tmp_path)), tied.logits(PROMPT)) <= 1e-4
+
+
+def _truncate(folder: Path) -> None:
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+
+
+def _pointer_instead_of_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
+def _pickle_only(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def _missing_shard(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    files = {name: f"model-0000{1 + (name == K_PROJ)}-of-00002.safetensors" for name in (K_PROJ, "lm_head.weight")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+
+
+def _bad_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        (_truncate, "model.safetensors.*not a whole safetensors file"),
+        (_pointer_instead_of_weights, "model.safetensors.*not a whole safetensors file"),
+        (_pickle_only, "pytorch_model.bin: convert to safetensors"),
+        (_missing_shard, "model-00002-of-00002.safetensors"),
+        (_bad_index, "model.safetensors.index.json.*JSON"),
+        (lambda folder: edit_tensors(folder, lambda t: t.pop(K_PROJ)), f"tensor {K_PROJ} missing"),
+        (
+            lambda folder: edit_tensors(folder, lambda t: t.update({"model.extra.weight": torch.ones(1)})),
+            "tensor model.extra.weight unexpected",
+        ),
+        (
+            lambda folder: edit_tensors(folder, lambda t: t.update({K_PROJ: torch.ones(16, 47)})),
+            rf"{K_PROJ} has shape \[16, 47\], config.json implies \[16, 48\]",
+        ),
+        (
+            lambda folder: edit_tensors(folder, lambda t: t.update({K_PROJ: t[K_PROJ].to(torch.int8)})),
+            f"{K_PROJ} has type I8; accepted: F32",
+        ),
+        (lambda folder: edit_config(folder, attention_bias=True), "q_proj.bias.*and .* more missing"),
+        (lambda folder: (folder / "config.json").unlink(), "config.json.*no such file"),
+        (lambda folder: (folder / "config.json").write_text("{'a': 1}"), "config.json.*not readable as JSON"),
+        (lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "config.json.*not readable as JSON"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "config.json.*must hold a JSON object"),
+    ],
+)
+def test_broken_checkpoint_is_named(folder: Path, damage: Callable[[Path], object], named: str) -> None:
+    damage(folder)
+    with pytest.raises(ConfigError, match=f"(?s){named}"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, Mistral.*Qwen2.*Qwen3"),
+        ({"architectures": ...}, "architectures.*missing.*LlamaForCausalLM"),
+        ({"hidden_act": "relu2"}, "hidden_act='relu2'.*silu"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope'.*default, linear"),
+        ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters factor=None: is missing"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor=None: is missing"),
+        ({"rope_scaling": {"type": "yarn", "factor": "4"}}, "factor='4': must be a number"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ({"num_key_value_heads": 4}, "num_key_value_heads=4: must divide num_attention_heads=6"),
+        ({"hidden_size": "48"}, "hidden_size='48': must be an integer"),
+        ({"num_hidden_layers": ...}, "num_hidden_layers=None: is missing"),
+        ({"head_dim": 7}, "head_dim=7.*even"),
+        ({"eos_token_id": "2"}, "eos_token_id='2'"),
+        ({"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn'.*bfloat16"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+    ],
+)
+def test_unserved_config_is_refused_before_weights(folder: Path, fields: dict[str, object], named: str) -> None:
+    (folder / "model.safetensors").unlink()
+    edit_config(folder, **fields)
+    with pytest.raises(ConfigError, match=f"(?s){named}"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"dtype": "int8"}, "dtype='int8'.*float32"),
+        ({"quantization": "w9a9"}, "quantization='w9a9'.*unquantized"),
+        ({"attention_backend": "magic"}, "attention_backend='magic'.*paged"),
+        ({"max_model_len": MAX_POSITIONS + 1}, f"max_model_len={MAX_POSITIONS + 1}.*at most {MAX_POSITIONS}"),
+    ],
+)
+def test_wish_that_cannot_be_served(checkpoint: TinyCheckpoint, fields: dict[str, object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        load(checkpoint.path, **fields)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", "mps", "nonsense:x"])
+def test_device_that_is_not_there(checkpoint: TinyCheckpoint, device: str) -> None:
+    with pytest.raises(ConfigError, match="device"):
+        load_model(ModelConfig(model=str(checkpoint.path), device=device))
+
+
+@pytest.mark.parametrize("model", ["/no/such/folder", "./nothing", "nothing", "slipstream-test/no-such-model"])
+def test_checkpoint_that_is_not_there(model: str) -> None:
+    with pytest.raises(ConfigError, match=f"model='{model}': no such folder"):
+        resolve_checkpoint(model)
+
+
+def test_dummy_weights_are_reproducible_and_keep_the_scale(checkpoint: TinyCheckpoint, folder: Path) -> None:
+    (folder / "model.safetensors").unlink()  # none is needed
+    first, again, other = (logits(load(folder, load_format="dummy", seed=seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    assert 0.3 < first.std().item() < 3.0

@@ -1,0 +1,101 @@
+"""Every family computes Hugging Face's logits: whole, in chunks, token by token, and several requests in one batch."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from paged_forward import PagedForward
+from slipstream.core.config import ModelConfig
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.load import load_model
+from tiny_checkpoints import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, TinyCheckpoint, make_checkpoint, relative_error
+from transformers import DynamicCache
+
+TOLERANCE = {torch.float32: 1e-4}
+LENGTHS = (41, 17, 1, 28)
+
+
+def prompts() -> list[list[int]]:
+    generator = random.Random(7)
+    return [[generator.randrange(VOCAB_SIZE) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyCheckpoint, Decoder]:
+    checkpoint = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    return checkpoint, load_model(ModelConfig(model=str(checkpoint.path), device="cpu"))
+
+
+def assert_equal_to_reference(checkpoint: TinyCheckpoint, ours: list[torch.Tensor]) -> None:
+    for prompt, logits in zip(prompts(), ours):
+        assert relative_error(logits, checkpoint.logits(prompt)) <= TOLERANCE[torch.float32]
+
+
+def test_one_request_in_one_pass(served: tuple[TinyCheckpoint, Decoder]) -> None:
+    checkpoint, decoder = served
+    prompt = prompts()[0]
+    (ours,) = PagedForward(decoder, [prompt]).run([len(prompt)])
+    assert ours.dtype == torch.float32
+    assert relative_error(ours, checkpoint.logits(prompt)) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("chunk_sizes", [[1], [5, 1, 7], [64]], ids=["token-by-token", "odd-chunks", "whole"])
+def test_mixed_batch(served: tuple[TinyCheckpoint, Decoder], chunk_sizes: list[int]) -> None:
+    checkpoint, decoder = served
+    assert_equal_to_reference(checkpoint, PagedForward(decoder, prompts(), seed=3).run(chunk_sizes))
+
+
+def test_prefill_of_one_beside_decode_of_others(served: tuple[TinyCheckpoint, Decoder]) -> None:
+    checkpoint, decoder = served
+    forward = PagedForward(decoder, prompts(), block_size=8)
+    forward.step({1: 12, 3: 5})
+    forward.step({3: 1, 0: 30, 1: 1})  # requests come in any order
+    forward.step({2: 1, 1: 3, 0: 9, 3: 7})
+    assert_equal_to_reference(checkpoint, forward.run([4]))
+
+
+@pytest.mark.parametrize("variant", ["llama3-gqa-rope", "llama-rope-linear", "llama-rope-yarn", "mistral-window"])
+def test_what_a_variant_changes_is_visible(variant: str, tmp_path: Path) -> None:
+    """Without the scaling or the window the same weights give other logits: the tests above can fail."""
+    checkpoint = make_checkpoint(variant, tmp_path)
+    for field, plain in (("rope_parameters", {"rope_type": "default", "rope_theta": 500.0}), ("sliding_window", None)):
+        if hasattr(checkpoint.model.config, field):
+            setattr(checkpoint.model.config, field, plain)
+    plain_model = type(checkpoint.model)(checkpoint.model.config).eval()
+    plain_model.load_state_dict(checkpoint.model.state_dict())
+    prompt = prompts()[0]
+    plain_logits = TinyCheckpoint(checkpoint.path, plain_model).logits(prompt)
+    decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cpu"))
+    (ours,) = PagedForward(decoder, [prompt]).run([len(prompt)])
+    assert relative_error(ours, plain_logits) > 100 * TOLERANCE[torch.float32]
+
+
+def test_dynamic_rope_beyond_the_original_length(tmp_path: Path) -> None:
+    """Past max_position_embeddings ours, in any chunks, is what Hugging Face computes token by token."""
+    checkpoint = make_checkpoint("llama-rope-dynamic", tmp_path)
+    generator = random.Random(1)
+    prompt = [generator.randrange(VOCAB_SIZE) for _ in range(2 * MAX_POSITIONS)]
+    cache, rows, start = DynamicCache(config=checkpoint.model.config), [], 0
+    with torch.no_grad():
+        for size in [MAX_POSITIONS] + [1] * MAX_POSITIONS:
+            ids = torch.tensor([prompt[start : start + size]])
+            rows.append(checkpoint.model(ids, past_key_values=cache, use_cache=True).logits[0])
+            start += size
+    reference = torch.cat(rows)
+    assert relative_error(reference, checkpoint.logits(prompt)) > 0.01  # its one-pass result is another one
+    decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cpu"))
+    for chunk_sizes in ([2 * MAX_POSITIONS], [13, 50]):
+        (ours,) = PagedForward(decoder, [prompt]).run(chunk_sizes)
+        assert relative_error(ours, reference) <= TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_stays_near(dtype: str, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint("qwen3-bias", tmp_path)
+    decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cpu", dtype=dtype))
+    ours = PagedForward(decoder, prompts()).run([11])
+    for prompt, logits in zip(prompts(), ours):
+        assert relative_error(logits, checkpoint.logits(prompt)) < 0.06

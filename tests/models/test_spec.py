@@ -1,0 +1,90 @@
+"""DecoderSpec's arithmetic against Hugging Face's own counts, and what read_spec takes from the config files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from slipstream.nn.spec import DecoderSpec, read_spec
+from tiny_checkpoints import VARIANTS, make_model
+
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008],
+    "tie_word_embeddings": False,
+}
+
+
+def spec_of(folder: Path, config: dict[str, object], generation: dict[str, object] | None = None) -> DecoderSpec:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_spec(folder)
+
+
+@pytest.mark.parametrize("variant", list(VARIANTS))
+def test_num_parameters_is_hugging_face_s_count(variant: str, tmp_path: Path) -> None:
+    model = make_model(variant)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    assert read_spec(tmp_path).num_parameters == model.num_parameters()
+
+
+def test_llama_3_8b(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, LLAMA_3_8B, {"eos_token_id": [128001, 128009]})
+    assert spec.num_parameters == 8_030_261_248  # the published count
+    assert spec.weight_bytes(torch.bfloat16) == 16_060_522_496
+    assert spec.kv_bytes_per_token(torch.bfloat16) == 2 * 32 * 8 * 128 * 2
+    assert spec.kv_bytes_per_token(torch.float8_e4m3fn) == 65536
+    assert (spec.head_dim, spec.dtype, spec.norm_eps) == (128, torch.bfloat16, 1e-5)
+    assert spec.eos_token_ids == (128001, 128009, 128008)
+    assert spec.max_model_len == 131072
+
+
+def test_eos_may_be_one_id_a_list_or_absent(tmp_path: Path) -> None:
+    assert spec_of(tmp_path, {**LLAMA_3_8B, "eos_token_id": 7}).eos_token_ids == (7,)
+    assert spec_of(tmp_path, {**LLAMA_3_8B, "eos_token_id": None}).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("scaling", "length"),
+    [
+        (None, 4096),
+        ({"type": "linear", "factor": 2.5}, 10240),
+        ({"type": "dynamic", "factor": 4.0}, 16384),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}, 8192),
+        ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+    ],
+)
+def test_longest_sequence_follows_the_rope_scaling(
+    tmp_path: Path, scaling: dict[str, object] | None, length: int
+) -> None:
+    config = {**LLAMA_3_8B, "max_position_embeddings": 4096, "rope_scaling": scaling}
+    assert spec_of(tmp_path, config).max_model_len == length
+
+
+def test_qwen2_windows_start_at_max_window_layers(tmp_path: Path) -> None:
+    config = {**LLAMA_3_8B, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "max_window_layers": 30}
+    assert set(spec_of(tmp_path, config).sliding_windows) == {None}  # off unless use_sliding_window
+    windows = spec_of(tmp_path, {**config, "use_sliding_window": True}).sliding_windows
+    assert windows == (None,) * 30 + (100, 100)

@@ -1,0 +1,120 @@
+"""Tiny random checkpoints in Hugging Face layout, one per variant of each served family, and their reference logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB_SIZE = 97
+MAX_POSITIONS = 64
+SIZES = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 48,
+    "intermediate_size": 72,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS,
+    "attn_implementation": "eager",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+}
+
+
+def _rope(rope_type: str, **fields: object) -> dict[str, object]:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 500.0, **fields}}
+
+
+# name -> (family, what its config changes); thetas and original lengths are small so that scaling acts within 64 tokens
+VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama2-mha": ("llama", {"num_key_value_heads": 6}),
+    "llama3-gqa-rope": (
+        "llama",
+        _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
+    ),
+    "llama-mqa-head-dim": ("llama", {"num_key_value_heads": 1, "head_dim": 10}),
+    "llama-rope-linear": ("llama", _rope("linear", factor=4.0)),
+    "llama-rope-dynamic": ("llama", _rope("dynamic", factor=2.0)),
+    "llama-rope-yarn": ("llama", _rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+    "llama-rope-yarn-mscale": (
+        "llama",
+        _rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            beta_fast=8.0,
+            beta_slow=2.0,
+            mscale=0.7,
+            mscale_all_dim=1.0,
+            truncate=False,
+        ),
+    ),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied-windows": (
+        "qwen2",
+        {"tie_word_embeddings": True, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3-bias": ("qwen3", {"head_dim": 16, "attention_bias": True}),
+    "mistral-window": ("mistral", {"sliding_window": 9}),
+    "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 12}),
+}
+
+
+@dataclass(frozen=True)
+class TinyCheckpoint:
+    path: Path
+    model: PreTrainedModel
+
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """Hugging Face's, in one pass: [num_tokens, vocab_size] float32."""
+        with torch.no_grad():
+            return self.model(torch.tensor([token_ids])).logits[0]
+
+
+def make_model(variant: str) -> PreTrainedModel:
+    family, changes = VARIANTS[variant]
+    config_class, model_class = CLASSES[family]
+    torch.manual_seed(sum(variant.encode()))
+    model = model_class(config_class(**{**SIZES, **changes})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.normal_(1.0, 0.3)
+            else:  # Hugging Face's own start leaves biases at zero and logits near it: neither would show a mistake
+                parameter.normal_(0.0, 0.5 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)
+    return model
+
+
+def make_checkpoint(variant: str, path: Path, max_shard_size: str = "1GB") -> TinyCheckpoint:
+    model = make_model(variant)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return TinyCheckpoint(path, model)
+
+
+def relative_error(ours: Tensor, reference: Tensor) -> float:
+    """Largest difference over the largest magnitude; NaN if there is one anywhere."""
+    return ((ours - reference).abs().max() / reference.abs().max()).item()
