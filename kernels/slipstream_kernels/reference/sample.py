@@ -24,7 +24,9 @@ def sample(
     if temperature is None:
         return token_ids
     assert seeds is not None and positions is not None
-    random_rows = (temperature > 0).nonzero().view(-1)
+    # A row of forbidden tokens only has no distribution: it stays greedy.
+    is_random = (temperature > 0) & (logits.gather(1, token_ids[:, None]).view(-1) > LOG_ZERO)
+    random_rows = is_random.nonzero().view(-1)
     for rows in random_rows.split(max(1, PIECE_ELEMENTS // logits.shape[1])):
         x = logits[rows]
         # z <= 0 and 0 at the maximum, so exp(z) never overflows however small the temperature.

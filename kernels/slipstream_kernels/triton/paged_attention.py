@@ -1,0 +1,323 @@
+"""Paged attention in Triton-lang: a tiled kernel for long queries, a split-KV kernel with a merge for short ones.
+
+Grids depend on host integers only (no device read, CUDA-graph safe); a program that finds nothing to do returns.
+Query heads of one kv head are rows of one tile (GQA packing), so K and V are read once for all of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream_kernels.attention_call import AttentionCall
+from slipstream_kernels.triton.interpreter import dot
+
+# Queries up to this length go to the split-KV kernel: decode rows, and the draft rows of speculation.
+SHORT_QUERY_LEN = 16
+MIN_SPLIT_TOKENS = 256
+MAX_SPLITS = 128
+PROGRAMS_PER_SM = 4
+
+
+@triton.jit
+def _load_queries(q_ptr, start, query_len, kv_head, first_row, token_stride, head_stride,
+                  GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Rows of a tile: row = query * GROUP + head within the kv head's group.  Returns q [BLOCK_M, BLOCK_D]."""
+    rows = first_row + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    offsets = (start + rows // GROUP) * token_stride + (kv_head * GROUP + rows % GROUP) * head_stride
+    mask = (rows < query_len * GROUP)[:, None] & (dims < D)[None, :]
+    return tl.load(q_ptr + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _attend_span(q, positions, slopes, key_cache_ptr, value_cache_ptr, table_ptr, kv_head, begin, end,
+                 scale, window, soft_cap,
+                 NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                 HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
+    """Online softmax of q's rows over keys [begin, end); begin is a multiple of BLOCK_N, which divides BLOCK_SIZE.
+
+    Returns the unnormalised sum of values, the running maximum (base 2) and the normaliser.
+    """
+    columns = tl.arange(0, BLOCK_N)
+    dims = tl.arange(0, BLOCK_D)
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    normaliser = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for first_key in range(begin, end, BLOCK_N):
+        block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
+        cache_rows = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + first_key % BLOCK_SIZE + columns
+        keys = first_key + columns
+        # Slots past the end may hold a former owner's inf or NaN: they are not loaded.
+        mask = (keys < end)[:, None] & (dims < D)[None, :]
+        k = tl.load(key_cache_ptr + cache_rows[:, None] * D + dims[None, :], mask=mask, other=0.0)
+        scores = dot(q, tl.trans(k)) * scale
+        if HAS_SOFT_CAP:
+            # tanh(x) = 2 sigmoid(2x) - 1
+            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
+        if HAS_ALIBI:
+            scores += slopes[:, None] * (keys[None, :] - positions[:, None]).to(tl.float32)
+        seen = (keys[None, :] <= positions[:, None]) & (keys < end)[None, :]
+        if HAS_WINDOW:
+            seen = seen & (positions[:, None] - keys[None, :] < window)
+        scores = tl.where(seen, scores * 1.4426950408889634, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+        # A row that has seen no key yet: exp2(-inf - -inf) would be NaN.
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        probs = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(maximum - shift)
+        normaliser = normaliser * rescale + tl.sum(probs, axis=1)
+        v = tl.load(value_cache_ptr + cache_rows[:, None] * D + dims[None, :], mask=mask, other=0.0)
+        acc = acc * rescale[:, None] + dot(probs.to(v.dtype), v)
+        maximum = new_maximum
+    return acc, maximum, normaliser
+
+
+@triton.jit
+def _store_rows(out_ptr, acc, normaliser, start, query_len, kv_head, first_row,
+                GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr,
+                BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    rows = first_row + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    # A padding request (seq_len 0) saw no key: its rows become zero.
+    y = acc / tl.where(normaliser == 0.0, 1.0, normaliser)[:, None]
+    out_rows = (start + rows // GROUP) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP
+    mask = (rows < query_len * GROUP)[:, None] & (dims < D)[None, :]
+    tl.store(out_ptr + out_rows[:, None] * D + dims[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _long_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, tables_ptr, query_start_loc_ptr, seq_lens_ptr,
+                 slopes_ptr, scale, window, soft_cap, token_stride, head_stride, table_stride,
+                 MIN_QUERY_LEN: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+                 BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                 HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
+    """Grid (query tiles, kv heads, requests): one tile of one request's long query against all keys it sees."""
+    request, kv_head = tl.program_id(2), tl.program_id(1)
+    start = tl.load(query_start_loc_ptr + request).to(tl.int64)
+    query_len = (tl.load(query_start_loc_ptr + request + 1) - start).to(tl.int32)
+    first_row = tl.program_id(0) * BLOCK_M
+    if query_len < MIN_QUERY_LEN:
+        return
+    if first_row >= query_len * GROUP:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_position = seq_len - query_len
+    rows = first_row + tl.arange(0, BLOCK_M)
+    q = _load_queries(q_ptr, start, query_len, kv_head, first_row, token_stride, head_stride,
+                      GROUP, D, BLOCK_M, BLOCK_D)  # fmt: skip
+    slopes = rows.to(tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(slopes_ptr + kv_head * GROUP + rows % GROUP)
+    last_query = (first_row + BLOCK_M - 1) // GROUP
+    end = tl.maximum(tl.minimum(seq_len, first_position + last_query + 1), 0)
+    begin = tl.zeros_like(end)
+    if HAS_WINDOW:
+        begin = tl.maximum(first_position + first_row // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
+    acc, _, normaliser = _attend_span(
+        q, first_position + rows // GROUP, slopes, key_cache_ptr, value_cache_ptr, tables_ptr + request *
+        table_stride, kv_head, begin, end, scale, window, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_M, BLOCK_N,
+        BLOCK_D, HAS_WINDOW, HAS_ALIBI, HAS_SOFT_CAP)  # fmt: skip
+    _store_rows(out_ptr, acc, normaliser, start, query_len, kv_head, first_row,
+                GROUP, NUM_KV_HEADS, D, BLOCK_M, BLOCK_D)  # fmt: skip
+
+
+@triton.jit
+def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr,
+                  query_start_loc_ptr, seq_lens_ptr, slopes_ptr, scale, window, soft_cap,
+                  token_stride, head_stride, table_stride,
+                  NUM_SPLITS: tl.constexpr, NUM_TILES: tl.constexpr, MAX_QUERY_LEN: tl.constexpr,
+                  GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
+                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                  HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
+    """Grid (splits, kv heads * query tiles, requests): one share of a request's keys;
+    NUM_SPLITS 1 writes out directly.
+    """
+    split, request = tl.program_id(0), tl.program_id(2)
+    kv_head, tile = tl.program_id(1) // NUM_TILES, tl.program_id(1) % NUM_TILES
+    start = tl.load(query_start_loc_ptr + request).to(tl.int64)
+    query_len = (tl.load(query_start_loc_ptr + request + 1) - start).to(tl.int32)
+    first_row = tile * BLOCK_M
+    if query_len > MAX_QUERY_LEN:
+        return
+    if first_row >= query_len * GROUP:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_position = seq_len - query_len
+    rows = first_row + tl.arange(0, BLOCK_M)
+    q = _load_queries(q_ptr, start, query_len, kv_head, first_row, token_stride, head_stride,
+                      GROUP, D, BLOCK_M, BLOCK_D)  # fmt: skip
+    slopes = rows.to(tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(slopes_ptr + kv_head * GROUP + rows % GROUP)
+    lowest = tl.zeros_like(seq_len)
+    if HAS_WINDOW:
+        lowest = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+    # The share depends on the request's own length alone, so a fixed NUM_SPLITS makes it independent of the batch.
+    share = tl.cdiv(tl.cdiv(seq_len - lowest, NUM_SPLITS), BLOCK_N) * BLOCK_N
+    begin = lowest + split * share
+    end = tl.minimum(begin + share, seq_len)
+    acc, maximum, normaliser = _attend_span(
+        q, first_position + rows // GROUP, slopes, key_cache_ptr, value_cache_ptr, tables_ptr + request *
+        table_stride, kv_head, begin, end, scale, window, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_M, BLOCK_N,
+        BLOCK_D, HAS_WINDOW, HAS_ALIBI, HAS_SOFT_CAP)  # fmt: skip
+    if NUM_SPLITS == 1:
+        _store_rows(out_ptr, acc, normaliser, start, query_len, kv_head, first_row,
+                    GROUP, NUM_KV_HEADS, D, BLOCK_M, BLOCK_D)  # fmt: skip
+    else:
+        safe = tl.where(normaliser == 0.0, 1.0, normaliser)
+        partial_rows = (((request * NUM_KV_HEADS + kv_head).to(tl.int64) * NUM_TILES * BLOCK_M) + rows) * NUM_SPLITS
+        dims = tl.arange(0, BLOCK_D)
+        tl.store(lse_ptr + partial_rows + split, tl.where(normaliser == 0.0, float("-inf"), maximum + tl.log2(safe)))
+        partial = partial_ptr + (partial_rows + split)[:, None] * BLOCK_D + dims[None, :]
+        tl.store(partial, acc / safe[:, None])
+
+
+@triton.jit
+def _merge_kernel(partial_ptr, lse_ptr, out_ptr, query_start_loc_ptr,
+                  NUM_SPLITS: tl.constexpr, NUM_ROWS: tl.constexpr, MAX_QUERY_LEN: tl.constexpr,
+                  GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+                  D: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """Grid (rows of a kv head, kv heads, requests): weigh the splits of one row by their log-sum-exp (base 2)."""
+    row, kv_head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(query_start_loc_ptr + request).to(tl.int64)
+    query_len = (tl.load(query_start_loc_ptr + request + 1) - start).to(tl.int32)
+    if query_len > MAX_QUERY_LEN:
+        return
+    if row >= query_len * GROUP:
+        return
+    dims = tl.arange(0, BLOCK_D)
+    first = ((request * NUM_KV_HEADS + kv_head).to(tl.int64) * NUM_ROWS + row) * NUM_SPLITS
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    maximum = tl.full((), float("-inf"), tl.float32)
+    normaliser = tl.full((), 0.0, tl.float32)
+    for split in range(NUM_SPLITS):
+        lse = tl.load(lse_ptr + first + split)
+        new_maximum = tl.maximum(maximum, lse)
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weight, rescale = tl.exp2(lse - shift), tl.exp2(maximum - shift)
+        acc = acc * rescale + weight * tl.load(partial_ptr + (first + split) * BLOCK_D + dims)
+        normaliser = normaliser * rescale + weight
+        maximum = new_maximum
+    y = acc / tl.where(normaliser == 0.0, 1.0, normaliser)
+    out_row = (start + row // GROUP) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
+    tl.store(out_ptr + out_row * D + dims, y.to(out_ptr.dtype.element_ty), mask=dims < D)
+
+
+def paged_attention(call: AttentionCall) -> None:
+    """See ops.paged_attention; writes call.out.  Launches up to three kernels."""
+    if call.q.shape[0] == 0 or call.seq_lens.shape[0] == 0:
+        return
+    _attend_short(call)
+    if call.max_query_len > SHORT_QUERY_LEN:
+        _attend_long(call)
+
+
+def _attend_long(call: AttentionCall) -> None:
+    num_requests, num_kv_heads = call.seq_lens.shape[0], call.key_cache.shape[1]
+    block_m = 128 if call.q.shape[2] <= 128 and call.q.dtype != torch.float32 else 64
+    num_tiles = triton.cdiv(call.max_query_len * (call.q.shape[1] // num_kv_heads), block_m)
+    _long_kernel[(num_tiles, num_kv_heads, num_requests)](
+        call.q,
+        call.key_cache,
+        call.value_cache,
+        call.out,
+        call.block_tables,
+        call.query_start_loc,
+        call.seq_lens,
+        *_options(call),
+        *_strides(call),
+        MIN_QUERY_LEN=SHORT_QUERY_LEN + 1,
+        **_shapes(call, block_m),
+        num_warps=8 if block_m == 128 else 4,
+        num_stages=2,
+    )
+
+
+def _attend_short(call: AttentionCall) -> None:
+    num_requests, num_kv_heads = call.seq_lens.shape[0], call.key_cache.shape[1]
+    group = call.q.shape[1] // num_kv_heads
+    num_rows = min(call.max_query_len, SHORT_QUERY_LEN) * group
+    block_m = min(max(triton.next_power_of_2(num_rows), 16), 64)
+    num_tiles = triton.cdiv(num_rows, block_m)
+    num_splits = call.num_kv_splits or _num_splits(call)
+    shapes = _shapes(call, block_m)
+    partial, lse = call.out, call.out
+    if num_splits > 1:
+        partial_shape = (num_requests, num_kv_heads, num_tiles * block_m, num_splits, shapes["BLOCK_D"])
+        partial = torch.empty(partial_shape, dtype=torch.float32, device=call.q.device)
+        lse = torch.empty(partial_shape[:-1], dtype=torch.float32, device=call.q.device)
+    _short_kernel[(num_splits, num_kv_heads * num_tiles, num_requests)](
+        call.q,
+        call.key_cache,
+        call.value_cache,
+        call.out,
+        partial,
+        lse,
+        call.block_tables,
+        call.query_start_loc,
+        call.seq_lens,
+        *_options(call),
+        *_strides(call),
+        NUM_SPLITS=num_splits,
+        NUM_TILES=num_tiles,
+        MAX_QUERY_LEN=SHORT_QUERY_LEN,
+        **shapes,
+        num_warps=4,
+        num_stages=2,
+    )
+    if num_splits > 1:
+        _merge_kernel[(num_rows, num_kv_heads, num_requests)](
+            partial,
+            lse,
+            call.out,
+            call.query_start_loc,
+            NUM_SPLITS=num_splits,
+            NUM_ROWS=num_tiles * block_m,
+            MAX_QUERY_LEN=SHORT_QUERY_LEN,
+            GROUP=group,
+            NUM_KV_HEADS=num_kv_heads,
+            D=call.q.shape[2],
+            BLOCK_D=shapes["BLOCK_D"],
+            num_warps=4,
+        )
+
+
+def _num_splits(call: AttentionCall) -> int:
+    """Enough programs for every SM, none with less than MIN_SPLIT_TOKENS keys of the longest request."""
+    wanted = triton.cdiv(PROGRAMS_PER_SM * _num_sms(call.q.device), call.seq_lens.shape[0] * call.key_cache.shape[1])
+    return max(1, min(wanted, call.max_seq_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
+
+
+@lru_cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _options(call: AttentionCall) -> tuple[torch.Tensor | None, float, int, float]:
+    return call.alibi_slopes, call.scale, call.sliding_window or 0, call.soft_cap or 1.0
+
+
+def _strides(call: AttentionCall) -> tuple[int, int, int]:
+    return call.q.stride(0), call.q.stride(1), call.block_tables.stride(0)
+
+
+def _shapes(call: AttentionCall, block_m: int) -> dict[str, int | bool]:
+    head_dim, (num_kv_heads, block_size) = call.q.shape[2], call.key_cache.shape[1:3]
+    return {
+        "GROUP": call.q.shape[1] // num_kv_heads,
+        "NUM_KV_HEADS": num_kv_heads,
+        "BLOCK_SIZE": block_size,
+        "D": head_dim,
+        "BLOCK_M": block_m,
+        "BLOCK_N": min(block_size, 64 if head_dim <= 128 else 32),
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+        "HAS_WINDOW": call.sliding_window is not None,
+        "HAS_ALIBI": call.alibi_slopes is not None,
+        "HAS_SOFT_CAP": call.soft_cap is not None,
+    }

@@ -1,0 +1,18 @@
+"""Where kernel tests run: compiled on CUDA if there is a GPU, else in Triton-lang's interpreter on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """A device on which triton kernels run in this process: interpreted on the CPU, or compiled for CUDA, never both."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        return torch.device("cuda")
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is present: kernels are compiled in this process, not interpreted")
+    return torch.device("cpu")

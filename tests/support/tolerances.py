@@ -1,0 +1,22 @@
+"""The one table of tolerances for kernel tests, by dtype of the tensors:
+(relative, absolute) for torch.testing.assert_close.
+"""
+
+from __future__ import annotations
+
+import torch
+
+# Elementwise ops round a handful of times: about two units in the last place (bf16 2^-8, fp16 2^-11).
+# bf16 has one more: the interpreter truncates where hardware rounds to nearest.
+ELEMENTWISE = {
+    torch.float32: (1e-5, 1e-6),
+    torch.bfloat16: (1.6e-2, 1e-2),
+    torch.float16: (2e-3, 1e-3),
+}
+
+# Attention adds the rounding of scores and probabilities, averaged over the keys; values of unit variance.
+ATTENTION = {
+    torch.float32: (2e-5, 5e-6),
+    torch.bfloat16: (2e-2, 2e-2),
+    torch.float16: (3e-3, 3e-3),
+}
