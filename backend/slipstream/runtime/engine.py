@@ -72,7 +72,7 @@ class Engine:
         cache = KVCacheManager(self.memory_plan.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats)
         self.error: EngineError | None = None
-        self._intake = Intake(self.spec, self.tokenizer, self.max_model_len)
+        self._intake = Intake(self.spec, self.tokenizer)
         self._inbox: deque[_Add | _Finish] = deque()
         self._num_arriving = 0  # sequences in the inbox
         self._wake = threading.Condition()

@@ -22,6 +22,7 @@ from slipstream.runtime.tokenizer import TextTokenizer
 
 FIELD = "guided_decoding_guide"
 MAX_CACHED_GRAMMARS = 256
+MAX_WHITESPACE = 32  # characters in a row between JSON tokens: enough to indent, no endless blank page
 
 
 class GuideState:
@@ -60,7 +61,8 @@ class GuideState:
 class GuideCompiler:
     """Compiles guides for one tokenizer. vocab_size: rows of the model's head, which may exceed the tokenizer's."""
 
-    def __init__(self, tokenizer: TextTokenizer, vocab_size: int) -> None:
+    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
+        self._eos_token_ids = list(eos_token_ids)
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
@@ -91,7 +93,9 @@ class GuideCompiler:
             from transformers import PreTrainedTokenizerFast
 
             fast = PreTrainedTokenizerFast(tokenizer_object=self._tokenizer.backend)
-            info = xgrammar.TokenizerInfo.from_huggingface(fast, vocab_size=self._vocab_size)
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                fast, vocab_size=self._vocab_size, stop_token_ids=self._eos_token_ids
+            )
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_enabled=False)
         if guide.type == "json":
             return self._compiler.compile_builtin_json_grammar()
@@ -108,7 +112,7 @@ class GuideCompiler:
         if not isinstance(json.loads(text), (dict, bool)):
             raise ValueError("a JSON schema is an object or a boolean")
         assert self._compiler is not None
-        return self._compiler.compile_json_schema(text)
+        return self._compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
 
 
 class GuideMasks:

@@ -24,12 +24,11 @@ _MASK64 = (1 << 64) - 1
 class Intake:
     """One per engine."""
 
-    def __init__(self, spec: DecoderSpec, tokenizer: TextTokenizer, max_model_len: int) -> None:
+    def __init__(self, spec: DecoderSpec, tokenizer: TextTokenizer) -> None:
         self._vocab_size = spec.vocab_size
         self._eos_token_ids = frozenset(spec.eos_token_ids)
         self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._guides = GuideCompiler(tokenizer, spec.vocab_size)
+        self._guides = GuideCompiler(tokenizer, spec.vocab_size, spec.eos_token_ids)
 
     def prepare(self, request: Request) -> list[Request]:
         """The request, completed (end tokens, seed, bad words as ids, guide), and its siblings when n > 1.

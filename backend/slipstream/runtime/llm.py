@@ -1,0 +1,216 @@
+"""The engine as a library: text or token ids in, completions out, no server. What tests and benchmarks drive.
+
+Whoever waits for an answer runs the engine's steps, under a lock, and routes what comes to its owner; so any number of
+threads may generate and stream at once, and no thread is left behind when nobody asks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from slipstream.core.client_request import ClientRequest
+from slipstream.core.config import EngineConfig
+from slipstream.core.errors import RequestError, SlipstreamError
+from slipstream.core.outputs import RequestOutput, TokenLogprobs
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.nn.load import resolve_checkpoint
+from slipstream.runtime.engine import Engine
+from slipstream.runtime.output import OutputProcessor
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, object]  # {"role": ..., "content": ...}
+
+
+@dataclass
+class Completion:
+    """One sequence of one prompt. finish_reason: stop, length, cancelled, timeout or error (then `error` says why).
+
+    token_ids: all sampled ones, the one that ended the text included. logprobs: one entry per token, if asked for.
+    """
+
+    prompt_index: int
+    sequence_index: int
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cumulative_logprob: float = 0.0
+    num_cached_tokens: int = 0
+    error: str = ""
+
+    def add(self, output: RequestOutput) -> None:
+        """Take in the next piece of news."""
+        self.text += output.text
+        self.token_ids += output.token_ids
+        if output.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *output.logprobs]
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish_reason is not None:
+            request = output.request
+            self.finish_reason, self.stop_reason = output.finish_reason.value, output.stop_reason
+            self.cumulative_logprob = sum(entry.logprob for entry in self.logprobs or [])
+            self.num_cached_tokens = request.num_cached_tokens
+            self.error = output.error
+
+
+class LLM:
+    """`LLM("path/or/hub-id").generate("def add(")`. Keyword arguments are the parameters of config.pbtxt, by name.
+
+    Raises ConfigError as a load in the server would. Close it, or use it as a context manager, to free its memory.
+    """
+
+    def __init__(self, model: str, **parameters: object) -> None:
+        from slipstream.core.config_parse import config_from_values
+
+        self._start(config_from_values({"model": str(model), **parameters}))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
+        self.engine = Engine(config)
+        self._outputs = OutputProcessor(self.engine.tokenizer, self.engine.finish)
+        self._pending: dict[int, _Pending] = {}
+        self._handles = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete every prompt in one in-flight batch; n completions per prompt, in order of prompt and sequence.
+
+        params: one for all, or one per prompt. Raises RequestError if a prompt cannot be served (none is then),
+        EngineError if the engine fails.
+        """
+        token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(token_ids)
+        if len(each) != len(token_ids):
+            raise RequestError("params", f"{len(each)} for {len(token_ids)} prompts")
+        handles: list[int] = []
+        try:
+            for prompt, wanted in zip(token_ids, each):
+                handles.append(self._submit(Request(prompt, wanted), stream=False))
+            completions: list[Completion] = []
+            for index, (prompt, wanted, handle) in enumerate(zip(token_ids, each, handles)):
+                completions += _collect(index, prompt, wanted.n, self._follow(handle))
+        finally:
+            for handle in handles:
+                self._forget(handle)
+        return completions
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """The pieces of one prompt's completion(s) as they are made. Leaving the loop cancels the request."""
+        handle = self._submit(Request(self._encode(prompt), params or SamplingParams()), stream=True)
+        try:
+            yield from self._follow(handle)
+        finally:
+            self._forget(handle)
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Answer one conversation, or several, written as the checkpoint's chat template says."""
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        return self.generate([self._encode_chat(conversation) for conversation in conversations], params)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # ---- parts
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            return self.engine.tokenizer.encode(prompt, self.config.serving.add_special_tokens)
+        return list(prompt)
+
+    def _encode_chat(self, conversation: object) -> list[int]:
+        from transformers import AutoTokenizer
+
+        path = self.config.model.tokenizer or str(resolve_checkpoint(self.config.model.model))
+        tokenizer = AutoTokenizer.from_pretrained(path)
+        if tokenizer.chat_template is None:
+            raise RequestError("messages", "the checkpoint has no chat template")
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+        return self.engine.tokenizer.encode(text, add_special_tokens=False)  # the template writes them itself
+
+    def _submit(self, request: Request, stream: bool) -> int:
+        handle = request.handle = next(self._handles)
+        self._pending[handle] = _Pending()
+        self._outputs.add(ClientRequest(handle, request, stream=stream))
+        try:
+            self.engine.submit(request)
+        except SlipstreamError:
+            self._outputs.discard(handle)
+            del self._pending[handle]
+            raise
+        return handle
+
+    def _follow(self, handle: int) -> Iterator[RequestOutput]:
+        """Outputs of one request until its last, running the engine while there are none."""
+        pending = self._pending[handle]
+        while not pending.is_done or pending.outputs:
+            while pending.outputs:
+                yield pending.outputs.popleft()
+            with self._lock:
+                if not pending.is_done and not pending.outputs:
+                    if self.engine.error is not None:
+                        raise self.engine.error
+                    self._advance()
+        if self.engine.error is not None:
+            raise self.engine.error
+
+    def _advance(self) -> None:
+        for output in self._outputs.process(self.engine.step()):
+            pending = self._pending.get(output.request.handle)
+            if pending is not None:
+                pending.outputs.append(output)
+                pending.is_done = pending.is_done or output.is_final
+
+    def _forget(self, handle: int) -> None:
+        """Drop a request; one that has not ended is cancelled, and its blocks are free once this returns."""
+        self._outputs.discard(handle)
+        if not self._pending.pop(handle).is_done:
+            self.engine.cancel(handle)
+            with self._lock:
+                self._advance()
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request in flight: outputs that nobody has fetched yet; is_done: the last one is or was among them."""
+
+    outputs: deque[RequestOutput] = field(default_factory=deque)
+    is_done: bool = False
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _collect(index: int, prompt: list[int], n: int, outputs: Iterator[RequestOutput]) -> list[Completion]:
+    completions = [Completion(index, sequence, prompt) for sequence in range(n)]
+    for output in outputs:
+        completions[output.request.sequence_index].add(output)
+    return completions

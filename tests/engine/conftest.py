@@ -1,0 +1,29 @@
+"""The tiny checkpoint that the engine tests share, and one roomy engine on it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from engine_driver import make_engine
+from slipstream.runtime.engine import Engine
+from tiny_model import make_tiny_llama
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny_llama"))
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path) -> Engine:
+    return make_engine(tiny_llama)
+
+
+@pytest.fixture(scope="session")
+def prompts() -> list[list[int]]:
+    """Twelve prompts of 1 to 90 random tokens; special tokens are left out."""
+    dice = random.Random(7)
+    lengths = [1, 2, 7, 8, 9, 16, 17, 31, 40, 64, 65, 90]
+    return [[dice.randrange(3, 420) for _ in range(length)] for length in lengths]

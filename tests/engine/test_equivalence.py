@@ -1,0 +1,114 @@
+"""The engine's greedy text is Hugging Face's, token for token, however the work is cut, cached, batched or preempted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import GREEDY, make_engine, run_all
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.runtime.engine import Engine
+from transformers import AutoModelForCausalLM
+
+Texts = list[list[int]]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path, prompts: Texts) -> Texts:
+    """Greedy continuations by Hugging Face, one prompt at a time."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    texts = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        texts.append(output[0, len(prompt) :].tolist())
+    return texts
+
+
+def _texts(engine: Engine, prompts: Texts, params: SamplingParams = GREEDY) -> Texts:
+    return [told.token_ids for told in run_all(engine, prompts, params)]
+
+
+def test_batch_is_huggingface(engine: Engine, prompts: Texts, expected: Texts) -> None:
+    assert _texts(engine, prompts) == expected
+    assert len({tuple(text) for text in expected}) == len(prompts), "texts that do not differ would prove nothing"
+
+
+def test_single_is_batch(engine: Engine, prompts: Texts, expected: Texts) -> None:
+    assert [_texts(engine, [prompt])[0] for prompt in prompts] == expected
+
+
+@pytest.mark.parametrize("budget", [5, 16, 37])
+def test_chunked_is_whole(tiny_llama: Path, prompts: Texts, expected: Texts, budget: int) -> None:
+    engine = make_engine(tiny_llama, scheduler={"max_num_batched_tokens": budget})
+    assert _texts(engine, prompts) == expected
+
+
+def test_prefix_hit_is_miss(tiny_llama: Path, prompts: Texts, expected: Texts) -> None:
+    engine = make_engine(tiny_llama)
+    assert _texts(engine, prompts) == expected
+    before = engine.scheduler.cache.num_prefix_hits
+    assert _texts(engine, prompts) == expected
+    whole_blocks = sum((len(prompt) - 1) // 8 * 8 for prompt in prompts)
+    assert engine.scheduler.cache.num_prefix_hits - before >= whole_blocks > 0
+
+
+def test_prefix_cache_off(tiny_llama: Path, prompts: Texts, expected: Texts) -> None:
+    engine = make_engine(tiny_llama, cache={"enable_prefix_caching": False})
+    assert _texts(engine, prompts + prompts) == expected + expected
+    assert engine.scheduler.cache.num_prefix_hits == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_preempted_is_not(tiny_llama: Path, prompts: Texts, expected: Texts, caching: bool) -> None:
+    cache = {"num_blocks": 20, "enable_prefix_caching": caching}
+    engine = make_engine(tiny_llama, model={"max_model_len": 128}, cache=cache)
+    requests = [Request(list(prompt), GREEDY) for prompt in prompts]
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        engine.step()
+    assert [request.output_token_ids for request in requests] == expected
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert engine.scheduler.cache.num_used_blocks == 0
+
+
+def test_guaranteed_no_evict_never_preempts(tiny_llama: Path, prompts: Texts, expected: Texts) -> None:
+    engine = make_engine(
+        tiny_llama,
+        model={"max_model_len": 128},
+        cache={"num_blocks": 20},
+        scheduler={"policy": "guaranteed_no_evict"},
+    )
+    requests = [Request(list(prompt), GREEDY) for prompt in prompts]
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        engine.step()
+    assert [request.output_token_ids for request in requests] == expected
+    assert sum(request.num_preemptions for request in requests) == 0
+
+
+def test_sampled_text_survives_preemption_and_chunks(tiny_llama: Path, engine: Engine, prompts: Texts) -> None:
+    params = [
+        SamplingParams(max_tokens=24, seed=i, ignore_eos=True, repetition_penalty=1.3, frequency_penalty=0.5)
+        for i in range(len(prompts))
+    ]
+    expected = [told.token_ids for told in run_all(engine, prompts, params)]
+    tight = make_engine(
+        tiny_llama,
+        model={"max_model_len": 128},
+        cache={"num_blocks": 20},
+        scheduler={"max_num_batched_tokens": 40},
+    )
+    assert [told.token_ids for told in run_all(tight, prompts, params)] == expected
+    assert tight.stats is tight.scheduler.stats
+
+
+def test_block_sizes_agree(tiny_llama: Path, prompts: Texts, expected: Texts) -> None:
+    for block_size in (1, 64):
+        engine = make_engine(tiny_llama, cache={"block_size": block_size, "num_blocks": 4096 // block_size})
+        assert _texts(engine, prompts) == expected

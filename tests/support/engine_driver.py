@@ -1,0 +1,77 @@
+"""Engines for tests, and a loop that runs them to the end on the calling thread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from slipstream.core.outputs import StepOutput, TokenLogprobs
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.runtime.engine import Engine
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+MAX_STEPS = 5000
+
+
+def make_engine(
+    checkpoint: Path,
+    model: dict[str, object] | None = None,
+    cache: dict[str, object] | None = None,
+    scheduler: dict[str, object] | None = None,
+) -> Engine:
+    """A small engine on the CPU: blocks of 8 tokens, room for everything unless told otherwise."""
+    config = EngineConfig(
+        model=replace(ModelConfig(model=str(checkpoint), device="cpu"), **(model or {})),
+        cache=replace(CacheConfig(block_size=8, num_blocks=512), **(cache or {})),
+        scheduler=replace(SchedulerConfig(max_num_seqs=64), **(scheduler or {})),
+    )
+    return Engine(config)
+
+
+@dataclass
+class Told:
+    """All that the engine said of one sequence."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def take(self, output: StepOutput) -> None:
+        assert self.finish_reason is None, "news of a sequence after its last"
+        self.token_ids += output.new_token_ids
+        self.finish_reason = output.finish_reason
+        self.error = output.error
+        self.logprobs += output.logprobs or []
+        if output.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None
+            self.prompt_logprobs = output.prompt_logprobs
+
+
+def run_steps(engine: Engine, told: dict[Request, Told], num_steps: int = MAX_STEPS) -> None:
+    """Step until there is no work, or num_steps times."""
+    for _ in range(num_steps):
+        if not engine.has_work:
+            return
+        for output in engine.step():
+            told.setdefault(output.request, Told()).take(output)
+    assert num_steps < MAX_STEPS, "the engine does not come to an end"
+
+
+def run_all(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Told]:
+    """Submit everything at once and run to the end; what was told of each prompt's first sequence, in order.
+
+    Afterwards no block may be in use.
+    """
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    requests = [Request(list(prompt), wanted, handle=i) for i, (prompt, wanted) in enumerate(zip(prompts, each))]
+    for request in requests:
+        engine.submit(request)
+    told: dict[Request, Told] = {}
+    run_steps(engine, told)
+    assert engine.scheduler.cache.num_used_blocks == 0
+    assert engine.error is None
+    return [told[request] for request in requests]
