@@ -11,6 +11,23 @@ constexpr int kHousekeepingMs = 500;
 
 }  // namespace
 
+void EngineDirectory::add(Engine* engine) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  engines_.insert(engine);
+}
+
+void EngineDirectory::remove(Engine* engine) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  engines_.erase(engine);
+}
+
+void EngineDirectory::cancel(uint64_t handle) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Engine* engine : engines_) {
+    if (engine->cancel(handle)) return;
+  }
+}
+
 Engine::Engine(EngineSetup setup, Services& services)
     : setup_(std::move(setup)),
       services_(services),
@@ -19,9 +36,11 @@ Engine::Engine(EngineSetup setup, Services& services)
   metrics_->engine_is_up(false);
   supervisor_ = std::thread([this] { supervise(); });
   watcher_ = std::thread([this] { watch_cancellations(); });
+  services_.engines.add(this);
 }
 
 Engine::~Engine() {
+  services_.engines.remove(this);
   std::shared_ptr<EngineLink> link;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -35,6 +54,7 @@ Engine::~Engine() {
     link->send(encode_drain(writer, static_cast<uint32_t>(std::chrono::milliseconds(kDrainDeadline).count())));
   }
   supervisor_.join();
+  live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, "model '" + setup_.model_name + "' is being unloaded");
   live_.stop_watching();
   watcher_.join();
 }
@@ -67,7 +87,13 @@ bool Engine::submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std
   return true;
 }
 
-void Engine::cancel(uint64_t handle) {
+bool Engine::cancel(uint64_t handle) {
+  if (!live_.mark_cancelled(handle)) return false;
+  send_cancel(handle);
+  return true;
+}
+
+void Engine::send_cancel(uint64_t handle) {
   std::shared_ptr<EngineLink> link;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -78,8 +104,9 @@ void Engine::cancel(uint64_t handle) {
 }
 
 void Engine::watch_cancellations() {
-  while (!stop_ || live_.size() > 0) {
-    for (const uint64_t handle : live_.wait_cancelled()) cancel(handle);
+  std::vector<uint64_t> cancelled;
+  while (live_.wait_cancelled(cancelled)) {
+    for (const uint64_t handle : cancelled) send_cancel(handle);
   }
 }
 

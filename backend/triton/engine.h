@@ -10,6 +10,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -25,11 +26,27 @@
 
 namespace slipstream {
 
+class Engine;
+
+// Every engine of the process, so that a request of one model can cancel a request of another by its handle.
+class EngineDirectory {
+ public:
+  void add(Engine* engine);
+  void remove(Engine* engine);
+  // Cancel this request, whichever engine has it; nothing happens when none does.
+  void cancel(uint64_t handle);
+
+ private:
+  std::mutex mutex_;
+  std::set<Engine*> engines_;
+};
+
 // What all models of the process share; outlives them.
 struct Services {
   MetricRegistry metrics;
   HttpPacer pacer;
   ModelReloader reloader;
+  EngineDirectory engines;
 };
 
 struct EngineSetup {
@@ -58,8 +75,8 @@ class Engine {
   // while the engine is down.
   bool submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std::string_view frame);
 
-  // Tell the engine to stop working on a request.
-  void cancel(uint64_t handle);
+  // Have the engine stop working on a request, as if its client had cancelled.  False if it is not live here.
+  bool cancel(uint64_t handle);
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -75,6 +92,7 @@ class Engine {
   void engine_ended(const BackendError& reason);
   bool wait_for_restart();
   void watch_cancellations();
+  void send_cancel(uint64_t handle);
 
   const EngineSetup setup_;
   Services& services_;

@@ -53,11 +53,6 @@ void LiveRequests::add(uint64_t handle, TRITONBACKEND_ResponseFactory* factory) 
   if (live_.size() == 1) changed_.notify_one();
 }
 
-size_t LiveRequests::size() const {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return live_.size();
-}
-
 TRITONBACKEND_ResponseFactory* LiveRequests::find(uint64_t handle, bool remove) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = live_.find(handle);
@@ -116,8 +111,8 @@ void LiveRequests::fail_ignored_cancels() {
   }
 }
 
-std::vector<uint64_t> LiveRequests::wait_cancelled() {
-  std::vector<uint64_t> cancelled;
+bool LiveRequests::wait_cancelled(std::vector<uint64_t>& cancelled) {
+  cancelled.clear();
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return !live_.empty() || !watching_; });
   changed_.wait_for(lock, kWatchPeriod, [this] { return !watching_; });
@@ -132,7 +127,7 @@ std::vector<uint64_t> LiveRequests::wait_cancelled() {
     live.cancelled_at = Clock::now();
     cancelled.push_back(handle);
   }
-  return cancelled;
+  return watching_;
 }
 
 bool LiveRequests::mark_cancelled(uint64_t handle) {

@@ -24,7 +24,6 @@ class LiveRequests {
 
   // Takes the factory over.
   void add(uint64_t handle, TRITONBACKEND_ResponseFactory* factory);
-  size_t size() const;
 
   // Reader thread: send one response of the engine; outputs are named by READY's list.  Unknown handles are ignored
   // (their request was answered already).  Throws ProtocolError for an output index out of range.
@@ -36,9 +35,9 @@ class LiveRequests {
   // Reader thread: answer those whose cancellation the engine has ignored for 10 s.
   void fail_ignored_cancels();
 
-  // Watcher thread: handles of requests newly found cancelled; waits while there is no request at all.  Empty and
-  // immediately after stop_watching().
-  std::vector<uint64_t> wait_cancelled();
+  // Watcher thread: wait a few milliseconds (or longer, while there is no request at all) and find the requests that
+  // are newly cancelled.  False after stop_watching().
+  bool wait_cancelled(std::vector<uint64_t>& cancelled);
   void stop_watching();
 
   // Mark as cancelled whatever the client says.  False if it is not live or was marked before.
@@ -55,7 +54,7 @@ class LiveRequests {
   TRITONBACKEND_ResponseFactory* find(uint64_t handle, bool remove);
 
   HttpPacer& pacer_;
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::condition_variable changed_;
   bool watching_ = true;
   std::unordered_map<uint64_t, Live> live_;

@@ -66,7 +66,7 @@ std::string complete_config(const std::string& config, const std::string& contra
   return json_with_member(completed, "model_transaction_policy", policy);
 }
 
-Model::Model(TRITONBACKEND_Model* model, Backend& backend) {
+Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.services.engines) {
   bool auto_complete = false;
   check(TRITONBACKEND_ModelAutoCompleteConfig(model, &auto_complete));
   if (auto_complete) write_config(model, complete_config(read_config(model), read_contract(backend.directory)));
@@ -100,6 +100,15 @@ void Model::execute(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request
   for (uint32_t i = 0; i < count; ++i) execute_one(instance, requests[i]);
 }
 
+// An ensemble does not pass a cancellation on to a step that runs, but the steps it schedules afterwards are marked: so
+// a token on its way to be detokenised carries the news to the model that generates.
+void Model::cancel_upstream(TRITONBACKEND_Request* request) {
+  bool is_cancelled = false;
+  check(TRITONBACKEND_RequestIsCancelled(request, &is_cancelled));
+  if (!is_cancelled) return;
+  if (const uint64_t handle = upstream_handle(request)) engines_.cancel(handle);
+}
+
 void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request) {
   const uint64_t started = monotonic_ns();
   TRITONBACKEND_ResponseFactory* factory = nullptr;
@@ -108,6 +117,7 @@ void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Req
     TRITONSERVER_Error_Code code = TRITONSERVER_ERROR_UNAVAILABLE;
     std::string reason;
     try {
+      cancel_upstream(request);
       const uint64_t handle = next_handle();
       is_taken = engine_->submit(handle, factory, encode_request(writer_, handle, request));
       if (!is_taken) reason = engine_->why_down();

@@ -32,6 +32,9 @@ class Model {
  private:
   void execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request);
 
+  void cancel_upstream(TRITONBACKEND_Request* request);
+
+  EngineDirectory& engines_;
   std::unique_ptr<Engine> engine_;
   std::atomic<int> num_instances_{0};
   FrameWriter writer_;  // of the one instance's thread

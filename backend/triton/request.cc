@@ -75,6 +75,21 @@ uint64_t next_handle() {
   return ++last;
 }
 
+uint64_t upstream_handle(TRITONBACKEND_Request* request) {
+  TRITONBACKEND_Input* input = nullptr;
+  if (TRITONSERVER_Error* error = TRITONBACKEND_RequestInput(request, "REQUEST_HANDLE", &input)) {
+    TRITONSERVER_ErrorDelete(error);  // most requests have none
+    return 0;
+  }
+  const void* buffer = nullptr;
+  uint64_t size = 0, handle = 0;
+  TRITONSERVER_MemoryType memory_type = TRITONSERVER_MEMORY_CPU;
+  int64_t memory_id = 0;
+  check(TRITONBACKEND_InputBuffer(input, 0, &buffer, &size, &memory_type, &memory_id));
+  if (size == sizeof handle && memory_type != TRITONSERVER_MEMORY_GPU) std::memcpy(&handle, buffer, sizeof handle);
+  return handle;
+}
+
 std::string_view encode_request(FrameWriter& writer, uint64_t handle, TRITONBACKEND_Request* request) {
   const char* id;
   uint64_t timeout_us;
