@@ -6,7 +6,7 @@ namespace slipstream {
 namespace {
 
 constexpr auto kWatchPeriod = std::chrono::milliseconds(5);
-constexpr auto kCancelGrace = std::chrono::seconds(10);
+constexpr auto kCancelGrace = std::chrono::seconds(5);
 
 // Copy the engine's tensors into a new response and send it.
 void send_content(
@@ -105,7 +105,7 @@ void LiveRequests::fail_ignored_cancels() {
     }
   }
   for (TRITONBACKEND_ResponseFactory* factory : ignored) {
-    log_warning("the engine did not answer a cancellation within 10 s");
+    log_warning("the engine did not answer a cancellation within 5 s");
     send_error(factory, TRITONSERVER_ERROR_CANCELLED, "cancelled; the engine did not confirm it");
     log_if_failed(TRITONBACKEND_ResponseFactoryDelete(factory), "response factory");
   }

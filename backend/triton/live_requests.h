@@ -32,7 +32,7 @@ class LiveRequests {
   // Reader thread: answer every request with this error.
   void fail_all(TRITONSERVER_Error_Code code, const std::string& message);
 
-  // Reader thread: answer those whose cancellation the engine has ignored for 10 s.
+  // Reader thread: answer those whose cancellation the engine has ignored for 5 s.
   void fail_ignored_cancels();
 
   // Watcher thread: wait a few milliseconds (or longer, while there is no request at all) and find the requests that

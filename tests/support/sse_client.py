@@ -1,4 +1,4 @@
-"""Many HTTP generate_stream requests at once over raw sockets, every event counted: no library that could hide a loss."""
+"""Many HTTP generate_stream requests at once over raw sockets; every event is counted, no library could hide a loss."""
 
 from __future__ import annotations
 
