@@ -76,7 +76,7 @@ def assemble(backends: Path, launcher: Path | None) -> None:
     """Fill `backends`; with a launcher path, also make the server of nvidia-pytriton startable (not in a container)."""
     folder = backends / BACKEND
     folder.mkdir(parents=True, exist_ok=True)
-    compile_backend(folder / f"libtriton_{BACKEND}.so")
+    compile_backend(folder)
     write_contract(folder / "contract.json")
     write_engine_launcher(folder / "slipstream-engine")
     if launcher is None:
@@ -96,10 +96,13 @@ def main() -> None:
     parser.add_argument("--backends-dir", type=Path, help="backends folder of an installed tritonserver")
     arguments = parser.parse_args()
     os.chdir(ROOT)
-    if arguments.backends_dir is not None:
-        assemble(arguments.backends_dir.resolve(), None)
-    else:
-        assemble(ROOT / "install/backends", ROOT / "install/tritonserver")
+    try:
+        if arguments.backends_dir is not None:
+            assemble(arguments.backends_dir.resolve(), None)
+        else:
+            assemble(ROOT / "install/backends", ROOT / "install/tritonserver")
+    except RuntimeError as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from llm_server import LlmServer
+
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if shutil.which("nvidia-smi") is None:
+    # Decided when triton is first imported, by whichever test comes first: without a GPU kernels run in its interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,3 +36,30 @@ def demo_model(root: Path) -> Path:
     if not (path / "model.safetensors").exists():
         pytest.skip(f"{path} is not there: the demo checkpoint is part of the repository")
     return path
+
+
+@pytest.fixture(scope="session")
+def llm_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmServer]:
+    """The real server with the project's model repository, one for the whole session: a start costs seconds."""
+    from llm_server import LlmServer, backends_dir
+    from triton_server import find_tritonserver
+
+    if find_tritonserver() is None or backends_dir() is None:
+        pytest.skip("no tritonserver or no install tree: run `make assemble`")
+    with LlmServer(tmp_path_factory.mktemp("llm-server"), demo_model) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def greedy(demo_model: Path) -> Callable[..., str]:
+    """greedy(prompt, max_tokens): what the engine in this process makes of a prompt, which every way in must equal."""
+    from slipstream import LLM
+    from slipstream.core.sampling_params import SamplingParams
+
+    llm = LLM(str(demo_model))
+
+    @functools.cache
+    def complete(prompt: str, max_tokens: int = 24) -> str:
+        return llm.generate(prompt, SamplingParams(max_tokens=max_tokens, temperature=0.0))[0].text
+
+    return complete

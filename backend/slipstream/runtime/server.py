@@ -21,6 +21,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError, EngineError, RequestError
 from slipstream.core.outputs import StepOutput
 from slipstream.core.responses import encode_response
+from slipstream.runtime.answers import error_answer
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.link import EngineLink
 from slipstream.runtime.output import OutputProcessor
@@ -31,15 +32,6 @@ _METRICS_PERIOD_S = 0.25
 _SETTLE_S = 0.02  # after the last answer the engine needs a moment to publish that it is idle
 _IDLE_WAIT_S = 0.1
 _MAX_STEPS_AHEAD = 4  # steps that the engine may be ahead of the output thread
-
-_ERROR_CODES = ((RequestError, wire.ErrorCode.INVALID_ARG), (CapacityError, wire.ErrorCode.UNAVAILABLE))
-
-
-def error_answer(handle: int, error: Exception) -> bytes:
-    """The frame that ends a request with an error, its code by whose fault it is."""
-    code = next((code for kind, code in _ERROR_CODES if isinstance(error, kind)), wire.ErrorCode.INTERNAL)
-    message = str(error) if code is not wire.ErrorCode.INTERNAL else f"internal error: {error}"
-    return wire.encode_responses([wire.error_response(handle, code, message)])
 
 
 class GenerateServer:
@@ -64,7 +56,7 @@ class GenerateServer:
             wire.MetricSpec(m.family, wire.MetricKind(m.kind), m.help, tuple(m.labels.items()), m.buckets)
             for m in stats.METRICS
         ]
-        return wire.encode_ready(contract.output_specs(self._config.task), metrics)
+        return wire.encode_ready(contract.OUTPUTS[self._config.task], metrics)
 
     def serve(self) -> int:
         """Announce READY, serve until the backend closes the socket, a drain has ended or the engine has failed."""
