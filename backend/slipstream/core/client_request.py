@@ -1,10 +1,42 @@
-"""What a client asked for: one request as the server process and `LLM` keep it beside the engine's own `Request`."""
+"""What a client asked for: a request as it came over the wire -> `ClientRequest`, whose `request` the engine takes.
+
+Standard library only, no state; runs on the input thread. Everything wrong with a request is a RequestError from here,
+so that it never reaches the scheduler. docs/contracts.md has the tensors and the order of precedence.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Protocol
 
-from slipstream.core.request import Request
+from slipstream.core.client_settings import Settings, read_settings, unknown
+from slipstream.core.config import EngineConfig
+from slipstream.core.contract_generate import OUTPUTS
+from slipstream.core.errors import RequestError
+from slipstream.core.request import Request, RequestTimes
+from slipstream.core.sampling_params import FIELD_NAMES, Guide, SamplingParams
+from slipstream.core.setting_values import read_text, read_texts, refuse
+from slipstream.core.wire_messages import Request as WireRequest
+
+_OUTPUTS = {spec.name: spec for spec in OUTPUTS}
+_NEED_LOGPROBS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
+_DIRECT = frozenset(FIELD_NAMES) - {"guide", "logit_bias"}
+STREAM_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed."  # the vLLM backend's words
+
+
+class TextCodec(Protocol):
+    """What parsing needs of a tokenizer (runtime/tokenizer.py)."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
+
+    def token_text(self, token_id: int) -> str: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -14,8 +46,9 @@ class ClientRequest:
     request: ready for Engine.submit; its params.n sequences answer under one handle. None when is_stop.
     is_stop: not a generation but "stop the request of this request_id".
     echo_text: the prompt, when it is to precede the output ("" otherwise).
-    outputs: names of the output tensors to send; is_text_only: that is text_output alone.
+    outputs: names of the output tensors to send; is_text_only: that is text_output alone, without batch dimension.
     has_batch_dim: the model has max_batch_size > 0, so every tensor's first dimension is the batch (1).
+    token_text: the text of one token, for log-probabilities.
     """
 
     handle: int
@@ -29,3 +62,184 @@ class ClientRequest:
     has_batch_dim: bool = False
     is_text_only: bool = True
     wants_context: bool = False
+    token_text: Callable[[int], str] = str
+
+
+def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> ClientRequest:
+    """The request that the engine takes, and how to answer it. Raises RequestError naming what is not accepted."""
+    has_batch_dim = config.serving.max_batch_size > 0
+    settings = read_settings(raw, has_batch_dim, config.serving.ignored_request_parameters)
+    if settings.get("stop_request"):
+        return _stop_request(raw)
+    outputs = _outputs(raw, settings)
+    stream = settings.get("stream", False)
+    token_ids, text = _prompt(settings, config, tokenizer)
+    params = _sampling_params(settings, config, outputs, tokenizer)
+    echo_text = ""
+    if _is_echoed(settings, stream, config):
+        echo_text = text if text is not None else tokenizer.decode(token_ids, params.skip_special_tokens)
+    request = Request(
+        token_ids,
+        params,
+        priority=settings.get("priority", 0),
+        deadline=_deadline(raw, settings),
+        handle=raw.handle,
+        client_request_id=raw.request_id,
+        times=RequestTimes(arrival_ns=raw.arrival_ns),
+    )
+    return ClientRequest(
+        raw.handle,
+        request,
+        request_id=raw.request_id,
+        stream=stream,
+        stream_interval=_stream_interval(settings, config),
+        echo_text=echo_text,
+        outputs=outputs,
+        has_batch_dim=has_batch_dim,
+        is_text_only=outputs == ("text_output",) and not has_batch_dim,
+        wants_context="context_ids" in outputs,
+        token_text=tokenizer.token_text,
+    )
+
+
+def _stop_request(raw: WireRequest) -> ClientRequest:
+    if not raw.request_id:
+        raise RequestError("stop", "needs a request id: that of the running request which is to stop")
+    return ClientRequest(raw.handle, None, request_id=raw.request_id, is_stop=True)
+
+
+def _prompt(settings: Settings, config: EngineConfig, tokenizer: TextCodec) -> tuple[list[int], str | None]:
+    """Token ids of the prompt, and its text if that is what was given."""
+    text, token_ids = settings.get("prompt"), settings.get("prompt_token_ids")
+    if text is not None and token_ids is not None:
+        raise RequestError("text_input", "given together with input_ids, accepted: one of them")
+    if token_ids is not None:
+        length = settings.get("prompt_length", len(token_ids))
+        if not 0 <= length <= len(token_ids):
+            raise refuse("input_lengths", length, f"at most the {len(token_ids)} input_ids given")
+        if length == 0:
+            raise RequestError("input_ids", "the prompt is empty, accepted: at least one token to go on from")
+        return list(token_ids[:length]), None
+    if text is None:
+        raise RequestError("text_input", "missing, accepted: a prompt as text_input or as input_ids")
+    add_special_tokens = settings.get("add_special_tokens", config.serving.add_special_tokens)
+    ids = tokenizer.encode(text, add_special_tokens) if text else []
+    if not ids:
+        raise RequestError("text_input", "the prompt is empty, accepted: text of at least one token to go on from")
+    return ids, text
+
+
+def _is_echoed(settings: Settings, stream: bool, config: EngineConfig) -> bool:
+    excluded = settings.get("exclude_input_in_output")
+    if excluded is not None:
+        if stream and not excluded:
+            raise RequestError("exclude_input_in_output", STREAM_ECHO)
+        return not excluded
+    by_default = config.serving.exclude_input_in_output
+    return not (stream or by_default)
+
+
+def _stream_interval(settings: Settings, config: EngineConfig) -> int:
+    interval = settings.get("stream_interval", config.serving.stream_interval)
+    if interval < 1:
+        raise refuse("stream_interval", interval, "an integer >= 1")
+    return interval
+
+
+def _deadline(raw: WireRequest, settings: Settings) -> float | None:
+    """The earlier of Triton's request timeout and `timeout_ms`, from arrival, on the monotonic clock."""
+    timeout_ms = settings.get("timeout_ms", 0)
+    if timeout_ms < 0:
+        raise refuse("timeout_ms", timeout_ms, "milliseconds, or 0 for none")
+    timeouts = [seconds for seconds in (raw.timeout_us / 1e6, timeout_ms / 1e3) if seconds > 0]
+    if not timeouts:
+        return None
+    elapsed = max(0.0, (time.time_ns() - raw.arrival_ns) / 1e9) if raw.arrival_ns else 0.0
+    return time.monotonic() - elapsed + min(timeouts)
+
+
+# ---------------------------------------------------------------- outputs
+
+
+def _outputs(raw: WireRequest, settings: Settings) -> tuple[str, ...]:
+    flags = frozenset(name for name, value in settings.items() if value is True and name.startswith("return_"))
+    return select_outputs(raw.requested_outputs, flags)
+
+
+@lru_cache(maxsize=256)
+def select_outputs(requested: tuple[str, ...], flags: frozenset[str]) -> tuple[str, ...]:
+    """Names of the outputs to send. A client that names some gets exactly those; one that names none (Triton then
+    reports all) gets text_output and what its return_* flags ask for. Raises RequestError for an unknown name."""
+    for name in requested:
+        if name not in _OUTPUTS:
+            raise unknown(name, "output", _OUTPUTS)
+    if not requested or len(set(requested)) == len(_OUTPUTS):
+        return tuple(spec.name for spec in OUTPUTS if spec.name == "text_output" or spec.flag in flags)
+    return tuple(spec.name for spec in OUTPUTS if spec.name in requested)
+
+
+# ---------------------------------------------------------------- sampling parameters
+
+
+def _sampling_params(
+    settings: Settings, config: EngineConfig, outputs: tuple[str, ...], tokenizer: TextCodec
+) -> SamplingParams:
+    fields: dict[str, Any] = {"max_tokens": config.serving.default_max_tokens}
+    fields["skip_special_tokens"] = config.serving.skip_special_tokens
+    fields.update({name: value for name, value in settings.items() if name in _DIRECT})
+    if fields.get("top_p") == 0.0:  # TensorRT-LLM: off; with no top_k either, greedy
+        fields["top_p"] = 1.0
+        if fields.get("top_k", 0) == 0:
+            fields["temperature"] = 0.0
+    if fields.get("end_id", 0) < -1:
+        raise refuse("end_id", fields["end_id"], "a token id, or -1 for none")
+    if settings.get("best_of", fields.get("n", 1)) not in (1, fields.get("n", 1)):
+        raise refuse("best_of", settings["best_of"], f"n={fields.get('n', 1)}: every sequence made is returned")
+    if "logprobs" not in fields and not _NEED_LOGPROBS.isdisjoint(outputs):
+        fields["logprobs"] = 0
+    if "prompt_logprobs" not in fields and "prompt_logprobs" in outputs:
+        fields["prompt_logprobs"] = 0
+    fields["logit_bias"] = _logit_bias(settings, tokenizer)
+    fields["guide"] = _guide(settings)
+    return SamplingParams(**fields)
+
+
+def _logit_bias(settings: Settings, tokenizer: TextCodec) -> tuple[tuple[int, float], ...]:
+    """The sum of logit_bias, embedding_bias and embedding_bias_words, by token."""
+    total: dict[int, float] = {}
+    pairs = list(settings.get("logit_bias", ()))
+    pairs += [(token_id, bias) for token_id, bias in enumerate(settings.get("bias_vector", ())) if bias]
+    words, weights = settings.get("bias_words", ()), settings.get("bias_weights", ())
+    if len(words) != len(weights):
+        raise refuse("embedding_bias_weights", list(weights), f"one number per word, {len(words)} in all")
+    for word, weight in zip(words, weights):
+        pairs += [(token_id, weight) for token_id in tokenizer.encode(word, False)]
+    for token_id, bias in pairs:
+        total[token_id] = total.get(token_id, 0.0) + bias
+    return tuple(total.items())
+
+
+_GUIDES = {"json": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}  # vLLM's word -> ours
+
+
+def _guide(settings: Settings) -> Guide | None:
+    """From TensorRT-LLM's two tensors, or vLLM's guided_decoding object."""
+    guide_type, text = settings.get("guide_type", ""), settings.get("guide_text", "")
+    if guide_type:
+        return Guide(guide_type, text)
+    if text:
+        raise RequestError("guided_decoding_guide_type", "missing, accepted: json, json_schema, regex or ebnf_grammar")
+    asked = {name: value for name, value in settings.get("guided_decoding", {}).items() if value is not None}
+    if not asked:
+        return None
+    name, value = next(iter(asked.items()))
+    if len(asked) > 1 or name not in (*_GUIDES, "json_object", "choice"):
+        raise refuse("guided_decoding", asked, "one of json, json_object, regex, grammar and choice")
+    field = f"guided_decoding.{name}"
+    if name == "json_object":
+        return Guide("json") if value else None
+    if name == "choice":
+        return Guide("regex", "|".join(f"({re.escape(choice)})" for choice in read_texts(field, value)))
+    if name == "json" and isinstance(value, dict):
+        value = json.dumps(value)
+    return Guide(_GUIDES[name], read_text(field, value))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 SCHEDULER_POLICIES = ("max_utilization", "guaranteed_no_evict")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+TASKS = ("generate", "tokenize", "detokenize")
 LOAD_FORMATS = ("auto", "safetensors", "dummy", "null")
 
 
@@ -62,6 +63,8 @@ class ServingConfig:
     drain_timeout_s: float = 60.0
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
+    ignored_request_parameters: str = ""  # patterns like "x-*,traceparent": request parameters that mean nothing here
+    max_batch_size: int = 0  # of config.pbtxt; above 0 every tensor has a batch dimension of 1 in front
 
 
 @dataclass(frozen=True)

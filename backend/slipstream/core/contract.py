@@ -31,8 +31,8 @@ OUTPUTS: dict[str, tuple[WireOutputSpec, ...]] = {
 def declarations() -> dict[str, Any]:
     """What the backend completes a model's configuration with: Triton's ModelConfig JSON of inputs and outputs by task.
 
-    max_batch_size is 0 and shapes are the vLLM backend's ([1], [n]). A config.pbtxt that says max_batch_size: 1 keeps it
-    and gets TensorRT-LLM's shapes ([1, 1], [1, n]) from the same dims, because Triton then puts the batch in front.
+    max_batch_size is 0 and shapes are the vLLM backend's ([1], [n]). A config.pbtxt that says max_batch_size: 1
+    keeps it and gets TensorRT-LLM's shapes ([1, 1], [1, n]) from the same dims: Triton then puts the batch in front.
     """
     return {task: _declaration(contract) for task, contract in TASKS.items()}
 

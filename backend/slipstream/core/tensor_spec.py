@@ -1,4 +1,4 @@
-"""The row types of the contract tables (contract.py, contract_generate.py, contract_tokenize.py). Standard library only."""
+"""The row types of the contract tables (contract_generate.py, contract_tokenize.py). Standard library only."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class OutputSpec:
     origins: tuple[str, ...]
     doc: str
     flag: str = ""
-    reason: str = ""  # not served: why
+    reason: str = ""  # declared but always empty: why
 
 
 @dataclass(frozen=True)

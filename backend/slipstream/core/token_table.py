@@ -1,8 +1,8 @@
 """A vocabulary as a table: token id -> the text or bytes that it stands for, so that decoding is a list look-up.
 
 Standard library only; immutable once built, shared by all threads. Built from what `tokenizers` says of a tokenizer:
-its vocabulary and its decoder's JSON. A decoder of a shape that is not known here gives no table (detokenize.py then calls
-the tokenizer itself), because a table is only worth having when it is exact.
+its vocabulary and its decoder's JSON. A decoder of a shape that is not known here gives no table (detokenize.py then
+calls the tokenizer itself), because a table is only worth having when it is exact.
 """
 
 from __future__ import annotations

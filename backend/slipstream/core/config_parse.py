@@ -1,0 +1,229 @@
+"""The `parameters` of a config.pbtxt, or keyword arguments of `LLM`, -> EngineConfig. Standard library only.
+
+Reads no checkpoint and no weights (it looks whether folders exist). Every refusal is a ConfigError with the field, its
+value and what is accepted.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.config_table import FOREIGN, PARAMETERS, Parameter
+from slipstream.core.errors import ConfigError
+from slipstream.core.wire_messages import Config as WireConfig
+
+_PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
+_TOKENS = "max_tokens_in_paged_kv_cache"  # TensorRT-LLM's size of the cache, in tokens: num_blocks * block_size
+_BY_NAME = {name: parameter for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)}
+_TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
+
+
+def parse_config(received: WireConfig) -> EngineConfig:
+    """From what the backend sends: Triton's model config as JSON, the folder of the model, its version."""
+    triton = json.loads(received.config_json)
+    parameters = {name: entry.get("string_value", "") for name, entry in triton.get("parameters", {}).items()}
+    max_batch_size = int(triton.get("max_batch_size", 0))
+    return parse_parameters(parameters, Path(received.model_dir), received.model_version, max_batch_size)
+
+
+def parse_parameters(
+    parameters: Mapping[str, str], model_dir: Path, version: int = 1, max_batch_size: int = 0
+) -> EngineConfig:
+    """From the parameters as text. Paths are relative to model_dir. Raises ConfigError."""
+    for name, value in parameters.items():
+        if _PLACEHOLDER.search(value):
+            raise ConfigError(
+                name, value, "an unfilled placeholder; accepted: the value itself, or leave the parameter out"
+            )
+    config = config_from_values(parameters, is_complete=False)
+    if max_batch_size > 1:
+        raise ConfigError("max_batch_size", max_batch_size, "accepted: 0, or 1 for clients that send a batch dimension")
+    model = config.model.model or _version_folder(model_dir, version)
+    resolved = replace(
+        config.model,
+        model=_resolve("model", model, model_dir),
+        tokenizer=_resolve("tokenizer", config.model.tokenizer, model_dir),
+    )
+    config = replace(config, model=resolved, serving=replace(config.serving, max_batch_size=max_batch_size))
+    check(config)
+    return config
+
+
+def config_from_values(values: Mapping[str, object], is_complete: bool = True) -> EngineConfig:
+    """From typed values or their text, by parameter name. Unset text ("") is as if absent.
+
+    is_complete: also check what must be there. Raises ConfigError.
+    """
+    config = EngineConfig()
+    given: dict[str, str] = {}
+    for name, value in values.items():
+        parameter = _BY_NAME.get(name)
+        if parameter is None:
+            _refuse_foreign(name, value)
+            continue
+        if value is None or value == "":
+            continue
+        typed = _typed(parameter, name, value, _default(config, parameter.path))
+        if parameter.path in given and typed != _get(config, parameter.path):
+            raise ConfigError(name, value, f"differs from {given[parameter.path]}, which is the same parameter")
+        given[parameter.path] = name
+        config = _set(config, parameter.path, typed)
+    config = _with_tokens(config, values.get(_TOKENS), given)
+    if is_complete:
+        check(config)
+    return config
+
+
+def _refuse_foreign(name: str, value: object) -> None:
+    """Raises ConfigError unless it is a foreign parameter whose value asks for nothing."""
+    if name == _TOKENS:
+        return
+    if name in FOREIGN:
+        harmless, advice = FOREIGN[name]
+        if str(value).lower() not in harmless:
+            raise ConfigError(name, value, f"a TensorRT-LLM or vLLM parameter without meaning here; {advice}")
+        return
+    close = difflib.get_close_matches(name, [*_BY_NAME, _TOKENS], n=1)
+    accepted = ", ".join(sorted(parameter.name for parameter in PARAMETERS))
+    raise ConfigError(
+        name, value, f"unknown parameter; {f'did you mean {close[0]}?' if close else f'accepted: {accepted}'}"
+    )
+
+
+def _with_tokens(config: EngineConfig, value: object, given: Mapping[str, str]) -> EngineConfig:
+    if value is None or value == "":
+        return config
+    if "cache.num_blocks" in given:
+        raise ConfigError(_TOKENS, value, "given together with num_blocks; accepted: one of them")
+    num_tokens = _number(_TOKENS, value, int)
+    num_blocks, block_size = num_tokens // config.cache.block_size, config.cache.block_size
+    if num_blocks < 1:
+        raise ConfigError(_TOKENS, value, f"accepted: at least one block of block_size={block_size} tokens")
+    return replace(config, cache=replace(config.cache, num_blocks=num_blocks))
+
+
+# ---------------------------------------------------------------- one value
+
+
+def _typed(parameter: Parameter, name: str, value: object, default: object) -> Any:
+    typed: Any
+    if isinstance(default, bool) or default is None:
+        typed = _boolean(name, value)
+    elif isinstance(default, int | float):
+        typed = _number(name, value, type(default))
+    else:
+        typed = str(value).strip()
+    if parameter.accepted and typed not in parameter.accepted:
+        close = difflib.get_close_matches(typed, parameter.accepted, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise ConfigError(name, value, f"accepted: {', '.join(parameter.accepted)}{hint}")
+    if not parameter.is_good(typed):
+        raise ConfigError(name, value, f"accepted: {parameter.limits}")
+    return typed
+
+
+def _boolean(name: str, value: object) -> bool:
+    word = str(value).strip().lower()
+    if word not in (*_TRUE, *_FALSE):
+        raise ConfigError(name, value, "accepted: true or false")
+    return word in _TRUE
+
+
+def _number(name: str, value: object, kind: type) -> Any:
+    try:
+        if not isinstance(value, bool):
+            return kind(value if not isinstance(value, str) else value.strip())
+    except (TypeError, ValueError):
+        pass
+    raise ConfigError(name, value, f"accepted: {'an integer' if kind is int else 'a number'}")
+
+
+# ---------------------------------------------------------------- places
+
+
+def _get(config: EngineConfig, path: str) -> Any:
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _default(config: EngineConfig, path: str) -> Any:
+    return _get(EngineConfig(), path)
+
+
+def _set(config: EngineConfig, path: str, value: object) -> EngineConfig:
+    section, _, field = path.partition(".")
+    changed = replace(getattr(config, section), **{field: value}) if field else value
+    return replace(config, **{section: changed})
+
+
+def parameter_default(parameter: Parameter) -> Any:
+    return _default(EngineConfig(), parameter.path)
+
+
+def unreachable_fields() -> list[str]:
+    """Fields of the configuration that no parameter sets (a test holds this to what is meant)."""
+    paths = {parameter.path for parameter in PARAMETERS}
+    sections = {f.name: getattr(EngineConfig(), f.name) for f in fields(EngineConfig) if f.name != "task"}
+    return [
+        f"{name}.{f.name}" for name, part in sections.items() for f in fields(part) if f"{name}.{f.name}" not in paths
+    ]
+
+
+def _version_folder(model_dir: Path, version: int) -> str:
+    folder = model_dir / str(version)
+    return str(folder) if (folder / "config.json").is_file() else ""
+
+
+def _resolve(name: str, value: str, model_dir: Path) -> str:
+    """A relative path counts from the model's folder; what names no folder there is left as a hub id."""
+    if not value or Path(value).expanduser().is_absolute():
+        return value
+    found = (model_dir / value).resolve()
+    if found.exists():
+        return str(found)
+    if value.startswith(".") or value.count("/") != 1:
+        raise ConfigError(
+            name, value, f"no such folder: {found}; accepted: a path relative to {model_dir}, or an absolute one"
+        )
+    return value
+
+
+# ---------------------------------------------------------------- combinations
+
+
+def check(config: EngineConfig) -> None:
+    """Combinations that cannot work. Raises ConfigError."""
+    model, cache, scheduler = config.model, config.cache, config.scheduler
+    if not model.model and not (config.task != "generate" and model.tokenizer):
+        accepted = "a checkpoint folder or a Hugging Face id"
+        raise ConfigError(
+            "model", "", f"missing; accepted: {accepted if config.task == 'generate' else f'{accepted}, or tokenizer'}"
+        )
+    if config.task != "generate":
+        return
+    if cache.num_blocks and cache.memory_bytes:
+        raise ConfigError(
+            "memory_bytes",
+            cache.memory_bytes,
+            f"given together with num_blocks={cache.num_blocks}; accepted: one of them",
+        )
+    if not scheduler.enable_chunked_prefill and model.max_model_len > scheduler.max_num_batched_tokens:
+        limit = f"accepted with enable_chunked_prefill=false: at least max_model_len={model.max_model_len}"
+        raise ConfigError("max_num_batched_tokens", scheduler.max_num_batched_tokens, limit)
+    pool_tokens = cache.num_blocks * cache.block_size
+    if cache.num_blocks and model.max_model_len > pool_tokens:
+        arithmetic = f"num_blocks={cache.num_blocks} x block_size={cache.block_size} = {pool_tokens} tokens"
+        raise ConfigError(
+            "max_model_len",
+            model.max_model_len,
+            f"one sequence does not fit: {arithmetic}; accepted: at most {pool_tokens}",
+        )

@@ -1,0 +1,131 @@
+"""A RequestOutput -> the bytes of one response: the outputs that the client wants, in Triton's serialisation.
+
+Standard library only, no state; output thread. The common stream, text alone, takes one call of wire.bytes_response.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Sequence
+
+from slipstream.core import wire
+from slipstream.core.client_request import ClientRequest
+from slipstream.core.contract_generate import OUTPUTS
+from slipstream.core.outputs import RequestOutput, TokenLogprobs
+from slipstream.core.request import FinishReason
+from slipstream.core.wire_messages import ErrorCode
+
+_INDEX = {spec.name: index for index, spec in enumerate(OUTPUTS)}
+_TEXT = _INDEX["text_output"]
+_LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
+
+Encoded = tuple[tuple[int, ...], bytes]  # shape, data
+
+
+def encode_response(client: ClientRequest, output: RequestOutput) -> bytes:
+    """One entry of a RESPONSES frame. A failed request answers with its error."""
+    if output.finish_reason is FinishReason.ERROR:
+        return wire.error_response(client.handle, ErrorCode.INTERNAL, output.error or "the request failed")
+    flags = 1 if output.is_final else 0
+    if client.is_text_only:
+        return wire.bytes_response(client.handle, flags, _TEXT, output.text.encode("utf-8"))
+    tensors = []
+    for name in client.outputs:
+        shape, data = ENCODERS[name](client, output)
+        tensors.append((_INDEX[name], (1, *shape) if client.has_batch_dim else shape, data))
+    return wire.tensor_response(client.handle, flags, tensors)
+
+
+def _string(text: str) -> Encoded:
+    return (1,), wire.bytes_tensor((text.encode("utf-8"),))
+
+
+def _scalar(code: str, value: float) -> Encoded:
+    return (1,), struct.pack("<" + code, value)
+
+
+def _int32s(values: Sequence[int]) -> Encoded:
+    return (len(values),), struct.pack(f"<{len(values)}i", *values)
+
+
+def _row(encoded: Encoded) -> Encoded:
+    return (1, *encoded[0]), encoded[1]
+
+
+def _finish_reason(client: ClientRequest, output: RequestOutput) -> Encoded:
+    return _string(output.finish_reason.value if output.finish_reason is not None else "")
+
+
+def _stop_reason(client: ClientRequest, output: RequestOutput) -> Encoded:
+    return _string("" if output.stop_reason is None else str(output.stop_reason))
+
+
+def _sent_ids(client: ClientRequest, output: RequestOutput) -> list[int]:
+    """The ids of this response's text: an echoed prompt's first (only responses that are whole echo)."""
+    return output.request.prompt_token_ids + output.token_ids if client.echo_text else output.token_ids
+
+
+def _output_log_probs(client: ClientRequest, output: RequestOutput) -> Encoded:
+    values = [entry.logprob for entry in output.logprobs or ()]
+    return (1, len(values)), struct.pack(f"<{len(values)}f", *values)
+
+
+def _entry_json(entry: TokenLogprobs, token_text: Callable[[int], str]) -> dict[str, dict[str, object]]:
+    """vLLM's form: token id -> logprob, rank and text; the token itself first, then the likeliest."""
+    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)]
+    found: dict[str, dict[str, object]] = {}
+    for token_id, logprob, rank in ranked:
+        value = {"logprob": max(logprob, _LOWEST_LOGPROB), "rank": rank, "decoded_token": token_text(token_id)}
+        found.setdefault(str(token_id), value)
+    return found
+
+
+def _logprobs_json(client: ClientRequest, entries: Sequence[TokenLogprobs | None] | None) -> Encoded:
+    if entries is None:
+        return _string("null")
+    return _string(json.dumps([None if entry is None else _entry_json(entry, client.token_text) for entry in entries]))
+
+
+def _share(part: int, whole: int) -> Encoded:
+    return _scalar("f", part / whole if whole else 0.0)
+
+
+# One row per output of the contract (tests/unit/test_contract.py holds the two together).
+ENCODERS: dict[str, Callable[[ClientRequest, RequestOutput], Encoded]] = {
+    "text_output": lambda c, o: _string(o.text),
+    "finish_reason": _finish_reason,
+    "stop_reason": _stop_reason,
+    "cumulative_logprob": lambda c, o: _scalar("f", o.cumulative_logprob),
+    "logprobs": lambda c, o: _logprobs_json(c, o.logprobs),
+    "prompt_logprobs": lambda c, o: _logprobs_json(c, o.prompt_logprobs),
+    "num_input_tokens": lambda c, o: _scalar("I", o.request.num_prompt_tokens),
+    "num_output_tokens": lambda c, o: _scalar("I", len(o.token_ids)),
+    "output_ids": lambda c, o: _row(_int32s(_sent_ids(c, o))),
+    "sequence_length": lambda c, o: _scalar("i", len(_sent_ids(c, o))),
+    "context_ids": lambda c, o: _int32s(o.context_token_ids),
+    "text_length": lambda c, o: _scalar("i", len(o.text)),
+    "request_handle": lambda c, o: _scalar("Q", c.handle),
+    "cum_log_probs": lambda c, o: _scalar("f", o.cumulative_logprob),
+    "output_log_probs": _output_log_probs,
+    "context_logits": lambda c, o: ((0, 0), b""),
+    "generation_logits": lambda c, o: ((0, 0, 0), b""),
+    "batch_index": lambda c, o: _scalar("i", 0),
+    "sequence_index": lambda c, o: _scalar("i", o.request.sequence_index),
+    "kv_cache_alloc_new_blocks": lambda c, o: _scalar("i", o.request.num_new_blocks),
+    "kv_cache_reused_blocks": lambda c, o: _scalar("i", o.request.num_reused_blocks),
+    "kv_cache_alloc_total_blocks": lambda c, o: _scalar("i", o.request.num_new_blocks + o.request.num_reused_blocks),
+    "kv_cache_reused_block": lambda c, o: _scalar("i", o.request.num_reused_blocks),
+    "kv_cache_missed_block": lambda c, o: _scalar("i", o.request.num_new_blocks),
+    "kv_cache_hit_rate": lambda c, o: _share(
+        o.request.num_reused_blocks, o.request.num_new_blocks + o.request.num_reused_blocks
+    ),
+    "arrival_time_ns": lambda c, o: _scalar("q", o.request.times.arrival_ns),
+    "first_scheduled_time_ns": lambda c, o: _scalar("q", o.request.times.first_scheduled_ns),
+    "first_token_time_ns": lambda c, o: _scalar("q", o.request.times.first_token_ns),
+    "last_token_time_ns": lambda c, o: _scalar("q", o.request.times.last_token_ns),
+    "acceptance_rate": lambda c, o: _share(o.request.num_accepted_tokens, o.request.num_drafted_tokens),
+    "total_accepted_draft_tokens": lambda c, o: _scalar("i", o.request.num_accepted_tokens),
+    "total_draft_tokens": lambda c, o: _scalar("i", o.request.num_drafted_tokens),
+}
