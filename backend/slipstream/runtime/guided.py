@@ -22,6 +22,9 @@ from slipstream.runtime.tokenizer import TextTokenizer
 
 FIELD = "guided_decoding_guide"
 MAX_CACHED_GRAMMARS = 256
+# xgrammar 0.2 lets control characters (a tab) into strings with minLength or maxLength; no JSON parser takes them
+_LAX_CHARACTER = r'[^\"\\\r\n]'
+_STRICT_CHARACTER = r'[^\0-\x1f\"\\]'
 MAX_WHITESPACE = 32  # characters in a row between JSON tokens: enough to indent, no endless blank page
 
 
@@ -112,7 +115,11 @@ class GuideCompiler:
         if not isinstance(json.loads(text), (dict, bool)):
             raise ValueError("a JSON schema is an object or a boolean")
         assert self._compiler is not None
-        return self._compiler.compile_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+        grammar = xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+        rules = str(grammar)
+        if _LAX_CHARACTER in rules and "Regex(" not in rules:  # a Regex rule cannot be read back from its text
+            grammar = xgrammar.Grammar.from_ebnf(rules.replace(_LAX_CHARACTER, _STRICT_CHARACTER))
+        return self._compiler.compile_grammar(grammar)
 
 
 class GuideMasks:

@@ -1,0 +1,134 @@
+"""Guided decoding: whatever the model would say, the text fits the grammar; a bad grammar is refused at the door."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_driver import Told, make_engine, run_steps
+from slipstream.core.errors import RequestError
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.runtime.engine import Engine
+
+PROMPT = [70, 201, 33]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "kind": {"enum": ["cat", "dog"]},
+    },
+    "required": ["name", "age", "kind"],
+    "additionalProperties": False,
+}
+REGEX = r"[A-F]{2}-(17|29)[a-z]{1,4}"
+EBNF = 'root ::= "(" item ("," item){0,3} ")"\nitem ::= "x" | "y" root | "zz"\n'
+GUIDES = {
+    "json": Guide("json"),
+    "json_schema": Guide("json_schema", json.dumps(SCHEMA)),
+    "regex": Guide("regex", REGEX),
+    "ebnf_grammar": Guide("ebnf_grammar", EBNF),
+}
+PARAMS = SamplingParams(max_tokens=300, temperature=1.0)
+
+
+def _texts(engine: Engine, params: SamplingParams, num_requests: int = 1) -> list[str]:
+    """Texts of all sequences that ended by themselves, without their end token."""
+    told: dict[Request, Told] = {}
+    for index in range(num_requests):
+        engine.submit(Request(list(PROMPT), replace(params, seed=index), handle=index))
+    run_steps(engine, told)
+    assert engine.error is None and engine.scheduler.cache.num_used_blocks == 0
+    assert all(one.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for one in told.values()), told
+    ended = [one for one in told.values() if one.finish_reason is FinishReason.STOP]
+    return [engine.tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in ended]
+
+
+def _is_in_ebnf(text: str) -> bool:
+    while True:
+        shorter = re.sub(r"y?\((x|zz)(,(x|zz)){0,3}\)", "x", text)
+        if shorter == text:
+            return text == "x"
+        text = shorter
+
+
+def test_schema_holds_with_n(engine: Engine) -> None:
+    texts = _texts(engine, replace(PARAMS, n=3, guide=GUIDES["json_schema"]), num_requests=2)
+    assert len(texts) >= 4
+    for text in texts:
+        value = json.loads(text)
+        assert set(value) == {"name", "age", "kind"} and value["kind"] in ("cat", "dog")
+        assert isinstance(value["age"], int) and 0 <= value["age"] <= 150 and len(value["name"]) <= 6
+
+
+def test_any_json_parses(engine: Engine) -> None:
+    texts = _texts(engine, replace(PARAMS, n=8, guide=GUIDES["json"]))
+    assert texts
+    for text in texts:
+        json.loads(text)
+
+
+def test_regex_matches_wholly(engine: Engine) -> None:
+    texts = _texts(engine, replace(PARAMS, n=6, guide=GUIDES["regex"]))
+    assert len(texts) == 6 and len(set(texts)) > 1
+    assert all(re.fullmatch(REGEX, text) for text in texts)
+
+
+def test_ebnf_is_obeyed(engine: Engine) -> None:
+    texts = _texts(engine, replace(PARAMS, n=6, guide=GUIDES["ebnf_grammar"]))
+    assert texts and all(_is_in_ebnf(text) for text in texts)
+
+
+def test_guides_survive_preemption(tiny_llama: Path) -> None:
+    """Mixed with unguided neighbours in a pool too small for all of them."""
+    engine = make_engine(tiny_llama, model={"max_model_len": 96}, cache={"num_blocks": 12})
+    guided = replace(PARAMS, n=5, seed=1, max_tokens=80, guide=Guide("regex", "[a-z]{60}[0-9]"))
+    free = SamplingParams(max_tokens=40, ignore_eos=True)
+    sequences = engine.submit(Request(list(PROMPT), guided, handle=1))
+    engine.submit(Request([5, 6, 7], free, handle=2))
+    told: dict[Request, Told] = {}
+    run_steps(engine, told)
+    assert sum(sequence.num_preemptions for sequence in sequences) > 0
+    for sequence in sequences:
+        assert told[sequence].finish_reason is FinishReason.STOP
+        assert re.fullmatch("[a-z]{60}[0-9]", engine.tokenizer.decode(told[sequence].token_ids, True))
+
+
+def test_guide_ends_without_an_end_token(engine: Engine) -> None:
+    texts = _texts(engine, replace(PARAMS, ignore_eos=True, guide=Guide("regex", "[ab]{4}")))
+    assert len(texts) == 1 and re.fullmatch("[ab]{4}", texts[0])
+
+
+def test_guide_wins_over_min_tokens(engine: Engine) -> None:
+    texts = _texts(engine, replace(PARAMS, min_tokens=100, guide=Guide("regex", "[ab]{4}")))
+    assert len(texts) == 1 and re.fullmatch("[ab]{4}", texts[0])
+
+
+def test_greedy_and_seeded_guides_repeat(engine: Engine) -> None:
+    params = replace(PARAMS, guide=GUIDES["regex"])
+    assert _texts(engine, params, 3) == _texts(engine, params, 3)
+    assert len(_texts(engine, replace(params, temperature=0.0))) == 1
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        Guide("json_schema", "{not json"),
+        Guide("json_schema", '{"type": "nonsense"}'),
+        Guide("json_schema", "3"),
+        Guide("regex", "(ab"),
+        Guide("regex", ""),
+        Guide("ebnf_grammar", "root ::= missing"),
+    ],
+    ids=str,
+)
+def test_bad_grammar_is_refused(engine: Engine, guide: Guide) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.submit(Request(list(PROMPT), replace(PARAMS, guide=guide)))
+    assert caught.value.field == "guided_decoding_guide"
+    assert guide.type in str(caught.value)
+    assert not engine.has_work
