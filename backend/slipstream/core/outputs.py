@@ -9,7 +9,7 @@ from slipstream.core.request import FinishReason, Request
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one position. top: (token id, logprob), likeliest first. rank of the chosen one: 1 = best."""
+    """Log-probabilities of one position. top: (token id, logprob), likeliest first. rank of the chosen: 1 = best."""
 
     token_id: int
     logprob: float

@@ -1,0 +1,174 @@
+"""The tasks `tokenize` and `detokenize`: TensorRT-LLM's preprocessing and postprocessing, one answer per request.
+
+Stateless apart from the tokenizer; any thread. Imports neither torch nor transformers. Request parameters are passed
+over, because an ensemble hands the client's to every step.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from slipstream.core import contract, wire
+from slipstream.core.client_settings import check_neutral, unknown
+from slipstream.core.config import EngineConfig
+from slipstream.core.detokenize import decode_after
+from slipstream.core.errors import RequestError
+from slipstream.core.setting_values import refuse, tensor_shape, tensor_values
+from slipstream.core.tensor_spec import TaskContract, Use
+from slipstream.runtime.tokenizer import TextTokenizer
+
+_END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<eos>")
+
+Encoded = tuple[tuple[int, ...], bytes]
+
+
+class Task(Protocol):
+    """outputs: for READY. answer: the one response of a request; raises RequestError."""
+
+    @property
+    def outputs(self) -> tuple[wire.OutputSpec, ...]: ...
+
+    def answer(self, raw: wire.Request) -> bytes: ...
+
+
+def make_task(config: EngineConfig) -> Task:
+    """The task of this configuration, its tokenizer loaded. Raises ConfigError when there is none to load."""
+    tokenizer = TextTokenizer.load(config.model.tokenizer or config.model.model)
+    return TokenizeTask(config, tokenizer) if config.task == "tokenize" else DetokenizeTask(config, tokenizer)
+
+
+class TokenizeTask:
+    """QUERY -> INPUT_ID, and word lists in the [2, n] layout of `word_list`."""
+
+    def __init__(self, config: EngineConfig, tokenizer: TextTokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+        ids = (tokenizer.backend.token_to_id(token) for token in _END_TOKENS)
+        self._end_id = next((token_id for token_id in ids if token_id is not None), -1)
+
+    @property
+    def outputs(self) -> tuple[wire.OutputSpec, ...]:
+        return contract.OUTPUTS["tokenize"]
+
+    def answer(self, raw: wire.Request) -> bytes:
+        given = _read(raw, contract.TOKENIZE, self._config)
+        serving = self._config.serving
+        text = given["query"]
+        if not text:
+            raise RequestError("QUERY", "the prompt is empty, accepted: text of at least one token to go on from")
+        ids = self._tokenizer.encode(text, given.get("add_special_tokens", serving.add_special_tokens))
+        end_id = given.get("end_id", self._end_id)
+        encoded: dict[str, Encoded] = {
+            "INPUT_ID": _int32s(ids),
+            "REQUEST_INPUT_LEN": _int32s([len(ids)]),
+            "DECODER_INPUT_ID": _int32s([]),
+            "REQUEST_DECODER_INPUT_LEN": _int32s([0]),
+            "BAD_WORDS_IDS": self._words(given.get("bad_words", ())),
+            "STOP_WORDS_IDS": self._words(given.get("stop_words", ())),
+            "EMBEDDING_BIAS": self._bias(given.get("bias_words", ()), given.get("bias_weights", ())),
+            "REQUEST_OUTPUT_LEN": _int32s([given.get("request_output_len", serving.default_max_tokens)]),
+            "OUT_END_ID": _int32s([end_id]),
+            "OUT_PAD_ID": _int32s([given.get("pad_id", end_id)]),
+        }
+        return _respond(raw, contract.TOKENIZE, encoded, self._config)
+
+    def _words(self, words: Sequence[str]) -> Encoded:
+        ids, offsets = word_list([self._tokenizer.encode(word, False) for word in words if word])
+        return (2, len(ids)), struct.pack(f"<{2 * len(ids)}i", *ids, *offsets)
+
+    def _bias(self, words: Sequence[str], weights: Sequence[float]) -> Encoded:
+        if len(words) != len(weights):
+            raise refuse("EMBEDDING_BIAS_WEIGHTS", list(weights), f"one number per word, {len(words)} in all")
+        bias = [0.0] * (self._tokenizer.vocab_size if words else 0)
+        for word, weight in zip(words, weights):
+            for token_id in self._tokenizer.encode(word, False):
+                bias[token_id] += weight
+        return (len(bias),), struct.pack(f"<{len(bias)}f", *bias)
+
+
+class DetokenizeTask:
+    """TOKENS_BATCH -> OUTPUT; with CONTEXT_TOKENS and TEXT_LENGTH exact for the pieces of a stream."""
+
+    def __init__(self, config: EngineConfig, tokenizer: TextTokenizer) -> None:
+        self._config = config
+        self._tokenizer = tokenizer
+
+    @property
+    def outputs(self) -> tuple[wire.OutputSpec, ...]:
+        return contract.OUTPUTS["detokenize"]
+
+    def answer(self, raw: wire.Request) -> bytes:
+        given = _read(raw, contract.DETOKENIZE, self._config)
+        rows = self._rows(raw, given)
+        context, num_characters = given.get("context", []), given.get("text_length")
+        if len(rows) != 1 and (context or num_characters is not None):
+            raise RequestError("CONTEXT_TOKENS", f"given for {len(rows)} rows, accepted: one row of TOKENS_BATCH")
+        is_skipping = given.get("skip_special_tokens", self._config.serving.skip_special_tokens)
+        texts = [decode_after(self._tokenizer, context, row, is_skipping, num_characters) for row in rows]
+        data = wire.bytes_tensor(text.encode("utf-8") for text in texts)
+        return _respond(raw, contract.DETOKENIZE, {"OUTPUT": ((len(texts),), data)}, self._config)
+
+    def _rows(self, raw: wire.Request, given: dict[str, Any]) -> list[list[int]]:
+        """The token ids of each row that count."""
+        tensor = next(tensor for tensor in raw.inputs if tensor.name == "TOKENS_BATCH")
+        num_rows, width = tensor_shape(tensor, self._config.serving.max_batch_size > 0)
+        tokens: list[int] = given["tokens"]
+        lengths = given.get("lengths", [width] * num_rows)
+        if len(lengths) != num_rows or any(not 0 <= length <= width for length in lengths):
+            raise refuse("SEQUENCE_LENGTH", lengths, f"{num_rows} numbers from 0 to {width}")
+        rows = [tokens[row * width : row * width + length] for row, length in enumerate(lengths)]
+        for token_id in (token_id for row in [*rows, given.get("context", [])] for token_id in row):
+            if token_id < 0:
+                raise refuse("TOKENS_BATCH", token_id, "token ids >= 0 (SEQUENCE_LENGTH leaves padding out)")
+        return rows
+
+
+def word_list(words: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
+    """TensorRT-LLM's two rows: the ids of all words one after the other, and each word's end offset; at least one wide.
+
+    Ids are padded with 0, offsets with -1.
+    """
+    ids = [token_id for word in words for token_id in word]
+    offsets, end = [], 0
+    for word in words:
+        end += len(word)
+        if word:
+            offsets.append(end)
+    width = max(1, len(ids))
+    return ids + [0] * (width - len(ids)), offsets + [-1] * (width - len(offsets))
+
+
+def _read(raw: wire.Request, task: TaskContract, config: EngineConfig) -> dict[str, Any]:
+    """Target -> value of the inputs given. Raises RequestError."""
+    given: dict[str, Any] = {}
+    for tensor in raw.inputs:
+        spec = task.input(tensor.name)
+        if spec is None:
+            raise unknown(tensor.name, "input tensor", [spec.name for spec in task.inputs])
+        values = tensor_values(tensor, spec, config.serving.max_batch_size > 0)
+        if spec.use is Use.NEUTRAL_ONLY:
+            check_neutral(spec.name, values, spec.neutral, spec.reason)
+        else:
+            given[spec.target] = values[0] if spec.dims == (1,) else values
+    for spec in task.inputs:
+        if not spec.is_optional and spec.target not in given:
+            raise RequestError(spec.name, "missing")
+    return given
+
+
+def _int32s(values: Sequence[int]) -> Encoded:
+    return (len(values),), struct.pack(f"<{len(values)}i", *values)
+
+
+def _respond(raw: wire.Request, task: TaskContract, encoded: dict[str, Encoded], config: EngineConfig) -> bytes:
+    """The one response, with the outputs that were asked for (all when none is named)."""
+    wanted = frozenset(raw.requested_outputs)
+    tensors = []
+    for index, spec in enumerate(task.outputs):
+        if wanted and spec.name not in wanted:
+            continue
+        shape, data = encoded[spec.name]
+        tensors.append((index, (1, *shape) if config.serving.max_batch_size > 0 else shape, data))
+    return wire.tensor_response(raw.handle, wire.ResponseFlag.FINAL, tensors)
