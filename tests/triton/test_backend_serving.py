@@ -1,0 +1,211 @@
+"""The C++ backend in health: what a client sends reaches the engine, what the engine answers reaches the client."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_backend import add_model
+from grpc_stream import GrpcStream
+from sse_client import stream_many
+from triton_server import TritonServer
+
+ENSEMBLE = """platform: "ensemble"
+input { name: "text_input" data_type: TYPE_STRING dims: [1] }
+output { name: "text_output" data_type: TYPE_STRING dims: [1] }
+ensemble_scheduling {
+  step { model_name: "slow" model_version: -1
+    input_map { key: "text_input" value: "text_input" }
+    output_map { key: "text_output" value: "piece" }
+    output_map { key: "request_handle" value: "handle" } }
+  step { model_name: "detok" model_version: -1
+    input_map { key: "text_input" value: "piece" }
+    input_map { key: "REQUEST_HANDLE" value: "handle" }
+    output_map { key: "text_output" value: "text_output" } }
+}
+"""
+OWN_INPUTS = """input { name: "text_input" data_type: TYPE_STRING dims: [1] }
+input { name: "REQUEST_HANDLE" data_type: TYPE_UINT64 dims: [1] optional: true }
+"""
+
+
+@pytest.fixture(scope="module")
+def server(fake_backend_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """llm: as fast as it can; slow: a token per 10 ms; deaf: slow and ignores cancels; tok, detok: not decoupled."""
+    repository = tmp_path_factory.mktemp("repository")
+    add_model(repository, "llm", {"burst": "4"})
+    add_model(repository, "slow", {"step_ms": "10"})
+    add_model(repository, "deaf", {"step_ms": "10", "ignore_cancel": "true"})
+    add_model(repository, "tok", {"task": "tokenize"})
+    add_model(repository, "detok", {"task": "detokenize"}, OWN_INPUTS)
+    (repository / "ensemble" / "1").mkdir(parents=True)
+    (repository / "ensemble" / "config.pbtxt").write_text(ENSEMBLE)
+    with TritonServer(repository, fake_backend_dir) as started:
+        yield started
+
+
+def metric(server: TritonServer, family: str, model: str, **labels: str) -> float:
+    wanted = {f'{key}="{value}"' for key, value in {"model": model, "version": "1", **labels}.items()}
+    for name, value in server.metrics().items():
+        found, _, pairs = name[:-1].partition("{")
+        if found == family and set(pairs.split(",")) == wanted:
+            return value
+    raise AssertionError(f"no {family} with {wanted} in {server.metrics()}")
+
+
+# ---------------------------------------------------------------- text arrives
+
+
+def test_text_arrives_over_grpc_and_the_last_token_is_final(server: TritonServer) -> None:
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send("llm", "the quick brown fox")
+        stream.wait(num_ends=1)
+    assert stream.texts == [" the", " quick", " brown", " fox"]
+    assert stream.num_finals == 1 and not stream.errors
+
+
+def test_text_arrives_over_http(server: TritonServer) -> None:
+    [stream] = stream_many(server.http_url, "llm", [{"text_input": "the quick brown fox"}])
+    assert stream.texts() == [" the", " quick", " brown", " fox"] and stream.is_complete
+    status, body = server.post("/v2/models/llm/generate", {"text_input": "one"})
+    assert (status, json.loads(body)["text_output"]) == (200, " one")
+
+
+def test_text_arrives_from_models_that_are_not_decoupled(server: TritonServer) -> None:
+    request = {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hi"]}]}
+    status, body = server.post("/v2/models/tok/infer", {**request, "outputs": [{"name": "text_output"}]})
+    assert status == 200, body
+    assert json.loads(body)["outputs"][0]["data"] == [" hi"]
+
+
+def test_an_empty_final_response_ends_the_stream(server: TritonServer) -> None:
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send("llm", {"tokens": 3, "then": "empty_final"})
+        stream.wait(num_ends=1)
+    assert len(stream.texts) == 3 and stream.num_finals == 1
+
+
+def test_an_error_after_good_tokens_reaches_the_client(server: TritonServer) -> None:
+    [stream] = stream_many(server.http_url, "llm", [{"text_input": json.dumps({"tokens": 2, "then": "error"})}])
+    assert len(stream.texts()) == 2
+    assert stream.errors() == ["scripted error: temperature"] and stream.is_complete
+    status, body = server.post("/v2/models/llm/generate", {"text_input": json.dumps({"tokens": 0, "then": "error"})})
+    assert status == 400, body
+
+
+def test_a_response_for_an_unknown_handle_is_ignored(server: TritonServer) -> None:
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send("llm", {"tokens": 1, "then": "unknown_handle"})
+        stream.wait(num_ends=1)
+    assert stream.texts == [" token"]
+
+
+# ---------------------------------------------------------------- what the engine sees
+
+
+def test_tensors_parameters_and_ids_cross_unchanged(server: TritonServer) -> None:
+    request = {
+        "id": "request-7",
+        "parameters": {"text": "é", "count": -3, "flag": True, "ratio": 0.25, "timeout": 1500000},
+        "inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["héllo"]}],
+        "outputs": [{"name": "seen"}],
+    }
+    status, body = server.post("/v2/models/tok/infer", request)
+    assert status == 200, body
+    seen = json.loads(json.loads(body)["outputs"][0]["data"][0])
+    assert seen["id"] == "request-7" and seen["timeout_us"] == 1500000 and seen["outputs"] == ["seen"]
+    assert seen["parameters"] == {"text": "é", "count": -3, "flag": True, "ratio": 0.25}
+    assert seen["inputs"] == {"text_input": [13, [1], (b"\x06\0\0\0" + "héllo".encode()).hex()]}
+    assert 0 <= seen["age_s"] < 5
+
+
+def test_the_config_is_completed_from_the_contract(server: TritonServer) -> None:
+    config = json.loads(server.get("/v2/models/llm/config")[1])
+    assert [tensor["name"] for tensor in config["input"]] == ["text_input", "max_tokens", "stream", "temperature"]
+    assert config["model_transaction_policy"] == {"decoupled": True}
+    assert [(group["kind"], group["count"]) for group in config["instance_group"]] == [("KIND_CPU", 1)]
+    own = json.loads(server.get("/v2/models/detok/config")[1])
+    assert [tensor["optional"] for tensor in own["input"]] == [False, True]  # the user's lists are left alone
+    assert own["model_transaction_policy"] == {"decoupled": False}
+
+
+# ---------------------------------------------------------------- HTTP loses nothing
+
+
+@pytest.mark.parametrize("attempt", range(2))
+def test_256_http_streams_in_bursts_are_complete(server: TritonServer, attempt: int) -> None:
+    # Without HttpPacer this loses 700 to 7 000 of the 25 600 tokens and leaves 12 to 85 streams hanging.
+    bodies: list[dict[str, object]] = [{"text_input": json.dumps({"tokens": 100})}] * 256
+    streams = stream_many(server.http_url, "llm", bodies, timeout_s=30)
+    assert [len(one.texts()) for one in streams] == [100] * 256
+    assert all(one.is_complete for one in streams)
+
+
+# ---------------------------------------------------------------- cancellation
+
+
+def cancelled(server: TritonServer, model: str) -> float:
+    return metric(server, "slipstream_fake_cancelled_total", model)
+
+
+def wait_cancelled(server: TritonServer, model: str, before: float) -> None:
+    server.wait_until(lambda: cancelled(server, model) == before + 1, 3, "the cancellation to reach the engine")
+
+
+@pytest.mark.parametrize("model", ["slow", "ensemble"])
+def test_a_grpc_cancel_reaches_the_engine(server: TritonServer, model: str) -> None:
+    before = cancelled(server, "slow")
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send(model, {"tokens": 1000})
+        stream.wait(num_texts=5)
+        stream.cancel()
+        wait_cancelled(server, "slow", before)
+
+
+@pytest.mark.parametrize("model", ["slow", "ensemble"])
+def test_an_http_disconnect_reaches_the_engine(server: TritonServer, model: str) -> None:
+    before = cancelled(server, "slow")
+    host, port = server.http_url.split(":")
+    body = json.dumps({"text_input": json.dumps({"tokens": 1000})}).encode()
+    head = f"POST /v2/models/{model}/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + body)
+        while b"data:" not in connection.recv(65536):
+            pass
+    wait_cancelled(server, "slow", before)
+
+
+def test_an_engine_that_ignores_a_cancel_is_not_waited_for(server: TritonServer) -> None:
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send("deaf", {"tokens": 800})
+        stream.wait(num_texts=5)
+        stream.cancel()
+        server.wait_until(lambda: "did not answer a cancellation" in server.log, 8, "the request to be given up")
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send("deaf", "still there")
+        stream.wait(num_ends=1)
+    assert stream.texts == [" still", " there"]
+
+
+# ---------------------------------------------------------------- metrics
+
+
+def test_metrics_of_the_engine_are_exported_with_model_and_version(server: TritonServer) -> None:
+    tokens = metric(server, "slipstream_fake_tokens_total", "llm")
+    observed = metric(server, "slipstream_fake_ttft_seconds_count", "llm")
+    with GrpcStream(server.grpc_url) as stream:
+        for _ in range(3):
+            stream.send("llm", {"tokens": 7})
+        stream.wait(num_ends=3)
+    time.sleep(0.1)
+    assert metric(server, "slipstream_fake_tokens_total", "llm") == tokens + 21
+    assert metric(server, "slipstream_fake_running", "llm", state="running") == 0
+    assert metric(server, "slipstream_fake_ttft_seconds_count", "llm") == observed + 6
+    low, high = (metric(server, "slipstream_fake_ttft_seconds_bucket", "llm", le=le) for le in ("0.1", "1"))
+    assert high == 2 * low
+    assert metric(server, "slipstream_engine_up", "llm") == 1
+    assert metric(server, "slipstream_engine_restarts_total", "llm") == 0
