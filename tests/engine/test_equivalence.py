@@ -1,4 +1,4 @@
-"""The engine's greedy text is Hugging Face's, token for token, however the work is cut, cached, batched or preempted."""
+"""The engine's greedy text is Hugging Face's token for token, however the work is cut, cached, batched, preempted."""
 
 from __future__ import annotations
 

@@ -228,9 +228,7 @@ def test_logprobs_only_for_who_asked(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("budget", [2048, 7])
-def test_prompt_logprobs(
-    tiny_llama: Path, prompts: list[list[int]], reference: LlamaForCausalLM, budget: int
-) -> None:
+def test_prompt_logprobs(tiny_llama: Path, prompts: list[list[int]], reference: LlamaForCausalLM, budget: int) -> None:
     """Whole or in chunks, and never shortened by a prefix that is cached already."""
     engine = make_engine(tiny_llama, scheduler={"max_num_batched_tokens": budget})
     chosen = [prompts[0], prompts[4], prompts[9]]

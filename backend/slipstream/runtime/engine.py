@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._inbox) or self.scheduler.has_work
+        return self.error is None and (bool(self._inbox) or self.scheduler.has_work)
 
     # ---- engine thread
 
@@ -124,6 +124,8 @@ class Engine:
     def step(self) -> list[StepOutput]:
         """One engine step; returns its news. Never raises: a bug ends every request with an error and sets `error`."""
         outputs: list[StepOutput] = []
+        if self.error is not None:
+            return outputs
         try:
             start = time.monotonic()
             self._drain_inbox(outputs)

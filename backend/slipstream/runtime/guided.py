@@ -23,8 +23,8 @@ from slipstream.runtime.tokenizer import TextTokenizer
 FIELD = "guided_decoding_guide"
 MAX_CACHED_GRAMMARS = 256
 # xgrammar 0.2 lets control characters (a tab) into strings with minLength or maxLength; no JSON parser takes them
-_LAX_CHARACTER = r'[^\"\\\r\n]'
-_STRICT_CHARACTER = r'[^\0-\x1f\"\\]'
+_LAX_CHARACTER = r"[^\"\\\r\n]"
+_STRICT_CHARACTER = r"[^\0-\x1f\"\\]"
 MAX_WHITESPACE = 32  # characters in a row between JSON tokens: enough to indent, no endless blank page
 
 

@@ -15,6 +15,7 @@ from types import TracebackType
 
 from slipstream.core.client_request import ClientRequest
 from slipstream.core.config import EngineConfig
+from slipstream.core.config_parse import config_from_values
 from slipstream.core.errors import RequestError, SlipstreamError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import Request
@@ -70,8 +71,6 @@ class LLM:
     """
 
     def __init__(self, model: str, **parameters: object) -> None:
-        from slipstream.core.config_parse import config_from_values
-
         self._start(config_from_values({"model": str(model), **parameters}))
 
     @classmethod
@@ -108,8 +107,7 @@ class LLM:
             for index, (prompt, wanted, handle) in enumerate(zip(token_ids, each, handles)):
                 completions += _collect(index, prompt, wanted.n, self._follow(handle))
         finally:
-            for handle in handles:
-                self._forget(handle)
+            self._forget(handles)
         return completions
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -118,7 +116,7 @@ class LLM:
         try:
             yield from self._follow(handle)
         finally:
-            self._forget(handle)
+            self._forget([handle])
 
     def chat(
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None = None
@@ -186,12 +184,15 @@ class LLM:
                 pending.outputs.append(output)
                 pending.is_done = pending.is_done or output.is_final
 
-    def _forget(self, handle: int) -> None:
-        """Drop a request; one that has not ended is cancelled, and its blocks are free once this returns."""
-        self._outputs.discard(handle)
-        if not self._pending.pop(handle).is_done:
-            self.engine.cancel(handle)
-            with self._lock:
+    def _forget(self, handles: list[int]) -> None:
+        """Drop requests; those that have not ended are cancelled. Their blocks are free once this returns, also those
+        of sequences that a stop string has ended just now."""
+        for handle in handles:
+            self._outputs.discard(handle)
+            if not self._pending.pop(handle).is_done:
+                self.engine.cancel(handle)
+        with self._lock:
+            if self.engine.has_work:
                 self._advance()
 
 

@@ -1,0 +1,111 @@
+"""The tensors of a step against a plain construction, over random mixes of prefill, chunks, decodes and drafts."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.nn.batch import ForwardBatch
+from slipstream.runtime.batch import BatchBuilder
+
+CPU = torch.device("cpu")
+
+
+def _plain(step: ScheduledStep, block_size: int) -> dict[str, list[int]]:
+    fields: dict[str, list[int]] = {name: [] for name in ("token_ids", "positions", "slots", "last", "seq_lens")}
+    starts = [0]
+    for row in step.requests:
+        tokens = row.request.token_ids + row.request.draft_token_ids
+        for position in range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens):
+            fields["token_ids"].append(tokens[position])
+            fields["positions"].append(position)
+            block = row.request.block_ids[position // block_size]
+            fields["slots"].append(block * block_size + position % block_size)
+        starts.append(len(fields["positions"]))
+        fields["seq_lens"].append(row.num_computed_tokens + row.num_scheduled_tokens)
+        if row.samples:
+            fields["last"].append(starts[-1] - 1)
+    return {**fields, "starts": starts}
+
+
+def _check(batch: ForwardBatch, step: ScheduledStep, block_size: int) -> None:
+    expected = _plain(step, block_size)
+    assert batch.token_ids.tolist() == expected["token_ids"]
+    assert batch.positions.tolist() == expected["positions"]
+    assert batch.slot_mapping.tolist() == expected["slots"]
+    assert batch.query_start_loc.tolist() == expected["starts"]
+    assert batch.seq_lens.tolist() == expected["seq_lens"]
+    assert batch.logits_indices.tolist() == expected["last"]
+    assert batch.max_seq_len == max(expected["seq_lens"])
+    assert batch.max_query_len == max(row.num_scheduled_tokens for row in step.requests)
+    for row, table in zip(step.requests, batch.block_tables.tolist(), strict=True):
+        num_blocks = len(row.request.block_ids)
+        assert table[:num_blocks] == row.request.block_ids and set(table[num_blocks:]) <= {-1}
+    dtypes = [t.dtype for t in (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_indices)]
+    assert set(dtypes) == {torch.int64}
+    assert {batch.query_start_loc.dtype, batch.seq_lens.dtype, batch.block_tables.dtype} == {torch.int32}
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_batches_of_random_lives(seed: int) -> None:
+    """Requests grow, are preempted (other blocks afterwards), leave and come, more of them than table rows."""
+    dice = random.Random(seed)
+    block_size = dice.choice([1, 4, 16])
+    builder = BatchBuilder(block_size, 200, 8, CPU)
+    pool = [_new_request(dice) for _ in range(12)]
+    for _ in range(60):
+        chosen = dice.sample(pool, dice.randrange(1, 9))
+        step = ScheduledStep([_schedule(dice, request, block_size) for request in chosen])
+        _check(builder.build(step), step, block_size)
+        for row in step.requests:
+            _live_on(dice, row)
+        pool = [_new_request(dice) if dice.random() < 0.05 else request for request in pool]
+
+
+def _new_request(dice: random.Random) -> Request:
+    return Request([dice.randrange(1000) for _ in range(dice.randrange(1, 60))], SamplingParams())
+
+
+def _schedule(dice: random.Random, request: Request, block_size: int) -> ScheduledRequest:
+    missing = request.num_tokens - request.num_computed_tokens
+    num_new = dice.randrange(1, missing + 1)
+    if num_new == missing and dice.random() < 0.3:
+        request.draft_token_ids = [dice.randrange(1000) for _ in range(dice.randrange(1, 5))]
+        num_new += len(request.draft_token_ids)
+    end = request.num_computed_tokens + num_new
+    while len(request.block_ids) * block_size < end:
+        request.block_ids.append(dice.randrange(10_000))
+    return ScheduledRequest(request, request.num_computed_tokens, num_new, end >= request.num_tokens)
+
+
+def _live_on(dice: random.Random, row: ScheduledRequest) -> None:
+    request = row.request
+    request.draft_token_ids = []
+    request.num_computed_tokens = min(request.num_tokens, row.num_computed_tokens + row.num_scheduled_tokens)
+    if row.samples:
+        request.num_computed_tokens = request.num_tokens
+        request.token_ids.append(dice.randrange(1000))
+    if dice.random() < 0.1 or request.num_tokens > 150:
+        request.block_ids, request.num_computed_tokens = [], 0
+        request.num_preemptions += 1
+        del request.token_ids[60:]
+
+
+def test_a_decode_batch_is_built_quickly() -> None:
+    """64 decodes at 2k context: under 0.5 ms on a quiet core; the bound leaves room for a busy machine."""
+    builder = BatchBuilder(64, 4096, 64, CPU)
+    requests = [Request([1] * 2048, SamplingParams()) for _ in range(64)]
+    for index, request in enumerate(requests):
+        request.block_ids = list(range(33 * index, 33 * index + 33))
+    step = ScheduledStep([ScheduledRequest(request, 2047, 1, True) for request in requests])
+    times = []
+    for _ in range(30):
+        start = time.perf_counter()
+        builder.build(step)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 1e-3

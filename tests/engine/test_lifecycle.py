@@ -1,0 +1,232 @@
+"""Requests that come, wait, are cancelled, time out, fail; an engine that dies answers everybody."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
+from slipstream.core.errors import CapacityError, EngineError, RequestError
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.core.stats import Metric
+from slipstream.runtime.engine import Engine
+
+LONG = replace(GREEDY, max_tokens=200)
+
+
+def _request(handle: int = 0, params: SamplingParams = LONG, num_prompt_tokens: int = 20, **fields: object) -> Request:
+    prompt = [3 + (7 * handle + i) % 400 for i in range(num_prompt_tokens)]
+    return Request(prompt, params, handle=handle, **fields)  # type: ignore[arg-type]
+
+
+def test_cancel_frees_blocks_within_two_steps(engine: Engine) -> None:
+    cache = engine.scheduler.cache
+    told: dict[Request, Told] = {}
+    sequences = engine.submit(_request(1, replace(LONG, n=3)))
+    (other,) = engine.submit(_request(2))
+    run_steps(engine, told, 10)
+    assert cache.num_used_blocks > 0 and len(told) == 4
+    engine.cancel(1)
+    run_steps(engine, told, 2)
+    assert [told[sequence].finish_reason for sequence in sequences] == [FinishReason.CANCELLED] * 3
+    assert cache.leaked_blocks(engine.scheduler.live_requests) == 0
+    assert cache.num_used_blocks == len(other.block_ids)
+    run_steps(engine, told)
+    assert told[other].finish_reason is FinishReason.LENGTH and len(told[other].token_ids) == 200
+
+
+def test_cancel_of_waiting_unknown_and_finished(engine: Engine) -> None:
+    told: dict[Request, Told] = {}
+    engine.cancel(404)
+    (waiting,) = engine.submit(_request(1))
+    engine.cancel(1)
+    run_steps(engine, told)
+    assert told[waiting].finish_reason is FinishReason.CANCELLED and told[waiting].token_ids == []
+    engine.cancel(1)
+    engine.finish(waiting)
+    run_steps(engine, told)
+    assert not engine.has_work and engine.scheduler.cache.num_used_blocks == 0
+
+
+def test_finish_ends_one_sequence_only(engine: Engine) -> None:
+    told: dict[Request, Told] = {}
+    first, second = engine.submit(_request(1, replace(LONG, n=2)))
+    run_steps(engine, told, 5)
+    engine.finish(first, "a stop string")
+    run_steps(engine, told)
+    assert told[first].finish_reason is FinishReason.STOP and first.stop_reason == "a stop string"
+    assert len(told[first].token_ids) < 10 and len(told[second].token_ids) == 200
+
+
+def test_deadline_and_queue_timeout(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, scheduler={"max_num_seqs": 1, "default_max_queue_ms": 30})
+    told: dict[Request, Told] = {}
+    (late,) = engine.submit(_request(1, deadline=time.monotonic() + 0.02))
+    (queued,) = engine.submit(_request(2))
+    end = time.monotonic() + 5
+    while engine.has_work and time.monotonic() < end:
+        run_steps(engine, told, 1)
+        time.sleep(0.005)
+        if len(late.token_ids) > 210:
+            break
+    assert told[late].finish_reason is FinishReason.TIMEOUT and 0 < len(told[late].token_ids) < 200
+    assert queued in told
+
+
+def test_priority_runs_first(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, scheduler={"max_num_seqs": 1})
+    requests = [_request(i, replace(GREEDY, max_tokens=3), priority=p) for i, p in enumerate((5, 0, -3, 0))]
+    for request in requests:
+        engine.submit(request)
+    order = []
+    while engine.has_work:
+        order += [output.request.handle for output in engine.step() if output.finish_reason is not None]
+    assert order == [2, 1, 3, 0]
+
+
+def test_admission_limit(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, scheduler={"max_num_seqs": 2, "max_waiting_requests": 3})
+    for handle in range(5):
+        engine.submit(_request(handle))
+    with pytest.raises(CapacityError, match="max_waiting_requests=3"):
+        engine.submit(_request(9))
+    run_steps(engine, {}, 1)
+    with pytest.raises(CapacityError):
+        engine.submit(_request(9))
+    engine.cancel(0)
+    engine.cancel(1)
+    run_steps(engine, {}, 1)
+    with pytest.raises(CapacityError):
+        engine.submit(_request(9, replace(LONG, n=3)))
+    engine.submit(_request(9))
+    told: dict[Request, Told] = {}
+    run_steps(engine, told)
+    assert engine.scheduler.cache.num_used_blocks == 0
+
+
+def test_requests_that_can_never_run(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, model={"max_model_len": 64})
+    with pytest.raises(RequestError, match="max_model_len=64") as caught:
+        engine.submit(_request(1, num_prompt_tokens=64))
+    assert caught.value.field == "prompt"
+    with pytest.raises(RequestError, match="prompt"):
+        engine.submit(_request(1, num_prompt_tokens=0))
+    with pytest.raises(RequestError, match="not in the vocabulary"):
+        engine.submit(Request([5, 10**9], GREEDY))
+    assert not engine.has_work
+    assert run_all(engine, [[7] * 63], GREEDY)[0].finish_reason is FinishReason.LENGTH
+
+
+class _BrokenGuide:
+    """A grammar whose matcher fails at its third token."""
+
+    is_terminated = False
+
+    def __init__(self) -> None:
+        self.num_masks = 0
+
+    def fill_mask(self, bitmask: object, row: int) -> None:
+        self.num_masks += 1
+        if self.num_masks == 3:
+            raise RuntimeError("matcher is broken")
+        bitmask[row] = -1  # type: ignore[index]
+
+    def accept(self, token_ids: list[int]) -> None:
+        pass
+
+
+def test_failure_of_one_request_is_its_own(engine: Engine) -> None:
+    expected = run_all(engine, [_request(2).prompt_token_ids], GREEDY)[0].token_ids
+    told: dict[Request, Told] = {}
+    (broken,) = engine.submit(_request(1, replace(GREEDY, guide=Guide("regex", "a+"))))
+    broken.guide_state = _BrokenGuide()
+    (sound,) = engine.submit(_request(2, GREEDY))
+    run_steps(engine, told)
+    assert told[broken].finish_reason is FinishReason.ERROR and "matcher is broken" in told[broken].error
+    assert len(told[broken].token_ids) == 2
+    assert told[sound].token_ids == expected
+    assert engine.error is None and engine.scheduler.cache.num_used_blocks == 0
+
+
+def test_dead_engine_answers_everybody(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tiny_llama, scheduler={"max_num_seqs": 2})
+    told: dict[Request, Told] = {}
+    requests = [_request(handle) for handle in range(4)]
+    for request in requests:
+        engine.submit(request)
+    run_steps(engine, told, 3)
+
+    def explode(batch: object) -> None:
+        engine.submit(last)  # arrives while the step fails
+        raise ValueError("kernel went wrong")
+
+    last = _request(5)
+    monkeypatch.setattr(engine._runner, "forward", explode)
+    run_steps(engine, told, 1)
+    assert isinstance(engine.error, EngineError)
+    for request in [*requests, last]:
+        assert told[request].finish_reason is FinishReason.ERROR, request.handle
+        assert "kernel went wrong" in told[request].error
+    with pytest.raises(EngineError):
+        engine.submit(_request(6))
+    assert engine.step() == [] and not engine.has_work
+
+
+def test_threads_submit_and_cancel(engine: Engine) -> None:
+    """Two submitters and a canceller beside the engine thread: every request ends exactly once, nothing leaks."""
+    told: dict[Request, Told] = {}
+    submitted: list[Request] = []
+    is_over = threading.Event()
+
+    def submitter(first: int) -> None:
+        for handle in range(first, first + 30):
+            submitted.extend(engine.submit(_request(handle, replace(GREEDY, max_tokens=1 + handle % 7))))
+            if handle % 5 == 0:
+                engine.cancel(handle)
+
+    def loop() -> None:
+        while not is_over.is_set() or engine.has_work:
+            for output in engine.step():
+                told.setdefault(output.request, Told()).take(output)
+            engine.wait(0.01)
+
+    threads = [threading.Thread(target=submitter, args=(first,)) for first in (100, 200)]
+    runner = threading.Thread(target=loop)
+    for thread in [runner, *threads]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    is_over.set()
+    runner.join(30)
+    assert not runner.is_alive()
+    assert len(submitted) == 60 and all(told[request].finish_reason is not None for request in submitted)
+    assert engine.scheduler.cache.num_used_blocks == 0
+
+
+def test_wait_wakes_at_once(engine: Engine) -> None:
+    timer = threading.Timer(0.05, lambda: engine.submit(_request(1, replace(GREEDY, max_tokens=1))))
+    timer.start()
+    start = time.monotonic()
+    assert engine.wait(10.0)
+    assert time.monotonic() - start < 5.0
+    run_steps(engine, {})
+    assert not engine.wait(0.0)
+
+
+def test_numbers_reach_the_metrics(tiny_llama: Path, prompts: list[list[int]]) -> None:
+    engine = make_engine(tiny_llama)
+    run_all(engine, prompts, GREEDY)
+    seen: dict[int, list[float]] = {}
+    for _ in range(2):
+        for metric, values in engine.stats.drain():
+            seen.setdefault(metric, []).extend(values)
+        engine.wait(0.0)
+    assert sum(seen[Metric.GENERATION_TOKENS]) == 24 * len(prompts)
+    assert sum(seen[Metric.FINISHED_LENGTH]) == len(prompts)
+    assert seen[Metric.KV_BLOCKS_LEAKED][-1] == 0 and seen[Metric.KV_BLOCKS_TOTAL][-1] == 512
+    assert len(seen[Metric.STEP_TIME]) >= 24 and all(0 < seconds < 60 for seconds in seen[Metric.STEP_TIME])
+    assert seen[Metric.REQUESTS_RUNNING][-1] == 0

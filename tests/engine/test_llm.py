@@ -1,0 +1,137 @@
+"""`slipstream.LLM`: text in, text out; streams, chats, threads; and the null runner."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from slipstream import LLM, SamplingParams
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig
+from slipstream.core.errors import RequestError
+
+PARAMS = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
+TEXTS = ["The quick brown fox", "def add(a, b):", "ça va très bien", "你好"]
+
+
+def _config(checkpoint: Path, load_format: str = "auto") -> EngineConfig:
+    model = ModelConfig(model=str(checkpoint), device="cpu", load_format=load_format)
+    return EngineConfig(model=model, cache=CacheConfig(block_size=8, num_blocks=512))
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> Iterator[LLM]:
+    with LLM.from_config(_config(tiny_llama)) as llm:
+        yield llm
+
+
+def test_import_is_light() -> None:
+    code = "import sys, slipstream; assert slipstream.__version__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_keyword_arguments_are_the_config_parameters(tiny_llama: Path) -> None:
+    with LLM(str(tiny_llama), device="cpu", max_model_len=128, block_size=16) as llm:
+        assert (llm.config.model.max_model_len, llm.config.cache.block_size) == (128, 16)
+        assert llm.generate("a", PARAMS)[0].finish_reason == "length"
+
+
+def test_text_and_ids_agree(llm: LLM) -> None:
+    tokenizer = llm.engine.tokenizer
+    by_text = llm.generate(TEXTS, PARAMS)
+    by_ids = llm.generate([tokenizer.encode(text) for text in TEXTS], PARAMS)
+    assert [c.text for c in by_text] == [c.text for c in by_ids] != [""] * 4
+    for index, completion in enumerate(by_text):
+        assert completion.prompt_index == index and completion.finish_reason == "length"
+        assert completion.prompt_token_ids == tokenizer.encode(TEXTS[index])
+        whole = tokenizer.decode(completion.prompt_token_ids + completion.token_ids)
+        assert whole == tokenizer.decode(completion.prompt_token_ids) + completion.text
+    assert llm.generate(TEXTS[0], PARAMS)[0].text == by_text[0].text
+
+
+def test_stream_is_generate(llm: LLM) -> None:
+    expected = llm.generate(TEXTS[1], PARAMS)[0]
+    pieces = list(llm.stream(TEXTS[1], PARAMS))
+    assert "".join(piece.text for piece in pieces) == expected.text
+    assert [i for piece in pieces for i in piece.token_ids] == expected.token_ids
+    assert len(pieces) > 3 and pieces[-1].is_final and not any(piece.is_final for piece in pieces[:-1])
+
+
+def test_leaving_a_stream_frees_its_blocks(llm: LLM) -> None:
+    for _ in llm.stream(TEXTS[0], replace(PARAMS, max_tokens=300)):
+        assert llm.engine.scheduler.cache.num_used_blocks > 0
+        break
+    assert llm.engine.scheduler.cache.num_used_blocks == 0 and not llm.engine.has_work
+
+
+def test_streams_interleave(llm: LLM) -> None:
+    expected = [completion.text for completion in llm.generate(TEXTS[:2], PARAMS)]
+    streams = [llm.stream(text, PARAMS) for text in TEXTS[:2]]
+    got = ["", ""]
+    while any(got[index] != expected[index] for index in range(2)):
+        pieces = [next(stream, None) for stream in streams]
+        assert any(pieces), got
+        for index, piece in enumerate(pieces):
+            got[index] += piece.text if piece is not None else ""
+    assert got == expected
+
+
+def test_threads_share_one_engine(llm: LLM) -> None:
+    expected = [completion.text for completion in llm.generate(TEXTS, PARAMS)]
+    got: dict[int, str] = {}
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            got[index] = llm.generate(TEXTS[index], PARAMS)[0].text
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [got[index] for index in range(4)] == expected
+
+
+def test_n_and_params_per_prompt(llm: LLM) -> None:
+    params = [SamplingParams(max_tokens=3, n=2, seed=1, logprobs=1), SamplingParams(max_tokens=5, ignore_eos=True)]
+    completions = llm.generate(TEXTS[:2], params)
+    assert [(c.prompt_index, c.sequence_index) for c in completions] == [(0, 0), (0, 1), (1, 0)]
+    assert len(completions[2].token_ids) == 5 and completions[2].logprobs is None
+    for completion in completions[:2]:
+        assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
+        assert completion.cumulative_logprob == pytest.approx(sum(e.logprob for e in completion.logprobs))
+
+
+def test_stop_strings(llm: LLM) -> None:
+    free = llm.generate(TEXTS[1], replace(PARAMS, max_tokens=40))[0].text
+    stop = next(free[i : i + 2] for i in range(4, len(free)) if free[i : i + 2].isprintable())
+    ended = llm.generate(TEXTS[1], replace(PARAMS, max_tokens=40, stop=(stop,)))[0]
+    assert ended.text == free[: free.index(stop)]
+    assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
+    assert llm.engine.scheduler.cache.num_used_blocks == 0 and not llm.engine.has_work
+
+
+def test_chat_uses_the_template(llm: LLM) -> None:
+    completion = llm.chat([{"role": "user", "content": "hello"}], PARAMS)[0]
+    assert llm.engine.tokenizer.decode(completion.prompt_token_ids, False) == "<|user|>hello\n"
+    assert len(llm.chat([[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]], PARAMS)) == 2
+
+
+def test_one_bad_prompt_leaves_nothing_behind(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        llm.generate([[5, 6], [7] * 9999], PARAMS)
+    assert not llm.engine.has_work and llm.engine.scheduler.cache.num_used_blocks == 0
+
+
+def test_null_runner_needs_no_weights(tiny_llama: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((tiny_llama / name).read_bytes())
+    with LLM.from_config(_config(tmp_path, "null")) as llm:
+        completions = llm.generate(TEXTS, replace(PARAMS, max_tokens=200))
+    for completion in completions:
+        assert len(set(completion.token_ids)) == 1 and len(completion.token_ids) == 200
+        assert completion.text.strip() and completion.text == llm.engine.tokenizer.decode(completion.token_ids)

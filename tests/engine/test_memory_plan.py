@@ -1,0 +1,94 @@
+"""The memory plan's arithmetic, and its refusals before any weight is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import make_engine
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig
+from slipstream.core.errors import ConfigError
+from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.runtime.memory_plan import Hardware, free_device_memory, plan_memory
+
+CPU = Hardware(torch.device("cpu"), torch.float32, torch.float32)
+GPU = Hardware(torch.device("cuda"), torch.bfloat16, torch.bfloat16)
+GIB = 1 << 30
+
+
+@pytest.fixture
+def spec(tiny_llama: Path) -> DecoderSpec:
+    return read_spec(tiny_llama)
+
+
+def _config(**cache: object) -> EngineConfig:
+    return EngineConfig(model=ModelConfig(max_model_len=256), cache=replace(CacheConfig(block_size=16), **cache))
+
+
+def test_gpu_takes_its_fraction(spec: DecoderSpec) -> None:
+    large = replace(spec, num_layers=32, num_kv_heads=8, head_dim=128, max_position_embeddings=8192)
+    config = replace(_config(memory_fraction=0.5), model=ModelConfig(max_model_len=8192))
+    plan = plan_memory(large, config, GPU, 40 * GIB)
+    assert plan.block_bytes == 2 * 32 * 8 * 128 * 2 * 16
+    remaining = 40 * GIB - plan.weight_bytes - plan.workspace_bytes
+    assert plan.num_blocks == remaining // 2 // plan.block_bytes
+    assert plan.num_full_sequences == plan.num_blocks // 512
+    assert plan.weight_bytes == 2 * large.num_parameters
+
+
+def test_cpu_takes_a_gibibyte_or_what_it_is_told(spec: DecoderSpec) -> None:
+    large = replace(spec, num_layers=32, num_kv_heads=8, head_dim=128)
+    assert 0.99 * GIB < plan_memory(large, _config(), CPU, 64 * GIB).pool_bytes <= GIB
+    assert plan_memory(large, _config(memory_bytes=GIB // 4), CPU, 64 * GIB).pool_bytes == GIB // 4
+    assert plan_memory(spec, _config(num_blocks=77), CPU, 64 * GIB).num_blocks == 77
+
+
+def test_small_models_stop_at_what_is_useful(spec: DecoderSpec) -> None:
+    plan = plan_memory(spec, _config(), CPU, 64 * GIB)
+    assert plan.num_full_sequences == 2 * 256
+
+
+def test_the_table_names_every_part(spec: DecoderSpec) -> None:
+    table = str(plan_memory(spec, _config(num_blocks=64), CPU, GIB))
+    for part in ("1.00 GiB", "weights", "workspace", "KV pool", "64 blocks x 16 tokens", "4 sequences", "256 tokens"):
+        assert part in table
+
+
+@pytest.mark.parametrize(
+    ("cache", "field", "says"),
+    [
+        ({"num_blocks": 15}, "num_blocks", ["15 blocks x 16 tokens", "needs 16 blocks", "max_model_len at most 240"]),
+        ({"memory_bytes": 20_000}, "memory_bytes", ["needs 16 blocks", "memory_bytes at least"]),
+        ({"num_blocks": 10**9}, "num_blocks", ["does not fit", "at most"]),
+    ],
+)
+def test_refusals_show_the_arithmetic(spec: DecoderSpec, cache: dict[str, object], field: str, says: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_memory(spec, _config(**cache), CPU, GIB)
+    assert caught.value.field == field
+    for words in says:
+        assert words in str(caught.value)
+
+
+def test_no_memory_at_all(spec: DecoderSpec) -> None:
+    with pytest.raises(ConfigError, match="more free memory"):
+        plan_memory(spec, _config(), CPU, 1 << 20)
+
+
+def test_length_beyond_the_checkpoint(spec: DecoderSpec) -> None:
+    config = EngineConfig(model=ModelConfig(max_model_len=513))
+    with pytest.raises(ConfigError, match="max_model_len=513: accepted: at most 512"):
+        plan_memory(spec, config, CPU, GIB)
+
+
+def test_refused_before_weights_are_read(tiny_llama: Path, tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json"):  # a checkpoint without any weights
+        (tmp_path / name).write_bytes((tiny_llama / name).read_bytes())
+    with pytest.raises(ConfigError, match="needs 64 blocks"):
+        make_engine(tmp_path, cache={"num_blocks": 63})
+
+
+def test_host_memory_is_plausible() -> None:
+    assert 1 << 26 < free_device_memory(torch.device("cpu")) < 1 << 50
