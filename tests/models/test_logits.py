@@ -99,3 +99,13 @@ def test_half_precision_stays_near(dtype: str, tmp_path: Path) -> None:
     ours = PagedForward(decoder, prompts()).run([11])
     for prompt, logits in zip(prompts(), ours):
         assert relative_error(logits, checkpoint.logits(prompt)) < 0.06
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.08)])
+@pytest.mark.parametrize("variant", ["llama-gpu", "qwen3-gpu", "mistral-gpu"])
+def test_gpu_computes_the_same(variant: str, dtype: str, tolerance: float, tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(variant, tmp_path)
+    decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cuda", dtype=dtype))
+    for prompt, logits in zip(prompts(), PagedForward(decoder, prompts(), block_size=16).run([5, 1, 13])):
+        assert relative_error(logits.cpu(), checkpoint.logits(prompt)) <= tolerance

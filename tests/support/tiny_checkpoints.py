@@ -82,6 +82,12 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "mistral-window": ("mistral", {"sliding_window": 9}),
     "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 12}),
 }
+# head sizes that the GPU kernels serve
+GPU_VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama-gpu": ("llama", {"head_dim": 128, **VARIANTS["llama-rope-yarn"][1]}),
+    "qwen3-gpu": ("qwen3", {"head_dim": 64}),
+    "mistral-gpu": ("mistral", {"sliding_window": 9, "head_dim": 64}),
+}
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class TinyCheckpoint:
 
 
 def make_model(variant: str) -> PreTrainedModel:
-    family, changes = VARIANTS[variant]
+    family, changes = {**VARIANTS, **GPU_VARIANTS}[variant]
     config_class, model_class = CLASSES[family]
     torch.manual_seed(sum(variant.encode()))
     model = model_class(config_class(**{**SIZES, **changes})).eval()

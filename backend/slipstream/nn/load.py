@@ -60,9 +60,9 @@ def resolve_device(device: str) -> torch.device:
 def resolve_dtype(dtype: str, spec: DecoderSpec, device: torch.device) -> torch.dtype:
     """ "auto": the checkpoint's dtype on a GPU, float32 on a CPU.
 
-    On CPUs without bf16 instructions a bf16 product is several times slower than an fp32 one, and in fp32 a batch of
-    one and a batch of many agree to 1e-6, so that greedy text does not depend on them. With AVX512-BF16 "bfloat16"
-    decodes 1.9-2.3x faster: worth asking for by name.
+    Measured on one Zen core, Llama of 21M parameters, a decode step of 64 requests | a prompt of 256 tokens: fp32
+    94 | 120 ms; bf16 with AVX512-BF16 62 | 79 ms, but with AVX512 alone 138 | 299 ms and with AVX2 449 | 1050 ms. In
+    fp32 a batch and its members alone agree to 1e-6 as well, so that greedy text does not depend on the batch.
     """
     if dtype == "auto":
         return spec.dtype if device.type == "cuda" else torch.float32
