@@ -23,6 +23,7 @@ from slipstream.core.stats import FINISHED_METRIC, Metric, Stats
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 
 _MAX_SKIPPED = 64  # waiting requests looked past in one step because their prefix is being computed
+_LAST = (float("inf"), 0)  # above every sort_key
 _sort_key: Callable[[Request], tuple[int, int]] = attrgetter("sort_key")
 
 
@@ -30,8 +31,8 @@ class Scheduler:
     """Owns all requests from `add` to their end.
 
     Fairness: every running decode gets its token before any prefill gets one, drafts use at most half of what is left,
-    and the number of running requests never exceeds the budget, so both always advance. Prefills go by priority, then
-    arrival, and nobody overtakes a request that waits for blocks.
+    and the number of running requests never exceeds the budget, so both always advance. Prefills, begun or waiting,
+    go by priority, then arrival, and nobody overtakes a request that waits for blocks.
     """
 
     def __init__(
@@ -132,11 +133,14 @@ class Scheduler:
         prefills: list[Request] = []
         if self._running:
             budget = self._schedule_decodes(step, budget, prefills)
+        can_admit = bool(self._waiting) and not step.preempted
         if prefills:
+            if can_admit and _sort_key(self._waiting[0]) < _sort_key(prefills[0]):
+                budget = self._schedule_waiting(step, budget, num_reserved > 0, before=_sort_key(prefills[0]))
             budget = self._schedule_prefills(step, budget, prefills)
         budget += num_reserved
-        if self._waiting and not step.preempted:
-            budget = self._schedule_waiting(step, budget, is_turn=num_reserved > 0)
+        if can_admit:
+            budget = self._schedule_waiting(step, budget, num_reserved > 0)
         step.num_scheduled_tokens = self.config.max_num_batched_tokens - budget
         return step
 
@@ -176,11 +180,15 @@ class Scheduler:
             budget -= num_new
         return budget
 
-    def _schedule_waiting(self, step: ScheduledStep, budget: int, is_turn: bool) -> int:
-        """Admit in order, until tokens, seats or blocks run out."""
+    def _schedule_waiting(
+        self, step: ScheduledStep, budget: int, is_turn: bool, before: tuple[float, int] = _LAST
+    ) -> int:
+        """Admit in order those whose sort_key is below `before`, until tokens, seats or blocks run out."""
         index = 0
         while budget > 0 and index < min(len(self._waiting), _MAX_SKIPPED) and len(self._running) < self._max_running:
             request = self._waiting[index]
+            if request.sort_key >= before:
+                break
             prefix = self.cache.find_prefix(request)
             if self.cache.is_prefix_underway(request, len(prefix)):
                 index += 1

@@ -1,0 +1,132 @@
+"""A fake model over a fake KV cache, to drive core/scheduler.py without torch and to notice any wrong block.
+
+Each slot of the cache holds the hash of the whole prefix that was "computed" into it, and a token is sampled only after
+every slot of the request's block table has been compared with its own tokens: a block that was lost, shared wrongly or
+used twice fails there.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from slipstream.core.config import SchedulerConfig
+from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.outputs import StepOutput
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.scheduler import Scheduler
+from slipstream.core.step import ScheduledRequest, ScheduledStep
+
+VOCAB = 1009
+SIZE = 4  # block_size
+
+
+def prefix_hashes(token_ids: list[int]) -> list[int]:
+    return list(accumulate(token_ids, lambda state, token: hash((state, token)), initial=1))[1:]
+
+
+def next_token(token_ids: list[int], seed: int = 0) -> int:
+    """The fake model's only possible continuation."""
+    return hash((prefix_hashes(token_ids)[-1], seed)) % VOCAB
+
+
+def continuation(prompt: list[int], num_tokens: int, seed: int = 0) -> list[int]:
+    """What a request without any stop condition must emit."""
+    token_ids = list(prompt)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids, seed))
+    return token_ids[len(prompt) :]
+
+
+class FakeLLM:
+    """Runs steps; drafts `num_drafts` tokens for each request, of which the first `num_right` are right."""
+
+    def __init__(self, scheduler: Scheduler, num_drafts: int = 0, num_right: int = 0) -> None:
+        self.scheduler = scheduler
+        self.num_drafts, self.num_right = num_drafts, num_right
+        cache = scheduler.cache
+        self._slots = [[0] * cache.block_size for _ in range(cache.num_blocks)]
+        self.steps: list[ScheduledStep] = []
+        self.emitted: dict[int, list[int]] = {}  # request_id -> token ids of its StepOutputs
+        self.ended: dict[int, int] = {}  # request_id -> number of outputs with a finish_reason
+
+    def step(self) -> list[StepOutput]:
+        step = self.scheduler.schedule()
+        self.steps.append(step)
+        sampled = [self._run(row) for row in step.requests]
+        drafts = [
+            self._draft(row.request.token_ids + new, row.request.seed) if new else []
+            for row, new in zip(step.requests, sampled)
+        ]
+        outputs = self.scheduler.commit(step, sampled, drafts if self.num_drafts else None)
+        self.take(outputs)
+        return outputs
+
+    def take(self, outputs: list[StepOutput]) -> None:
+        for output in outputs:
+            request_id = output.request.request_id
+            self.emitted.setdefault(request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                self.ended[request_id] = self.ended.get(request_id, 0) + 1
+
+    def run(self, max_steps: int = 10_000) -> int:
+        """Step until nothing is left; returns the number of steps."""
+        for num_steps in range(max_steps):
+            if not self.scheduler.has_work:
+                return num_steps
+            self.step()
+        raise AssertionError(f"{self.scheduler.num_running} running, {self.scheduler.num_waiting} waiting at the end")
+
+    def _run(self, row: ScheduledRequest) -> list[int]:
+        request, size = row.request, self.scheduler.cache.block_size
+        token_ids = request.token_ids + request.draft_token_ids
+        end = row.num_computed_tokens + row.num_scheduled_tokens
+        hashes = prefix_hashes(token_ids[:end])
+        for position in range(row.num_computed_tokens, end):
+            self._slots[request.block_ids[position // size]][position % size] = hashes[position]
+        for position in range(end):
+            seen = self._slots[request.block_ids[position // size]][position % size]
+            assert seen == hashes[position], f"request {request.request_id} lost the KV of position {position}"
+        assert row.samples == (end >= request.num_tokens)
+        return self._sample(request) if row.samples else []
+
+    def _sample(self, request: Request) -> list[int]:
+        """Greedy verification: the accepted drafts and the token after them."""
+        token_ids, new = list(request.token_ids), []
+        for draft in [*request.draft_token_ids, -1]:
+            new.append(next_token(token_ids, request.seed))
+            token_ids.append(new[-1])
+            if draft != new[-1]:
+                break
+        return new
+
+    def _draft(self, token_ids: list[int], seed: int) -> list[int]:
+        drafts: list[int] = []
+        for index in range(self.num_drafts):
+            right = next_token(token_ids + drafts, seed)
+            drafts.append(right if index < self.num_right else (right + 1) % VOCAB)
+        return drafts
+
+
+def make_llm(num_blocks: int = 64, max_model_len: int = 200, caching: bool = True, **config: object) -> FakeLLM:
+    cache = KVCacheManager(num_blocks, SIZE, caching)
+    return FakeLLM(Scheduler(SchedulerConfig(**config), cache, max_model_len))  # type: ignore[arg-type]
+
+
+def make_request(prompt: list[int] | int, max_tokens: int = 8, priority: int = 0, **params: object) -> Request:
+    """A number stands for a prompt of that many tokens that shares no prefix with another length."""
+    token_ids = [prompt] * prompt if isinstance(prompt, int) else prompt
+    return Request(token_ids, SamplingParams(max_tokens=max_tokens, **params), priority=priority)  # type: ignore[arg-type]
+
+
+def check_blocks(scheduler: Scheduler) -> None:
+    """Assert that reference counts are exactly what the live requests hold, and that nobody else holds anything."""
+    cache: KVCacheManager = scheduler.cache
+    cache.pool.check()
+    counts = [0] * cache.num_blocks
+    for request in scheduler.live_requests:
+        assert len(set(request.block_ids)) == len(request.block_ids), "a block is twice in one table"
+        for block in request.block_ids:
+            counts[block] += 1
+    assert counts == [cache.pool.ref_count(block) for block in range(cache.num_blocks)]
+    assert cache.leaked_blocks(scheduler.live_requests) == 0

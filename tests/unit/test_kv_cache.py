@@ -1,0 +1,120 @@
+"""core/kv_cache.py: hash chains, sharing of prefixes, growth and the accounting of leaks."""
+
+from __future__ import annotations
+
+import pytest
+from slipstream.core.kv_cache import KVCacheManager, hash_block, hash_root
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+
+SIZE = 4
+
+
+def make_request(prompt: list[int], prefix_key: bytes = b"", **params: object) -> Request:
+    return Request(prompt_token_ids=prompt, params=SamplingParams(**params), prefix_key=prefix_key)  # type: ignore[arg-type]
+
+
+def compute(cache: KVCacheManager, request: Request) -> None:
+    """Do as a scheduler does for a prompt in one step, less the sampled token."""
+    prefix = cache.find_prefix(request)
+    assert cache.can_admit(request, prefix)
+    cache.admit(request, prefix)
+    request.num_computed_tokens = request.num_tokens
+    cache.commit(request)
+
+
+def test_hashes_are_stable_and_chained() -> None:
+    root = hash_root(b"")
+    assert hash_block(root, [1, 2]).hex() == hash_block(hash_root(b""), (1, 2)).hex()
+    assert hash_block(root, [1, 2]) != hash_block(hash_root(b"adapter"), [1, 2])
+    assert hash_block(hash_block(root, [1]), [2]) != hash_block(hash_block(root, [2]), [2])
+    assert hash_root(b"").hex() == "eab18137ca5fc7655e80564cc577a01f"
+
+
+@pytest.mark.parametrize(("num_tokens", "num_shared"), [(3, 0), (4, 0), (5, 4), (8, 4), (9, 8), (12, 8)])
+def test_only_full_blocks_are_shared_and_the_last_token_never(num_tokens: int, num_shared: int) -> None:
+    cache = KVCacheManager(16, SIZE)
+    prompt = list(range(12))
+    compute(cache, make_request(prompt))
+    request = make_request(prompt[:num_tokens])
+    assert cache.match_prefix(request) == num_shared == request.num_computed_tokens == request.num_cached_tokens
+    assert request.num_reused_blocks == len(request.block_ids) == num_shared // SIZE
+
+
+def test_match_ends_at_the_first_different_block() -> None:
+    cache = KVCacheManager(16, SIZE)
+    first = make_request(list(range(16)))
+    compute(cache, first)
+    second = make_request([*range(4), 99, *range(5, 16)])
+    assert cache.match_prefix(second) == 4 and second.block_ids == first.block_ids[:1]
+    assert (cache.num_prefix_queries, cache.num_prefix_hits) == (32, 4)
+
+
+def test_freed_content_is_found_until_evicted() -> None:
+    cache = KVCacheManager(4, SIZE)
+    first = make_request(list(range(12)))
+    compute(cache, first)
+    cache.free(first)
+    assert cache.num_used_blocks == 0
+    again = make_request(list(range(12)))
+    assert cache.match_prefix(again) == 8
+    cache.free(again)
+    compute(cache, make_request(list(range(100, 112))))  # needs three of four blocks
+    assert cache.match_prefix(make_request(list(range(12)))) == 4
+
+
+@pytest.mark.parametrize("reason", ["off", "key", "prompt_logprobs"])
+def test_no_sharing_where_it_would_be_wrong(reason: str) -> None:
+    cache = KVCacheManager(16, SIZE, enable_prefix_caching=reason != "off")
+    prompt = list(range(12))
+    compute(cache, make_request(prompt))
+    key = b"tenant" if reason == "key" else b""
+    params = {"prompt_logprobs": 0} if reason == "prompt_logprobs" else {}
+    assert cache.match_prefix(make_request(prompt, key, **params)) == 0
+
+
+def test_allocate_grows_to_the_asked_length_or_changes_nothing() -> None:
+    cache = KVCacheManager(3, SIZE)
+    request = make_request([1] * 5)
+    assert cache.allocate(request, 5) and len(request.block_ids) == 2
+    assert cache.allocate(request, 8) and len(request.block_ids) == 2
+    held = list(request.block_ids)
+    assert not cache.allocate(request, 13)
+    assert request.block_ids == held and cache.num_free_blocks == 1
+    assert cache.allocate(request, 12) and cache.num_free_blocks == 0
+    assert request.num_new_blocks == 3
+
+
+def test_free_is_harmless_twice_and_leaks_are_counted() -> None:
+    cache = KVCacheManager(8, SIZE)
+    kept, lost = make_request([1] * 6), make_request([2] * 9)
+    compute(cache, kept)
+    compute(cache, lost)
+    assert cache.leaked_blocks([kept, lost]) == 0
+    assert cache.leaked_blocks([kept]) == 3
+    cache.free(lost)
+    cache.free(lost)
+    assert cache.leaked_blocks([kept]) == 0
+
+
+def test_can_admit_does_not_count_a_cached_block_as_free_and_as_shared() -> None:
+    cache = KVCacheManager(3, SIZE)
+    first = make_request(list(range(9)))
+    compute(cache, first)
+    cache.free(first)
+    longer = make_request(list(range(13)))  # four blocks: two cached, two more; but two cached and one empty exist
+    prefix = cache.find_prefix(longer)
+    assert len(prefix) == 2 and cache.num_free_blocks == 3
+    assert not cache.can_admit(longer, prefix)
+    assert cache.can_admit(make_request(list(range(12))), prefix)
+
+
+def test_generated_tokens_are_published_too() -> None:
+    cache = KVCacheManager(8, SIZE)
+    first = make_request([1, 2, 3])
+    compute(cache, first)
+    first.token_ids += [4, 5, 6]
+    assert cache.allocate(first, 6)
+    first.num_computed_tokens = 5
+    cache.commit(first)
+    assert cache.match_prefix(make_request([1, 2, 3, 4, 9])) == 4

@@ -1,0 +1,207 @@
+"""Block pool and scheduler against a model: random requests, cancels, time-outs and steps, every invariant after each.
+
+The fake model (tests/support/fake_llm.py) compares every KV slot with the request's own tokens before it samples, and
+its text depends on the tokens alone, so one comparison with the text of a lonely request covers preempted = not, prefix
+hit = miss, chunked = whole, batch = single and speculation = plain.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fake_llm import FakeLLM, check_blocks, continuation
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
+from slipstream.core.errors import CapacityError, RequestError
+from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.scheduler import Scheduler
+from slipstream.core.stats import METRICS, Metric, MetricKind
+
+MAX_MODEL_LEN = 40
+COMMON_PROMPT = list(range(100, 130))
+OWN_ENDS = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to configure the scheduler and the fake model's speculation."""
+
+    policy: str
+    num_blocks: int
+    block_size: int
+    budget: int
+    max_num_seqs: int
+    is_chunked: bool
+    is_caching: bool
+    num_drafts: int
+    num_right: int
+
+
+SETTINGS = st.builds(
+    Setting,
+    policy=st.sampled_from(SCHEDULER_POLICIES),
+    num_blocks=st.integers(6, 24),
+    block_size=st.sampled_from([2, 4, 8]),
+    budget=st.integers(3, 30),
+    max_num_seqs=st.integers(1, 6),
+    is_chunked=st.booleans(),
+    is_caching=st.booleans(),
+    num_drafts=st.sampled_from([0, 0, 3]),
+    num_right=st.integers(0, 3),
+)
+# a piece of the common prompt, perhaps with a tail of its own: many prefixes are shared, some to the last token
+PROMPTS = st.builds(
+    lambda length, tail: COMMON_PROMPT[:length] + tail,
+    st.integers(1, 28),
+    st.lists(st.integers(0, 2), max_size=4),
+)
+
+
+def expected_output(request: Request) -> list[int]:
+    """The text of that request alone in the world, by a second statement of the stop conditions."""
+    params = request.params
+    room = min(params.max_tokens, MAX_MODEL_LEN - request.num_prompt_tokens)
+    text = continuation(request.prompt_token_ids, room, request.seed)
+    for count in range(max(1, params.min_tokens), room + 1):
+        if text[count - 1] in request.eos_token_ids:
+            return text[:count]
+    return text
+
+
+class SchedulerWalk(RuleBasedStateMachine):
+    @initialize(setting=SETTINGS)
+    def start(self, setting: Setting) -> None:
+        config = SchedulerConfig(
+            max_num_batched_tokens=setting.budget,
+            max_num_seqs=setting.max_num_seqs,
+            policy=setting.policy,
+            max_waiting_requests=8,
+            enable_chunked_prefill=setting.is_chunked,
+        )
+        cache = KVCacheManager(setting.num_blocks, setting.block_size, setting.is_caching)
+        self.config = config
+        self.scheduler = Scheduler(config, cache, MAX_MODEL_LEN)
+        self.llm = FakeLLM(self.scheduler, setting.num_drafts, setting.num_right)
+        self.requests: list[Request] = []
+        self.counters = [0.0] * len(METRICS)
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 20),
+        min_tokens=st.integers(0, 20),
+        num_eos=st.sampled_from([0, 0, 100, 400]),
+        priority=st.integers(-1, 1),
+        seed=st.integers(0, 1),
+        num_siblings=st.sampled_from([1, 1, 1, 2, 3]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        num_eos: int,
+        priority: int,
+        seed: int,
+        num_siblings: int,
+    ) -> None:
+        params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+        group = [
+            Request(prompt, params, seed + index, priority, eos_token_ids=frozenset(range(num_eos)))
+            for index in range(num_siblings)
+        ]
+        num_before = self.scheduler.num_waiting
+        try:
+            self.scheduler.add_all(group)
+        except (CapacityError, RequestError):
+            assert self.scheduler.num_waiting == num_before
+        else:
+            self.requests += group
+
+    @rule(num_steps=st.integers(1, 4))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            had_work = self.scheduler.has_work
+            self.llm.step()
+            self.check_step(had_work)
+
+    def check_step(self, had_work: bool) -> None:
+        step = self.llm.steps[-1]
+        num_tokens = [row.num_scheduled_tokens for row in step.requests]
+        assert sum(num_tokens) == step.num_scheduled_tokens <= self.config.max_num_batched_tokens
+        assert len({row.request.request_id for row in step.requests}) == len(num_tokens) <= self.config.max_num_seqs
+        assert all(count > 0 for count in num_tokens)
+        assert bool(step.requests) == had_work, "a step without rows although there is work"
+        assert not (step.preempted and self.config.policy == "guaranteed_no_evict")
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.ERROR]))
+    def finish(self, data: st.DataObject, reason: FinishReason) -> None:
+        request = data.draw(st.sampled_from(self.requests))
+        was_over = request.is_finished
+        output = self.scheduler.finish(request, reason)
+        assert (output is None) == was_over and request.is_finished
+        if output is not None:
+            self.llm.take([output])
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(data=st.data())
+    def expire(self, data: st.DataObject) -> None:
+        late = data.draw(st.sampled_from(list(self.scheduler.live_requests)))
+        late.deadline = 5.0
+        self.scheduler._next_expiry = 5.0  # as `add` notes it
+        outputs = self.scheduler.expire(6.0)
+        assert [output.request for output in outputs] == [late]
+        self.llm.take(outputs)
+
+    @invariant()
+    def check_state(self) -> None:
+        check_blocks(self.scheduler)
+        live = list(self.scheduler.live_requests)
+        assert sorted(r.request_id for r in live) == [r.request_id for r in self.requests if not r.is_finished]
+        assert self.scheduler.num_running <= self.config.max_num_seqs
+        for request in self.requests:
+            assert request.is_finished or request.num_computed_tokens < request.num_tokens
+            text = expected_output(request)
+            assert (
+                request.output_token_ids
+                == self.llm.emitted.get(request.request_id, [])
+                == text[: len(request.output_token_ids)]
+            )
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        # no request is computed more often than all others preempt it, so this is far above what fairness allows
+        self.llm.run(max_steps=2000)
+        check_blocks(self.scheduler)
+        assert self.scheduler.cache.num_used_blocks == 0 and not self.scheduler.cache._computing
+        for request in self.requests:
+            assert self.llm.ended[request.request_id] == 1, "not exactly one end"
+            if request.finish_reason in OWN_ENDS:
+                assert request.output_token_ids == expected_output(request)
+        self.check_counters()
+
+    def check_counters(self) -> None:
+        self.scheduler.stats.publish()
+        for index, values in self.scheduler.stats.drain():
+            if METRICS[index].kind is MetricKind.COUNTER:
+                self.counters[index] += values[0]
+        ended = [self.counters[metric] for metric in Metric if metric.name.startswith("FINISHED_")]
+        assert sum(ended) == len(self.requests)
+        assert self.counters[Metric.GENERATION_TOKENS] == sum(map(len, self.llm.emitted.values()))
+        assert self.counters[Metric.PREEMPTIONS] == sum(request.num_preemptions for request in self.requests)
+        assert self.counters[Metric.ACCEPTED_TOKENS] == sum(request.num_accepted_tokens for request in self.requests)
+
+
+TestSchedulerWalk = SchedulerWalk.TestCase
+TestSchedulerWalk.settings = settings(
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
