@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """A device on which triton kernels run in this process: interpreted on the CPU, or compiled for CUDA, never both."""
+    """A device on which triton kernels run in this process: interpreted on the CPU or compiled for CUDA, never both."""
     if request.param == "cuda":
         if not torch.cuda.is_available():
             pytest.skip("no CUDA device")

@@ -175,7 +175,7 @@ def sample(
             HAS_TOP_K=top_k is not None,
             HAS_TOP_P=top_p is not None,
             HAS_MIN_P=min_p is not None,
-            BLOCK=BLOCK,
+            BLOCK=min(BLOCK, max(16, triton.next_power_of_2(vocab_size))),
             num_warps=8,
         )
     return token_ids

@@ -1,0 +1,185 @@
+"""sample, penalties, log-probs: the right distribution, the same in both implementations and in any batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from slipstream_kernels import ops
+
+BACKENDS = ["reference", "triton"]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def draws(logits: torch.Tensor, num_draws: int, backend: str, by: str = "seed", **filters: float) -> torch.Tensor:
+    """Sample one distribution num_draws times, varying the seed or the position; temperature 0.8."""
+    device = logits.device
+    counter, zeros = torch.arange(num_draws, device=device), torch.zeros(num_draws, dtype=torch.int64, device=device)
+    rows = logits.expand(num_draws, -1).contiguous()
+    columns = {"top_k": None, "top_p": None, "min_p": None}
+    for name, value in filters.items():
+        columns[name] = torch.full((num_draws,), value, device=device).to(
+            torch.int32 if name == "top_k" else torch.float32
+        )
+    seeds, positions = (counter * 7919 + (5 << 40), zeros) if by == "seed" else (zeros + 3, counter)
+    temperature = torch.full((num_draws,), 0.8, device=device)
+    return ops.sample(rows, temperature, **columns, seeds=seeds, positions=positions, backend=backend)
+
+
+def chi_squared(tokens: torch.Tensor, probs: torch.Tensor) -> tuple[float, int]:
+    counts = torch.bincount(tokens.cpu(), minlength=len(probs)).double()
+    assert counts[probs == 0].sum() == 0, "a filtered token was drawn"
+    expected, counts = len(tokens) * probs[probs > 0], counts[probs > 0]
+    return float(((counts - expected) ** 2 / expected).sum()), len(expected) - 1
+
+
+def filtered_probs(logits: torch.Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> torch.Tensor:
+    """The obvious fp64 version: sort, cut, renormalise."""
+    z, order = (logits.cpu().double() / 0.8).sort(descending=True)
+    if top_k:
+        z[top_k:] = -torch.inf
+    probs = z.softmax(-1)
+    probs[probs.cumsum(-1) - probs >= top_p] = 0
+    probs[probs < min_p * probs[0]] = 0
+    return torch.zeros_like(probs).index_put_((order,), probs / probs.sum())
+
+
+FILTERS = [{}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.8, "min_p": 0.05}]
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("by", ["seed", "position"])
+def test_distribution(device, backend, filters, by) -> None:
+    if backend == "triton" and device.type == "cpu" and (filters or by == "position"):
+        pytest.skip("the interpreter takes 0.1 s a row; there triton is compared with the reference draw by draw")
+    num_draws = 250 if backend == "triton" and device.type == "cpu" else 8000
+    logits = torch.linspace(0, 2.5, 16)[torch.randperm(16, generator=torch.Generator().manual_seed(1))].to(device)
+    probs = filtered_probs(logits, **filters)
+    statistic, freedom = chi_squared(draws(logits, num_draws, backend, by, **filters), probs)
+    # The 99.99 % point of chi-squared (Wilson-Hilferty).  Seeds are fixed: a correct sampler passes always.
+    limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3
+    assert statistic < limit
+
+
+def random_rows(num_rows: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(vocab_size)
+
+    def choose(values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        index = torch.randint(len(values), (num_rows,), generator=generator)
+        return torch.tensor(values, dtype=dtype)[index].to(device)
+
+    return {
+        "logits": (3 * torch.randn(num_rows, vocab_size, generator=generator)).to(device),
+        "temperature": choose([0, 0.01, 0.5, 1, 2], torch.float32),
+        "top_k": choose([0, 1, 7, 40, 10**6], torch.int32),
+        "top_p": choose([0.0, 0.3, 0.9, 0.999, 1], torch.float32),
+        "min_p": choose([0, 0.02, 0.3, 1.0], torch.float32),
+        "seeds": torch.randint(-(2**62), 2**62, (num_rows,), generator=generator).to(device),
+        "positions": torch.randint(0, 10**6, (num_rows,), generator=generator).to(device),
+    }
+
+
+@pytest.mark.parametrize("vocab_size", [1, 50, 1100])
+def test_triton_draws_the_references_tokens(device, vocab_size) -> None:
+    rows = random_rows(12, vocab_size, device)
+    rows["logits"][1, : vocab_size // 2] = float("-inf")
+    rows["logits"][2] = float("-inf")
+    for unused in ((), ("top_k",), ("top_p", "min_p")):
+        case = {name: None if name in unused else tensor for name, tensor in rows.items()}
+        assert torch.equal(ops.sample(**case, backend="triton"), ops.sample(**case, backend="reference"))
+
+
+def test_a_row_does_not_depend_on_the_batch(device, backend) -> None:
+    rows = random_rows(10, 700, device)
+    together = ops.sample(**rows, backend=backend)
+    for row in range(10):
+        alone = {name: tensor[row : row + 1] for name, tensor in rows.items()}
+        assert ops.sample(**alone, backend=backend).item() == together[row].item()
+
+
+def test_greedy_takes_the_first_of_equals(device, backend) -> None:
+    logits = torch.zeros(3, 2500, device=device)
+    logits[1, [1200, 2400]] = 2.0
+    logits[2] = float("-inf")
+    zero = torch.zeros(3, device=device)
+    counter = torch.zeros(3, dtype=torch.int64, device=device)
+    assert ops.sample(logits, None, None, None, None, None, None, backend=backend).tolist() == [0, 1200, 0]
+    assert ops.sample(logits, zero, None, None, None, counter, counter, backend=backend).tolist() == [0, 1200, 0]
+    assert ops.sample(logits, zero + 1, None, None, None, counter, counter, backend=backend)[2].item() == 0
+
+
+def test_tokens_equal_to_the_last_kept_stay(device, backend) -> None:
+    logits = torch.tensor([2.0, 1.5, 1.5, 1.5, -9.0], device=device)
+    assert set(draws(logits, 30, backend, top_k=2).tolist()) == {0, 1, 2, 3}
+
+
+def test_flat_top_p_needs_the_whole_sort(device) -> None:
+    """Wider than the reference's first guess of 256 tokens."""
+    rows = random_rows(4, 1500, device)
+    rows.update(logits=rows["logits"] / 30, temperature=torch.ones(4, device=device), top_k=None, min_p=None)
+    rows["top_p"] = torch.full((4,), 0.9, device=device)
+    tokens = ops.sample(**rows, backend="reference")
+    ranks = (rows["logits"] > rows["logits"].gather(1, tokens[:, None])).sum(-1)
+    assert torch.equal(tokens, ops.sample(**rows, backend="triton"))
+    assert ranks.max() > 256
+
+
+def penalty_case(device: torch.device) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    prompt_lens = torch.tensor([0, 4, 9, 2], dtype=torch.int32)
+    return {
+        "token_ids": torch.randint(0, 40, (4, 20), generator=generator).to(device),
+        "prompt_lens": prompt_lens.to(device),
+        "num_tokens": (prompt_lens + torch.tensor([0, 0, 11, 7], dtype=torch.int32)).to(device),
+        "repetition": torch.tensor([1.3, 1.3, 1.0, 0.7]).to(device),
+        "presence": torch.tensor([0.5, 0.5, -0.25, 0.0]).to(device),
+        "frequency": torch.tensor([0.1, 0.1, 0.2, 0.0]).to(device),
+    }
+
+
+@pytest.mark.parametrize("unused", [(), ("repetition",), ("presence", "frequency")])
+def test_penalties(device, backend, unused) -> None:
+    case = {name: None if name in unused else tensor for name, tensor in penalty_case(device).items()}
+    logits = torch.randn(4, 1050, device=device)
+    expected = logits.cpu().clone()
+    for row, tokens in enumerate(case["token_ids"].tolist()):
+        prompt_len, num_tokens = case["prompt_lens"][row].item(), case["num_tokens"][row].item()
+        for token in set(tokens[:num_tokens]):
+            x, count = expected[row, token].item(), tokens[prompt_len:num_tokens].count(token)
+            if case["repetition"] is not None:
+                x = x / case["repetition"][row].item() if x > 0 else x * case["repetition"][row].item()
+            if case["presence"] is not None:
+                x -= case["frequency"][row].item() * count + case["presence"][row].item() * (count > 0)
+            expected[row, token] = x
+    ops.apply_penalties(logits, **case, backend=backend)
+    torch.testing.assert_close(logits.cpu(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_bias_adds_and_forbids(device, backend) -> None:
+    logits = torch.randn(3, 60, device=device)
+    expected = logits.clone()
+    expected[0, 5] += 2.5
+    expected[2, 59] = float("-inf")
+    values = torch.tensor([2.5, float("-inf")], device=device)
+    ops.apply_bias(
+        logits, torch.tensor([0, 2], device=device), torch.tensor([5, 59], device=device), values, backend=backend
+    )
+    assert torch.equal(logits, expected)
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_top_logprobs(device, backend, k) -> None:
+    logits = 4 * torch.randn(5, 5000, device=device)
+    logits[1, :4500] = float("-inf")
+    chosen = torch.tensor([0, 4700, 4999, 17, 2500], device=device)
+    result = ops.top_logprobs(logits, k, chosen, backend=backend)
+    expected = logits.double().log_softmax(-1)
+    picked = expected.gather(1, chosen[:, None])
+    torch.testing.assert_close(result.chosen.double(), picked.view(-1), rtol=1e-5, atol=1e-5)
+    assert torch.equal(result.rank, (expected > picked).sum(-1) + 1)
+    values, token_ids = expected.topk(k)
+    torch.testing.assert_close(result.values.double(), values, rtol=1e-5, atol=1e-5)
+    assert torch.equal(result.token_ids, token_ids)

@@ -1,0 +1,76 @@
+"""Choice of implementation, and argument errors that name the argument."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from dense_attention import make_batch
+from slipstream_kernels import ops
+
+CPU = torch.device("cpu")
+
+
+def test_auto_takes_the_reference_on_cpu_and_triton_on_cuda(device: torch.device) -> None:
+    module = ops.select("rms_norm", "auto", torch.zeros(1, device=device))
+    assert module.__name__ == f"slipstream_kernels.{'triton' if device.type == 'cuda' else 'reference'}.rms_norm"
+
+
+def test_asked_for_but_unsupported_is_an_error_with_the_reason() -> None:
+    with pytest.raises(ValueError, match="triton cannot run rope: no such thing"):
+        ops.select("rope", "triton", torch.zeros(1), "no such thing")
+    with pytest.raises(ValueError, match="'cuda' is not one of auto, reference, triton"):
+        ops.select("rope", "cuda", torch.zeros(1))
+
+
+def test_triton_refuses_head_dims_it_has_no_tile_for() -> None:
+    batch = make_batch([1], [3], 2, 1, 48, 16, torch.float32, CPU)
+    with pytest.raises(ValueError, match="head_dim 48 is not one of"):
+        ops.paged_attention(*batch.tensors(), max_query_len=1, scale=1.0, backend="triton")
+    assert ops.paged_attention(*batch.tensors(), max_query_len=1, scale=1.0, backend="auto").isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("block_tables", lambda t: t.long()),
+        ("seq_lens", lambda t: t.long()),
+        ("query_start_loc", lambda t: t[:-1]),
+        ("key_cache", lambda t: t.half()),
+        ("key_cache", lambda t: t.transpose(2, 3).contiguous().transpose(2, 3)),
+        ("value_cache", lambda t: t[:-1]),
+        ("q", lambda t: t[0]),
+    ],
+)
+def test_attention_names_the_bad_tensor(name: str, change) -> None:
+    names = ("q", "key_cache", "value_cache", "block_tables", "query_start_loc", "seq_lens")
+    arguments = dict(zip(names, make_batch([1], [20], 2, 1, 16, 16, torch.float32, CPU).tensors()))
+    arguments[name] = change(arguments[name])
+    with pytest.raises(ValueError, match=name):
+        ops.paged_attention(**arguments, max_query_len=1, scale=1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        (
+            "slot_mapping",
+            lambda x: ops.write_kv(x[:, None], x[:, None], *[torch.zeros(2, 1, 4, 8)] * 2, torch.zeros(1)),
+        ),
+        ("value_cache", lambda x: ops.write_kv(x[:, None], x[:, None], torch.zeros(2, 1, 4, 8), x, torch.zeros(4))),
+        ("weight", lambda x: ops.rms_norm(x, torch.ones(9), 1e-5)),
+        ("residual", lambda x: ops.rms_norm(x, torch.ones(8), 1e-5, x.half())),
+        ("x: last dimension", lambda x: ops.rms_norm(x.T, torch.ones(4), 1e-5)),
+        ("rotary_dim", lambda x: ops.rope(x[None], x[None], torch.zeros(1), torch.zeros(5, 7), rotary_dim=7)),
+        ("cos_sin_cache", lambda x: ops.rope(x[None], x[None], torch.zeros(1), torch.zeros(5, 6), rotary_dim=8)),
+        ("x: shape", lambda x: ops.silu_mul(x[:, :7])),
+        ("seeds, positions", lambda x: ops.sample(x, torch.ones(4), None, None, None, None, None)),
+        ("top_k", lambda x: ops.sample(x, None, torch.ones(4), None, None, None, None)),
+        ("logits", lambda x: ops.sample(x.half(), None, None, None, None, None, None)),
+        ("num_tokens", lambda x: ops.apply_penalties(x, x.long(), torch.zeros(4).int(), torch.zeros(3).int())),
+        ("values", lambda x: ops.apply_bias(x, torch.zeros(1).long(), torch.zeros(1).long(), torch.zeros(2))),
+        ("k: 9", lambda x: ops.top_logprobs(x, 9, torch.zeros(4).long())),
+    ],
+)
+def test_every_op_names_the_bad_argument(name: str, call) -> None:
+    with pytest.raises(ValueError, match=name):
+        call(torch.zeros(4, 8))
