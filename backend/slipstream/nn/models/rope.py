@@ -20,6 +20,9 @@ def read_rope(config: HFConfig, head_dim: int) -> RopeSpec:
             raise place.error("partial_rotary_factor", "must be 1.0: this family rotates the whole head")
     if section is None:
         return RopeSpec("default", top_theta, head_dim)
+    nested = [key for key, value in section.values.items() if isinstance(value, dict)]
+    if nested:
+        raise section.error(nested[0], "must be a plain value: one rope for all layers is served")
     theta = section.number("rope_theta", top_theta)
     kind = section.choice("rope_type" if section.has("rope_type") else "type", ROPE_TYPES, "default")
     if kind == "default":
