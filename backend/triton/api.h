@@ -175,8 +175,6 @@ TritonStatus TRITONBACKEND_GetBackendAttribute(
     TRITONBACKEND_Backend* backend, TRITONBACKEND_BackendAttribute* attributes);
 TritonStatus TRITONBACKEND_ModelInitialize(TRITONBACKEND_Model* model);
 TritonStatus TRITONBACKEND_ModelFinalize(TRITONBACKEND_Model* model);
-TritonStatus TRITONBACKEND_ModelInstanceInitialize(TRITONBACKEND_ModelInstance* instance);
-TritonStatus TRITONBACKEND_ModelInstanceFinalize(TRITONBACKEND_ModelInstance* instance);
 TritonStatus TRITONBACKEND_ModelInstanceExecute(
     TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, const uint32_t request_count);
 

@@ -101,14 +101,6 @@ TRITONSERVER_Error* TRITONBACKEND_ModelFinalize(TRITONBACKEND_Model* model) {
   });
 }
 
-TRITONSERVER_Error* TRITONBACKEND_ModelInstanceInitialize(TRITONBACKEND_ModelInstance* instance) {
-  return at_c_border([&] { model_of(instance).add_instance(); });
-}
-
-TRITONSERVER_Error* TRITONBACKEND_ModelInstanceFinalize(TRITONBACKEND_ModelInstance* instance) {
-  return at_c_border([&] { model_of(instance).remove_instance(); });
-}
-
 TRITONSERVER_Error* TRITONBACKEND_ModelInstanceReady(TRITONBACKEND_ModelInstance* instance) {
   return at_c_border([&] {
     Engine& engine = model_of(instance).engine();

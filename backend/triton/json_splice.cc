@@ -120,6 +120,21 @@ std::optional<std::string_view> json_path(std::string_view object, std::initiali
   return value;
 }
 
+std::vector<std::string_view> json_elements(std::string_view raw) {
+  std::vector<std::string_view> elements;
+  size_t at = skip_space(raw, 0);
+  if (at >= raw.size() || raw[at] != '[') fail("'['");
+  at = skip_space(raw, at + 1);
+  while (at < raw.size() && raw[at] != ']') {
+    const size_t end = skip_value(raw, at);
+    elements.push_back(raw.substr(at, end - at));
+    at = skip_space(raw, end);
+    if (at < raw.size() && raw[at] == ',') at = skip_space(raw, at + 1);
+  }
+  if (at >= raw.size()) fail("']'");
+  return elements;
+}
+
 std::string json_with_member(std::string_view object, std::string_view key, std::string_view value) {
   const Members found = scan(object, key);
   std::string result(object);

@@ -7,6 +7,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace slipstream {
 
@@ -16,6 +17,9 @@ std::optional<std::string_view> json_member(std::string_view object, std::string
 
 // The same, walking down nested objects; nullopt when any step is missing.
 std::optional<std::string_view> json_path(std::string_view object, std::initializer_list<std::string_view> keys);
+
+// The raw elements of a list.  Throws std::runtime_error when raw is no list.
+std::vector<std::string_view> json_elements(std::string_view raw);
 
 // `object` with the member set to the raw JSON `value`, replaced in place or appended.
 std::string json_with_member(std::string_view object, std::string_view key, std::string_view value);

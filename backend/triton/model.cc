@@ -2,6 +2,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <fstream>
 #include <iterator>
 
@@ -66,12 +67,34 @@ std::string complete_config(const std::string& config, const std::string& contra
   return json_with_member(completed, "model_transaction_policy", policy);
 }
 
+int count_instances(const std::string& config) {
+  const auto groups = json_member(config, "instance_group");
+  if (!groups) return 1;
+  int num_instances = 0;
+  for (const std::string_view group : json_elements(*groups)) {
+    const auto count = json_member(group, "count");
+    const auto gpus = json_member(group, "gpus");
+    const int num_gpus = gpus ? static_cast<int>(json_elements(*gpus).size()) : 0;
+    num_instances += std::max(1, count ? std::stoi(std::string(*count)) : 1) * std::max(1, num_gpus);
+  }
+  return std::max(1, num_instances);
+}
+
 Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.services.engines) {
   bool auto_complete = false;
   check(TRITONBACKEND_ModelAutoCompleteConfig(model, &auto_complete));
   if (auto_complete) write_config(model, complete_config(read_config(model), read_contract(backend.directory)));
 
   EngineSetup setup;
+  setup.config_json = read_config(model);
+  // Refused here and not per instance: server 2.51 crashes when a second instance does not initialise.
+  if (const int num_instances = count_instances(setup.config_json); num_instances > 1) {
+    throw BackendError(
+        TRITONSERVER_ERROR_INVALID_ARG,
+        "instance_group: count must be 1, got " + std::to_string(num_instances) +
+            " instances: one engine process batches all requests of a model and owns its devices; for a second copy "
+            "of the model make a second model directory");
+  }
   const char* text;
   TRITONBACKEND_ArtifactType artifact;
   setup.launcher = backend.directory + "/slipstream-engine";
@@ -80,20 +103,9 @@ Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.se
   check(TRITONBACKEND_ModelVersion(model, &setup.model_version));
   check(TRITONBACKEND_ModelRepository(model, &artifact, &text));
   setup.model_dir = text;
-  setup.config_json = read_config(model);
   check(TRITONBACKEND_ModelServer(model, &setup.server));
   engine_ = std::make_unique<Engine>(std::move(setup), backend.services);
   engine_->wait_until_ready();
-}
-
-void Model::add_instance() {
-  if (++num_instances_ > 1) {
-    --num_instances_;
-    throw BackendError(
-        TRITONSERVER_ERROR_INVALID_ARG,
-        "instance_group: count must be 1: one engine process batches all requests of a model and owns its devices; "
-        "use the model's tensor-parallel parameters for more GPUs, or a second model for a second copy");
-  }
 }
 
 void Model::execute(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count) {
@@ -110,6 +122,7 @@ void Model::cancel_upstream(TRITONBACKEND_Request* request) {
 }
 
 void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request) {
+  static thread_local FrameWriter writer;
   const uint64_t started = monotonic_ns();
   TRITONBACKEND_ResponseFactory* factory = nullptr;
   bool is_taken = false;
@@ -119,7 +132,7 @@ void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Req
     try {
       cancel_upstream(request);
       const uint64_t handle = next_handle();
-      is_taken = engine_->submit(handle, factory, encode_request(writer_, handle, request));
+      is_taken = engine_->submit(handle, factory, encode_request(writer, handle, request));
       if (!is_taken) reason = engine_->why_down();
     } catch (const BackendError& error) {
       code = error.code;

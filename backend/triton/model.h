@@ -1,7 +1,6 @@
 // A loaded model: its config completed from the contract, and its engine.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <string>
 
@@ -23,11 +22,8 @@ class Model {
 
   Engine& engine() { return *engine_; }
 
-  // Takes requests from Triton and always releases them.
+  // Takes requests from Triton and always releases them.  Any thread.
   void execute(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count);
-
-  void add_instance();  // throws BackendError for a second one
-  void remove_instance() { --num_instances_; }
 
  private:
   void execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request);
@@ -36,12 +32,13 @@ class Model {
 
   EngineDirectory& engines_;
   std::unique_ptr<Engine> engine_;
-  std::atomic<int> num_instances_{0};
-  FrameWriter writer_;  // of the one instance's thread
 };
 
 // Splice the contract's inputs, outputs and policy into a model config (both JSON), where the user gave none.
 // Throws std::runtime_error for a task that the contract does not know.
 std::string complete_config(const std::string& config, const std::string& contract);
+
+// How many instances Triton would make of this config.
+int count_instances(const std::string& config);
 
 }  // namespace slipstream

@@ -79,12 +79,20 @@ class LlmServer(TritonServer):
         return sum(v for name, v in samples if name.partition("{")[0] == family and all(w in name for w in wanted))
 
     def wait_idle(self, model: str = "llm", timeout_s: float = 10.0) -> None:
-        """Until nothing runs and every KV block is back; fails with the figures when blocks stay behind."""
+        """Until nothing runs, every KV block is back and the metrics have settled (they lag by a quarter of a second).
+
+        Fails with the figures when something stays behind.
+        """
         families = ("slipstream_requests_running", "slipstream_requests_waiting", "slipstream_kv_blocks_used")
-        deadline = time.monotonic() + timeout_s
-        while figures := {f: v for f in families if (v := self.metric(f, model))}:
-            assert time.monotonic() < deadline, f"{model} does not become idle: {figures}"
-            time.sleep(0.05)
+        deadline, seen = time.monotonic() + timeout_s, -1.0
+        while True:
+            busy = {family: value for family in families if (value := self.metric(family, model))}
+            made = self.metric("slipstream_generation_tokens_total", model)
+            if not busy and made == seen:
+                break
+            assert time.monotonic() < deadline, f"{model} does not become idle: {busy}"
+            seen = made
+            time.sleep(0.15)
         assert self.metric("slipstream_kv_blocks_leaked", model) == 0
 
 

@@ -1,4 +1,4 @@
-// Run json_splice.cc over cases from stdin: "set OBJECT KEY VALUE" or "get OBJECT KEY", each argument in hexadecimal.
+// Run json_splice.cc over cases from stdin: "set OBJECT KEY VALUE", "get OBJECT KEY _", ... each argument in hexadecimal.
 // Prints the result in hexadecimal, "none", or "error"; test_json_splice.py compares with Python's json.
 #include "json_splice.h"
 
@@ -24,6 +24,10 @@ int main() {
       object = from_hex(object);  // results point into it
       if (operation == "set") {
         print_hex(slipstream::json_with_member(object, from_hex(key), from_hex(value)));
+      } else if (operation == "elements") {
+        std::string joined;
+        for (const auto element : slipstream::json_elements(object)) joined += std::string(element) + "\n";
+        print_hex(joined);
       } else if (operation == "string") {
         print_hex(slipstream::json_string(object));
       } else if (const auto found = slipstream::json_member(object, from_hex(key))) {

@@ -68,6 +68,13 @@ def test_members_are_found_and_replaced_like_json_does(splice: Callable[[list[Ca
     assert [json.loads(str(one)) for one in changed] == [{**one, "input": value} for one, value in zip(objects, values)]
 
 
+def test_lists_are_cut_into_elements(splice: Callable[[list[Case]], list[str | None]]) -> None:
+    lists = [[], [1], ["a,]", {"b": [1, 2]}, None], [[1, [2]], 3.5]]
+    cut = splice([("elements", json.dumps(one), "", "") for one in lists])
+    assert [[json.loads(element) for element in str(one).splitlines()] for one in cut] == lists
+    assert splice([("elements", text, "", "") for text in ("{}", "[1", "")]) == ["error"] * 3
+
+
 def test_strings_are_unescaped(splice: Callable[[list[Case]], list[str | None]]) -> None:
     texts = ["", "plain", 'quote " and \\ and /', "tab\tline\n", "é ☃ 😀", "\x01"]
     for ensure_ascii in (True, False):

@@ -1,0 +1,258 @@
+"""The C++ backend when its engine dies, lies or does not start: all requests are answered, the engine comes back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_backend import add_model
+from grpc_stream import GrpcStream
+from sse_client import stream_many
+from triton_server import TritonServer
+
+RESTARTS = 'slipstream_engine_restarts_total{model="llm",version="1"}'
+UP = 'slipstream_engine_up{model="llm",version="1"}'
+
+
+def engine_pid(server: TritonServer) -> int:
+    """The engine process of a server that has one model loaded."""
+    tasks = Path(f"/proc/{server.pid}/task")
+    children = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
+    assert len(children) == 1, children
+    return children[0]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def socket_dirs(folder: Path) -> list[Path]:
+    return list(folder.glob("slipstream-*"))
+
+
+# ---------------------------------------------------------------- a running engine fails (control mode none)
+
+
+@pytest.fixture(scope="module")
+def server(fake_backend_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    repository = tmp_path_factory.mktemp("repository")
+    add_model(repository, "llm", {"step_ms": "2"})
+    environment = {"TMPDIR": str(tmp_path_factory.mktemp("tmp")), "FAKE_ENGINE_STRAYS": "1"}
+    with TritonServer(repository, fake_backend_dir, env=environment) as started:
+        started.tmp = Path(environment["TMPDIR"])  # type: ignore[attr-defined]
+        yield started
+
+
+@pytest.fixture
+def healthy(server: TritonServer) -> TritonServer:
+    server.wait_until(lambda: server.metrics()[UP] == 1, 40, "the engine to be up")
+    return server
+
+
+def test_strangers_on_the_socket_are_turned_away(healthy: TritonServer) -> None:
+    # FAKE_ENGINE_STRAYS: before its own hello the engine sends HTTP, 3 bytes, a wrong token, garbage, and silence.
+    assert healthy.log.count("that did not say hello as the engine") >= 4
+    assert socket_dirs(healthy.tmp) == []  # type: ignore[attr-defined]
+
+
+def test_sigkill_in_mid_stream_and_text_flows_again(healthy: TritonServer) -> None:
+    with GrpcStream(healthy.grpc_url) as stream:
+        stream.send("llm", {"tokens": 100000})
+        stream.wait(num_texts=5)
+        os.kill(engine_pid(healthy), signal.SIGKILL)
+        stream.wait(num_ends=1, timeout_s=2)
+        assert len(stream.errors) == 1
+        healthy.wait_until(lambda: healthy.metrics()[UP] == 1, 40, "the engine to be up")
+        stream.send("llm", "back again")
+        stream.wait(num_texts=len(stream.texts) + 2)
+    assert stream.texts[-2:] == [" back", " again"]
+
+
+@pytest.mark.parametrize("fault", ["crash", "garbage"])
+def test_every_stream_is_answered_when_the_engine_fails(healthy: TritonServer, fault: str) -> None:
+    before = healthy.metrics()[RESTARTS]
+    with GrpcStream(healthy.grpc_url) as stream:
+        for _ in range(8):
+            stream.send("llm", {"tokens": 100000})
+        stream.wait(num_texts=20)
+        stream.send("llm", {"tokens": 3, "then": fault})
+        stream.wait(num_ends=9)
+        assert len(stream.errors) == 9
+        assert all("the engine of model 'llm' died and is being restarted" in error for error in stream.errors)
+        started = time.monotonic()
+        stream.send("llm", "while it is down")
+        stream.wait(num_ends=10)
+        assert time.monotonic() - started < 0.3 and "is being restarted" in stream.errors[-1]
+    samples = healthy.metrics()
+    assert samples[UP] == 0 and samples[RESTARTS] == before + 1
+
+
+def test_the_client_learns_how_the_engine_died(healthy: TritonServer) -> None:
+    body = {"text_input": json.dumps({"tokens": 2, "then": "crash"})}
+    [stream] = stream_many(healthy.http_url, "llm", [body])
+    assert len(stream.texts()) == 2 and stream.is_complete
+    [error] = stream.errors()
+    assert "killed by signal 9" in error and "about to crash" in error  # the last lines of its output
+    status, reply = healthy.post("/v2/models/llm/generate", {"text_input": "x"})
+    assert status >= 400 and b"is being restarted" in reply  # 400 on server 2.51, whatever the error code
+
+
+# ---------------------------------------------------------------- an engine that does not start
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    for fault in ("fail", "die", "garbage"):
+        add_model(folder, fault, {"load": fault})
+    add_model(folder, "two", {}, "instance_group { count: 2 kind: KIND_CPU }\n")
+    add_model(folder, "juggle", {"task": "juggle"})
+    add_model(folder, "llm", {"step_ms": "5", "fail_file": str(folder / "fails")})
+    (folder / "ensemble" / "1").mkdir(parents=True)
+    (folder / "ensemble" / "config.pbtxt").write_text(
+        """platform: "ensemble"
+        input { name: "text_input" data_type: TYPE_STRING dims: [1] }
+        output { name: "text_output" data_type: TYPE_STRING dims: [1] }
+        ensemble_scheduling { step { model_name: "llm" model_version: -1
+          input_map { key: "text_input" value: "text_input" }
+          output_map { key: "text_output" value: "text_output" } } }"""
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def explicit(
+    fake_backend_dir: Path, repository: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    environment = {"TMPDIR": str(tmp_path_factory.mktemp("tmp"))}
+    with TritonServer(repository, fake_backend_dir, control_mode="explicit", env=environment) as started:
+        started.tmp = Path(environment["TMPDIR"])  # type: ignore[attr-defined]
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("fail", "model.safetensors: tensor 'lm_head.weight' is missing"),
+        ("die", "killed by signal 9 (Killed); its last lines:\\n  I serving die"),
+        ("die", "the last words of the engine"),
+        ("garbage", "unknown frame type 99"),
+        ("two", "instance_group: count must be 1, got 2"),
+        ("juggle", "unknown task 'juggle'"),
+    ],
+)
+def test_the_load_fails_with_the_reason(explicit: TritonServer, model: str, text: str) -> None:
+    status, body = explicit.load(model)
+    assert status == 400 and text in body.decode(), body
+    assert explicit.get(f"/v2/models/{model}/ready")[0] == 400
+    assert socket_dirs(explicit.tmp) == []  # type: ignore[attr-defined]
+    tasks = Path(f"/proc/{explicit.pid}/task")
+    assert not [task for task in tasks.iterdir() if (task / "children").read_text()], "an engine was left behind"
+
+
+# ---------------------------------------------------------------- readiness, unload, shutdown (explicit mode)
+
+
+@pytest.fixture
+def loaded(explicit: TritonServer) -> TritonServer:
+    assert explicit.load("ensemble")[0] == 200  # loads llm as well
+    return explicit
+
+
+def crash(server: TritonServer) -> None:
+    [stream] = stream_many(server.http_url, "llm", [{"text_input": json.dumps({"tokens": 1, "then": "crash"})}])
+    assert stream.errors()
+
+
+def test_ready_is_false_while_the_engine_is_down_and_dependents_come_back(
+    loaded: TritonServer, repository: Path
+) -> None:
+    before = loaded.metrics()[RESTARTS]
+    flag = repository / "fails"
+    flag.touch()
+    crash(loaded)
+    loaded.wait_until(lambda: not loaded.is_model_ready("llm"), 0.5, "llm not to be ready")
+    loaded.wait_until(lambda: not loaded.is_model_ready("ensemble"), 0.5, "the ensemble not to be ready")
+    loaded.wait_until(lambda: "could not be loaded again, next try" in loaded.log, 5, "a failed restart")
+    samples = loaded.metrics()
+    assert samples[UP] == 0 and samples[RESTARTS] == before + 1  # the metrics outlive the unloaded model
+    status, _ = loaded.post("/v2/models/llm/generate", {"text_input": "x"})
+    assert status in (400, 404, 503)
+    flag.unlink()
+    loaded.wait_model_ready("llm", 10)
+    loaded.wait_model_ready("ensemble", 2)
+    [stream] = stream_many(loaded.http_url, "ensemble", [{"text_input": "well again"}])
+    assert stream.texts() == [" well", " again"]
+    assert loaded.metrics()[UP] == 1
+
+
+def test_unload_lets_streams_finish_and_takes_the_metrics_away(loaded: TritonServer) -> None:
+    pid = engine_pid(loaded)
+    with GrpcStream(loaded.grpc_url) as stream:
+        stream.send("llm", {"tokens": 100})
+        stream.wait(num_texts=5)
+        assert loaded.unload("ensemble")[0] == 200 and loaded.unload("llm")[0] == 200
+        loaded.wait_until(lambda: not loaded.is_model_ready("llm"), 1, "the model to be unloaded")
+        stream.wait(num_ends=1)
+        assert len(stream.texts) == 100 and not stream.errors
+    loaded.wait_until(lambda: not is_running(pid), 5, "the engine to be gone")
+    loaded.wait_until(lambda: UP not in loaded.metrics(), 2, "the metrics to be gone")
+    assert "did not drain in time" not in loaded.log
+
+
+# ---------------------------------------------------------------- the server ends
+
+
+def small_server(fake_backend_dir: Path, tmp_path: Path, **options: object) -> TritonServer:
+    add_model(tmp_path / "repository", "llm", {"step_ms": "5", "load_s": str(options.pop("load_s", 0))})
+    return TritonServer(tmp_path / "repository", fake_backend_dir, env={"TMPDIR": str(tmp_path)}, **options)  # type: ignore[arg-type]
+
+
+def wait_gone(pid: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.02)
+
+
+def test_sigterm_in_mid_stream_finishes_the_stream(fake_backend_dir: Path, tmp_path: Path) -> None:
+    with small_server(fake_backend_dir, tmp_path) as server:
+        pid = engine_pid(server)
+        with GrpcStream(server.grpc_url) as stream:
+            stream.send("llm", {"tokens": 200})
+            stream.wait(num_texts=5)
+            os.kill(server.pid, signal.SIGTERM)
+            stream.wait(num_ends=1)
+        assert len(stream.texts) == 200 and not stream.errors
+        server.stop()
+        assert "did not drain in time" not in server.log
+        wait_gone(pid, 1)
+        assert socket_dirs(tmp_path) == []
+
+
+def test_no_orphan_is_left_when_the_server_is_killed(fake_backend_dir: Path, tmp_path: Path) -> None:
+    with small_server(fake_backend_dir, tmp_path) as server:
+        pid = engine_pid(server)
+        os.kill(server.pid, signal.SIGKILL)
+        wait_gone(pid, 2)
+
+
+def test_sigterm_while_the_engine_restarts_ends_the_server(fake_backend_dir: Path, tmp_path: Path) -> None:
+    for mode in ("none", "explicit"):
+        folder = tmp_path / mode
+        folder.mkdir()
+        with small_server(fake_backend_dir, folder, control_mode=mode) as server:
+            if mode == "explicit":
+                assert server.load("llm")[0] == 200
+            crash(server)
+            started = time.monotonic()
+            server.stop(timeout_s=15)
+            assert time.monotonic() - started < 5
