@@ -1,0 +1,189 @@
+"""The output thread's work: deltas, coalescing, stop strings over token borders, n sequences, log-probabilities."""
+
+from __future__ import annotations
+
+import pytest
+import toy_tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.core.client_request import ClientRequest
+from slipstream.core.detokenize import decode_after
+from slipstream.core.outputs import RequestOutput, StepOutput, TokenLogprobs
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.runtime.output import OutputProcessor
+from slipstream.runtime.tokenizer import TextTokenizer
+
+TOKENIZER = TextTokenizer(toy_tokenizers.byte_level())
+PROMPT = TOKENIZER.encode("The quick brown")
+
+
+class Bench:
+    """A processor, one client request, and the stops that the engine was asked for."""
+
+    def __init__(self, stream: bool = True, interval: int = 1, n: int = 1, **options: object) -> None:
+        client_options = {k: options.pop(k) for k in ("echo_text", "wants_context") if k in options}
+        self.stops: list[tuple[Request, str]] = []
+        self.params = SamplingParams(max_tokens=1000, n=n, **options)
+        self.requests = [Request(PROMPT, self.params, handle=9, sequence_index=i) for i in range(n)]
+        self.processor = OutputProcessor(TOKENIZER, lambda request, stop: self.stops.append((request, stop)))
+        client = ClientRequest(9, self.requests[0], stream=stream, stream_interval=interval, **client_options)
+        self.processor.add(client)
+
+    def step(self, ids: list[int], finish: FinishReason | None = None, index: int = 0, **news) -> list[RequestOutput]:
+        return self.processor.process([StepOutput(self.requests[index], ids, finish, **news)])
+
+    def play(self, ids: list[int], sizes: tuple[int, ...] = (1,), finish: FinishReason = FinishReason.LENGTH):
+        """All outputs of a sequence whose tokens come in bursts of these sizes."""
+        outputs, at, turn = [], 0, 0
+        while at < len(ids):
+            size = sizes[turn % len(sizes)]
+            burst = ids[at : at + size]
+            at, turn = at + size, turn + 1
+            logprobs = [TokenLogprobs(token_id, -0.5, 1) for token_id in burst]
+            outputs += self.step(burst, finish if at >= len(ids) else None, logprobs=logprobs)
+        return outputs
+
+
+def all_ids(outputs: list[RequestOutput]) -> list[int]:
+    return [token_id for output in outputs for token_id in output.token_ids]
+
+
+def test_every_token_leaves_in_its_step_and_the_end_is_marked() -> None:
+    ids = TOKENIZER.encode(" fox jumps over the lazy dog", False)
+    outputs = Bench().play(ids)
+    assert len(outputs) == len(ids)
+    assert "".join(output.text for output in outputs) == " fox jumps over the lazy dog"
+    assert [output.is_final for output in outputs] == [False] * (len(ids) - 1) + [True]
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert all_ids(outputs) == ids
+
+
+@pytest.mark.parametrize("interval", [2, 3, 7])
+def test_stream_interval_coalesces_but_not_the_first_or_the_last(interval: int) -> None:
+    ids = TOKENIZER.encode(" fox jumps over the lazy dog", False)
+    outputs = Bench(interval=interval).play(ids)
+    sizes = [len(output.token_ids) for output in outputs]
+    assert sizes[0] == 1 and all(size == interval for size in sizes[1:-1]) and 1 <= sizes[-1] <= interval
+    assert "".join(output.text for output in outputs) == " fox jumps over the lazy dog"
+
+
+def test_without_streaming_there_is_one_output() -> None:
+    ids = TOKENIZER.encode(" fox jumps", False)
+    outputs = Bench(stream=False, echo_text="The quick brown").play(ids)
+    assert [(output.text, output.is_final) for output in outputs] == [("The quick brown fox jumps", True)]
+    assert outputs[0].token_ids == ids and len(outputs[0].logprobs) == len(ids)
+    assert outputs[0].cumulative_logprob == pytest.approx(-0.5 * len(ids))
+
+
+def test_half_a_character_is_no_output_and_its_tokens_come_with_the_rest() -> None:
+    ids = TOKENIZER.encode("ཀ", False)
+    outputs = Bench().play([*ids, ids[0]])
+    assert [output.text for output in outputs] == ["ཀ", "\ufffd"]
+    assert [output.token_ids for output in outputs] == [ids, ids[:1]]
+    assert [len(output.logprobs) for output in outputs] == [3, 1]
+
+
+def test_special_tokens_without_text_still_leave() -> None:
+    ids = [TOKENIZER.backend.token_to_id("<|user|>")] * 3
+    assert [output.text for output in Bench().play(ids)] == ["", "", ""]
+
+
+def test_the_token_that_ends_a_sequence_is_counted_but_not_shown() -> None:
+    ids = TOKENIZER.encode(" fox!", False)
+    bench = Bench(stop_token_ids=(ids[-1],))
+    bench.requests[0].stop_reason = ids[-1]
+    outputs = bench.play(ids, finish=FinishReason.STOP)
+    assert "".join(output.text for output in outputs) == " fox"
+    assert all_ids(outputs) == ids and outputs[-1].stop_reason == ids[-1]
+    kept = Bench(stop_token_ids=(ids[-1],), include_stop_str_in_output=True)
+    kept.requests[0].stop_reason = ids[-1]
+    assert "".join(output.text for output in kept.play(ids, finish=FinishReason.STOP)) == " fox!"
+
+
+def test_a_stop_string_over_token_borders_ends_the_sequence_once() -> None:
+    ids = TOKENIZER.encode(" one two STOP three", False)
+    bench = Bench(stop=("o STOP t",))
+    outputs = bench.play(ids)
+    assert "".join(output.text for output in outputs) == " one tw"
+    last = outputs[-1]
+    assert (last.finish_reason, last.stop_reason, last.is_final) == (FinishReason.STOP, "o STOP t", True)
+    assert bench.stops == [(bench.requests[0], "o STOP t")]
+    assert bench.processor.num_requests == 0
+    assert bench.step(ids, FinishReason.STOP) == []  # the engine's own end, and tokens computed meanwhile, are dropped
+
+
+def test_stop_string_included_when_asked_and_not_before_min_tokens() -> None:
+    ids = TOKENIZER.encode("a END b END c", False)
+    text = "".join(o.text for o in Bench(stop=("END",), include_stop_str_in_output=True).play(ids))
+    assert text == "a END"
+    num_first = len(TOKENIZER.encode("a END b", False))
+    text = "".join(o.text for o in Bench(stop=("END",), min_tokens=num_first).play(ids))
+    assert text == "a END b "
+
+
+def test_text_that_only_looked_like_a_stop_comes_out_with_its_tokens() -> None:
+    ids = TOKENIZER.encode("x###", False)
+    outputs = Bench(stop=("####",)).play(ids)
+    assert "".join(output.text for output in outputs) == "x###"
+    assert all_ids(outputs) == ids
+    assert sum(len(output.logprobs) for output in outputs) == len(ids)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    text=st.text(alphabet="abん👍 \n", max_size=25),
+    stops=st.lists(st.text(alphabet="abん👍", min_size=1, max_size=3), max_size=2),
+    sizes=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    interval=st.integers(1, 3),
+)
+def test_pieces_and_their_tokens_tell_the_same_story(text, stops, sizes, interval) -> None:
+    """Whatever the bursts and the interval: the text is the whole decode cut at the stop, tokens and log-probabilities
+    leave together, and each piece is what a stateless decoder makes of its tokens and context."""
+    ids = TOKENIZER.encode(text, False)
+    if not ids:
+        return
+    bench = Bench(stop=tuple(stops), interval=interval, wants_context=True)
+    outputs = bench.play(ids, tuple(sizes))
+    one_by_one = Bench(stream=False, stop=tuple(stops)).play(ids)
+    streamed = "".join(output.text for output in outputs)
+    assert streamed == one_by_one[0].text
+    assert streamed == min((text.split(stop)[0] for stop in stops), key=len, default=text) or len(stops) > 1
+    assert outputs[-1].is_final and all(output.text or output is outputs[-1] for output in outputs[1:])
+    for output in outputs:
+        assert len(output.logprobs or []) == len(output.token_ids)
+        piece = decode_after(TOKENIZER, output.context_token_ids, output.token_ids, num_characters=len(output.text))
+        assert piece == output.text
+
+
+def test_n_sequences_answer_apart_and_only_the_last_end_is_final() -> None:
+    ids = TOKENIZER.encode(" fox", False)
+    bench = Bench(n=3)
+    outputs = []
+    for index in (2, 0, 1):
+        outputs += bench.step(ids, FinishReason.STOP if index else FinishReason.LENGTH, index)
+    assert [output.request.sequence_index for output in outputs] == [2, 0, 1]
+    assert [output.is_final for output in outputs] == [False, False, True]
+
+
+def test_an_error_is_the_final_answer_of_the_whole_request() -> None:
+    bench = Bench(n=2)
+    (output,) = bench.step([], FinishReason.ERROR, 1, error="out of luck")
+    assert output.is_final and output.error == "out of luck"
+    assert bench.step([5]) == [] and bench.processor.num_requests == 0
+
+
+def test_a_discarded_request_is_not_answered() -> None:
+    bench = Bench()
+    bench.processor.discard(9)
+    bench.processor.discard(9)
+    assert bench.step([5]) == []
+
+
+def test_prompt_logprobs_come_once_with_the_first_output() -> None:
+    bench = Bench()
+    entries = [None, TokenLogprobs(5, -1.0, 2)]
+    ids = TOKENIZER.encode(" fox", False)
+    first = bench.step(ids[:1], prompt_logprobs=entries)
+    rest = bench.step(ids[1:], FinishReason.LENGTH)
+    assert first[0].prompt_logprobs == entries and rest[0].prompt_logprobs is None
