@@ -1,0 +1,236 @@
+"""Wire request -> ClientRequest: order of precedence, what is refused and how, prompts, outputs, deadlines."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+
+import pytest
+import toy_tokenizers
+from slipstream.core import wire
+from slipstream.core.client_request import STREAM_ECHO, ClientRequest, parse_request
+from slipstream.core.config import EngineConfig, ServingConfig
+from slipstream.core.errors import RequestError
+from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.runtime.tokenizer import TextTokenizer
+from wire_requests import request, tensor
+
+TOKENIZER = TextTokenizer(toy_tokenizers.sentencepiece())
+CONFIG = EngineConfig()
+PROMPT = tensor("text_input", "The quick brown")
+
+
+def parse(*tensors: wire.Tensor, config: EngineConfig = CONFIG, **kwargs) -> ClientRequest:
+    return parse_request(request(*tensors, **kwargs), config, TOKENIZER)
+
+
+def params(*tensors: wire.Tensor, **kwargs) -> SamplingParams:
+    client = parse(PROMPT, *tensors, **kwargs)
+    assert client.request is not None
+    return client.request.params
+
+
+def sampling(**fields: object) -> wire.Tensor:
+    return tensor("sampling_parameters", json.dumps(fields))
+
+
+def test_tensor_beats_parameter_beats_json_beats_default() -> None:
+    config = EngineConfig(serving=ServingConfig(default_max_tokens=11))
+    by_json = sampling(max_tokens=22)
+    assert params(config=config).max_tokens == 11
+    assert params(by_json, config=config).max_tokens == 22
+    assert params(by_json, parameters={"max_tokens": 33}, config=config).max_tokens == 33
+    assert params(by_json, tensor("max_tokens", 44), parameters={"max_tokens": 33}, config=config).max_tokens == 44
+    assert params(parameters={"sampling_parameters": '{"max_tokens": 55}'}).max_tokens == 55
+
+
+def test_two_names_of_one_setting_must_agree_within_a_source() -> None:
+    assert params(tensor("max_tokens", 5), tensor("request_output_len", 5)).max_tokens == 5
+    with pytest.raises(RequestError, match=r"^request_output_len: .*max_tokens is the same setting"):
+        params(tensor("max_tokens", 5), tensor("request_output_len", 6))
+
+
+def test_vllm_sampling_parameters_as_numbers_or_strings() -> None:
+    got = params(sampling(temperature="0.5", top_k="7", ignore_eos="true", seed="12", n=2, logit_bias={"5": "1.5"}))
+    assert (got.temperature, got.top_k, got.ignore_eos, got.seed, got.n) == (0.5, 7, True, 12, 2)
+    assert got.logit_bias == ((5, 1.5),)
+    got = params(sampling(stop="END", stop_token_ids=[3, 4], bad_words=["no"], top_k=-1, min_p=0.1, max_tokens=None))
+    assert (got.stop, got.stop_token_ids, got.bad_words, got.top_k, got.max_tokens) == (
+        ("END",),
+        (3, 4),
+        ("no",),
+        -1,
+        16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_token": 5}, "max_token: unknown sampling parameter; did you mean max_tokens"),
+        ({"zzzz": 5}, "zzzz: unknown sampling parameter; accepted: .*temperature"),
+        ({"temperature": "hot"}, "temperature: got 'hot', accepted: a number"),
+        ({"temperature": -1}, "temperature: got -1.0, accepted: a number from 0"),
+        ({"temperature": float("nan")}, "temperature: got nan"),
+        ({"top_k": 1.5}, "top_k: got 1.5, accepted: an integer"),
+        ({"top_k": True}, "top_k: got True, accepted: an integer"),
+        ({"ignore_eos": "maybe"}, "ignore_eos: got 'maybe', accepted: true or false"),
+        ({"stop": [1]}, "stop: got \\[1\\], accepted: a string or a list of strings"),
+        ({"stop": [""]}, "stop: .*non-empty"),
+        ({"stop_token_ids": ["x"]}, "stop_token_ids: got 'x'"),
+        ({"logit_bias": [1]}, "logit_bias: got"),
+        ({"use_beam_search": True}, "use_beam_search: got True, accepted: False, because there is no beam search"),
+        ({"beam_width": 4}, "beam_width: got 4, accepted: 0 or 1, because"),
+        ({"best_of": 3}, "best_of: got 3, accepted: n=1"),
+        ({"text_input": "x"}, "text_input: unknown sampling parameter"),
+        ({"max_tokens": 0}, "max_tokens: got 0, accepted: an integer >= 1"),
+        ({"min_tokens": 17}, "min_tokens: got 17, accepted: at most max_tokens=16"),
+        ({"end_id": -2}, "end_id: got -2, accepted: a token id, or -1"),
+        ({"stream_interval": 0}, "stream_interval: got 0"),
+        ({"timeout_ms": -1}, "timeout_ms: got -1"),
+        ({"embedding_bias_words": ["a"]}, "embedding_bias_weights: got \\[\\], accepted: one number per word"),
+        ({"stop_words_list": [[5, 6], [3, -1]]}, "stop_words_list: got"),
+    ],
+)  # fmt: skip
+def test_a_wrong_sampling_parameter_is_named_with_what_is_accepted(fields: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=f"^{message}"):
+        params(sampling(**fields))
+
+
+def test_sampling_parameters_that_are_no_json_object() -> None:
+    for text in ("{", "[1]", "5", "[" * 100000):
+        with pytest.raises(RequestError, match=r"^sampling_parameters: got .*accepted: a JSON object"):
+            params(tensor("sampling_parameters", text))
+
+
+def test_unknown_tensor_and_unknown_request_parameter() -> None:
+    with pytest.raises(RequestError, match=r"^text_inputs: unknown input tensor; did you mean text_input"):
+        parse(wire.Tensor("text_inputs", 13, (1,), b"\0\0\0\0"))
+    with pytest.raises(RequestError, match=r"^temprature: unknown request parameter; did you mean temperature"):
+        parse(PROMPT, parameters={"temprature": 1.0})
+    config = EngineConfig(serving=ServingConfig(ignored_request_parameters="x-*, traceparent"))
+    assert parse(PROMPT, parameters={"x-request-id": "1", "traceparent": "00"}, config=config).request is not None
+
+
+def test_prompt_as_text_or_ids_but_one_of_them() -> None:
+    assert parse(PROMPT).request.prompt_token_ids == TOKENIZER.encode("The quick brown")
+    without = parse(PROMPT, tensor("add_special_tokens", False)).request
+    assert without.prompt_token_ids == TOKENIZER.encode("The quick brown", False)
+    assert parse(tensor("input_ids", [5, 6, 7])).request.prompt_token_ids == [5, 6, 7]
+    assert parse(tensor("input_ids", [5, 6, 0]), tensor("input_lengths", 2)).request.prompt_token_ids == [5, 6]
+    for tensors, message in [
+        ((PROMPT, tensor("input_ids", [5])), "text_input: given together with input_ids"),
+        ((), "text_input: missing, accepted: a prompt"),
+        ((tensor("text_input", ""),), "text_input: the prompt is empty"),
+        ((tensor("input_ids", []),), "input_ids: the prompt is empty"),
+        ((tensor("input_ids", [5, -1]),), "input_ids: got"),
+        ((tensor("input_ids", [5]), tensor("input_lengths", 2)), "input_lengths: got 2"),
+    ]:
+        with pytest.raises(RequestError, match=f"^{message}"):
+            parse(*tensors)
+
+
+def test_a_batch_is_one_prompt() -> None:
+    batched = EngineConfig(serving=ServingConfig(max_batch_size=1))
+    client = parse(tensor("text_input", "hi", (1, 1)), tensor("stop_words", ["a", ""], (1, 2)), config=batched)
+    assert client.has_batch_dim and not client.is_text_only and client.request.params.stop == ("a",)
+    with pytest.raises(RequestError, match=r"^text_input: got shape \[2, 1\], accepted: a batch of 1"):
+        parse(tensor("text_input", ["a", "b"], (2, 1)), config=batched)
+    assert parse(tensor("text_input", "hi", (1, 1))).request is not None  # one element of any rank
+
+
+def test_echo_follows_the_vllm_backend() -> None:
+    excluded = ServingConfig(exclude_input_in_output=True)
+    stream = tensor("stream", True)
+    assert parse(PROMPT).echo_text == "The quick brown"
+    assert parse(PROMPT, stream).echo_text == ""
+    assert parse(PROMPT, tensor("exclude_input_in_output", True)).echo_text == ""
+    assert parse(PROMPT, config=EngineConfig(serving=excluded)).echo_text == ""
+    assert parse(PROMPT, tensor("exclude_input_in_output", False), config=EngineConfig(serving=excluded)).echo_text
+    assert parse(tensor("input_ids", TOKENIZER.encode("The quick"))).echo_text == "The quick"
+    with pytest.raises(RequestError) as refused:
+        parse(PROMPT, stream, tensor("exclude_input_in_output", False))
+    assert STREAM_ECHO in str(refused.value)
+
+
+def test_outputs_by_name_or_by_flag() -> None:
+    assert parse(PROMPT).outputs == ("text_output",) and parse(PROMPT).is_text_only
+    by_flag = parse(PROMPT, tensor("return_finish_reason", True), tensor("return_num_output_tokens", True))
+    assert by_flag.outputs == ("text_output", "finish_reason", "num_output_tokens") and not by_flag.is_text_only
+    by_name = parse(PROMPT, tensor("return_finish_reason", True), outputs=("output_ids", "context_ids"))
+    assert by_name.outputs == ("output_ids", "context_ids") and by_name.wants_context
+    with pytest.raises(RequestError, match=r"^text_outputs: unknown output; did you mean text_output"):
+        parse(PROMPT, outputs=("text_outputs",))
+
+
+def test_outputs_that_need_logprobs_turn_them_on() -> None:
+    assert params().logprobs is None
+    for flag in ("return_logprobs", "return_log_probs", "return_cumulative_logprob"):
+        assert params(tensor(flag, True)).logprobs == 0
+    assert params(tensor("return_logprobs", True), sampling(logprobs=3)).logprobs == 3
+    assert params(tensor("return_prompt_logprobs", True)).prompt_logprobs == 0
+
+
+def test_tensorrt_llm_top_p_zero_is_off_and_greedy_without_top_k() -> None:
+    got = params(tensor("runtime_top_p", 0.0), tensor("temperature", 0.8))
+    assert (got.top_p, got.is_greedy) == (1.0, True)
+    got = params(tensor("runtime_top_p", 0.0), tensor("runtime_top_k", 5), tensor("temperature", 0.5))
+    assert (got.top_p, got.top_k, got.temperature) == (1.0, 5, 0.5)
+
+
+def test_bias_words_and_dense_bias_add_up() -> None:
+    (token_id,) = TOKENIZER.encode("a", False)[-1:]
+    dense = [0.0] * (token_id + 1)
+    dense[token_id] = 0.5
+    words = tensor("embedding_bias_words", ["a"]), tensor("embedding_bias_weights", [1.0])
+    got = dict(params(tensor("embedding_bias", dense), *words, sampling(logit_bias={str(token_id): 2})).logit_bias)
+    assert got[token_id] == pytest.approx(3.5)
+
+
+def test_guides_of_both_kinds() -> None:
+    words = tensor("guided_decoding_guide_type", "regex"), tensor("guided_decoding_guide", "a+")
+    assert params(*words).guide == Guide("regex", "a+")
+    assert params(sampling(guided_decoding={"json": {"type": "object"}})).guide == Guide(
+        "json_schema", '{"type": "object"}'
+    )
+    assert params(sampling(guided_decoding={"json_object": True, "regex": None})).guide == Guide("json")
+    assert params(sampling(guided_decoding={"choice": ["a.b", "c"]})).guide == Guide("regex", r"(a\.b)|(c)")
+    assert params(sampling(structured_outputs={"grammar": "root ::= x"})).guide == Guide("ebnf_grammar", "root ::= x")
+    for fields, message in [
+        ({"guided_decoding": {"yaml": "x"}}, "guided_decoding: got"),
+        ({"guided_decoding": {"json": "{}", "regex": "a"}}, "guided_decoding: got"),
+        ({"guided_decoding_guide": "a+"}, "guided_decoding_guide_type: missing"),
+        ({"guided_decoding_guide_type": "xml"}, "guided_decoding_guide_type: got 'xml', accepted: json"),
+    ]:
+        with pytest.raises(RequestError, match=f"^{message}"):
+            params(sampling(**fields))
+
+
+def test_stop_is_a_stop_request_as_truth_value_and_a_stop_string_as_text() -> None:
+    client = parse(tensor("stop", True), request_id="abc")
+    assert client.is_stop and client.request is None and client.request_id == "abc"
+    assert parse(parameters={"stop": True}, request_id="abc").is_stop
+    assert params(parameters={"stop": "END"}).stop == ("END",)
+    assert params(tensor("stop", False), tensor("stop_words", ["END"])).stop == ("END",)
+    with pytest.raises(RequestError, match=r"^stop: needs a request id"):
+        parse(tensor("stop", True))
+
+
+def test_the_earlier_timeout_counts_from_arrival() -> None:
+    assert parse(PROMPT).request.deadline is None
+    now = time.monotonic()
+    assert parse(PROMPT, timeout_us=5_000_000).request.deadline == pytest.approx(now + 5, abs=0.5)
+    both = parse(PROMPT, tensor("timeout_ms", 2000), timeout_us=5_000_000, arrival_ns=time.time_ns() - 10**9)
+    assert both.request.deadline == pytest.approx(time.monotonic() + 1, abs=0.5)
+
+
+def test_the_rest_of_a_request_arrives() -> None:
+    tensors = tensor("priority", -2), tensor("stream", True), tensor("stream_interval", 5)
+    client = parse(PROMPT, *tensors, request_id="r1", arrival_ns=77)
+    assert (client.handle, client.request_id, client.stream, client.stream_interval) == (7, "r1", True, 5)
+    sequence = client.request
+    assert (sequence.handle, sequence.client_request_id, sequence.priority) == (7, "r1", -2)
+    assert sequence.times.arrival_ns == 77
+    config = replace(CONFIG, serving=ServingConfig(stream_interval=4))
+    assert parse(PROMPT, config=config).stream_interval == 4
