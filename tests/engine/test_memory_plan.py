@@ -83,6 +83,11 @@ def test_length_beyond_the_checkpoint(spec: DecoderSpec) -> None:
         plan_memory(spec, config, CPU, GIB)
 
 
+def test_cache_type_is_the_models(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_dtype='float16': accepted: auto or bfloat16"):
+        make_engine(tiny_llama, model={"dtype": "bfloat16"}, cache={"dtype": "float16"})
+
+
 def test_refused_before_weights_are_read(tiny_llama: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):  # a checkpoint without any weights
         (tmp_path / name).write_bytes((tiny_llama / name).read_bytes())

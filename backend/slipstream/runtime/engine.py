@@ -128,6 +128,7 @@ class Engine:
             return outputs
         try:
             start = time.monotonic()
+            self.stats.last_step_time = self.stats.last_step_time or start  # a first step that hangs shows its age
             self._drain_inbox(outputs)
             outputs += self.scheduler.expire(start)
             step = self.scheduler.schedule()
@@ -140,10 +141,11 @@ class Engine:
         return outputs
 
     def close(self) -> None:
-        """Refuse further requests; what still runs gets no answer."""
+        """Refuse further requests and let go of weights and KV pool; what still runs gets no answer."""
         with self._wake:
             self.error = self.error or EngineError("the engine is closed")
             self._wake.notify_all()
+        self._runner = NullRunner(0)
 
     # ---- parts
 
@@ -202,10 +204,10 @@ class Engine:
             request = output.request
             if request.params.prompt_logprobs is not None:
                 output.prompt_logprobs = self._runner.prompt_logprobs.take(request)
-            if request.params.logprobs is not None and request.request_id in sampled.logprobs:
-                entry = sampled.logprobs[request.request_id]
-                output.logprobs = [entry]
-                request.cumulative_logprob += entry.logprob
+            entries = sampled.logprobs.get(request.request_id)
+            if entries is not None:
+                output.logprobs = entries[: len(output.new_token_ids)]  # a stop may have cut the step's tokens
+                request.cumulative_logprob += sum(entry.logprob for entry in output.logprobs)
 
     def _advance_guides(self, committed: list[StepOutput]) -> None:
         for output in committed:

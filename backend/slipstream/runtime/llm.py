@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 from slipstream.core.client_request import ClientRequest
 from slipstream.core.config import EngineConfig
@@ -25,7 +26,7 @@ from slipstream.runtime.engine import Engine
 from slipstream.runtime.output import OutputProcessor
 
 Prompt = str | Sequence[int]
-Message = Mapping[str, object]  # {"role": ..., "content": ...}
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
 
 
 @dataclass
@@ -122,7 +123,8 @@ class LLM:
         self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None = None
     ) -> list[Completion]:
         """Answer one conversation, or several, written as the checkpoint's chat template says."""
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
         return self.generate([self._encode_chat(conversation) for conversation in conversations], params)
 
     def close(self) -> None:
@@ -141,15 +143,16 @@ class LLM:
             return self.engine.tokenizer.encode(prompt, self.config.serving.add_special_tokens)
         return list(prompt)
 
-    def _encode_chat(self, conversation: object) -> list[int]:
+    def _encode_chat(self, conversation: Sequence[Message]) -> list[int]:
         from transformers import AutoTokenizer
 
         path = self.config.model.tokenizer or str(resolve_checkpoint(self.config.model.model))
         tokenizer = AutoTokenizer.from_pretrained(path)
         if tokenizer.chat_template is None:
             raise RequestError("messages", "the checkpoint has no chat template")
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-        return self.engine.tokenizer.encode(text, add_special_tokens=False)  # the template writes them itself
+        turns = [dict(message) for message in conversation]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return self.engine.tokenizer.encode(str(text), add_special_tokens=False)  # the template writes them itself
 
     def _submit(self, request: Request, stream: bool) -> int:
         handle = request.handle = next(self._handles)

@@ -14,6 +14,7 @@ from slipstream.core.config import CacheConfig, EngineConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.load import resolve_device, resolve_dtype
 from slipstream.nn.spec import DecoderSpec
+from slipstream.runtime.logprobs import MAX_PROMPT_ROWS
 
 MIB = 1 << 20
 DEFAULT_CPU_POOL_BYTES = 1 << 30
@@ -35,10 +36,15 @@ class Hardware:
 
 
 def resolve_hardware(config: EngineConfig, spec: DecoderSpec) -> Hardware:
-    """Raises ConfigError for a device that is not there."""
+    """Raises ConfigError for a device that is not there, and for a cache of another type than the model."""
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, spec, device)
     kv_dtype = dtype if config.cache.dtype == "auto" else resolve_dtype(config.cache.dtype, spec, device)
+    if kv_dtype is not dtype:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            "kv_cache_dtype", config.cache.dtype, f"accepted: auto or {name}, which the model computes in"
+        )
     return Hardware(device, dtype, kv_dtype)
 
 
@@ -169,7 +175,7 @@ def _pool_budget(cache: CacheConfig, remaining_bytes: int, device: torch.device)
 
 
 def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, dtype: torch.dtype) -> int:
-    logits = LOGITS_COPIES * config.scheduler.max_num_seqs * spec.vocab_size * 4
+    logits = LOGITS_COPIES * max(config.scheduler.max_num_seqs, MAX_PROMPT_ROWS) * spec.vocab_size * 4
     width = HIDDEN_COPIES * spec.hidden_size + INTERMEDIATE_COPIES * spec.intermediate_size
     return logits + config.scheduler.max_num_batched_tokens * width * dtype.itemsize
 

@@ -30,13 +30,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class StepSample:
-    """token_ids: aligned with step.requests, empty where nothing was sampled. logprobs: request_id -> the new token's.
+    """token_ids: aligned with step.requests, empty where nothing was sampled.
 
+    logprobs: request_id -> one entry per token, of those that asked.
     failures: requests that went wrong by themselves, with the reason; the others of the step are sound.
     """
 
     token_ids: list[list[int]]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     failures: list[tuple[Request, str]] = field(default_factory=list)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from slipstream_kernels import ops
@@ -30,8 +30,27 @@ class Sampled:
     tokens mean nothing."""
 
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)  # request_id -> the drawn token's
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request_id -> the drawn token's
     failures: list[tuple[Request, str]] = field(default_factory=list)
+
+
+class _Draws(NamedTuple):
+    """Arguments of ops.sample, [num_rows] each."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor | None
+    min_p: torch.Tensor | None
+    seeds: torch.Tensor
+
+
+class _Penalties(NamedTuple):
+    """Arguments of ops.apply_penalties, [number of penalised rows] each."""
+
+    prompt_lens: torch.Tensor
+    repetition: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -44,8 +63,8 @@ class _Composition:
     penalised: list[int]
     guided: list[int]
     with_logprobs: list[int]
-    parameters: dict[str, torch.Tensor | None]  # of ops.sample: [S] each
-    penalties: dict[str, torch.Tensor]  # of ops.apply_penalties: [P] each
+    draws: _Draws
+    penalties: _Penalties  # of the penalised rows
 
 
 class Sampler:
@@ -71,7 +90,7 @@ class Sampler:
             chosen = [requests[row] for row in rows.with_logprobs]
             num_top = [request.params.logprobs or 0 for request in chosen]
             found = token_logprobs(original, token_ids[rows.with_logprobs], num_top)
-            sampled.logprobs = {request.request_id: entry for request, entry in zip(chosen, found)}
+            sampled.logprobs = {request.request_id: [entry] for request, entry in zip(chosen, found)}
         sampled.token_ids = token_ids.tolist()  # the step's one wait for the device
         return sampled
 
@@ -86,31 +105,31 @@ class Sampler:
                 penalised=penalised,
                 guided=_where(requests, lambda request: request.guide_state is not None),
                 with_logprobs=_where(requests, lambda request: request.params.logprobs is not None),
-                parameters=self._parameters(requests),
+                draws=self._draw_parameters(requests),
                 penalties=self._penalties([requests[row] for row in penalised]),
             )
         return self._composition
 
-    def _parameters(self, requests: list[Request]) -> dict[str, torch.Tensor | None]:
+    def _draw_parameters(self, requests: list[Request]) -> _Draws:
+        """A filter that no request uses is None, which spares its work for all."""
         params = [request.params for request in requests]
-        return {
-            "temperature": self._floats([p.temperature for p in params]),
-            "top_k": self._ints([max(0, p.top_k) for p in params], torch.int32)
-            if any(p.top_k for p in params)
-            else None,
-            "top_p": self._floats([p.top_p for p in params]) if any(p.top_p < 1.0 for p in params) else None,
-            "min_p": self._floats([p.min_p for p in params]) if any(p.min_p > 0.0 for p in params) else None,
-            "seeds": self._ints([_signed(request.seed) for request in requests], torch.int64),
-        }
+        top_k, top_p, min_p = [max(0, p.top_k) for p in params], [p.top_p for p in params], [p.min_p for p in params]
+        return _Draws(
+            temperature=self._floats([p.temperature for p in params]),
+            top_k=self._ints(top_k, torch.int32) if any(top_k) else None,
+            top_p=self._floats(top_p) if min(top_p) < 1.0 else None,
+            min_p=self._floats(min_p) if any(min_p) else None,
+            seeds=self._ints([_signed(request.seed) for request in requests], torch.int64),
+        )
 
-    def _penalties(self, requests: list[Request]) -> dict[str, torch.Tensor]:
+    def _penalties(self, requests: list[Request]) -> _Penalties:
         params = [request.params for request in requests]
-        return {
-            "prompt_lens": self._ints([request.num_prompt_tokens for request in requests], torch.int32),
-            "repetition": self._floats([p.repetition_penalty for p in params]),
-            "presence": self._floats([p.presence_penalty for p in params]),
-            "frequency": self._floats([p.frequency_penalty for p in params]),
-        }
+        return _Penalties(
+            prompt_lens=self._ints([request.num_prompt_tokens for request in requests], torch.int32),
+            repetition=self._floats([p.repetition_penalty for p in params]),
+            presence=self._floats([p.presence_penalty for p in params]),
+            frequency=self._floats([p.frequency_penalty for p in params]),
+        )
 
     def _edit(self, requests: list[Request], logits: torch.Tensor, rows: _Composition, sampled: Sampled) -> None:
         """Penalties, then biases and bans, then guides, each on its rows only, in place."""
@@ -118,7 +137,15 @@ class Sampler:
             penalised = [requests[row] for row in rows.penalised]
             num_tokens = self._ints([request.num_tokens for request in penalised], torch.int32)
             part = logits[rows.penalised]  # a copy
-            ops.apply_penalties(part, self._history.update(penalised), num_tokens=num_tokens, **rows.penalties)
+            ops.apply_penalties(
+                part,
+                self._history.update(penalised),
+                rows.penalties.prompt_lens,
+                num_tokens,
+                repetition=rows.penalties.repetition,
+                presence=rows.penalties.presence,
+                frequency=rows.penalties.frequency,
+            )
             logits[rows.penalised] = part
         if rows.edited:
             edits = SparseEdits()
@@ -132,7 +159,7 @@ class Sampler:
         if rows.is_greedy:
             return logits.argmax(dim=-1)
         positions = self._ints([request.num_tokens for request in requests], torch.int64)
-        return ops.sample(logits, positions=positions, **rows.parameters)
+        return ops.sample(logits, *rows.draws, positions)
 
     def _floats(self, values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)

@@ -1,0 +1,51 @@
+"""Other types and devices than float32 on a CPU: the engine runs, and in float32 a GPU says what the CPU says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import GREEDY, make_engine, run_all
+from slipstream.core.sampling_params import Guide
+from slipstream.runtime.engine import Engine
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def test_bfloat16_weights_and_cache(tiny_llama: Path, prompts: list[list[int]]) -> None:
+    engine = make_engine(tiny_llama, model={"dtype": "bfloat16"})
+    first = run_all(engine, prompts[:4], GREEDY)
+    assert [told.token_ids for told in first] == [told.token_ids for told in run_all(engine, prompts[:4], GREEDY)]
+    assert engine.memory_plan.block_bytes == 8 * engine.spec.kv_bytes_per_token(torch.bfloat16)
+
+
+def test_dummy_weights(tiny_llama: Path, prompts: list[list[int]]) -> None:
+    texts = [
+        [told.token_ids for told in run_all(make_engine(tiny_llama, model=model), prompts[:3], GREEDY)]
+        for model in ({"load_format": "dummy", "seed": 1}, {"load_format": "dummy", "seed": 1}, {"load_format": "auto"})
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@needs_cuda
+def test_gpu_is_cpu_in_float32(tiny_llama: Path, engine: Engine, prompts: list[list[int]]) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    on_gpu = make_engine(tiny_llama, model={"device": "cuda", "dtype": "float32"})
+    params = [
+        GREEDY,
+        replace(GREEDY, repetition_penalty=1.3, logit_bias=((9, 3.0),), min_tokens=5, logprobs=2),
+        replace(GREEDY, bad_words_ids=((4, 5), (7,)), prompt_logprobs=1),
+        replace(GREEDY, guide=Guide("regex", "[a-z]{10}")),
+    ] * 3
+    expected = [told.token_ids for told in run_all(engine, prompts, params)]
+    assert [told.token_ids for told in run_all(on_gpu, prompts, params)] == expected
+
+
+@needs_cuda
+def test_gpu_sampling_repeats(tiny_llama: Path, prompts: list[list[int]]) -> None:
+    engine = make_engine(tiny_llama, model={"device": "cuda"})
+    params = [replace(GREEDY, temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, seed=i) for i in range(len(prompts))]
+    first = [told.token_ids for told in run_all(engine, prompts, params)]
+    assert [told.token_ids for told in run_all(engine, prompts, params)] == first
