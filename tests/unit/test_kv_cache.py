@@ -118,3 +118,15 @@ def test_generated_tokens_are_published_too() -> None:
     first.num_computed_tokens = 5
     cache.commit(first)
     assert cache.match_prefix(make_request([1, 2, 3, 4, 9])) == 4
+
+
+def test_a_generated_block_is_found_only_after_its_own_prefix() -> None:
+    cache = KVCacheManager(8, SIZE)
+    first = make_request([1, 1, 1, 1])
+    compute(cache, first)
+    first.token_ids += [7, 7, 7, 7, 7]
+    assert cache.allocate(first, 9)
+    first.num_computed_tokens = 8
+    cache.commit(first)
+    assert cache.match_prefix(make_request([1, 1, 1, 1, 7, 7, 7, 7, 5])) == 8
+    assert cache.match_prefix(make_request([7, 7, 7, 7, 5])) == 0

@@ -109,10 +109,22 @@ class SchedulerWalk(RuleBasedStateMachine):
         num_siblings: int,
     ) -> None:
         params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
-        group = [
-            Request(prompt, params, seed + index, priority, eos_token_ids=frozenset(range(num_eos)))
-            for index in range(num_siblings)
-        ]
+        self.add_group(
+            [
+                Request(prompt, params, seed + index, priority, eos_token_ids=frozenset(range(num_eos)))
+                for index in range(num_siblings)
+            ]
+        )
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), max_tokens=st.integers(1, 10))
+    def add_next_turn(self, data: st.DataObject, max_tokens: int) -> None:
+        """A prompt that goes on from what another request has got so far: blocks of generated tokens are shared too."""
+        earlier = data.draw(st.sampled_from(self.requests))
+        prompt = [*earlier.token_ids[: MAX_MODEL_LEN - 5], 3]
+        self.add_group([Request(prompt, SamplingParams(max_tokens=max_tokens), earlier.seed)])
+
+    def add_group(self, group: list[Request]) -> None:
         num_before = self.scheduler.num_waiting
         try:
             self.scheduler.add_all(group)
@@ -137,15 +149,14 @@ class SchedulerWalk(RuleBasedStateMachine):
         assert bool(step.requests) == had_work, "a step without rows although there is work"
         assert not (step.preempted and self.config.policy == "guaranteed_no_evict")
 
-    @precondition(lambda self: self.requests)
+    @precondition(lambda self: self.scheduler.has_work)
     @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.ERROR]))
     def finish(self, data: st.DataObject, reason: FinishReason) -> None:
-        request = data.draw(st.sampled_from(self.requests))
-        was_over = request.is_finished
+        request = data.draw(st.sampled_from(list(self.scheduler.live_requests)))
         output = self.scheduler.finish(request, reason)
-        assert (output is None) == was_over and request.is_finished
-        if output is not None:
-            self.llm.take([output])
+        assert output is not None and request.is_finished
+        self.llm.take([output])
+        assert self.scheduler.finish(request, FinishReason.STOP) is None and request.finish_reason is reason
 
     @precondition(lambda self: self.scheduler.has_work)
     @rule(data=st.data())

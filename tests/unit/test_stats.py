@@ -1,0 +1,160 @@
+"""core/stats.py: declarations that Prometheus accepts, and a hand-over between two threads that loses nothing."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+from fake_llm import make_llm, make_request
+from slipstream.core.request import FinishReason
+from slipstream.core.stats import FINISHED_METRIC, METRICS, Metric, MetricKind, Stats, declarations
+
+
+def drained(stats: Stats) -> dict[Metric, list[float]]:
+    stats.publish()
+    return {Metric(index): values for index, values in stats.drain()}
+
+
+def test_declarations_are_what_prometheus_accepts() -> None:
+    assert [int(metric) for metric in Metric] == list(range(len(METRICS)))
+    for spec in METRICS:
+        assert re.fullmatch(r"slipstream_[a-z_]+", spec.family) and spec.help
+        assert (spec.kind is MetricKind.COUNTER) == spec.family.endswith("_total") or spec.kind is MetricKind.GAUGE
+        assert bool(spec.buckets) == (spec.kind is MetricKind.HISTOGRAM)
+        assert list(spec.buckets) == sorted(set(spec.buckets))
+    rows = [(spec.family, tuple(spec.labels.items())) for spec in METRICS]
+    assert len(set(rows)) == len(rows), "two metrics have one name and labels"
+    assert {spec.help for spec in METRICS if spec.family == "slipstream_requests_finished_total"} == {
+        METRICS[Metric.FINISHED_STOP].help
+    }
+
+
+def test_labels_are_added_to_each_metric() -> None:
+    specs = declarations({"model": "llm", "version": "1"})
+    assert [spec.family for spec in specs] == [spec.family for spec in METRICS]
+    assert specs[Metric.FINISHED_STOP].labels == {"model": "llm", "version": "1", "reason": "stop"}
+    assert METRICS[Metric.FINISHED_STOP].labels == {"reason": "stop"}
+
+
+def test_every_finish_reason_has_its_counter() -> None:
+    for reason in FinishReason:
+        assert METRICS[FINISHED_METRIC[reason]].labels == {"reason": reason.value}
+
+
+def test_counters_add_gauges_replace_histograms_collect() -> None:
+    stats = Stats()
+    stats.add(Metric.PREEMPTIONS, 2)
+    stats.add(Metric.PREEMPTIONS)
+    stats.set(Metric.REQUESTS_RUNNING, 5)
+    stats.set(Metric.REQUESTS_RUNNING, 4)
+    stats.observe(Metric.STEP_TIME, 0.25)
+    stats.observe(Metric.STEP_TIME, 0.5)
+    news = drained(stats)
+    assert news.pop(Metric.LAST_STEP_AGE) == [0.0]
+    expected = {Metric.PREEMPTIONS: [3.0], Metric.REQUESTS_RUNNING: [4.0], Metric.STEP_TIME: [0.25, 0.5]}
+    assert news == expected
+    assert set(drained(stats)) == {Metric.LAST_STEP_AGE}
+
+
+def test_values_wait_until_the_last_ones_are_fetched() -> None:
+    stats = Stats()
+    for _ in range(3):
+        stats.add(Metric.CANCELLATIONS)
+        stats.publish()
+    assert dict(stats.drain())[Metric.CANCELLATIONS] == [1.0]
+    assert drained(stats)[Metric.CANCELLATIONS] == [2.0]
+
+
+def test_last_step_age_grows_only_while_there_is_work() -> None:
+    stats = Stats()
+    stats.last_step_time = time.monotonic() - 3.0
+    assert 3.0 <= dict(stats.drain())[Metric.LAST_STEP_AGE][0] < 60.0
+    stats.last_step_time = 0.0
+    assert dict(stats.drain())[Metric.LAST_STEP_AGE] == [0.0]
+
+
+def test_two_threads_lose_nothing() -> None:
+    stats, num_steps = Stats(), 20_000
+    done = threading.Event()
+    count = 0.0
+    observed: list[float] = []
+
+    def fetch() -> None:
+        nonlocal count
+        for index, values in stats.drain():
+            if index == Metric.GENERATION_TOKENS:
+                count += values[0]
+            elif index == Metric.ITL:
+                observed.extend(values)
+
+    def output_thread() -> None:
+        while not done.is_set():
+            fetch()
+            time.sleep(0)  # let the other thread in, or each hand-over waits for the interpreter's switch interval
+
+    thread = threading.Thread(target=output_thread)
+    thread.start()
+    for step in range(num_steps):
+        stats.add(Metric.GENERATION_TOKENS)
+        stats.observations(Metric.ITL).append(step)
+        stats.publish()
+    done.set()
+    thread.join()
+    fetch()
+    stats.publish()
+    fetch()
+    assert count == num_steps
+    assert observed == list(range(num_steps)), "lost, doubled or out of order"
+
+
+def test_a_request_leaves_its_latencies_and_counts() -> None:
+    llm = make_llm(num_blocks=16)
+    first, second = make_request(list(range(9)), 4), make_request([*range(8), 50], 3)
+    for request in (first, second):
+        request.times.arrival_ns = time.time_ns() - 2_000_000_000
+        llm.scheduler.add(request)
+    llm.run()
+    llm.scheduler.record_gauges()
+    news = drained(llm.scheduler.stats)
+    assert (news[Metric.PROMPT_TOKENS], news[Metric.GENERATION_TOKENS]) == ([18.0], [7.0])
+    assert (news[Metric.PREFIX_QUERIES], news[Metric.PREFIX_HITS]) == ([18.0], [8.0])
+    assert len(news[Metric.ITL]) == 3 + 2 and all(value >= 0 for value in news[Metric.ITL])
+    for metric in (Metric.TTFT, Metric.QUEUE_TIME, Metric.E2E_TIME):
+        assert len(news[metric]) == 2 and all(2.0 <= value < 60.0 for value in news[metric])
+    assert news[Metric.FINISHED_LENGTH] == [2.0]
+    assert (news[Metric.KV_BLOCKS_TOTAL], news[Metric.KV_BLOCKS_FREE]) == ([16.0], [16.0])
+    assert news[Metric.KV_BLOCKS_LEAKED] == news[Metric.KV_BLOCKS_USED] == news[Metric.REQUESTS_RUNNING] == [0.0]
+    times = first.times
+    assert times.arrival_ns < times.first_scheduled_ns <= times.first_token_ns <= times.last_token_ns
+
+
+def test_gauges_show_running_waiting_and_leaks() -> None:
+    llm = make_llm(max_num_seqs=1)
+    for length in (9, 10, 11):
+        llm.scheduler.add(make_request(length))
+    llm.step()
+    llm.scheduler.cache.pool.allocate(2)  # by nobody
+    llm.scheduler.record_gauges()
+    news = drained(llm.scheduler.stats)
+    assert (news[Metric.REQUESTS_RUNNING], news[Metric.REQUESTS_WAITING]) == ([1.0], [2.0])
+    assert (news[Metric.KV_BLOCKS_USED], news[Metric.KV_BLOCKS_LEAKED]) == ([5.0], [2.0])
+
+
+def test_a_cancel_counts_twice_once_as_such_and_once_as_an_end() -> None:
+    llm = make_llm()
+    llm.scheduler.add(request := make_request(5))
+    llm.step()
+    llm.scheduler.finish(request, FinishReason.CANCELLED)
+    news = drained(llm.scheduler.stats)
+    assert news[Metric.CANCELLATIONS] == news[Metric.FINISHED_CANCELLED] == [1.0]
+
+
+def test_drafts_are_counted() -> None:
+    llm = make_llm()
+    llm.num_drafts, llm.num_right = 3, 2
+    llm.scheduler.add(request := make_request(5, 10))
+    llm.run()
+    news = drained(llm.scheduler.stats)
+    assert news[Metric.DRAFTED_TOKENS] == [request.num_drafted_tokens] and news[Metric.ACCEPTED_TOKENS] == [6.0]
+    assert len(news[Metric.ITL]) == 9
