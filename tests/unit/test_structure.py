@@ -115,7 +115,8 @@ def test_readme_names_only_paths_that_exist() -> None:
         match = re.match(r"^([\w./-]+)", line)
         if match and not (ROOT / match.group(1)).exists():
             missing.append(match.group(1))
-    named = re.findall(r"`((?:backend|kernels|build|docs|model_repository|client_examples|models|tests)/[\w./-]*)`", readme)
+    folders = "backend|kernels|build|docs|model_repository|client_examples|models|tests"
+    named = re.findall(rf"`((?:{folders})/[\w./-]*)`", readme)
     missing += [path for path in named if not (ROOT / path).exists()]
     assert not missing
 
