@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import queue
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +61,7 @@ def main() -> None:
     pieces = stream(arguments.url, arguments.model, arguments.prompt, arguments.max_tokens, arguments.temperature)
     for text, _ in pieces:
         print(text, end="", flush=True)
-    print(file=sys.stdout)
+    print()
 
 
 if __name__ == "__main__":

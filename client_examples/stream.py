@@ -65,7 +65,8 @@ def main() -> None:
         print(text, end="", flush=True)
     seconds = time.perf_counter() - started
     ttft_ms = (first - started) * 1e3
-    print(f"\n[{num_tokens} tokens, TTFT {ttft_ms:.0f} ms, {num_tokens / seconds:.0f} tokens/s]", file=sys.stderr)
+    print()
+    print(f"[{num_tokens} tokens, TTFT {ttft_ms:.0f} ms, {num_tokens / seconds:.0f} tokens/s]", file=sys.stderr)
 
 
 if __name__ == "__main__":

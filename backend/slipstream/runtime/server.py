@@ -29,8 +29,8 @@ from slipstream.runtime.output import OutputProcessor
 logger = logging.getLogger(__name__)
 
 _METRICS_PERIOD_S = 0.25
-_SETTLE_S = 0.02  # after the last answer the engine needs a moment to publish that it is idle
-_IDLE_WAIT_S = 0.1
+_IDLE_WAIT_S = 0.1  # the idle engine publishes what it had to keep back so often
+_SETTLE_S = (0.02, 0.12)  # metrics after the last answer: at once, and when the engine has surely published the rest
 _MAX_STEPS_AHEAD = 4  # steps that the engine may be ahead of the output thread
 
 
@@ -175,7 +175,7 @@ class GenerateServer:
         self._link.stop_reading()
 
     def _answer_steps(self) -> None:
-        metrics_due, timeout = 0.0, _METRICS_PERIOD_S
+        metrics_due, timeout, settling = 0.0, _METRICS_PERIOD_S, iter(_SETTLE_S)
         while not self._is_drained():
             try:
                 step = self._steps.get(timeout=timeout)
@@ -190,7 +190,9 @@ class GenerateServer:
             if now >= metrics_due:
                 self._link.send(wire.encode_metrics(self._engine.stats.drain()))
                 metrics_due = now + _METRICS_PERIOD_S
-            timeout = _SETTLE_S if step and not self._engine.has_work else _METRICS_PERIOD_S
+            if step:
+                settling = iter(_SETTLE_S)
+            timeout = _METRICS_PERIOD_S if self._engine.has_work else next(settling, _METRICS_PERIOD_S)
 
     def _answer(self, step: list[StepOutput]) -> None:
         live, answers = self._live, []
