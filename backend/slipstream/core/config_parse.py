@@ -139,7 +139,9 @@ def _boolean(name: str, value: object) -> bool:
 def _number(name: str, value: object, kind: type) -> Any:
     try:
         if not isinstance(value, bool):
-            return kind(value if not isinstance(value, str) else value.strip())
+            number = kind(value if not isinstance(value, str) else value.strip())
+            if isinstance(value, str) or number == value:
+                return number
     except (TypeError, ValueError):
         pass
     raise ConfigError(name, value, f"accepted: {'an integer' if kind is int else 'a number'}")
@@ -219,11 +221,3 @@ def check(config: EngineConfig) -> None:
     if not scheduler.enable_chunked_prefill and model.max_model_len > scheduler.max_num_batched_tokens:
         limit = f"accepted with enable_chunked_prefill=false: at least max_model_len={model.max_model_len}"
         raise ConfigError("max_num_batched_tokens", scheduler.max_num_batched_tokens, limit)
-    pool_tokens = cache.num_blocks * cache.block_size
-    if cache.num_blocks and model.max_model_len > pool_tokens:
-        arithmetic = f"num_blocks={cache.num_blocks} x block_size={cache.block_size} = {pool_tokens} tokens"
-        raise ConfigError(
-            "max_model_len",
-            model.max_model_len,
-            f"one sequence does not fit: {arithmetic}; accepted: at most {pool_tokens}",
-        )

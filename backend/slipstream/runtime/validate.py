@@ -1,0 +1,126 @@
+"""What loading a model folder would say, without a server and without reading weights: `slipstream validate`.
+
+Reads config.pbtxt, the checkpoint's config, tokenizer and tensor headers, and works out the memory plan, with the code
+of a load, so that the two cannot disagree. Needs the protobuf classes of tritonclient to read config.pbtxt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.config_parse import parse_parameters
+from slipstream.core.contract import TASKS
+from slipstream.core.errors import ConfigError
+from slipstream.core.tensor_spec import TYPE_NAMES, TaskContract
+
+BACKEND = "slipstream"
+
+
+def validate(model_dir: str | Path) -> str:
+    """A report of what would be loaded. Raises ConfigError with the field, its value and what is accepted."""
+    folder = Path(model_dir).resolve()
+    declared = read_config(folder)
+    check_declaration(declared, folder)
+    config = parse_parameters(
+        {name: entry.string_value for name, entry in declared.parameters.items()},
+        folder,
+        newest_version(folder),
+        declared.max_batch_size,
+    )
+    check_tensors(declared, TASKS[config.task])
+    parts = [f"{folder.name}: {config.task} model, {config.model.model or config.model.tokenizer}", _settings(config)]
+    parts.append(_plan(config) if config.task == "generate" else _tokenizer(config))
+    return "\n".join([*parts, "ok: this would load"])
+
+
+def read_config(folder: Path) -> Any:
+    """config.pbtxt as Triton's ModelConfig message."""
+    path = folder / "config.pbtxt"
+    if not path.is_file():
+        raise ConfigError("model_dir", str(folder), "accepted: a model folder, which holds a config.pbtxt")
+    try:
+        from google.protobuf import text_format
+        from tritonclient.grpc import model_config_pb2
+    except ImportError as error:
+        needed = "reading config.pbtxt needs the package tritonclient[grpc]: pip install 'tritonclient[grpc]'"
+        raise ConfigError("config.pbtxt", str(path), f"{needed} ({error})") from error
+    try:
+        return text_format.Parse(path.read_text("utf-8"), model_config_pb2.ModelConfig())
+    except (text_format.ParseError, UnicodeDecodeError) as error:
+        raise ConfigError("config.pbtxt", str(path), f"cannot be parsed: {error}") from error
+
+
+def newest_version(folder: Path) -> int:
+    """The version that Triton's default policy serves. Raises ConfigError when there is none."""
+    versions = [int(entry.name) for entry in folder.iterdir() if entry.is_dir() and entry.name.isdigit()]
+    if not versions:
+        raise ConfigError(
+            "version", str(folder), "accepted: a folder with a version folder in it, such as 1/ (may be empty)"
+        )
+    return max(versions)
+
+
+def check_declaration(declared: Any, folder: Path) -> None:
+    """What Triton and the C++ backend look at before the engine starts."""
+    if declared.name and declared.name != folder.name:
+        raise ConfigError("name", declared.name, f"accepted: the folder's name, {folder.name!r}, or leave it out")
+    if declared.backend != BACKEND:
+        raise ConfigError("backend", declared.backend or declared.platform, f"accepted: {BACKEND!r}")
+    num_instances = sum(max(1, group.count) for group in declared.instance_group)
+    if num_instances > 1:
+        accepted = "1 instance (one engine batches all requests); leave instance_group out"
+        raise ConfigError("instance_group", num_instances, f"accepted: {accepted}")
+
+
+def check_tensors(declared: Any, task: TaskContract) -> None:
+    """Inputs and outputs that config.pbtxt lists itself must be some of the contract's, of the same type."""
+    for side, given, known in (("input", declared.input, task.inputs), ("output", declared.output, task.outputs)):
+        types = {spec.name: TYPE_NAMES[spec.dtype] for spec in known}
+        for entry in given:
+            name = f"{side} {entry.name}"
+            if entry.name not in types:
+                raise ConfigError(
+                    name, entry.name, f"no tensor of the {task.task} task; accepted: {', '.join(sorted(types))}"
+                )
+            data_type = (
+                type(declared).DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_number[entry.data_type].name
+            )
+            if data_type != types[entry.name]:
+                raise ConfigError(name, data_type, f"accepted: {types[entry.name]}")
+
+
+def _settings(config: EngineConfig) -> str:
+    """The values that differ from the defaults."""
+    default, lines = EngineConfig(), []
+    for section in ("model", "cache", "scheduler", "serving"):
+        ours, theirs = getattr(config, section), getattr(default, section)
+        for field in fields(ours):
+            value = getattr(ours, field.name)
+            if value != getattr(theirs, field.name):
+                lines.append(f"  {section}.{field.name} = {value}")
+    return "\n".join(["settings that differ from the defaults", *(lines or ["  none"])])
+
+
+def _plan(config: EngineConfig) -> str:
+    from slipstream.nn.load import resolve_checkpoint
+    from slipstream.nn.spec import read_spec
+    from slipstream.nn.weights import checkpoint_files, read_headers
+    from slipstream.runtime.memory_plan import free_device_memory, plan_memory, resolve_hardware
+    from slipstream.runtime.tokenizer import TextTokenizer
+
+    checkpoint = resolve_checkpoint(config.model.model)
+    spec = read_spec(checkpoint)
+    TextTokenizer.load(config.model.tokenizer or checkpoint)
+    hardware = resolve_hardware(config, spec)
+    if config.model.load_format not in ("dummy", "null"):
+        read_headers(checkpoint_files(checkpoint))
+    return str(plan_memory(spec, config, hardware, free_device_memory(hardware.device)))
+
+
+def _tokenizer(config: EngineConfig) -> str:
+    from slipstream.runtime.tokenizer import TextTokenizer
+
+    return f"tokenizer of {TextTokenizer.load(config.model.tokenizer or config.model.model).vocab_size} tokens"

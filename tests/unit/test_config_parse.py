@@ -1,0 +1,198 @@
+"""config.pbtxt parameters -> EngineConfig, and `slipstream validate`: what is wrong is named before anything loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import toy_tokenizers
+from slipstream import cli
+from slipstream.core.config import EngineConfig
+from slipstream.core.config_parse import (
+    config_from_values,
+    parameter_default,
+    parse_config,
+    parse_parameters,
+    unreachable_fields,
+)
+from slipstream.core.config_table import FOREIGN, PARAMETERS
+from slipstream.core.errors import ConfigError
+from slipstream.core.wire_messages import Config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def parse(folder: Path, **parameters: str) -> EngineConfig:
+    return parse_parameters({"model": "/somewhere", **parameters}, folder)
+
+
+@pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda parameter: parameter.name)
+def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) -> None:
+    default = parameter_default(parameter)
+    samples = {bool: "false", int: "4", float: "0.5", str: "text", type(None): "true"}
+    text = {"task": "tokenize", "device": "cuda:1", "tokenizer": "/tokenizer", "model": "/elsewhere"}.get(
+        parameter.name
+    )
+    text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])
+    for name in (parameter.name, *parameter.aliases):
+        config: object = parse_parameters({"model": "/somewhere"} | {name: text} if parameter.name != "model" else {name: text}, tmp_path)  # fmt: skip # noqa: E501
+        for part in parameter.path.split("."):
+            config = getattr(config, part)
+        assert config != default and str(config).lower() == text
+
+
+def test_every_field_of_the_configuration_has_a_parameter() -> None:
+    assert unreachable_fields() == ["serving.max_batch_size"]  # config.pbtxt has a field of its own for it
+    names = [name for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)]
+    assert len(names) == len(set(names)) and not set(names) & set(FOREIGN)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"max_num_seq": "4"}, "max_num_seq='4': unknown parameter; did you mean max_num_seqs"),
+        ({"zzzzzz": "4"}, "zzzzzz='4': unknown parameter; accepted: .*block_size"),
+        ({"max_num_seqs": "${max_num_seqs}"}, "max_num_seqs='\\${max_num_seqs}': an unfilled placeholder"),
+        ({"anything": "a${b}c"}, "anything='a\\${b}c': an unfilled placeholder"),
+        ({"max_num_seqs": "many"}, "max_num_seqs='many': accepted: an integer"),
+        ({"max_num_seqs": "0"}, "max_num_seqs='0': accepted: an integer >= 1"),
+        ({"memory_fraction": "1.5"}, "memory_fraction='1.5': accepted: a number in \\(0, 1\\]"),
+        ({"kv_cache_free_gpu_mem_fraction": "x"}, "kv_cache_free_gpu_mem_fraction='x': accepted: a number"),
+        ({"block_size": "48"}, "block_size='48': accepted: a power of two"),
+        ({"enable_prefix_caching": "perhaps"}, "enable_prefix_caching='perhaps': accepted: true or false"),
+        ({"scheduler_policy": "max_utilisation"}, "scheduler_policy=.*did you mean max_utilization"),
+        ({"task": "chat"}, "task='chat': accepted: generate, tokenize, detokenize"),
+        ({"device": "tpu"}, "device='tpu': accepted: auto, cpu, cuda"),
+        ({"enable_kv_cache_reuse": "true", "enable_prefix_caching": "false"}, ".*differs from enable_kv_cache_reuse"),
+        ({"max_tokens_in_paged_kv_cache": "640", "num_blocks": "4"}, ".*together with num_blocks"),
+        ({"max_tokens_in_paged_kv_cache": "9"}, "max_tokens_in_paged_kv_cache='9': accepted: at least one block"),
+        ({"num_blocks": "4", "memory_bytes": "5"}, "memory_bytes=5: given together with num_blocks=4"),
+        ({"enable_chunked_prefill": "false", "max_model_len": "4096"}, "max_num_batched_tokens=2048: .*=4096"),
+        ({"gpt_model_type": "V1"}, "gpt_model_type='V1': a TensorRT-LLM or vLLM parameter .*remove it"),
+        ({"max_beam_width": "4"}, "max_beam_width='4': .*no beam search"),
+        ({"gpu_device_ids": "0,1"}, "gpu_device_ids='0,1': .*set `device` instead"),
+        ({"model": ""}, "model='': missing; accepted: a checkpoint folder"),
+        ({"model": "./nowhere"}, "model='./nowhere': no such folder: .*/llm/nowhere; accepted: a path relative to"),
+        ({"tokenizer_dir": "../nowhere"}, "tokenizer='../nowhere': no such folder"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named_with_its_value(parameters: dict[str, str], message: str, tmp_path: Path) -> None:
+    (tmp_path / "llm").mkdir()
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        parse(tmp_path / "llm", **parameters)
+
+
+def test_tensorrt_llm_values_that_ask_for_nothing_may_stay(tmp_path: Path) -> None:
+    harmless = {"gpt_model_type": "inflight_fused_batching", "max_beam_width": "1", "encoder_model_path": "",
+                "batch_scheduler_policy": "guaranteed_no_evict", "enable_chunked_context": "true",
+                "kv_cache_free_gpu_mem_fraction": "0.5", "max_tokens_in_paged_kv_cache": "6400"}  # fmt: skip
+    config = parse(tmp_path, **harmless)
+    assert config.scheduler.policy == "guaranteed_no_evict" and config.cache.memory_fraction == 0.5
+    assert config.cache.num_blocks == 100
+
+
+def test_paths_count_from_the_model_folder(tmp_path: Path) -> None:
+    folder, checkpoint = tmp_path / "repository" / "llm", tmp_path / "checkpoint"
+    (folder / "3").mkdir(parents=True)
+    checkpoint.mkdir()
+    config = parse_parameters({"model": "../../checkpoint", "tokenizer": str(checkpoint)}, folder)
+    assert (config.model.model, config.model.tokenizer) == (str(checkpoint), str(checkpoint))
+    assert parse_parameters({"model": "org/name"}, folder).model.model == "org/name"
+    (folder / "3" / "config.json").write_text("{}")
+    assert parse_parameters({}, folder, version=3).model.model == str(folder / "3")
+
+
+def test_what_triton_sends_is_read(tmp_path: Path) -> None:
+    triton = {
+        "name": "llm",
+        "max_batch_size": 1,
+        "parameters": {"model": {"string_value": "/m"}, "seed": {"string_value": "3"}},
+    }
+    config = parse_config(Config("llm", 1, str(tmp_path), json.dumps(triton)))
+    assert (config.model.model, config.model.seed, config.serving.max_batch_size) == ("/m", 3, 1)
+    with pytest.raises(ConfigError, match=r"^max_batch_size=8: accepted: 0, or 1"):
+        parse_config(Config("llm", 1, str(tmp_path), json.dumps(triton | {"max_batch_size": 8})))
+
+
+def test_keyword_arguments_go_through_the_same_table() -> None:
+    config = config_from_values(
+        {"model": "m", "block_size": 16, "enable_prefix_caching": False, "memory_fraction": 0.5}
+    )
+    assert (config.cache.block_size, config.cache.enable_prefix_caching, config.cache.memory_fraction) == (
+        16,
+        False,
+        0.5,
+    )
+    for values, message in [({"block_size": 16.5}, "block_size=16.5"), ({"blok_size": 16}, "blok_size=16: unknown"),
+                            ({"max_num_seqs": True}, "max_num_seqs=True: accepted: an integer")]:  # fmt: skip
+        with pytest.raises(ConfigError, match=f"^{message}"):
+            config_from_values({"model": "m", **values})
+
+
+# ---------------------------------------------------------------- slipstream validate
+
+
+def write_model(folder: Path, text: str) -> Path:
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(text)
+    return folder
+
+
+def parameters(**values: str) -> str:
+    return "".join(f'parameters {{ key: "{k}" value {{ string_value: "{v}" }} }}\n' for k, v in values.items())
+
+
+def test_validate_accepts_what_would_load(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tritonclient.grpc")
+    toy_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    text = 'backend: "slipstream"\n' + parameters(task="tokenize", tokenizer_dir="..")
+    assert cli.main(["validate", str(write_model(tmp_path / "pre", text))]) == 0
+    report = capsys.readouterr().out
+    assert "pre: tokenize model" in report and "tokenizer of 422 tokens" in report and "would load" in report
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('backend: "slipstream"\nparameters {', "config.pbtxt=.*cannot be parsed"),
+        ('backend: "python"\n', "backend='python': accepted: 'slipstream'"),
+        ('name: "other"\nbackend: "slipstream"\n', "name='other': accepted: the folder's name, 'llm'"),
+        ('backend: "slipstream"\ninstance_group { count: 2 }\n', "instance_group=2: accepted: 1 instance"),
+        ('backend: "slipstream"\n' + parameters(modell="x"), "modell='x': unknown parameter; did you mean model"),
+        ('backend: "slipstream"\n' + parameters(model="${model}"), "model='\\${model}': an unfilled placeholder"),
+        ('backend: "slipstream"\ninput { name: "text" data_type: TYPE_STRING dims: 1 }\n' + parameters(model="/m"),
+         "input text='text': no tensor of the generate task"),
+        ('backend: "slipstream"\ninput { name: "seed" data_type: TYPE_INT32 dims: 1 }\n' + parameters(model="/m"),
+         "input seed='TYPE_INT32': accepted: TYPE_UINT64"),
+    ],
+)  # fmt: skip
+def test_validate_names_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("tritonclient.grpc")
+    from slipstream.runtime.validate import validate
+
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        validate(write_model(tmp_path / "llm", text))
+
+
+def test_validate_needs_a_model_folder_with_a_version(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tritonclient.grpc")
+    assert cli.main(["validate", str(tmp_path)]) == 1
+    assert "accepted: a model folder, which holds a config.pbtxt" in capsys.readouterr().err
+    (tmp_path / "config.pbtxt").write_text('backend: "slipstream"\n' + parameters(model="/m"))
+    assert cli.main(["validate", str(tmp_path)]) == 1
+    assert "such as 1/" in capsys.readouterr().err
+
+
+def test_validate_gives_the_arithmetic_of_a_cache_that_is_too_small(tmp_path: Path) -> None:
+    pytest.importorskip("tritonclient.grpc")
+    checkpoint = ROOT / "models" / "slipstream-demo-code"
+    if not (checkpoint / "config.json").is_file():
+        pytest.skip("the demo checkpoint is not in the tree")
+    from slipstream.runtime.validate import validate
+
+    text = 'backend: "slipstream"\n' + parameters(model=str(checkpoint), device="cpu", num_blocks="2")
+    with pytest.raises(ConfigError, match=r"^num_blocks=2: .*2 blocks x 64 tokens cannot hold one sequence"):
+        validate(write_model(tmp_path / "llm", text))
+    fits = 'backend: "slipstream"\n' + parameters(model=str(checkpoint), device="cpu", memory_bytes="100000000")
+    assert "holds" in validate(write_model(tmp_path / "fits", fits))
