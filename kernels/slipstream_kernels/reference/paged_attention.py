@@ -7,17 +7,28 @@ by one through SDPA.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 from slipstream_kernels.attention_call import AttentionCall
 
 SHORT_QUERY_LEN = 16
-# A gathered piece larger than this is returned to the system by malloc after use, and its page faults then cost more
-# than the attention (measured: 10 MB pieces 17 ms, 4 MB pieces 3 ms, for 64 requests of 300 tokens in fp32 on one
-# core).
-GATHER_BYTES = 4 << 20
+# K, then V, of a piece are gathered into one workspace, allocated once per call: malloc gives larger or more numerous
+# pieces back to the system, and their page faults then cost more than the attention (17 ms against 4 ms in fp32 here).
+GATHER_BYTES = 8 << 20
 MIN_BUCKET_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class ShortPiece:
+    """Requests that are attended together: the same query_len, keys padded to num_blocks blocks."""
+
+    requests: list[int]
+    query_len: int
+    num_blocks: int
+    workspace: torch.Tensor
 
 
 def paged_attention(call: AttentionCall) -> None:
@@ -34,37 +45,44 @@ def paged_attention(call: AttentionCall) -> None:
             groups.setdefault((query_len, _bucket_blocks(call, seq_len)), []).append(request)
         else:
             _attend_long(call, request, starts[request], starts[request + 1], seq_len)
+    row_size = call.key_cache[0].numel()
+    rows_at_once = {key: max(1, GATHER_BYTES // (key[1] * row_size * call.q.element_size())) for key in groups}
+    size = max((min(rows_at_once[key], len(groups[key])) * key[1] * row_size for key in groups), default=0)
+    workspace = call.key_cache.new_empty(size)
     for (query_len, num_blocks), requests in groups.items():
-        row_bytes = num_blocks * call.key_cache[0].numel() * call.key_cache.element_size()
-        num_rows = max(1, GATHER_BYTES // row_bytes)
+        num_rows = rows_at_once[query_len, num_blocks]
         for first in range(0, len(requests), num_rows):
-            piece = requests[first : first + num_rows]
-            _attend_short(call, piece, [starts[r] for r in piece], [seq_lens[r] for r in piece], query_len, num_blocks)
+            piece = ShortPiece(requests[first : first + num_rows], query_len, num_blocks, workspace)
+            _attend_short(call, piece, starts, seq_lens)
 
 
 def _bucket_blocks(call: AttentionCall, seq_len: int) -> int:
-    """Blocks to gather for a length: rounded up to 1, 2, 3, 4, 6, 8, 12, ...
-
-    Units of at least 64 tokens (waste <= 1/3).
-    """
+    """Blocks to gather for a length: units of at least 64 tokens, rounded up to 1..8, 10, 12, 14, 16, 20, ..."""
     block_size = call.key_cache.shape[2]
     unit = max(block_size, MIN_BUCKET_TOKENS)
     needed = -(-seq_len // unit)
-    power = 1 << (needed - 1).bit_length()
-    units = power * 3 // 4 if power >= 4 and needed <= power * 3 // 4 else power
-    return units * unit // block_size
+    step = max(1, (1 << (needed - 1).bit_length()) // 8)
+    return -(-needed // step) * step * unit // block_size
 
 
-def _gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+def _gather(
+    cache: torch.Tensor,
+    blocks: torch.Tensor,
+    workspace: torch.Tensor | None = None,
+    unused: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Copy whole blocks: blocks [n, num_blocks] int64 -> [n * num_kv_heads, num_blocks * block_size, head_dim].
 
     One index_select over (block, head) rows lands in the final order; indexing by block would need a second,
-    transposing copy.
+    transposing copy.  Where unused is true, zeros.
     """
     num_heads, block_size, head_dim = cache.shape[1:]
     heads = torch.arange(num_heads, device=cache.device)
     rows = (blocks[:, None, :] * num_heads + heads[:, None]).view(-1)
-    return cache.view(-1, block_size * head_dim).index_select(0, rows).view(-1, blocks.shape[1] * block_size, head_dim)
+    out = None if workspace is None else workspace[: rows.numel() * block_size * head_dim].view(rows.numel(), -1)
+    gathered = torch.index_select(cache.view(-1, block_size * head_dim), 0, rows, out=out)
+    gathered = gathered.view(-1, blocks.shape[1] * block_size, head_dim)
+    return gathered if unused is None else gathered.masked_fill_(unused, 0)
 
 
 def _blocks_of(call: AttentionCall, requests: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -88,41 +106,44 @@ def _matmul_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.float32
 
 
-def _attend_short(
-    call: AttentionCall, requests: list[int], starts: list[int], seq_lens: list[int], query_len: int, num_blocks: int
-) -> None:
-    """Attend n requests of the same query_len, keys padded to num_blocks blocks;
-    GQA rows share one matmul per kv head.
-    """
-    device, dtype = call.q.device, _matmul_dtype(call.q)
+def _attend_short(call: AttentionCall, piece: ShortPiece, starts: list[int], seq_lens: list[int]) -> None:
+    """Attend one piece; the GQA rows of a kv head share one matmul, so K and V are not repeated."""
+    query_len, device = piece.query_len, call.q.device
     num_heads, head_dim = call.q.shape[1:]
-    num_kv_heads = call.key_cache.shape[1]
-    n, group = len(requests), num_heads // num_kv_heads
-    lens = torch.tensor(seq_lens, device=device)
-    tokens = (torch.tensor(starts, device=device)[:, None] + torch.arange(query_len, device=device)).view(-1)
-    blocks = _blocks_of(call, torch.tensor(requests, device=device), num_blocks)
-
-    q = call.q[tokens].view(n, query_len, num_kv_heads, group, head_dim).transpose(1, 2)
-    q = q.reshape(n * num_kv_heads, query_len * group, head_dim).to(dtype)
-    scores = torch.bmm(q, _gather(call.key_cache, blocks).to(dtype).transpose(1, 2)).float()
-    scores = scores.view(n, num_kv_heads, query_len, group, -1)
-
-    query_positions = (lens[:, None] - query_len + torch.arange(query_len, device=device))[:, None, :, None, None]
-    probs = _softmax(call, scores, query_positions).to(dtype).view(n * num_kv_heads, query_len * group, -1)
-    values = _gather(call.value_cache, blocks).to(dtype)
-    out = torch.bmm(probs, values)
+    num_kv_heads, n = call.key_cache.shape[1], len(piece.requests)
+    lens = torch.tensor([seq_lens[r] for r in piece.requests], device=device)
+    first = torch.tensor([starts[r] for r in piece.requests], device=device)
+    tokens = (first[:, None] + torch.arange(query_len, device=device)).view(-1)
+    q = call.q.index_select(0, tokens).view(n, query_len, num_kv_heads, -1, head_dim).transpose(1, 2)
+    out = _attend_padded(call, piece, q, lens, is_clean=True)
     if not bool(torch.isfinite(out).all()):
-        # 0 * NaN: a slot past seq_len may hold a former owner's inf or NaN, which must not leak into this request.
-        unused = torch.arange(values.shape[1], device=device) >= lens.repeat_interleave(num_kv_heads)[:, None]
-        out = torch.bmm(probs, values.masked_fill_(unused[:, :, None], 0))
-    out = out.view(n, num_kv_heads, query_len, group, head_dim).transpose(1, 2).reshape(-1, num_heads, head_dim)
-    call.out[tokens] = out.to(call.out.dtype)
+        # A slot past seq_len may hold a former owner's inf or NaN, which must not leak into this request (0 * NaN).
+        out = _attend_padded(call, piece, q, lens, is_clean=False)
+    out = out.transpose(1, 2).reshape(-1, num_heads, head_dim).to(call.out.dtype)
+    call.out.index_copy_(0, tokens, out)
+
+
+def _attend_padded(
+    call: AttentionCall, piece: ShortPiece, q: torch.Tensor, lens: torch.Tensor, is_clean: bool
+) -> torch.Tensor:
+    """q: [n, num_kv_heads, query_len, group, head_dim], returned so.  Not is_clean: slots past lens are zeroed."""
+    n, num_kv_heads, query_len, group, head_dim = q.shape
+    dtype = _matmul_dtype(q)
+    blocks = _blocks_of(call, torch.tensor(piece.requests, device=q.device), piece.num_blocks)
+    keys = torch.arange(blocks.shape[1] * call.key_cache.shape[2], device=q.device)
+    unused = None if is_clean else (keys >= lens.repeat_interleave(num_kv_heads)[:, None])[:, :, None]
+
+    k = _gather(call.key_cache, blocks, piece.workspace, unused).to(dtype)
+    rows = q.reshape(n * num_kv_heads, query_len * group, head_dim).to(dtype)
+    scores = torch.bmm(rows, k.transpose(1, 2)).float().view(n, num_kv_heads, query_len, group, -1)
+    query_positions = lens[:, None] - query_len + torch.arange(query_len, device=q.device)
+    probs = _softmax(call, scores, query_positions[:, None, :, None, None])
+    v = _gather(call.value_cache, blocks, piece.workspace, unused).to(dtype)
+    return torch.bmm(probs.to(dtype).view(n * num_kv_heads, query_len * group, -1), v).view(q.shape)
 
 
 def _softmax(call: AttentionCall, scores: torch.Tensor, query_positions: torch.Tensor) -> torch.Tensor:
-    """Scale, cap, bias, mask and normalise scores [n, num_kv_heads, query_len, group, num_keys] fp32
-    (overwritten).
-    """
+    """Scale, cap, bias, mask and normalise scores [n, num_kv_heads, query_len, group, num_keys] fp32 (overwritten)."""
     keys = torch.arange(scores.shape[-1], device=scores.device)
     scores.mul_(call.scale)
     if call.soft_cap is not None:
@@ -132,7 +153,9 @@ def _softmax(call: AttentionCall, scores: torch.Tensor, query_positions: torch.T
     masked = keys > query_positions
     if call.sliding_window is not None:
         masked |= query_positions - keys >= call.sliding_window
-    return torch.softmax(scores.masked_fill_(masked, float("-inf")), dim=-1)
+    # Adding -inf to a broadcast mask is five times faster than masked_fill_ on the scores.
+    bias = torch.zeros(masked.shape, device=scores.device).masked_fill_(masked, float("-inf"))
+    return torch.softmax(scores.add_(bias), dim=-1)
 
 
 def _attend_long(call: AttentionCall, request: int, start: int, stop: int, seq_len: int) -> None:

@@ -67,26 +67,35 @@ def _sorted_cut(
     k = torch.where((k <= 0) | (k > vocab_size), vocab_size, k)
     p = torch.ones(n, device=x.device) if top_p is None else top_p
     p = torch.where(p >= 1, float("inf"), p)
-    limits_k, limits_p = k < vocab_size, p < 1
-    if not bool((limits_k | limits_p).any()):
+    rows = ((k < vocab_size) | (p < 1)).nonzero().view(-1)
+    if not rows.numel():
         return None
-    width = min(vocab_size, max(SORT_WIDTH, int(torch.where(limits_k, k, 0).max())))
-    while True:
-        # Values only, and only as many as the filters need: the full sort is for a top-p row with a flat
-        # distribution.
-        values, ids = torch.topk(x, width, dim=-1)
-        last = (k - 1).clamp(max=width - 1)
-        if bool(limits_p.any()):
-            kth = values.gather(1, last[:, None]).masked_fill_(~limits_k[:, None], LOG_ZERO)
-            # softmax reduces each row in the same order whatever n is (sum does not), and its maximum is 1 / total.
-            total = 1.0 / torch.softmax(z.masked_fill(x < kth, LOG_ZERO), dim=-1).amax(dim=-1)
-            mass_before = F.pad(z.gather(1, ids).exp_().cumsum(dim=-1), (1, 0))[:, :-1]
-            last = torch.minimum(last, (mass_before < (p * total)[:, None]).sum(dim=-1).clamp(min=1) - 1)
-        is_short = limits_p & (last == width - 1) & (k > width)
-        if width == vocab_size or not bool(is_short.any()):
-            cut = values.gather(1, last[:, None]).view(-1)
-            return cut.masked_fill_(~(limits_k | limits_p), LOG_ZERO)
-        width = vocab_size
+    cut = torch.full((n,), LOG_ZERO, device=x.device)
+    # Only as many values are sorted as the filters need: most rows end within a few, the rest go on to the next.
+    width = min(vocab_size, max(SORT_WIDTH, int((k * (k < vocab_size)).max())))
+    while rows.numel():
+        cut[rows], is_short = _cut_within(x[rows], z[rows], k[rows], p[rows], width)
+        rows = rows[is_short]
+        width = min(vocab_size, 8 * width)
+    return cut
+
+
+def _cut_within(
+    x: torch.Tensor, z: torch.Tensor, k: torch.Tensor, p: torch.Tensor, width: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cut by the width best tokens of each row, and which rows needed more of them.  p is inf where top-p is off."""
+    vocab_size = x.shape[1]
+    values, ids = torch.topk(x, width, dim=-1)
+    last = (k - 1).clamp(max=width - 1)
+    limits_p = p < 1
+    if bool(limits_p.any()):
+        kth = values.gather(1, last[:, None]).masked_fill_((k == vocab_size)[:, None], LOG_ZERO)
+        # softmax reduces each row in the same order whatever n is (sum does not), and its maximum is 1 / total.
+        total = 1.0 / torch.softmax(z.masked_fill(x < kth, LOG_ZERO), dim=-1).amax(dim=-1)
+        mass_before = F.pad(z.gather(1, ids).exp_().cumsum(dim=-1), (1, 0))[:, :-1]
+        last = torch.minimum(last, (mass_before < (p * total)[:, None]).sum(dim=-1).clamp(min=1) - 1)
+    is_short = limits_p & (last == width - 1) & (k > width) & (width < vocab_size)
+    return values.gather(1, last[:, None]).view(-1), is_short
 
 
 def _draw(z: torch.Tensor, kept: torch.Tensor | None, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
