@@ -72,11 +72,7 @@ def shaped(spec: InputSpec, value: Any) -> np.ndarray:
     array = values.astype(NUMPY[spec.dtype])
     if len(spec.dims) == 1:
         return array
-    return array.reshape([size if size > 0 else -1 for size in spec.dims]) if array.size else empty(spec)
-
-
-def empty(spec: InputSpec) -> np.ndarray:
-    return np.zeros([size if size > 0 else 0 for size in spec.dims], NUMPY[spec.dtype])
+    return array.reshape([size if size > 0 else 1 for size in spec.dims[:-1]] + [-1])
 
 
 def ordinary(spec: InputSpec) -> Any:
@@ -86,7 +82,7 @@ def ordinary(spec: InputSpec) -> Any:
 
 def ask(server: LlmServer, tensors: dict[str, Any]) -> str:
     """The error of a short request, "" if it was served."""
-    inputs = tensors if {"text_input", "input_ids", "stop"} & set(tensors) else {**PROMPT, **tensors}
+    inputs = tensors if {"text_input", "input_ids"} & set(tensors) else {**PROMPT, **tensors}
     has_length = {"max_tokens", "request_output_len", "sampling_param_max_tokens"} & set(inputs)
     parameters = None if has_length else {"max_tokens": 4}
     return grpc_infer(server.grpc_url, "llm", inputs, parameters=parameters, request_id="conformance").error
