@@ -33,7 +33,11 @@ struct TRITONBACKEND_Response;
 struct TRITONBACKEND_ResponseFactory;
 
 typedef enum { TRITONBACKEND_ARTIFACT_FILESYSTEM } TRITONBACKEND_ArtifactType;
-typedef enum { TRITONSERVER_MEMORY_CPU, TRITONSERVER_MEMORY_CPU_PINNED, TRITONSERVER_MEMORY_GPU } TRITONSERVER_MemoryType;
+typedef enum {
+  TRITONSERVER_MEMORY_CPU,
+  TRITONSERVER_MEMORY_CPU_PINNED,
+  TRITONSERVER_MEMORY_GPU
+} TRITONSERVER_MemoryType;
 typedef enum {
   TRITONSERVER_PARAMETER_STRING,
   TRITONSERVER_PARAMETER_INT,
@@ -83,7 +87,8 @@ void TRITONSERVER_ErrorDelete(TRITONSERVER_Error* error);
 TRITONSERVER_Error_Code TRITONSERVER_ErrorCode(TRITONSERVER_Error* error);
 const char* TRITONSERVER_ErrorMessage(TRITONSERVER_Error* error);
 bool TRITONSERVER_LogIsEnabled(TRITONSERVER_LogLevel level);
-TritonStatus TRITONSERVER_LogMessage(TRITONSERVER_LogLevel level, const char* file, const int line, const char* message);
+TritonStatus TRITONSERVER_LogMessage(
+    TRITONSERVER_LogLevel level, const char* file, const int line, const char* message);
 TritonStatus TRITONSERVER_MessageNewFromSerializedJson(TRITONSERVER_Message** message, const char* base, size_t size);
 TritonStatus TRITONSERVER_MessageSerializeToJson(TRITONSERVER_Message* message, const char** base, size_t* size);
 TritonStatus TRITONSERVER_MessageDelete(TRITONSERVER_Message* message);

@@ -10,7 +10,7 @@ using namespace slipstream;
 namespace {
 
 constexpr uint32_t kApiMajor = 1;
-constexpr uint32_t kApiMinor = 17;  // newest function used: request parameters and cancellation, r23.11
+constexpr uint32_t kApiMinor = 17;              // newest function used: request parameters and cancellation, r23.11
 constexpr int kHookMajor = 2, kHookMinor = 67;  // server of 26.03, the first to ask TRITONBACKEND_ModelInstanceReady
 
 Backend& backend_of(TRITONBACKEND_Model* model) {

@@ -1,12 +1,12 @@
 #include "engine.h"
 
-
 namespace slipstream {
 namespace {
 
 constexpr auto kDrainDeadline = std::chrono::seconds(60);
 constexpr auto kDrainGrace = std::chrono::seconds(5);  // beyond the deadline the engine was given
 constexpr int kTerminateGraceMs = 5000;
+constexpr int kExitGraceMs = 1000;  // between closing its socket and ending, to see how it ended
 constexpr int kHousekeepingMs = 500;
 
 }  // namespace
@@ -127,21 +127,17 @@ void Engine::supervise() {
 
 // One life of the engine process; returns when it was asked to stop.  Throws BackendError when it died.
 void Engine::run_engine() {
-  EngineProcess* process_view = nullptr;
   auto listener = std::make_unique<EngineListener>();
   EngineProcess process(
       {setup_.launcher, "--socket", listener->path(), "--token", listener->token_hex()}, setup_.model_name + ": ");
-  process_view = &process;
-  const int fd = listener->accept_engine([&] { return !stop_ && !process_view->has_exited(); });
+  const int fd = listener->accept_engine([&] { return !stop_ && !process.has_exited(); });
   if (fd < 0 && stop_) return;
-  if (fd < 0) {
-    throw BackendError(TRITONSERVER_ERROR_INTERNAL, "the engine process " + process.describe_end());
-  }
-  listener.reset();
+  if (fd < 0) throw BackendError(TRITONSERVER_ERROR_INTERNAL, "the engine process " + process.describe_end());
+  listener.reset();  // the socket goes with its directory: no stranger can connect, and a killed server leaves nothing
   current_link_ = std::make_shared<EngineLink>(fd);
   FrameWriter writer;
-  current_link_->send(encode_config(
-      writer, setup_.model_name, setup_.model_version, setup_.model_dir, setup_.config_json));
+  current_link_->send(
+      encode_config(writer, setup_.model_name, setup_.model_version, setup_.model_dir, setup_.config_json));
   is_drained_ = false;
   serve(process, *current_link_);
 }
@@ -162,10 +158,11 @@ void Engine::serve(EngineProcess& process, EngineLink& link) {
   } catch (const ProtocolError& error) {
     process.kill();
     throw BackendError(
-        TRITONSERVER_ERROR_INTERNAL, std::string("the engine sent an invalid frame (") + error.what() + ") and was killed");
+        TRITONSERVER_ERROR_INTERNAL,
+        std::string("the engine sent an invalid frame (") + error.what() + ") and was killed");
   }
   if (stop_) return stop_process(process);
-  if (!process.wait_exit(1000)) process.kill();
+  process.wait_exit(kExitGraceMs);
   throw BackendError(TRITONSERVER_ERROR_INTERNAL, "the engine process " + process.describe_end());
 }
 

@@ -101,17 +101,19 @@ void EngineProcess::kill() {
 }
 
 std::string EngineProcess::describe_end() {
+  const bool has_ended_itself = has_exited();
+  kill();  // its workers too, else they keep the pipe open
   std::string text;
-  if (!exited_) {
-    text = "is still running";
+  if (!has_ended_itself) {
+    text = "closed its connection and was killed";
   } else if (WIFSIGNALED(wait_status_)) {
     const int number = WTERMSIG(wait_status_);
     text = "was killed by signal " + std::to_string(number) + " (" + strsignal(number) + ")";
   } else {
     text = "exited with status " + std::to_string(WEXITSTATUS(wait_status_));
   }
-  stop_forwarding_ = exited_;
-  while (exited_ && !forwarded_all_) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  stop_forwarding_ = true;
+  while (!forwarded_all_) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   std::lock_guard<std::mutex> lock(lines_mutex_);
   if (!last_lines_.empty()) text += "; its last lines:";
   for (const std::string& line : last_lines_) text += "\n  " + line;

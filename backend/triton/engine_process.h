@@ -28,7 +28,8 @@ class EngineProcess {
   void terminate() { signal_group(15); }
   void kill();
 
-  // "was killed by signal 9 (Killed)" or "exited with status 1", and the last lines that it printed.
+  // "was killed by signal 9 (Killed)" or "exited with status 1", and the last lines that it printed.  Kills what is
+  // left of it first.
   std::string describe_end();
 
  private:

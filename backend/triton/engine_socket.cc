@@ -21,7 +21,9 @@ constexpr size_t kReceiveBytes = 1 << 20;
 constexpr size_t kMaxCandidates = 16;
 constexpr int kSendTimeoutSeconds = 30;
 
-[[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
+[[noreturn]] void fail(const char* what) {
+  throw std::system_error(errno, std::generic_category(), what);
+}
 
 }  // namespace
 
@@ -110,9 +112,13 @@ EngineLink::EngineLink(int fd) : fd_(fd), buffer_(kReceiveBytes) {
   setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout);
 }
 
-EngineLink::~EngineLink() { close(fd_); }
+EngineLink::~EngineLink() {
+  close(fd_);
+}
 
-void EngineLink::shut_down() { shutdown(fd_, SHUT_RDWR); }
+void EngineLink::shut_down() {
+  shutdown(fd_, SHUT_RDWR);
+}
 
 bool EngineLink::send(std::string_view frame) {
   std::lock_guard<std::mutex> lock(send_mutex_);

@@ -5,7 +5,9 @@
 namespace slipstream {
 namespace {
 
-[[noreturn]] void fail(const char* expected) { throw std::runtime_error(std::string("malformed JSON: expected ") + expected); }
+[[noreturn]] void fail(const char* expected) {
+  throw std::runtime_error(std::string("malformed JSON: expected ") + expected);
+}
 
 size_t skip_space(std::string_view text, size_t at) {
   while (at < text.size() && (text[at] == ' ' || text[at] == '\t' || text[at] == '\n' || text[at] == '\r')) ++at;

@@ -118,9 +118,14 @@ std::shared_ptr<Metric> MetricRegistry::acquire(const MetricSpec& spec, const La
 ModelMetrics::ModelMetrics(MetricRegistry& registry, const std::string& model, uint64_t version)
     : registry_(registry), labels_{{"model", model}, {"version", std::to_string(version)}} {
   up_ = registry.acquire(
-      {"slipstream_engine_up", MetricKind::kGauge, "1 while the model's engine process serves, else 0", {}, {}}, labels_);
+      {"slipstream_engine_up", MetricKind::kGauge, "1 while the model's engine process serves, else 0", {}, {}},
+      labels_);
   restarts_ = registry.acquire(
-      {"slipstream_engine_restarts_total", MetricKind::kCounter, "Restarts of the engine process after it died", {}, {}},
+      {"slipstream_engine_restarts_total",
+       MetricKind::kCounter,
+       "Restarts of the engine process after it died",
+       {},
+       {}},
       labels_);
 }
 

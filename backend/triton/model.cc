@@ -52,7 +52,8 @@ std::string complete_config(const std::string& config, const std::string& contra
   const auto task_json = json_path(config, {"parameters", "task", "string_value"});
   const std::string task = task_json ? json_string(*task_json) : "generate";
   const auto entry = json_member(contract, task);
-  if (!entry) throw std::runtime_error("parameter 'task': unknown task '" + task + "'; see contract.json for the known");
+  if (!entry)
+    throw std::runtime_error("parameter 'task': unknown task '" + task + "'; see contract.json for the known");
   std::string completed = config;
   for (const char* key : {"input", "output"}) {
     const auto given = json_member(completed, key);

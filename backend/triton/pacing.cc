@@ -51,7 +51,7 @@ void HttpPacer::rescan() {
   if (directory == nullptr) return;
   while (const dirent* entry = readdir(directory)) {
     const int fd = atoi(entry->d_name);
-    struct stat info {};
+    struct stat info{};
     if (entry->d_name[0] == '.' || fstat(fd, &info) != 0 || !S_ISSOCK(info.st_mode) || !is_socketpair_end(fd)) continue;
     int send_buffer = 0;
     socklen_t size = sizeof send_buffer;

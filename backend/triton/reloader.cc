@@ -41,8 +41,8 @@ void ModelReloader::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
     const auto now = std::chrono::steady_clock::now();
-    const auto ripe = std::find_if(
-        jobs_.begin(), jobs_.end(), [now](const Job& job) { return !job.is_unloaded || job.due <= now; });
+    const auto ripe =
+        std::find_if(jobs_.begin(), jobs_.end(), [now](const Job& job) { return !job.is_unloaded || job.due <= now; });
     if (ripe == jobs_.end()) {
       changed_.wait_for(lock, jobs_.empty() ? milliseconds(3600000) : milliseconds(100));
       continue;

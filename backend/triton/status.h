@@ -26,9 +26,15 @@ inline void log(TRITONSERVER_LogLevel level, const std::string& message) {
   TRITONSERVER_Error* error = TRITONSERVER_LogMessage(level, "slipstream", 0, message.c_str());
   if (error != nullptr) TRITONSERVER_ErrorDelete(error);
 }
-inline void log_info(const std::string& message) { log(TRITONSERVER_LOG_INFO, message); }
-inline void log_warning(const std::string& message) { log(TRITONSERVER_LOG_WARN, message); }
-inline void log_error(const std::string& message) { log(TRITONSERVER_LOG_ERROR, message); }
+inline void log_info(const std::string& message) {
+  log(TRITONSERVER_LOG_INFO, message);
+}
+inline void log_warning(const std::string& message) {
+  log(TRITONSERVER_LOG_WARN, message);
+}
+inline void log_error(const std::string& message) {
+  log(TRITONSERVER_LOG_ERROR, message);
+}
 
 // For calls whose failure nobody can act upon.  Returns whether the call succeeded.
 inline bool log_if_failed(TRITONSERVER_Error* error, const char* what) {

@@ -1,5 +1,5 @@
-// N concurrent ModelStreamInfer calls over raw bytes, one thread, one completion queue: a client cheap enough (3-10 us a
-// message) not to be what is measured.  Counts messages; prints one line of JSON.
+// N concurrent ModelStreamInfer calls over raw bytes, one thread, one completion queue: a client cheap enough (3-10 us
+// a message) not to be what is measured.  Counts messages; prints one line of JSON.
 //
 //   load_client ADDRESS REQUEST_FILE STREAMS REQUESTS_PER_STREAM RESPONSES_PER_REQUEST TIMEOUT_S
 // REQUEST_FILE holds one serialised ModelInferRequest.
@@ -74,8 +74,8 @@ class LoadClient {
   }
 
   Totals run() {
-    const auto give_up = std::chrono::system_clock::now() +
-                         std::chrono::milliseconds(static_cast<long>(options_.timeout_s * 1000));
+    const auto give_up =
+        std::chrono::system_clock::now() + std::chrono::milliseconds(static_cast<long>(options_.timeout_s * 1000));
     for (size_t i = 0; i < streams_.size(); ++i) {
       streams_[i].call = stubs_[i % kNumChannels]->PrepareCall(&streams_[i].context, kMethod, &queue_);
       streams_[i].call->StartCall(tag(i, kStart));

@@ -17,5 +17,5 @@ def fake_backend_dir(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
         pytest.skip("no tritonserver: nvidia-pytriton is not installed")
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
-    library = compile_library(root / "install" / "library")
+    library = compile_library(root / "install" / "backends" / "slipstream")
     return make_backend_dir(library, tmp_path_factory.mktemp("backends"))

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from fake_backend import add_model
 from grpc_stream import GrpcStream
@@ -21,10 +22,8 @@ UP = 'slipstream_engine_up{model="llm",version="1"}'
 
 def engine_pid(server: TritonServer) -> int:
     """The engine process of a server that has one model loaded."""
-    tasks = Path(f"/proc/{server.pid}/task")
-    children = [int(pid) for task in tasks.iterdir() for pid in (task / "children").read_text().split()]
-    assert len(children) == 1, children
-    return children[0]
+    [engine] = psutil.Process(server.pid).children()
+    return engine.pid
 
 
 def is_running(pid: int) -> bool:
@@ -154,8 +153,7 @@ def test_the_load_fails_with_the_reason(explicit: TritonServer, model: str, text
     assert status == 400 and text in body.decode(), body
     assert explicit.get(f"/v2/models/{model}/ready")[0] == 400
     assert socket_dirs(explicit.tmp) == []  # type: ignore[attr-defined]
-    tasks = Path(f"/proc/{explicit.pid}/task")
-    assert not [task for task in tasks.iterdir() if (task / "children").read_text()], "an engine was left behind"
+    assert psutil.Process(explicit.pid).children() == [], "an engine was left behind"
 
 
 # ---------------------------------------------------------------- readiness, unload, shutdown (explicit mode)

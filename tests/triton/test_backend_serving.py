@@ -104,6 +104,16 @@ def test_a_response_for_an_unknown_handle_is_ignored(server: TritonServer) -> No
     assert stream.texts == [" token"]
 
 
+def test_large_texts_cross_both_ways(server: TritonServer) -> None:
+    word = "é" * 2_500_000  # larger than any buffer on the way
+    status, body = server.post("/v2/models/llm/generate", {"text_input": word})
+    assert status == 200 and json.loads(body)["text_output"] == " " + word
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send("llm", word + " end")
+        stream.wait(num_ends=1)
+    assert [len(text) for text in stream.texts] == [len(word) + 1, 4]
+
+
 # ---------------------------------------------------------------- what the engine sees
 
 

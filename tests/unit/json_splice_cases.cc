@@ -1,9 +1,9 @@
-// Run json_splice.cc over cases from stdin: "set OBJECT KEY VALUE", "get OBJECT KEY _", ... each argument in hexadecimal.
-// Prints the result in hexadecimal, "none", or "error"; test_json_splice.py compares with Python's json.
-#include "json_splice.h"
-
+// Run json_splice.cc over cases from stdin: "set OBJECT KEY VALUE", "get OBJECT KEY _", ... each argument in
+// hexadecimal. Prints the result in hexadecimal, "none", or "error"; test_json_splice.py compares with Python's json.
 #include <cstdio>
 #include <iostream>
+
+#include "json_splice.h"
 
 static std::string from_hex(const std::string& digits) {
   std::string bytes;

@@ -84,8 +84,9 @@ static void print_responses(std::string_view payload) {
     decode_response(reader, response);
     std::printf("response %d flags %d", static_cast<int>(response.handle), response.flags);
     if (response.flags & kFlagError) {
-      std::printf(" error %d %.*s", response.error_code, static_cast<int>(response.error_message.size()),
-                  response.error_message.data());
+      std::printf(
+          " error %d %.*s", response.error_code, static_cast<int>(response.error_message.size()),
+          response.error_message.data());
     }
     for (const ResponseView::Output& output : response.outputs) {
       std::printf(" | %d", output.index);
@@ -132,8 +133,9 @@ int main(int argc, char** argv) {
   const auto payload = [&](const char* name) { return std::string_view(golden[name]).substr(kFrameHeaderBytes); };
   std::string token;
   for (char byte = 0; byte < 16; ++byte) token += byte;
-  std::printf("hello %d %d\n", is_hello(FrameType::kHello, payload("hello"), token),
-              is_hello(FrameType::kHello, payload("hello"), std::string(16, 'x')));
+  std::printf(
+      "hello %d %d\n", is_hello(FrameType::kHello, payload("hello"), token),
+      is_hello(FrameType::kHello, payload("hello"), std::string(16, 'x')));
   print_ready(decode_ready(payload("ready")));
   print_responses(payload("responses"));
   print_refusals("ready", payload("ready"), [](std::string_view bytes) { decode_ready(bytes); });
