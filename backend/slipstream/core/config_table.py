@@ -46,7 +46,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("device", "model.device", "`auto`, `cpu`, `cuda` or `cuda:<index>`.", limits="auto, cpu, cuda or cuda:<index>", is_good=lambda v: str(v).split(":")[0] in ("auto", "cpu", "cuda")),
     Parameter("quantization", "model.quantization", "Quantisation method; empty is the checkpoint's."),
     Parameter("attention_backend", "model.attention_backend", "Attention implementation; empty is the best that fits."),
-    Parameter("seed", "model.seed", "Seed of requests that give none, and of `dummy` weights.", **_at_least(0)),
+    Parameter("seed", "model.seed", "Seed of `dummy` weights. A request that gives none draws its own.", **_at_least(0)),
     Parameter("block_size", "cache.block_size", "Tokens per block of the KV cache.", ("tokens_per_block",), **_POWER_OF_TWO),
     Parameter("num_blocks", "cache.num_blocks", "Blocks of the KV cache; 0 is as many as fit.", **_at_least(0)),
     Parameter("memory_fraction", "cache.memory_fraction", "Share of free GPU memory, after the weights, for the KV cache.", ("kv_cache_free_gpu_mem_fraction", "gpu_memory_utilization"), **_FRACTION),

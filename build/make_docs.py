@@ -1,0 +1,135 @@
+"""Write the tables of docs/contracts.md and docs/configuration.md from the code, between their markers.
+
+    python build/make_docs.py          # rewrite
+    python build/make_docs.py --check  # exit 1 if a page is out of date
+
+The text around the tables is written by hand and left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from slipstream.core.client_settings import json_only_names
+from slipstream.core.config_parse import parameter_default
+from slipstream.core.config_table import FOREIGN, PARAMETERS
+from slipstream.core.contract import DETOKENIZE, GENERATE, TOKENIZE
+from slipstream.core.tensor_spec import TYPE_NAMES, InputSpec, OutputSpec, Use
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+
+
+def table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [header, tuple("---" for _ in header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _tensor(spec: InputSpec | OutputSpec) -> tuple[str, str]:
+    dims = ", ".join(map(str, spec.dims))
+    return f"`{spec.name}`", f"{TYPE_NAMES[spec.dtype].removeprefix('TYPE_')} [{dims}]"
+
+
+def _origins(spec: InputSpec | OutputSpec) -> str:
+    return ", ".join(spec.origins).replace("TensorRT-LLM ", "TRT-LLM ")
+
+
+def inputs(specs: Iterable[InputSpec]) -> str:
+    served = [spec for spec in specs if spec.use is not Use.NEUTRAL_ONLY]
+    return table(("input", "type", "of", "meaning"), [(*_tensor(s), _origins(s), s.doc) for s in served])
+
+
+def unserved(specs: Iterable[InputSpec]) -> str:
+    rows = []
+    for spec in specs:
+        if spec.use is Use.NEUTRAL_ONLY:
+            accepted = ", ".join(f"`{value!r}`" for value in spec.neutral)
+            accepted = f"{accepted}, or empty" if accepted and -1 in spec.dims else accepted or "empty"
+            rows.append((*_tensor(spec), accepted, spec.reason))
+    return table(("input", "type", "accepted", "because"), rows)
+
+
+def outputs(specs: Iterable[OutputSpec]) -> str:
+    rows = [(*_tensor(s), f"`{s.flag}`" if s.flag else "", _origins(s), s.doc) for s in specs]
+    return table(("output", "type", "sent with", "of", "meaning"), rows)
+
+
+def parameters() -> str:
+    rows = []
+    for parameter in PARAMETERS:
+        default = parameter_default(parameter)
+        shown = (
+            "unset" if default in ("", None) else f"`{str(default).lower() if isinstance(default, bool) else default}`"
+        )
+        accepted = ", ".join(f"`{word}`" for word in parameter.accepted) or parameter.limits or _kind(default)
+        aliases = ", ".join(f"`{alias}`" for alias in parameter.aliases)
+        rows.append((f"`{parameter.name}`", shown, accepted, parameter.doc, aliases))
+    return table(("parameter", "default", "accepted", "meaning", "also as"), rows)
+
+
+def _text(default: object) -> str:
+    return str(default).lower() if isinstance(default, bool) else str(default)
+
+
+def _kind(default: object) -> str:
+    if default is None or isinstance(default, bool):
+        return "true or false"
+    return "text" if isinstance(default, str) else "a number"
+
+
+def foreign() -> str:
+    rows = []
+    for name, (harmless, advice) in FOREIGN.items():
+        values = ", ".join(f"`{value}`" if value else "empty" for value in harmless)
+        rows.append((f"`{name}`", values, advice))
+    return table(("parameter", "may stay as", "otherwise"), rows)
+
+
+def json_names() -> str:
+    return ", ".join(f"`{name}`" for name in json_only_names())
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "generate inputs": lambda: inputs(GENERATE.inputs),
+    "generate unserved": lambda: unserved(GENERATE.inputs),
+    "generate outputs": lambda: outputs(GENERATE.outputs),
+    "json names": json_names,
+    "tokenize inputs": lambda: inputs(TOKENIZE.inputs),
+    "tokenize unserved": lambda: unserved(TOKENIZE.inputs),
+    "tokenize outputs": lambda: outputs(TOKENIZE.outputs),
+    "detokenize inputs": lambda: inputs(DETOKENIZE.inputs),
+    "detokenize outputs": lambda: outputs(DETOKENIZE.outputs),
+    "parameters": parameters,
+    "foreign parameters": foreign,
+}
+PAGES = ("contracts.md", "configuration.md")
+_MARKED = re.compile(r"<!-- table: (?P<name>[a-z ]+) -->\n.*?<!-- end of table -->", re.S)
+
+
+def render(page: str) -> str:
+    """The page with every marked table made anew. Raises KeyError for a marker without a table."""
+    return _MARKED.sub(lambda m: f"<!-- table: {m['name']} -->\n{BLOCKS[m['name']]()}\n<!-- end of table -->", page)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page is out of date")
+    arguments = parser.parse_args()
+    stale = []
+    for name in PAGES:
+        path = DOCS / name
+        text = path.read_text("utf-8")
+        if render(text) != text:
+            stale.append(name)
+            if not arguments.check:
+                path.write_text(render(text), "utf-8")
+    if stale:
+        print(f"{'out of date' if arguments.check else 'rewritten'}: {', '.join(stale)}")
+    return 1 if stale and arguments.check else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
