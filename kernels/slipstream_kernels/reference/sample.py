@@ -83,7 +83,7 @@ def _sorted_cut(
 def _cut_within(
     x: torch.Tensor, z: torch.Tensor, k: torch.Tensor, p: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cut by the width best tokens of each row, and which rows needed more of them.  p is inf where top-p is off."""
+    """The cut by the width best tokens of each row, and which rows needed more.  p is inf where top-p is off."""
     vocab_size = x.shape[1]
     values, ids = torch.topk(x, width, dim=-1)
     last = (k - 1).clamp(max=width - 1)
