@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -27,10 +28,13 @@ def test_the_tree_holds_both_backends_and_a_server(root: Path) -> None:
 
 @needs_install
 def test_assembling_for_an_installed_server_makes_our_backend_alone(root: Path, tmp_path: Path) -> None:
+    shutil.copytree(root / "install/backends/slipstream", tmp_path / "slipstream")  # what is compiled already
+    (tmp_path / "slipstream/contract.json").unlink()
     command = [sys.executable, "build/assemble.py", "--backends-dir", str(tmp_path)]
     subprocess.run(command, cwd=root, check=True)
     assert [path.name for path in tmp_path.iterdir()] == ["slipstream"]
     library = tmp_path / "slipstream/libtriton_slipstream.so"
+    assert (tmp_path / "slipstream/contract.json").exists()
     symbols = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True).stdout
     assert "TRITONBACKEND_ModelInstanceExecute" in symbols
 
