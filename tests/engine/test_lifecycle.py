@@ -77,6 +77,17 @@ def test_deadline_and_queue_timeout(tiny_llama: Path) -> None:
     assert queued in told
 
 
+def test_cancelled_prompt_logprobs_leave_nothing(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, scheduler={"max_num_batched_tokens": 8})
+    engine.submit(_request(1, replace(GREEDY, prompt_logprobs=1)))
+    run_steps(engine, {}, 2)
+    kept = engine._runner._prompt_logprobs._entries  # type: ignore[attr-defined]
+    assert kept
+    engine.cancel(1)
+    run_steps(engine, {})
+    assert not kept
+
+
 def test_priority_runs_first(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, scheduler={"max_num_seqs": 1})
     requests = [_request(i, replace(GREEDY, max_tokens=3), priority=p) for i, p in enumerate((5, 0, -3, 0))]

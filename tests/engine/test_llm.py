@@ -127,6 +127,13 @@ def test_one_bad_prompt_leaves_nothing_behind(llm: LLM) -> None:
     assert not llm.engine.has_work and llm.engine.scheduler.cache.num_used_blocks == 0
 
 
+def test_more_prompts_than_may_wait(tiny_llama: Path) -> None:
+    with LLM(str(tiny_llama), device="cpu", max_num_seqs=2, max_waiting_requests=3, num_blocks=64) as llm:
+        completions = llm.generate([[5 + i] for i in range(20)], replace(PARAMS, max_tokens=3))
+    assert [completion.prompt_token_ids for completion in completions] == [[5 + i] for i in range(20)]
+    assert all(len(completion.token_ids) == 3 for completion in completions)
+
+
 def test_null_runner_needs_no_weights(tiny_llama: Path, tmp_path: Path) -> None:
     for name in ("config.json", "tokenizer.json"):
         (tmp_path / name).write_bytes((tiny_llama / name).read_bytes())

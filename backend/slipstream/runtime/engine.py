@@ -61,7 +61,8 @@ class Engine:
         self.tokenizer = TextTokenizer.load(config.model.tokenizer or checkpoint)
         hardware = resolve_hardware(config, self.spec)
         self.memory_plan = plan_memory(self.spec, config, hardware, free_device_memory(hardware.device))
-        logger.info("%s", self.memory_plan)
+        for line in str(self.memory_plan).splitlines():
+            logger.info("%s", line)
         self.max_model_len = self.memory_plan.max_model_len
         self._runner: Runner
         if config.model.load_format == "null":
@@ -134,6 +135,7 @@ class Engine:
             step = self.scheduler.schedule()
             if step.requests:
                 self._run(step, outputs)
+            self._runner.forget([output.request for output in outputs if output.finish_reason is not None])
             self._measure(start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
             logger.exception("the engine failed")
@@ -182,7 +184,6 @@ class Engine:
                 for request in [request for request in self.scheduler.live_requests if message.concerns(request)]:
                     output = self.scheduler.finish(request, message.reason, message.stop_reason)
                     if output is not None:
-                        self._runner.prompt_logprobs.discard(request)
                         outputs.append(output)
 
     def _admit(self, requests: list[Request], outputs: list[StepOutput]) -> None:
@@ -194,7 +195,6 @@ class Engine:
 
     def _fail(self, request: Request, reason: str, outputs: list[StepOutput]) -> None:
         """End one request with an error of its own."""
-        self._runner.prompt_logprobs.discard(request)
         output = self.scheduler.finish(request, FinishReason.ERROR, error=reason)
         if output is not None:
             outputs.append(output)
@@ -203,7 +203,7 @@ class Engine:
         for output in committed:
             request = output.request
             if request.params.prompt_logprobs is not None:
-                output.prompt_logprobs = self._runner.prompt_logprobs.take(request)
+                output.prompt_logprobs = sampled.prompt_logprobs.get(request.request_id)
             entries = sampled.logprobs.get(request.request_id)
             if entries is not None:
                 output.logprobs = entries[: len(output.new_token_ids)]  # a stop may have cut the step's tokens

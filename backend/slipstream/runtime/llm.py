@@ -17,7 +17,7 @@ from typing import Any
 from slipstream.core.client_request import ClientRequest
 from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import config_from_values
-from slipstream.core.errors import RequestError, SlipstreamError
+from slipstream.core.errors import CapacityError, RequestError, SlipstreamError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -103,7 +103,7 @@ class LLM:
         handles: list[int] = []
         try:
             for prompt, wanted in zip(token_ids, each):
-                handles.append(self._submit(Request(prompt, wanted), stream=False))
+                handles.append(self._submit_in_turn(Request(prompt, wanted)))
             completions: list[Completion] = []
             for index, (prompt, wanted, handle) in enumerate(zip(token_ids, each, handles)):
                 completions += _collect(index, prompt, wanted.n, self._follow(handle))
@@ -153,6 +153,17 @@ class LLM:
         turns = [dict(message) for message in conversation]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         return self.engine.tokenizer.encode(str(text), add_special_tokens=False)  # the template writes them itself
+
+    def _submit_in_turn(self, request: Request) -> int:
+        """Submit; while the engine is full, let it work. Raises CapacityError only if waiting cannot help."""
+        while True:
+            try:
+                return self._submit(request, stream=False)
+            except CapacityError:
+                if not self.engine.has_work:
+                    raise
+            with self._lock:
+                self._advance()
 
     def _submit(self, request: Request, stream: bool) -> int:
         handle = request.handle = next(self._handles)

@@ -61,13 +61,14 @@ class PromptLogprobs:
                     self._collect_rows(rows, hidden, logits_of)
             first_row += scheduled.num_scheduled_tokens
 
-    def take(self, request: Request) -> list[TokenLogprobs | None] | None:
-        """The request's entries, once; None if it asked for none or has them already."""
-        if request.params.prompt_logprobs is None:
-            return None
-        if request.num_prompt_tokens == 1:
-            return [None] if request.num_output_tokens <= 1 else None
-        return self._entries.pop(request.request_id, None)
+    def take(self, requests: list[Request]) -> dict[int, list[TokenLogprobs | None]]:
+        """By request_id, the entries of those that draw their first token; each is handed out once."""
+        taken = {}
+        for request in requests:
+            if request.params.prompt_logprobs is not None and request.num_output_tokens == 0:
+                entries = self._entries.pop(request.request_id, None)
+                taken[request.request_id] = entries or [None]  # a prompt of one token has nothing to predict
+        return taken
 
     def discard(self, request: Request) -> None:
         self._entries.pop(request.request_id, None)

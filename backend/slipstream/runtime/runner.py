@@ -32,26 +32,29 @@ logger = logging.getLogger(__name__)
 class StepSample:
     """token_ids: aligned with step.requests, empty where nothing was sampled.
 
-    logprobs: request_id -> one entry per token, of those that asked.
+    logprobs, prompt_logprobs: by request_id, one entry per token, of those that asked; the prompt's come once, with
+    the first token.
     failures: requests that went wrong by themselves, with the reason; the others of the step are sound.
     """
 
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
     failures: list[tuple[Request, str]] = field(default_factory=list)
 
 
 class Runner(Protocol):
-    """See the module header. prompt_logprobs: of requests that asked for them."""
-
-    @property
-    def prompt_logprobs(self) -> PromptLogprobs: ...
+    """See the module header."""
 
     def build(self, step: ScheduledStep) -> ForwardBatch | None: ...
 
     def forward(self, batch: ForwardBatch | None) -> torch.Tensor | None: ...
 
     def sample(self, step: ScheduledStep, batch: ForwardBatch | None, hidden: torch.Tensor | None) -> StepSample: ...
+
+    def forget(self, requests: list[Request]) -> None:
+        """These have ended: drop what was kept for them."""
+        ...
 
 
 class ModelRunner:
@@ -64,7 +67,7 @@ class ModelRunner:
         self._kv_caches = _allocate_pool(spec, hardware, plan)
         self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
-        self.prompt_logprobs = PromptLogprobs()
+        self._prompt_logprobs = PromptLogprobs()
         self._warm_up(device)
         logger.info("KV pool and warm-up took %.2f s", time.monotonic() - start)
 
@@ -80,7 +83,7 @@ class ModelRunner:
     @torch.inference_mode()
     def sample(self, step: ScheduledStep, batch: ForwardBatch | None, hidden: torch.Tensor | None) -> StepSample:
         assert batch is not None and hidden is not None
-        self.prompt_logprobs.collect(step, hidden, self._model.logits)
+        self._prompt_logprobs.collect(step, hidden, self._model.logits)
         requests = [row.request for row in step.requests if row.samples]
         if not requests:
             return StepSample([[] for _ in step.requests])
@@ -88,7 +91,11 @@ class ModelRunner:
         sampled = self._sampler.sample(requests, self._model.logits(rows))
         drawn = iter(sampled.token_ids)
         token_ids = [[next(drawn)] if row.samples else [] for row in step.requests]
-        return StepSample(token_ids, sampled.logprobs, sampled.failures)
+        return StepSample(token_ids, sampled.logprobs, self._prompt_logprobs.take(requests), sampled.failures)
+
+    def forget(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._prompt_logprobs.discard(request)
 
     def _warm_up(self, device: torch.device) -> None:
         """One token through the model, nothing written to the pool: what libraries prepare once is prepared now."""
@@ -118,7 +125,6 @@ class NullRunner:
 
     def __init__(self, token_id: int) -> None:
         self._token_id = token_id
-        self.prompt_logprobs = PromptLogprobs()
 
     def build(self, step: ScheduledStep) -> None:
         return None
@@ -129,6 +135,9 @@ class NullRunner:
     def sample(self, step: ScheduledStep, batch: ForwardBatch | None, hidden: torch.Tensor | None) -> StepSample:
         token_id = self._token_id
         return StepSample([[token_id] if row.samples else [] for row in step.requests])
+
+    def forget(self, requests: list[Request]) -> None:
+        pass
 
 
 def _allocate_pool(spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan) -> list[tuple[torch.Tensor, torch.Tensor]]:
