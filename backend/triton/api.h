@@ -95,6 +95,7 @@ TritonStatus TRITONSERVER_MessageDelete(TRITONSERVER_Message* message);
 TRITONSERVER_Parameter* TRITONSERVER_ParameterNew(
     const char* name, const TRITONSERVER_ParameterType type, const void* value);
 void TRITONSERVER_ParameterDelete(TRITONSERVER_Parameter* parameter);
+TritonStatus TRITONSERVER_ServerIsLive(TRITONSERVER_Server* server, bool* is_live);
 TritonStatus TRITONSERVER_ServerMetadata(TRITONSERVER_Server* server, TRITONSERVER_Message** metadata);
 TritonStatus TRITONSERVER_ServerLoadModel(TRITONSERVER_Server* server, const char* model_name);
 TritonStatus TRITONSERVER_ServerUnloadModel(TRITONSERVER_Server* server, const char* model_name);

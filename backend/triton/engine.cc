@@ -130,7 +130,10 @@ void Engine::run_engine() {
   auto listener = std::make_unique<EngineListener>();
   EngineProcess process(
       {setup_.launcher, "--socket", listener->path(), "--token", listener->token_hex()}, setup_.model_name + ": ");
-  const int fd = listener->accept_engine([&] { return !stop_ && !process.has_exited(); });
+  const int fd = listener->accept_engine([&] {
+    throw_if_server_exits();
+    return !stop_ && !process.has_exited();
+  });
   if (fd < 0 && stop_) return;
   if (fd < 0) throw BackendError(TRITONSERVER_ERROR_INTERNAL, "the engine process " + process.describe_end());
   listener.reset();  // the socket goes with its directory: no stranger can connect, and a killed server leaves nothing
@@ -152,6 +155,7 @@ void Engine::serve(EngineProcess& process, EngineLink& link) {
       if (Clock::now() < next_housekeeping) continue;
       next_housekeeping = Clock::now() + std::chrono::milliseconds(kHousekeepingMs);
       live_.fail_ignored_cancels();
+      if (current_link_ != link_) throw_if_server_exits();  // still loading
       std::lock_guard<std::mutex> lock(mutex_);
       if (stop_ && (link_ == nullptr || Clock::now() > drain_deadline_)) break;
     }
@@ -164,6 +168,15 @@ void Engine::serve(EngineProcess& process, EngineLink& link) {
   if (stop_) return stop_process(process);
   process.wait_exit(kExitGraceMs);
   throw BackendError(TRITONSERVER_ERROR_INTERNAL, "the engine process " + process.describe_end());
+}
+
+// A server that was told to end waits for its loads: one that takes minutes must not outlast the exit time-out.
+void Engine::throw_if_server_exits() {
+  bool is_live = false;  // also false while the server starts; only once it exits this is an error
+  TRITONSERVER_Error* error = TRITONSERVER_ServerIsLive(setup_.server, &is_live);
+  if (error == nullptr) return;
+  TRITONSERVER_ErrorDelete(error);
+  throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, "the server is shutting down");
 }
 
 void Engine::stop_process(EngineProcess& process) {

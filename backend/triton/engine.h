@@ -85,6 +85,7 @@ class Engine {
   void supervise();
   void run_engine();
   void serve(EngineProcess& process, EngineLink& link);
+  void throw_if_server_exits();
   void stop_process(EngineProcess& process);
   void on_frame(FrameType type, std::string_view payload);
   void on_responses(std::string_view payload);

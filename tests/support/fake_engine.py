@@ -197,12 +197,13 @@ def stray_connections(path: str) -> None:
 
 
 def start_up(connection: socket.socket, config: wire.Config) -> None:
-    """Obey the model parameter `load`: ok, fail, die, hang, garbage, or <n>_fail: fail the first n starts."""
+    """Obey the model parameter `load` (ok, fail, die, garbage); fail_file and slow_file act while that file exists."""
     options = {name: value["string_value"] for name, value in json.loads(config.config_json)["parameters"].items()}
     load = options.get("load", "ok")
-    if "fail_file" in options:  # while this file exists, starting fails: a start that gets well later
+    if "fail_file" in options:
         load = "die" if Path(options["fail_file"]).exists() else load
-    time.sleep(float(options.get("load_s", "0")))
+    if "slow_file" in options and Path(options["slow_file"]).exists():
+        time.sleep(60)
     if load == "fail":
         connection.sendall(wire.encode_load_failed("model.safetensors: tensor 'lm_head.weight' is missing"))
         raise SystemExit(1)

@@ -211,7 +211,7 @@ def test_unload_lets_streams_finish_and_takes_the_metrics_away(loaded: TritonSer
 
 
 def small_server(fake_backend_dir: Path, tmp_path: Path, **options: object) -> TritonServer:
-    add_model(tmp_path / "repository", "llm", {"step_ms": "5", "load_s": str(options.pop("load_s", 0))})
+    add_model(tmp_path / "repository", "llm", {"step_ms": "5", "slow_file": str(tmp_path / "slow")})
     return TritonServer(tmp_path / "repository", fake_backend_dir, env={"TMPDIR": str(tmp_path)}, **options)  # type: ignore[arg-type]
 
 
@@ -244,14 +244,19 @@ def test_no_orphan_is_left_when_the_server_is_killed(fake_backend_dir: Path, tmp
         wait_gone(pid, 2)
 
 
-def test_sigterm_while_the_engine_restarts_ends_the_server(fake_backend_dir: Path, tmp_path: Path) -> None:
-    for mode in ("none", "explicit"):
-        folder = tmp_path / mode
-        folder.mkdir()
-        with small_server(fake_backend_dir, folder, control_mode=mode) as server:
-            if mode == "explicit":
-                assert server.load("llm")[0] == 200
-            crash(server)
-            started = time.monotonic()
-            server.stop(timeout_s=15)
-            assert time.monotonic() - started < 5
+@pytest.mark.parametrize("mode", ["none", "explicit"])
+@pytest.mark.parametrize("is_loading", [False, True], ids=["in_back_off", "loading_slowly"])
+def test_sigterm_while_the_engine_restarts_ends_the_server(
+    fake_backend_dir: Path, tmp_path: Path, mode: str, is_loading: bool
+) -> None:
+    with small_server(fake_backend_dir, tmp_path, control_mode=mode) as server:
+        if mode == "explicit":
+            assert server.load("llm")[0] == 200
+        if is_loading:
+            (tmp_path / "slow").touch()
+        crash(server)
+        if is_loading:
+            server.wait_until(lambda: server.log.count("serving llm version 1") == 2, 5, "the second start")
+        started = time.monotonic()
+        server.stop(timeout_s=15)
+        assert time.monotonic() - started < 5
