@@ -72,7 +72,8 @@ def _sorted_cut(
         return None
     cut = torch.full((n,), LOG_ZERO, device=x.device)
     # Only as many values are sorted as the filters need: most rows end within a few, the rest go on to the next.
-    width = min(vocab_size, max(SORT_WIDTH, int((k * (k < vocab_size)).max())))
+    widest_k = int((k * (k < vocab_size)).max())
+    width = widest_k if bool((k[rows] < vocab_size).all()) else min(vocab_size, max(SORT_WIDTH, widest_k))
     while rows.numel():
         cut[rows], is_short = _cut_within(x[rows], z[rows], k[rows], p[rows], width)
         rows = rows[is_short]

@@ -1,0 +1,102 @@
+"""Compile every Triton-lang kernel to a cubin for sm_90, without a GPU.  Run as a script, TRITON_INTERPRET unset.
+
+The interpreter accepts more than the compiler does: this is what stops such a kernel before it meets a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+STRIDES = {"row_stride": "i32", "vocab_size": "i32"}
+ATTENTION = {
+    "q_ptr": "*bf16", "key_cache_ptr": "*bf16", "value_cache_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32",
+    "lse_ptr": "*fp32", "tables_ptr": "*i32", "query_start_loc_ptr": "*i32", "seq_lens_ptr": "*i32",
+    "slopes_ptr": "*fp32", "scale": "fp32", "window": "i32", "soft_cap": "fp32",
+    "token_stride": "i32", "head_stride": "i32", "table_stride": "i32",
+}  # fmt: skip
+ATTENTION_SHAPE = {
+    "GROUP": 4, "NUM_KV_HEADS": 8, "BLOCK_SIZE": 64, "D": 80, "BLOCK_D": 128, "BLOCK_N": 64,
+    "HAS_WINDOW": True, "HAS_ALIBI": True, "HAS_SOFT_CAP": True,
+}  # fmt: skip
+SHORT = {"NUM_TILES": 1, "MAX_QUERY_LEN": 16, "NUM_ROWS": 16}
+
+# module, kernel, types of its run-time arguments, values of its constants (each may list more than the kernel takes)
+KERNELS = [
+    ("paged_attention", "_long_kernel", ATTENTION, {**ATTENTION_SHAPE, "BLOCK_M": 128, "MIN_QUERY_LEN": 17}, 8),
+    ("paged_attention", "_short_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "BLOCK_M": 16, "NUM_SPLITS": 8}, 4),
+    ("paged_attention", "_short_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "BLOCK_M": 16, "NUM_SPLITS": 1}, 4),
+    ("paged_attention", "_merge_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "NUM_SPLITS": 8}, 4),
+    (
+        "write_kv", "_write_kv_kernel",
+        {"k_ptr": "*bf16", "v_ptr": "*bf16", "key_cache_ptr": "*bf16", "value_cache_ptr": "*bf16",
+         "slot_mapping_ptr": "*i64", "k_token_stride": "i32", "k_head_stride": "i32", "v_token_stride": "i32",
+         "v_head_stride": "i32"},
+        {"NUM_HEADS": 5, "BLOCK_SIZE": 64, "HEAD_DIM": 80, "HEADS_PADDED": 8, "DIM_PADDED": 128}, 4,
+    ),
+    (
+        "rms_norm", "_rms_norm_kernel",
+        {"x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16", "summed_ptr": "*bf16",
+         "x_token_stride": "i32", "x_head_stride": "i32", "residual_token_stride": "i32",
+         "residual_head_stride": "i32", "eps": "fp32"},
+        {"NUM_HEADS": 1, "SIZE": 4096, "SIZE_PADDED": 4096, "HAS_RESIDUAL": True}, 8,
+    ),
+    (
+        "rope", "_rope_kernel",
+        {"q_ptr": "*bf16", "k_ptr": "*bf16", "positions_ptr": "*i64", "cache_ptr": "*fp32", "q_token_stride": "i32",
+         "q_head_stride": "i32", "k_token_stride": "i32", "k_head_stride": "i32"},
+        {"NUM_Q_HEADS": 32, "NUM_KV_HEADS": 8, "Q_HEADS_PADDED": 32, "KV_HEADS_PADDED": 8, "HALF": 40,
+         "HALF_PADDED": 64, "INTERLEAVED": False}, 4,
+    ),
+    ("silu_mul", "_silu_mul_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_token_stride": "i32", "size": "i32"},
+     {"BLOCK": 1024}, 4),
+    (
+        "logprobs", "_logprob_kernel",
+        {**STRIDES, "logits_ptr": "*fp32", "chosen_ptr": "*i64", "log_normaliser_ptr": "*fp32", "logprob_ptr": "*fp32",
+         "rank_ptr": "*i64"},
+        {"BLOCK": 4096}, 8,
+    ),
+    (
+        "penalties", "_count_kernel",
+        {**STRIDES, "token_ids_ptr": "*i64", "prompt_lens_ptr": "*i32", "num_tokens_ptr": "*i32", "counts_ptr": "*i32"},
+        {"BLOCK": 1024}, 4,
+    ),
+    (
+        "penalties", "_penalise_kernel",
+        {**STRIDES, "logits_ptr": "*fp32", "counts_ptr": "*i32", "repetition_ptr": "*fp32", "presence_ptr": "*fp32",
+         "frequency_ptr": "*fp32"},
+        {"HAS_REPETITION": True, "HAS_PRESENCE": True, "HAS_FREQUENCY": True, "BLOCK": 1024}, 4,
+    ),
+    (
+        "penalties", "_bias_kernel",
+        {**STRIDES, "logits_ptr": "*fp32", "rows_ptr": "*i64", "token_ids_ptr": "*i64", "values_ptr": "*fp32",
+         "num_biases": "i32"},
+        {"BLOCK": 1024}, 4,
+    ),
+    (
+        "sample", "_sample_kernel",
+        {**STRIDES, "logits_ptr": "*fp32", "out_ptr": "*i64", "temperature_ptr": "*fp32", "top_k_ptr": "*i32",
+         "top_p_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64", "positions_ptr": "*i64"},
+        {"HAS_TEMPERATURE": True, "HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True, "BLOCK": 1024}, 8,
+    ),
+]  # fmt: skip
+
+
+def main() -> None:
+    """Compile all, printing one line per kernel: its name and the size of its cubin."""
+    warnings.simplefilter("ignore")
+    for module, name, types, constants, num_warps in KERNELS:
+        kernel = getattr(importlib.import_module(f"slipstream_kernels.triton.{module}"), name)
+        signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
+        constexprs = {argument: constants[argument] for argument in kernel.arg_names if argument not in types}
+        source = ASTSource(kernel, signature, constexprs=constexprs)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        print(name, len(compiled.asm["cubin"]))
+
+
+if __name__ == "__main__":
+    main()
