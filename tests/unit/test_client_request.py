@@ -113,6 +113,26 @@ def test_unknown_tensor_and_unknown_request_parameter() -> None:
     assert parse(PROMPT, parameters={"x-request-id": "1", "traceparent": "00"}, config=config).request is not None
 
 
+def test_text_that_is_not_utf8_is_the_clients_fault_wherever_it_stands() -> None:
+    """Triton's HTTP server passes such bytes on; they must not look like a fault of the wire, which ends the engine."""
+    for parameters, bad, message in [
+        ({"stop": "QQ"}, b"QQ", "stop: not valid UTF-8"),
+        ({"WW": "x"}, b"WW", r"\\udcff\\udcfe: not valid UTF-8"),
+    ]:
+        frame = wire.encode_request(request(PROMPT, parameters=parameters))
+        payload = frame[wire.FRAME_HEADER_BYTES :].replace(bad, b"\xff\xfe")
+        with pytest.raises(RequestError, match=f"^{message}") as refused:
+            parse_request(wire.decode_request(payload), CONFIG, TOKENIZER)
+        assert wire.error_response(7, wire.ErrorCode.INVALID_ARG, str(refused.value))
+    frame = wire.encode_request(request(PROMPT, request_id="RR"))
+    odd_id = wire.decode_request(frame[wire.FRAME_HEADER_BYTES :].replace(b"RR", b"\xff\xfe"))
+    assert parse_request(odd_id, CONFIG, TOKENIZER).request is not None
+    for fields in ({"stop": ["\ud800"]}, {"guided_decoding": {"regex": "\ud800"}}, {"\ud800": 1}):
+        with pytest.raises(RequestError) as refused:
+            params(sampling(**fields))
+        assert wire.error_response(7, wire.ErrorCode.INVALID_ARG, str(refused.value))
+
+
 def test_prompt_as_text_or_ids_but_one_of_them() -> None:
     assert parse(PROMPT).request.prompt_token_ids == TOKENIZER.encode("The quick brown")
     without = parse(PROMPT, tensor("add_special_tokens", False)).request

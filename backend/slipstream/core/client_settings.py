@@ -101,6 +101,9 @@ def read_settings(raw: Request, has_batch_dim: bool = False, ignored: str = "") 
     if ignored and given:
         patterns = [pattern.strip() for pattern in ignored.split(",")]
         given = {name: given[name] for name in given if not any(fnmatchcase(name, pattern) for pattern in patterns)}
+    for name, value in given.items():
+        read.check_text(name, name)
+        read.check_text(name, value)
     parameters = _from_mapping(given, _parameter_target)
     sampling = tensors.get("sampling_parameters", parameters.get("sampling_parameters"))
     settings = _from_mapping(sampling, _json_target) if sampling else {}
@@ -163,9 +166,9 @@ def _target(name: str, what: str, excluded: frozenset[str]) -> str:
 
 
 def names(excluded: frozenset[str] = frozenset()) -> list[str]:
-    """Every name of a setting, for messages and documentation."""
-    tensors = [spec.name for spec in INPUTS if spec.target not in excluded]
-    return sorted({*tensors, *_JSON_NAMES, *_JSON_NEUTRAL})
+    """Every name of a setting that is served, for messages and documentation."""
+    tensors = [spec.name for spec in INPUTS if spec.use is Use.SERVED and spec.target not in excluded]
+    return sorted({*tensors, *_JSON_NAMES})
 
 
 class _Source:

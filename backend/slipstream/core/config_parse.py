@@ -163,7 +163,7 @@ def _default(config: EngineConfig, path: str) -> Any:
 
 def _set(config: EngineConfig, path: str, value: object) -> EngineConfig:
     section, _, field = path.partition(".")
-    changed = replace(getattr(config, section), **{field: value}) if field else value
+    changed: Any = replace(getattr(config, section), **{field: value}) if field else value
     return replace(config, **{section: changed})
 
 

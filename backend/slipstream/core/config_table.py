@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.core.config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, SCHEDULER_POLICIES, TASKS
 
@@ -26,15 +27,18 @@ class Parameter:
     aliases: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
     limits: str = ""
-    is_good: Callable[[object], bool] = lambda value: True
+    is_good: Callable[[Any], bool] = lambda value: True
 
 
-def _at_least(low: int) -> dict[str, object]:
+def _at_least(low: int) -> dict[str, Any]:
     return {"limits": f"an integer >= {low}", "is_good": lambda value: value >= low}
 
 
-_POWER_OF_TWO = {"limits": "a power of two from 1 to 1024", "is_good": lambda v: 1 <= v <= 1024 and v & (v - 1) == 0}
-_FRACTION = {"limits": "a number in (0, 1]", "is_good": lambda value: 0.0 < value <= 1.0}
+_POWER_OF_TWO: dict[str, Any] = {
+    "limits": "a power of two from 1 to 1024",
+    "is_good": lambda v: 1 <= v <= 1024 and v & (v - 1) == 0,
+}
+_FRACTION: dict[str, Any] = {"limits": "a number in (0, 1]", "is_good": lambda value: 0.0 < value <= 1.0}
 
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter("task", "task", "What the model does: text generation, or TensorRT-LLM's `preprocessing` / `postprocessing`.", accepted=TASKS),

@@ -143,17 +143,29 @@ def read_float(name: str, value: object) -> float:
     raise refuse(name, value, "a number")
 
 
+def check_text(name: str, value: object) -> None:
+    """Raises RequestError for text that has no UTF-8 form: undecodable bytes of a parameter, half a JSON surrogate."""
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            shown_name = name.encode("utf-8", "backslashreplace").decode()
+            raise RequestError(shown_name, f"not valid UTF-8: {shown(value)}, accepted: UTF-8 text") from None
+
+
 def read_text(name: str, value: object) -> str:
+    check_text(name, value)
     if isinstance(value, str):
         return value
     raise refuse(name, value, "a string")
 
 
 def read_texts(name: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, Sequence) and all(isinstance(entry, str) for entry in value):
-        return tuple(value)
+    texts = (value,) if isinstance(value, str) else value
+    if isinstance(texts, Sequence) and all(isinstance(entry, str) for entry in texts):
+        for text in texts:
+            check_text(name, text)
+        return tuple(texts)
     raise refuse(name, value, "a string or a list of strings")
 
 

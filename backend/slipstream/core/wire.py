@@ -118,6 +118,13 @@ class _Reader:
     def text(self) -> str:
         return self._utf8(self.blob())
 
+    def client_string(self) -> str:
+        """Text that a client chose: bytes that are not UTF-8 are its fault, and must not look like a protocol error."""
+        return self.take(self.number(_U16)).decode("utf-8", "surrogateescape")
+
+    def client_text(self) -> str:
+        return self.blob().decode("utf-8", "surrogateescape")
+
     def dims(self) -> tuple[int, ...]:
         rank = self.byte()
         return struct.unpack(f"<{rank}q", self.take(8 * rank))
@@ -207,14 +214,14 @@ def decode_request(payload: bytes) -> Request:
     """Raises ProtocolError, also for a parameter of unknown kind."""
     reader = _Reader(payload)
     handle, arrival_ns, timeout_us = (reader.number(_U64) for _ in range(3))
-    request_id = reader.string()
+    request_id = reader.client_string()
     requested_outputs = tuple(reader.string() for _ in range(reader.number(_U16)))
     inputs = tuple(
         Tensor(reader.string(), reader.byte(), reader.dims(), reader.blob()) for _ in range(reader.number(_U16))
     )
     parameters = {}
     for _ in range(reader.number(_U16)):
-        name = reader.string()
+        name = reader.client_string()
         parameters[name] = _decode_parameter(reader)
     reader.finish()
     return Request(handle, arrival_ns, timeout_us, request_id, requested_outputs, inputs, parameters)
@@ -233,7 +240,7 @@ def _encode_parameter(value: ParameterValue) -> bytes:
 def _decode_parameter(reader: _Reader) -> ParameterValue:
     kind = reader.byte()
     if kind == 0:
-        return reader.text()
+        return reader.client_text()
     if kind == 1:
         return reader.number(_I64)
     if kind == 2:
@@ -325,7 +332,11 @@ def tensor_response(handle: int, flags: int, outputs: Sequence[tuple[int, Sequen
 
 def error_response(handle: int, code: int, message: str) -> bytes:
     """The last response of a request that failed."""
-    return _RESPONSE_HEAD(handle, ResponseFlag.ERROR | ResponseFlag.FINAL) + bytes([code]) + _text(message.encode())
+    return (
+        _RESPONSE_HEAD(handle, ResponseFlag.ERROR | ResponseFlag.FINAL)
+        + bytes([code])
+        + _text(message.encode("utf-8", "backslashreplace"))
+    )
 
 
 def final_response(handle: int) -> bytes:
