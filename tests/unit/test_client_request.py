@@ -231,6 +231,8 @@ def test_stop_is_a_stop_request_as_truth_value_and_a_stop_string_as_text() -> No
     client = parse(tensor("stop", True), request_id="abc")
     assert client.is_stop and client.request is None and client.request_id == "abc"
     assert parse(parameters={"stop": True}, request_id="abc").is_stop
+    assert parse(parameters={"stop": True, "id": "abc"}).request_id == "abc"
+    assert parse(PROMPT, parameters={"request_id": "abc"}).request.client_request_id == "abc"
     assert params(parameters={"stop": "END"}).stop == ("END",)
     assert params(tensor("stop", False), tensor("stop_words", ["END"])).stop == ("END",)
     with pytest.raises(RequestError, match=r"^stop: needs a request id"):

@@ -69,8 +69,9 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     """The request that the engine takes, and how to answer it. Raises RequestError naming what is not accepted."""
     has_batch_dim = config.serving.max_batch_size > 0
     settings = read_settings(raw, has_batch_dim, config.serving.ignored_request_parameters)
+    request_id = raw.request_id or settings.get("request_id", "")
     if settings.get("stop_request"):
-        return _stop_request(raw)
+        return _stop_request(raw.handle, request_id)
     outputs = _outputs(raw, settings)
     stream = settings.get("stream", False)
     token_ids, text = _prompt(settings, config, tokenizer)
@@ -84,13 +85,13 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         priority=settings.get("priority", 0),
         deadline=_deadline(raw, settings),
         handle=raw.handle,
-        client_request_id=raw.request_id,
+        client_request_id=request_id,
         times=RequestTimes(arrival_ns=raw.arrival_ns),
     )
     return ClientRequest(
         raw.handle,
         request,
-        request_id=raw.request_id,
+        request_id=request_id,
         stream=stream,
         stream_interval=_stream_interval(settings, config),
         echo_text=echo_text,
@@ -102,10 +103,10 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     )
 
 
-def _stop_request(raw: WireRequest) -> ClientRequest:
-    if not raw.request_id:
+def _stop_request(handle: int, request_id: str) -> ClientRequest:
+    if not request_id:
         raise RequestError("stop", "needs a request id: that of the running request which is to stop")
-    return ClientRequest(raw.handle, None, request_id=raw.request_id, is_stop=True)
+    return ClientRequest(handle, None, request_id=request_id, is_stop=True)
 
 
 def _prompt(settings: Settings, config: EngineConfig, tokenizer: TextCodec) -> tuple[list[int], str | None]:

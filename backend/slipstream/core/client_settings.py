@@ -61,6 +61,7 @@ READERS: dict[str, read.Reader] = {
     "stop_request": read.read_bool,
     "priority": read.read_int,
     "timeout_ms": read.read_int,
+    "request_id": read.read_text,
 }
 READERS |= {spec.target: read.read_bool for spec in INPUTS if spec.target.startswith("return_")}
 
@@ -86,7 +87,11 @@ _JSON_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "allowed_token_ids": ((), "use logit_bias or guided decoding"),
 }
 TENSORS: dict[str, InputSpec] = {spec.name: spec for spec in INPUTS}
-_NOT_IN_JSON = frozenset({"prompt", "prompt_token_ids", "prompt_length", "sampling_parameters", "stop_request"})
+# The request's id, for clients of HTTP `generate`, where Triton (2.51) takes it for a parameter.
+_PARAMETER_NAMES = {"id": "request_id", "request_id": "request_id"}
+_NOT_IN_JSON = frozenset(
+    {"request_id", "prompt", "prompt_token_ids", "prompt_length", "sampling_parameters", "stop_request"}
+)
 
 Settings = dict[str, Any]
 
@@ -148,6 +153,8 @@ def _from_mapping(mapping: Mapping[str, Any], target_of: Any) -> Settings:
 def _parameter_target(name: str, value: object) -> str:
     if name == "stop" and not isinstance(value, bool):
         return "stop"  # as text it is a stop string, as a truth value the request to stop
+    if name in _PARAMETER_NAMES:
+        return _PARAMETER_NAMES[name]
     return _target(name, "request parameter", frozenset())
 
 
