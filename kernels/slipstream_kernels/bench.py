@@ -175,15 +175,21 @@ def sampling_cases(s: Shapes, device: torch.device, backend: str) -> Iterator[Ca
     ones = torch.ones(num_rows, device=device)
     counter = torch.arange(num_rows, device=device)
     shape, size = f"{num_rows} x {s.vocab_size}", float(logits.numel() * 4)
-    filters = {
-        "sample greedy": (None, None, None, None),
-        "sample": (ones, None, None, None),
-        "sample top-k 50": (ones, (50 * ones).int(), None, None),
-        "sample top-p 0.9": (ones, None, 0.9 * ones, None),
-        "sample all filters": (ones, (50 * ones).int(), 0.9 * ones, 0.05 * ones),
-    }
-    for name, values in filters.items():
-        yield Case(name, shape, lambda v=values: ops.sample(logits, *v, counter, counter, backend=backend), size)
+    top_k, top_p, min_p = (50 * ones).int(), 0.9 * ones, 0.05 * ones
+
+    def sample_case(name: str, *filters: torch.Tensor | None) -> Case:
+        temperature, k, p, low = filters
+
+        def run() -> torch.Tensor:
+            return ops.sample(logits, temperature, k, p, low, counter, counter, backend=backend)
+
+        return Case(name, shape, run, num_bytes=size)
+
+    yield sample_case("sample greedy", None, None, None, None)
+    yield sample_case("sample", ones, None, None, None)
+    yield sample_case("sample top-k 50", ones, top_k, None, None)
+    yield sample_case("sample top-p 0.9", ones, None, top_p, None)
+    yield sample_case("sample all filters", ones, top_k, top_p, min_p)
     token_ids = torch.randint(s.vocab_size, (num_rows, 512), device=device)
     lens = torch.full((num_rows,), 256, dtype=torch.int32, device=device)
     yield Case(
