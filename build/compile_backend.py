@@ -19,7 +19,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = ROOT / "backend" / "triton"
 LIBRARY = "libtriton_slipstream.so"
-FLAGS = ["-O2", "-std=c++17", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
+OFFICIAL_HEADERS = Path("/opt/tritonserver/include")  # where the official image has them
+FLAGS = ["-O2", "-std=c++17", "-fPIC", "-Wall", "-Wextra", "-Werror"]
+FLAGS += ["-isystem", str(OFFICIAL_HEADERS)] if OFFICIAL_HEADERS.is_dir() else []
 LINK = ["-lpthread", "-ldl"]
 
 
@@ -54,8 +56,7 @@ def _compile_all(compiler: str, scratch: Path) -> list[Path]:
     """One object file per source, two compilers at a time."""
     sources = sorted(SOURCES.glob("*.cc"))
     objects = [scratch / f"{source.stem}.o" for source in sources]
-    flags = [flag for flag in FLAGS if flag != "-shared"]
-    commands = [[compiler, *flags, "-c", str(src), "-o", str(obj)] for src, obj in zip(sources, objects)]
+    commands = [[compiler, *FLAGS, "-c", str(src), "-o", str(obj)] for src, obj in zip(sources, objects)]
     running: list[subprocess.Popen[str]] = []
     outputs = []
     for command in commands:

@@ -6,6 +6,8 @@
 
 #include "status.h"
 
+struct TRITONSERVER_MetricArgs;  // the headers before r24.09 know no histograms
+
 namespace slipstream {
 namespace {
 
@@ -42,7 +44,8 @@ const HistogramApi& histogram_api() {
 
 TRITONSERVER_MetricKind triton_kind(MetricKind kind) {
   if (kind == MetricKind::kCounter) return TRITONSERVER_METRIC_KIND_COUNTER;
-  return kind == MetricKind::kGauge ? TRITONSERVER_METRIC_KIND_GAUGE : TRITONSERVER_METRIC_KIND_HISTOGRAM;
+  constexpr auto kHistogram = static_cast<TRITONSERVER_MetricKind>(2);
+  return kind == MetricKind::kGauge ? TRITONSERVER_METRIC_KIND_GAUGE : kHistogram;
 }
 
 TRITONSERVER_Error* new_histogram(
