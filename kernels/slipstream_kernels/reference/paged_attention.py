@@ -57,11 +57,11 @@ def paged_attention(call: AttentionCall) -> None:
 
 
 def _bucket_blocks(call: AttentionCall, seq_len: int) -> int:
-    """Blocks to gather for a length: units of at least 64 tokens, rounded up to 1..8, 10, 12, 14, 16, 20, ..."""
+    """Blocks to gather for a length: units of at least 64 tokens, rounded up to 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
     block_size = call.key_cache.shape[2]
     unit = max(block_size, MIN_BUCKET_TOKENS)
     needed = -(-seq_len // unit)
-    step = max(1, (1 << (needed - 1).bit_length()) // 8)
+    step = max(1, (1 << (needed - 1).bit_length()) // 4)
     return -(-needed // step) * step * unit // block_size
 
 
