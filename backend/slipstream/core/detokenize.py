@@ -173,22 +173,40 @@ class WindowDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         self._new_ids += token_ids
-        text = self._tokenizer.decode(self._window + self._new_ids, self._is_skipping)
-        self.is_pending = text.endswith(REPLACEMENT) and len(self._new_ids) < _MAX_HELD_TOKENS
-        if self.is_pending:
-            return ""
-        return self._take(text)
+        text = self._decode(self._new_ids)
+        self.is_pending = text.endswith(REPLACEMENT)
+        return self._push_pending(text) if self.is_pending else self._take(text, len(self._new_ids))
 
     def flush(self) -> str:
         self.is_pending = False
-        return self._take(self._tokenizer.decode(self._window + self._new_ids, self._is_skipping))
+        return self._take(self._decode(self._new_ids), len(self._new_ids))
 
-    def _take(self, text: str) -> str:
+    def _decode(self, new_ids: list[int]) -> str:
+        return self._tokenizer.decode(self._window + new_ids, self._is_skipping)
+
+    def _push_pending(self, text: str) -> str:
+        """The text ends in U+FFFD, so perhaps in part of a character: leave out the tokens that may be part of it."""
+        num_new = len(self._new_ids)
+        for num_taken in range(num_new - 1, max(0, num_new - 4), -1):
+            shorter = self._decode(self._new_ids[:num_taken])
+            if not shorter.endswith(REPLACEMENT):
+                return self._take(shorter, num_taken)
+        if num_new < _MAX_HELD_TOKENS:
+            return ""
+        certain = text.rstrip(REPLACEMENT)
+        if len(certain) <= self._base:  # nothing but U+FFFD for so long: that is the text
+            self.is_pending = False
+            return self._take(text, num_new)
+        delta, self._base = certain[self._base :], len(certain)
+        return delta
+
+    def _take(self, text: str, num_taken: int) -> str:
         delta = text[self._base :]
         if not delta:  # special tokens, left out: they give no context, so the window stays
             return ""
-        self._window, self._new_ids = self._new_ids, []  # a window that begins at a whole character
-        self._base = len(self._tokenizer.decode(self._window, self._is_skipping))
+        self._window = self._new_ids[:num_taken]  # a window that begins at a whole character
+        self._new_ids = self._new_ids[num_taken:]
+        self._base = len(self._decode([]))
         return delta
 
 
