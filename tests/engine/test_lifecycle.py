@@ -187,6 +187,38 @@ def test_dead_engine_answers_everybody(tiny_llama: Path, monkeypatch: pytest.Mon
     assert engine.step() == [] and not engine.has_work
 
 
+@pytest.mark.parametrize("part", ["_advance_guides", "_measure"])
+def test_death_after_commit_answers_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    """One request has ended in the very step that fails: its answer stands, the other's is the error."""
+    engine = make_engine(tiny_llama)
+    (ended,) = engine.submit(_request(1, replace(GREEDY, max_tokens=1)))
+    (running,) = engine.submit(_request(2))
+
+    def explode(*args: object) -> None:
+        raise ValueError("too late")
+
+    monkeypatch.setattr(engine, part, explode)
+    outputs = engine.step()
+    last = [(output.request, output.finish_reason) for output in outputs if output.finish_reason is not None]
+    assert last == [(ended, FinishReason.LENGTH), (running, FinishReason.ERROR)]
+
+
+def test_death_in_commit_answers_everybody(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tiny_llama)
+    requests = [engine.submit(_request(i, replace(GREEDY, max_tokens=1)))[0] for i in range(3)]
+    commit = engine.scheduler.commit
+
+    def explode(*args: object) -> None:
+        commit(*args)  # type: ignore[arg-type]
+        raise ValueError("broke off")
+
+    monkeypatch.setattr(engine.scheduler, "commit", explode)
+    outputs = engine.step()
+    assert [(output.request, output.finish_reason) for output in outputs] == [
+        (request, FinishReason.ERROR) for request in requests
+    ]
+
+
 def test_threads_submit_and_cancel(engine: Engine) -> None:
     """Two submitters and a canceller beside the engine thread: every request ends exactly once, nothing leaks."""
     told: dict[Request, Told] = {}

@@ -127,6 +127,7 @@ class Engine:
         outputs: list[StepOutput] = []
         if self.error is not None:
             return outputs
+        step = ScheduledStep()
         try:
             start = time.monotonic()
             self.stats.last_step_time = self.stats.last_step_time or start  # a first step that hangs shows its age
@@ -136,10 +137,10 @@ class Engine:
             if step.requests:
                 self._run(step, outputs)
             self._runner.forget([output.request for output in outputs if output.finish_reason is not None])
-            self._measure(start)
+            self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
             logger.exception("the engine failed")
-            self._die(error, outputs)
+            self._die(error, step, outputs)
         return outputs
 
     def close(self) -> None:
@@ -169,9 +170,9 @@ class Engine:
         for request, reason in sampled.failures:
             self._fail(request, reason, outputs)
         committed = self.scheduler.commit(step, sampled.token_ids)
+        outputs += committed
         self._add_logprobs(committed, sampled)
         self._advance_guides(committed)
-        outputs += committed
 
     def _drain_inbox(self, outputs: list[StepOutput]) -> None:
         while self._inbox:
@@ -224,10 +225,11 @@ class Engine:
             if guide.is_terminated and self.scheduler.finish(request, FinishReason.STOP) is not None:
                 output.finish_reason = FinishReason.STOP
 
-    def _measure(self, start: float) -> None:
+    def _measure(self, step: ScheduledStep, start: float) -> None:
         now = time.monotonic()
         has_work = self.has_work
-        self.stats.observe(Metric.STEP_TIME, now - start)
+        if step.requests:
+            self.stats.observe(Metric.STEP_TIME, now - start)
         self.stats.last_step_time = now if has_work else 0.0
         if now >= self._gauges_due or not has_work:
             self._gauges_due = now + _GAUGE_PERIOD_S
@@ -239,7 +241,7 @@ class Engine:
             self._inbox.append(message)
             self._wake.notify()
 
-    def _die(self, error: Exception, outputs: list[StepOutput]) -> None:
+    def _die(self, error: Exception, step: ScheduledStep, outputs: list[StepOutput]) -> None:
         """Answer every request there is with an error, without trusting the scheduler any more."""
         text = f"the engine failed: {type(error).__name__}: {error}"
         with self._wake:
@@ -247,8 +249,10 @@ class Engine:
             arriving = [request for message in self._inbox if isinstance(message, _Add) for request in message.requests]
             self._inbox.clear()
         answered = {id(output.request) for output in outputs if output.finish_reason is not None}
-        for request in [*self.scheduler.live_requests, *arriving]:
+        in_step = [row.request for row in step.requests]  # a commit that broke off may have ended some without a word
+        for request in [*in_step, *self.scheduler.live_requests, *arriving]:
             if id(request) not in answered:
+                answered.add(id(request))
                 request.status, request.finish_reason, request.error = RequestStatus.FINISHED, FinishReason.ERROR, text
                 outputs.append(StepOutput(request, [], FinishReason.ERROR, error=text))
 
