@@ -11,8 +11,9 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.core.client_request import ClientRequest
 from slipstream.core.config import EngineConfig
@@ -24,6 +25,9 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.load import resolve_checkpoint
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.output import OutputProcessor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}
@@ -144,15 +148,18 @@ class LLM:
         return list(prompt)
 
     def _encode_chat(self, conversation: Sequence[Message]) -> list[int]:
-        from transformers import AutoTokenizer
-
-        path = self.config.model.tokenizer or str(resolve_checkpoint(self.config.model.model))
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        if tokenizer.chat_template is None:
+        if self._chat_tokenizer.chat_template is None:
             raise RequestError("messages", "the checkpoint has no chat template")
         turns = [dict(message) for message in conversation]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        text = self._chat_tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         return self.engine.tokenizer.encode(str(text), add_special_tokens=False)  # the template writes them itself
+
+    @cached_property
+    def _chat_tokenizer(self) -> PreTrainedTokenizerBase:
+        """For its chat template only; text is encoded as everywhere else."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.config.model.tokenizer or resolve_checkpoint(self.config.model.model))
 
     def _submit_in_turn(self, request: Request) -> int:
         """Submit; while the engine is full, let it work. Raises CapacityError only if waiting cannot help."""
