@@ -243,6 +243,8 @@ def test_the_earlier_timeout_counts_from_arrival() -> None:
     assert parse(PROMPT).request.deadline is None
     now = time.monotonic()
     assert parse(PROMPT, timeout_us=5_000_000).request.deadline == pytest.approx(now + 5, abs=0.5)
+    by_parameter = parse(PROMPT, parameters={"timeout": 5_000_000}).request.deadline
+    assert by_parameter == pytest.approx(now + 5, abs=0.5)
     both = parse(PROMPT, tensor("timeout_ms", 2000), timeout_us=5_000_000, arrival_ns=time.time_ns() - 10**9)
     assert both.request.deadline == pytest.approx(time.monotonic() + 1, abs=0.5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -196,3 +197,27 @@ def test_validate_gives_the_arithmetic_of_a_cache_that_is_too_small(tmp_path: Pa
         validate(write_model(tmp_path / "llm", text))
     fits = 'backend: "slipstream"\n' + parameters(model=str(checkpoint), device="cpu", memory_bytes="100000000")
     assert "holds" in validate(write_model(tmp_path / "fits", fits))
+
+
+def test_validate_holds_the_tensors_against_the_model_without_reading_them(tmp_path: Path) -> None:
+    pytest.importorskip("tritonclient.grpc")
+    checkpoint = ROOT / "models" / "slipstream-demo-code"
+    if not (checkpoint / "config.json").is_file():
+        pytest.skip("the demo checkpoint is not in the tree")
+    from slipstream.runtime.validate import validate
+
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken, ignore=shutil.ignore_patterns("*.safetensors"))
+    text = 'backend: "slipstream"\n' + parameters(model=str(broken), device="cpu", memory_bytes="100000000")
+    folder = write_model(tmp_path / "llm", text)
+    with pytest.raises(ConfigError, match=r"^model=.*needs model.safetensors"):
+        validate(folder)
+    whole = (checkpoint / "model.safetensors").read_bytes()
+    (broken / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=r"^model=.*not a whole safetensors file"):
+        validate(folder)
+    (broken / "model.safetensors").write_bytes(whole)
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
+    with pytest.raises(ConfigError, match=r"^model=.*missing from the checkpoint"):
+        validate(folder)

@@ -152,7 +152,8 @@ def _deadline(raw: WireRequest, settings: Settings) -> float | None:
     timeout_ms = settings.get("timeout_ms", 0)
     if timeout_ms < 0:
         raise refuse("timeout_ms", timeout_ms, "milliseconds, or 0 for none")
-    timeouts = [seconds for seconds in (raw.timeout_us / 1e6, timeout_ms / 1e3) if seconds > 0]
+    timeout_us = settings.get("timeout_us", 0)
+    timeouts = [seconds for seconds in (raw.timeout_us / 1e6, timeout_us / 1e6, timeout_ms / 1e3) if seconds > 0]
     if not timeouts:
         return None
     elapsed = max(0.0, (time.time_ns() - raw.arrival_ns) / 1e9) if raw.arrival_ns else 0.0

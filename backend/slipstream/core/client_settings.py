@@ -61,6 +61,7 @@ READERS: dict[str, read.Reader] = {
     "stop_request": read.read_bool,
     "priority": read.read_int,
     "timeout_ms": read.read_int,
+    "timeout_us": read.read_int,
     "request_id": read.read_text,
 }
 READERS |= {spec.target: read.read_bool for spec in INPUTS if spec.target.startswith("return_")}
@@ -87,8 +88,8 @@ _JSON_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
     "allowed_token_ids": ((), "use logit_bias or guided decoding"),
 }
 TENSORS: dict[str, InputSpec] = {spec.name: spec for spec in INPUTS}
-# The request's id, for clients of HTTP `generate`, where Triton (2.51) takes it for a parameter.
-_PARAMETER_NAMES = {"id": "request_id", "request_id": "request_id"}
+# Fields of Triton's own that HTTP `generate` (2.51) takes for parameters. Its timeout counts in microseconds.
+_PARAMETER_NAMES = {"id": "request_id", "request_id": "request_id", "timeout": "timeout_us"}
 _NOT_IN_JSON = frozenset(
     {"request_id", "prompt", "prompt_token_ids", "prompt_length", "sampling_parameters", "stop_request"}
 )

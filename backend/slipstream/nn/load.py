@@ -15,7 +15,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.placement import Placement
 from slipstream.nn.quant import QUANT_METHODS
 from slipstream.nn.spec import DecoderSpec, read_spec
-from slipstream.nn.weights import draw_dummies, load_checkpoint
+from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DOWNLOADED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja")
@@ -103,7 +103,21 @@ def load_model(
     return decoder
 
 
-def _build(config: ModelConfig, spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> Decoder:
+def check_model(config: ModelConfig, spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> None:
+    """Raises what `load_model` would raise, without taking memory: nothing but the headers of the files is read."""
+    decoder = _build(config, spec, device, dtype, place=torch.device("meta"))
+    if config.load_format not in ("dummy", "null"):
+        check_checkpoint(decoder, resolve_checkpoint(config.model))
+
+
+def _build(
+    config: ModelConfig,
+    spec: DecoderSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    place: torch.device | None = None,
+) -> Decoder:
+    """place: where the parameters are made, if not on the device that everything is chosen for."""
     if config.max_model_len > spec.max_model_len:
         raise ConfigError("max_model_len", config.max_model_len, f"the checkpoint serves at most {spec.max_model_len}")
     method_name, method = QUANT_METHODS.select(
@@ -113,5 +127,5 @@ def _build(config: ModelConfig, spec: DecoderSpec, device: torch.device, dtype: 
         lambda entry: entry.supports(spec, device, dtype), config.attention_backend or None
     )
     log.info("linear layers: %s; attention: %s", method_name, backend_name)
-    placement = Placement(device, dtype, method)
+    placement = Placement(place or device, dtype, method)
     return Decoder(spec, placement, backend(spec), config.max_model_len or spec.max_model_len)

@@ -34,10 +34,17 @@ class TensorHeader:
 
 
 def load_checkpoint(decoder: Decoder, checkpoint_dir: Path) -> None:
-    """Fill the decoder from the folder's safetensors.
+    """Fill the decoder from the folder's safetensors. Raises what `check_checkpoint` does, before any is read."""
+    _stream(*check_checkpoint(decoder, checkpoint_dir))
+
+
+def check_checkpoint(
+    decoder: Decoder, checkpoint_dir: Path
+) -> tuple[Mapping[str, TensorSlot], Mapping[str, TensorHeader]]:
+    """The decoder's slots and the tensors for them, from the files' headers alone; a decoder on "meta" will do.
 
     Raises ConfigError naming the file (missing, truncated, not safetensors) or the tensors (missing, unexpected, wrong
-    shape or type) before any is read.
+    shape or type).
     """
     family = FAMILIES.get(decoder.spec.architecture)
     slots = decoder.tensor_slots(family.names)
@@ -47,7 +54,7 @@ def load_checkpoint(decoder: Decoder, checkpoint_dir: Path) -> None:
         ignored = (*ignored, f"{family.names['lm_head']}.weight")
     headers = {name: header for name, header in headers.items() if not name.endswith(ignored)}
     _check(slots, headers, checkpoint_dir)
-    _stream(slots, headers)
+    return slots, headers
 
 
 def draw_dummies(decoder: Decoder, seed: int) -> None:

@@ -105,9 +105,8 @@ def _settings(config: EngineConfig) -> str:
 
 
 def _plan(config: EngineConfig) -> str:
-    from slipstream.nn.load import resolve_checkpoint
+    from slipstream.nn.load import check_model, resolve_checkpoint
     from slipstream.nn.spec import read_spec
-    from slipstream.nn.weights import checkpoint_files, read_headers
     from slipstream.runtime.memory_plan import free_device_memory, plan_memory, resolve_hardware
     from slipstream.runtime.tokenizer import TextTokenizer
 
@@ -115,8 +114,8 @@ def _plan(config: EngineConfig) -> str:
     spec = read_spec(checkpoint)
     TextTokenizer.load(config.model.tokenizer or checkpoint)
     hardware = resolve_hardware(config, spec)
-    if config.model.load_format not in ("dummy", "null"):
-        read_headers(checkpoint_files(checkpoint))
+    if config.model.load_format != "null":
+        check_model(config.model, spec, hardware.device, hardware.dtype)
     return str(plan_memory(spec, config, hardware, free_device_memory(hardware.device)))
 
 
