@@ -8,6 +8,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11 python3.13 python3.10; 
   $$p -c 'import sys; sys.exit(not (3,10) <= sys.version_info[:2] <= (3,13))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 PY := $(VENV)/bin/python
+PIP = $(PY) -m pip install -q --disable-pip-version-check
 SETUP := $(VENV)/.setup-done
 # where torch without CUDA comes from; only asked on a machine without an NVIDIA GPU, and only when it answers
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -47,5 +48,7 @@ $(SETUP): pyproject.toml constraints.txt
 	if ! command -v nvidia-smi > /dev/null && $(PY) -c \
 	  "import urllib.request as r; r.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5)" 2> /dev/null
 	then index=(--extra-index-url $(TORCH_CPU_INDEX)); fi
-	$(PY) -m pip install -q --disable-pip-version-check "$${index[@]}" -c constraints.txt -e '.[server,dev]'
+	$(PIP) "$${index[@]}" -c constraints.txt -e '.[server,dev]'
+	if ! $(PY) -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('pytriton') is None)"
+	then $(PIP) --no-deps -c constraints.txt nvidia-pytriton; fi  # Python 3.13, see pyproject.toml
 	touch $@
