@@ -18,10 +18,10 @@ ARGS ?=
 .PHONY: demo serve test lint clean setup assemble
 
 demo: assemble
-	$(PY) build/demo.py $(ARGS)
+	@$(PY) build/demo.py $(ARGS)
 
 serve: assemble
-	$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+	@$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: assemble
 	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
@@ -36,18 +36,19 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 assemble: setup
-	$(PY) build/assemble.py > /dev/null
+	@$(PY) build/assemble.py > /dev/null
 
 setup: $(SETUP)
 
 $(SETUP): pyproject.toml constraints.txt
-	if [ -z "$(PYTHON)" ]; then echo "Python 3.10-3.13 is needed: apt install python3 python3-venv" >&2; exit 1; fi
+	@if [ -z "$(PYTHON)" ]; then echo "Python 3.10-3.13 is needed: apt install python3 python3-venv" >&2; exit 1; fi
 	command -v g++ > /dev/null || { echo "a C++ compiler is needed: apt install g++" >&2; exit 1; }
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "apt install python3-venv" >&2; exit 1; }
 	index=()
 	if ! command -v nvidia-smi > /dev/null && $(PY) -c \
 	  "import urllib.request as r; r.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5)" 2> /dev/null
 	then index=(--extra-index-url $(TORCH_CPU_INDEX)); fi
+	echo "setting up $(VENV) (once; downloads some hundred megabytes)"
 	$(PIP) "$${index[@]}" -c constraints.txt -e '.[server,dev]'
 	if ! $(PY) -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('pytriton') is None)"
 	then $(PIP) --no-deps -c constraints.txt nvidia-pytriton; fi  # Python 3.13, see pyproject.toml

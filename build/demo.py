@@ -58,14 +58,16 @@ WAYS: tuple[tuple[str, Callable[[Address], Pieces]], ...] = (
 def show(title: str, pieces: Pieces) -> str:
     """Print one way's text as it arrives; return it."""
     print(f"\n\033[1m{title}\033[0m\n{PROMPT}", end="", flush=True)
-    started, first, num_tokens, text = time.perf_counter(), 0.0, 0, ""
+    started, first, num_tokens, num_pieces, text = time.perf_counter(), 0.0, 0, 0, ""
     for piece, count in pieces:
         first = first or time.perf_counter()
         text += piece
         num_tokens += count
+        num_pieces += 1
         print(piece, end="", flush=True)
     seconds, ttft_ms = time.perf_counter() - started, (first - started) * 1e3
-    print(f"\n-- {num_tokens} tokens, TTFT {ttft_ms:.0f} ms, {num_tokens / seconds:.0f} tokens/s", flush=True)
+    when = f"TTFT {ttft_ms:.0f} ms" if num_pieces > 1 else f"in one piece after {ttft_ms:.0f} ms"
+    print(f"\n-- {num_tokens} tokens, {when}, {num_tokens / seconds:.0f} tokens/s", flush=True)
     return text
 
 
