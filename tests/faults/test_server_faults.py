@@ -107,12 +107,17 @@ def test_an_http_connection_is_closed(llm_server: LlmServer) -> None:
     wait_cancelled(llm_server, before)
 
 
-def test_a_stop_request_ends_the_request_of_its_id(llm_server: LlmServer) -> None:
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_stop_request_ends_the_request_of_its_id(llm_server: LlmServer, protocol: str) -> None:
     before = llm_server.metric("slipstream_cancellations_total")
     with grpc_stream(llm_server.grpc_url) as stream:
         run_long(llm_server, stream, request_id="to-be-stopped")
-        stopped = grpc_infer(llm_server.grpc_url, "llm", {"stop": True}, request_id="to-be-stopped")
-        assert (stopped.error, stopped.responses) == ("", [])
+        if protocol == "grpc":
+            stopped = grpc_infer(llm_server.grpc_url, "llm", {"stop": True}, request_id="to-be-stopped")
+            assert (stopped.error, stopped.text) == ("", "")
+        else:
+            status, reply = http_generate(llm_server.http_url, "llm", {"id": "to-be-stopped", "stop": True})
+            assert (status, reply["text_output"]) == (200, "")
         stream.collect(timeout_s=5)
     wait_cancelled(llm_server, before)
 
@@ -163,6 +168,26 @@ def test_garbage_on_the_engine_socket(llm_server: LlmServer) -> None:
                     break  # nobody listens there any more: as good
         answer = stream.collect()
     assert (answer.error, sum(1 for r in answer.responses if "text_output" in r) > 20) == ("", True)
+    assert engine.is_running()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"text_input": "\xff\xfe"}',
+        b'{"text_input": "x", "foo": "\xff"}',
+        b'{"text_input": "x", "\xff": 1}',
+        b'{"text_input": "x", "id": "\xff"}',
+        b'{"text_input": "x", "sampling_parameters": "\xff"}',
+    ],
+)
+def test_invalid_utf8_anywhere_over_http(llm_server: LlmServer, body: bytes) -> None:
+    engine = engine_of(llm_server)
+    connection = http.client.HTTPConnection(llm_server.http_url, timeout=10)
+    connection.request("POST", "/v2/models/llm/generate", body)
+    reply = connection.getresponse()
+    assert reply.status == 400 and b"UTF-8" in reply.read()
+    connection.close()
     assert engine.is_running()
 
 

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 _METRICS_PERIOD_S = 0.25
 _IDLE_WAIT_S = 0.1  # the idle engine publishes what it had to keep back so often
 _SETTLE_S = (0.02, 0.12)  # metrics after the last answer: at once, and when the engine has surely published the rest
+_TEXT_OUTPUT = next(i for i, output in enumerate(contract.OUTPUTS["generate"]) if output.name == "text_output")
 _MAX_STEPS_AHEAD = 4  # steps that the engine may be ahead of the output thread
 
 
@@ -126,11 +127,14 @@ class GenerateServer:
         self._link.send(error_answer(handle, error))
 
     def _stop_by_id(self, handle: int, request_id: str) -> None:
-        """`stop: true`: end the earlier request of the same id; the stop request itself has an empty answer."""
+        """`stop: true`: end the earlier request of the same id. The stop request itself gets one response with an empty
+        text, because HTTP's `generate` wants exactly one."""
         earlier = self._handles_by_id.get(request_id)
         if earlier is not None:
             self._cancel(earlier)
-        self._link.send(wire.encode_responses([wire.final_response(handle)]))
+        shape = (1, 1) if self._config.serving.max_batch_size else (1,)
+        empty_text = (_TEXT_OUTPUT, shape, wire.bytes_tensor([b""]))
+        self._link.send(wire.encode_responses([wire.tensor_response(handle, wire.ResponseFlag.FINAL, [empty_text])]))
 
     def _cancel(self, handle: int) -> None:
         client = self._live.get(handle)
