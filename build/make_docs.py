@@ -1,4 +1,4 @@
-"""Write the tables of docs/contracts.md and docs/configuration.md from the code, between their markers.
+"""Write the tables of docs/contracts.md, configuration.md and operations.md from the code, between their markers.
 
     python build/make_docs.py          # rewrite
     python build/make_docs.py --check  # exit 1 if a page is out of date
@@ -18,6 +18,7 @@ from slipstream.core.client_settings import json_only_names
 from slipstream.core.config_parse import parameter_default
 from slipstream.core.config_table import FOREIGN, PARAMETERS
 from slipstream.core.contract import DETOKENIZE, GENERATE, TOKENIZE
+from slipstream.core.stats import METRICS, MetricKind
 from slipstream.core.tensor_spec import TYPE_NAMES, InputSpec, OutputSpec, Use
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -92,6 +93,15 @@ def json_names() -> str:
     return ", ".join(f"`{name}`" for name in json_only_names())
 
 
+def metrics() -> str:
+    rows = {}
+    for metric in METRICS:
+        labels = ", ".join(["model", "version", *metric.labels])
+        unit = "histogram, seconds" if metric.kind is MetricKind.HISTOGRAM else metric.kind.name.lower()
+        rows[metric.family] = (f"`{metric.family}`", unit, labels, metric.help)
+    return table(("metric", "kind", "labels", "meaning"), rows.values())
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "generate inputs": lambda: inputs(GENERATE.inputs),
     "generate unserved": lambda: unserved(GENERATE.inputs),
@@ -104,8 +114,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "detokenize outputs": lambda: outputs(DETOKENIZE.outputs),
     "parameters": parameters,
     "foreign parameters": foreign,
+    "metrics": metrics,
 }
-PAGES = ("contracts.md", "configuration.md")
+PAGES = ("contracts.md", "configuration.md", "operations.md")
 _MARKED = re.compile(r"<!-- table: (?P<name>[a-z ]+) -->\n.*?<!-- end of table -->", re.S)
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if shutil.which("nvidia-smi") is None:
-    # Decided when triton is first imported, by whichever test comes first: without a GPU kernels run in its interpreter.
+    # Read when triton is first imported, by whichever test comes first: without a GPU, kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -48,8 +48,11 @@ def imports_of(path: Path) -> set[str]:
 
 
 def package_files(prefix: str) -> list[Path]:
-    return [p for p in python_files() if p.parts[len(ROOT.parts)] in ("backend", "kernels")
-            and (module_name(p) + ".").startswith(prefix + ".")]
+    return [
+        p
+        for p in python_files()
+        if p.parts[len(ROOT.parts)] in ("backend", "kernels") and (module_name(p) + ".").startswith(prefix + ".")
+    ]
 
 
 @pytest.mark.parametrize("prefix", ALLOWED)
