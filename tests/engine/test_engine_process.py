@@ -1,0 +1,267 @@
+"""The engine's end of the socket, with the test as the backend: handshake, drain, stop, failure, broken frames.
+
+Most run the server in this process on a null model (no weights, no computing); what concerns exit codes starts the
+real process with a tokenizer task, which needs no torch.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slipstream.core import contract, stats, wire
+from slipstream.core.config_parse import parse_config
+from slipstream.core.wire import DataType, ErrorCode, FrameType, ResponseFlag
+from slipstream.runtime.link import EngineLink
+from slipstream.runtime.main import run
+from slipstream.runtime.server import GenerateServer
+
+TOKEN = bytes(range(16))
+TIMEOUT_S = 20
+
+
+class Backend:
+    """The other end: listens, sends frames, keeps what comes back by kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = str(folder / "engine.sock")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self._listener.settimeout(TIMEOUT_S)
+        self._frames = wire.FrameBuffer()
+        self._received: list[tuple[FrameType, bytes]] = []
+
+    def accept(self) -> None:
+        self.connection, _ = self._listener.accept()
+        self.connection.settimeout(TIMEOUT_S)
+        assert self.next(FrameType.HELLO) == wire.encode_hello(TOKEN)[wire.FRAME_HEADER_BYTES :]
+
+    def next(self, kind: FrameType) -> bytes:
+        """The next frame of a kind; METRICS frames on the way are passed over."""
+        while True:
+            while self._received:
+                got, payload = self._received.pop(0)
+                if got is kind:
+                    return payload
+                assert got is FrameType.METRICS, f"waiting for {kind.name}, got {got.name}: {payload[:200]!r}"
+            data = self.connection.recv(1 << 20)
+            assert data, f"the engine closed the connection before {kind.name}"
+            self._received += self._frames.feed(data)
+
+    def configure(self, parameters: dict[str, Any]) -> None:
+        values = {key: {"string_value": str(value)} for key, value in parameters.items()}
+        config = json.dumps({"name": "m", "parameters": values})
+        self.connection.sendall(wire.encode_config(wire.Config("m", 1, "/nowhere", config)))
+
+    def request(self, handle: int, max_tokens: int, **parameters: Any) -> None:
+        text = wire.Tensor("text_input", DataType.BYTES, (1,), wire.bytes_tensor([b"def f(x):"]))
+        settings = {"max_tokens": max_tokens, "stream": True, "temperature": 0, "ignore_eos": True, **parameters}
+        request_id = settings.pop("request_id", "")
+        raw = wire.Request(handle, time.time_ns(), 0, request_id, ("text_output",), (text,), settings)
+        self.connection.sendall(wire.encode_request(raw))
+
+    def responses_of(self, handle: int) -> list[wire.Response]:
+        """All responses of one request, to its last; those of others are dropped."""
+        found: list[wire.Response] = []
+        while not (found and found[-1].flags & ResponseFlag.FINAL):
+            found += [r for r in wire.decode_responses(self.next(FrameType.RESPONSES)) if r.handle == handle]
+        return found
+
+    def close(self) -> None:
+        self.connection.close()
+        self._listener.close()
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[Backend]:
+    one = Backend(tmp_path)
+    yield one
+    one.close()
+    gc.unfreeze()  # a server in this process has frozen everything
+
+
+class InThread:
+    """A GenerateServer with a null model, on a thread of this process."""
+
+    def __init__(self, backend: Backend, checkpoint: Path) -> None:
+        self.status: int | None = None
+        parameters = {"model": checkpoint, "load_format": "null", "num_blocks": 256}
+        values = {key: {"string_value": str(value)} for key, value in parameters.items()}
+        config = parse_config(wire.Config("m", 1, "/nowhere", json.dumps({"parameters": values})))
+        link = EngineLink(backend.path, TOKEN)
+        backend.accept()
+        self.server = GenerateServer(link, config)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        backend.next(FrameType.READY)
+
+    def _serve(self) -> None:
+        self.status = self.server.serve()
+
+    def join(self) -> int | None:
+        self._thread.join(TIMEOUT_S)
+        return self.status
+
+    def slow_down(self, step_s: float) -> None:
+        """So that a request is still running when the test does something to it."""
+        step = self.server._engine.step
+
+        def slow() -> Any:
+            time.sleep(step_s)
+            return step()
+
+        self.server._engine.step = slow  # type: ignore[method-assign]
+
+
+@pytest.fixture
+def null_server(backend: Backend, demo_model: Path) -> InThread:
+    return InThread(backend, demo_model)
+
+
+def wire_string(text: str) -> bytes:
+    return len(text).to_bytes(2, "little") + text.encode()
+
+
+def test_ready_names_outputs_and_metrics_in_order(backend: Backend, demo_model: Path) -> None:
+    link = EngineLink(backend.path, TOKEN)
+    backend.accept()
+    backend.configure({"model": demo_model, "load_format": "null"})
+    threading.Thread(target=run, args=(link,), daemon=True).start()
+    ready = backend.next(FrameType.READY)
+    names = [wire_string(output.name) for output in contract.OUTPUTS["generate"]]
+    assert [ready.index(name) for name in names] == sorted(ready.index(name) for name in names)
+    assert all(wire_string(metric.family) in ready for metric in stats.METRICS)
+
+
+def test_a_stream_is_whole_and_ends_with_final(backend: Backend, null_server: InThread) -> None:
+    backend.request(7, 20)
+    responses = backend.responses_of(7)
+    assert len(responses) == 20
+    assert [r.flags for r in responses] == [0] * 19 + [ResponseFlag.FINAL]
+
+
+def test_bad_requests_are_answered_and_disturb_nobody(backend: Backend, null_server: InThread) -> None:
+    null_server.slow_down(0.005)
+    backend.request(1, 30)
+    backend.request(2, 5, temprature=1)
+    [refused] = backend.responses_of(2)
+    assert refused.error_code == ErrorCode.INVALID_ARG and "temprature" in refused.error_message
+    backend.request(3, 5)
+    assert backend.responses_of(3)[-1].flags == ResponseFlag.FINAL
+
+
+def test_drain_finishes_what_runs_and_refuses_what_comes(backend: Backend, null_server: InThread) -> None:
+    null_server.slow_down(0.005)
+    backend.request(1, 40)
+    backend.next(FrameType.RESPONSES)
+    backend.connection.sendall(wire.encode_drain(10_000))
+    backend.request(2, 5)
+    seen: dict[int, list[wire.Response]] = {1: [], 2: []}
+    while not all(found and found[-1].flags & ResponseFlag.FINAL for found in seen.values()):
+        for response in wire.decode_responses(backend.next(FrameType.RESPONSES)):
+            seen[response.handle].append(response)
+    assert not seen[1][-1].flags & ResponseFlag.ERROR
+    assert seen[2][-1].error_code == ErrorCode.UNAVAILABLE
+    backend.next(FrameType.DRAINED)
+    assert null_server.join() == 0
+
+
+def test_a_drain_that_takes_too_long_answers_the_rest(backend: Backend, null_server: InThread) -> None:
+    null_server.slow_down(0.01)
+    backend.request(1, 900)
+    backend.next(FrameType.RESPONSES)
+    backend.connection.sendall(wire.encode_drain(100))
+    last = backend.responses_of(1)[-1]
+    assert last.error_code == ErrorCode.UNAVAILABLE
+    backend.next(FrameType.DRAINED)
+    assert null_server.join() == 0
+
+
+def test_stop_by_request_id_and_cancel_by_handle(backend: Backend, null_server: InThread) -> None:
+    null_server.slow_down(0.005)
+    backend.request(1, 900, request_id="one")
+    backend.request(2, 900)
+    backend.next(FrameType.RESPONSES)
+    backend.request(3, 1, request_id="one", stop=True)
+    backend.connection.sendall(wire.encode_cancel(2))
+    finals: set[int] = set()
+    while finals != {1, 2, 3}:
+        responses = wire.decode_responses(backend.next(FrameType.RESPONSES))
+        finals |= {r.handle for r in responses if r.flags & ResponseFlag.FINAL}
+    engine = null_server.server._engine
+    assert engine.scheduler.num_running == 0
+
+
+def test_a_failing_engine_answers_everybody_and_exits_with_1(backend: Backend, null_server: InThread) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    null_server.slow_down(0.005)
+    backend.request(1, 900)
+    backend.request(2, 900)
+    backend.next(FrameType.RESPONSES)
+    null_server.server._engine._runner.forward = broken  # type: ignore[method-assign]
+    errors: dict[int, wire.Response] = {}
+    while set(errors) != {1, 2}:
+        for response in wire.decode_responses(backend.next(FrameType.RESPONSES)):
+            if response.flags & ResponseFlag.FINAL:
+                errors[response.handle] = response
+    assert all(e.error_code == ErrorCode.INTERNAL and "out of luck" in e.error_message for e in errors.values())
+    assert null_server.join() == 1
+
+
+# ---------------------------------------------------------------- the process
+
+
+@pytest.fixture
+def process(backend: Backend, demo_model: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The engine process of a tokenize model, before its CONFIG."""
+    command = [sys.executable, "-m", "slipstream.runtime.main", "--socket", backend.path, "--token", TOKEN.hex()]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as one:
+        backend.accept()
+        yield one
+        one.kill()
+
+
+def test_the_process_ends_when_the_backend_does(
+    backend: Backend, process: subprocess.Popen[bytes], demo_model: Path
+) -> None:
+    backend.configure({"task": "tokenize", "tokenizer_dir": demo_model})
+    backend.next(FrameType.READY)
+    backend.connection.close()
+    assert process.wait(TIMEOUT_S) == 0
+
+
+def test_the_process_drains(backend: Backend, process: subprocess.Popen[bytes], demo_model: Path) -> None:
+    backend.configure({"task": "detokenize", "tokenizer_dir": demo_model})
+    backend.next(FrameType.READY)
+    backend.connection.sendall(wire.encode_drain(1000))
+    backend.next(FrameType.DRAINED)
+    assert process.wait(TIMEOUT_S) == 0
+
+
+def test_a_load_that_fails_says_why(backend: Backend, process: subprocess.Popen[bytes], demo_model: Path) -> None:
+    backend.configure({"task": "tokenize", "tokenizer_dir": demo_model, "tokeniser": "x"})
+    assert b"tokeniser" in backend.next(FrameType.LOAD_FAILED)
+    assert process.wait(TIMEOUT_S) == 1
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [b"\xff" * 64, b"\x00\x00\x00\x00\x63", wire.encode_drained()],
+    ids=["length", "type", "not from a backend"],
+)
+def test_garbage_ends_the_process_with_2(backend: Backend, process: subprocess.Popen[bytes], garbage: bytes) -> None:
+    backend.connection.sendall(garbage)
+    assert process.wait(TIMEOUT_S) == 2
+    assert process.stderr is not None and process.stderr.read().startswith(b"E broken protocol")
