@@ -11,14 +11,17 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-import xgrammar
 
 from slipstream.core.errors import EngineError, RequestError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import Guide
 from slipstream.runtime.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    import xgrammar  # pulls in transformers, 0.7 s of every start: imported where the first guide needs it
 
 FIELD = "guided_decoding_guide"
 MAX_CACHED_GRAMMARS = 256
@@ -32,6 +35,8 @@ class GuideState:
     """Where one sequence stands in its grammar. The end tokens are allowed exactly when the grammar may end there."""
 
     def __init__(self, grammar: xgrammar.CompiledGrammar, end_token_ids: Iterable[int]) -> None:
+        import xgrammar
+
         ends = sorted(end_token_ids)
         self._matcher = xgrammar.GrammarMatcher(
             grammar, override_stop_tokens=ends or None, terminate_without_stop_token=not ends
@@ -93,6 +98,7 @@ class GuideCompiler:
 
     def _compile_new(self, guide: Guide) -> xgrammar.CompiledGrammar:
         if self._compiler is None:  # decoding the vocabulary takes a while: only when the first guide arrives
+            import xgrammar
             from transformers import PreTrainedTokenizerFast
 
             fast = PreTrainedTokenizerFast(tokenizer_object=self._tokenizer.backend)
@@ -112,6 +118,8 @@ class GuideCompiler:
         return compile_text[guide.type](guide.text)
 
     def _compile_schema(self, text: str) -> xgrammar.CompiledGrammar:
+        import xgrammar
+
         if not isinstance(json.loads(text), (dict, bool)):
             raise ValueError("a JSON schema is an object or a boolean")
         assert self._compiler is not None
@@ -135,6 +143,8 @@ class GuideMasks:
 
         Returns the requests whose grammar failed, with the reason; their rows are left alone.
         """
+        import xgrammar
+
         if self._bitmask.shape[0] < logits.shape[0]:
             bitmask = xgrammar.allocate_token_bitmask(max(8, 2 * logits.shape[0]), self._vocab_size)
             self._bitmask = bitmask.pin_memory() if self._device.type == "cuda" else bitmask
