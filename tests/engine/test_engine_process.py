@@ -202,6 +202,21 @@ def test_stop_by_request_id_and_cancel_by_handle(backend: Backend, null_server: 
     assert engine.scheduler.num_running == 0
 
 
+def test_a_cancel_that_comes_before_the_grammar_is_compiled(
+    backend: Backend, null_server: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = null_server.server._engine.submit
+
+    def slow_submit(request: Any) -> Any:
+        time.sleep(0.2)
+        return submit(request)
+
+    monkeypatch.setattr(null_server.server._engine, "submit", slow_submit)
+    backend.request(1, 900, guided_decoding_guide_type="regex", guided_decoding_guide="( a)*")
+    backend.connection.sendall(wire.encode_cancel(1))
+    assert len(backend.responses_of(1)) < 10, "it was cancelled before it began"
+
+
 def test_a_failing_engine_answers_everybody_and_exits_with_1(backend: Backend, null_server: InThread) -> None:
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of luck")

@@ -72,6 +72,17 @@ def test_an_engine_killed_in_mid_stream(llm_server: LlmServer) -> None:
     assert llm_server.metric("slipstream_engine_restarts_total") == restarts + 1
 
 
+def test_unloading_lets_a_stream_finish(llm_server: LlmServer) -> None:
+    with llm_server.variant("unloaded", {}) as model, grpc_stream(llm_server.grpc_url) as stream:
+        sampling = {**LONG, "max_tokens": 60}
+        stream.send(model, {"text_input": PROMPT, "stream": True}, parameters=sampling)
+        assert not stream.receive()[2]
+        llm_server.unload(model)
+        answer = stream.collect()
+        assert answer.error == "" and len(answer.responses) > 40
+    llm_server.wait_until(lambda: len(llm_server.engines()) == 3, 10, "the unloaded model's engine to end")
+
+
 # ---------------------------------------------------------------- the client goes
 
 

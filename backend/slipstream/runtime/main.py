@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from typing import Protocol
 
 from slipstream.core import wire
 from slipstream.core.config import EngineConfig
@@ -35,7 +36,13 @@ def configure_logging() -> None:
     logging.basicConfig(level=os.environ.get("SLIPSTREAM_LOG_LEVEL", "INFO").upper(), handlers=[handler], force=True)
 
 
-def load(link: EngineLink, config: EngineConfig):
+class Server(Protocol):
+    """What `load` gives: serves until the backend is done with it, returns the exit status of the process."""
+
+    def serve(self) -> int: ...
+
+
+def load(link: EngineLink, config: EngineConfig) -> Server:
     """The server of the config's task. Only generating needs torch, which takes seconds to import."""
     if config.task == "generate":
         from slipstream.runtime.server import GenerateServer

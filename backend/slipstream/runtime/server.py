@@ -20,6 +20,7 @@ from slipstream.core.client_request import ClientRequest, parse_request
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError, EngineError, RequestError
 from slipstream.core.outputs import StepOutput
+from slipstream.core.request import Request
 from slipstream.core.responses import encode_response
 from slipstream.runtime.answers import error_answer
 from slipstream.runtime.engine import Engine
@@ -47,6 +48,7 @@ class GenerateServer:
         self._guides = ThreadPoolExecutor(1, "guides")  # compiling a grammar takes up to half a second
         self._live: dict[int, ClientRequest] = {}  # filled by the input thread, emptied by the output thread
         self._handles_by_id: dict[str, int] = {}
+        self._guided: set[int] = set()  # handles whose submission may wait for a grammar
         self._cancelled_early: set[int] = set()
         self._drain_deadline: float | None = None
         self._is_stopping = False
@@ -94,29 +96,31 @@ class GenerateServer:
             if self._drain_deadline is not None:
                 raise CapacityError("the model is being unloaded")
             client = parse_request(raw, self._config, self._engine.tokenizer)
-            if client.is_stop:
+            request = client.request
+            if request is None:
                 self._stop_by_id(raw.handle, client.request_id)
                 return
             self._live[raw.handle] = client
             if client.request_id:
                 self._handles_by_id[client.request_id] = raw.handle
             self._outputs.add(client)
-            if client.request.params.guide is not None:
-                self._guides.submit(self._submit_guided, client)
+            if request.params.guide is not None:
+                self._guided.add(raw.handle)
+                self._guides.submit(self._submit_guided, request)
             else:
-                self._engine.submit(client.request)
+                self._engine.submit(request)
         except Exception as error:
             self._refuse(raw.handle, error)
 
-    def _submit_guided(self, client: ClientRequest) -> None:
+    def _submit_guided(self, request: Request) -> None:
         """On the guides' thread: a cancel may have come meanwhile."""
         try:
-            self._engine.submit(client.request)
+            self._engine.submit(request)
         except Exception as error:
-            self._refuse(client.handle, error)
-        if client.handle in self._cancelled_early:
-            self._cancelled_early.discard(client.handle)
-            self._engine.cancel(client.handle)
+            self._refuse(request.handle, error)
+        if request.handle in self._cancelled_early:
+            self._cancelled_early.discard(request.handle)
+            self._engine.cancel(request.handle)
 
     def _refuse(self, handle: int, error: Exception) -> None:
         if not isinstance(error, (RequestError, CapacityError, EngineError)):
@@ -137,15 +141,13 @@ class GenerateServer:
         self._link.send(wire.encode_responses([wire.tensor_response(handle, wire.ResponseFlag.FINAL, [empty_text])]))
 
     def _cancel(self, handle: int) -> None:
-        client = self._live.get(handle)
-        if client is None:
-            return
-        if client.request.params.guide is not None:
+        if handle in self._guided:
             self._cancelled_early.add(handle)
         self._engine.cancel(handle)
 
     def _forget(self, handle: int) -> None:
         client = self._live.pop(handle)
+        self._guided.discard(handle)
         self._cancelled_early.discard(handle)
         if self._handles_by_id.get(client.request_id) == handle:
             del self._handles_by_id[client.request_id]
