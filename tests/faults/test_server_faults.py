@@ -39,9 +39,9 @@ def nothing_is_left_behind(llm_server: LlmServer) -> Iterator[None]:
     llm_server.wait_idle()
 
 
-def engine_of(server: LlmServer, model: str = "llm") -> Any:
+def engine_of(server: LlmServer) -> Any:
     """The engine process that has torch loaded: the generating one."""
-    return max(server.engines(model), key=lambda process: process.memory_info().rss)
+    return max(server.engines(), key=lambda process: process.memory_info().rss)
 
 
 def run_long(server: LlmServer, stream: Any, num_responses: int = 3, **options: Any) -> None:

@@ -6,9 +6,7 @@ written into the same repository and loaded while their test runs.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,11 +64,9 @@ class LlmServer(TritonServer):
             self.unload(name)
             self.wait_until(lambda: not self.is_model_ready(name), 30, f"{name} to be unloaded")
 
-    def engines(self, model: str = "") -> list[psutil.Process]:
-        """Engine processes of this server, oldest first."""
-        children = psutil.Process(self.pid).children(recursive=True)
-        found = [child for child in children if "slipstream.runtime.main" in " ".join(child.cmdline())]
-        return sorted(found, key=lambda process: process.create_time())
+    def engines(self) -> list[psutil.Process]:
+        """Engine processes of this server that run (a process that is just ending is not among them)."""
+        return [child for child in psutil.Process(self.pid).children(recursive=True) if is_engine(child)]
 
     def metric(self, family: str, model: str = "llm", **labels: str) -> float:
         """Sum of the samples of a family for a model; 0 when there is none."""
@@ -96,5 +92,8 @@ class LlmServer(TritonServer):
         assert self.metric("slipstream_kv_blocks_leaked", model) == 0
 
 
-def kill(process: psutil.Process) -> None:
-    os.kill(process.pid, signal.SIGKILL)
+def is_engine(process: psutil.Process) -> bool:
+    try:
+        return "slipstream.runtime.main" in process.cmdline()
+    except psutil.Error:
+        return False
