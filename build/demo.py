@@ -20,7 +20,7 @@ import generate as generate_client
 import http_stream as http_client
 import stream as grpc_client
 
-PROMPT = 'def read_json(path):\n    """Read a JSON file and return the object."""\n'
+PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 SAMPLING = {"max_tokens": 48, "temperature": 0.0}
 START_TIMEOUT_S = 120.0
 

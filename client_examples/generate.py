@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 
+PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+
 
 def text_tensor(name: str, value: str) -> triton.InferInput:
     tensor = triton.InferInput(name, [1], "BYTES")
@@ -47,7 +49,7 @@ def main() -> None:
     parser.add_argument("--url", help="default: localhost:8001 (gRPC) or localhost:8000 (HTTP)")
     parser.add_argument("--protocol", choices=["grpc", "http"], default="grpc")
     parser.add_argument("--model", default="llm")
-    parser.add_argument("--prompt", default="def fibonacci(n):\n")
+    parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     arguments = parser.parse_args()

@@ -14,6 +14,8 @@ import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
+PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+
 
 def stream(url: str, model: str, prompt: str, sampling: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield one object per event.  Closing the connection, as leaving this loop does, cancels the request."""
@@ -32,7 +34,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="localhost:8000", help="HTTP address")
     parser.add_argument("--model", default="llm")
-    parser.add_argument("--prompt", default="def fibonacci(n):\n")
+    parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     arguments = parser.parse_args()

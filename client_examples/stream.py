@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as triton
 
+PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
+
 
 def tensor(name: str, kind: str, value: Any) -> triton.InferInput:
     made = triton.InferInput(name, [1], kind)
@@ -53,7 +55,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="localhost:8001", help="gRPC address")
     parser.add_argument("--model", default="llm")
-    parser.add_argument("--prompt", default="def fibonacci(n):\n")
+    parser.add_argument("--prompt", default=PROMPT)
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     arguments = parser.parse_args()
