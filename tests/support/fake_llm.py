@@ -2,7 +2,7 @@
 
 Each slot of the cache holds the hash of the whole prefix that was "computed" into it, and a token is sampled only after
 every slot of the request's block table has been compared with its own tokens: a block that was lost, shared wrongly or
-used twice fails there.
+used twice fails there. With num_ahead=1 each step is scheduled before the one before it is committed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def continuation(prompt: list[int], num_tokens: int, seed: int = 0) -> list[int]
 class FakeLLM:
     """Runs steps; drafts `num_drafts` tokens for each request, of which the first `num_right` are right."""
 
-    def __init__(self, scheduler: Scheduler, num_drafts: int = 0, num_right: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler, num_drafts: int = 0, num_right: int = 0, num_ahead: int = 0) -> None:
         self.scheduler = scheduler
-        self.num_drafts, self.num_right = num_drafts, num_right
+        self.num_drafts, self.num_right, self.num_ahead = num_drafts, num_right, num_ahead
+        self.flights: list[tuple[ScheduledStep, list[list[int]]]] = []  # computed, not committed
         cache = scheduler.cache
         self._slots = [[0] * cache.block_size for _ in range(cache.num_blocks)]
         self.steps: list[ScheduledStep] = []
@@ -53,7 +54,13 @@ class FakeLLM:
     def step(self) -> list[StepOutput]:
         step = self.scheduler.schedule()
         self.steps.append(step)
-        sampled = [self._run(row) for row in step.requests]
+        self.flights.append((step, [self._run(row) for row in step.requests]))
+        outputs: list[StepOutput] = []
+        while len(self.flights) > (self.num_ahead if step.requests else 0):
+            outputs += self._land(*self.flights.pop(0))
+        return outputs
+
+    def _land(self, step: ScheduledStep, sampled: list[list[int]]) -> list[StepOutput]:
         drafts = [
             self._draft(row.request.token_ids + new, row.request.seed) if new else []
             for row, new in zip(step.requests, sampled)
@@ -61,6 +68,11 @@ class FakeLLM:
         outputs = self.scheduler.commit(step, sampled, drafts if self.num_drafts else None)
         self.take(outputs)
         return outputs
+
+    def _token_ids(self, request: Request) -> list[int]:
+        """Those that the host knows and those that only the fake device knows."""
+        rows = [(row, new) for step, sampled in self.flights for row, new in zip(step.requests, sampled)]
+        return request.token_ids + [token for row, new in rows if row.request is request for token in new]
 
     def take(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
@@ -72,14 +84,15 @@ class FakeLLM:
     def run(self, max_steps: int = 10_000) -> int:
         """Step until nothing is left; returns the number of steps."""
         for num_steps in range(max_steps):
-            if not self.scheduler.has_work:
+            if not self.scheduler.has_work and not self.flights:
                 return num_steps
             self.step()
         raise AssertionError(f"{self.scheduler.num_running} running, {self.scheduler.num_waiting} waiting at the end")
 
     def _run(self, row: ScheduledRequest) -> list[int]:
         request, size = row.request, self.scheduler.cache.block_size
-        token_ids = request.token_ids + request.draft_token_ids
+        known = self._token_ids(request)
+        token_ids = known + request.draft_token_ids
         end = row.num_computed_tokens + row.num_scheduled_tokens
         hashes = prefix_hashes(token_ids[:end])
         for position in range(row.num_computed_tokens, end):
@@ -87,12 +100,12 @@ class FakeLLM:
         for position in range(end):
             seen = self._slots[request.block_ids[position // size]][position % size]
             assert seen == hashes[position], f"request {request.request_id} lost the KV of position {position}"
-        assert row.samples == (end >= request.num_tokens)
-        return self._sample(request) if row.samples else []
+        assert row.samples == (end >= len(known))
+        return self._sample(request, known) if row.samples else []
 
-    def _sample(self, request: Request) -> list[int]:
+    def _sample(self, request: Request, token_ids: list[int]) -> list[int]:
         """Greedy verification: the accepted drafts and the token after them."""
-        token_ids, new = list(request.token_ids), []
+        new: list[int] = []
         for draft in [*request.draft_token_ids, -1]:
             new.append(next_token(token_ids, request.seed))
             token_ids.append(new[-1])

@@ -2,7 +2,7 @@
 
 The fake model (tests/support/fake_llm.py) compares every KV slot with the request's own tokens before it samples, and
 its text depends on the tokens alone, so one comparison with the text of a lonely request covers preempted = not, prefix
-hit = miss, chunked = whole, batch = single and speculation = plain.
+hit = miss, chunked = whole, batch = single, speculation = plain and scheduled ahead = one step after another.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Setting:
     is_caching: bool
     num_drafts: int
     num_right: int
+    num_ahead: int
 
 
 SETTINGS = st.builds(
@@ -52,6 +53,7 @@ SETTINGS = st.builds(
     is_caching=st.booleans(),
     num_drafts=st.sampled_from([0, 0, 3]),
     num_right=st.integers(0, 3),
+    num_ahead=st.integers(0, 1),
 )
 # a piece of the common prompt, perhaps with a tail of its own: many prefixes are shared, some to the last token
 PROMPTS = st.builds(
@@ -85,7 +87,8 @@ class SchedulerWalk(RuleBasedStateMachine):
         cache = KVCacheManager(setting.num_blocks, setting.block_size, setting.is_caching)
         self.config = config
         self.scheduler = Scheduler(config, cache, MAX_MODEL_LEN)
-        self.llm = FakeLLM(self.scheduler, setting.num_drafts, setting.num_right)
+        num_ahead = 0 if setting.num_drafts else setting.num_ahead  # drafts wait for the tokens before them
+        self.llm = FakeLLM(self.scheduler, setting.num_drafts, setting.num_right, num_ahead)
         self.requests: list[Request] = []
         self.counters = [0.0] * len(METRICS)
 
@@ -97,6 +100,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         seed=st.integers(0, 1),
         num_siblings=st.sampled_from([1, 1, 1, 2, 3]),
+        penalty=st.sampled_from([1.0, 1.0, 1.5]),  # the fake model ignores it; the scheduler may not run ahead
     )
     def add(
         self,
@@ -107,8 +111,11 @@ class SchedulerWalk(RuleBasedStateMachine):
         priority: int,
         seed: int,
         num_siblings: int,
+        penalty: float,
     ) -> None:
-        params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens))
+        params = SamplingParams(
+            max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), repetition_penalty=penalty
+        )
         self.add_group(
             [
                 Request(prompt, params, seed + index, priority, eos_token_ids=frozenset(range(num_eos)))
@@ -136,7 +143,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     @rule(num_steps=st.integers(1, 4))
     def step(self, num_steps: int) -> None:
         for _ in range(num_steps):
-            had_work = self.scheduler.has_work
+            had_work = self.scheduler.has_work and not self.llm.flights
             self.llm.step()
             self.check_step(had_work)
 
@@ -146,7 +153,8 @@ class SchedulerWalk(RuleBasedStateMachine):
         assert sum(num_tokens) == step.num_scheduled_tokens <= self.config.max_num_batched_tokens
         assert len({row.request.request_id for row in step.requests}) == len(num_tokens) <= self.config.max_num_seqs
         assert all(count > 0 for count in num_tokens)
-        assert bool(step.requests) == had_work, "a step without rows although there is work"
+        assert bool(step.requests) or not had_work, "a step without rows although there is work"
+        assert len(self.llm.flights) == (self.llm.num_ahead if step.requests else 0)
         assert not (step.preempted and self.config.policy == "guaranteed_no_evict")
 
     @precondition(lambda self: self.scheduler.has_work)
@@ -175,7 +183,9 @@ class SchedulerWalk(RuleBasedStateMachine):
         assert sorted(r.request_id for r in live) == [r.request_id for r in self.requests if not r.is_finished]
         assert self.scheduler.num_running <= self.config.max_num_seqs
         for request in self.requests:
-            assert request.is_finished or request.num_computed_tokens < request.num_tokens
+            num_tokens = request.num_tokens + request.num_pending_tokens
+            assert request.is_finished or request.num_computed_tokens < num_tokens
+            assert request.is_finished or request.num_pending_tokens <= self.llm.num_ahead
             text = expected_output(request)
             assert (
                 request.output_token_ids

@@ -47,8 +47,8 @@ class RequestTimes:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. Invariant: 0 <= num_computed_tokens <= num_tokens, with equality never left after a step
-    while the request runs (the last sampled token has no KV yet).
+    """One sequence. Invariant: 0 <= num_computed_tokens < num_tokens + num_pending_tokens between steps (the last
+    sampled token has no KV yet). Tokens count as computed once scheduled, sampled ones as pending until `commit`.
 
     priority: lower runs first (vLLM's convention), ties by arrival. deadline: time.monotonic() seconds or None.
     seed: always a number (drawn at admission when the client gave none). prefix_key: whatever else than the tokens
@@ -73,6 +73,8 @@ class Request:
     token_ids: list[int] = field(default_factory=list)  # prompt + output
     draft_token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_pending_tokens: int = 0  # sampled, or about to be, by steps that are not committed yet
+    runs_ahead: bool = True  # may be scheduled while a token is pending; set by Scheduler.add
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     num_drafted_tokens: int = 0

@@ -77,6 +77,11 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether the host must know the last token before the next can be drawn. bad_words must be ids by then."""
+        return self.guide is not None or self.has_penalties or any(len(word) > 1 for word in self.bad_words_ids)
+
 
 # (field, predicate, what is accepted): one row per bounded field
 _CHECKS = (

@@ -3,6 +3,9 @@
 Engine thread only. Each request has num_computed_tokens chasing its tokens plus drafts; that single idea covers
 in-flight batching, chunked prefill, prefix cache hits, speculation and resume after preemption. All is deterministic,
 ties go by order of arrival. Knows no tensors and no model. Source: the idea of vLLM v1's scheduler; arXiv:2309.06180.
+
+A step may be scheduled before the one before it is committed (never two): its decodes then go on from tokens that are
+sampled but not known yet (num_pending_tokens), but for requests whose next token cannot be drawn without knowing them.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from slipstream.core.admission import check_fits
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.latencies import note_times
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.stats import FINISHED_METRIC, Metric, Stats
@@ -94,6 +98,7 @@ class Scheduler:
             self._num_added += 1
             request.sort_key = (request.priority, self._num_added)
             request.status = RequestStatus.WAITING
+            request.runs_ahead = not request.params.needs_last_token
             if self.config.default_max_queue_ms > 0:
                 request.queue_deadline = now + self.config.default_max_queue_ms / 1e3
             self._next_expiry = min(self._next_expiry, _expiry(request))
@@ -126,7 +131,10 @@ class Scheduler:
     # ---- the step
 
     def schedule(self) -> ScheduledStep:
-        """Choose the next step's rows and give them their blocks. `commit` or `finish` must follow for each request."""
+        """Choose the next step's rows and give them their blocks. `commit` or `finish` must follow for each request.
+
+        Without rows although there is work: everything waits for the commit of the step that is under way.
+        """
         step = ScheduledStep()
         num_reserved, self._num_turn_tokens = self._num_turn_tokens, 0
         budget = self.config.max_num_batched_tokens - num_reserved
@@ -150,8 +158,10 @@ class Scheduler:
         block_size = self.cache.block_size
         draft_budget = (budget - len(self._running)) // 2
         for request in self._running:  # a preemption pops from the end of this list, which ends the loop sooner
-            num_computed = request.num_computed_tokens
-            if len(request.token_ids) - num_computed != 1:
+            num_computed, num_pending = request.num_computed_tokens, request.num_pending_tokens
+            if num_pending and not self._may_run_ahead(request):
+                continue
+            if len(request.token_ids) + num_pending - num_computed != 1:
                 prefills.append(request)
                 continue
             if budget <= 0:
@@ -164,6 +174,8 @@ class Scheduler:
                 if num_new == 0:
                     break
             add_row(ScheduledRequest(request, num_computed, num_new, True))
+            request.num_computed_tokens = num_computed + num_new
+            request.num_pending_tokens = num_pending + 1
             budget -= num_new
             draft_budget -= num_new - 1
         return budget
@@ -175,8 +187,7 @@ class Scheduler:
             num_new = min(num_missing, budget)
             if num_new <= 0:
                 break
-            is_last = num_new == num_missing
-            step.requests.append(ScheduledRequest(request, request.num_computed_tokens, num_new, is_last))
+            _add_prefill(step, request, num_new, num_missing)
             budget -= num_new
         return budget
 
@@ -202,8 +213,7 @@ class Scheduler:
                 break
             del self._waiting[index]
             self._start(request, prefix)
-            is_last = num_new == num_missing
-            step.requests.append(ScheduledRequest(request, request.num_computed_tokens, num_new, is_last))
+            _add_prefill(step, request, num_new, num_missing)
             budget -= num_new
         return budget
 
@@ -217,34 +227,36 @@ class Scheduler:
 
         sampled_token_ids: one list per step.requests: accepted drafts and the token after them, empty where `samples`
         is False; the lists become StepOutput.new_token_ids, cut after the token that ends the request.
-        draft_token_ids: drafts for the next step, likewise aligned.
-        Returns the news in step order; a request that was finished meanwhile has none.
+        draft_token_ids: drafts for the next step, likewise aligned; only for steps that are not scheduled ahead.
+        Returns the news in step order; a request that was finished meanwhile has none, one that was preempted does.
         """
         now_ns = time.time_ns()
         block_size = self.cache.block_size
         outputs: list[StepOutput] = []
         for row, new_token_ids in zip(step.requests, sampled_token_ids, strict=True):
             request = row.request
-            if request.status is not RequestStatus.RUNNING:
+            if request.is_finished:
                 continue
+            assert bool(new_token_ids) == row.samples, "tokens for the rows that sample, and for no other"
+            is_over = False
             if new_token_ids:
-                if request.draft_token_ids:
+                request.num_pending_tokens -= 1
+                num_drafts = len(request.draft_token_ids)
+                if num_drafts:
                     self._settle_drafts(request, new_token_ids)
                 is_over = request.stop_conditions.extend(request, new_token_ids)
-                num_computed = len(request.token_ids) - 1
+                if num_drafts:  # those rejected, or cut off by a stop, were not computed after all
+                    request.num_computed_tokens = len(request.token_ids) - 1
                 outputs.append(StepOutput(request, new_token_ids, request.finish_reason))
-            else:
-                assert not row.samples, "no token was sampled for a request whose tokens are all computed"
-                is_over = False
-                num_computed = row.num_computed_tokens + row.num_scheduled_tokens
-            request.num_computed_tokens = num_computed
-            if num_computed >= (request.num_published_blocks + 1) * block_size:
+            # blocks that the step under way is filling may be shared too: who reads them runs after it
+            if request.num_computed_tokens >= (request.num_published_blocks + 1) * block_size:
                 self.cache.commit(request)
             if is_over:
                 self._leave(request)
-        self._note_times(outputs, now_ns)
+        note_times(self.stats, outputs, now_ns)
         if draft_token_ids is not None:
             for row, drafts in zip(step.requests, draft_token_ids, strict=True):
+                assert not row.request.num_pending_tokens or not drafts, "drafts for a request that runs ahead"
                 row.request.draft_token_ids = [] if row.request.is_finished else drafts
         return outputs
 
@@ -259,6 +271,11 @@ class Scheduler:
         stats.set(Metric.KV_BLOCKS_LEAKED, cache.leaked_blocks(self.live_requests))
 
     # ---- parts
+
+    def _may_run_ahead(self, request: Request) -> bool:
+        """Whether to compute beyond tokens that are not known yet; not when they are sure to end the request."""
+        num_tokens = len(request.token_ids) + request.num_pending_tokens
+        return request.runs_ahead and not request.draft_token_ids and num_tokens < request.stop_conditions.max_len
 
     def _may_chunk(self, num_missing: int) -> bool:
         """Without chunked prefill only what exceeds a whole step is split: a preempted request that has grown."""
@@ -359,26 +376,12 @@ class Scheduler:
         self.stats.add(Metric.DRAFTED_TOKENS, num_drafted)
         self.stats.add(Metric.ACCEPTED_TOKENS, num_accepted)
 
-    def _note_times(self, outputs: list[StepOutput], now_ns: int) -> None:
-        """Time stamps and latencies. Tokens that came together share the time since the last."""
-        latencies = self.stats.observations(Metric.ITL)
-        num_generated = 0
-        for output in outputs:
-            times = output.request.times
-            num_new = len(output.new_token_ids)
-            num_generated += num_new
-            if times.last_token_ns:
-                latency = (now_ns - times.last_token_ns) * 1e-9 / num_new
-                if num_new == 1:
-                    latencies.append(latency)
-                else:
-                    latencies.extend([latency] * num_new)
-            else:
-                times.first_token_ns = now_ns
-                if times.arrival_ns:
-                    self.stats.observe(Metric.TTFT, max(0, now_ns - times.arrival_ns) * 1e-9)
-            times.last_token_ns = now_ns
-        self.stats.add(Metric.GENERATION_TOKENS, num_generated)
+
+def _add_prefill(step: ScheduledStep, request: Request, num_new: int, num_missing: int) -> None:
+    samples = num_new == num_missing
+    step.requests.append(ScheduledRequest(request, request.num_computed_tokens, num_new, samples))
+    request.num_computed_tokens += num_new
+    request.num_pending_tokens += samples
 
 
 def _expiry(request: Request) -> float:

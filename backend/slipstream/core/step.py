@@ -11,6 +11,7 @@ from slipstream.core.request import Request
 class ScheduledRequest:
     """Rows of one request: num_scheduled_tokens of token_ids + draft_token_ids, from num_computed_tokens on.
 
+    A row past both is the token that the step before this one samples, which only the device knows.
     samples: the rows reach the request's last token, so the step must sample for it.
     """
 
