@@ -1,0 +1,147 @@
+"""Decode attention in CUDA: fills the kernel's arguments and launches it.  Hopper (compute capability 9.0) only.
+
+No device value is read on the host, and the grid and workspace depend on the device alone: CUDA-graph safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from slipstream_kernels.cuda.build import find_nvcc, load
+from slipstream_kernels.decode_call import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, DecodeCall
+
+SOURCE = "decode_attention.cu"
+HEAD_DIMS = (64, 80, 96, 128, 256)
+QUERY_TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+KV_TYPES = {torch.bfloat16: 0, torch.float16: 0, FP8_DTYPE: 1, INT8_DTYPE: 2, INT4_DTYPE: 3}
+MAX_REQUESTS = 1024
+# Rows of queries that share one pass over the keys; wider heads leave registers for fewer.
+MAX_ROWS = 32
+MAX_ROWS_WIDE = 16
+# Tiles of 16 tokens below which a CTA's share is not split further.
+MIN_TILES = 8
+
+
+class DecodeParams(ctypes.Structure):
+    """include/decode_params.h, field by field."""
+
+    _fields_ = (
+        [(name, ctypes.c_void_p) for name in (
+            "q", "key_cache", "value_cache", "out", "key_scale", "value_scale", "block_tables", "query_start_loc",
+            "seq_lens", "alibi_slopes", "tree_mask", "positions", "partial_out", "partial_state", "arrivals",
+        )]
+        + [(name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride", "table_stride")]
+        + [(name, ctypes.c_int32) for name in (
+            "num_requests", "num_kv_heads", "group", "block_size_log2", "sliding_window", "min_tiles", "grid",
+        )]
+        + [("scale", ctypes.c_float), ("soft_cap", ctypes.c_float), ("rows", ctypes.c_int32)]
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the CTAs of one launch exchange; launches on one device must follow each other (one stream)."""
+
+    grid: int
+    partial_out: torch.Tensor
+    partial_state: torch.Tensor
+    arrivals: torch.Tensor
+
+
+def refusal(call: DecodeCall) -> str | None:
+    """Why this version cannot take the call; None if it can."""
+    if not call.q.is_cuda:
+        return f"q is on {call.q.device}"
+    if torch.cuda.get_device_capability(call.q.device) != (9, 0):
+        return "the GPU is not a Hopper (compute capability 9.0)"
+    if call.q.dtype not in QUERY_TYPES:
+        return f"q is {call.q.dtype}, not bfloat16 or float16"
+    if call.q.shape[2] not in HEAD_DIMS:
+        return f"head_dim {call.q.shape[2]} is not one of {HEAD_DIMS}"
+    block_size = call.key_cache.shape[2]
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"block_size {block_size} is not a power of two >= 16"
+    if call.seq_lens.shape[0] > MAX_REQUESTS:
+        return f"{call.seq_lens.shape[0]} requests are more than {MAX_REQUESTS}"
+    return None if find_nvcc() is not None else "nvcc is not installed"
+
+
+def decode_attention(call: DecodeCall) -> None:
+    """See ops.decode_attention; writes call.out.  One launch."""
+    if call.q.shape[0] == 0:
+        return
+    library = load(SOURCE, defines(call.q.dtype, call.key_cache.dtype, call.q.shape[2]))
+    params = _params(call, workspace(call.q.device))
+    stream = ctypes.c_void_p(torch.cuda.current_stream(call.q.device).cuda_stream)
+    with torch.cuda.device(call.q.device):
+        error = library.slipstream_decode_attention(ctypes.byref(params), stream)
+    if error != 0:
+        library.slipstream_error_text.restype = ctypes.c_char_p
+        raise RuntimeError(f"decode_attention: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+
+
+def defines(query: torch.dtype, cache: torch.dtype, head_dim: int) -> tuple[str, ...]:
+    """The macros that choose a variant of the kernel."""
+    return (
+        f"SLIPSTREAM_QUERY={QUERY_TYPES[query]}",
+        f"SLIPSTREAM_KV={KV_TYPES[cache]}",
+        f"SLIPSTREAM_HEAD_DIM={head_dim}",
+    )
+
+
+def variants() -> list[tuple[str, ...]]:
+    """All variants, for building ahead of time."""
+    caches = (FP8_DTYPE, INT8_DTYPE, INT4_DTYPE)
+    return [defines(q, cache, dim) for q in QUERY_TYPES for cache in (q, *caches) for dim in HEAD_DIMS]
+
+
+@lru_cache
+def workspace(device: torch.device) -> Workspace:
+    """The device's workspace, made on first use: run a step before capturing CUDA graphs."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("decode_attention: first use on this device lies inside a graph capture; run it once before")
+    grid = torch.cuda.get_device_properties(device).multi_processor_count
+    rows = 2 * grid * MAX_ROWS
+    return Workspace(
+        grid=grid,
+        partial_out=torch.empty(rows * 128, dtype=torch.float32, device=device),
+        partial_state=torch.empty(rows * 2, dtype=torch.float32, device=device),
+        arrivals=torch.zeros(grid, dtype=torch.int32, device=device),
+    )
+
+
+def _params(call: DecodeCall, space: Workspace) -> DecodeParams:
+    num_kv_heads, block_size = call.key_cache.shape[1:3]
+    group = call.q.shape[1] // num_kv_heads
+    tensors = {
+        "q": call.q, "key_cache": call.key_cache, "value_cache": call.value_cache, "out": call.out,
+        "key_scale": call.key_scale, "value_scale": call.value_scale, "block_tables": call.block_tables,
+        "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "alibi_slopes": call.alibi_slopes,
+        "tree_mask": call.tree_mask, "positions": call.positions, "partial_out": space.partial_out,
+        "partial_state": space.partial_state, "arrivals": space.arrivals,
+    }  # fmt: skip
+    return DecodeParams(
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
+        q_token_stride=call.q.stride(0),
+        q_head_stride=call.q.stride(1),
+        table_stride=call.block_tables.stride(0),
+        num_requests=call.seq_lens.shape[0],
+        num_kv_heads=num_kv_heads,
+        group=group,
+        block_size_log2=block_size.bit_length() - 1,
+        sliding_window=call.sliding_window or 0,
+        min_tiles=MIN_TILES,
+        grid=space.grid,
+        scale=call.scale,
+        soft_cap=call.soft_cap or 0.0,
+        rows=_rows(call.max_query_len * group, call.q.shape[2]),
+    )
+
+
+def _rows(num_rows: int, head_dim: int) -> int:
+    largest = MAX_ROWS if head_dim <= 128 else MAX_ROWS_WIDE
+    return next(rows for rows in (8, 16, 32) if rows >= num_rows or rows == largest)

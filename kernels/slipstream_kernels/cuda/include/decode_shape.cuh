@@ -1,0 +1,68 @@
+// Compile-time shape of one decode attention kernel: bytes of a tile, and how many tiles are kept in flight.
+#pragma once
+
+#include "decode_work.cuh"
+#include "kv_format.cuh"
+
+namespace slipstream {
+
+// What an SM of Hopper lends to one CTA, less the static part (count_tiles, Merge).
+constexpr int kSharedBytes = 227 * 1024 - 256;
+
+template <typename T, KvType KV, int HEAD_DIM, int NUM_N>
+struct DecodeShape {
+  using Format = KvFormat<KV>;
+  using Output = T;
+  // Operands of the products; queries and probabilities are rounded to it.
+  using Operand = std::conditional_t<KV == KvType::k16Bit, T, __half>;
+
+  static constexpr int kHeadDim = HEAD_DIM;
+  static constexpr int kNumN = NUM_N;       // groups of 8 rows of queries
+  static constexpr int kRows = 8 * NUM_N;
+  static constexpr int kRowBytes = HEAD_DIM * Format::kBits / 8;
+  static constexpr int kColumns = (kRowBytes + 15) / 16;
+  // An odd number of 16-byte columns puts 8 consecutive rows into different banks.
+  static constexpr int kStride = 16 * (kColumns | 1);
+  static constexpr int kPairs = (kColumns + 1) / 2;
+  static constexpr int kSteps = kColumns * Format::kStepsPerPair / 2;
+  static constexpr int kCopyBytes = kRowBytes % 16 == 0 ? 16 : 8;
+  static constexpr int kCopiesPerRow = kRowBytes / kCopyBytes;
+  static constexpr int kCopies = kTileTokens * kCopiesPerRow;
+  static constexpr int kScaleOffset = 2 * kTileTokens * kStride;
+  static constexpr int kStageBytes = kScaleOffset + (Format::kHasTokenScales ? 2 * kTileTokens * 4 : 0);
+
+  // Partial outputs of the warps are merged in rounds of 8 rows x 128 dims.
+  static constexpr int kRoundSteps = kSteps < 8 ? kSteps : 8;
+  static constexpr int kRoundStride = 16 * kRoundSteps + 4;
+  static constexpr int kQueryBytes = NUM_N * kSteps * 32 * 8;
+  static constexpr int fixed_bytes(int warps) {
+    return kQueryBytes + warps * (8 * kRoundStride + 2 * kRows) * 4 + kMaxRequests * 4;
+  }
+  static constexpr int stages(int warps) {
+    const int stages = (kSharedBytes - fixed_bytes(warps)) / (warps * kStageBytes);
+    return stages < 8 ? stages : 8;
+  }
+#ifdef SLIPSTREAM_WARPS
+  static constexpr int kWarps = SLIPSTREAM_WARPS;
+#else
+  // More warps hide more latency of the arithmetic, unless too few tiles each are left in flight.
+  static constexpr int kWarps = stages(8) >= 4 ? 8 : 4;
+#endif
+#ifdef SLIPSTREAM_STAGES
+  static constexpr int kStages = SLIPSTREAM_STAGES;
+#else
+  static constexpr int kStages = stages(kWarps);
+#endif
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
+  static constexpr int kTotalBytes = kRingBytes + fixed_bytes(kWarps);
+  static_assert(kStages >= 2 && kTotalBytes <= kSharedBytes, "tile too large");
+
+  // Dynamic shared memory, in this order.
+  static constexpr int kQueryOffset = kRingBytes;
+  static constexpr int kRoundOffset = kQueryOffset + kQueryBytes;
+  static constexpr int kStateOffset = kRoundOffset + kWarps * 8 * kRoundStride * 4;
+  static constexpr int kEndsOffset = kStateOffset + kWarps * kRows * 2 * 4;
+};
+
+}  // namespace slipstream

@@ -1,0 +1,36 @@
+"""The arguments of one decode-attention call, as they cross from ops to an implementation.
+
+Plain data, already checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+# Cache dtype of each quantised type; int4 is two values to a byte.  Any float type is kept as it is.
+FP8_DTYPE, INT8_DTYPE, INT4_DTYPE = torch.float8_e4m3fn, torch.int8, torch.uint8
+TOKEN_SCALED_DTYPES = (INT8_DTYPE, INT4_DTYPE)
+
+
+@dataclass(frozen=True)
+class DecodeCall:
+    """Shapes and meaning: ops.decode_attention."""
+
+    q: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_tables: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    out: torch.Tensor
+    max_query_len: int
+    scale: float
+    key_scale: torch.Tensor | None
+    value_scale: torch.Tensor | None
+    tree_mask: torch.Tensor | None
+    positions: torch.Tensor | None
+    sliding_window: int | None
+    alibi_slopes: torch.Tensor | None
+    soft_cap: float | None

@@ -1,0 +1,183 @@
+"""decode_attention: contract and choice.  Decode and verify rows over a cache of any type."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from slipstream_kernels.decode_call import FP8_DTYPE, TOKEN_SCALED_DTYPES, DecodeCall
+from slipstream_kernels.ops.quantized_kv import check_quantized_cache
+from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride
+from slipstream_kernels.reference import decode_attention as reference
+
+BACKENDS = ("auto", "reference", "cuda")
+MAX_QUERY_LEN = 64
+
+
+def decode_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    max_query_len: int,
+    scale: float,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend 1 to 64 query tokens of each request to its cached blocks; this step's keys must already be there.
+
+    q: [num_tokens, num_q_heads, head_dim] (a view of a fused qkv is fine).
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim] of q's dtype, float8_e4m3fn or int8, or
+    int4 as uint8 with head_dim / 2 bytes; key_scale, value_scale and the formats: ops.write_quantized_kv.
+    block_tables: [num_requests, max_blocks] int32, -1 pads.  query_start_loc: [num_requests + 1] int32, starts at 0.
+    seq_lens: [num_requests] int32, cached tokens including this step's; 0 marks a padding request, whose rows become
+    zero.  Row i of a request is slot seq_len - query_len + i, and sees slots up to its own.
+    tree_mask: [num_tokens] int64: all slots before the request's rows are seen, of the rows' own slots those whose bit
+    (slot - (seq_len - query_len)) is set.  positions: [num_tokens] int64, with tree_mask only: the depth-wise position
+    of each row, which ALiBi and the window use for it both as query and as key; not below seq_len - query_len.
+    sliding_window w: only position_q - position_k < w.  alibi_slopes: [num_q_heads] fp32, adds slope * (position_k -
+    position_q).  soft_cap c: c * tanh(score / c).  scale multiplies q.k.  max_query_len: host-side upper bound.
+    backend: "cuda" (Hopper; ValueError if it cannot run), "reference", "auto": cuda where it can run.
+    Returns [num_tokens, num_q_heads, head_dim], dtype of q; rows past query_start_loc[-1] are unspecified.  The cuda
+    version rounds 8- and 4-bit caches' queries and probabilities to fp16, and its split of the keys over CTAs follows
+    the batch.  Its calls on one device must be ordered, on one stream, with one call before any graph capture.
+    Sources: PagedAttention, arXiv:2309.06180; split keys: Flash-Decoding; tree masks: SpecInfer, arXiv:2305.09781.
+    """
+    _check_tensors(q, key_cache, value_cache, block_tables, query_start_loc, seq_lens)
+    _check_cache(q, key_cache, value_cache, key_scale, value_scale)
+    _check_rows(q, max_query_len, tree_mask, positions)
+    _check_options(q, sliding_window, alibi_slopes, soft_cap, out)
+    call = DecodeCall(
+        q=q,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        out=torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out,
+        max_query_len=max_query_len,
+        scale=scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        tree_mask=tree_mask,
+        positions=positions,
+        sliding_window=sliding_window,
+        alibi_slopes=alibi_slopes,
+        soft_cap=soft_cap,
+    )
+    _run(call, backend)
+    return call.out
+
+
+def _run(call: DecodeCall, backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
+    if backend == "cuda" or (backend == "auto" and call.q.is_cuda):
+        cuda = importlib.import_module("slipstream_kernels.cuda.decode_attention")
+        refusal = cuda.refusal(call)
+        if refusal is None:
+            return cuda.decode_attention(call)
+        if backend == "cuda":
+            raise ValueError(f"backend: cuda cannot run decode_attention: {refusal}")
+    return reference.decode_attention(call)
+
+
+def _check_tensors(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+) -> None:
+    require_float("q", q)
+    if q.dim() != 3:
+        raise ValueError(f"q: shape {tuple(q.shape)}, expected [num_tokens, num_q_heads, head_dim]")
+    require_unit_stride("q", q)
+    if key_cache.dim() != 4 or q.shape[1] % key_cache.shape[1]:
+        raise ValueError(
+            f"key_cache: shape {tuple(key_cache.shape)}, expected [num_blocks, num_kv_heads, block_size, head_dim] "
+            f"with kv heads that divide q's {q.shape[1]}"
+        )
+    require_shape("value_cache", value_cache, tuple(key_cache.shape))
+    if value_cache.dtype != key_cache.dtype:
+        raise ValueError(f"value_cache: dtype {value_cache.dtype}, expected key_cache's {key_cache.dtype}")
+    if seq_lens.dim() != 1 or seq_lens.dtype != torch.int32:
+        raise ValueError(f"seq_lens: {seq_lens.dtype} {tuple(seq_lens.shape)}, expected int32 [num_requests]")
+    require_shape("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,))
+    if query_start_loc.dtype != torch.int32:
+        raise ValueError(f"query_start_loc: dtype {query_start_loc.dtype}, expected int32")
+    if block_tables.dim() != 2 or block_tables.shape[0] != seq_lens.shape[0] or block_tables.dtype != torch.int32:
+        raise ValueError(
+            f"block_tables: {block_tables.dtype} {tuple(block_tables.shape)}, "
+            f"expected int32 [{seq_lens.shape[0]}, max_blocks]"
+        )
+    require_unit_stride("block_tables", block_tables)
+
+
+def _check_cache(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+) -> None:
+    if key_cache.dtype in (FP8_DTYPE, *TOKEN_SCALED_DTYPES):
+        check_quantized_cache("key", key_cache, key_scale, key_cache.shape[1], q.shape[2])
+        check_quantized_cache("value", value_cache, value_scale, key_cache.shape[1], q.shape[2])
+        return
+    if key_cache.dtype != q.dtype or key_cache.shape[3] != q.shape[2]:
+        raise ValueError(
+            f"key_cache: {key_cache.dtype} {tuple(key_cache.shape)}, "
+            f"expected {q.dtype} [num_blocks, num_kv_heads, block_size, {q.shape[2]}], or fp8, int8 or uint8 (int4)"
+        )
+    if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
+        raise ValueError("key_cache, value_cache: must be contiguous")
+    if key_scale is not None or value_scale is not None:
+        raise ValueError(f"key_scale, value_scale: a cache of {key_cache.dtype} has none")
+
+
+def _check_rows(
+    q: torch.Tensor, max_query_len: int, tree_mask: torch.Tensor | None, positions: torch.Tensor | None
+) -> None:
+    if not 1 <= max_query_len <= MAX_QUERY_LEN:
+        raise ValueError(f"max_query_len: {max_query_len}, expected 1 to {MAX_QUERY_LEN}")
+    if positions is not None and tree_mask is None:
+        raise ValueError("positions: only with tree_mask; without, a row's position is its slot")
+    for name, rows in (("tree_mask", tree_mask), ("positions", positions)):
+        if rows is not None:
+            require_shape(name, rows, (q.shape[0],))
+            if rows.dtype != torch.int64 or not rows.is_contiguous():
+                raise ValueError(f"{name}: must be contiguous int64, is {rows.dtype}")
+
+
+def _check_options(
+    q: torch.Tensor,
+    sliding_window: int | None,
+    alibi_slopes: torch.Tensor | None,
+    soft_cap: float | None,
+    out: torch.Tensor | None,
+) -> None:
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window: {sliding_window}, expected at least 1, or None")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap: {soft_cap}, expected more than 0, or None")
+    if alibi_slopes is not None:
+        require_shape("alibi_slopes", alibi_slopes, (q.shape[1],))
+        if alibi_slopes.dtype != torch.float32:
+            raise ValueError(f"alibi_slopes: dtype {alibi_slopes.dtype}, expected float32")
+    if out is not None:
+        require_shape("out", out, tuple(q.shape))
+        if out.dtype != q.dtype or not out.is_contiguous():
+            raise ValueError(f"out: must be contiguous and {q.dtype}")

@@ -1,0 +1,203 @@
+"""Decode attention: the reference against a row-by-row fp64 oracle, CUDA against the reference, write against read.
+
+Without a GPU the CUDA source is still compiled for sm_90a.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from decode_cases import FP8, DecodeCase, chain_or_tree, make_case, oracle
+from slipstream_kernels import ops
+from slipstream_kernels.cuda import build
+from slipstream_kernels.cuda import decode_attention as cuda_decode
+from slipstream_kernels.ops.decode_attention import decode_attention
+from slipstream_kernels.ops.quantized_kv import write_quantized_kv
+from tolerances import ATTENTION
+
+KV_TYPES = {"bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8, "int4": torch.uint8}
+# num_q_heads, num_kv_heads, head_dim, block_size
+GEOMETRIES = [(6, 2, 64, 16), (3, 3, 80, 32), (5, 1, 96, 16), (8, 2, 128, 64), (2, 1, 256, 16)]
+DECODE = ([1, 1, 1, 1], [70, 1, 16, 0])
+VERIFY = ([5, 1, 7, 0, 12], [75, 33, 7, 0, 40])
+OPTIONS = {
+    "plain": {},
+    "window": {"sliding_window": 9},
+    "alibi": {"alibi_slopes": True},
+    "soft_cap": {"soft_cap": 2.0},
+    "all": {"sliding_window": 20, "alibi_slopes": True, "soft_cap": 5.0},
+}
+
+
+def with_options(case: DecodeCase, name: str) -> DecodeCase:
+    options = dict(OPTIONS[name])
+    if "alibi_slopes" in options:
+        num_heads = case.q.shape[1]
+        options["alibi_slopes"] = (2.0 ** (-8 * torch.arange(1, num_heads + 1) / num_heads)).float()
+    return replace(case, options={**case.options, **options})
+
+
+def attend(case: DecodeCase, backend: str) -> torch.Tensor:
+    """Into a poisoned output: every row of a request must be written."""
+    out = torch.full_like(case.q, float("nan"))
+    return decode_attention(*case.tensors(), **case.keywords(), out=out, backend=backend)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("kv", KV_TYPES)
+def test_reference_is_right(kv, option) -> None:
+    kv_dtype = torch.float32 if kv == "bf16" else KV_TYPES[kv]
+    for case in (
+        make_case(*DECODE, GEOMETRIES[0], torch.float32, kv_dtype),
+        chain_or_tree(make_case(*VERIFY, GEOMETRIES[1], torch.float32, kv_dtype, seed=1)),
+        make_case(*VERIFY, GEOMETRIES[2], torch.float32, kv_dtype, seed=2),
+    ):
+        case = with_options(case, option)
+        rtol, atol = ATTENTION[torch.float32]
+        torch.testing.assert_close(attend(case, "reference").double(), oracle(case), rtol=rtol, atol=atol)
+
+
+def test_tree_of_64_rows_uses_every_bit() -> None:
+    case = chain_or_tree(make_case([64], [70], (2, 1, 64, 16), torch.float32), seed=3)
+    assert bool((case.options["tree_mask"] < 0).any())
+    rtol, atol = ATTENTION[torch.float32]
+    torch.testing.assert_close(attend(case, "reference").double(), oracle(case), rtol=rtol, atol=atol)
+
+
+def test_chain_tree_equals_causal() -> None:
+    causal = make_case(*VERIFY, GEOMETRIES[0], torch.float32, FP8)
+    rows = torch.cat([torch.arange(n) for n in VERIFY[0]])
+    tree = replace(causal, options={**causal.options, "tree_mask": (2 << rows) - 1})
+    torch.testing.assert_close(attend(tree, "reference"), attend(causal, "reference"))
+
+
+@pytest.mark.parametrize("kv", ["fp8", "int8", "int4"])
+def test_written_kv_reads_back(kv) -> None:
+    """Attention over a cache that write_quantized_kv filled is attention over the values, within the type's step."""
+    case = make_case([1], [37], (4, 2, 64, 16), torch.float32, KV_TYPES[kv], seed=5)
+    generator = torch.Generator().manual_seed(6)
+    k, v = torch.randn(2, 37, 2, 64, generator=generator)
+    positions = torch.arange(37)
+    slots = case.block_tables[0, positions // 16].long() * 16 + positions % 16
+    k, v, slots = torch.cat([k, k[:1]]), torch.cat([v, v[:1]]), torch.cat([slots, torch.tensor([-1])])
+    scales = {name: case.options[name] for name in ("key_scale", "value_scale")}
+    write_quantized_kv(k, v, case.key_cache, case.value_cache, slots, **scales)
+    group = case.q.view(2, 2, 64)
+    scores = torch.einsum("hgd,khd->hgk", group, k[:37]) / 8
+    expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v[:37]).reshape(1, 4, 64)
+    error = (attend(case, "reference") - expected).norm() / expected.norm()
+    assert error < {"fp8": 0.05, "int8": 0.02, "int4": 0.25}[kv]
+
+
+def test_refuses_what_it_cannot_take() -> None:
+    case = make_case(*DECODE, GEOMETRIES[0], torch.float32, torch.int8)
+    with pytest.raises(ValueError, match="max_query_len"):
+        decode_attention(*case.tensors(), **{**case.keywords(), "max_query_len": 65})
+    with pytest.raises(ValueError, match="key_scale"):
+        decode_attention(*case.tensors(), **{**case.keywords(), "key_scale": None})
+    with pytest.raises(ValueError, match="positions"):
+        decode_attention(*case.tensors(), **case.keywords(), positions=torch.zeros(4, dtype=torch.int64))
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="cuda cannot run"):
+            decode_attention(*case.tensors(), **case.keywords(), backend="cuda")
+
+
+def test_missing_compiler_is_named(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    with pytest.raises(build.KernelBuildError, match="nvidia-cuda-nvcc"):
+        build.build(cuda_decode.SOURCE, ["NEVER_BUILT"], tmp_path)
+
+
+def test_compiles_for_hopper_and_is_cached(tmp_path) -> None:
+    if build.find_nvcc() is None:
+        pytest.skip("no nvcc")
+    defines = cuda_decode.defines(torch.bfloat16, FP8, 128)
+    library = build.build(cuda_decode.SOURCE, defines, tmp_path)
+    assert library.stat().st_size > 0
+    written = library.stat().st_mtime_ns
+    assert build.build(cuda_decode.SOURCE, defines, tmp_path) == library
+    assert library.stat().st_mtime_ns == written, "built again although nothing changed"
+    with pytest.raises(build.KernelBuildError, match="SLIPSTREAM_QUERY"):
+        build.build(cuda_decode.SOURCE, ["SLIPSTREAM_QUERY"], tmp_path)
+
+
+@pytest.fixture(scope="module")
+def hopper() -> torch.device:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    if build.find_nvcc() is None:
+        pytest.skip("no nvcc")
+    return torch.device("cuda")
+
+
+def assert_cuda_right(case: DecodeCase, device: torch.device) -> None:
+    case = case.to(device)
+    out, expected = attend(case, "cuda"), attend(case, "reference")
+    used = int(case.query_start_loc[-1])
+    rtol, atol = ATTENTION[case.q.dtype]
+    torch.testing.assert_close(out[:used], expected[:used], rtol=rtol, atol=atol)
+    # A second call finds the workspace as the first left it, and repeats it bit for bit.
+    assert torch.equal(attend(case, "cuda")[:used], out[:used])
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("kv", KV_TYPES)
+def test_cuda_every_type_and_head_dim(hopper, kv, geometry) -> None:
+    for seed, option in enumerate(OPTIONS):
+        for lens in (DECODE, VERIFY, ([1, 3], [700, 1301])):
+            case = make_case(*lens, geometry, torch.bfloat16, KV_TYPES[kv], seed)
+            assert_cuda_right(with_options(case, option), hopper)
+            assert_cuda_right(with_options(chain_or_tree(case, seed), option), hopper)
+
+
+@pytest.mark.parametrize("kv", KV_TYPES)
+def test_cuda_fp16_queries(hopper, kv) -> None:
+    for geometry in (GEOMETRIES[0], GEOMETRIES[3]):
+        kv_dtype = torch.float16 if kv == "bf16" else KV_TYPES[kv]
+        assert_cuda_right(make_case(*VERIFY, geometry, torch.float16, kv_dtype, seed=7), hopper)
+
+
+@pytest.mark.parametrize("kv", KV_TYPES)
+def test_cuda_odd_batches(hopper, kv) -> None:
+    """Random lengths from 1 to 3000 in batches of many sizes: every way that the line of tiles can be cut."""
+    generator = torch.Generator().manual_seed(11)
+    geometries = {1: (8, 1, 128, 64), 3: (4, 4, 128, 16), 33: (8, 2, 128, 32), 70: (6, 1, 64, 16)}
+    for num_requests, geometry in geometries.items():
+        seq_lens = torch.randint(1, 3000 if num_requests < 40 else 300, (num_requests,), generator=generator).tolist()
+        query_lens = [min(n, int(torch.randint(0, 9, (1,), generator=generator))) for n in seq_lens]
+        query_lens[0] = 1
+        case = make_case(query_lens, seq_lens, geometry, torch.bfloat16, KV_TYPES[kv], seed=num_requests)
+        assert_cuda_right(case, hopper)
+        assert_cuda_right(chain_or_tree(case), hopper)
+
+
+def test_cuda_tree_of_64_rows(hopper) -> None:
+    for kv_dtype in KV_TYPES.values():
+        case = chain_or_tree(make_case([64, 1, 64], [64, 900, 1500], (8, 2, 128, 64), torch.bfloat16, kv_dtype), seed=3)
+        assert_cuda_right(case, hopper)
+
+
+def test_cuda_graph_replays_with_new_lengths(hopper) -> None:
+    """A captured launch follows seq_lens and block tables as they change on the device."""
+    case = make_case([1] * 5, [1] * 5, (8, 2, 128, 64), torch.bfloat16, FP8).to(hopper)
+    long = make_case([1] * 5, [900, 64, 5, 129, 2000], (8, 2, 128, 64), torch.bfloat16, FP8, seed=1).to(hopper)
+    lengths = torch.ones_like(long.seq_lens)
+    live = replace(long, seq_lens=lengths)
+    out = attend(live, "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decode_attention(*live.tensors(), **live.keywords(), out=out, backend="cuda")
+    for lens in (long.seq_lens, case.seq_lens):
+        lengths.copy_(lens)
+        out.fill_(float("nan"))
+        graph.replay()
+        torch.testing.assert_close(out, attend(live, "cuda"), rtol=0, atol=0)
+        rtol, atol = ATTENTION[out.dtype]
+        torch.testing.assert_close(out, attend(live, "reference"), rtol=rtol, atol=atol)
+
+
+def test_ops_exports_it() -> None:
+    assert ops.decode_attention is decode_attention
+    assert ops.write_quantized_kv is write_quantized_kv
