@@ -83,17 +83,24 @@ def running_server(repository: Path, address: Address, log_path: Path, timeout_s
         deadline = time.monotonic() + timeout_s
         while not is_ready(address):
             if process.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit(f"tritonserver did not become ready:\n{log_path.read_text(errors='replace')[-4000:]}")
+                raise SystemExit(f"tritonserver did not become ready:\n{complaints(log_path)}")
             time.sleep(0.1)
         yield
         if process.poll() is not None:
-            raise SystemExit(f"tritonserver ended with {process.returncode}:\n{log_path.read_text()[-4000:]}")
+            raise SystemExit(f"tritonserver ended with {process.returncode}:\n{complaints(log_path)}")
     finally:
         process.send_signal(signal.SIGTERM)
         try:
             process.wait(30)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def complaints(log_path: Path) -> str:
+    """The lines of a server's log that say what went wrong, or its end when none does."""
+    lines = log_path.read_text(errors="replace").splitlines()
+    wrong = [line for line in lines if re.match(r"E\d|error|terminate", line)]
+    return "\n".join(wrong[-40:] or lines[-20:])
 
 
 def is_ready(address: Address) -> bool:
