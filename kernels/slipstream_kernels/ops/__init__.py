@@ -4,9 +4,11 @@ Each function checks its arguments, picks an implementation (`backend="auto" | "
 Importing this module does not import triton: that happens when a triton implementation is first chosen.
 """
 
+from slipstream_kernels.ops.decode_attention import decode_attention
 from slipstream_kernels.ops.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.ops.paged_attention import paged_attention
 from slipstream_kernels.ops.penalties import apply_bias, apply_penalties
+from slipstream_kernels.ops.quantized_kv import write_quantized_kv
 from slipstream_kernels.ops.rms_norm import rms_norm
 from slipstream_kernels.ops.rope import rope
 from slipstream_kernels.ops.sample import sample
@@ -19,6 +21,7 @@ __all__ = [
     "TopLogprobs",
     "apply_bias",
     "apply_penalties",
+    "decode_attention",
     "paged_attention",
     "rms_norm",
     "rope",
@@ -27,4 +30,5 @@ __all__ = [
     "silu_mul",
     "top_logprobs",
     "write_kv",
+    "write_quantized_kv",
 ]
