@@ -190,7 +190,11 @@ class TritonServer:
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics: 'family{label="value",...}' -> value."""
-        status, body = _fetch(urllib.request.Request(self.metrics_url))
+        for _ in range(3):  # a connection was refused once in some thousand, with the server alive before and after
+            status, body = _fetch(urllib.request.Request(self.metrics_url))
+            if status:
+                break
+            time.sleep(0.1)
         assert status == 200, body
         lines = [line for line in body.decode().splitlines() if line and not line.startswith("#")]
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
