@@ -95,6 +95,7 @@ class InThread:
 
     def __init__(self, backend: Backend, checkpoint: Path) -> None:
         self.status: int | None = None
+        self.num_steps = 0
         parameters = {"model": checkpoint, "load_format": "null", "num_blocks": 256}
         values = {key: {"string_value": str(value)} for key, value in parameters.items()}
         config = parse_config(wire.Config("m", 1, "/nowhere", json.dumps({"parameters": values})))
@@ -118,7 +119,9 @@ class InThread:
 
         def slow() -> Any:
             time.sleep(step_s)
-            return step()
+            outputs = step()
+            self.num_steps += 1
+            return outputs
 
         self.server._engine.step = slow  # type: ignore[method-assign]
 
@@ -187,19 +190,22 @@ def test_a_drain_that_takes_too_long_answers_the_rest(backend: Backend, null_ser
     assert null_server.join() == 0
 
 
-def test_stop_by_request_id_and_cancel_by_handle(backend: Backend, null_server: InThread) -> None:
-    null_server.slow_down(0.005)
+def test_stop_by_request_id_and_cancel_by_handle_within_two_steps(backend: Backend, null_server: InThread) -> None:
+    null_server.slow_down(0.05)
     backend.request(1, 900, request_id="one")
     backend.request(2, 900)
     backend.next(FrameType.RESPONSES)
+    before = null_server.num_steps
     backend.request(3, 1, request_id="one", stop=True)
     backend.connection.sendall(wire.encode_cancel(2))
     finals: set[int] = set()
     while finals != {1, 2, 3}:
         responses = wire.decode_responses(backend.next(FrameType.RESPONSES))
         finals |= {r.handle for r in responses if r.flags & ResponseFlag.FINAL}
+    assert null_server.num_steps - before <= 2
     engine = null_server.server._engine
     assert engine.scheduler.num_running == 0
+    assert engine.scheduler.cache.num_used_blocks == 0
 
 
 def test_a_cancel_that_comes_before_the_grammar_is_compiled(
