@@ -32,9 +32,8 @@ def parse(folder: Path, **parameters: str) -> EngineConfig:
 def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) -> None:
     default = parameter_default(parameter)
     samples = {bool: "false", int: "4", float: "0.5", str: "text", type(None): "true"}
-    text = {"task": "tokenize", "device": "cuda:1", "tokenizer": "/tokenizer", "model": "/elsewhere"}.get(
-        parameter.name
-    )
+    special = {"task": "tokenize", "device": "cuda:1", "tokenizer": "/tokenizer", "model": "/elsewhere"}
+    text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])
     for name in (parameter.name, *parameter.aliases):
         config: object = parse_parameters({"model": "/somewhere"} | {name: text} if parameter.name != "model" else {name: text}, tmp_path)  # fmt: skip # noqa: E501

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 SCHEDULER_POLICIES = ("max_utilization", "guaranteed_no_evict")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+QUANTIZATIONS = ("auto", "none", "fp8", "block_wise_fp8")
 TASKS = ("generate", "tokenize", "detokenize")
+OVERLAP_MODES = ("auto", "on", "off")
 LOAD_FORMATS = ("auto", "safetensors", "dummy", "null")
 
 
@@ -24,8 +26,9 @@ class ModelConfig:
     load_format: str = "auto"
     max_model_len: int = 0  # 0 = the checkpoint's
     device: str = "auto"
-    quantization: str = ""
+    quantization: str = "auto"  # the checkpoint's own
     attention_backend: str = ""
+    cuda_graphs: str = "auto"  # or "off", or sizes like "1,2,4,8"
     seed: int = 0
 
 
@@ -51,6 +54,7 @@ class SchedulerConfig:
     max_waiting_requests: int = 1024
     enable_chunked_prefill: bool = True
     default_max_queue_ms: int = 0  # 0 = wait without limit
+    overlap_scheduling: str = "auto"  # on for CUDA
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.core.config import DTYPES, KV_CACHE_DTYPES, LOAD_FORMATS, SCHEDULER_POLICIES, TASKS
+from slipstream.core.config import (
+    DTYPES,
+    KV_CACHE_DTYPES,
+    LOAD_FORMATS,
+    OVERLAP_MODES,
+    QUANTIZATIONS,
+    SCHEDULER_POLICIES,
+    TASKS,
+)
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,13 @@ _POWER_OF_TWO: dict[str, Any] = {
 }
 _FRACTION: dict[str, Any] = {"limits": "a number in (0, 1]", "is_good": lambda value: 0.0 < value <= 1.0}
 
+
+
+def _is_graph_sizes(value: str) -> bool:
+    sizes = value.split(",")
+    return value in ("auto", "off") or all(size.strip().isdecimal() and int(size) >= 1 for size in sizes)
+
+
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter("task", "task", "What the model does: text generation, or TensorRT-LLM's `preprocessing` / `postprocessing`.", accepted=TASKS),
     Parameter("model", "model.model", "The checkpoint: a folder (relative to the model's folder) or a Hugging Face id. Without it: the version folder, if that holds one.", ("gpt_model_path", "engine_dir")),
@@ -48,8 +63,9 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("load_format", "model.load_format", "`dummy`: random weights; `null`: no model at all, every step emits a fixed token.", accepted=LOAD_FORMATS),
     Parameter("max_model_len", "model.max_model_len", "Longest sequence, prompt and output together; 0 is the checkpoint's.", ("max_seq_len",), **_at_least(0)),
     Parameter("device", "model.device", "`auto`, `cpu`, `cuda` or `cuda:<index>`.", limits="auto, cpu, cuda or cuda:<index>", is_good=lambda v: str(v).split(":")[0] in ("auto", "cpu", "cuda")),
-    Parameter("quantization", "model.quantization", "Quantisation method; empty is the checkpoint's."),
+    Parameter("quantization", "model.quantization", "How linear layers are held and multiplied; `auto` is as the checkpoint stores them. `fp8`: scales per output channel and token; `block_wise_fp8`: per 128 x 128 weights and 128 activations. An unquantised checkpoint is quantised as it is loaded.", accepted=QUANTIZATIONS),
     Parameter("attention_backend", "model.attention_backend", "Attention implementation; empty is the best that fits."),
+    Parameter("cuda_graphs", "model.cuda_graphs", "Decode steps captured at start: `auto`, `off`, or the numbers of requests to capture for, like `1,2,4,8`.", limits="auto, off, or integers >= 1 with commas", is_good=_is_graph_sizes),
     Parameter("seed", "model.seed", "Seed of `dummy` weights. A request that gives none draws its own.", **_at_least(0)),
     Parameter("block_size", "cache.block_size", "Tokens per block of the KV cache.", ("tokens_per_block",), **_POWER_OF_TWO),
     Parameter("num_blocks", "cache.num_blocks", "Blocks of the KV cache; 0 is as many as fit.", **_at_least(0)),
@@ -63,6 +79,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("max_waiting_requests", "scheduler.max_waiting_requests", "Requests in the queue above which new ones get UNAVAILABLE.", ("max_queue_size",), **_at_least(0)),
     Parameter("enable_chunked_prefill", "scheduler.enable_chunked_prefill", "Spread a long prompt over several steps.", ("enable_chunked_context",)),
     Parameter("default_max_queue_ms", "scheduler.default_max_queue_ms", "A request that waits longer ends with `timeout`; 0 waits without limit.", **_at_least(0)),
+    Parameter("overlap_scheduling", "scheduler.overlap_scheduling", "Schedule a step while the one before it runs; `auto` is on for GPUs.", accepted=OVERLAP_MODES),
     Parameter("default_max_tokens", "serving.default_max_tokens", "`max_tokens` of a request that gives none.", **_at_least(1)),
     Parameter("stream_interval", "serving.stream_interval", "Tokens per streamed response of a request that does not say; the first leaves at once.", **_at_least(1)),
     Parameter("exclude_input_in_output", "serving.exclude_input_in_output", "Whether the prompt is left out of a response; unset: left out when streaming, echoed otherwise."),

@@ -112,6 +112,11 @@ class Request:
         return len(self.token_ids) - len(self.prompt_token_ids)
 
     @property
+    def num_drawn_tokens(self) -> int:
+        """Output tokens, those under way included."""
+        return len(self.token_ids) - len(self.prompt_token_ids) + self.num_pending_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         return self.token_ids[len(self.prompt_token_ids) :]
 

@@ -1,12 +1,12 @@
 """A scheduled step -> the tensors of one forward pass. Engine thread.
 
-Assembled in numpy, one torch tensor per field; on CUDA through pinned memory without a device sync. Knows nothing of
-models or sampling: which rows are sampled comes with the step.
+Assembled in numpy; on CUDA one copy from pinned memory and no device sync. A token that the step before has sampled and
+that the host does not know yet is copied on the device. Knows nothing of models or of how tokens are drawn.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -14,6 +14,10 @@ import torch
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 from slipstream.nn.batch import ForwardBatch
+from slipstream.runtime.host_copy import pack, to_device
+
+# On CUDA block tables are multiples of this wide: kernels are compiled once, for strides that 16 divides.
+TABLE_STEP = 16
 
 
 @dataclass(slots=True)
@@ -37,8 +41,8 @@ class BlockTables:
         self._rows: dict[int, _TableRow] = {}
         self._free = list(range(num_rows))
 
-    def gather(self, requests: list[Request]) -> np.ndarray:
-        """[num_requests, longest] int32, -1 pads: a copy that the caller may keep."""
+    def gather(self, requests: list[Request], width_step: int = 1) -> np.ndarray:
+        """[num_requests, longest up to a multiple of width_step] int32, -1 pads: a copy that the caller may keep."""
         rows = self._rows
         indices, longest = [], 1
         for request in requests:
@@ -51,7 +55,7 @@ class BlockTables:
             indices.append(row.index)
             if num_blocks > longest:
                 longest = num_blocks
-        return self._table[indices, :longest]
+        return self._table[indices, : -(-longest // width_step) * width_step]
 
     def _new_row(self, request: Request, keep: list[Request]) -> _TableRow:
         if not self._free:
@@ -71,20 +75,57 @@ class BlockTables:
         row.num_blocks, row.num_preemptions = num_blocks, request.num_preemptions
 
 
+@dataclass(frozen=True)
+class SampledTokens:
+    """What a step has drawn, on the device. rows: request_id -> its place in token_ids [S] int64."""
+
+    rows: dict[int, int]
+    token_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """ForwardBatch's fields on the host. pending: (token, place in SampledTokens) of those that only the device has."""
+
+    token_ids: np.ndarray
+    positions: np.ndarray
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    block_tables: np.ndarray
+    slot_mapping: np.ndarray
+    logits_indices: np.ndarray
+    max_query_len: int
+    max_seq_len: int
+    pending: list[tuple[int, int]]
+
+
 class BatchBuilder:
     """Builds the ForwardBatch of each step for one device and one block size."""
 
     def __init__(self, block_size: int, max_model_len: int, max_num_seqs: int, device: torch.device) -> None:
         self._block_size = block_size
         self._device = device
-        self._tables = BlockTables(2 * max_num_seqs, -(-max_model_len // block_size) + 1)
+        self.max_blocks = -(-(max_model_len // block_size + 1) // TABLE_STEP) * TABLE_STEP
+        self._tables = BlockTables(2 * max_num_seqs, self.max_blocks)
+        self._table_step = 1 if device.type == "cpu" else TABLE_STEP
 
-    def build(self, step: ScheduledStep) -> ForwardBatch:
-        """Tokens in request order; logits_indices: the last row of every request that samples, in request order."""
+    def build(self, step: ScheduledStep, sampled: SampledTokens | None = None) -> ForwardBatch:
+        """Tokens in request order; logits_indices: the last row of every request that samples, in request order.
+
+        sampled: of the step before, if that is not committed yet.
+        """
+        arrays = self.arrays(step, sampled)
+        names = [field.name for field in fields(StepArrays) if field.type == "np.ndarray"]
+        tensors = dict(zip(names, pack([getattr(arrays, name) for name in names], self._device)))
+        batch = ForwardBatch(**tensors, max_query_len=arrays.max_query_len, max_seq_len=arrays.max_seq_len)
+        fill_pending(batch.token_ids, arrays.pending, sampled)
+        return batch
+
+    def arrays(self, step: ScheduledStep, sampled: SampledTokens | None = None) -> StepArrays:
         scheduled = step.requests
         computed = np.array([row.num_computed_tokens for row in scheduled], dtype=np.int64)
         lengths = np.array([row.num_scheduled_tokens for row in scheduled], dtype=np.int64)
-        tables = self._tables.gather([row.request for row in scheduled])
+        tables = self._tables.gather([row.request for row in scheduled], self._table_step)
         query_start_loc = np.zeros(len(scheduled) + 1, dtype=np.int64)
         np.cumsum(lengths, out=query_start_loc[1:])
         seq_lens = computed + lengths
@@ -95,34 +136,49 @@ class BatchBuilder:
             positions = np.arange(query_start_loc[-1]) + (computed - query_start_loc[:-1])[request_of_token]
         blocks = tables[request_of_token, positions // self._block_size].astype(np.int64)
         samples = np.array([row.samples for row in scheduled], dtype=bool)
-        return ForwardBatch(
-            token_ids=self._tensor(np.array(_token_ids(step), dtype=np.int64)),
-            positions=self._tensor(positions),
-            query_start_loc=self._tensor(query_start_loc.astype(np.int32)),
-            seq_lens=self._tensor(seq_lens.astype(np.int32)),
-            block_tables=self._tensor(tables),
-            slot_mapping=self._tensor(blocks * self._block_size + positions % self._block_size),
-            logits_indices=self._tensor(query_start_loc[1:][samples] - 1),
+        token_ids, pending = _token_ids(step, sampled)
+        return StepArrays(
+            token_ids=np.array(token_ids, dtype=np.int64),
+            positions=positions,
+            query_start_loc=query_start_loc.astype(np.int32),
+            seq_lens=seq_lens.astype(np.int32),
+            block_tables=tables,
+            slot_mapping=blocks * self._block_size + positions % self._block_size,
+            logits_indices=query_start_loc[1:][samples] - 1,
             max_query_len=int(lengths.max()),
             max_seq_len=int(seq_lens.max()),
+            pending=pending,
         )
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self._device, non_blocking=True)
+
+def fill_pending(token_ids: torch.Tensor, pending: list[tuple[int, int]], sampled: SampledTokens | None) -> None:
+    """Put tokens that were never on the host into their places of token_ids [T]."""
+    if not pending:
+        return
+    assert sampled is not None
+    count = len(pending)
+    if all(pair == (index, index) for index, pair in enumerate(pending)):  # the same requests decode on: one copy
+        token_ids[:count].copy_(sampled.token_ids[:count])
+        return
+    flat = [number for column in zip(*pending) for number in column]
+    places, sources = to_device(flat, torch.int64, token_ids.device).view(2, count)
+    token_ids.index_copy_(0, places, sampled.token_ids.index_select(0, sources))
 
 
-def _token_ids(step: ScheduledStep) -> list[int]:
+def _token_ids(step: ScheduledStep, sampled: SampledTokens | None) -> tuple[list[int], list[tuple[int, int]]]:
     token_ids: list[int] = []
+    pending: list[tuple[int, int]] = []
     for row in step.requests:
         request, start = row.request, row.num_computed_tokens
-        if row.num_scheduled_tokens == 1 and start < len(request.token_ids):
+        if start >= len(request.token_ids):
+            assert sampled is not None, "a token that is not known, and no step that samples it"
+            pending.append((len(token_ids), sampled.rows[request.request_id]))
+            token_ids.append(0)
+        elif row.num_scheduled_tokens == 1:
             token_ids.append(request.token_ids[start])
         else:
             end = start + row.num_scheduled_tokens
             token_ids += request.token_ids[start:end]
             if end > len(request.token_ids):
                 token_ids += request.draft_token_ids[: end - len(request.token_ids)]
-    return token_ids
+    return token_ids, pending

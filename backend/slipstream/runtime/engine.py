@@ -1,5 +1,7 @@
 """The engine: requests in, tokens out, one step at a time. The order of a step is here and nowhere else.
 
+With overlapped scheduling a step is launched before the one before it has been read: the device goes on from tokens
+that the host learns one step later. What a request that has ended meanwhile got too much is dropped by the scheduler.
 `submit`, `cancel`, `finish` and `has_work` may be called from any thread (they meet the engine in one inbox); `step`
 and `wait` belong to one thread, the engine thread. Knows token ids only: text is the output thread's.
 """
@@ -26,7 +28,8 @@ from slipstream.nn.load import resolve_checkpoint
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.runtime.intake import Intake
 from slipstream.runtime.memory_plan import free_device_memory, plan_memory, resolve_hardware
-from slipstream.runtime.runner import ModelRunner, NullRunner, Runner, StepSample
+from slipstream.runtime.runner import ModelRunner, NullRunner, PendingSample, Runner, StepSample
+from slipstream.runtime.start_up import StartUp
 from slipstream.runtime.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -48,6 +51,14 @@ class _Finish:
     stop_reason: str | int | None = None
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A step that has been launched and not read."""
+
+    step: ScheduledStep
+    sample: PendingSample
+
+
 class Engine:
     """Loads a model and serves it. Raises ConfigError, before weights are read, if the configuration cannot work.
 
@@ -56,6 +67,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.start_up = StartUp()
         checkpoint = resolve_checkpoint(config.model.model)
         self.spec: DecoderSpec = read_spec(checkpoint)
         self.tokenizer = TextTokenizer.load(config.model.tokenizer or checkpoint)
@@ -64,14 +76,18 @@ class Engine:
         for line in str(self.memory_plan).splitlines():
             logger.info("%s", line)
         self.max_model_len = self.memory_plan.max_model_len
+        self.start_up.finish("plan")
         self._runner: Runner
         if config.model.load_format == "null":
             self._runner = NullRunner(_null_token(self.tokenizer))
         else:
-            self._runner = ModelRunner(config, self.spec, hardware, self.memory_plan)
+            self._runner = ModelRunner(config, self.spec, hardware, self.memory_plan, self.start_up)
+        self.start_up.log()
         self.stats = Stats()
         cache = KVCacheManager(self.memory_plan.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
         self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats)
+        self._num_ahead = 1 if overlaps(config.scheduler.overlap_scheduling, hardware.device.type) else 0
+        self._flights: deque[_Flight] = deque()
         self.error: EngineError | None = None
         self._intake = Intake(self.spec, self.tokenizer)
         self._inbox: deque[_Add | _Finish] = deque()
@@ -110,7 +126,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.error is None and (bool(self._inbox) or self.scheduler.has_work)
+        return self.error is None and (bool(self._inbox or self._flights) or self.scheduler.has_work)
 
     # ---- engine thread
 
@@ -123,7 +139,10 @@ class Engine:
         return self.has_work
 
     def step(self) -> list[StepOutput]:
-        """One engine step; returns its news. Never raises: a bug ends every request with an error and sets `error`."""
+        """One engine step; returns the news of the step it read, which may be the one before that it launched, or none.
+
+        Never raises: a bug ends every request with an error and sets `error`.
+        """
         outputs: list[StepOutput] = []
         if self.error is not None:
             return outputs
@@ -135,7 +154,10 @@ class Engine:
             outputs += self.scheduler.expire(start)
             step = self.scheduler.schedule()
             if step.requests:
-                self._run(step, outputs)
+                self._flights.append(self._launch(step))
+            while len(self._flights) > (self._num_ahead if step.requests else 0):
+                self._land(self._flights[0], outputs)
+                self._flights.popleft()
             self._runner.forget([output.request for output in outputs if output.finish_reason is not None])
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
@@ -148,6 +170,7 @@ class Engine:
         with self._wake:
             self.error = self.error or EngineError("the engine is closed")
             self._wake.notify_all()
+        self._flights.clear()
         self._runner = NullRunner(0)
 
     # ---- parts
@@ -163,13 +186,16 @@ class Engine:
                 f"max_num_seqs={limits.max_num_seqs}, max_waiting_requests={limits.max_waiting_requests}"
             )
 
-    def _run(self, step: ScheduledStep, outputs: list[StepOutput]) -> None:
-        batch = self._runner.build(step)
-        hidden = self._runner.forward(batch)
-        sampled = self._runner.sample(step, batch, hidden)
+    def _launch(self, step: ScheduledStep) -> _Flight:
+        inputs = self._runner.build(step)
+        hidden = self._runner.forward(inputs)
+        return _Flight(step, self._runner.sample(step, inputs, hidden))
+
+    def _land(self, flight: _Flight, outputs: list[StepOutput]) -> None:
+        sampled = flight.sample.result()
         for request, reason in sampled.failures:
             self._fail(request, reason, outputs)
-        committed = self.scheduler.commit(step, sampled.token_ids)
+        committed = self.scheduler.commit(flight.step, sampled.token_ids)
         outputs += committed
         self._add_logprobs(committed, sampled)
         self._advance_guides(committed)
@@ -249,12 +275,20 @@ class Engine:
             arriving = [request for message in self._inbox if isinstance(message, _Add) for request in message.requests]
             self._inbox.clear()
         answered = {id(output.request) for output in outputs if output.finish_reason is not None}
-        in_step = [row.request for row in step.requests]  # a commit that broke off may have ended some without a word
+        # a commit that broke off may have ended some without a word
+        in_step = [row.request for flight in self._flights for row in flight.step.requests]
+        in_step += [row.request for row in step.requests]
+        self._flights.clear()
         for request in [*in_step, *self.scheduler.live_requests, *arriving]:
             if id(request) not in answered:
                 answered.add(id(request))
                 request.status, request.finish_reason, request.error = RequestStatus.FINISHED, FinishReason.ERROR, text
                 outputs.append(StepOutput(request, [], FinishReason.ERROR, error=text))
+
+
+def overlaps(wanted: str, device_type: str) -> bool:
+    """Whether steps are launched ahead. A CPU computes while it is being told to: nothing to gain there."""
+    return device_type == "cuda" if wanted == "auto" else wanted == "on"
 
 
 def _null_token(tokenizer: TextTokenizer) -> int:

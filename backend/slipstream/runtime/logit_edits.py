@@ -46,7 +46,7 @@ def has_sparse_edits(request: Request) -> bool:
 
 
 def add_edits(edits: SparseEdits, row: int, request: Request) -> None:
-    """Collect this step's biases and bans of one request.
+    """Collect the biases and bans of one request for its token under way.
 
     A bad word of several tokens bans its last token where the text ends with the others. While fewer than min_tokens
     are there, whatever token would stop the request is banned.
@@ -57,7 +57,7 @@ def add_edits(edits: SparseEdits, row: int, request: Request) -> None:
     for word in params.bad_words_ids:
         if _ends_with(request, word[:-1]):
             edits.add(row, (word[-1],), BANNED)
-    if request.num_output_tokens < params.min_tokens and request.stop_conditions is not None:
+    if request.num_drawn_tokens <= params.min_tokens and request.stop_conditions is not None:
         edits.add(row, request.stop_conditions.token_ids, BANNED)
 
 

@@ -6,8 +6,9 @@ position until the request's first token leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from slipstream_kernels import ops
@@ -27,11 +28,20 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[
 
     logits: [R, V] fp32; token_ids: [R] int64 on the same device.
     """
-    found = ops.top_logprobs(logits, max(num_top), token_ids)
-    columns = (token_ids, found.chosen, found.rank, found.token_ids, found.values)
+    columns = logprob_columns(logits, token_ids, max(num_top))
+    return read_columns(num_top, [column.tolist() for column in columns])
+
+
+def logprob_columns(logits: torch.Tensor, token_ids: torch.Tensor, max_top: int) -> tuple[torch.Tensor, ...]:
+    """What `read_columns` reads once it is on the host: token ids, logprobs, ranks, likeliest ids and logprobs."""
+    found = ops.top_logprobs(logits, max_top, token_ids)
+    return (token_ids, found.chosen, found.rank, found.token_ids, found.values)
+
+
+def read_columns(num_top: list[int], columns: Sequence[list[Any]]) -> list[TokenLogprobs]:
     return [
         TokenLogprobs(token_id, logprob, rank, list(zip(top_ids[:count], top_values[:count])))
-        for count, token_id, logprob, rank, top_ids, top_values in zip(num_top, *(c.tolist() for c in columns))
+        for count, token_id, logprob, rank, top_ids, top_values in zip(num_top, *columns)
     ]
 
 
@@ -65,7 +75,7 @@ class PromptLogprobs:
         """By request_id, the entries of those that draw their first token; each is handed out once."""
         taken = {}
         for request in requests:
-            if request.params.prompt_logprobs is not None and request.num_output_tokens == 0:
+            if request.params.prompt_logprobs is not None and request.num_drawn_tokens == 1:
                 entries = self._entries.pop(request.request_id, None)
                 taken[request.request_id] = entries or [None]  # a prompt of one token has nothing to predict
         return taken

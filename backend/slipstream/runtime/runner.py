@@ -1,14 +1,14 @@
 """What turns a scheduled step into tokens: ModelRunner computes, NullRunner measures everything around a model.
 
 Engine thread. A runner owns device memory (weights, KV pool) and decides nothing about requests. The engine calls
-build, forward and sample in this order, so that a later step can be built while an earlier one runs on the device.
+build, forward and sample in this order; none of them waits for the device, so that the next step can be built and
+launched while this one runs. Only the result of `sample` waits, for its own step.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,10 +21,13 @@ from slipstream.core.step import ScheduledStep
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.load import load_model
 from slipstream.nn.spec import DecoderSpec
-from slipstream.runtime.batch import BatchBuilder
+from slipstream.runtime.batch import BatchBuilder, SampledTokens, fill_pending
+from slipstream.runtime.cuda_graphs import DecodeGraphs, graph_sizes
+from slipstream.runtime.host_copy import to_device
 from slipstream.runtime.logprobs import PromptLogprobs
 from slipstream.runtime.memory_plan import Hardware, MemoryPlan
-from slipstream.runtime.sampler import Sampler
+from slipstream.runtime.sampler import PendingTokens, Sampler
+from slipstream.runtime.start_up import StartUp
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +46,48 @@ class StepSample:
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
     failures: list[tuple[Request, str]] = field(default_factory=list)
 
+    def result(self) -> StepSample:
+        return self
+
+
+class PendingSample(Protocol):
+    """A step that has been launched."""
+
+    def result(self) -> StepSample:
+        """Wait for the step, not for those launched since. Call it once."""
+        ...
+
+
+@dataclass(frozen=True)
+class _LaunchedSample:
+    """row_of: for each request of the step, its place among the drawn tokens, or -1."""
+
+    row_of: list[int]
+    tokens: PendingTokens
+    prompt_logprobs: dict[int, list[TokenLogprobs | None]]
+
+    def result(self) -> StepSample:
+        sampled = self.tokens.result()
+        token_ids = [[sampled.token_ids[row]] if row >= 0 else [] for row in self.row_of]
+        return StepSample(token_ids, sampled.logprobs, self.prompt_logprobs, sampled.failures)
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """A step's tensors. graph_size: of the CUDA graph whose tensors they are, padded to it; None: run eagerly."""
+
+    batch: ForwardBatch
+    graph_size: int | None = None
+
 
 class Runner(Protocol):
     """See the module header."""
 
-    def build(self, step: ScheduledStep) -> ForwardBatch | None: ...
+    def build(self, step: ScheduledStep) -> StepInput | None: ...
 
-    def forward(self, batch: ForwardBatch | None) -> torch.Tensor | None: ...
+    def forward(self, inputs: StepInput | None) -> torch.Tensor | None: ...
 
-    def sample(self, step: ScheduledStep, batch: ForwardBatch | None, hidden: torch.Tensor | None) -> StepSample: ...
+    def sample(self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None) -> PendingSample: ...
 
     def forget(self, requests: list[Request]) -> None:
         """These have ended: drop what was kept for them."""
@@ -61,66 +97,113 @@ class Runner(Protocol):
 class ModelRunner:
     """Weights, KV pool, batches and sampling of one model on one device."""
 
-    def __init__(self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan) -> None:
+    def __init__(
+        self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan, phases: StartUp
+    ) -> None:
         device = hardware.device
         if device.type == "cpu":
             _leave_a_core()
         self._model = load_model(config.model, spec, device, hardware.dtype)
-        start = time.monotonic()
+        self._device = device
+        self._max_num_tokens = config.scheduler.max_num_batched_tokens
+        self._finish(phases, "weights")
         self._kv_caches = _allocate_pool(spec, hardware, plan)
         self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
+        self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
-        self._warm_up(device)
-        logger.info("KV pool and warm-up took %.2f s", time.monotonic() - start)
-
-    def build(self, step: ScheduledStep) -> ForwardBatch:
-        return self._builder.build(step)
+        self._finish(phases, "KV pool")
+        sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device)
+        self._graphs = DecodeGraphs(sizes, self._builder.max_blocks, plan.max_model_len, self._run_model, device)
+        with torch.inference_mode():
+            self._warm_up()
+            self._finish(phases, "warm-up")
+            self._graphs.capture()
+        self._finish(phases, "graphs")
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch | None) -> torch.Tensor:
+    def build(self, step: ScheduledStep) -> StepInput:
+        size = self._graphs.size_for(len(step.requests), step.num_scheduled_tokens)
+        if size is None:
+            return StepInput(self._builder.build(step, self._sampled))
+        arrays = self._builder.arrays(step, self._sampled)
+        batch = self._graphs.load(size, arrays)
+        fill_pending(batch.token_ids, arrays.pending, self._sampled)
+        return StepInput(batch, size)
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInput | None) -> torch.Tensor:
         """[T, hidden_size]: final hidden states of the batch's tokens; their keys and values are in the pool then."""
-        assert batch is not None
-        return self._model.forward(batch, self._kv_caches)
+        assert inputs is not None
+        if inputs.graph_size is not None:
+            return self._graphs.replay(inputs.graph_size)
+        return self._run_model(inputs.batch)
 
     @torch.inference_mode()
-    def sample(self, step: ScheduledStep, batch: ForwardBatch | None, hidden: torch.Tensor | None) -> StepSample:
-        assert batch is not None and hidden is not None
+    def sample(self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None) -> PendingSample:
+        assert inputs is not None and hidden is not None
         self._prompt_logprobs.collect(step, hidden, self._model.logits)
         requests = [row.request for row in step.requests if row.samples]
         if not requests:
+            self._sampled = None
             return StepSample([[] for _ in step.requests])
-        rows = hidden if len(requests) == hidden.shape[0] else hidden[batch.logits_indices]
-        sampled = self._sampler.sample(requests, self._model.logits(rows))
-        drawn = iter(sampled.token_ids)
-        token_ids = [[next(drawn)] if row.samples else [] for row in step.requests]
-        return StepSample(token_ids, sampled.logprobs, self._prompt_logprobs.take(requests), sampled.failures)
+        positions = inputs.batch.positions
+        if len(requests) == step.num_scheduled_tokens:
+            hidden, positions = hidden[: len(requests)], positions[: len(requests)]
+        else:
+            rows = inputs.batch.logits_indices
+            if inputs.graph_size is not None:
+                last = [index for index, row in enumerate(step.requests) if row.samples]
+                rows = to_device(last, torch.int64, self._device)
+            hidden, positions = hidden[rows], positions[rows]
+        tokens = self._sampler.sample(requests, self._model.logits(hidden), positions)
+        rows_of_ids = {request.request_id: row for row, request in enumerate(requests)}
+        self._sampled = SampledTokens(rows_of_ids, tokens.token_ids)
+        places = iter(range(len(requests)))
+        row_of = [next(places) if row.samples else -1 for row in step.requests]
+        return _LaunchedSample(row_of, tokens, self._prompt_logprobs.take(requests))
 
     def forget(self, requests: list[Request]) -> None:
         for request in requests:
             self._prompt_logprobs.discard(request)
 
-    def _warm_up(self, device: torch.device) -> None:
-        """One token through the model, nothing written to the pool: what libraries prepare once is prepared now."""
+    def _run_model(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._model.forward(batch, self._kv_caches)
 
-        def tensor(values: list[int], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+    def _warm_up(self) -> None:
+        """What libraries prepare once and what is compiled is prepared now; nothing is written to the pool.
 
-        batch = ForwardBatch(
-            token_ids=tensor([0], torch.int64),
-            positions=tensor([0], torch.int64),
-            query_start_loc=tensor([0, 1], torch.int32),
-            seq_lens=tensor([1], torch.int32),
-            block_tables=tensor([0], torch.int32)[None],
-            slot_mapping=tensor([-1], torch.int64),
-            logits_indices=tensor([0], torch.int64),
-            max_query_len=1,
-            max_seq_len=1,
-        )
-        with torch.inference_mode():
-            self._model.logits(self.forward(batch))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        On a GPU a prompt of the largest step and one of a few tokens (their attention kernels differ), then every size
+        of decode; on a CPU one token.
+        """
+        is_gpu = self._device.type == "cuda"
+        for num_tokens in (self._max_num_tokens, 32) if is_gpu else (1,):
+            batch = _padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
+            logits = self._model.logits(self._run_model(batch)[:1])
+        if is_gpu:
+            logits.argmax(dim=-1)
+            self._graphs.warm_up()
+
+    def _finish(self, phases: StartUp, name: str) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        phases.finish(name)
+
+
+def _padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
+    """One request whose tokens write nothing (slot -1) and attend to whatever the first block holds."""
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=token_ids,
+        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+        block_tables=torch.zeros(1, max_blocks, dtype=torch.int32, device=device),
+        slot_mapping=token_ids - 1,
+        logits_indices=token_ids[:1],
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+    )
 
 
 class NullRunner:
@@ -132,10 +215,10 @@ class NullRunner:
     def build(self, step: ScheduledStep) -> None:
         return None
 
-    def forward(self, batch: ForwardBatch | None) -> None:
+    def forward(self, inputs: StepInput | None) -> None:
         return None
 
-    def sample(self, step: ScheduledStep, batch: ForwardBatch | None, hidden: torch.Tensor | None) -> StepSample:
+    def sample(self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None) -> StepSample:
         token_id = self._token_id
         return StepSample([[token_id] if row.samples else [] for row in step.requests])
 

@@ -2,7 +2,7 @@
 
 A token depends on its own request alone (its logits, parameters, seed and position), so the same seed gives the same
 text whatever the batch. Tensors of parameters are kept while the batch's composition is unchanged, and every feature
-costs only the rows that asked for it.
+costs only the rows that asked for it. Nothing here waits for the device but `PendingTokens.result`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from slipstream_kernels import ops
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.request import Request
 from slipstream.runtime.guided import GuideMasks
+from slipstream.runtime.host_copy import HostCopy, to_device
 from slipstream.runtime.logit_edits import SparseEdits, add_edits, has_sparse_edits
-from slipstream.runtime.logprobs import token_logprobs
+from slipstream.runtime.logprobs import logprob_columns, read_columns
 from slipstream.runtime.penalties import TokenHistory
 
 T = TypeVar("T")
@@ -32,6 +33,29 @@ class Sampled:
     token_ids: list[int]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request_id -> the drawn token's
     failures: list[tuple[Request, str]] = field(default_factory=list)
+
+
+class PendingTokens:
+    """Drawn on the device and on their way to the host. token_ids: [number of requests] int64, on the device."""
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor,
+        asked: list[Request],
+        logprobs: tuple[torch.Tensor, ...],
+        failures: list[tuple[Request, str]],
+    ) -> None:
+        self.token_ids = token_ids
+        self._asked = asked  # for log-probabilities, in the order of `logprobs`' rows
+        self._failures = failures
+        self._copy = HostCopy((token_ids, *logprobs))
+
+    def result(self) -> Sampled:
+        """Wait for this step, not for those launched since."""
+        token_ids, *columns = self._copy.lists()
+        found = read_columns([request.params.logprobs or 0 for request in self._asked], columns) if columns else []
+        logprobs = {request.request_id: [entry] for request, entry in zip(self._asked, found)}
+        return Sampled(token_ids, logprobs, self._failures)
 
 
 class _Draws(NamedTuple):
@@ -61,8 +85,10 @@ class _Composition:
     is_greedy: bool
     edited: list[int]
     penalised: list[int]
+    penalised_rows: torch.Tensor
     guided: list[int]
-    with_logprobs: list[int]
+    with_logprobs: list[Request]
+    logprob_rows: torch.Tensor
     draws: _Draws
     penalties: _Penalties  # of the penalised rows
 
@@ -76,35 +102,36 @@ class Sampler:
         self._masks = GuideMasks(vocab_size, device)
         self._composition: _Composition | None = None
 
-    def sample(self, requests: list[Request], logits: torch.Tensor) -> Sampled:
+    def sample(self, requests: list[Request], logits: torch.Tensor, positions: torch.Tensor) -> PendingTokens:
         """Draw one token per request. logits: [len(requests), vocab] fp32, changed in place.
 
-        Log-probabilities are of the unchanged logits.
+        positions: [len(requests)] int64, of the last computed token of each. Log-probabilities are of the unchanged
+        logits.
         """
         rows = self._compose(requests)
-        sampled = Sampled([])
-        original = logits[rows.with_logprobs] if rows.with_logprobs else None  # a copy: taken before the edits
-        self._edit(requests, logits, rows, sampled)
-        token_ids = self._draw(requests, logits, rows)
+        original = logits[rows.logprob_rows] if rows.with_logprobs else None  # a copy: taken before the edits
+        failures = self._edit(requests, logits, rows)
+        token_ids = logits.argmax(dim=-1) if rows.is_greedy else ops.sample(logits, *rows.draws, positions + 1)
+        logprobs: tuple[torch.Tensor, ...] = ()
         if original is not None:
-            chosen = [requests[row] for row in rows.with_logprobs]
-            num_top = [request.params.logprobs or 0 for request in chosen]
-            found = token_logprobs(original, token_ids[rows.with_logprobs], num_top)
-            sampled.logprobs = {request.request_id: [entry] for request, entry in zip(chosen, found)}
-        sampled.token_ids = token_ids.tolist()  # the step's one wait for the device
-        return sampled
+            max_top = max(request.params.logprobs or 0 for request in rows.with_logprobs)
+            logprobs = logprob_columns(original, token_ids[rows.logprob_rows], max_top)
+        return PendingTokens(token_ids, rows.with_logprobs, logprobs, failures)
 
     def _compose(self, requests: list[Request]) -> _Composition:
         request_ids = [request.request_id for request in requests]
         if self._composition is None or self._composition.request_ids != request_ids:
             penalised = _where(requests, lambda request: request.params.has_penalties)
+            with_logprobs = _where(requests, lambda request: request.params.logprobs is not None)
             self._composition = _Composition(
                 request_ids=request_ids,
                 is_greedy=all(request.params.is_greedy for request in requests),
                 edited=_where(requests, has_sparse_edits),
                 penalised=penalised,
+                penalised_rows=self._ints(penalised, torch.int64),
                 guided=_where(requests, lambda request: request.guide_state is not None),
-                with_logprobs=_where(requests, lambda request: request.params.logprobs is not None),
+                with_logprobs=[requests[row] for row in with_logprobs],
+                logprob_rows=self._ints(with_logprobs, torch.int64),
                 draws=self._draw_parameters(requests),
                 penalties=self._penalties([requests[row] for row in penalised]),
             )
@@ -131,12 +158,12 @@ class Sampler:
             frequency=self._floats([p.frequency_penalty for p in params]),
         )
 
-    def _edit(self, requests: list[Request], logits: torch.Tensor, rows: _Composition, sampled: Sampled) -> None:
-        """Penalties, then biases and bans, then guides, each on its rows only, in place."""
+    def _edit(self, requests: list[Request], logits: torch.Tensor, rows: _Composition) -> list[tuple[Request, str]]:
+        """Penalties, then biases and bans, then guides, each on its rows only, in place. Returns who failed and why."""
         if rows.penalised:
             penalised = [requests[row] for row in rows.penalised]
             num_tokens = self._ints([request.num_tokens for request in penalised], torch.int32)
-            part = logits[rows.penalised]  # a copy
+            part = logits[rows.penalised_rows]  # a copy
             ops.apply_penalties(
                 part,
                 self._history.update(penalised),
@@ -146,26 +173,19 @@ class Sampler:
                 presence=rows.penalties.presence,
                 frequency=rows.penalties.frequency,
             )
-            logits[rows.penalised] = part
+            logits[rows.penalised_rows] = part
         if rows.edited:
             edits = SparseEdits()
             for row in rows.edited:
                 add_edits(edits, row, requests[row])
             edits.apply(logits)
-        if rows.guided:
-            sampled.failures += self._masks.apply(logits, requests, rows.guided)
-
-    def _draw(self, requests: list[Request], logits: torch.Tensor, rows: _Composition) -> torch.Tensor:
-        if rows.is_greedy:
-            return logits.argmax(dim=-1)
-        positions = self._ints([request.num_tokens for request in requests], torch.int64)
-        return ops.sample(logits, *rows.draws, positions)
+        return self._masks.apply(logits, requests, rows.guided) if rows.guided else []
 
     def _floats(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)
+        return to_device(values, torch.float32, self._device)
 
     def _ints(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+        return to_device(values, dtype, self._device)
 
 
 def _where(requests: list[T], wanted: Callable[[T], bool]) -> list[int]:

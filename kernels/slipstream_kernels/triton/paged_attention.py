@@ -289,9 +289,13 @@ def _attend_short(call: AttentionCall) -> None:
 
 
 def _num_splits(call: AttentionCall) -> int:
-    """Enough programs for every SM, none with less than MIN_SPLIT_TOKENS keys of the longest request."""
+    """Enough programs for every SM, none with less than MIN_SPLIT_TOKENS keys of the longest request.
+
+    A power of two: every other number is a kernel to compile, in the middle of serving.
+    """
     wanted = triton.cdiv(PROGRAMS_PER_SM * _num_sms(call.q.device), call.seq_lens.shape[0] * call.key_cache.shape[1])
-    return max(1, min(wanted, call.max_seq_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
+    num_splits = max(1, min(wanted, call.max_seq_len // MIN_SPLIT_TOKENS, MAX_SPLITS))
+    return 1 << (num_splits.bit_length() - 1)
 
 
 @lru_cache

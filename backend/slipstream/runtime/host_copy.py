@@ -1,0 +1,55 @@
+"""Small tensors between host and device without waiting: pinned memory, one copy, one event. Engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+_ALIGNMENT = 16  # bytes: what kernels assume of a pointer
+
+
+class HostCopy:
+    """Tensors on their way to the host. `lists` waits for them alone, not for what was launched after them."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensors = list(tensors)
+        if tensors and tensors[0].is_cuda:
+            pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            self._tensors = [host.copy_(t, non_blocking=True) for host, t in zip(pinned, tensors)]
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record()
+
+    def lists(self) -> list[list[Any]]:
+        if self._event is not None:
+            self._event.synchronize()
+        return [tensor.tolist() for tensor in self._tensors]
+
+
+def to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A one-dimensional tensor of Python numbers."""
+    if device.type == "cpu":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+
+
+def pack(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """The arrays as tensors on the device; one copy for all of them, each aligned to 16 bytes."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    starts, size = [], 0
+    for array in arrays:
+        starts.append(size)
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    staging = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    bytes_of = staging.numpy()
+    for start, array in zip(starts, arrays):
+        bytes_of[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    packed = staging.to(device, non_blocking=True)
+    return [
+        packed[start : start + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
+        for start, array in zip(starts, arrays)
+    ]
