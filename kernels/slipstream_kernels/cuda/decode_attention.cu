@@ -32,6 +32,7 @@ __device__ __forceinline__ void load_queries(const DecodeParams& p, const Segmen
       const int dim = SHAPE::Format::query_dim(step, lane % 4, e / 2, e % 2);
       const bool is_inside = row < segment.work.query_len * p.group && dim < SHAPE::kHeadDim;
       values[e] = is_inside ? to_float(q[dim]) : 0.0f;
+      if constexpr (SHAPE::Format::kIsInteger) values[e] *= SHAPE::Format::query_factor(e / 2);
     }
     using Operand = typename SHAPE::Operand;
     fragments[item] = make_uint2(pack<Operand>(values[0], values[1]), pack<Operand>(values[2], values[3]));
@@ -60,11 +61,36 @@ __device__ __forceinline__ void for_each_step(uint32_t rows, USE use) {
   }
 }
 
+// What the offset of an integer cache adds to each row's products: kOffset * sum of q, as the operands hold it.
+template <typename SHAPE>
+struct QueryOffsets {
+  float value[SHAPE::kNumN][2];
+
+  __device__ __forceinline__ void load(const uint2* queries) {
+    if constexpr (SHAPE::Format::kIsInteger) {
+      const float low = SHAPE::Format::kOffset, high = low / SHAPE::Format::query_factor(1);
+      const uint32_t offsets[4] = {pack<__half>(low, low), pack<__half>(low, low), pack<__half>(high, high),
+                                   pack<__half>(high, high)};
+#pragma unroll
+      for (int n = 0; n < SHAPE::kNumN; ++n) {
+        float sums[4] = {};
+#pragma unroll
+        for (int step = 0; step < SHAPE::kSteps; ++step) {
+          const uint2 query = queries[(n * SHAPE::kSteps + step) * 32 + threadIdx.x % 32];
+          multiply_add<__half>(sums, offsets, query.x, query.y);
+        }
+        value[n][0] = sums[0], value[n][1] = sums[1];
+      }
+    }
+  }
+};
+
 template <typename SHAPE>
 struct Tile {
   const DecodeParams& p;
   const Segment& segment;
   const RowFacts<SHAPE::kNumN>& facts;
+  const QueryOffsets<SHAPE>& offsets;
   const uint2* queries;   // shared
   float scale;            // of raw products, the cache's per-head scale included
 
@@ -74,7 +100,14 @@ struct Tile {
     multiply_keys(shared_address(stage), scores);
     const int i = threadIdx.x % 32 / 4;
     const float* scales = reinterpret_cast<const float*>(stage + SHAPE::kScaleOffset);
-    if constexpr (SHAPE::Format::kHasTokenScales) multiply_rows(scales[i], scales[i + 8], scores);
+    if constexpr (SHAPE::Format::kIsInteger) {
+#pragma unroll
+      for (int n = 0; n < SHAPE::kNumN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[n][e] = scores[n][e] * kSubnormalUnit - offsets.value[n][e % 2];
+      }
+      multiply_rows(scales[i], scales[i + 8], scores);
+    }
     scale_scores(p, scale, scores);
     const int prefix = segment.work.seq_len - segment.work.query_len;
     if (first_token + kTileTokens > prefix || p.sliding_window > 0 || p.alibi_slopes != nullptr) {
@@ -89,7 +122,7 @@ struct Tile {
         state.normaliser[n][e % 2] += scores[n][e];
       }
     }
-    if constexpr (SHAPE::Format::kHasTokenScales) multiply_rows(scales[16 + i], scales[24 + i], scores);
+    if constexpr (SHAPE::Format::kIsInteger) multiply_rows(scales[16 + i], scales[24 + i], scores);
     multiply_values(shared_address(stage) + kTileTokens * SHAPE::kStride, scores, state);
   }
 
@@ -124,8 +157,16 @@ struct Tile {
     uint32_t low[SHAPE::kNumN], high[SHAPE::kNumN];
 #pragma unroll
     for (int n = 0; n < SHAPE::kNumN; ++n) {
-      low[n] = transpose_8x8(pack<Operand>(probs[n][0], probs[n][1]));
-      high[n] = transpose_8x8(pack<Operand>(probs[n][2], probs[n][3]));
+      const uint32_t packed[2] = {pack<Operand>(probs[n][0], probs[n][1]), pack<Operand>(probs[n][2], probs[n][3])};
+      if constexpr (SHAPE::Format::kIsInteger) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float2 rounded = __half22float2(*reinterpret_cast<const __half2*>(&packed[h]));
+          state.operand_sum[n][0] += rounded.x, state.operand_sum[n][1] += rounded.y;
+        }
+      }
+      low[n] = transpose_8x8(packed[0]);
+      high[n] = transpose_8x8(packed[1]);
     }
     for_each_step<SHAPE, true>(rows, [&](int step, const uint32_t(&values)[4]) {
 #pragma unroll
@@ -135,17 +176,17 @@ struct Tile {
 };
 
 template <typename SHAPE>
-__global__ void __launch_bounds__(SHAPE::kThreads, 1) decode_attention_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas) decode_attention_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(16) char memory[];
   uint2* queries = reinterpret_cast<uint2*>(memory + SHAPE::kQueryOffset);
   int* ends = reinterpret_cast<int*>(memory + SHAPE::kEndsOffset);
   const int warp = threadIdx.x / 32, cta = blockIdx.x;
   char* ring = memory + warp * SHAPE::kStages * SHAPE::kStageBytes;
 
-  count_tiles<SHAPE::kRows, SHAPE::kThreads>(p, ends);
+  count_tiles<SHAPE::kRows, SHAPE::kUnitCost, SHAPE::kThreads>(p, ends);
   const int total = ends[p.num_requests - 1];
-  const int share = max((total + p.grid - 1) / p.grid, p.min_tiles);
-  ShareWalk<SHAPE::kRows> walk = share_of<SHAPE::kRows>(cta, share, total, ends, p.num_requests);
+  const int grid = gridDim.x, share = max((total + grid - 1) / grid, p.min_tiles);
+  typename SHAPE::Walk walk = share_of<typename SHAPE::Walk>(cta, share, total, ends, p.num_requests);
 
   TileStream<SHAPE> stream(p, ends, walk, shared_address(ring));
 #pragma unroll 1
@@ -154,6 +195,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) decode_attention_kernel(co
   Merge<SHAPE> merge{p, reinterpret_cast<float*>(memory + SHAPE::kRoundOffset),
                      reinterpret_cast<float2*>(memory + SHAPE::kStateOffset)};
   RowFacts<SHAPE::kNumN> facts;
+  QueryOffsets<SHAPE> offsets;
   RowState<SHAPE> state;
   Segment segment;
   int stage = 0, free_stage = SHAPE::kStages - 1;
@@ -163,9 +205,10 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) decode_attention_kernel(co
     facts.load(p, segment);
     state.clear();
     float scale = p.scale;
-    if (!SHAPE::Format::kHasTokenScales && p.key_scale != nullptr) scale *= p.key_scale[segment.kv_head];
-    const Tile<SHAPE> tile{p, segment, facts, queries, scale};
+    if (!SHAPE::Format::kIsInteger && p.key_scale != nullptr) scale *= p.key_scale[segment.kv_head];
     __syncthreads();
+    offsets.load(queries);
+    const Tile<SHAPE> tile{p, segment, facts, offsets, queries, scale};
 #pragma unroll 1
     for (int index = segment.begin + warp; index < segment.end; index += SHAPE::kWarps) {
       wait_for_copies<SHAPE::kStages - 2>();
@@ -186,7 +229,7 @@ cudaError_t launch(const DecodeParams& params, cudaStream_t stream) {
   static const cudaError_t configured =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
   if (configured != cudaSuccess) return configured;
-  kernel<<<params.grid, Shape::kThreads, Shape::kTotalBytes, stream>>>(params);
+  kernel<<<params.num_sms * Shape::kCtas, Shape::kThreads, Shape::kTotalBytes, stream>>>(params);
   return cudaGetLastError();
 }
 

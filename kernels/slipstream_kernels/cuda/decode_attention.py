@@ -22,6 +22,7 @@ MAX_REQUESTS = 1024
 # Rows of queries that share one pass over the keys; wider heads leave registers for fewer.
 MAX_ROWS = 32
 MAX_ROWS_WIDE = 16
+MAX_CTAS_PER_SM = 2
 # Tiles of 16 tokens below which a CTA's share is not split further.
 MIN_TILES = 8
 
@@ -36,7 +37,7 @@ class DecodeParams(ctypes.Structure):
         )]
         + [(name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride", "table_stride")]
         + [(name, ctypes.c_int32) for name in (
-            "num_requests", "num_kv_heads", "group", "block_size_log2", "sliding_window", "min_tiles", "grid",
+            "num_requests", "num_kv_heads", "group", "block_size_log2", "sliding_window", "min_tiles", "num_sms",
         )]
         + [("scale", ctypes.c_float), ("soft_cap", ctypes.c_float), ("rows", ctypes.c_int32)]
     )  # fmt: skip
@@ -46,7 +47,7 @@ class DecodeParams(ctypes.Structure):
 class Workspace:
     """What the CTAs of one launch exchange; launches on one device must follow each other (one stream)."""
 
-    grid: int
+    num_sms: int
     partial_out: torch.Tensor
     partial_state: torch.Tensor
     arrivals: torch.Tensor
@@ -104,10 +105,12 @@ def workspace(device: torch.device) -> Workspace:
     """The device's workspace, made on first use: run a step before capturing CUDA graphs."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("decode_attention: first use on this device lies inside a graph capture; run it once before")
-    grid = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    grid = MAX_CTAS_PER_SM * num_sms
+    # A CTA leaves at most two parts: of the unit that came to it from another, and of the one that it hands on.
     rows = 2 * grid * MAX_ROWS
     return Workspace(
-        grid=grid,
+        num_sms=num_sms,
         partial_out=torch.empty(rows * 128, dtype=torch.float32, device=device),
         partial_state=torch.empty(rows * 2, dtype=torch.float32, device=device),
         arrivals=torch.zeros(grid, dtype=torch.int32, device=device),
@@ -135,7 +138,7 @@ def _params(call: DecodeCall, space: Workspace) -> DecodeParams:
         block_size_log2=block_size.bit_length() - 1,
         sliding_window=call.sliding_window or 0,
         min_tiles=MIN_TILES,
-        grid=space.grid,
+        num_sms=space.num_sms,
         scale=call.scale,
         soft_cap=call.soft_cap or 0.0,
         rows=_rows(call.max_query_len * group, call.q.shape[2]),

@@ -52,12 +52,19 @@ struct Merge {
     for (int n = 0; n < SHAPE::kNumN; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float sum = state.normaliser[n][e];
-        for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+        const float sum = sum_over_tokens(state.normaliser[n][e]);
+        if constexpr (SHAPE::Format::kIsInteger) {
+          state.operand_sum[n][e] = SHAPE::Format::kOffset * sum_over_tokens(state.operand_sum[n][e]);
+        }
         const int row = 8 * n + 2 * (lane % 4) + e;
         if (lane < 4) states[warp * SHAPE::kRows + row] = make_float2(state.maximum[n][e], sum);
       }
     }
+  }
+
+  static __device__ __forceinline__ float sum_over_tokens(float sum) {
+    for (int distance = 4; distance < 32; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+    return sum;
   }
 
   __device__ __forceinline__ void share_outputs(const RowState<SHAPE>& state, int n, int first_step) {
@@ -69,7 +76,11 @@ struct Merge {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int dim = SHAPE::Format::value_dim(step, i, e / 2);
-          mine[(2 * j + e % 2) * SHAPE::kRoundStride + dim] = state.out[n][first_step + step][e];
+          float value = state.out[n][first_step + step][e];
+          if constexpr (SHAPE::Format::kIsInteger) {
+            value = value * SHAPE::Format::value_unit(e / 2) - state.operand_sum[n][e % 2];
+          }
+          mine[(2 * j + e % 2) * SHAPE::kRoundStride + dim] = value;
         }
       }
     }
@@ -111,7 +122,7 @@ struct Merge {
     const int unit_row = segment.row_tile * SHAPE::kRows + row;
     if (unit_row >= segment.work.query_len * p.group) return;
     float factor = normaliser == 0.0f ? 0.0f : 1.0f / normaliser;
-    if (!SHAPE::Format::kHasTokenScales && p.value_scale != nullptr) factor *= p.value_scale[segment.kv_head];
+    if (!SHAPE::Format::kIsInteger && p.value_scale != nullptr) factor *= p.value_scale[segment.kv_head];
     const int64_t token = segment.work.start + unit_row / p.group;
     const int64_t head = segment.kv_head * p.group + unit_row % p.group;
     const uint2 packed = make_uint2(pack<Output>(sum.x * factor, sum.y * factor),

@@ -17,7 +17,7 @@ struct DecodeParams {
   const float* alibi_slopes;    // [num_q_heads] or null
   const int64_t* tree_mask;     // [num_tokens] or null
   const int64_t* positions;     // [num_tokens] or null
-  float* partial_out;           // [2 * grid, rows, head_dim]
+  float* partial_out;           // [2 * grid, rows, head_dim], where the grid is at most 2 * num_sms
   float* partial_state;         // [2 * grid, rows, 2]: maximum (base 2), normaliser
   int32_t* arrivals;            // [grid], zero between calls
   int64_t q_token_stride;
@@ -29,7 +29,7 @@ struct DecodeParams {
   int32_t block_size_log2;
   int32_t sliding_window;       // 0: none
   int32_t min_tiles;            // least tiles of 16 tokens that a CTA takes
-  int32_t grid;
+  int32_t num_sms;
   float scale;
   float soft_cap;               // 0: none
   int32_t rows;                 // rows of one tile: 8, 16 or 32, at least max_query_len * group if that is less

@@ -6,8 +6,9 @@
 
 namespace slipstream {
 
-// What an SM of Hopper lends to one CTA, less the static part (count_tiles, Merge).
-constexpr int kSharedBytes = 227 * 1024 - 256;
+// What an SM of Hopper lends to all its CTAs; each also takes 1 KB, and static memory (count_tiles, Merge).
+constexpr int kSharedBytes = 228 * 1024;
+constexpr int kReservedBytes = 1024 + 256;
 
 template <typename T, KvType KV, int HEAD_DIM, int NUM_N>
 struct DecodeShape {
@@ -29,7 +30,7 @@ struct DecodeShape {
   static constexpr int kCopiesPerRow = kRowBytes / kCopyBytes;
   static constexpr int kCopies = kTileTokens * kCopiesPerRow;
   static constexpr int kScaleOffset = 2 * kTileTokens * kStride;
-  static constexpr int kStageBytes = kScaleOffset + (Format::kHasTokenScales ? 2 * kTileTokens * 4 : 0);
+  static constexpr int kStageBytes = kScaleOffset + (Format::kIsInteger ? 2 * kTileTokens * 4 : 0);
 
   // Partial outputs of the warps are merged in rounds of 8 rows x 128 dims.
   static constexpr int kRoundSteps = kSteps < 8 ? kSteps : 8;
@@ -38,25 +39,27 @@ struct DecodeShape {
   static constexpr int fixed_bytes(int warps) {
     return kQueryBytes + warps * (8 * kRoundStride + 2 * kRows) * 4 + kMaxRequests * 4;
   }
-  static constexpr int stages(int warps) {
-    const int stages = (kSharedBytes - fixed_bytes(warps)) / (warps * kStageBytes);
+  static constexpr int stages(int ctas, int warps) {
+    const int stages = (kSharedBytes / ctas - kReservedBytes - fixed_bytes(warps)) / (warps * kStageBytes);
     return stages < 8 ? stages : 8;
   }
-#ifdef SLIPSTREAM_WARPS
-  static constexpr int kWarps = SLIPSTREAM_WARPS;
+  // Two CTAs to an SM, so that one streams while the other begins or ends a unit, if they leave two stages each. Small
+  // tiles want more warps, for the latency of their arithmetic; more rows want the registers.
+#ifdef SLIPSTREAM_CTAS
+  static constexpr int kCtas = SLIPSTREAM_CTAS, kWarps = SLIPSTREAM_WARPS, kStages = SLIPSTREAM_STAGES;
 #else
-  // More warps hide more latency of the arithmetic, unless too few tiles each are left in flight.
-  static constexpr int kWarps = stages(8) >= 4 ? 8 : 4;
-#endif
-#ifdef SLIPSTREAM_STAGES
-  static constexpr int kStages = SLIPSTREAM_STAGES;
-#else
-  static constexpr int kStages = stages(kWarps);
+  static constexpr int kWarps = NUM_N == 1 && kStageBytes <= 3800 ? 8 : 4;
+  static constexpr int kCtas = stages(2, kWarps) >= 2 ? 2 : 1;
+  static constexpr int kStages = stages(kCtas, kWarps);
 #endif
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   static constexpr int kTotalBytes = kRingBytes + fixed_bytes(kWarps);
-  static_assert(kStages >= 2 && kTotalBytes <= kSharedBytes, "tile too large");
+  static_assert(kStages >= 2 && kTotalBytes + kReservedBytes <= kSharedBytes / kCtas, "tile too large");
+
+  // What a unit costs besides its tiles: as long as about 32 KB of them.
+  static constexpr int kUnitCost = 1 + (32 << 10) / (2 * kTileTokens * kRowBytes);
+  using Walk = ShareWalk<kRows, kUnitCost>;
 
   // Dynamic shared memory, in this order.
   static constexpr int kQueryOffset = kRingBytes;

@@ -97,12 +97,13 @@ __device__ __forceinline__ void scale_scores(const DecodeParams& p, float scale,
   }
 }
 
-// The running softmax of a warp's rows: maximum (base 2, lagging), this lane's share of the normaliser, and the
-// unnormalised output.
+// The running softmax of a warp's rows: maximum (base 2, lagging), this lane's shares of the normaliser and of the sum
+// of probabilities as the products take them (integer caches), and the unnormalised output.
 template <typename SHAPE>
 struct RowState {
   float maximum[SHAPE::kNumN][2];
   float normaliser[SHAPE::kNumN][2];
+  float operand_sum[SHAPE::kNumN][2];
   float out[SHAPE::kNumN][SHAPE::kSteps][4];
 
   __device__ __forceinline__ void clear() {
@@ -110,6 +111,7 @@ struct RowState {
     for (int n = 0; n < SHAPE::kNumN; ++n) {
       maximum[n][0] = maximum[n][1] = kNoMaximum;
       normaliser[n][0] = normaliser[n][1] = 0.0f;
+      operand_sum[n][0] = operand_sum[n][1] = 0.0f;
 #pragma unroll
       for (int step = 0; step < SHAPE::kSteps; ++step) {
 #pragma unroll
@@ -138,6 +140,7 @@ struct RowState {
         const float rescale = exp2_fast(maximum[n][e] - highest);
         maximum[n][e] = highest;
         normaliser[n][e] *= rescale;
+        operand_sum[n][e] *= rescale;
 #pragma unroll
         for (int step = 0; step < SHAPE::kSteps; ++step) {
           out[n][step][e] *= rescale;

@@ -10,7 +10,7 @@ template <typename SHAPE>
 struct TileStream {
   const DecodeParams& p;
   const int* ends;
-  ShareWalk<SHAPE::kRows> walk;
+  typename SHAPE::Walk walk;
   Segment segment;
   uint32_t ring;   // shared address of this warp's first stage
   int tile;
@@ -18,7 +18,7 @@ struct TileStream {
   bool is_done;
 
   __device__ __forceinline__ TileStream(const DecodeParams& params, const int* tile_ends,
-                                        const ShareWalk<SHAPE::kRows>& share, uint32_t first_stage)
+                                        const typename SHAPE::Walk& share, uint32_t first_stage)
       : p(params), ends(tile_ends), walk(share), ring(first_stage), is_done(false) {
     segment.end = 0;
     tile = 0;
@@ -67,7 +67,7 @@ struct TileStream {
         copy_async_or_zero<kBytes>(to + kTileTokens * SHAPE::kStride, values + copy * kBytes, token < num_valid);
       }
     }
-    if constexpr (SHAPE::Format::kHasTokenScales) {
+    if constexpr (SHAPE::Format::kIsInteger) {
       const float* scales = lane < kTileTokens ? p.key_scale : p.value_scale;
       const int token = lane % kTileTokens;
       copy_async_or_zero<4>(stage + SHAPE::kScaleOffset + lane * 4, scales + row + token, token < num_valid);

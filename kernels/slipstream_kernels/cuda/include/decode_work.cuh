@@ -1,6 +1,7 @@
 // Who computes what: the keys of all (request, kv head, tile of rows) units, in tiles of 16 tokens, form one line that
 // the CTAs cut into equal contiguous shares. Read from seq_lens on the device, so any mix of lengths is balanced and
-// nothing is decided on the host but the size of the grid.
+// nothing is decided on the host but the size of the grid. Each unit counts UNIT_COST tiles more than it has: the time
+// that beginning and ending it takes, without which a CTA that draws many short requests would be late.
 #pragma once
 
 #include "decode_params.h"
@@ -33,7 +34,7 @@ __device__ __forceinline__ RequestWork request_work(const DecodeParams& p, int r
 }
 
 // Fills ends[request] with the number of tiles of requests 0..request. All threads of the CTA; ends with a barrier.
-template <int ROWS, int THREADS>
+template <int ROWS, int UNIT_COST, int THREADS>
 __device__ __forceinline__ void count_tiles(const DecodeParams& p, int* ends) {
   __shared__ int warp_sums[THREADS / 32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -43,7 +44,7 @@ __device__ __forceinline__ void count_tiles(const DecodeParams& p, int* ends) {
     int sum = 0;
     if (request < p.num_requests) {
       const RequestWork work = request_work<ROWS>(p, request);
-      sum = work.num_tiles * work.num_row_tiles * p.num_kv_heads;
+      sum = (work.num_tiles + UNIT_COST) * work.num_row_tiles * p.num_kv_heads;
     }
     for (int distance = 1; distance < 32; distance *= 2) {
       const int other = __shfl_up_sync(~0u, sum, distance);
@@ -67,34 +68,37 @@ struct Segment {
   RequestWork work;
   int request, kv_head, row_tile;
   int begin, end;   // tiles of the unit
-  int unit_start;   // where the unit begins on the line
+  int unit_start;   // where the unit's first tile lies on the line
 };
 
 // A walk over a share of the line, segment by segment.
-template <int ROWS>
+template <int ROWS, int UNIT_COST>
 struct ShareWalk {
   int next, stop, request;
 
   __device__ __forceinline__ bool advance(const DecodeParams& p, const int* ends, Segment& segment) {
-    if (next >= stop) return false;
-    while (ends[request] <= next) ++request;
-    const int offset = next - (request == 0 ? 0 : ends[request - 1]);
-    segment.request = request;
-    segment.work = request_work<ROWS>(p, request);
-    const int unit = offset / segment.work.num_tiles;
-    segment.begin = offset - unit * segment.work.num_tiles;
-    segment.end = min(segment.work.num_tiles, segment.begin + stop - next);
-    segment.unit_start = next - segment.begin;
-    segment.kv_head = unit / segment.work.num_row_tiles;
-    segment.row_tile = unit - segment.kv_head * segment.work.num_row_tiles;
-    next += segment.end - segment.begin;
+    do {
+      if (next >= stop) return false;
+      while (ends[request] <= next) ++request;
+      const int offset = next - (request == 0 ? 0 : ends[request - 1]);
+      segment.request = request;
+      segment.work = request_work<ROWS>(p, request);
+      const int length = segment.work.num_tiles + UNIT_COST;
+      const int unit = offset / length, from = offset - unit * length, to = min(length, from + stop - next);
+      segment.begin = max(0, from - UNIT_COST);
+      segment.end = to - UNIT_COST;
+      segment.unit_start = next - from + UNIT_COST;
+      segment.kv_head = unit / segment.work.num_row_tiles;
+      segment.row_tile = unit - segment.kv_head * segment.work.num_row_tiles;
+      next += to - from;
+    } while (segment.end <= segment.begin);  // a share that ends within the cost of a unit has none of its tiles
     return true;
   }
 };
 
-template <int ROWS>
-__device__ __forceinline__ ShareWalk<ROWS> share_of(int cta, int share, int total, const int* ends, int num_requests) {
-  ShareWalk<ROWS> walk;
+template <typename WALK>
+__device__ __forceinline__ WALK share_of(int cta, int share, int total, const int* ends, int num_requests) {
+  WALK walk;
   walk.next = min(cta * share, total);
   walk.stop = min(walk.next + share, total);
   int low = 0, high = num_requests;  // first request whose end lies beyond walk.next

@@ -4,6 +4,9 @@
 // operand's rows (tokens x dims), values its columns (dims x tokens). The order of dims within a product is free as
 // long as q (query_dim) and the output (value_dim) follow it, so no byte is moved that need not be.
 // 8- and 4-bit types become fp16: exact for all of them, and Hopper has no conversion from e4m3 to bf16.
+// Integers are not converted but placed: u in the low bits of an fp16 is the subnormal u * 2^-24, which the tensor cores
+// multiply exactly. They are stored with an offset that makes them unsigned; query_factor, value_unit and kOffset undo both
+// on the fp32 results: sum q (u - o) = 2^24 sum q u 2^-24 - o sum q.
 #pragma once
 
 #include "warp_mma.cuh"
@@ -12,17 +15,7 @@ namespace slipstream {
 
 enum class KvType { k16Bit = 0, kFp8E4m3 = 1, kInt8 = 2, kInt4 = 3 };
 
-__device__ __forceinline__ uint32_t half2_subtract(uint32_t x, uint32_t y) {
-  uint32_t z;
-  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(z) : "r"(x), "r"(y));
-  return z;
-}
-
-__device__ __forceinline__ uint32_t half2_fma(uint32_t x, uint32_t y, uint32_t z) {
-  uint32_t w;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(w) : "r"(x), "r"(y), "r"(z));
-  return w;
-}
+constexpr float kSubnormalUnit = 16777216.0f;  // 2^24
 
 template <KvType KV>
 struct KvFormat;
@@ -30,7 +23,7 @@ struct KvFormat;
 template <>
 struct KvFormat<KvType::k16Bit> {
   static constexpr int kBits = 16;
-  static constexpr bool kHasTokenScales = false;
+  static constexpr bool kIsInteger = false;
   static constexpr int kStepsPerPair = 1;  // products of 16 dims that two columns feed
 
   static __device__ __forceinline__ int query_dim(int step, int j, int b, int e) { return 16 * step + 2 * j + 8 * b + e; }
@@ -43,69 +36,77 @@ struct KvFormat<KvType::k16Bit> {
   }
 };
 
-// Types of one byte: CONVERT turns four bytes into two pairs of fp16, in order.
-template <typename CONVERT>
-struct ByteFormat {
+template <>
+struct KvFormat<KvType::kFp8E4m3> {
   static constexpr int kBits = 8;
+  static constexpr bool kIsInteger = false;
   static constexpr int kStepsPerPair = 2;
 
   static __device__ __forceinline__ int query_dim(int step, int j, int b, int e) { return 16 * step + 4 * j + 2 * b + e; }
   static __device__ __forceinline__ int value_dim(int step, int i, int h) { return 16 * step + 2 * i + h; }
-  static __device__ __forceinline__ void keys(const uint32_t (&r)[4], int step, uint32_t (&a)[4]) {
-    CONVERT::pairs(r[2 * step], a[0], a[2]);
-    CONVERT::pairs(r[2 * step + 1], a[1], a[3]);
-  }
-  // A transposed word holds two dims of one token, then the same dims of the next.
-  static __device__ __forceinline__ void values(const uint32_t (&r)[4], int step, uint32_t (&a)[4]) {
-    CONVERT::pairs(__byte_perm(r[2 * step], 0, 0x3120), a[0], a[1]);
-    CONVERT::pairs(__byte_perm(r[2 * step + 1], 0, 0x3120), a[2], a[3]);
-  }
-};
-
-struct ConvertFp8 {
+  // Four bytes to two pairs of fp16, in order.
   static __device__ __forceinline__ void pairs(uint32_t word, uint32_t& low, uint32_t& high) {
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
         : "=r"(low), "=r"(high) : "r"(word));
   }
-};
-
-// fp16 0x6400 + x is 1024 + x for every byte x: bytes are placed, not converted.
-struct ConvertInt8 {
-  static __device__ __forceinline__ void pairs(uint32_t word, uint32_t& low, uint32_t& high) {
-    const uint32_t biased = word ^ 0x80808080u;
-    low = half2_subtract(__byte_perm(biased, 0x64646464u, 0x4140), 0x64806480u);
-    high = half2_subtract(__byte_perm(biased, 0x64646464u, 0x4342), 0x64806480u);
+  static __device__ __forceinline__ void keys(const uint32_t (&r)[4], int step, uint32_t (&a)[4]) {
+    pairs(r[2 * step], a[0], a[2]);
+    pairs(r[2 * step + 1], a[1], a[3]);
+  }
+  // A transposed word holds two dims of one token, then the same dims of the next.
+  static __device__ __forceinline__ void values(const uint32_t (&r)[4], int step, uint32_t (&a)[4]) {
+    pairs(__byte_perm(r[2 * step], 0, 0x3120), a[0], a[1]);
+    pairs(__byte_perm(r[2 * step + 1], 0, 0x3120), a[2], a[3]);
   }
 };
 
 template <>
-struct KvFormat<KvType::kFp8E4m3> : ByteFormat<ConvertFp8> {
-  static constexpr bool kHasTokenScales = false;
-};
+struct KvFormat<KvType::kInt8> {
+  static constexpr int kBits = 8;
+  static constexpr bool kIsInteger = true;
+  static constexpr int kStepsPerPair = 2;
+  static constexpr float kOffset = 128.0f;
 
-template <>
-struct KvFormat<KvType::kInt8> : ByteFormat<ConvertInt8> {
-  static constexpr bool kHasTokenScales = true;
+  static __device__ __forceinline__ int query_dim(int step, int j, int b, int e) { return 16 * step + 4 * j + b + 2 * e; }
+  static __device__ __forceinline__ float query_factor(int) { return 1.0f; }
+  static __device__ __forceinline__ int value_dim(int step, int i, int h) { return 16 * step + 2 * i + h; }
+  static __device__ __forceinline__ float value_unit(int) { return kSubnormalUnit; }
+  static __device__ __forceinline__ void bytes(uint32_t word, uint32_t& even, uint32_t& odd) {
+    even = (word ^ 0x80808080u) & 0x00ff00ffu;
+    odd = ((word >> 8) ^ 0x80808080u) & 0x00ff00ffu;
+  }
+  static __device__ __forceinline__ void keys(const uint32_t (&r)[4], int step, uint32_t (&a)[4]) {
+    bytes(r[2 * step], a[0], a[2]);
+    bytes(r[2 * step + 1], a[1], a[3]);
+  }
+  static __device__ __forceinline__ void values(const uint32_t (&r)[4], int step, uint32_t (&a)[4]) {
+    bytes(r[2 * step], a[0], a[1]);
+    bytes(r[2 * step + 1], a[2], a[3]);
+  }
 };
 
 // Dim 2n is the low nibble of byte n, dim 2n + 1 the high one; the nibble is the value plus 8.
 template <>
 struct KvFormat<KvType::kInt4> {
   static constexpr int kBits = 4;
-  static constexpr bool kHasTokenScales = true;
+  static constexpr bool kIsInteger = true;
   static constexpr int kStepsPerPair = 4;
+  static constexpr float kOffset = 8.0f;
 
   static __device__ __forceinline__ int query_dim(int step, int j, int b, int e) {
     return 32 * (step / 2) + 8 * j + 2 * (step % 2) + b + 4 * e;
   }
+  // Odd nibbles stay where they are, 16 times as large.
+  static __device__ __forceinline__ float query_factor(int b) { return b == 0 ? 1.0f : 0.0625f; }
   static __device__ __forceinline__ int value_dim(int step, int i, int h) {
     return 32 * (step / 2) + 4 * i + 2 * (step % 2) + h;
   }
+  static __device__ __forceinline__ float value_unit(int h) { return h == 0 ? kSubnormalUnit : kSubnormalUnit / 16.0f; }
   // Nibbles 2 * part and 2 * part + 1 of both 16-bit halves.
   static __device__ __forceinline__ void nibbles(uint32_t word, int part, uint32_t& even, uint32_t& odd) {
     const uint32_t shifted = part == 0 ? word : word >> 8;
-    even = half2_subtract((shifted & 0x000f000fu) | 0x64006400u, 0x64086408u);            // 1024 + n - 1032
-    odd = half2_fma((shifted & 0x00f000f0u) | 0x64006400u, 0x2c002c00u, 0xd480d480u);     // (1024 + 16 n) / 16 - 72
+    even = shifted & 0x000f000fu;
+    odd = shifted & 0x00f000f0u;
   }
   static __device__ __forceinline__ void keys(const uint32_t (&r)[4], int step, uint32_t (&a)[4]) {
     nibbles(r[step / 2 * 2], step % 2, a[0], a[2]);
