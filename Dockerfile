@@ -18,4 +18,5 @@ RUN python3 -m venv .venv && .venv/bin/pip install --no-cache-dir -c constraints
  && .venv/bin/python build/assemble.py --backends-dir /opt/tritonserver/backends
 
 EXPOSE 8000 8001 8002
-CMD ["tritonserver", "--model-repository=/opt/slipstream/model_repository"]
+# explicit mode: a model whose engine died is not ready until it is loaded again (docs/operations.md)
+CMD ["tritonserver", "--model-repository=/opt/slipstream/model_repository", "--model-control-mode=explicit", "--load-model=*"]

@@ -182,26 +182,6 @@ def test_garbage_on_the_engine_socket(llm_server: LlmServer) -> None:
     assert engine.is_running()
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        b'{"text_input": "\xff\xfe"}',
-        b'{"text_input": "x", "foo": "\xff"}',
-        b'{"text_input": "x", "\xff": 1}',
-        b'{"text_input": "x", "id": "\xff"}',
-        b'{"text_input": "x", "sampling_parameters": "\xff"}',
-    ],
-)
-def test_invalid_utf8_anywhere_over_http(llm_server: LlmServer, body: bytes) -> None:
-    engine = engine_of(llm_server)
-    connection = http.client.HTTPConnection(llm_server.http_url, timeout=10)
-    connection.request("POST", "/v2/models/llm/generate", body)
-    reply = connection.getresponse()
-    assert reply.status == 400 and b"UTF-8" in reply.read()
-    connection.close()
-    assert engine.is_running()
-
-
 def test_invalid_utf8(llm_server: LlmServer) -> None:
     answer = grpc_infer(llm_server.grpc_url, "llm", {"text_input": np.array([b"\xff\xfe\x80"], dtype=np.object_)})
     assert "text_input" in answer.error and "UTF-8" in answer.error
