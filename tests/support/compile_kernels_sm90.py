@@ -25,6 +25,22 @@ ATTENTION_SHAPE = {
 }  # fmt: skip
 SHORT = {"NUM_TILES": 1, "MAX_QUERY_LEN": 16, "NUM_ROWS": 16}
 
+FP8_ROWS = {
+    "x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*bf16", "summed_ptr": "*bf16", "values_ptr": "*fp8e4nv",
+    "scales_ptr": "*fp32", "scale_ptr": "*fp32", "x_row_stride": "i32", "residual_row_stride": "i32",
+    "num_rows": "i32", "eps": "fp32",
+}  # fmt: skip
+FP8_TILE = {"SIZE": 3584, "NUM_GROUPS": 28, "GROUPS": 32, "COLUMNS": 128, "IS_STATIC": False, "HAS_RESIDUAL": True}
+SCALED_MM = {
+    "x_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32", "weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "bias_ptr": "*bf16",
+    "out_ptr": "*bf16", "partial_ptr": "*fp32", "counters_ptr": "*i32", "num_tokens": "i32", "num_rows": "i32",
+    "out_features": "i32", "scales_row_stride": "i32",
+}  # fmt: skip
+SCALED_MM_TILE = {
+    "IN_FEATURES": 4096, "HAS_BIAS": True, "NUM_SPLITS": 4, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
+    "NUM_STAGES": 5,
+}  # fmt: skip
+
 # module, kernel, types of its run-time arguments, values of its constants (each may list more than the kernel takes)
 KERNELS = [
     ("paged_attention", "_long_kernel", ATTENTION, {**ATTENTION_SHAPE, "BLOCK_M": 128, "MIN_QUERY_LEN": 17}, 8),
@@ -54,6 +70,11 @@ KERNELS = [
     ),
     ("silu_mul", "_silu_mul_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_token_stride": "i32", "size": "i32"},
      {"BLOCK": 1024}, 4),
+    ("quantize_fp8", "_quantize_fp8_kernel", FP8_ROWS, FP8_TILE, 8),
+    ("rms_norm_fp8", "_rms_norm_fp8_kernel", FP8_ROWS, FP8_TILE, 8),
+    ("silu_mul_fp8", "_silu_mul_fp8_kernel", FP8_ROWS, FP8_TILE, 8),
+    ("scaled_mm", "_scaled_mm_kernel", SCALED_MM, {**SCALED_MM_TILE, "IS_BLOCKWISE": True}, 4),
+    ("scaled_mm", "_scaled_mm_kernel", SCALED_MM, {**SCALED_MM_TILE, "IS_BLOCKWISE": False}, 4),
     (
         "logprobs", "_logprob_kernel",
         {**STRIDES, "logits_ptr": "*fp32", "chosen_ptr": "*i64", "log_normaliser_ptr": "*fp32", "logprob_ptr": "*fp32",

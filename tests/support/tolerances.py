@@ -20,3 +20,11 @@ ATTENTION = {
     torch.bfloat16: (2e-2, 2e-2),
     torch.float16: (3e-3, 3e-3),
 }
+
+# FP8 products against fp64 of the same quantised operands: only the sum (fp32, absolute part in units of the result's
+# standard deviation) and the final rounding remain.
+SCALED_MM = {
+    torch.float32: (1e-4, 1e-4),
+    torch.bfloat16: (1e-2, 4e-3),
+    torch.float16: (2e-3, 1e-3),
+}

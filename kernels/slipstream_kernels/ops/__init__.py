@@ -4,30 +4,44 @@ Each function checks its arguments, picks an implementation (`backend="auto" | "
 Importing this module does not import triton: that happens when a triton implementation is first chosen.
 """
 
+from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.ops.decode_attention import decode_attention
 from slipstream_kernels.ops.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.ops.paged_attention import paged_attention
 from slipstream_kernels.ops.penalties import apply_bias, apply_penalties
+from slipstream_kernels.ops.quantize_fp8 import quantize_fp8, quantize_fp8_blocks
 from slipstream_kernels.ops.quantized_kv import write_quantized_kv
 from slipstream_kernels.ops.rms_norm import rms_norm
+from slipstream_kernels.ops.rms_norm_fp8 import rms_norm_fp8
 from slipstream_kernels.ops.rope import rope
 from slipstream_kernels.ops.sample import sample
+from slipstream_kernels.ops.scaled_mm import block_scales, scaled_mm, scaled_mm_counters
 from slipstream_kernels.ops.select import BACKENDS, select
 from slipstream_kernels.ops.silu_mul import silu_mul
+from slipstream_kernels.ops.silu_mul_fp8 import silu_mul_fp8
 from slipstream_kernels.ops.write_kv import write_kv
 
 __all__ = [
     "BACKENDS",
+    "Fp8Rows",
+    "Fp8Scheme",
     "TopLogprobs",
     "apply_bias",
     "apply_penalties",
+    "block_scales",
     "decode_attention",
     "paged_attention",
+    "quantize_fp8",
+    "quantize_fp8_blocks",
     "rms_norm",
+    "rms_norm_fp8",
     "rope",
     "sample",
+    "scaled_mm",
+    "scaled_mm_counters",
     "select",
     "silu_mul",
+    "silu_mul_fp8",
     "top_logprobs",
     "write_kv",
     "write_quantized_kv",

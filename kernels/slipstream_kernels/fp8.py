@@ -1,0 +1,68 @@
+"""FP8 (e4m3) activations: how rows are scaled, and the pair of values and scales that quantising kernels return."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+E4M3 = torch.float8_e4m3fn
+E4M3_MAX = 448.0
+BLOCK = 128  # columns of a group of activations, rows and columns of a block of weights
+SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
+
+
+@dataclass(frozen=True)
+class Fp8Scheme:
+    """One scale for each run of `group_size` columns of a row; 0: one per row. `scale`: a fixed one for everything.
+
+    group_size: 0 or 128.  scale: one fp32 number on the device (static quantisation), only with group_size 0.
+    """
+
+    group_size: int = 0
+    scale: torch.Tensor | None = None
+
+    def num_groups(self, size: int) -> int:
+        """Scales per row of `size` columns."""
+        return size // self.group_size if self.group_size else 1
+
+    def check(self, size: int) -> None:
+        """Raise ValueError unless rows of `size` columns can be quantised so."""
+        if self.group_size not in (0, BLOCK):
+            raise ValueError(f"group_size: {self.group_size}, expected 0 or {BLOCK}")
+        if self.group_size and size % self.group_size:
+            raise ValueError(f"group_size: {self.group_size} does not divide rows of {size}")
+        if self.scale is not None and (self.group_size or self.scale.numel() != 1):
+            raise ValueError("scale: a static scale is one number, and for whole rows")
+
+
+PER_ROW = Fp8Scheme()
+
+
+@dataclass(frozen=True)
+class Fp8Rows:
+    """values[t, k] * scales[t, group of k] stands for row t.
+
+    values: [num_rows, size] e4m3, contiguous.  scales: [num_rows, num_groups] fp32, rows of a group side by side, as
+    scaled matmuls read them.  dtype: of the rows before, and of what is computed from them.
+    num_rows is num_tokens, or grouped a multiple of 4 (cuBLAS reads scales by 16 bytes) whose last rows are undefined.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+    num_tokens: int
+
+
+def padded_rows(num_tokens: int, scheme: Fp8Scheme) -> int:
+    """Rows that are allocated for so many tokens."""
+    return num_tokens + -num_tokens % 4 if scheme.group_size else num_tokens
+
+
+def empty_rows(num_tokens: int, size: int, scheme: Fp8Scheme, like: torch.Tensor) -> Fp8Rows:
+    """Uninitialised rows on the device of `like`, with its dtype in mind."""
+    num_rows = padded_rows(num_tokens, scheme)
+    values = torch.empty((num_rows, size), dtype=E4M3, device=like.device)
+    scales = torch.empty((scheme.num_groups(size), num_rows), dtype=torch.float32, device=like.device)
+    columns = scales.view(num_rows, 1) if scales.shape[0] == 1 else scales.t()
+    return Fp8Rows(values, columns, like.dtype, num_tokens)

@@ -1,0 +1,42 @@
+"""quantize_fp8 and quantize_fp8_blocks in plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from slipstream_kernels.fp8 import BLOCK, E4M3, E4M3_MAX, SMALLEST_AMAX, Fp8Rows, Fp8Scheme, empty_rows
+
+
+def quantize_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
+    """See ops.quantize_fp8."""
+    num_rows, size = x.shape
+    num_groups = scheme.num_groups(size)
+    wide = x.float().view(num_rows, num_groups, size // num_groups)
+    if scheme.scale is None:
+        amax = wide.abs().amax(-1).clamp(min=SMALLEST_AMAX)
+        scales, inverse = amax / E4M3_MAX, _inverse(amax, E4M3_MAX)
+    else:
+        scales = scheme.scale.float().expand(num_rows, 1)
+        inverse = _inverse(scales, 1.0)
+    values = (wide * inverse[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    rows = empty_rows(num_rows, size, scheme, x)
+    rows.values[:num_rows] = values.view(num_rows, size)
+    rows.scales[:num_rows] = scales
+    return rows
+
+
+def quantize_fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ops.quantize_fp8_blocks."""
+    rows, columns = weight.shape
+    padded = F.pad(weight.float(), (0, 0, 0, -rows % BLOCK))
+    blocks = padded.view(-1, BLOCK, columns // BLOCK, BLOCK)
+    amax = blocks.abs().amax((1, 3)).clamp(min=SMALLEST_AMAX)
+    scaled = blocks * _inverse(amax, E4M3_MAX)[:, None, :, None]
+    values = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(-1, columns)
+    return values[:rows], amax / E4M3_MAX
+
+
+def _inverse(x: torch.Tensor, numerator: float) -> torch.Tensor:
+    """numerator / x rounded once: torch computes `number / tensor` as number * reciprocal, rounded twice."""
+    return torch.full_like(x, numerator) / x
