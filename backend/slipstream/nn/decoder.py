@@ -17,6 +17,7 @@ from slipstream.nn.linear import Linear
 from slipstream.nn.mlp import MLP
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.placement import Placement
+from slipstream.nn.quant.input_form import PLAIN
 from slipstream.nn.rotary import cos_sin_cache
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
@@ -35,13 +36,10 @@ class DecoderLayer:
     def __call__(
         self, hidden: Tensor, residual: Tensor | None, positions: Tensor, step: StepAttention, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        if residual is None:
-            hidden, residual = self.input_norm(hidden), hidden
-        else:
-            hidden, residual = self.input_norm.add(hidden, residual)
-        hidden = self.attention(hidden, positions, step, cache)
-        hidden, residual = self.post_attention_norm.add(hidden, residual)
-        return self.mlp(hidden), residual
+        normed, residual = self.input_norm.add(hidden, residual, self.attention.qkv.input_form)
+        hidden = self.attention(normed, positions, step, cache)
+        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.gate_up.input_form)
+        return self.mlp(normed), residual
 
     def norms(self) -> Iterator[tuple[str, RMSNorm]]:
         yield "input_norm", self.input_norm
@@ -64,7 +62,7 @@ class Decoder:
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, placement)
         self.layers = [DecoderLayer(spec, layer, cos_sin, placement) for layer in range(spec.num_layers)]
         self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
-        self.lm_head = TiedHead() if spec.tie_word_embeddings else Linear(spec.lm_head, placement)
+        self.lm_head = TiedHead() if spec.tie_word_embeddings else Linear(spec.lm_head, placement.of_head)
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the batch's tokens, [T, hidden_size]; each layer's cache gains their keys and values.
@@ -77,7 +75,7 @@ class Decoder:
         for layer, cache in zip(self.layers, kv_caches):
             hidden, residual = layer(hidden, residual, batch.positions, step, cache)
         assert residual is not None
-        return self.final_norm.add(hidden, residual)[0]
+        return self.final_norm.add(hidden, residual, PLAIN)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, hidden_size] rows of `forward` -> [S, vocab_size] float32."""

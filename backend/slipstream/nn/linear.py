@@ -8,6 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from slipstream.nn.placement import Placement
+from slipstream.nn.quant.input_form import Activation
 from slipstream.nn.quant.method import Weights
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.tensor_slot import TensorSlot
@@ -20,9 +21,14 @@ class Linear:
         self.spec = spec
         self.method = placement.method
         self.weights: Weights = self.method.create_weights(spec, placement.device, placement.dtype)
+        self.input_form = self.method.input_form(self.weights)
         self._missing = {(part, suffix) for part, suffix, _ in self.slots()}
 
     def __call__(self, x: Tensor) -> Tensor:
+        return self.apply(self.input_form.cast(x))
+
+    def apply(self, x: Activation) -> Tensor:
+        """The product of rows that are in `input_form` already."""
         return self.method.apply(self.weights, x)
 
     def slots(self) -> Iterator[tuple[str, str, TensorSlot]]:
@@ -31,10 +37,10 @@ class Linear:
         for part, num_rows in self.spec.parts:
             rows = slice(start, start + num_rows)
             start += num_rows
-            for suffix, shape in self.method.checkpoint_shapes(self.spec, num_rows).items():
+            for suffix, (shape, dtypes) in self.method.checkpoint_tensors(self.spec, num_rows).items():
                 load = partial(self._load, part, suffix, rows)
                 # variance 1/in keeps dummy activations at the scale of their input
-                yield part, suffix, TensorSlot(shape, load, std=self.spec.in_features**-0.5)
+                yield part, suffix, TensorSlot(shape, load, dtypes, std=self.spec.in_features**-0.5)
 
     def _load(self, part: str, suffix: str, rows: slice, tensor: Tensor) -> None:
         self.method.load(self.weights, suffix, rows, tensor)

@@ -13,7 +13,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.attention import ATTENTION_BACKENDS
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.placement import Placement
-from slipstream.nn.quant import QUANT_METHODS
+from slipstream.nn.quant import choose_method, linear_bytes
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint
 
@@ -103,6 +103,16 @@ def load_model(
     return decoder
 
 
+def weight_bytes(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype) -> int:
+    """Bytes that the loaded weights will take, beside activations of `dtype`. Raises ConfigError like `load_model`."""
+    _, method, head_method = choose_method(config, spec)
+    return spec.weight_bytes(
+        dtype,
+        lambda linear: linear_bytes(method, linear, dtype),
+        lambda linear: linear_bytes(head_method, linear, dtype),
+    )
+
+
 def check_model(config: ModelConfig, spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> None:
     """Raises what `load_model` would raise, without taking memory: nothing but the headers of the files is read."""
     decoder = _build(config, spec, device, dtype, place=torch.device("meta"))
@@ -120,12 +130,13 @@ def _build(
     """place: where the parameters are made, if not on the device that everything is chosen for."""
     if config.max_model_len > spec.max_model_len:
         raise ConfigError("max_model_len", config.max_model_len, f"the checkpoint serves at most {spec.max_model_len}")
-    method_name, method = QUANT_METHODS.select(
-        lambda entry: entry.supports(device, dtype), config.quantization or "unquantized"
-    )
+    method_name, method, head_method = choose_method(config, spec)
+    reason = method.supports(device, dtype)
+    if reason is not None:
+        raise ConfigError("quantization", method_name, f"cannot serve here: {reason}")
     backend_name, backend = ATTENTION_BACKENDS.select(
         lambda entry: entry.supports(spec, device, dtype), config.attention_backend or None
     )
-    log.info("linear layers: %s; attention: %s", method_name, backend_name)
-    placement = Placement(place or device, dtype, method)
+    log.info("quantization of linear layers: %s; attention: %s", method_name, backend_name)
+    placement = Placement(place or device, dtype, method, head_method)
     return Decoder(spec, placement, backend(spec), config.max_model_len or spec.max_model_len)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.linear import Linear
 from slipstream.nn.placement import Placement
+from slipstream.nn.quant.input_form import Activation
 from slipstream.nn.spec import DecoderSpec
 
 
@@ -15,5 +15,6 @@ class MLP:
         self.gate_up = Linear(spec.gate_up, placement)
         self.down = Linear(spec.down, placement)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        return self.down(ops.silu_mul(self.gate_up(hidden)))
+    def __call__(self, hidden: Activation) -> Tensor:
+        """hidden: rows in the input form of gate_up."""
+        return self.down.apply(self.down.input_form.silu_mul(self.gate_up.apply(hidden)))

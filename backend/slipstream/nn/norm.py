@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TypeVar
 
 import torch
-from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.placement import Placement
+from slipstream.nn.quant.input_form import PLAIN, Activation, InputForm
 from slipstream.nn.tensor_slot import TensorSlot
+
+A = TypeVar("A", bound=Activation)
 
 
 class RMSNorm:
-    """y = x / rms(x) · weight over the last dimension. Source: arXiv:1910.07467."""
+    """y = x / rms(x) · weight over the last dimension, in the form its reader asks for. Source: arXiv:1910.07467."""
 
     def __init__(self, size: int, eps: float, placement: Placement) -> None:
         self.weight = torch.empty(size, device=placement.device, dtype=placement.dtype)
         self.eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return cast("Tensor", ops.rms_norm(x, self.weight, self.eps))
+        return PLAIN.rms_norm(x, self.weight, self.eps, None)[0]
 
-    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual)."""
-        return cast("tuple[Tensor, Tensor]", ops.rms_norm(x, self.weight, self.eps, residual))
+    def add(self, x: Tensor, residual: Tensor | None, form: InputForm[A]) -> tuple[A, Tensor]:
+        """(norm(x + residual), x + residual); without a residual, (norm(x), x)."""
+        return form.rms_norm(x, self.weight, self.eps, residual)
 
     def slot(self) -> TensorSlot:
         return TensorSlot(tuple(self.weight.shape), self._load, mean=1.0, std=0.0)

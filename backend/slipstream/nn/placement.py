@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,3 +14,8 @@ class Placement:
     device: torch.device
     dtype: torch.dtype  # of activations, and of weights that are not quantised
     method: QuantMethod
+    head_method: QuantMethod  # of lm_head, which most quantised checkpoints leave alone
+
+    @property
+    def of_head(self) -> Placement:
+        return replace(self, method=self.head_method)

@@ -9,6 +9,7 @@ from slipstream.nn.attention import LayerCache, StepAttention
 from slipstream.nn.linear import Linear
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.placement import Placement
+from slipstream.nn.quant.input_form import Activation
 from slipstream.nn.spec import DecoderSpec
 
 
@@ -28,10 +29,10 @@ class SelfAttention:
             q_norm, k_norm = (RMSNorm(spec.head_dim, spec.norm_eps, placement) for _ in "qk")
             self.head_norms = (q_norm, k_norm)
 
-    def __call__(self, hidden: Tensor, positions: Tensor, step: StepAttention, cache: LayerCache) -> Tensor:
-        """hidden: [T, hidden_size] -> [T, hidden_size]. The cache gains this step's keys and values."""
-        num_tokens = hidden.shape[0]
-        q, k, v = self.qkv(hidden).view(num_tokens, -1, self.head_dim).split(self.head_counts, dim=1)
+    def __call__(self, hidden: Activation, positions: Tensor, step: StepAttention, cache: LayerCache) -> Tensor:
+        """hidden: T rows in the input form of qkv -> [T, hidden_size]. The cache gains this step's keys and values."""
+        num_tokens = positions.shape[0]
+        q, k, v = self.qkv.apply(hidden).view(num_tokens, -1, self.head_dim).split(self.head_counts, dim=1)
         if self.head_norms is not None:
             q_norm, k_norm = self.head_norms
             q, k = q_norm(q), k_norm(k)

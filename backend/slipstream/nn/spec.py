@@ -6,10 +6,13 @@ and the memory plan all take their shapes from it, so that one place knows them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from slipstream.nn.stored_format import StoredFormat
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,7 @@ class DecoderSpec:
     dtype: torch.dtype = torch.bfloat16
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    stored_format: StoredFormat | None = None  # of the checkpoint's linear layers; None = not quantised
 
     @property
     def max_model_len(self) -> int:
@@ -120,17 +124,33 @@ class DecoderSpec:
         return LinearSpec(self.hidden_size, (("lm_head", self.vocab_size),))
 
     @property
+    def layer_linears(self) -> tuple[LinearSpec, ...]:
+        """The products of one layer."""
+        return (self.qkv, self.o, self.gate_up, self.down)
+
+    @property
     def num_parameters(self) -> int:
         """Exact count; tied embeddings count once."""
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        linears = (self.qkv, self.o, self.gate_up, self.down)
-        layer = norms + sum(linear.num_parameters for linear in linears)
+        layer = norms + sum(linear.num_parameters for linear in self.layer_linears)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_layers * layer + self.hidden_size
 
-    def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all weights held in `dtype`."""
-        return self.num_parameters * dtype.itemsize
+    def weight_bytes(
+        self,
+        dtype: torch.dtype,
+        linear_bytes: Callable[[LinearSpec], int] | None = None,
+        head_bytes: Callable[[LinearSpec], int] | None = None,
+    ) -> int:
+        """Bytes of all weights held in `dtype`, except linears of layers, and a head of its own, held otherwise."""
+        total = self.num_parameters * dtype.itemsize
+        for held, linears, count in (
+            (linear_bytes, self.layer_linears, self.num_layers),
+            (head_bytes, () if self.tie_word_embeddings else (self.lm_head,), 1),
+        ):
+            if held is not None:
+                total += count * sum(held(linear) - linear.num_parameters * dtype.itemsize for linear in linears)
+        return total
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of keys and values of one token in all layers, held in `dtype`."""

@@ -21,6 +21,7 @@ from slipstream.nn.tensor_slot import TensorSlot
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+KV_SCALES = (".k_scale", ".v_scale", ".output_scale")  # of quantised caches, which some FP8 checkpoints propose
 _NUM_NAMED = 3  # how many of the offending tensors an error message lists
 
 
@@ -50,6 +51,8 @@ def check_checkpoint(
     slots = decoder.tensor_slots(family.names)
     headers = read_headers(checkpoint_files(checkpoint_dir))
     ignored = family.ignored_suffixes
+    if decoder.spec.stored_format is not None:
+        ignored += KV_SCALES
     if decoder.spec.tie_word_embeddings:  # some checkpoints store the tied table twice
         ignored = (*ignored, f"{family.names['lm_head']}.weight")
     headers = {name: header for name, header in headers.items() if not name.endswith(ignored)}
@@ -114,12 +117,17 @@ def _check(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader],
         raise ConfigError("model", str(checkpoint_dir), f"{_listed(unexpected)} unexpected: this model has no such")
     for name, slot in slots.items():
         header = headers[name]
-        if header.shape != slot.shape:
+        if _long_axes(header.shape) != _long_axes(slot.shape):
             shapes = f"has shape {list(header.shape)}, config.json implies {list(slot.shape)}"
             raise ConfigError("model", str(header.file), f"tensor {name} {shapes}")
         if header.dtype not in slot.dtypes:
             accepted = f"accepted: {', '.join(slot.dtypes)}"
             raise ConfigError("model", str(header.file), f"tensor {name} has type {header.dtype}; {accepted}")
+
+
+def _long_axes(shape: tuple[int, ...]) -> list[int]:
+    """An axis of one says nothing: a scale is stored as [], [1] or [1, 1], scales of channels as a column or a row."""
+    return [size for size in shape if size != 1]
 
 
 def _listed(names: list[str]) -> str:

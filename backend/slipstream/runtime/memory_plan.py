@@ -12,7 +12,7 @@ import torch
 
 from slipstream.core.config import CacheConfig, EngineConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.load import resolve_device, resolve_dtype
+from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.logprobs import MAX_PROMPT_ROWS
 
@@ -106,9 +106,9 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     is_null = config.model.load_format == "null"
     max_model_len = resolve_max_model_len(config, spec)
     block_bytes = spec.kv_bytes_per_token(hardware.kv_dtype) * config.cache.block_size
-    weight_bytes = 0 if is_null else spec.weight_bytes(hardware.dtype)
+    held_bytes = 0 if is_null else weight_bytes(config.model, spec, hardware.dtype)
     workspace_bytes = 0 if is_null else _workspace_bytes(spec, config, hardware.dtype)
-    budget = _pool_budget(config.cache, free_bytes - weight_bytes - workspace_bytes, hardware.device)
+    budget = _pool_budget(config.cache, free_bytes - held_bytes - workspace_bytes, hardware.device)
     blocks_per_sequence = -(-max_model_len // config.cache.block_size)
     num_blocks = config.cache.num_blocks
     if not num_blocks:
@@ -116,7 +116,7 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
         num_blocks = enough if is_null else min(budget // block_bytes, enough)
     plan = MemoryPlan(
         free_bytes=free_bytes,
-        weight_bytes=weight_bytes,
+        weight_bytes=held_bytes,
         workspace_bytes=workspace_bytes,
         block_bytes=0 if is_null else block_bytes,
         block_size=config.cache.block_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.models.quantization import read_stored_format
 from slipstream.nn.models.rope import read_rope
 from slipstream.nn.spec import DecoderSpec
 
@@ -24,8 +25,6 @@ def base_spec(config: HFConfig) -> DecoderSpec:
     head_dim = config.integer("head_dim", hidden_size // num_q_heads)
     if head_dim % 2:
         raise config.error("head_dim", f"rotary embedding needs an even head size, not {head_dim}")
-    if config.has("quantization_config"):
-        raise config.error("quantization_config", "quantised checkpoints are not served; use the unquantised one")
     config.choice("hidden_act", ACTIVATIONS, "silu")
     num_layers = config.integer("num_hidden_layers")
     bos_token_ids = config.token_ids("bos_token_id")
@@ -46,6 +45,7 @@ def base_spec(config: HFConfig) -> DecoderSpec:
         dtype=_checkpoint_dtype(config),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=config.token_ids("eos_token_id"),
+        stored_format=read_stored_format(config, num_layers),
     )
 
 

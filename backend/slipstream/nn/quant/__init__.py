@@ -1,6 +1,7 @@
 """Quantisation methods, filled by plain imports."""
 
-from slipstream.nn.quant import unquantized  # noqa: F401  (registers itself)
-from slipstream.nn.quant.method import QUANT_METHODS, QuantMethod
+from slipstream.nn.quant import fp8, fp8_block, unquantized  # noqa: F401  (register themselves)
+from slipstream.nn.quant.choose import choose_method
+from slipstream.nn.quant.method import QUANT_METHODS, QuantMethod, linear_bytes
 
-__all__ = ["QUANT_METHODS", "QuantMethod"]
+__all__ = ["QUANT_METHODS", "QuantMethod", "choose_method", "linear_bytes"]

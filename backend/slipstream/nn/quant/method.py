@@ -11,9 +11,13 @@ import torch
 from torch import Tensor
 
 from slipstream.core.registry import Registry
+from slipstream.nn.quant.input_form import Activation, InputForm
 from slipstream.nn.spec import LinearSpec
+from slipstream.nn.tensor_slot import FLOAT_DTYPES
 
 Weights = dict[str, Tensor]
+# suffix ("weight", "bias", …) -> what a checkpoint stores under it: shape, and types as safetensors names them
+CheckpointTensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
 
 
 class QuantMethod(Protocol):
@@ -24,11 +28,14 @@ class QuantMethod(Protocol):
         ...
 
     def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
-        """Uninitialised tensors for all parts of the layer, merged."""
+        """Tensors for all parts of the layer, merged; their contents are loaded later.
+
+        Raises ConfigError if the method cannot hold a layer of this shape.
+        """
         ...
 
-    def checkpoint_shapes(self, spec: LinearSpec, rows: int) -> dict[str, tuple[int, ...]]:
-        """What a checkpoint stores for a part of that many rows: suffix ("weight", "bias", …) -> shape."""
+    def checkpoint_tensors(self, spec: LinearSpec, rows: int) -> CheckpointTensors:
+        """What a checkpoint stores for a part of that many rows."""
         ...
 
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
@@ -39,9 +46,27 @@ class QuantMethod(Protocol):
         """All tensors of the layer are loaded: repack for the device. The largest temporary is one layer."""
         ...
 
-    def apply(self, weights: Weights, x: Tensor) -> Tensor:
-        """x: [T, in_features] -> [T, out_features]."""
+    def input_form(self, weights: Weights) -> InputForm[Activation]:
+        """The form in which `apply` takes its input."""
+        ...
+
+    def apply(self, weights: Weights, x: Activation) -> Tensor:
+        """x: [T, in_features] in the method's input form -> [T, out_features]."""
         ...
 
 
 QUANT_METHODS: Registry[QuantMethod] = Registry("quantization")
+
+
+def plain_tensors(spec: LinearSpec, rows: int) -> CheckpointTensors:
+    """What unquantised checkpoints store for a part."""
+    tensors: CheckpointTensors = {"weight": ((rows, spec.in_features), FLOAT_DTYPES)}
+    if spec.bias:
+        tensors["bias"] = ((rows,), FLOAT_DTYPES)
+    return tensors
+
+
+def linear_bytes(method: QuantMethod, spec: LinearSpec, dtype: torch.dtype) -> int:
+    """Bytes of a layer's weights as the method holds them beside activations of `dtype`; nothing is allocated."""
+    weights = method.create_weights(spec, torch.device("meta"), dtype)
+    return sum(tensor.numel() * tensor.element_size() for tensor in weights.values())

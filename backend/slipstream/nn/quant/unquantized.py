@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.nn.quant.method import QUANT_METHODS, Weights
+from slipstream.nn.quant.input_form import PLAIN, Activation, InputForm
+from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, Weights, plain_tensors
 from slipstream.nn.spec import LinearSpec
 
 
@@ -22,11 +23,8 @@ class Unquantized:
             weights["bias"] = torch.empty(spec.out_features, device=device, dtype=dtype)
         return weights
 
-    def checkpoint_shapes(self, spec: LinearSpec, rows: int) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {"weight": (rows, spec.in_features)}
-        if spec.bias:
-            shapes["bias"] = (rows,)
-        return shapes
+    def checkpoint_tensors(self, spec: LinearSpec, rows: int) -> CheckpointTensors:
+        return plain_tensors(spec, rows)
 
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
         weights[suffix][rows].copy_(tensor)
@@ -37,7 +35,11 @@ class Unquantized:
         if _can_pack(weights["weight"]):
             weights["packed"] = torch.ops.mkldnn._reorder_linear_weight(weights.pop("weight"), None)
 
-    def apply(self, weights: Weights, x: Tensor) -> Tensor:
+    def input_form(self, weights: Weights) -> InputForm[Activation]:
+        return PLAIN
+
+    def apply(self, weights: Weights, x: Activation) -> Tensor:
+        assert isinstance(x, Tensor)
         packed = weights.get("packed")
         if packed is None:
             return F.linear(x, weights["weight"], weights.get("bias"))
@@ -54,4 +56,5 @@ def _can_pack(weight: Tensor) -> bool:
     return weight.dtype == torch.float32
 
 
-QUANT_METHODS.register("unquantized")(Unquantized())
+UNQUANTIZED = Unquantized()
+QUANT_METHODS.register("none")(UNQUANTIZED)

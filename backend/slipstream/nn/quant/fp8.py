@@ -1,0 +1,100 @@
+"""FP8 weights with one scale per output feature, activations quantised per token, or by a stored scale.
+
+From unquantised checkpoints the weights are quantised on the device, one part at a time as it is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from slipstream_kernels import ops
+from torch import Tensor
+
+from slipstream.nn.quant import input_form
+from slipstream.nn.quant.input_form import Activation, InputForm
+from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, Weights, plain_tensors
+from slipstream.nn.spec import LinearSpec
+from slipstream.nn.stored_format import StoredFormat
+from slipstream.nn.tensor_slot import FLOAT_DTYPES
+
+E4M3_DTYPES = ("F8_E4M3",)
+INPUT_SCALE = "input_scale"
+
+
+def fp8_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why FP8 products cannot run: on a GPU they need Hopper's tensor cores and bf16 results; a CPU takes any."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"FP8 products are written for compute capability 9.0, this GPU has {major}.{minor}"
+    return None if dtype == torch.bfloat16 else f"FP8 products give bfloat16 on a GPU, not {dtype}"
+
+
+def quantised_weights(spec: LinearSpec, scales: Tensor, dtype: torch.dtype) -> Weights:
+    """Weights e4m3 [out, in], their scales, the counters of ops.scaled_mm, and the bias in `dtype` if any."""
+    weight = torch.empty(spec.out_features, spec.in_features, dtype=torch.float8_e4m3fn, device=scales.device)
+    weights = {"weight": weight, "scale": scales, "counters": ops.scaled_mm_counters(weight)}
+    if spec.bias:
+        weights["bias"] = torch.empty(spec.out_features, dtype=dtype, device=scales.device)
+    return weights
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """stored: the layout of an FP8 checkpoint; None: the checkpoint is not quantised.
+
+    weights: "weight" e4m3 [out, in], "scale" fp32 [out], "counters", "bias" if any, "input_scale" fp32 [] if stored.
+    """
+
+    stored: StoredFormat | None = None
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return fp8_refusal(device, dtype)
+
+    def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
+        weights = quantised_weights(spec, torch.empty(spec.out_features, device=device), dtype)
+        if self.stored is not None and self.stored.static_inputs:
+            weights[INPUT_SCALE] = torch.zeros((), device=device)
+        return weights
+
+    def checkpoint_tensors(self, spec: LinearSpec, rows: int) -> CheckpointTensors:
+        tensors = plain_tensors(spec, rows)
+        if self.stored is None:
+            return tensors
+        tensors["weight"] = ((rows, spec.in_features), E4M3_DTYPES)
+        tensors[self.stored.scale_name] = ((rows, 1) if self.stored.scales == "channel" else (1,), FLOAT_DTYPES)
+        if self.stored.static_inputs:
+            tensors[INPUT_SCALE] = ((1,), FLOAT_DTYPES)
+        return tensors
+
+    def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
+        if suffix == "bias":
+            weights["bias"][rows].copy_(tensor)
+        elif suffix == INPUT_SCALE:
+            # parts merged into one layer share their input: the widest range serves all of them
+            scale = weights[INPUT_SCALE]
+            scale.copy_(torch.maximum(scale, tensor.to(scale).reshape(())))
+        elif suffix != "weight":
+            weights["scale"][rows].copy_(tensor.reshape(-1))
+        elif self.stored is not None:
+            weights["weight"][rows].copy_(tensor)
+        else:
+            quantised = ops.quantize_fp8(tensor.to(weights["weight"].device))
+            weights["weight"][rows].copy_(quantised.values)
+            weights["scale"][rows].copy_(quantised.scales.view(-1))
+
+    def finish(self, weights: Weights) -> None:
+        """Weights are held as they are multiplied."""
+
+    def input_form(self, weights: Weights) -> InputForm[Activation]:
+        return input_form.Fp8(ops.Fp8Scheme(scale=weights.get(INPUT_SCALE)))
+
+    def apply(self, weights: Weights, x: Activation) -> Tensor:
+        assert isinstance(x, ops.Fp8Rows)
+        bias, counters = weights.get("bias"), weights["counters"]
+        return ops.scaled_mm(x, weights["weight"], weights["scale"], bias, counters=counters)
+
+
+QUANT_METHODS.register("fp8")(Fp8())

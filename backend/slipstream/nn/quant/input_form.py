@@ -1,0 +1,66 @@
+"""InputForm: in which form a linear layer takes its input, and the fused ops that make that form where inputs arise.
+
+A norm or an activation asks the layer that reads its result; so quantisation happens once per input, in the kernel
+that wrote it, and the decoder knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, cast
+
+from slipstream_kernels import ops
+from torch import Tensor
+
+Activation = Tensor | ops.Fp8Rows
+A_co = TypeVar("A_co", bound=Activation, covariant=True)
+
+
+class InputForm(Protocol[A_co]):
+    """Each function returns rows that layers of this form read; x: [T, size]."""
+
+    def cast(self, x: Tensor) -> A_co:
+        """Plain rows in this form."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[A_co, Tensor]:
+        """(norm(x + residual) in this form, x + residual)."""
+        ...
+
+    def silu_mul(self, x: Tensor) -> A_co:
+        """silu(gate) · up of x = [gate, up], in this form."""
+        ...
+
+
+class Plain:
+    """Rows as they are."""
+
+    def cast(self, x: Tensor) -> Tensor:
+        return x
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return cast("Tensor", ops.rms_norm(x, weight, eps)), x
+        return cast("tuple[Tensor, Tensor]", ops.rms_norm(x, weight, eps, residual))
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        return ops.silu_mul(x)
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """Rows quantised to e4m3 by the scheme."""
+
+    scheme: ops.Fp8Scheme
+
+    def cast(self, x: Tensor) -> ops.Fp8Rows:
+        return ops.quantize_fp8(x, self.scheme)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[ops.Fp8Rows, Tensor]:
+        return ops.rms_norm_fp8(x, weight, eps, residual, self.scheme)
+
+    def silu_mul(self, x: Tensor) -> ops.Fp8Rows:
+        return ops.silu_mul_fp8(x, self.scheme)
+
+
+PLAIN = Plain()
