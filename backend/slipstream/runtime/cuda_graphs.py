@@ -29,7 +29,8 @@ def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device) -> tuple[i
         return ()
     if wanted != "auto":
         return tuple(sorted({int(size) for size in wanted.split(",")}))
-    return (*(size for size in DEFAULT_SIZES if size < max_num_seqs), min(max_num_seqs, DEFAULT_SIZES[-1]))
+    largest = min(max_num_seqs, DEFAULT_SIZES[-1])
+    return (*(size for size in DEFAULT_SIZES if size < largest), largest)
 
 
 class DecodeGraphs:
