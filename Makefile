@@ -10,8 +10,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP = $(PY) -m pip install -q --disable-pip-version-check
 SETUP := $(VENV)/.setup-done
-# where torch without CUDA comes from; only asked on a machine without an NVIDIA GPU, and only when it answers
-TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+# an extra package index for torch, such as PyTorch's own of CPU builds: without a GPU that saves some GB of CUDA libraries
+TORCH_INDEX ?=
 MODEL ?=
 ARGS ?=
 
@@ -44,12 +44,8 @@ $(SETUP): pyproject.toml constraints.txt
 	@if [ -z "$(PYTHON)" ]; then echo "Python 3.10-3.13 is needed: apt install python3 python3-venv" >&2; exit 1; fi
 	command -v g++ > /dev/null || { echo "a C++ compiler is needed: apt install g++" >&2; exit 1; }
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "apt install python3-venv" >&2; exit 1; }
-	index=()
-	if ! command -v nvidia-smi > /dev/null && $(PY) -c \
-	  "import urllib.request as r; r.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5)" 2> /dev/null
-	then index=(--extra-index-url $(TORCH_CPU_INDEX)); fi
 	echo "setting up $(VENV) (once; downloads some hundred megabytes)"
-	$(PIP) "$${index[@]}" -c constraints.txt -e '.[server,dev]'
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[server,dev]'
 	if ! $(PY) -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('pytriton') is None)"
 	then $(PIP) --no-deps -c constraints.txt nvidia-pytriton; fi  # Python 3.13, see pyproject.toml
 	touch $@
