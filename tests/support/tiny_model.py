@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 CHAT_TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}\n{% endfor %}"
 
 
-def make_tiny_llama(folder: Path, max_position_embeddings: int = 512, seed: int = 0) -> Path:
+def make_tiny_llama(folder: Path, max_position_embeddings: int = 512, seed: int = 0, head_dim: int = 16) -> Path:
     """Weights are drawn wide, so that greedy text wanders through the vocabulary instead of repeating one token."""
     tokenizer = byte_level()
     torch.manual_seed(seed)
@@ -22,6 +22,7 @@ def make_tiny_llama(folder: Path, max_position_embeddings: int = 512, seed: int 
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
+        head_dim=head_dim,
         max_position_embeddings=max_position_embeddings,
         initializer_range=0.3,
         bos_token_id=tokenizer.token_to_id("<s>"),

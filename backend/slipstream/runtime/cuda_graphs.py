@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
 from slipstream.runtime.batch import StepArrays
 
@@ -23,9 +24,17 @@ logger = logging.getLogger(__name__)
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 
 
-def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device) -> tuple[int, ...]:
-    """Sizes to capture, ascending. wanted: "auto", "off" or a list like "1,2,4"; a CPU has none."""
+def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: str | None = None) -> tuple[int, ...]:
+    """Sizes to capture, ascending. wanted: "auto", "off" or a list like "1,2,4"; a CPU has none.
+
+    refusal: why this model's steps cannot be captured; then "auto" has none, and a list raises ConfigError.
+    """
     if wanted == "off" or device.type != "cuda":
+        return ()
+    if refusal is not None:
+        if wanted != "auto":
+            raise ConfigError("cuda_graphs", wanted, f"accepted: auto or off, because {refusal}")
+        logger.warning("no CUDA graphs: %s", refusal)
         return ()
     if wanted != "auto":
         return tuple(sorted({int(size) for size in wanted.split(",")}))

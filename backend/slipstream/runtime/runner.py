@@ -105,7 +105,7 @@ class ModelRunner:
             _leave_a_core()
         self._model = load_model(config.model, spec, device, hardware.dtype)
         self._device = device
-        self._max_num_tokens = config.scheduler.max_num_batched_tokens
+        self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         self._finish(phases, "weights")
         self._kv_caches = _allocate_pool(spec, hardware, plan)
         self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
@@ -113,7 +113,8 @@ class ModelRunner:
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
         self._finish(phases, "KV pool")
-        sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device)
+        refusal = self._model.backend.graph_refusal(plan.block_size)
+        sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         self._graphs = DecodeGraphs(sizes, self._builder.max_blocks, plan.max_model_len, self._run_model, device)
         with torch.inference_mode():
             self._warm_up()
@@ -156,7 +157,7 @@ class ModelRunner:
                 last = [index for index, row in enumerate(step.requests) if row.samples]
                 rows = to_device(last, torch.int64, self._device)
             hidden, positions = hidden[rows], positions[rows]
-        tokens = self._sampler.sample(requests, self._model.logits(hidden), positions)
+        tokens = self._sampler.sample(requests, self._model.lm_head(hidden), positions)
         rows_of_ids = {request.request_id: row for row, request in enumerate(requests)}
         self._sampled = SampledTokens(rows_of_ids, tokens.token_ids)
         places = iter(range(len(requests)))

@@ -83,6 +83,7 @@ class _Composition:
 
     request_ids: list[int]
     is_greedy: bool
+    is_plain: bool  # greedy, and nothing else asked
     edited: list[int]
     penalised: list[int]
     penalised_rows: torch.Tensor
@@ -103,12 +104,15 @@ class Sampler:
         self._composition: _Composition | None = None
 
     def sample(self, requests: list[Request], logits: torch.Tensor, positions: torch.Tensor) -> PendingTokens:
-        """Draw one token per request. logits: [len(requests), vocab] fp32, changed in place.
+        """Draw one token per request. logits: [len(requests), vocab] in the model's dtype, perhaps changed in place.
 
         positions: [len(requests)] int64, of the last computed token of each. Log-probabilities are of the unchanged
         logits.
         """
         rows = self._compose(requests)
+        if rows.is_plain:  # the largest is the largest in any dtype
+            return PendingTokens(logits.argmax(dim=-1), [], (), [])
+        logits = logits.float()
         original = logits[rows.logprob_rows] if rows.with_logprobs else None  # a copy: taken before the edits
         failures = self._edit(requests, logits, rows)
         token_ids = logits.argmax(dim=-1) if rows.is_greedy else ops.sample(logits, *rows.draws, positions + 1)
@@ -123,13 +127,17 @@ class Sampler:
         if self._composition is None or self._composition.request_ids != request_ids:
             penalised = _where(requests, lambda request: request.params.has_penalties)
             with_logprobs = _where(requests, lambda request: request.params.logprobs is not None)
+            edited = _where(requests, has_sparse_edits)
+            guided = _where(requests, lambda request: request.guide_state is not None)
+            is_greedy = all(request.params.is_greedy for request in requests)
             self._composition = _Composition(
                 request_ids=request_ids,
-                is_greedy=all(request.params.is_greedy for request in requests),
-                edited=_where(requests, has_sparse_edits),
+                is_greedy=is_greedy,
+                is_plain=is_greedy and not (edited or penalised or guided or with_logprobs),
+                edited=edited,
                 penalised=penalised,
                 penalised_rows=self._ints(penalised, torch.int64),
-                guided=_where(requests, lambda request: request.guide_state is not None),
+                guided=guided,
                 with_logprobs=[requests[row] for row in with_logprobs],
                 logprob_rows=self._ints(with_logprobs, torch.int64),
                 draws=self._draw_parameters(requests),

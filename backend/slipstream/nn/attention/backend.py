@@ -30,6 +30,10 @@ class AttentionBackend(Protocol):
         """Once per step, before the first layer."""
         ...
 
+    def graph_refusal(self, block_size: int) -> str | None:
+        """A reason why decode steps cannot be captured as CUDA graphs, or None."""
+        ...
+
 
 class AttentionBackendType(Protocol):
     """The class of a backend, as it stands in the registry."""

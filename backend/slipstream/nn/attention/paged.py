@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from slipstream_kernels import ops
+from slipstream_kernels.ops.paged_attention import TRITON_HEAD_DIMS
 from torch import Tensor
 
 from slipstream.nn.attention.backend import ATTENTION_BACKENDS, LayerCache
@@ -40,12 +41,21 @@ class PagedStep:
 @ATTENTION_BACKENDS.register("paged")
 class PagedAttention:
     def __init__(self, spec: DecoderSpec) -> None:
+        self._head_dim = spec.head_dim
         self._scale = spec.head_dim**-0.5
         self._sliding_windows = spec.sliding_windows
 
     @staticmethod
     def supports(spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
+
+    def graph_refusal(self, block_size: int) -> str | None:
+        """The reference, which serves what triton does not, reads lengths on the host."""
+        if self._head_dim not in TRITON_HEAD_DIMS:
+            return f"attention of head_dim {self._head_dim} is the reference's, accepted: {TRITON_HEAD_DIMS}"
+        return (
+            None if block_size >= 16 else f"attention over blocks of {block_size} is the reference's, accepted: >= 16"
+        )
 
     def plan(self, batch: ForwardBatch) -> PagedStep:
         return PagedStep(batch, self._scale, self._sliding_windows)
