@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas) decode_attentio
 
   count_tiles<SHAPE::kRows, SHAPE::kUnitCost, SHAPE::kThreads>(p, ends);
   const int total = ends[p.num_requests - 1];
-  const int grid = gridDim.x, share = max((total + grid - 1) / grid, p.min_tiles);
+  const int grid = gridDim.x, share = max((total + grid - 1) / grid, SHAPE::kWarps);
   typename SHAPE::Walk walk = share_of<typename SHAPE::Walk>(cta, share, total, ends, p.num_requests);
 
   TileStream<SHAPE> stream(p, ends, walk, shared_address(ring));
@@ -243,6 +243,7 @@ SLIPSTREAM_API int slipstream_decode_attention(const DecodeParams* params, void*
   if (params->rows == 8) return slipstream::launch<1>(*params, cuda_stream);
   if (params->rows == 16) return slipstream::launch<2>(*params, cuda_stream);
 #if SLIPSTREAM_HEAD_DIM <= 128
+  if (params->rows == 24) return slipstream::launch<3>(*params, cuda_stream);
   if (params->rows == 32) return slipstream::launch<4>(*params, cuda_stream);
 #endif
   return cudaErrorInvalidValue;

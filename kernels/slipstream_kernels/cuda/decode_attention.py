@@ -23,8 +23,6 @@ MAX_REQUESTS = 1024
 MAX_ROWS = 32
 MAX_ROWS_WIDE = 16
 MAX_CTAS_PER_SM = 2
-# Tiles of 16 tokens below which a CTA's share is not split further.
-MIN_TILES = 8
 
 
 class DecodeParams(ctypes.Structure):
@@ -37,7 +35,7 @@ class DecodeParams(ctypes.Structure):
         )]
         + [(name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride", "table_stride")]
         + [(name, ctypes.c_int32) for name in (
-            "num_requests", "num_kv_heads", "group", "block_size_log2", "sliding_window", "min_tiles", "num_sms",
+            "num_requests", "num_kv_heads", "group", "block_size_log2", "sliding_window", "num_sms",
         )]
         + [("scale", ctypes.c_float), ("soft_cap", ctypes.c_float), ("rows", ctypes.c_int32)]
     )  # fmt: skip
@@ -137,7 +135,6 @@ def _params(call: DecodeCall, space: Workspace) -> DecodeParams:
         group=group,
         block_size_log2=block_size.bit_length() - 1,
         sliding_window=call.sliding_window or 0,
-        min_tiles=MIN_TILES,
         num_sms=space.num_sms,
         scale=call.scale,
         soft_cap=call.soft_cap or 0.0,
@@ -147,4 +144,4 @@ def _params(call: DecodeCall, space: Workspace) -> DecodeParams:
 
 def _rows(num_rows: int, head_dim: int) -> int:
     largest = MAX_ROWS if head_dim <= 128 else MAX_ROWS_WIDE
-    return next(rows for rows in (8, 16, 32) if rows >= num_rows or rows == largest)
+    return next(rows for rows in (8, 16, 24, 32) if rows >= num_rows or rows == largest)

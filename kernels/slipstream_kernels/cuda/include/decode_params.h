@@ -28,9 +28,8 @@ struct DecodeParams {
   int32_t group;                // query heads of a kv head
   int32_t block_size_log2;
   int32_t sliding_window;       // 0: none
-  int32_t min_tiles;            // least tiles of 16 tokens that a CTA takes
   int32_t num_sms;
   float scale;
   float soft_cap;               // 0: none
-  int32_t rows;                 // rows of one tile: 8, 16 or 32, at least max_query_len * group if that is less
+  int32_t rows;                 // of one tile: 8, 16, 24 or 32, at least max_query_len * group if that is less
 };

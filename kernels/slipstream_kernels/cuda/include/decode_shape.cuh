@@ -9,6 +9,8 @@ namespace slipstream {
 // What an SM of Hopper lends to all its CTAs; each also takes 1 KB, and static memory (count_tiles, Merge).
 constexpr int kSharedBytes = 228 * 1024;
 constexpr int kReservedBytes = 1024 + 256;
+// More copies in flight make the SMs' parts of the bandwidth more unequal: 145 us with 3, 147 with 4.
+constexpr int kMaxStages = 3;
 
 template <typename T, KvType KV, int HEAD_DIM, int NUM_N>
 struct DecodeShape {
@@ -41,17 +43,13 @@ struct DecodeShape {
   }
   static constexpr int stages(int ctas, int warps) {
     const int stages = (kSharedBytes / ctas - kReservedBytes - fixed_bytes(warps)) / (warps * kStageBytes);
-    return stages < 8 ? stages : 8;
+    return stages < kMaxStages ? stages : kMaxStages;
   }
   // Two CTAs to an SM, so that one streams while the other begins or ends a unit, if they leave two stages each. Small
   // tiles want more warps, for the latency of their arithmetic; more rows want the registers.
-#ifdef SLIPSTREAM_CTAS
-  static constexpr int kCtas = SLIPSTREAM_CTAS, kWarps = SLIPSTREAM_WARPS, kStages = SLIPSTREAM_STAGES;
-#else
   static constexpr int kWarps = NUM_N == 1 && kStageBytes <= 3800 ? 8 : 4;
   static constexpr int kCtas = stages(2, kWarps) >= 2 ? 2 : 1;
   static constexpr int kStages = stages(kCtas, kWarps);
-#endif
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   static constexpr int kTotalBytes = kRingBytes + fixed_bytes(kWarps);
