@@ -82,11 +82,13 @@ def random_rows(num_rows: int, vocab_size: int, device: torch.device) -> dict[st
     }
 
 
-@pytest.mark.parametrize("vocab_size", [1, 50, 1100])
+@pytest.mark.parametrize("vocab_size", [1, 50, 1100, 9000])
 def test_triton_draws_the_references_tokens(device, vocab_size) -> None:
+    """From one chunk that fits whole to several: a forbidden half and whole, and more equals than a chunk can leave."""
     rows = random_rows(12, vocab_size, device)
     rows["logits"][1, : vocab_size // 2] = float("-inf")
     rows["logits"][2] = float("-inf")
+    rows["logits"][3:5] = rows["logits"][3:5].round()
     for unused in ((), ("top_k",), ("top_p", "min_p")):
         case = {name: None if name in unused else tensor for name, tensor in rows.items()}
         assert torch.equal(ops.sample(**case, backend="triton"), ops.sample(**case, backend="reference"))
@@ -116,11 +118,15 @@ def test_tokens_equal_to_the_last_kept_stay(device, backend) -> None:
     assert set(draws(logits, 30, backend, top_k=2).tolist()) == {0, 1, 2, 3}
 
 
-def test_flat_top_p_needs_the_whole_sort(device) -> None:
-    """Wider than the reference's first guess of 256 tokens."""
-    rows = random_rows(4, 1500, device)
-    rows.update(logits=rows["logits"] / 30, temperature=torch.ones(4, device=device), top_k=None, min_p=None)
-    rows["top_p"] = torch.full((4,), 0.9, device=device)
+@pytest.mark.parametrize("filters", [{"top_p": 0.9}, {"top_k": 3000}, {"top_k": 4000, "top_p": 0.8}, {"min_p": 0.5}])
+def test_flat_rows_need_more_than_the_largest_tokens(device, filters) -> None:
+    """Wider than the reference's first guess of 256 tokens, and than the candidates that triton's chunks leave."""
+    rows = random_rows(4, 6000, device)
+    rows.update(
+        logits=rows["logits"] / 30, temperature=torch.ones(4, device=device), top_k=None, top_p=None, min_p=None
+    )
+    for name, value in filters.items():
+        rows[name] = torch.full((4,), value, device=device).to(torch.int32 if name == "top_k" else torch.float32)
     tokens = ops.sample(**rows, backend="reference")
     ranks = (rows["logits"] > rows["logits"].gather(1, tokens[:, None])).sum(-1)
     assert torch.equal(tokens, ops.sample(**rows, backend="triton"))

@@ -16,13 +16,14 @@ STRIDES = {"row_stride": "i32", "vocab_size": "i32"}
 ATTENTION = {
     "q_ptr": "*bf16", "key_cache_ptr": "*bf16", "value_cache_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32",
     "lse_ptr": "*fp32", "tables_ptr": "*i32", "query_start_loc_ptr": "*i32", "seq_lens_ptr": "*i32",
-    "slopes_ptr": "*fp32", "scale": "fp32", "window": "i32", "soft_cap": "fp32",
+    "num_requests": "i32", "slopes_ptr": "*fp32", "scale": "fp32", "window": "i32", "soft_cap": "fp32",
     "token_stride": "i32", "head_stride": "i32", "table_stride": "i32",
 }  # fmt: skip
 ATTENTION_SHAPE = {
     "GROUP": 4, "NUM_KV_HEADS": 8, "BLOCK_SIZE": 64, "D": 80, "BLOCK_D": 128, "BLOCK_N": 64,
     "HAS_WINDOW": True, "HAS_ALIBI": True, "HAS_SOFT_CAP": True,
 }  # fmt: skip
+PLAIN = {"BLOCK_M": 128, "MIN_QUERY_LEN": 1, "HAS_WINDOW": False, "HAS_ALIBI": False, "HAS_SOFT_CAP": False}
 SHORT = {"NUM_TILES": 1, "MAX_QUERY_LEN": 16, "NUM_ROWS": 16}
 
 FP8_ROWS = {
@@ -41,18 +42,30 @@ SCALED_MM_TILE = {
     "NUM_STAGES": 5,
 }  # fmt: skip
 
+SAMPLE = {
+    **STRIDES, "logits_ptr": "*fp32", "out_ptr": "*i64", "maxima_ptr": "*fp32", "sums_ptr": "*fp32",
+    "floors_ptr": "*fp32", "winners_ptr": "*i32", "ids_ptr": "*i32", "temperature_ptr": "*fp32", "top_k_ptr": "*i32",
+    "top_p_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64", "positions_ptr": "*i64",
+}  # fmt: skip
+SAMPLE_SHAPE = {
+    "NUM_CHUNKS": 3, "CHUNKS_PADDED": 4, "SEGMENTS": 4, "SEGMENT": 1024, "CAPACITY": 128, "SLOW_BLOCK": 2048,
+    "HAS_TEMPERATURE": True, "HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True,
+}  # fmt: skip
+GREEDY = {"HAS_TEMPERATURE": False, "HAS_TOP_K": False, "HAS_TOP_P": False, "HAS_MIN_P": False}
+
 # module, kernel, types of its run-time arguments, values of its constants (each may list more than the kernel takes)
 KERNELS = [
-    ("paged_attention", "_long_kernel", ATTENTION, {**ATTENTION_SHAPE, "BLOCK_M": 128, "MIN_QUERY_LEN": 17}, 8),
+    ("prefill_attention", "_prefill_kernel", ATTENTION, {**ATTENTION_SHAPE, "BLOCK_M": 128, "MIN_QUERY_LEN": 17}, 8),
+    ("prefill_attention", "_prefill_kernel", ATTENTION, {**ATTENTION_SHAPE, **PLAIN, "D": 128}, 8),
     ("paged_attention", "_short_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "BLOCK_M": 16, "NUM_SPLITS": 8}, 4),
     ("paged_attention", "_short_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "BLOCK_M": 16, "NUM_SPLITS": 1}, 4),
     ("paged_attention", "_merge_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "NUM_SPLITS": 8}, 4),
     (
         "write_kv", "_write_kv_kernel",
         {"k_ptr": "*bf16", "v_ptr": "*bf16", "key_cache_ptr": "*bf16", "value_cache_ptr": "*bf16",
-         "slot_mapping_ptr": "*i64", "k_token_stride": "i32", "k_head_stride": "i32", "v_token_stride": "i32",
-         "v_head_stride": "i32"},
-        {"NUM_HEADS": 5, "BLOCK_SIZE": 64, "HEAD_DIM": 80, "HEADS_PADDED": 8, "DIM_PADDED": 128}, 4,
+         "slot_mapping_ptr": "*i64", "num_tokens": "i32", "k_token_stride": "i32", "k_head_stride": "i32",
+         "v_token_stride": "i32", "v_head_stride": "i32"},
+        {"NUM_HEADS": 5, "BLOCK_SIZE": 64, "HEAD_DIM": 80, "TOKENS": 2, "HEADS_PADDED": 8, "DIM_PADDED": 128}, 4,
     ),
     (
         "rms_norm", "_rms_norm_kernel",
@@ -98,12 +111,10 @@ KERNELS = [
          "num_biases": "i32"},
         {"BLOCK": 1024}, 4,
     ),
-    (
-        "sample", "_sample_kernel",
-        {**STRIDES, "logits_ptr": "*fp32", "out_ptr": "*i64", "temperature_ptr": "*fp32", "top_k_ptr": "*i32",
-         "top_p_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64", "positions_ptr": "*i64"},
-        {"HAS_TEMPERATURE": True, "HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True, "BLOCK": 1024}, 8,
-    ),
+    ("sample", "_chunk_kernel", SAMPLE, SAMPLE_SHAPE, 8),
+    ("sample", "_choose_kernel", SAMPLE, SAMPLE_SHAPE, 8),
+    ("sample", "_chunk_kernel", SAMPLE, {**SAMPLE_SHAPE, **GREEDY}, 8),
+    ("sample", "_choose_kernel", SAMPLE, {**SAMPLE_SHAPE, **GREEDY}, 8),
 ]  # fmt: skip
 
 

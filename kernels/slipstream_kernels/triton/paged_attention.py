@@ -1,4 +1,4 @@
-"""Paged attention in Triton-lang: a tiled kernel for long queries, a split-KV kernel with a merge for short ones.
+"""Paged attention in Triton-lang: a split-KV kernel with a merge for short queries; prefill_attention.py has the long.
 
 Grids depend on host integers only (no device read, CUDA-graph safe); a program that finds nothing to do returns.
 Query heads of one kv head are rows of one tile (GQA packing), so K and V are read once for all of them.
@@ -13,24 +13,15 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.attention_call import AttentionCall
+from slipstream_kernels.triton.attention_tiles import load_queries, options, shapes, store_rows, strides
 from slipstream_kernels.triton.interpreter import dot
+from slipstream_kernels.triton.prefill_attention import attend_long
 
 # Queries up to this length go to the split-KV kernel: decode rows, and the draft rows of speculation.
 SHORT_QUERY_LEN = 16
 MIN_SPLIT_TOKENS = 256
 MAX_SPLITS = 128
 PROGRAMS_PER_SM = 4
-
-
-@triton.jit
-def _load_queries(q_ptr, start, query_len, kv_head, first_row, token_stride, head_stride,
-                  GROUP: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Rows of a tile: row = query * GROUP + head within the kv head's group.  Returns q [BLOCK_M, BLOCK_D]."""
-    rows = first_row + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    offsets = (start + rows // GROUP) * token_stride + (kv_head * GROUP + rows % GROUP) * head_stride
-    mask = (rows < query_len * GROUP)[:, None] & (dims < D)[None, :]
-    return tl.load(q_ptr + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -78,56 +69,6 @@ def _attend_span(q, positions, slopes, key_cache_ptr, value_cache_ptr, table_ptr
 
 
 @triton.jit
-def _store_rows(out_ptr, acc, normaliser, start, query_len, kv_head, first_row,
-                GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr,
-                BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    rows = first_row + tl.arange(0, BLOCK_M)
-    dims = tl.arange(0, BLOCK_D)
-    # A padding request (seq_len 0) saw no key: its rows become zero.
-    y = acc / tl.where(normaliser == 0.0, 1.0, normaliser)[:, None]
-    out_rows = (start + rows // GROUP) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP
-    mask = (rows < query_len * GROUP)[:, None] & (dims < D)[None, :]
-    tl.store(out_ptr + out_rows[:, None] * D + dims[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _long_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, tables_ptr, query_start_loc_ptr, seq_lens_ptr,
-                 slopes_ptr, scale, window, soft_cap, token_stride, head_stride, table_stride,
-                 MIN_QUERY_LEN: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-                 BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-                 HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
-    """Grid (query tiles, kv heads, requests): one tile of one request's long query against all keys it sees."""
-    request, kv_head = tl.program_id(2), tl.program_id(1)
-    start = tl.load(query_start_loc_ptr + request).to(tl.int64)
-    query_len = (tl.load(query_start_loc_ptr + request + 1) - start).to(tl.int32)
-    first_row = tl.program_id(0) * BLOCK_M
-    if query_len < MIN_QUERY_LEN:
-        return
-    if first_row >= query_len * GROUP:
-        return
-    seq_len = tl.load(seq_lens_ptr + request)
-    first_position = seq_len - query_len
-    rows = first_row + tl.arange(0, BLOCK_M)
-    q = _load_queries(q_ptr, start, query_len, kv_head, first_row, token_stride, head_stride,
-                      GROUP, D, BLOCK_M, BLOCK_D)  # fmt: skip
-    slopes = rows.to(tl.float32)
-    if HAS_ALIBI:
-        slopes = tl.load(slopes_ptr + kv_head * GROUP + rows % GROUP)
-    last_query = (first_row + BLOCK_M - 1) // GROUP
-    end = tl.maximum(tl.minimum(seq_len, first_position + last_query + 1), 0)
-    begin = tl.zeros_like(end)
-    if HAS_WINDOW:
-        begin = tl.maximum(first_position + first_row // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
-    acc, _, normaliser = _attend_span(
-        q, first_position + rows // GROUP, slopes, key_cache_ptr, value_cache_ptr, tables_ptr + request *
-        table_stride, kv_head, begin, end, scale, window, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_M, BLOCK_N,
-        BLOCK_D, HAS_WINDOW, HAS_ALIBI, HAS_SOFT_CAP)  # fmt: skip
-    _store_rows(out_ptr, acc, normaliser, start, query_len, kv_head, first_row,
-                GROUP, NUM_KV_HEADS, D, BLOCK_M, BLOCK_D)  # fmt: skip
-
-
-@triton.jit
 def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr,
                   query_start_loc_ptr, seq_lens_ptr, slopes_ptr, scale, window, soft_cap,
                   token_stride, head_stride, table_stride,
@@ -150,7 +91,7 @@ def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, partial_ptr, l
     seq_len = tl.load(seq_lens_ptr + request)
     first_position = seq_len - query_len
     rows = first_row + tl.arange(0, BLOCK_M)
-    q = _load_queries(q_ptr, start, query_len, kv_head, first_row, token_stride, head_stride,
+    q = load_queries(q_ptr, start, query_len, kv_head, first_row, token_stride, head_stride,
                       GROUP, D, BLOCK_M, BLOCK_D)  # fmt: skip
     slopes = rows.to(tl.float32)
     if HAS_ALIBI:
@@ -167,7 +108,7 @@ def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, partial_ptr, l
         table_stride, kv_head, begin, end, scale, window, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_M, BLOCK_N,
         BLOCK_D, HAS_WINDOW, HAS_ALIBI, HAS_SOFT_CAP)  # fmt: skip
     if NUM_SPLITS == 1:
-        _store_rows(out_ptr, acc, normaliser, start, query_len, kv_head, first_row,
+        store_rows(out_ptr, acc, normaliser, start, query_len, kv_head, first_row,
                     GROUP, NUM_KV_HEADS, D, BLOCK_M, BLOCK_D)  # fmt: skip
     else:
         safe = tl.where(normaliser == 0.0, 1.0, normaliser)
@@ -211,32 +152,17 @@ def _merge_kernel(partial_ptr, lse_ptr, out_ptr, query_start_loc_ptr,
 
 def paged_attention(call: AttentionCall) -> None:
     """See ops.paged_attention; writes call.out.  Launches up to three kernels."""
-    if call.q.shape[0] == 0 or call.seq_lens.shape[0] == 0:
+    num_requests = call.seq_lens.shape[0]
+    if call.q.shape[0] == 0 or num_requests == 0:
         return
-    _attend_short(call)
-    if call.max_query_len > SHORT_QUERY_LEN:
-        _attend_long(call)
-
-
-def _attend_long(call: AttentionCall) -> None:
-    num_requests, num_kv_heads = call.seq_lens.shape[0], call.key_cache.shape[1]
-    block_m = 128 if call.q.shape[2] <= 128 and call.q.dtype != torch.float32 else 64
-    num_tiles = triton.cdiv(call.max_query_len * (call.q.shape[1] // num_kv_heads), block_m)
-    _long_kernel[(num_tiles, num_kv_heads, num_requests)](
-        call.q,
-        call.key_cache,
-        call.value_cache,
-        call.out,
-        call.block_tables,
-        call.query_start_loc,
-        call.seq_lens,
-        *_options(call),
-        *_strides(call),
-        MIN_QUERY_LEN=SHORT_QUERY_LEN + 1,
-        **_shapes(call, block_m),
-        num_warps=8 if block_m == 128 else 4,
-        num_stages=2,
-    )
+    if call.max_query_len <= SHORT_QUERY_LEN:
+        _attend_short(call)
+    elif num_requests == 1:
+        # A lone prompt: no launches that would only find that nothing is short.
+        attend_long(call, min_query_len=1)
+    else:
+        _attend_short(call)
+        attend_long(call, min_query_len=SHORT_QUERY_LEN + 1)
 
 
 def _attend_short(call: AttentionCall) -> None:
@@ -246,10 +172,10 @@ def _attend_short(call: AttentionCall) -> None:
     block_m = min(max(triton.next_power_of_2(num_rows), 16), 64)
     num_tiles = triton.cdiv(num_rows, block_m)
     num_splits = call.num_kv_splits or _num_splits(call)
-    shapes = _shapes(call, block_m)
+    constants = shapes(call, block_m, 64 if call.q.shape[2] <= 128 else 32)
     partial, lse = call.out, call.out
     if num_splits > 1:
-        partial_shape = (num_requests, num_kv_heads, num_tiles * block_m, num_splits, shapes["BLOCK_D"])
+        partial_shape = (num_requests, num_kv_heads, num_tiles * block_m, num_splits, constants["BLOCK_D"])
         partial = torch.empty(partial_shape, dtype=torch.float32, device=call.q.device)
         lse = torch.empty(partial_shape[:-1], dtype=torch.float32, device=call.q.device)
     _short_kernel[(num_splits, num_kv_heads * num_tiles, num_requests)](
@@ -262,12 +188,12 @@ def _attend_short(call: AttentionCall) -> None:
         call.block_tables,
         call.query_start_loc,
         call.seq_lens,
-        *_options(call),
-        *_strides(call),
+        *options(call),
+        *strides(call),
         NUM_SPLITS=num_splits,
         NUM_TILES=num_tiles,
         MAX_QUERY_LEN=SHORT_QUERY_LEN,
-        **shapes,
+        **constants,
         num_warps=4,
         num_stages=2,
     )
@@ -283,7 +209,7 @@ def _attend_short(call: AttentionCall) -> None:
             GROUP=group,
             NUM_KV_HEADS=num_kv_heads,
             D=call.q.shape[2],
-            BLOCK_D=shapes["BLOCK_D"],
+            BLOCK_D=constants["BLOCK_D"],
             num_warps=4,
         )
 
@@ -301,27 +227,3 @@ def _num_splits(call: AttentionCall) -> int:
 @lru_cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _options(call: AttentionCall) -> tuple[torch.Tensor | None, float, int, float]:
-    return call.alibi_slopes, call.scale, call.sliding_window or 0, call.soft_cap or 1.0
-
-
-def _strides(call: AttentionCall) -> tuple[int, int, int]:
-    return call.q.stride(0), call.q.stride(1), call.block_tables.stride(0)
-
-
-def _shapes(call: AttentionCall, block_m: int) -> dict[str, int | bool]:
-    head_dim, (num_kv_heads, block_size) = call.q.shape[2], call.key_cache.shape[1:3]
-    return {
-        "GROUP": call.q.shape[1] // num_kv_heads,
-        "NUM_KV_HEADS": num_kv_heads,
-        "BLOCK_SIZE": block_size,
-        "D": head_dim,
-        "BLOCK_M": block_m,
-        "BLOCK_N": min(block_size, 64 if head_dim <= 128 else 32),
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-        "HAS_WINDOW": call.sliding_window is not None,
-        "HAS_ALIBI": call.alibi_slopes is not None,
-        "HAS_SOFT_CAP": call.soft_cap is not None,
-    }
