@@ -22,6 +22,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.core.errors import ConfigError
+from slipstream.nn.checkpoint_path import resolve_checkpoint
+
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER = ROOT / "install/tritonserver"
 REPOSITORY = ROOT / "model_repository"
@@ -112,8 +115,11 @@ def is_ready(address: Address) -> bool:
 
 
 def repository_for(model: str, folder: Path) -> Path:
-    """A copy of model_repository that names another checkpoint: its absolute path, or a hub id."""
-    named = str(Path(model).resolve()) if Path(model).exists() else model
+    """A copy of model_repository that names another checkpoint: a folder, or a hub id (downloaded here, and once)."""
+    try:
+        named = str(resolve_checkpoint(model).resolve())
+    except ConfigError as error:
+        raise SystemExit(str(error)) from None
     repository = folder / "model_repository"
     shutil.copytree(REPOSITORY, repository)
     for path in repository.glob("*/config.pbtxt"):

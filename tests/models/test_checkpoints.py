@@ -15,8 +15,9 @@ from paged_forward import PagedForward
 from safetensors.torch import load_file, save_file
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
+from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.load import load_model, resolve_checkpoint
+from slipstream.nn.load import load_model
 from slipstream.nn.models.family import LLAMA_NAMES
 from tiny_checkpoints import MAX_POSITIONS, TinyCheckpoint, make_checkpoint, relative_error
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import toy_tokenizers
+from hub_cache import make_hub_cache
 from slipstream.core.config import EngineConfig, ModelConfig, ServingConfig
 from slipstream.core.contract import DETOKENIZE, TOKENIZE
 from slipstream.core.detokenize import context_token_ids, start_detokenizer
@@ -120,16 +121,30 @@ def test_a_batch_dimension_comes_and_goes() -> None:
     assert answers(detokenize.answer(request(tokens, outputs=())), "detokenize")["OUTPUT"] == ((1, 1), ["fox"])
 
 
+LOAD_TASK = (
+    "import sys; from slipstream.core.config import *; from slipstream.runtime.tokenize_tasks import make_task;"
+    "task = make_task(EngineConfig(task='detokenize', model=ModelConfig(tokenizer=sys.argv[1])));"
+    "assert task.outputs; assert not {'torch', 'transformers'} & set(sys.modules)"
+)
+
+
 def test_tasks_load_from_a_folder_without_torch(tmp_path: Path) -> None:
     TOKENIZER.backend.save(str(tmp_path / "tokenizer.json"))
     config = EngineConfig(task="tokenize", model=ModelConfig(tokenizer=str(tmp_path)))
     assert isinstance(make_task(config), TokenizeTask)
-    script = (
-        "import sys; from slipstream.core.config import *; from slipstream.runtime.tokenize_tasks import make_task;"
-        "task = make_task(EngineConfig(task='detokenize', model=ModelConfig(model=sys.argv[1])));"
-        "assert task.outputs; assert not {'torch', 'transformers'} & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", LOAD_TASK, str(tmp_path)], check=True, timeout=60)
+
+
+def test_tasks_load_from_a_hub_id_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    TOKENIZER.backend.save(str(tmp_path / "checkpoint/tokenizer.json"))
+    environment = make_hub_cache(tmp_path / "home", "org/name", tmp_path / "checkpoint")
+    for name, is_there in (("org/name", True), ("org/other", False)):
+        done = subprocess.run(
+            [sys.executable, "-c", LOAD_TASK, name], env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert (done.returncode == 0) is is_there, done.stderr
+    assert "ConfigError: tokenizer='org/other': no such folder, and not to be had from the hub" in done.stderr
 
 
 def test_a_tokenizer_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> None:

@@ -1,16 +1,16 @@
-"""From a ModelConfig to a decoder that is ready to run: find the checkpoint, choose device and dtype, build, load."""
+"""From a ModelConfig to a decoder that is ready to run: choose device and dtype, build, load."""
 
 from __future__ import annotations
 
 import logging
 import time
-from pathlib import Path
 
 import torch
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.attention import ATTENTION_BACKENDS
+from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.placement import Placement
 from slipstream.nn.quant import choose_method, linear_bytes
@@ -18,28 +18,8 @@ from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_DOWNLOADED = ("*.json", "*.safetensors", "tokenizer*", "*.model", "*.txt", "*.jinja")
 
 log = logging.getLogger(__name__)
-
-
-def resolve_checkpoint(model: str) -> Path:
-    """The local folder of a checkpoint path, or of a hub id such as "org/name" (downloaded, or from the hub's cache).
-
-    Raises ConfigError when it is neither a folder nor can be fetched.
-    """
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") != 1:
-        raise ConfigError("model", model, "no such folder; accepted: a checkpoint folder or a hub id like org/name")
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(model, allow_patterns=list(_DOWNLOADED)))
-    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ConfigError("model", model, f"no such folder, and not to be had from the hub: {reason}") from error
 
 
 def resolve_device(device: str) -> torch.device:

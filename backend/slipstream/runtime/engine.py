@@ -24,7 +24,7 @@ from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
-from slipstream.nn.load import resolve_checkpoint
+from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.runtime.intake import Intake
 from slipstream.runtime.memory_plan import free_device_memory, plan_memory, resolve_hardware
@@ -70,7 +70,7 @@ class Engine:
         self.start_up = StartUp()
         checkpoint = resolve_checkpoint(config.model.model)
         self.spec: DecoderSpec = read_spec(checkpoint)
-        self.tokenizer = TextTokenizer.load(config.model.tokenizer or checkpoint)
+        self.tokenizer = TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or str(checkpoint)))
         hardware = resolve_hardware(config, self.spec)
         self.memory_plan = plan_memory(self.spec, config, hardware, free_device_memory(hardware.device))
         for line in str(self.memory_plan).splitlines():

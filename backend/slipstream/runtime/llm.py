@@ -22,7 +22,7 @@ from slipstream.core.errors import CapacityError, RequestError, SlipstreamError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.nn.load import resolve_checkpoint
+from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.output import OutputProcessor
 

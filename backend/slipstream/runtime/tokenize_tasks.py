@@ -17,6 +17,7 @@ from slipstream.core.detokenize import decode_after
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import refuse, tensor_shape, tensor_values
 from slipstream.core.tensor_spec import TaskContract, Use
+from slipstream.nn.checkpoint_path import resolve_tokenizer
 from slipstream.runtime.tokenizer import TextTokenizer
 
 _END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<eos>")
@@ -35,7 +36,7 @@ class Task(Protocol):
 
 def make_task(config: EngineConfig) -> Task:
     """The task of this configuration, its tokenizer loaded. Raises ConfigError when there is none to load."""
-    tokenizer = TextTokenizer.load(config.model.tokenizer or config.model.model)
+    tokenizer = TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or config.model.model))
     return TokenizeTask(config, tokenizer) if config.task == "tokenize" else DetokenizeTask(config, tokenizer)
 
 

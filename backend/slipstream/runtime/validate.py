@@ -105,14 +105,15 @@ def _settings(config: EngineConfig) -> str:
 
 
 def _plan(config: EngineConfig) -> str:
-    from slipstream.nn.load import check_model, resolve_checkpoint
+    from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
+    from slipstream.nn.load import check_model
     from slipstream.nn.spec import read_spec
     from slipstream.runtime.memory_plan import free_device_memory, plan_memory, resolve_hardware
     from slipstream.runtime.tokenizer import TextTokenizer
 
     checkpoint = resolve_checkpoint(config.model.model)
     spec = read_spec(checkpoint)
-    TextTokenizer.load(config.model.tokenizer or checkpoint)
+    TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or str(checkpoint)))
     hardware = resolve_hardware(config, spec)
     if config.model.load_format != "null":
         check_model(config.model, spec, hardware.device, hardware.dtype)
@@ -120,6 +121,8 @@ def _plan(config: EngineConfig) -> str:
 
 
 def _tokenizer(config: EngineConfig) -> str:
+    from slipstream.nn.checkpoint_path import resolve_tokenizer
     from slipstream.runtime.tokenizer import TextTokenizer
 
-    return f"tokenizer of {TextTokenizer.load(config.model.tokenizer or config.model.model).vocab_size} tokens"
+    tokenizer = TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or config.model.model))
+    return f"tokenizer of {tokenizer.vocab_size} tokens"

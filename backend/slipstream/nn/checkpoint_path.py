@@ -1,0 +1,40 @@
+"""Where a checkpoint or a tokenizer lies: a folder that is there, or one of the hub's cache, downloaded when needed.
+
+Any process; no state. Imports no torch: the tokenize and detokenize tasks are small processes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slipstream.core.errors import ConfigError
+
+_TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
+_CHECKPOINT_FILES = (*_TOKENIZER_FILES, "*.safetensors")
+
+
+def resolve_checkpoint(model: str) -> Path:
+    """The local folder of a checkpoint path, or of a hub id such as "org/name" (downloaded, or from the hub's cache).
+
+    Raises ConfigError when it is neither a folder nor can be fetched.
+    """
+    path = Path(model).expanduser()
+    return path if path.is_dir() else _fetch("model", model, _CHECKPOINT_FILES)
+
+
+def resolve_tokenizer(tokenizer: str) -> Path:
+    """The same for what `TextTokenizer.load` reads: a folder or a file; of a hub id without the weights."""
+    path = Path(tokenizer).expanduser()
+    return path if path.exists() else _fetch("tokenizer", tokenizer, _TOKENIZER_FILES)
+
+
+def _fetch(field: str, name: str, files: tuple[str, ...]) -> Path:
+    if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+        raise ConfigError(field, name, "no such folder; accepted: a checkpoint folder or a hub id like org/name")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
+    except (OSError, ValueError, huggingface_hub.errors.HfHubHTTPError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(field, name, f"no such folder, and not to be had from the hub: {reason}") from error
