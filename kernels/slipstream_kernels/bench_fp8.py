@@ -26,6 +26,8 @@ SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))  # qkv, o, g
 NUM_TOKENS = (1, 8, 32, 64, 128, 256, 1024, 8192)
 COLD_BYTES = 400 << 20  # weights that one graph goes through: far more than the 60 MB of L2
 SCHEMES = {"row": Fp8Scheme(), "block": Fp8Scheme(128)}
+# Candidates for the tiles of our own kernel: (output features, warps), blocks in flight, programs aimed at.
+CANDIDATE_TILES, CANDIDATE_STAGES, CANDIDATE_PROGRAMS = ((64, 4), (128, 4), (128, 8)), (4, 5, 6), (132, 264, 528)
 Weight = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -128,7 +130,7 @@ def candidate_rows(part: tuple[int, int] | None) -> Iterator[dict[str, object]]:
     tiles = [
         own.Tile(block_n, num_warps, num_stages, num_programs)
         for (block_n, num_warps), num_stages, num_programs in itertools.product(
-            ((64, 4), (128, 4), (128, 8)), (4, 6), (132, 264, 528)
+            CANDIDATE_TILES, CANDIDATE_STAGES, CANDIDATE_PROGRAMS
         )
     ]
     weights: dict[tuple[int, int, str], list[Weight]] = {}

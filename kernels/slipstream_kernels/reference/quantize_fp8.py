@@ -1,4 +1,7 @@
-"""quantize_fp8 and quantize_fp8_blocks in plain torch."""
+"""quantize_fp8 and quantize_fp8_blocks in plain torch.
+
+Tensors are divided by tensors throughout: with a plain number torch multiplies by a reciprocal, which rounds twice.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,11 @@ def quantize_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
     wide = x.float().view(num_rows, num_groups, size // num_groups)
     if scheme.scale is None:
         amax = wide.abs().amax(-1).clamp(min=SMALLEST_AMAX)
-        scales, inverse = amax / E4M3_MAX, _inverse(amax, E4M3_MAX)
+        limit = torch.full_like(amax, E4M3_MAX)
+        scales, inverse = amax / limit, limit / amax
     else:
         scales = scheme.scale.float().expand(num_rows, 1)
-        inverse = _inverse(scales, 1.0)
+        inverse = torch.ones_like(scales) / scales
     values = (wide * inverse[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
     rows = empty_rows(num_rows, size, scheme, x)
     rows.values[:num_rows] = values.view(num_rows, size)
@@ -32,11 +36,7 @@ def quantize_fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     padded = F.pad(weight.float(), (0, 0, 0, -rows % BLOCK))
     blocks = padded.view(-1, BLOCK, columns // BLOCK, BLOCK)
     amax = blocks.abs().amax((1, 3)).clamp(min=SMALLEST_AMAX)
-    scaled = blocks * _inverse(amax, E4M3_MAX)[:, None, :, None]
+    limit = torch.full_like(amax, E4M3_MAX)
+    scaled = blocks * (limit / amax)[:, None, :, None]
     values = scaled.clamp(-E4M3_MAX, E4M3_MAX).to(E4M3).view(-1, columns)
-    return values[:rows], amax / E4M3_MAX
-
-
-def _inverse(x: torch.Tensor, numerator: float) -> torch.Tensor:
-    """numerator / x rounded once: torch computes `number / tensor` as number * reciprocal, rounded twice."""
-    return torch.full_like(x, numerator) / x
+    return values[:rows], amax / limit
