@@ -91,15 +91,15 @@ def _lengths(shape: Shape) -> torch.Tensor:
     return torch.randint(1, 2 * shape.seq_len, (shape.batch,), generator=generator).int()
 
 
-def _rows(shape: Shape) -> dict[str, torch.Tensor]:
+def _tree_mask(shape: Shape) -> torch.Tensor | None:
     """A tree per request: each row's parent is the row at half its index."""
     if not shape.tree:
-        return {}
+        return None
     masks = [1]
     for row in range(1, shape.query_len):
         masks.append(masks[row // 2 if row > 1 else 0] | 1 << row)
     words = torch.tensor([mask - (1 << 64) if mask >> 63 else mask for mask in masks])
-    return {"tree_mask": words.repeat(shape.batch).cuda()}
+    return words.repeat(shape.batch).cuda()
 
 
 def run(shape: Shape, copy_rate: float) -> Result:
@@ -120,14 +120,14 @@ def run(shape: Shape, copy_rate: float) -> Result:
     ]
     q = torch.randn(shape.batch * shape.query_len, shape.num_q_heads, shape.head_dim, device="cuda").bfloat16()
     starts = torch.arange(0, q.shape[0] + 1, shape.query_len, dtype=torch.int32, device="cuda")
-    tables, lengths, rows, out = tables.cuda(), lengths.cuda(), _rows(shape), torch.empty_like(q)
+    tables, lengths, tree_mask, out = tables.cuda(), lengths.cuda(), _tree_mask(shape), torch.empty_like(q)
 
     def launch_all() -> None:
         for index in range(LAUNCHES):
             keys, key_scale, values, value_scale = caches[index % len(caches)]
             decode_attention(
                 q, keys, values, tables, starts, lengths, max_query_len=shape.query_len, scale=shape.head_dim**-0.5,
-                key_scale=key_scale, value_scale=value_scale, out=out, backend="cuda", **rows,
+                key_scale=key_scale, value_scale=value_scale, out=out, backend="cuda", tree_mask=tree_mask,
             )  # fmt: skip
 
     launch_all()

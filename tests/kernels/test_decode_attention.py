@@ -173,6 +173,17 @@ def test_cuda_odd_batches(hopper, kv) -> None:
         assert_cuda_right(chain_or_tree(case), hopper)
 
 
+@pytest.mark.parametrize("factor", [1e-3, 30.0])
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_cuda_keeps_digits_of_small_and_large_values(hopper, kv, factor) -> None:
+    """Value scales enter the products in fp16: neither 0.001 nor 30 times the usual may cost digits."""
+    case = make_case([1, 4], [600, 33], (8, 2, 128, 64), torch.float16, KV_TYPES[kv], seed=8).to(hopper)
+    scaled = replace(case, options={**case.options, "value_scale": case.options["value_scale"] * factor})
+    out, expected = (attend(scaled, backend).float() / factor for backend in ("cuda", "reference"))
+    rtol, atol = ATTENTION[torch.float16]
+    torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
+
+
 def test_cuda_tree_of_64_rows(hopper) -> None:
     for kv_dtype in KV_TYPES.values():
         case = chain_or_tree(make_case([64, 1, 64], [64, 900, 1500], (8, 2, 128, 64), torch.bfloat16, kv_dtype), seed=3)

@@ -2,8 +2,8 @@
 //
 // The keys of all requests form one line of tiles, cut into equal shares, one per CTA (decode_work.cuh). Each warp of a
 // CTA streams its own tiles through a ring in shared memory (decode_stream.cuh) and multiplies K (as 16 tokens x dims)
-// by q^T (dims x 8 rows), then V^T by the probabilities: with the keys on the 16-row side of the product, the queries of
-// one GQA group fill its 8-wide side, and a lone MHA row costs no more per byte read. Bytes of K and V are the bound;
+// by q^T (dims x 8 rows), then V^T by the probabilities: with the keys on the 16-row side of the product, the queries
+// of one GQA group fill its 8-wide side, and a lone MHA row costs no more per byte. Bytes of K and V are the bound;
 // arithmetic is to hide under them. Row, lane and register maps: kv_format.cuh, decode_softmax.cuh.
 //
 // Built once per SLIPSTREAM_QUERY (__half, __nv_bfloat16), SLIPSTREAM_KV (KvType) and SLIPSTREAM_HEAD_DIM.
@@ -122,7 +122,9 @@ struct Tile {
         state.normaliser[n][e % 2] += scores[n][e];
       }
     }
-    if constexpr (SHAPE::Format::kIsInteger) multiply_rows(scales[16 + i], scales[24 + i], scores);
+    if constexpr (SHAPE::Format::kIsInteger) {
+      multiply_rows(scales[16 + i] * kOperandBoost, scales[24 + i] * kOperandBoost, scores);
+    }
     multiply_values(shared_address(stage) + kTileTokens * SHAPE::kStride, scores, state);
   }
 
@@ -176,7 +178,8 @@ struct Tile {
 };
 
 template <typename SHAPE>
-__global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas) decode_attention_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas)
+    decode_attention_kernel(const __grid_constant__ DecodeParams p) {
   extern __shared__ __align__(16) char memory[];
   uint2* queries = reinterpret_cast<uint2*>(memory + SHAPE::kQueryOffset);
   int* ends = reinterpret_cast<int*>(memory + SHAPE::kEndsOffset);

@@ -25,20 +25,25 @@ MAX_ROWS_WIDE = 16
 MAX_CTAS_PER_SM = 2
 
 
+POINTERS = (
+    "q", "key_cache", "value_cache", "out", "key_scale", "value_scale", "block_tables", "query_start_loc", "seq_lens",
+    "alibi_slopes", "tree_mask", "positions", "partial_out", "partial_state", "arrivals",
+)  # fmt: skip
+STRIDES = ("q_token_stride", "q_head_stride", "table_stride")
+COUNTS = ("num_requests", "num_kv_heads", "group", "block_size_log2", "sliding_window", "num_sms")
+
+
 class DecodeParams(ctypes.Structure):
     """include/decode_params.h, field by field."""
 
-    _fields_ = (
-        [(name, ctypes.c_void_p) for name in (
-            "q", "key_cache", "value_cache", "out", "key_scale", "value_scale", "block_tables", "query_start_loc",
-            "seq_lens", "alibi_slopes", "tree_mask", "positions", "partial_out", "partial_state", "arrivals",
-        )]
-        + [(name, ctypes.c_int64) for name in ("q_token_stride", "q_head_stride", "table_stride")]
-        + [(name, ctypes.c_int32) for name in (
-            "num_requests", "num_kv_heads", "group", "block_size_log2", "sliding_window", "num_sms",
-        )]
-        + [("scale", ctypes.c_float), ("soft_cap", ctypes.c_float), ("rows", ctypes.c_int32)]
-    )  # fmt: skip
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in STRIDES),
+        *((name, ctypes.c_int32) for name in COUNTS),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        ("rows", ctypes.c_int32),
+    ]
 
 
 @dataclass(frozen=True)

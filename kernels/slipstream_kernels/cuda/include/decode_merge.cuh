@@ -54,7 +54,7 @@ struct Merge {
       for (int e = 0; e < 2; ++e) {
         const float sum = sum_over_tokens(state.normaliser[n][e]);
         if constexpr (SHAPE::Format::kIsInteger) {
-          state.operand_sum[n][e] = SHAPE::Format::kOffset * sum_over_tokens(state.operand_sum[n][e]);
+          state.operand_sum[n][e] = SHAPE::Format::kOffset / kOperandBoost * sum_over_tokens(state.operand_sum[n][e]);
         }
         const int row = 8 * n + 2 * (lane % 4) + e;
         if (lane < 4) states[warp * SHAPE::kRows + row] = make_float2(state.maximum[n][e], sum);

@@ -11,9 +11,9 @@ namespace slipstream {
 constexpr float kLog2E = 1.4426950408889634f;
 // A maximum that no score reaches and that still gives exp2(maximum - maximum) = 1, never NaN.
 constexpr float kNoMaximum = -1e30f;
-// The running maximum may lag behind by this much (base 2): probabilities up to 256 are safe in fp16, and most tiles
-// then need neither shuffles nor rescaling.
-constexpr float kMaximumLag = 8.0f;
+// The running maximum may lag behind by this much (base 2): most tiles then need neither shuffles nor rescaling.
+// Probabilities up to 16 are safe in fp16, for integer caches with value scales up to 64.
+constexpr float kMaximumLag = 4.0f;
 
 // What the warp's rows need besides q; row r of the tile is query r / group of the request, head r % group.
 template <int NUM_N>

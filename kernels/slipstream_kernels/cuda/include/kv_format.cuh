@@ -4,9 +4,9 @@
 // operand's rows (tokens x dims), values its columns (dims x tokens). The order of dims within a product is free as
 // long as q (query_dim) and the output (value_dim) follow it, so no byte is moved that need not be.
 // 8- and 4-bit types become fp16: exact for all of them, and Hopper has no conversion from e4m3 to bf16.
-// Integers are not converted but placed: u in the low bits of an fp16 is the subnormal u * 2^-24, which the tensor cores
-// multiply exactly. They are stored with an offset that makes them unsigned; query_factor, value_unit and kOffset undo both
-// on the fp32 results: sum q (u - o) = 2^24 sum q u 2^-24 - o sum q.
+// Integers are not converted but placed: u in the low bits of an fp16 is the subnormal u * 2^-24, which the tensor
+// cores multiply exactly. They are stored with an offset that makes them unsigned; query_factor, value_unit and kOffset
+// undo both on the fp32 results: sum q (u - o) = 2^24 sum q u 2^-24 - o sum q.
 #pragma once
 
 #include "warp_mma.cuh"
@@ -16,6 +16,9 @@ namespace slipstream {
 enum class KvType { k16Bit = 0, kFp8E4m3 = 1, kInt8 = 2, kInt4 = 3 };
 
 constexpr float kSubnormalUnit = 16777216.0f;  // 2^24
+// Probabilities are multiplied by the tokens' value scales before they become fp16; this much more keeps the product
+// of a small scale (values of 0.01) out of fp16's subnormals, where it would lose its digits.
+constexpr float kOperandBoost = 64.0f;
 
 template <KvType KV>
 struct KvFormat;
@@ -26,7 +29,9 @@ struct KvFormat<KvType::k16Bit> {
   static constexpr bool kIsInteger = false;
   static constexpr int kStepsPerPair = 1;  // products of 16 dims that two columns feed
 
-  static __device__ __forceinline__ int query_dim(int step, int j, int b, int e) { return 16 * step + 2 * j + 8 * b + e; }
+  static __device__ __forceinline__ int query_dim(int step, int j, int b, int e) {
+    return 16 * step + 2 * j + 8 * b + e;
+  }
   static __device__ __forceinline__ int value_dim(int step, int i, int h) { return 16 * step + i + 8 * h; }
   static __device__ __forceinline__ void keys(const uint32_t (&r)[4], int, uint32_t (&a)[4]) {
     a[0] = r[0], a[1] = r[1], a[2] = r[2], a[3] = r[3];
@@ -42,7 +47,9 @@ struct KvFormat<KvType::kFp8E4m3> {
   static constexpr bool kIsInteger = false;
   static constexpr int kStepsPerPair = 2;
 
-  static __device__ __forceinline__ int query_dim(int step, int j, int b, int e) { return 16 * step + 4 * j + 2 * b + e; }
+  static __device__ __forceinline__ int query_dim(int step, int j, int b, int e) {
+    return 16 * step + 4 * j + 2 * b + e;
+  }
   static __device__ __forceinline__ int value_dim(int step, int i, int h) { return 16 * step + 2 * i + h; }
   // Four bytes to two pairs of fp16, in order.
   static __device__ __forceinline__ void pairs(uint32_t word, uint32_t& low, uint32_t& high) {
@@ -67,10 +74,12 @@ struct KvFormat<KvType::kInt8> {
   static constexpr int kStepsPerPair = 2;
   static constexpr float kOffset = 128.0f;
 
-  static __device__ __forceinline__ int query_dim(int step, int j, int b, int e) { return 16 * step + 4 * j + b + 2 * e; }
+  static __device__ __forceinline__ int query_dim(int step, int j, int b, int e) {
+    return 16 * step + 4 * j + b + 2 * e;
+  }
   static __device__ __forceinline__ float query_factor(int) { return 1.0f; }
   static __device__ __forceinline__ int value_dim(int step, int i, int h) { return 16 * step + 2 * i + h; }
-  static __device__ __forceinline__ float value_unit(int) { return kSubnormalUnit; }
+  static __device__ __forceinline__ float value_unit(int) { return kSubnormalUnit / kOperandBoost; }
   static __device__ __forceinline__ void bytes(uint32_t word, uint32_t& even, uint32_t& odd) {
     even = (word ^ 0x80808080u) & 0x00ff00ffu;
     odd = ((word >> 8) ^ 0x80808080u) & 0x00ff00ffu;
@@ -101,7 +110,9 @@ struct KvFormat<KvType::kInt4> {
   static __device__ __forceinline__ int value_dim(int step, int i, int h) {
     return 32 * (step / 2) + 4 * i + 2 * (step % 2) + h;
   }
-  static __device__ __forceinline__ float value_unit(int h) { return h == 0 ? kSubnormalUnit : kSubnormalUnit / 16.0f; }
+  static __device__ __forceinline__ float value_unit(int h) {
+    return kSubnormalUnit / kOperandBoost / (h == 0 ? 1.0f : 16.0f);
+  }
   // Nibbles 2 * part and 2 * part + 1 of both 16-bit halves.
   static __device__ __forceinline__ void nibbles(uint32_t word, int part, uint32_t& even, uint32_t& odd) {
     const uint32_t shifted = part == 0 ? word : word >> 8;

@@ -13,8 +13,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Copies BYTES (4, 8 or 16) to shared memory without passing through registers; 16 bytes bypass L1 and bring their whole
-// line of 128 to L2, which made the kernel 2 % faster.
+// Copies BYTES (4, 8 or 16) to shared memory without passing through registers; 16 bytes bypass L1 and bring their
+// whole line of 128 to L2, which made the kernel 2 % faster.
 template <int BYTES>
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from) {
   if constexpr (BYTES == 16) {
@@ -76,18 +76,20 @@ __device__ __forceinline__ uint32_t transpose_8x8(uint32_t unit_pair) {
 }
 
 // d[16x8] += a[16x16] b[16x8], fp32 accumulation.  T: __half or __nv_bfloat16.
+#define SLIPSTREAM_MMA(TYPES)                                                      \
+  asm volatile("mma.sync.aligned.m16n8k16.row.col." TYPES                          \
+               " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"             \
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                     \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (sizeof(T) == 2 && __is_same(T, __half)) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  if constexpr (__is_same(T, __half)) {
+    SLIPSTREAM_MMA("f32.f16.f16.f32");
   } else {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    SLIPSTREAM_MMA("f32.bf16.bf16.f32");
   }
 }
+#undef SLIPSTREAM_MMA
 
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
