@@ -254,7 +254,7 @@ def test_prompt_logprobs_once_for_n(engine: Engine, prompts: list[list[int]]) ->
     ("field", "params"),
     [
         ("logit_bias", SamplingParams(logit_bias=((10**6, 1.0),))),
-        ("stop_token_ids", SamplingParams(stop_token_ids=(-5,))),
+        ("stop_token_ids", SamplingParams(stop_token_ids=(99999,))),
         ("bad_words_ids", SamplingParams(bad_words_ids=((1, 99999),))),
         ("end_id", SamplingParams(end_id=99999)),
     ],

@@ -20,12 +20,13 @@ from slipstream.core.contract_generate import OUTPUTS
 from slipstream.core.errors import RequestError
 from slipstream.core.request import Request, RequestTimes
 from slipstream.core.sampling_params import FIELD_NAMES, Guide, SamplingParams
-from slipstream.core.setting_values import read_text, read_texts, refuse
+from slipstream.core.setting_values import MAX_INT32, read_text, read_texts, refuse
 from slipstream.core.wire_messages import Request as WireRequest
 
 _OUTPUTS = {spec.name: spec for spec in OUTPUTS}
 _NEED_LOGPROBS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
 _DIRECT = frozenset(FIELD_NAMES) - {"guide", "logit_bias"}
+MAX_TIMEOUT_US = 2**63 - 1
 STREAM_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed."  # the vLLM backend's words
 
 
@@ -82,7 +83,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     request = Request(
         token_ids,
         params,
-        priority=settings.get("priority", 0),
+        priority=_integer(settings, "priority", 0, -MAX_INT32 - 1),
         deadline=_deadline(raw, settings),
         handle=raw.handle,
         client_request_id=request_id,
@@ -93,7 +94,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         request,
         request_id=request_id,
         stream=stream,
-        stream_interval=_stream_interval(settings, config),
+        stream_interval=_integer(settings, "stream_interval", config.serving.stream_interval, 1),
         echo_text=echo_text,
         outputs=outputs,
         has_batch_dim=has_batch_dim,
@@ -140,19 +141,17 @@ def _is_echoed(settings: Settings, stream: bool, config: EngineConfig) -> bool:
     return not (stream or by_default)
 
 
-def _stream_interval(settings: Settings, config: EngineConfig) -> int:
-    interval = settings.get("stream_interval", config.serving.stream_interval)
-    if interval < 1:
-        raise refuse("stream_interval", interval, "an integer >= 1")
-    return interval
+def _integer(settings: Settings, name: str, default: int, low: int, high: int = MAX_INT32) -> int:
+    value: int = settings.get(name, default)
+    if not low <= value <= high:
+        raise refuse(name, value, f"an integer from {low} to {high}")
+    return value
 
 
 def _deadline(raw: WireRequest, settings: Settings) -> float | None:
     """The earlier of Triton's request timeout and `timeout_ms`, from arrival, on the monotonic clock."""
-    timeout_ms = settings.get("timeout_ms", 0)
-    if timeout_ms < 0:
-        raise refuse("timeout_ms", timeout_ms, "milliseconds, or 0 for none")
-    timeout_us = settings.get("timeout_us", 0)
+    timeout_ms = _integer(settings, "timeout_ms", 0, 0)
+    timeout_us = _integer(settings, "timeout_us", 0, 0, MAX_TIMEOUT_US)
     timeouts = [seconds for seconds in (raw.timeout_us / 1e6, timeout_us / 1e6, timeout_ms / 1e3) if seconds > 0]
     if not timeouts:
         return None
@@ -193,8 +192,6 @@ def _sampling_params(
         fields["top_p"] = 1.0
         if fields.get("top_k", 0) == 0:
             fields["temperature"] = 0.0
-    if fields.get("end_id", 0) < -1:
-        raise refuse("end_id", fields["end_id"], "a token id, or -1 for none")
     if settings.get("best_of", fields.get("n", 1)) not in (1, fields.get("n", 1)):
         raise refuse("best_of", settings["best_of"], f"n={fields.get('n', 1)}: every sequence made is returned")
     if "logprobs" not in fields and not _NEED_LOGPROBS.isdisjoint(outputs):

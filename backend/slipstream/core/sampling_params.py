@@ -5,12 +5,17 @@ Names and defaults are those of the vLLM and Hugging Face APIs; core/contract.py
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from numbers import Integral, Real
+from typing import Any
 
 from slipstream.core.errors import RequestError
+from slipstream.core.setting_values import MAX_INT32, refuse
 
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
+MAX_BIAS = 100.0  # of one token's logit, either way
+LEAST_TEMPERATURE = 1e-5  # below it logits divided by it overflow fp32, and one token has all the probability anyway
 
 
 @dataclass(frozen=True)
@@ -56,13 +61,12 @@ class SamplingParams:
     guide: Guide | None = field(default=None)
 
     def __post_init__(self) -> None:
-        for check in _CHECKS:
-            name, is_good, accepted = check
+        for name, is_good, accepted in _CHECKS:
             value = getattr(self, name)
-            if isinstance(value, float) and not math.isfinite(value):
-                raise RequestError(name, f"got {value!r}, accepted: a finite number")
             if value is not None and not is_good(value):
-                raise RequestError(name, f"got {value!r}, accepted: {accepted}")
+                raise refuse(name, value, accepted)
+        if self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         if self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"got {self.min_tokens}, accepted: at most max_tokens={self.max_tokens}")
         if self.guide is not None and self.guide.type not in GUIDE_TYPES:
@@ -80,29 +84,59 @@ class SamplingParams:
     @property
     def needs_last_token(self) -> bool:
         """Whether the host must know the last token before the next can be drawn. bad_words must be ids by then."""
-        return self.guide is not None or self.has_penalties or any(len(word) > 1 for word in self.bad_words_ids)
+        return self.guide is not None or any(len(word) > 1 for word in self.bad_words_ids)
 
 
-# (field, predicate, what is accepted): one row per bounded field
-_CHECKS = (
-    ("max_tokens", lambda v: v >= 1, "an integer >= 1"),
-    ("min_tokens", lambda v: v >= 0, "an integer >= 0"),
-    ("temperature", lambda v: 0.0 <= v <= 100.0, "a number from 0 (greedy) to 100"),
-    ("top_k", lambda v: v >= -1, "an integer >= 1, or 0 or -1 for all tokens"),
-    ("top_p", lambda v: 0.0 < v <= 1.0, "a number in (0, 1]"),
-    ("min_p", lambda v: 0.0 <= v <= 1.0, "a number in [0, 1]"),
-    ("repetition_penalty", lambda v: 0.0 < v <= 10.0, "a number in (0, 10]"),
-    ("presence_penalty", lambda v: -2.0 <= v <= 2.0, "a number in [-2, 2]"),
-    ("frequency_penalty", lambda v: -2.0 <= v <= 2.0, "a number in [-2, 2]"),
-    ("seed", lambda v: -(2**63) <= v < 2**64, "a 64-bit integer"),
-    ("n", lambda v: 1 <= v <= 128, "an integer from 1 to 128"),
-    ("logprobs", lambda v: 0 <= v <= 20, "an integer from 0 to 20"),
-    ("prompt_logprobs", lambda v: 0 <= v <= 20, "an integer from 0 to 20"),
-    ("logit_bias", lambda v: all(abs(bias) <= 100.0 for _, bias in v), "biases from -100 to 100"),
+def _is(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _integer(low: int, high: int = MAX_INT32) -> Callable[[Any], bool]:
+    return lambda value: _is(value, Integral) and low <= value <= high
+
+
+def _number(low: float, high: float) -> Callable[[Any], bool]:
+    """Neither NaN nor an infinity passes."""
+    return lambda value: _is(value, Real) and low <= value <= high
+
+
+_is_token_id, _is_bias = _integer(0), _number(-MAX_BIAS, MAX_BIAS)
+_is_share = _number(0.0, 1.0)
+
+
+def _are_words(words: Any) -> bool:
+    return all(word and all(map(_is_token_id, word)) for word in words)
+
+
+_WORDS_IDS = f"non-empty lists of token ids from 0 to {MAX_INT32}"
+
+# (field, predicate, what is accepted): one row per bounded field. What passes fits the type that the engine holds it
+# in: int32 and fp32, seeds 64 bits.
+_CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("max_tokens", _integer(1), f"an integer from 1 to {MAX_INT32}"),
+    ("min_tokens", _integer(0), f"an integer from 0 to {MAX_INT32}"),
+    ("temperature", _number(0.0, 100.0), "a number from 0 (greedy) to 100"),
+    ("top_k", _integer(-1), f"an integer from 1 to {MAX_INT32}, or 0 or -1 for all tokens"),
+    ("top_p", lambda v: _is_share(v) and v > 0.0, "a number in (0, 1]"),
+    ("min_p", _is_share, "a number in [0, 1]"),
+    ("repetition_penalty", _number(0.01, 10.0), "a number from 0.01 to 10"),
+    ("presence_penalty", _number(-2.0, 2.0), "a number in [-2, 2]"),
+    ("frequency_penalty", _number(-2.0, 2.0), "a number in [-2, 2]"),
+    ("seed", _integer(-(2**63), 2**64 - 1), "a 64-bit integer"),
+    ("n", _integer(1, 128), "an integer from 1 to 128"),
+    ("end_id", _integer(-1), f"a token id from 0 to {MAX_INT32}, or -1 for none"),
+    ("logprobs", _integer(0, 20), "an integer from 0 to 20"),
+    ("prompt_logprobs", _integer(0, 20), "an integer from 0 to 20"),
+    (
+        "logit_bias",
+        lambda v: all(_is_token_id(token_id) and _is_bias(bias) for token_id, bias in v),
+        f"biases from -100 to 100 of token ids from 0 to {MAX_INT32}",
+    ),
     ("stop", lambda v: all(v), "non-empty strings"),
     ("bad_words", lambda v: all(v), "non-empty strings"),
-    ("bad_words_ids", lambda v: all(v), "non-empty lists of token ids"),
-    ("stop_words_ids", lambda v: all(v), "non-empty lists of token ids"),
+    ("stop_token_ids", lambda v: all(map(_is_token_id, v)), f"token ids from 0 to {MAX_INT32}"),
+    ("bad_words_ids", _are_words, _WORDS_IDS),
+    ("stop_words_ids", _are_words, _WORDS_IDS),
 )
 
 FIELD_NAMES = tuple(f.name for f in fields(SamplingParams))

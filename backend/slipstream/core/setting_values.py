@@ -28,12 +28,16 @@ _STRUCT_CODES = {
     DataType.FP32: "f",
     DataType.FP64: "d",
 }
+MAX_INT32 = 2**31 - 1  # what a TYPE_INT32 tensor holds, and the kernels' parameters
 _TRUE, _FALSE = ("true", "1"), ("false", "0")
 
 
 def shown(value: object) -> str:
     """A value as error messages show it: a long one cut."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integer of more than 4300 digits
+        return "a number of thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -173,7 +177,7 @@ def read_ids(name: str, value: object) -> tuple[int, ...]:
     value = parse_json(name, value, "a list of token ids") if isinstance(value, str) else value
     if isinstance(value, Sequence):
         ids = tuple(read_int(name, entry) for entry in value)
-        if all(token_id >= 0 for token_id in ids):
+        if all(0 <= token_id <= MAX_INT32 for token_id in ids):
             return ids
     raise refuse(name, value, "a list of token ids")
 
@@ -198,7 +202,7 @@ def read_words_ids(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     if len(flat) % 2 or any(not start < end <= half for start, end in zip(starts, offsets)):
         raise refuse(name, value, accepted)
     words = tuple(tuple(ids[start:end]) for start, end in zip(starts, offsets))
-    if any(token_id < 0 for word in words for token_id in word):
+    if any(not 0 <= token_id <= MAX_INT32 for word in words for token_id in word):
         raise refuse(name, value, accepted)
     return words
 

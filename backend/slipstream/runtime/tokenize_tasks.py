@@ -15,6 +15,7 @@ from slipstream.core.client_settings import check_neutral, unknown
 from slipstream.core.config import EngineConfig
 from slipstream.core.detokenize import decode_after
 from slipstream.core.errors import RequestError
+from slipstream.core.sampling_params import MAX_BIAS
 from slipstream.core.setting_values import refuse, tensor_shape, tensor_values
 from slipstream.core.tensor_spec import TaskContract, Use
 from slipstream.nn.checkpoint_path import resolve_tokenizer
@@ -82,6 +83,9 @@ class TokenizeTask:
     def _bias(self, words: Sequence[str], weights: Sequence[float]) -> Encoded:
         if len(words) != len(weights):
             raise refuse("EMBEDDING_BIAS_WEIGHTS", list(weights), f"one number per word, {len(words)} in all")
+        for weight in weights:
+            if not abs(weight) <= MAX_BIAS:  # nor NaN
+                raise refuse("EMBEDDING_BIAS_WEIGHTS", weight, f"numbers from -{MAX_BIAS} to {MAX_BIAS}")
         bias = [0.0] * (self._tokenizer.vocab_size if words else 0)
         for word, weight in zip(words, weights):
             for token_id in self._tokenizer.encode(word, False):
@@ -106,6 +110,8 @@ class DetokenizeTask:
         context, num_characters = given.get("context", []), given.get("text_length")
         if len(rows) != 1 and (context or num_characters is not None):
             raise RequestError("CONTEXT_TOKENS", f"given for {len(rows)} rows, accepted: one row of TOKENS_BATCH")
+        if num_characters is not None and num_characters < 0:
+            raise refuse("TEXT_LENGTH", num_characters, "a number of characters >= 0")
         is_skipping = given.get("skip_special_tokens", self._config.serving.skip_special_tokens)
         texts = [decode_after(self._tokenizer, context, row, is_skipping, num_characters) for row in rows]
         data = wire.bytes_tensor(text.encode("utf-8") for text in texts)
