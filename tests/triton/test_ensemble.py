@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,42 @@ def test_optional_inputs_given_and_absent(llm_server: LlmServer, greedy: Callabl
     }
     answer = ensemble(llm_server, {"text_input": PROMPT, "stream": True, "max_tokens": 24, **given})
     assert answer.text == greedy(PROMPT)
+
+
+def test_the_openai_frontend_of_triton_is_served(llm_server: LlmServer, greedy: Callable[..., str]) -> None:
+    """Exactly the tensors of its TensorRT-LLM format; it sums num_output_tokens up over a stream."""
+    word = greedy(PROMPT)[8:12]
+    always = {"text_input": PROMPT, "max_tokens": 24, "return_num_input_tokens": True, "return_num_output_tokens": True}
+    if_set = {
+        "stop_words": [word, "zzzz"],
+        "top_p": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "temperature": 0.0,
+        "seed": np.array([7], np.uint64),
+        "exclude_input_in_output": True,
+    }
+    num_prompt_tokens = grpc_infer(llm_server.grpc_url, "preprocessing", {"QUERY": PROMPT}).last("REQUEST_INPUT_LEN")
+    for optional, text in (({"temperature": 0.0}, greedy(PROMPT)), (if_set, greedy(PROMPT).partition(word)[0])):
+        for stream in (True, False):
+            inputs = {**always, **optional, "stream": stream, "exclude_input_in_output": True}
+            answer = ensemble(llm_server, inputs)
+            assert answer.text == text
+            assert all(response["text_output"].size == 1 for response in answer.responses)
+            assert set(answer.all("num_input_tokens")) == {num_prompt_tokens}
+            num_tokens = int(sum(answer.all("num_output_tokens")))
+            assert num_tokens == 24 if optional is not if_set else 0 < num_tokens < 24
+            assert answer.responses[0]["num_output_tokens"].dtype == np.uint32
+
+
+def test_the_openai_frontend_asks_for_a_tool_call(llm_server: LlmServer) -> None:
+    schema = (
+        '{"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": false}'
+    )
+    guide = {"guided_decoding_guide_type": "json_schema", "guided_decoding_guide": schema}
+    counted = {"return_num_input_tokens": True, "return_num_output_tokens": True}
+    answer = ensemble(llm_server, {"text_input": PROMPT, "stream": True, **GREEDY, **counted, **guide})
+    assert json.loads(answer.text)["a"] in (1, 2)
 
 
 def test_stop_words(llm_server: LlmServer, greedy: Callable[..., str]) -> None:
