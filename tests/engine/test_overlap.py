@@ -89,7 +89,7 @@ def test_a_step_is_launched_before_the_last_is_read(tiny_llama: Path) -> None:
 
 def test_what_needs_its_last_token_waits_alone(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, scheduler=OVERLAPPED)
-    (waiting,) = engine.submit(Request([5, 6, 7], replace(GREEDY, repetition_penalty=1.2)))
+    (waiting,) = engine.submit(Request([5, 6, 7], replace(GREEDY, bad_words_ids=((4, 5),))))
     (ahead,) = engine.submit(Request([8, 9], GREEDY))
     run_steps(engine, {}, 9)
     assert ahead.num_output_tokens == 8 and waiting.num_output_tokens in (4, 5)

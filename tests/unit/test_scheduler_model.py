@@ -100,7 +100,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         seed=st.integers(0, 1),
         num_siblings=st.sampled_from([1, 1, 1, 2, 3]),
-        penalty=st.sampled_from([1.0, 1.0, 1.5]),  # the fake model ignores it; the scheduler may not run ahead
+        bad_words=st.sampled_from([(), (), ((1, 2),)]),  # the fake model ignores them; the scheduler may not run ahead
     )
     def add(
         self,
@@ -111,11 +111,9 @@ class SchedulerWalk(RuleBasedStateMachine):
         priority: int,
         seed: int,
         num_siblings: int,
-        penalty: float,
+        bad_words: tuple[tuple[int, ...], ...],
     ) -> None:
-        params = SamplingParams(
-            max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), repetition_penalty=penalty
-        )
+        params = SamplingParams(max_tokens=max_tokens, min_tokens=min(min_tokens, max_tokens), bad_words_ids=bad_words)
         self.add_group(
             [
                 Request(prompt, params, seed + index, priority, eos_token_ids=frozenset(range(num_eos)))

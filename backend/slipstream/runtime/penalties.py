@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.core.request import Request
+from slipstream.runtime.batch import SampledTokens
+from slipstream.runtime.host_copy import to_device
 
 
 @dataclass(slots=True)
@@ -26,20 +28,35 @@ class TokenHistory:
         self._rows: dict[int, _Row] = {}
         self._free: list[int] = []
 
-    def update(self, requests: list[Request]) -> torch.Tensor:
-        """[len(requests), longest] int32: prompt and output of each request; what follows them is of no meaning."""
+    def update(self, requests: list[Request], sampled: SampledTokens | None = None) -> tuple[torch.Tensor, list[int]]:
+        """[len(requests), longest] int32: prompt and output of each request, and how many tokens each has; what follows
+        them is of no meaning. sampled: of the step before, for those that are not known to the host yet."""
         rows = [self._row(request, requests) for request in requests]
-        places: list[tuple[int, int, int]] = []
+        known: list[tuple[int, int, int]] = []
+        pending: list[tuple[int, int, int]] = []
         for request, row in zip(requests, rows):
-            start = row.num_tokens
-            places += [(row.index, start + i, token_id) for i, token_id in enumerate(request.token_ids[start:])]
-            row.num_tokens = request.num_tokens
-        device = self._table.device
-        if places:
-            columns = torch.tensor(places).T.contiguous().to(device, non_blocking=True)
-            self._table.index_put_((columns[0], columns[1]), columns[2].int())
-        order = torch.tensor([row.index for row in rows]).to(device, non_blocking=True)
-        return self._table[order, : max(row.num_tokens for row in rows)]
+            start, end = row.num_tokens, request.num_tokens
+            known += [(row.index, start + i, token_id) for i, token_id in enumerate(request.token_ids[start:])]
+            row.num_tokens = request.num_prompt_tokens + request.num_drawn_tokens - 1  # but the one about to be drawn
+            if row.num_tokens > end:
+                assert sampled is not None, "a token that is not known, and no step that samples it"
+                pending.append((row.index, end, sampled.rows[request.request_id]))
+        if known:
+            self._put(*self._columns(known))
+        if pending:
+            assert sampled is not None
+            row_of, column_of, place = self._columns(pending)
+            self._put(row_of, column_of, sampled.token_ids[place])
+        order = to_device([row.index for row in rows], torch.int64, self._table.device)
+        num_tokens = [row.num_tokens for row in rows]
+        return self._table[order, : max(num_tokens)], num_tokens
+
+    def _columns(self, places: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
+        flat = [number for column in zip(*places) for number in column]
+        return tuple(to_device(flat, torch.int64, self._table.device).view(3, -1))
+
+    def _put(self, rows: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:
+        self._table.index_put_((rows, columns), token_ids.int())
 
     def _row(self, request: Request, keep: list[Request]) -> _Row:
         row = self._rows.get(request.request_id)

@@ -157,7 +157,7 @@ class ModelRunner:
                 last = [index for index, row in enumerate(step.requests) if row.samples]
                 rows = to_device(last, torch.int64, self._device)
             hidden, positions = hidden[rows], positions[rows]
-        tokens = self._sampler.sample(requests, self._model.lm_head(hidden), positions)
+        tokens = self._sampler.sample(requests, self._model.lm_head(hidden), positions, self._sampled)
         rows_of_ids = {request.request_id: row for row, request in enumerate(requests)}
         self._sampled = SampledTokens(rows_of_ids, tokens.token_ids)
         places = iter(range(len(requests)))

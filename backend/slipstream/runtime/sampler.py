@@ -16,6 +16,7 @@ from slipstream_kernels import ops
 
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.request import Request
+from slipstream.runtime.batch import SampledTokens
 from slipstream.runtime.guided import GuideMasks
 from slipstream.runtime.host_copy import HostCopy, to_device
 from slipstream.runtime.logit_edits import SparseEdits, add_edits, has_sparse_edits
@@ -103,9 +104,16 @@ class Sampler:
         self._masks = GuideMasks(vocab_size, device)
         self._composition: _Composition | None = None
 
-    def sample(self, requests: list[Request], logits: torch.Tensor, positions: torch.Tensor) -> PendingTokens:
+    def sample(
+        self,
+        requests: list[Request],
+        logits: torch.Tensor,
+        positions: torch.Tensor,
+        previous: SampledTokens | None = None,
+    ) -> PendingTokens:
         """Draw one token per request. logits: [len(requests), vocab] in the model's dtype, perhaps changed in place.
 
+        previous: the tokens of the step before, if the host may not know them yet.
         positions: [len(requests)] int64, of the last computed token of each. Log-probabilities are of the unchanged
         logits.
         """
@@ -114,7 +122,7 @@ class Sampler:
             return PendingTokens(logits.argmax(dim=-1), [], (), [])
         logits = logits.float()
         original = logits[rows.logprob_rows] if rows.with_logprobs else None  # a copy: taken before the edits
-        failures = self._edit(requests, logits, rows)
+        failures = self._edit(requests, logits, rows, previous)
         token_ids = logits.argmax(dim=-1) if rows.is_greedy else ops.sample(logits, *rows.draws, positions + 1)
         logprobs: tuple[torch.Tensor, ...] = ()
         if original is not None:
@@ -166,17 +174,19 @@ class Sampler:
             frequency=self._floats([p.frequency_penalty for p in params]),
         )
 
-    def _edit(self, requests: list[Request], logits: torch.Tensor, rows: _Composition) -> list[tuple[Request, str]]:
+    def _edit(
+        self, requests: list[Request], logits: torch.Tensor, rows: _Composition, previous: SampledTokens | None
+    ) -> list[tuple[Request, str]]:
         """Penalties, then biases and bans, then guides, each on its rows only, in place. Returns who failed and why."""
         if rows.penalised:
             penalised = [requests[row] for row in rows.penalised]
-            num_tokens = self._ints([request.num_tokens for request in penalised], torch.int32)
+            history, num_tokens = self._history.update(penalised, previous)
             part = logits[rows.penalised_rows]  # a copy
             ops.apply_penalties(
                 part,
-                self._history.update(penalised),
+                history,
                 rows.penalties.prompt_lens,
-                num_tokens,
+                self._ints(num_tokens, torch.int32),
                 repetition=rows.penalties.repetition,
                 presence=rows.penalties.presence,
                 frequency=rows.penalties.frequency,
