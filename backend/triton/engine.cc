@@ -28,6 +28,16 @@ void EngineDirectory::cancel(uint64_t handle) {
   }
 }
 
+// The engine is gone.  what() is for the log and for whoever loads the model, for_clients for everybody else.
+class EngineEnded : public BackendError {
+ public:
+  EngineEnded(const std::string& message, const std::string& for_clients)
+      : BackendError(TRITONSERVER_ERROR_INTERNAL, message), for_clients(for_clients) {}
+  explicit EngineEnded(const ProcessEnd& end)
+      : EngineEnded("the engine process " + end.for_operator(), end.for_clients()) {}
+  const std::string for_clients;
+};
+
 Engine::Engine(EngineSetup setup, Services& services)
     : setup_(std::move(setup)),
       services_(services),
@@ -72,7 +82,7 @@ bool Engine::is_up() {
 
 std::string Engine::why_down() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return "the engine of model '" + setup_.model_name + "' died and is being restarted: " + end_reason_;
+  return "the engine of model '" + setup_.model_name + "' " + end_for_clients_ + "; it is being restarted";
 }
 
 bool Engine::submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std::string_view frame) {
@@ -116,10 +126,12 @@ void Engine::supervise() {
     try {
       run_engine();
       return;  // stopped in good order
+    } catch (const EngineEnded& error) {
+      engine_ended(error, error.for_clients);
     } catch (const BackendError& error) {
-      engine_ended(error);
+      engine_ended(error, "could not be started");
     } catch (const std::exception& error) {
-      engine_ended(BackendError(TRITONSERVER_ERROR_INTERNAL, error.what()));
+      engine_ended(BackendError(TRITONSERVER_ERROR_INTERNAL, error.what()), "could not be started");
     }
     if (!was_ever_up_ || !wait_for_restart()) return;
   }
@@ -135,7 +147,7 @@ void Engine::run_engine() {
     return !stop_ && !process.has_exited();
   });
   if (fd < 0 && stop_) return;
-  if (fd < 0) throw BackendError(TRITONSERVER_ERROR_INTERNAL, "the engine process " + process.describe_end());
+  if (fd < 0) throw EngineEnded(process.describe_end());
   listener.reset();  // the socket goes with its directory: no stranger can connect, and a killed server leaves nothing
   current_link_ = std::make_shared<EngineLink>(fd);
   FrameWriter writer;
@@ -161,13 +173,12 @@ void Engine::serve(EngineProcess& process, EngineLink& link) {
     }
   } catch (const ProtocolError& error) {
     process.kill();
-    throw BackendError(
-        TRITONSERVER_ERROR_INTERNAL,
-        std::string("the engine sent an invalid frame (") + error.what() + ") and was killed");
+    const std::string how = std::string("sent an invalid frame (") + error.what() + ") and was killed";
+    throw EngineEnded("the engine " + how, how);
   }
   if (stop_) return stop_process(process);
   process.wait_exit(kExitGraceMs);
-  throw BackendError(TRITONSERVER_ERROR_INTERNAL, "the engine process " + process.describe_end());
+  throw EngineEnded(process.describe_end());
 }
 
 // A server that was told to end waits for its loads: one that takes minutes must not outlast the exit time-out.
@@ -226,12 +237,13 @@ void Engine::on_ready(std::string_view payload) {
   log_info("the engine of model '" + setup_.model_name + "' is up");
 }
 
-void Engine::engine_ended(const BackendError& reason) {
+void Engine::engine_ended(const BackendError& reason, const std::string& for_clients) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     link_ = nullptr;
     end_code_ = reason.code;
     end_reason_ = reason.what();
+    end_for_clients_ = for_clients;
     state_ = was_ever_up_ ? State::kDown : State::kFailed;
   }
   current_link_ = nullptr;

@@ -68,7 +68,7 @@ class Engine {
   void wait_until_ready();
 
   bool is_up();
-  // Why requests cannot be taken now; for error messages.
+  // Why requests cannot be taken now; for error messages to clients.
   std::string why_down();
 
   // Hand a request over: its frame goes to the engine, its factory to the live requests.  False, and nothing is taken,
@@ -90,7 +90,7 @@ class Engine {
   void on_frame(FrameType type, std::string_view payload);
   void on_responses(std::string_view payload);
   void on_ready(std::string_view payload);
-  void engine_ended(const BackendError& reason);
+  void engine_ended(const BackendError& reason, const std::string& for_clients);
   bool wait_for_restart();
   void watch_cancellations();
   void send_cancel(uint64_t handle);
@@ -104,7 +104,7 @@ class Engine {
   std::condition_variable changed_;
   State state_ = State::kStarting;
   TRITONSERVER_Error_Code end_code_ = TRITONSERVER_ERROR_INTERNAL;
-  std::string end_reason_;
+  std::string end_reason_, end_for_clients_;
   std::shared_ptr<EngineLink> link_;  // only while up
   Clock::time_point drain_deadline_{};
 

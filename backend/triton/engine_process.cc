@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <regex>
 #include <system_error>
 
 #include "status.h"
@@ -19,6 +20,7 @@ namespace {
 
 constexpr size_t kKeptLines = 20;
 constexpr size_t kMaxLineBytes = 4096;
+constexpr size_t kMaxClientLineBytes = 300;
 
 void close_all_above_stderr() {
 #ifdef SYS_close_range
@@ -47,7 +49,21 @@ void close_all_above_stderr() {
   _exit(127);
 }
 
+// What a client may see of a line: it must not learn where things lie on the server's disk.
+std::string without_paths(const std::string& line) {
+  static const std::regex kFolders(R"((^|[\s"'(\[=:,])~?/(?:[^\s"'/]*/)*)");
+  return std::regex_replace(line.substr(0, kMaxClientLineBytes), kFolders, "$1");
+}
+
 }  // namespace
+
+std::string ProcessEnd::for_clients() const {
+  return last_error.empty() ? how : how + " (its last error: " + last_error + ")";
+}
+
+std::string ProcessEnd::for_operator() const {
+  return last_lines.empty() ? how : how + "; its last lines:" + last_lines;
+}
 
 EngineProcess::EngineProcess(const std::vector<std::string>& argv, std::string log_prefix)
     : log_prefix_(std::move(log_prefix)) {
@@ -100,24 +116,24 @@ void EngineProcess::kill() {
   exited_ = true;
 }
 
-std::string EngineProcess::describe_end() {
+ProcessEnd EngineProcess::describe_end() {
   const bool has_ended_itself = has_exited();
   kill();  // its workers too, else they keep the pipe open
-  std::string text;
+  ProcessEnd end;
   if (!has_ended_itself) {
-    text = "closed its connection and was killed";
+    end.how = "closed its connection and was killed";
   } else if (WIFSIGNALED(wait_status_)) {
     const int number = WTERMSIG(wait_status_);
-    text = "was killed by signal " + std::to_string(number) + " (" + strsignal(number) + ")";
+    end.how = "was killed by signal " + std::to_string(number) + " (" + strsignal(number) + ")";
   } else {
-    text = "exited with status " + std::to_string(WEXITSTATUS(wait_status_));
+    end.how = "exited with status " + std::to_string(WEXITSTATUS(wait_status_));
   }
   stop_forwarding_ = true;
   while (!forwarded_all_) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   std::lock_guard<std::mutex> lock(lines_mutex_);
-  if (!last_lines_.empty()) text += "; its last lines:";
-  for (const std::string& line : last_lines_) text += "\n  " + line;
-  return text;
+  for (const std::string& line : last_lines_) end.last_lines += "\n  " + line;
+  end.last_error = without_paths(last_error_);
+  return end;
 }
 
 // Own thread: cut the pipe into lines until the writers are gone, or until told to stop and nothing is left.
@@ -149,6 +165,7 @@ void EngineProcess::forward_line(const std::string& line) {
     std::lock_guard<std::mutex> lock(lines_mutex_);
     last_lines_.push_back(line);
     if (last_lines_.size() > kKeptLines) last_lines_.pop_front();
+    if (line.size() > 2 && line.compare(0, 2, "E ") == 0 && line[2] != ' ') last_error_ = line.substr(2);
   }
   TRITONSERVER_LogLevel level = TRITONSERVER_LOG_INFO;
   std::string text = line;

@@ -15,6 +15,16 @@
 
 namespace slipstream {
 
+// How a process ended, in the words for an error message.
+struct ProcessEnd {
+  std::string how;         // "was killed by signal 9 (Killed)" or "exited with status 1"
+  std::string last_error;  // its last line of level E, in a form that clients may see: short, paths cut off; may be empty
+  std::string last_lines;  // the end of its output, one line each, for those who run the server
+
+  std::string for_clients() const;
+  std::string for_operator() const;
+};
+
 class EngineProcess {
  public:
   // Runs argv[0] with argv.  log_prefix begins each forwarded line.  Throws std::system_error when it cannot fork.
@@ -28,9 +38,8 @@ class EngineProcess {
   void terminate() { signal_group(15); }
   void kill();
 
-  // "was killed by signal 9 (Killed)" or "exited with status 1", and the last lines that it printed.  Kills what is
-  // left of it first.
-  std::string describe_end();
+  // Kills what is left of it first.
+  ProcessEnd describe_end();
 
  private:
   void signal_group(int signal_number);
@@ -43,6 +52,7 @@ class EngineProcess {
   int wait_status_ = 0;
   std::mutex lines_mutex_;
   std::deque<std::string> last_lines_;
+  std::string last_error_;
   std::atomic<bool> stop_forwarding_{false};
   std::atomic<bool> forwarded_all_{false};
   std::thread forwarder_;

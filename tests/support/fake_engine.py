@@ -165,7 +165,7 @@ class FakeEngine:
         self.connection.sendall(wire.encode_metrics([(0, [float(one.num_sent)]), (1, [len(self.running)])]))
         self.connection.sendall(wire.encode_metrics([(3, [0.05, 0.5])]))
         if one.then == "crash":
-            print("E about to crash", file=sys.stderr, flush=True)
+            print("E about to crash near /srv/models/weights.bin\nI a table of the memory", file=sys.stderr, flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
         elif one.then == "exit":
             raise SystemExit(7)
