@@ -43,7 +43,7 @@ Engine::Engine(EngineSetup setup, Services& services)
       services_(services),
       metrics_(std::make_shared<ModelMetrics>(services.metrics, setup_.model_name, setup_.model_version)),
       live_(services.pacer) {
-  metrics_->engine_is_up(false);
+  metrics_->engine_is_down();
   supervisor_ = std::thread([this] { supervise(); });
   watcher_ = std::thread([this] { watch_cancellations(); });
   services_.engines.add(this);
@@ -225,7 +225,7 @@ void Engine::on_ready(std::string_view payload) {
   ReadyFrame ready = decode_ready(payload);
   outputs_ = std::move(ready.outputs);
   metrics_->declare(ready.metrics);
-  metrics_->engine_is_up(true);
+  metrics_->engine_is_up();
   was_ever_up_ = true;
   up_since_ = Clock::now();
   {
@@ -247,7 +247,7 @@ void Engine::engine_ended(const BackendError& reason, const std::string& for_cli
     state_ = was_ever_up_ ? State::kDown : State::kFailed;
   }
   current_link_ = nullptr;
-  metrics_->engine_is_up(false);
+  metrics_->engine_is_down();
   changed_.notify_all();
   if (!was_ever_up_) return;  // the load fails and says why
   metrics_->engine_restarts();

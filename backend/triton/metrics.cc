@@ -132,6 +132,13 @@ ModelMetrics::ModelMetrics(MetricRegistry& registry, const std::string& model, u
       labels_);
 }
 
+void ModelMetrics::engine_is_down() {
+  up_->record(0);
+  for (const std::shared_ptr<Metric>& metric : declared_) {
+    if (metric->is_gauge()) metric->record(0);
+  }
+}
+
 void ModelMetrics::declare(const std::vector<MetricSpec>& specs) {
   std::vector<std::shared_ptr<Metric>> declared;
   for (const MetricSpec& spec : specs) declared.push_back(registry_.acquire(spec, labels_));

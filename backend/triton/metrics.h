@@ -27,6 +27,7 @@ class Metric {
 
   // Counter: add; gauge: set; histogram: observe.
   void record(double value);
+  bool is_gauge() const { return kind_ == MetricKind::kGauge; }
 
  private:
   TRITONSERVER_Metric* const metric_;
@@ -54,7 +55,9 @@ class ModelMetrics {
  public:
   ModelMetrics(MetricRegistry& registry, const std::string& model, uint64_t version);
 
-  void engine_is_up(bool is_up) { up_->record(is_up ? 1 : 0); }
+  void engine_is_up() { up_->record(1); }
+  // Nothing runs and nothing waits any more: gauges go to 0, counters and histograms stay.
+  void engine_is_down();
   void engine_restarts() { restarts_->record(1); }
 
   // Metrics declared again by a restarted engine continue.

@@ -18,6 +18,7 @@ from triton_server import TritonServer
 
 RESTARTS = 'slipstream_engine_restarts_total{model="llm",version="1"}'
 UP = 'slipstream_engine_up{model="llm",version="1"}'
+RUNNING = 'slipstream_fake_running{model="llm",state="running",version="1"}'
 
 
 def engine_pid(server: TritonServer) -> int:
@@ -93,6 +94,17 @@ def test_every_stream_is_answered_when_the_engine_fails(healthy: TritonServer, f
     samples = healthy.metrics()
     assert samples[UP] == 0 and samples[RESTARTS] == before + 1
     assert healthy.is_model_ready("llm")  # server 2.51 in this control mode cannot say otherwise: see the README there
+
+
+def test_gauges_do_not_stay_frozen_while_the_engine_is_down(healthy: TritonServer) -> None:
+    with GrpcStream(healthy.grpc_url) as stream:
+        stream.send("llm", {"tokens": 100000})
+        stream.wait(num_texts=1)
+        stream.send("llm", {"tokens": 1})  # at its end the engine reports the other one as running
+        healthy.wait_until(lambda: healthy.metrics()[RUNNING] == 1, 2, "a running request")
+        os.kill(engine_pid(healthy), signal.SIGKILL)
+        healthy.wait_until(lambda: healthy.metrics()[UP] == 0, 2, "the engine's end to be noticed")
+        assert healthy.metrics()[RUNNING] == 0
 
 
 def test_the_client_learns_how_the_engine_died(healthy: TritonServer) -> None:
