@@ -31,9 +31,9 @@ class PrefillTile:
 
 # By padded head_dim.  Measured on an H200, causal 8192: docs/LOG.md, 2026-11-21.
 TILES = {
-    64: PrefillTile(128, 64, 8, 2, 128),
-    128: PrefillTile(128, 64, 8, 2, 128),
-    256: PrefillTile(64, 32, 4, 2),
+    64: PrefillTile(128, 64, 8, 3, 128),
+    128: PrefillTile(128, 64, 8, 3, 128),
+    256: PrefillTile(128, 64, 8, 2),
 }
 FLOAT32_TILE = PrefillTile(64, 32, 4, 2)
 
