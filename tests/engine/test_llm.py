@@ -142,3 +142,10 @@ def test_null_runner_needs_no_weights(tiny_llama: Path, tmp_path: Path) -> None:
     for completion in completions:
         assert len(set(completion.token_ids)) == 1 and len(completion.token_ids) == 200
         assert completion.text.strip() and completion.text == llm.engine.tokenizer.decode(completion.token_ids)
+
+
+def test_a_prompt_that_is_empty_or_cannot_fit_is_refused_as_by_the_server(llm: LLM) -> None:
+    for prompt, words in (("", "the prompt is empty"), ("a" * 10**6, "1000000 bytes"), ([], "no tokens")):
+        with pytest.raises(RequestError, match=f"^prompt: .*{words}"):
+            llm.generate([prompt])
+    assert not llm.engine.has_work

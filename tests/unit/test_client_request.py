@@ -10,7 +10,7 @@ import pytest
 import toy_tokenizers
 from slipstream.core import wire
 from slipstream.core.client_request import STREAM_ECHO, ClientRequest, parse_request
-from slipstream.core.config import EngineConfig, ServingConfig
+from slipstream.core.config import EngineConfig, ModelConfig, ServingConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.runtime.tokenizer import TextTokenizer
@@ -131,6 +131,29 @@ def test_text_that_is_not_utf8_is_the_clients_fault_wherever_it_stands() -> None
         with pytest.raises(RequestError) as refused:
             params(sampling(**fields))
         assert wire.error_response(7, wire.ErrorCode.INVALID_ARG, str(refused.value))
+
+
+@pytest.mark.parametrize("char", ["a", "\u4f60"])
+def test_a_text_that_cannot_fit_is_refused_before_it_is_encoded(char: str) -> None:
+    """Encoding 40 MB takes a minute, of the thread that reads all requests."""
+
+    class Untouched(TextTokenizer):
+        num_encoded = 0
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            self.num_encoded += 1
+            return super().encode(text, add_special_tokens)
+
+    tokenizer = Untouched(toy_tokenizers.sentencepiece())
+    config = EngineConfig(model=ModelConfig(max_model_len=64))
+    limit = 64 * tokenizer.max_token_bytes
+    fitting = char * (limit // len(char.encode()))
+    assert parse_request(request(tensor("text_input", fitting)), config, tokenizer).request is not None
+    assert tokenizer.num_encoded == 1
+    numbers = f"{len((fitting + char).encode())} bytes, accepted: at most {limit} .max_model_len=64 tokens"
+    with pytest.raises(RequestError, match=f"^text_input: the prompt has {numbers}"):
+        parse_request(request(tensor("text_input", fitting + char)), config, tokenizer)
+    assert tokenizer.num_encoded == 1
 
 
 def test_prompt_as_text_or_ids_but_one_of_them() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -152,3 +153,15 @@ def test_a_tokenizer_that_cannot_be_read_is_a_config_error(tmp_path: Path) -> No
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(ConfigError, match=r"^tokenizer="):
             TextTokenizer.load(path)
+
+
+def test_a_query_that_cannot_fit_is_refused_before_it_is_encoded(tmp_path: Path) -> None:
+    TOKENIZER.backend.save(str(tmp_path / "tokenizer.json"))
+    text = "a" * (32 * TOKENIZER.max_token_bytes + 1)
+    config = EngineConfig(task="tokenize", model=ModelConfig(tokenizer=str(tmp_path)))
+    assert len(pre(task=make_task(config), QUERY=text)["INPUT_ID"][1]) > 32  # nothing says how much the model takes
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 16, "rope_scaling": {"factor": 2.0}}')
+    by_parameter = replace(config, model=replace(config.model, max_model_len=31))
+    for told, length in ((config, 32), (by_parameter, 31)):
+        with pytest.raises(RequestError, match=f"^QUERY: the prompt has {len(text)} bytes, .*max_model_len={length} "):
+            pre(task=make_task(told), QUERY=text)

@@ -39,6 +39,9 @@ class TextCodec(Protocol):
 
     def token_text(self, token_id: int) -> str: ...
 
+    @property
+    def max_token_bytes(self) -> int: ...
+
 
 @dataclass(slots=True, eq=False)
 class ClientRequest:
@@ -125,10 +128,28 @@ def _prompt(settings: Settings, config: EngineConfig, tokenizer: TextCodec) -> t
     if text is None:
         raise RequestError("text_input", "missing, accepted: a prompt as text_input or as input_ids")
     add_special_tokens = settings.get("add_special_tokens", config.serving.add_special_tokens)
+    return encode_prompt("text_input", text, tokenizer, add_special_tokens, config.model.max_model_len), text
+
+
+def encode_prompt(
+    name: str, text: str, tokenizer: TextCodec, add_special_tokens: bool, max_model_len: int
+) -> list[int]:
+    """Token ids of a prompt given as text. max_model_len: 0 if unknown.
+
+    Raises RequestError for an empty text and, before the work is done, for one that cannot fit: encoding takes about
+    a second per megabyte, of the thread that reads all requests.
+    """
+    limit = max_model_len * tokenizer.max_token_bytes
+    if max_model_len and (len(text) > limit or len(text.encode("utf-8")) > limit):
+        num_bytes = len(text.encode("utf-8"))
+        accepted = (
+            f"accepted: at most {limit} (max_model_len={max_model_len} tokens of {tokenizer.max_token_bytes} bytes)"
+        )
+        raise RequestError(name, f"the prompt has {num_bytes} bytes, {accepted}")
     ids = tokenizer.encode(text, add_special_tokens) if text else []
     if not ids:
-        raise RequestError("text_input", "the prompt is empty, accepted: text of at least one token to go on from")
-    return ids, text
+        raise RequestError(name, "the prompt is empty, accepted: text of at least one token to go on from")
+    return ids
 
 
 def _is_echoed(settings: Settings, stream: bool, config: EngineConfig) -> bool:

@@ -15,7 +15,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from slipstream.core.client_request import ClientRequest
+from slipstream.core.client_request import ClientRequest, encode_prompt
 from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.errors import CapacityError, RequestError, SlipstreamError
@@ -144,7 +144,8 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self.engine.tokenizer.encode(prompt, self.config.serving.add_special_tokens)
+            add_special_tokens, max_model_len = self.config.serving.add_special_tokens, self.engine.max_model_len
+            return encode_prompt("prompt", prompt, self.engine.tokenizer, add_special_tokens, max_model_len)
         return list(prompt)
 
     def _encode_chat(self, conversation: Sequence[Message]) -> list[int]:

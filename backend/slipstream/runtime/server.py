@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from slipstream.core import contract, stats, wire
 from slipstream.core.client_request import ClientRequest, parse_request
@@ -41,8 +42,8 @@ class GenerateServer:
 
     def __init__(self, link: EngineLink, config: EngineConfig) -> None:
         self._link = link
-        self._config = config
         self._engine = Engine(config)
+        self._config = replace(config, model=replace(config.model, max_model_len=self._engine.max_model_len))
         self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish)
         self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_STEPS_AHEAD)
         self._guides = ThreadPoolExecutor(1, "guides")  # compiling a grammar takes up to half a second

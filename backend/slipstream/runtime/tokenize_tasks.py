@@ -6,11 +6,14 @@ over, because an ensemble hands the client's to every step.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.core import contract, wire
+from slipstream.core.client_request import encode_prompt
 from slipstream.core.client_settings import check_neutral, unknown
 from slipstream.core.config import EngineConfig
 from slipstream.core.detokenize import decode_after
@@ -37,16 +40,31 @@ class Task(Protocol):
 
 def make_task(config: EngineConfig) -> Task:
     """The task of this configuration, its tokenizer loaded. Raises ConfigError when there is none to load."""
-    tokenizer = TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or config.model.model))
-    return TokenizeTask(config, tokenizer) if config.task == "tokenize" else DetokenizeTask(config, tokenizer)
+    folder = resolve_tokenizer(config.model.tokenizer or config.model.model)
+    tokenizer = TextTokenizer.load(folder)
+    if config.task == "detokenize":
+        return DetokenizeTask(config, tokenizer)
+    return TokenizeTask(config, tokenizer, config.model.max_model_len or checkpoint_length(Path(folder)))
+
+
+def checkpoint_length(folder: Path) -> int:
+    """The most tokens that the checkpoint next to a tokenizer can be made to take; 0 if it does not say."""
+    try:
+        told = json.loads((folder / "config.json").read_text("utf-8"))
+        rope = told.get("rope_scaling") or told.get("rope_parameters") or {}
+        return int(told["max_position_embeddings"] * max(1.0, float(rope.get("factor", 1.0))))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return 0
 
 
 class TokenizeTask:
     """QUERY -> INPUT_ID, and word lists in the [2, n] layout of `word_list`."""
 
-    def __init__(self, config: EngineConfig, tokenizer: TextTokenizer) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: TextTokenizer, max_model_len: int = 0) -> None:
+        """max_model_len: of the model that the ids are for, 0 if unknown."""
         self._config = config
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         ids = (tokenizer.backend.token_to_id(token) for token in _END_TOKENS)
         self._end_id = next((token_id for token_id in ids if token_id is not None), -1)
 
@@ -57,10 +75,8 @@ class TokenizeTask:
     def answer(self, raw: wire.Request) -> bytes:
         given = _read(raw, contract.TOKENIZE, self._config)
         serving = self._config.serving
-        text = given["query"]
-        if not text:
-            raise RequestError("QUERY", "the prompt is empty, accepted: text of at least one token to go on from")
-        ids = self._tokenizer.encode(text, given.get("add_special_tokens", serving.add_special_tokens))
+        add_special_tokens = given.get("add_special_tokens", serving.add_special_tokens)
+        ids = encode_prompt("QUERY", given["query"], self._tokenizer, add_special_tokens, self._max_model_len)
         end_id = given.get("end_id", self._end_id)
         encoded: dict[str, Encoded] = {
             "INPUT_ID": _int32s(ids),

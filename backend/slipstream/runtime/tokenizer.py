@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class TextTokenizer:
-    """Satisfies core.detokenize.Tokenizer. token_table is None for decoders that only the library can run."""
+    """Satisfies core.detokenize.Tokenizer. token_table is None for decoders that only the library can run.
+
+    max_token_bytes: no token of a text stands for more bytes of it (byte-level ones for as few as half of that).
+    """
 
     def __init__(self, backend: Tokenizer) -> None:
         backend.no_truncation()
@@ -36,6 +39,7 @@ class TextTokenizer:
             logger.warning("the tokenizer's decoder differs from its table of pieces: decoding by windows, slower")
             table = None
         self._table = table
+        self.max_token_bytes = max((len(token.encode("utf-8")) for token in vocabulary), default=0)
 
     @classmethod
     def load(cls, path: str | Path) -> TextTokenizer:
