@@ -118,6 +118,50 @@ def test_n_sequences(llm_server: LlmServer) -> None:
     assert sorted(filter(None, answer.all("finish_reason"))) == [b"length"] * 3
 
 
+N_SEQUENCES = {"max_tokens": 8, "temperature": 1.0, "n": 3, "seed": 7}
+
+
+def test_n_sequences_share_one_response_unless_streaming(llm_server: LlmServer) -> None:
+    """As the vLLM backend has it: one response of n strings, in the order of the sequences."""
+    inputs = {"text_input": PROMPT, "exclude_input_in_output": True, "sampling_parameters": json.dumps(N_SEQUENCES)}
+    flags = dict.fromkeys(("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens"), True)
+    [whole] = infer(llm_server, {**inputs, **flags}).responses
+    streamed = infer(llm_server, {**inputs, "stream": True}, outputs=("text_output", "sequence_index"))
+    texts = [b"", b"", b""]
+    for response in streamed.responses:
+        texts[int(response["sequence_index"][0])] += response["text_output"][0]
+    assert whole["text_output"].tolist() == texts
+    assert whole["finish_reason"].tolist() == [b"length"] * 3 and whole["num_output_tokens"].tolist() == [8] * 3
+    assert whole["num_input_tokens"].shape == (1,)
+
+
+def test_n_sequences_over_http_generate(llm_server: LlmServer) -> None:
+    status, reply = http_generate(llm_server.http_url, "llm", {"text_input": PROMPT, **N_SEQUENCES})
+    assert status == 200, reply
+    assert len(reply["text_output"]) == 3 and all(text.startswith(PROMPT) for text in reply["text_output"])
+
+
+def test_n_sequences_that_are_stopped_share_one_response(llm_server: LlmServer) -> None:
+    """A time limit ends all of them, a stop string one earlier than the others: still one response."""
+    late = {**N_SEQUENCES, "max_tokens": 900, "ignore_eos": True, "timeout_ms": 200}
+    inputs = {"text_input": PROMPT, "return_finish_reason": True}
+    [response] = infer(llm_server, inputs, parameters=late).responses
+    assert response["finish_reason"].tolist() == [b"timeout"] * 3
+    [response] = infer(
+        llm_server, {**inputs, "stop_words": ["e"]}, parameters={**N_SEQUENCES, "max_tokens": 64}
+    ).responses
+    assert len(response["text_output"]) == 3 and b"stop" in response["finish_reason"].tolist()
+    llm_server.wait_idle()
+
+
+def test_num_return_sequences_answer_apart_in_the_ensemble(llm_server: LlmServer) -> None:
+    """As TensorRT-LLM's decoupled models have it: a response per sequence, told apart by sequence_index."""
+    inputs = {"text_input": PROMPT, "max_tokens": 8, "num_return_sequences": 2, "seed": np.array([7], np.uint64)}
+    answer = grpc_infer(llm_server.grpc_url, "ensemble", inputs, batched=True)
+    assert answer.error == "" and sorted(answer.all("sequence_index")) == [0, 1]
+    assert all(response["text_output"].shape == (1, 1) for response in answer.responses)
+
+
 def test_same_seed_same_text(llm_server: LlmServer) -> None:
     sampling = {"max_tokens": 16, "temperature": 1.0, "seed": 11}
     inputs = {"text_input": PROMPT, "sampling_parameters": json.dumps(sampling)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import toy_tokenizers
 from slipstream.core import wire
@@ -12,7 +14,7 @@ from slipstream.core.contract import GENERATE, OUTPUTS, TASKS, declarations
 from slipstream.core.errors import RequestError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import FinishReason
-from slipstream.core.responses import ENCODERS, encode_response
+from slipstream.core.responses import ENCODERS, encode_gathered, encode_response, is_gathered
 from slipstream.core.tensor_spec import InputSpec, OutputSpec, Use
 from slipstream.runtime.tokenizer import TextTokenizer
 from wire_requests import answers, request, tensor
@@ -142,6 +144,54 @@ def test_an_output_is_sent_when_its_flag_asks(spec: OutputSpec) -> None:
     assert spec.name not in select_outputs(every, frozenset())
     assert spec.name in select_outputs(every, frozenset({spec.flag}))
     assert spec.flag in {s.target for s in SERVED}
+
+
+def test_sequences_of_one_response_are_stacked_in_their_order() -> None:
+    names = (
+        "text_output",
+        "num_input_tokens",
+        "num_output_tokens",
+        "output_ids",
+        "sequence_length",
+        "output_log_probs",
+    )
+    tensors = (tensor("text_input", "fox"), tensor("num_return_sequences", 2))
+    client = parse_request(request(*tensors, outputs=(*names, "generation_logits")), CONFIG, TOKENIZER)
+    outputs = []
+    for index, ids in ((1, [5, 6, 7]), (0, [8])):
+        sequence = replace(client.request, sequence_index=index)
+        logprobs = [TokenLogprobs(token_id, -0.5, 1) for token_id in ids]
+        outputs.append(
+            RequestOutput(sequence, f"text {index}", ids, finish_reason=FinishReason.STOP, logprobs=logprobs)
+        )
+    client.echo_text = ""
+    assert is_gathered(client)
+    assert answers(encode_gathered(client, outputs)) == {
+        "text_output": ((2,), ["text 0", "text 1"]),
+        "num_input_tokens": ((1,), [len(TOKENIZER.encode("fox"))]),
+        "num_output_tokens": ((2,), [1, 3]),
+        "output_ids": ((2, 3), [8, 0, 0, 5, 6, 7]),
+        "sequence_length": ((2,), [1, 3]),
+        "output_log_probs": ((2, 3), [-0.5, 0, 0, -0.5, -0.5, -0.5]),
+        "generation_logits": ((0, 0, 0), []),
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "values", "outputs"),
+    [
+        (CONFIG, {"stream": True}, ("text_output",)),
+        (CONFIG, {"num_return_sequences": 1}, ("text_output",)),
+        (CONFIG, {}, ("output_ids", "context_ids")),
+        (BATCHED, {}, ("text_output",)),
+    ],
+    ids=["streaming", "one", "ensemble", "batch dimension"],
+)
+def test_sequences_answer_apart(config: EngineConfig, values: dict, outputs: tuple[str, ...]) -> None:
+    shape = (1, 1) if config is BATCHED else (1,)
+    settings = {"text_input": "fox", "num_return_sequences": 2, **values}
+    tensors = [tensor(name, value, shape) for name, value in settings.items()]
+    assert not is_gathered(parse_request(request(*tensors, outputs=outputs), config, TOKENIZER))
 
 
 def test_an_echoed_prompt_is_in_text_and_ids_but_not_in_the_counts() -> None:

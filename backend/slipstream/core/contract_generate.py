@@ -88,7 +88,7 @@ _SAMPLING = (
 )  # fmt: skip
 
 _SERVING = (
-    InputSpec("stream", BOOL, ONE, "stream", (VLLM, TRT_ENSEMBLE), "Send text as it is made; else one response per sequence."),
+    InputSpec("stream", BOOL, ONE, "stream", (VLLM, TRT_ENSEMBLE), "Send text as it is made; else in one response."),
     InputSpec("streaming", BOOL, ONE, "stream", (TRT_CORE, TRT_LLMAPI), "Same as `stream`."),
     InputSpec("stream_interval", INT32, ONE, "stream_interval", (SLIPSTREAM,), "Tokens per response when streaming; the first leaves at once."),
     InputSpec("exclude_input_in_output", BOOL, ONE, "exclude_input_in_output", (VLLM, *TRT), "Leave the prompt out of the output. Without it: echoed unless streaming. False with streaming is an error."),
@@ -177,7 +177,7 @@ _PERF = "return_perf_metrics"
 _IDS = "return_output_ids"
 
 OUTPUTS = (
-    OutputSpec("text_output", BYTES, ANY, (VLLM, TRT_ENSEMBLE, TRT_LLMAPI), "The text: one string; when streaming, what is new."),
+    OutputSpec("text_output", BYTES, ANY, (VLLM, TRT_ENSEMBLE, TRT_LLMAPI), "The text: one string, or n in one response; when streaming, what is new."),
     OutputSpec("finish_reason", BYTES, ANY, (VLLM, TRT_LLMAPI), "`stop`, `length`, `cancelled` or `timeout` with a sequence's last response, else empty.", "return_finish_reason"),
     OutputSpec("stop_reason", BYTES, ANY, (TRT_LLMAPI,), "The stop string, or the number of the stop token, that ended the sequence, else empty.", "return_stop_reason"),
     OutputSpec("cumulative_logprob", FP32, ANY, (VLLM, TRT_LLMAPI), "Sum of the log-probabilities of the sequence so far.", "return_cumulative_logprob"),

@@ -17,6 +17,7 @@ from slipstream.core.request import FinishReason
 from slipstream.core.wire_messages import ErrorCode
 
 _INDEX = {spec.name: index for index, spec in enumerate(OUTPUTS)}
+_DIMS = {spec.name: spec.dims for spec in OUTPUTS}
 _TEXT = _INDEX["text_output"]
 _LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 
@@ -35,6 +36,39 @@ def encode_response(client: ClientRequest, output: RequestOutput) -> bytes:
         shape, data = ENCODERS[name](client, output)
         tensors.append((_INDEX[name], (1, *shape) if client.has_batch_dim else shape, data))
     return wire.tensor_response(client.handle, flags, tensors)
+
+
+def is_gathered(client: ClientRequest) -> bool:
+    """Whether n sequences share one response, as the vLLM backend's do when it does not stream.
+
+    In TensorRT-LLM's form (a batch dimension, or a step of an ensemble) each has its own, as there.
+    """
+    if client.stream or client.has_batch_dim or client.wants_context or client.request is None:
+        return False
+    return client.request.params.n > 1
+
+
+def encode_gathered(client: ClientRequest, outputs: Sequence[RequestOutput]) -> bytes:
+    """The final response of a request that `is_gathered`. outputs: the whole of each sequence.
+
+    An output of declared shape [-1] has an entry per sequence, one of [-1, -1] a row, padded with zeros to the longest;
+    one of [1] is the first sequence's.
+    """
+    ordered = sorted(outputs, key=lambda output: output.request.sequence_index)
+    tensors = []
+    for name in client.outputs:
+        parts = [ENCODERS[name](client, output) for output in ordered]
+        tensors.append((_INDEX[name], *(parts[0] if _DIMS[name] == (1,) else _stacked(parts))))
+    return wire.tensor_response(client.handle, wire.ResponseFlag.FINAL, tensors)
+
+
+def _stacked(parts: Sequence[Encoded]) -> Encoded:
+    """Along the first dimension. Rows are of four-byte elements (INT32, FP32)."""
+    shape = (sum(shape[0] for shape, _ in parts), *(max(sizes) for sizes in zip(*(shape[1:] for shape, _ in parts))))
+    if len(shape) == 1:
+        return shape, b"".join(data for _, data in parts)
+    width = 4 * shape[-1]
+    return shape, b"".join(data.ljust(width, b"\0") for _, data in parts)
 
 
 def _string(text: str) -> Encoded:

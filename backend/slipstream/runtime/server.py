@@ -20,9 +20,9 @@ from slipstream.core import contract, stats, wire
 from slipstream.core.client_request import ClientRequest, parse_request
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError, EngineError, RequestError
-from slipstream.core.outputs import StepOutput
-from slipstream.core.request import Request
-from slipstream.core.responses import encode_response
+from slipstream.core.outputs import RequestOutput, StepOutput
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.responses import encode_gathered, encode_response, is_gathered
 from slipstream.runtime.answers import error_answer
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.link import EngineLink
@@ -49,6 +49,7 @@ class GenerateServer:
         self._guides = ThreadPoolExecutor(1, "guides")  # compiling a grammar takes up to half a second
         self._live: dict[int, ClientRequest] = {}  # filled by the input thread, emptied by the output thread
         self._handles_by_id: dict[str, int] = {}
+        self._gathered: dict[int, list[RequestOutput]] = {}  # sequences that wait for the others of their request
         self._guided: set[int] = set()  # handles whose submission may wait for a grammar
         self._cancelled_early: set[int] = set()
         self._drain_deadline: float | None = None
@@ -205,11 +206,22 @@ class GenerateServer:
         live, answers = self._live, []
         for output in self._outputs.process(step):
             handle = output.request.handle
-            answers.append(encode_response(live[handle], output))
+            answer = self._encode(live[handle], output)
+            if answer:
+                answers.append(answer)
             if output.is_final:
+                self._gathered.pop(handle, None)
                 self._forget(handle)
         if answers:
             self._link.send(wire.encode_responses(answers))
+
+    def _encode(self, client: ClientRequest, output: RequestOutput) -> bytes:
+        """The response that is due, or b"" while other sequences are to go into it."""
+        if not is_gathered(client) or output.finish_reason is FinishReason.ERROR:
+            return encode_response(client, output)
+        outputs = self._gathered.setdefault(client.handle, [])
+        outputs.append(output)
+        return encode_gathered(client, outputs) if output.is_final else b""
 
     def _is_drained(self) -> bool:
         """After DRAIN: true when nothing runs any more or its time is over; then everybody has been answered."""
