@@ -108,6 +108,15 @@ def test_missing_compiler_is_named(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     with pytest.raises(build.KernelBuildError, match="nvidia-cuda-nvcc"):
         build.build(cuda_decode.SOURCE, ["NEVER_BUILT"], tmp_path)
+    assert "nvcc is not installed" in (build.missing(cuda_decode.SOURCE, ("NEVER_BUILT",)) or "")
+
+
+def test_cache_folder_that_cannot_be_made_is_named(tmp_path) -> None:
+    if build.find_nvcc() is None:
+        pytest.skip("no nvcc")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(build.KernelBuildError, match="cannot hold built kernels"):
+        build.build(cuda_decode.SOURCE, ["NEVER_BUILT"], tmp_path / "file" / "below")
 
 
 def test_compiles_for_hopper_and_is_cached(tmp_path) -> None:

@@ -61,9 +61,9 @@ def build(source: str, defines: Sequence[str], folder: Path | None = None) -> Pa
 
     Raises KernelBuildError if there is no nvcc, or it fails or takes longer than MAX_COMPILE_S.
     """
-    flags = (*FLAGS, *(f"-D{define}" for define in defines))
+    flags = _flags(defines)
     folder = folder or cache_folder()
-    library = folder / f"{Path(source).stem}-{ARCHITECTURE}-{_digest(source, flags)}.so"
+    library = folder / _library_name(source, flags)
     if library.exists():
         return library
     nvcc = find_nvcc()
@@ -71,7 +71,10 @@ def build(source: str, defines: Sequence[str], folder: Path | None = None) -> Pa
         raise KernelBuildError(
             f"nvcc: not on PATH, in /usr/local/cuda*/bin or in the package nvidia-cuda-nvcc; {source} cannot be built"
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelBuildError(f"{folder}: cannot hold built kernels: {error}; set XDG_CACHE_HOME") from error
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         # Built aside and moved into place, so that another process never loads half a library.
         built = Path(scratch) / library.name
@@ -84,6 +87,22 @@ def build(source: str, defines: Sequence[str], folder: Path | None = None) -> Pa
 def load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
     """Build if need be, and load into this process."""
     return ctypes.CDLL(str(build(source, defines)))
+
+
+@cache
+def missing(source: str, defines: tuple[str, ...]) -> str | None:
+    """Why `source` can be neither loaded from the cache nor built here; None if it can."""
+    if find_nvcc() is not None or (cache_folder() / _library_name(source, _flags(defines))).exists():
+        return None
+    return "nvcc is not installed, and no library built before is in the cache"
+
+
+def _flags(defines: Sequence[str]) -> tuple[str, ...]:
+    return (*FLAGS, *(f"-D{define}" for define in defines))
+
+
+def _library_name(source: str, flags: Sequence[str]) -> str:
+    return f"{Path(source).stem}-{ARCHITECTURE}-{_digest(source, flags)}.so"
 
 
 def _compile(command: list[str]) -> None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from slipstream_kernels.cuda.build import find_nvcc, load
+from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.decode_call import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, DecodeCall
 
 SOURCE = "decode_attention.cu"
@@ -71,7 +71,7 @@ def refusal(call: DecodeCall) -> str | None:
         return f"block_size {block_size} is not a power of two >= 16"
     if call.seq_lens.shape[0] > MAX_REQUESTS:
         return f"{call.seq_lens.shape[0]} requests are more than {MAX_REQUESTS}"
-    return None if find_nvcc() is not None else "nvcc is not installed"
+    return missing(SOURCE, defines(call.q.dtype, call.key_cache.dtype, call.q.shape[2]))
 
 
 def decode_attention(call: DecodeCall) -> None:
