@@ -12,6 +12,7 @@ from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.runtime.engine import Engine
+from slipstream.runtime.intake import Intake
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 PROMPT = [70, 201, 33, 90, 14]
@@ -250,12 +251,26 @@ def test_prompt_logprobs_once_for_n(engine: Engine, prompts: list[list[int]]) ->
     assert told[1].prompt_logprobs is None and told[2].prompt_logprobs is None
 
 
+def test_no_end_token_leaves_every_token_free(engine: Engine) -> None:
+    """end_id=-1 is "none": as an index it would be the last token of the vocabulary, or the row before."""
+    last = engine.spec.vocab_size - 1
+    params = replace(GREEDY, end_id=-1, ignore_eos=False, min_tokens=4, max_tokens=4, logit_bias=((last, 100.0),))
+    assert run_all(engine, [PROMPT, PROMPT], params)[1].token_ids == [last] * 4
+
+
+def test_end_tokens_that_the_checkpoint_does_not_have_are_dropped(engine: Engine) -> None:
+    spec = replace(engine.spec, eos_token_ids=(1, -1, engine.spec.vocab_size))
+    request = Request(list(PROMPT), replace(GREEDY, ignore_eos=False))
+    assert Intake(spec, engine.tokenizer).prepare(request)[0].eos_token_ids == {1}
+
+
 @pytest.mark.parametrize(
     ("field", "params"),
     [
         ("logit_bias", SamplingParams(logit_bias=((10**6, 1.0),))),
         ("stop_token_ids", SamplingParams(stop_token_ids=(99999,))),
         ("bad_words_ids", SamplingParams(bad_words_ids=((1, 99999),))),
+        ("stop_words_ids", SamplingParams(stop_words_ids=((1, 99999),))),
         ("end_id", SamplingParams(end_id=99999)),
     ],
 )

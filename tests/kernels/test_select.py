@@ -68,6 +68,8 @@ def test_attention_names_the_bad_tensor(name: str, change) -> None:
         ("logits", lambda x: ops.sample(x.half(), None, None, None, None, None, None)),
         ("num_tokens", lambda x: ops.apply_penalties(x, x.long(), torch.zeros(4).int(), torch.zeros(3).int())),
         ("values", lambda x: ops.apply_bias(x, torch.zeros(1).long(), torch.zeros(1).long(), torch.zeros(2))),
+        ("token_ids", lambda x: ops.apply_bias(x, torch.zeros(1).long(), torch.tensor([-1]), torch.zeros(1))),
+        ("rows", lambda x: ops.apply_bias(x, torch.tensor([x.shape[0]]), torch.zeros(1).long(), torch.zeros(1))),
         ("k: 9", lambda x: ops.top_logprobs(x, 9, torch.zeros(4).long())),
     ],
 )

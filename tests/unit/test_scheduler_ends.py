@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from fake_llm import FakeLLM, check_blocks, continuation, make_llm, make_request
+from slipstream.core.finish import StopConditions, end_token_ids
 from slipstream.core.request import FinishReason, Request
 
 
@@ -58,6 +59,16 @@ def test_stop_conditions(
         expected = tokens[stop_reason] if stop_reason is not None else None
         assert (request.finish_reason, request.stop_reason) == (reason, expected)
         assert llm.scheduler.cache.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [({}, {2, 7}), ({"end_id": 5}, {5}), ({"end_id": -1}, set()), ({"ignore_eos": True, "end_id": 5}, set())],
+)
+def test_end_tokens_never_are_negative(params: dict[str, object], expected: set[int]) -> None:
+    request = make_request([1, 2, 3], 12, **params)
+    request.eos_token_ids = frozenset({2, 7})
+    assert end_token_ids(request) == StopConditions(request, 100).token_ids == expected
 
 
 def test_max_model_len_ends_a_sequence_with_length() -> None:

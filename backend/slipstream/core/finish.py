@@ -8,6 +8,16 @@ from __future__ import annotations
 from slipstream.core.request import FinishReason, Request
 
 
+def end_token_ids(request: Request) -> frozenset[int]:
+    """The end-of-sequence tokens of a request: its end_id (-1 is "none", as in TensorRT-LLM), else the checkpoint's."""
+    end_id = request.params.end_id
+    if request.params.ignore_eos:
+        return frozenset()
+    if end_id is None:
+        return request.eos_token_ids
+    return frozenset((end_id,)) if end_id >= 0 else frozenset()
+
+
 class StopConditions:
     """What may end one request, worked out once, so that the common token costs one set look-up and one comparison.
 
@@ -18,8 +28,7 @@ class StopConditions:
 
     def __init__(self, request: Request, max_model_len: int) -> None:
         params = request.params
-        eos = request.eos_token_ids if params.end_id is None else frozenset((params.end_id,))
-        self._eos_token_ids = frozenset() if params.ignore_eos else eos
+        self._eos_token_ids = end_token_ids(request)
         self._words = tuple(list(word) for word in params.stop_words_ids)
         self.token_ids = self._eos_token_ids | frozenset(params.stop_token_ids)
         self.has_words = bool(self._words)

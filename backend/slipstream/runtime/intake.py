@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from slipstream.core.errors import RequestError
+from slipstream.core.finish import end_token_ids
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.spec import DecoderSpec
@@ -26,9 +27,10 @@ class Intake:
 
     def __init__(self, spec: DecoderSpec, tokenizer: TextTokenizer) -> None:
         self._vocab_size = spec.vocab_size
-        self._eos_token_ids = frozenset(spec.eos_token_ids)
+        # a generation_config.json may name tokens that the checkpoint does not have
+        self._eos_token_ids = frozenset(token_id for token_id in spec.eos_token_ids if 0 <= token_id < spec.vocab_size)
         self._tokenizer = tokenizer
-        self._guides = GuideCompiler(tokenizer, spec.vocab_size, spec.eos_token_ids)
+        self._guides = GuideCompiler(tokenizer, spec.vocab_size, self._eos_token_ids)
 
     def prepare(self, request: Request) -> list[Request]:
         """The request, completed (end tokens, seed, bad words as ids, guide), and its siblings when n > 1.
@@ -48,9 +50,8 @@ class Intake:
         sequences = expand(request)
         guide = request.params.guide
         if guide is not None:
-            ends = frozenset() if request.params.ignore_eos else _end_token_ids(request)
             for sequence in sequences:
-                sequence.guide_state = self._guides.start(guide, ends)
+                sequence.guide_state = self._guides.start(guide, end_token_ids(request))
         return sequences
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:
@@ -109,18 +110,13 @@ def derive_seed(seed: int, index: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _end_token_ids(request: Request) -> frozenset[int]:
-    end_id = request.params.end_id
-    if end_id is None:
-        return request.eos_token_ids
-    return frozenset((end_id,)) if end_id >= 0 else frozenset()
-
-
 def _token_id_fields(request: Request) -> Iterator[tuple[str, list[int]]]:
     params = request.params
     yield "prompt", request.prompt_token_ids
     yield "logit_bias", [token_id for token_id, _ in params.logit_bias]
     yield "bad_words_ids", [token_id for word in params.bad_words_ids for token_id in word]
+    yield "stop_words_ids", [token_id for word in params.stop_words_ids for token_id in word]
     yield "stop_token_ids", list(params.stop_token_ids)
+    yield "eos_token_ids", list(request.eos_token_ids)
     if params.end_id is not None and params.end_id >= 0:  # TensorRT-LLM clients send -1 for "none"
         yield "end_id", [params.end_id]

@@ -55,7 +55,8 @@ def apply_bias(
     """Add values[i] to logits[rows[i], token_ids[i]], in place; -inf forbids a token (bad words, min_tokens).
 
     rows, token_ids: [n] int64, distinct pairs (the sum of repeated pairs depends on their order in fp32).  values:
-    [n] fp32.
+    [n] fp32.  0 <= rows < num_rows and 0 <= token_ids < vocab_size: the caller's to ensure, where the numbers are made;
+    checked here for tensors in host memory only, because looking at others would wait for the device.
     """
     _check_logits(logits)
     require_shape("token_ids", token_ids, rows.shape)
@@ -68,6 +69,9 @@ def apply_bias(
         if tensor.dim() != 1 or tensor.dtype != dtype:
             raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} [n]")
     if rows.numel():
+        for name, tensor, size in (("rows", rows, logits.shape[0]), ("token_ids", token_ids, logits.shape[1])):
+            if tensor.device.type == "cpu" and not (0 <= int(tensor.min()) and int(tensor.max()) < size):
+                raise ValueError(f"{name}: from {int(tensor.min())} to {int(tensor.max())}, expected 0 to {size - 1}")
         select("penalties", backend, logits).apply_bias(logits, rows, token_ids, values)
 
 
