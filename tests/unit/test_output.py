@@ -187,3 +187,22 @@ def test_prompt_logprobs_come_once_with_the_first_output() -> None:
     first = bench.step(ids[:1], prompt_logprobs=entries)
     rest = bench.step(ids[1:], FinishReason.LENGTH)
     assert first[0].prompt_logprobs == entries and rest[0].prompt_logprobs is None
+
+
+@pytest.mark.parametrize(
+    "stop", [("    return a",), ("return",), ("a",), ("rn", "    return a"), ("aa",), ("n a", " a")]
+)
+def test_a_stop_string_counts_by_where_it_ends(stop: tuple[str, ...]) -> None:
+    """At every number of min_tokens: the first match that a later token completes ends the text, wherever it began."""
+    ids = TOKENIZER.encode("def add(a):\n    return a\n    return aaa", False)
+    lengths = [len(TOKENIZER.decode(ids[:count])) for count in range(len(ids) + 1)]
+    text = TOKENIZER.decode(ids)
+    for min_tokens in range(len(ids) + 1):
+        ends = range(lengths[min_tokens] + 1, len(text) + 1)
+        end = next((end for end in ends if text[:end].endswith(stop)), None)
+        matched = "" if end is None else max((s for s in stop if text[:end].endswith(s)), key=len)
+        for sizes in ((1,), (3,), (len(ids),)):
+            outputs = Bench(stop=stop, min_tokens=min_tokens).play(ids, sizes)
+            expected = text if end is None else text[: end - len(matched)]
+            assert "".join(output.text for output in outputs) == expected, (min_tokens, sizes)
+            assert outputs[-1].stop_reason == (matched or None)

@@ -30,12 +30,16 @@ class StopMatcher:
     def num_held(self) -> int:
         return len(self._held)
 
-    def push(self, text: str) -> str:
-        """Take more text; returns what is decided of it and of what was held."""
+    def push(self, text: str, may_match: bool = True) -> str:
+        """Take more text; returns what is decided of it and of what was held.
+
+        may_match: whether a stop string that is complete within this text ends it; one that begins here may end later.
+        """
         if self.matched is not None or not text:
             return ""
+        num_known = len(self._held)
         text = self._held + text
-        end, stop = self._first_match(text)
+        end, stop = self._first_match(text, num_known) if may_match else (0, None)
         if stop is not None:
             self.matched, self._held = stop, ""
             return text[:end] if self._include else text[: end - len(stop)]
@@ -48,10 +52,11 @@ class StopMatcher:
         text, self._held = self._held, ""
         return text
 
-    def _first_match(self, text: str) -> tuple[int, str | None]:
+    def _first_match(self, text: str, num_known: int) -> tuple[int, str | None]:
+        """The end and the text of the first stop string that is complete after num_known characters."""
         best_end, best = len(text) + 1, None
         for stop in self._stops:
-            start = text.find(stop)
+            start = text.find(stop, max(0, num_known - len(stop) + 1))
             if start < 0:
                 continue
             end = start + len(stop)

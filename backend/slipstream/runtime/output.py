@@ -147,10 +147,7 @@ class _Sequence:
             self._num_tokens += 1
             text = self._detokenizer.push((token_id,)) if index < num_shown else ""
             self._held.append((token_id, len(text), step.logprobs[index] if step.logprobs else None))
-            if self._num_tokens <= step.request.params.min_tokens:
-                self._decided += text  # a stop string does not count before min_tokens
-            else:
-                self._decided += matcher.push(text)
+            self._decided += matcher.push(text, self._num_tokens > step.request.params.min_tokens)
             if matcher.matched is not None:
                 self.stopped_by = matcher.matched
                 return self._release_all()
@@ -186,7 +183,8 @@ class _Sequence:
         if matcher is None:
             self._text += self._detokenizer.flush()
         elif self.stopped_by is None:
-            self._decided += matcher.push(self._detokenizer.flush()) + matcher.flush()
+            may_match = self._num_tokens > step.request.params.min_tokens
+            self._decided += matcher.push(self._detokenizer.flush(), may_match) + matcher.flush()
             self.stopped_by = matcher.matched
             self._release_all()
         output = self._emit()

@@ -70,7 +70,7 @@ def apply_bias(
             raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected {dtype} [n]")
     if rows.numel():
         for name, tensor, size in (("rows", rows, logits.shape[0]), ("token_ids", token_ids, logits.shape[1])):
-            if tensor.device.type == "cpu" and not (0 <= int(tensor.min()) and int(tensor.max()) < size):
+            if tensor.device.type == "cpu" and (int(tensor.min()) < 0 or int(tensor.max()) >= size):
                 raise ValueError(f"{name}: from {int(tensor.min())} to {int(tensor.max())}, expected 0 to {size - 1}")
         select("penalties", backend, logits).apply_bias(logits, rows, token_ids, values)
 
