@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import make_engine
-from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.runtime.memory_plan import Hardware, free_device_memory, plan_memory
@@ -62,6 +62,11 @@ def test_the_table_names_every_part(spec: DecoderSpec) -> None:
         ({"num_blocks": 15}, "num_blocks", ["15 blocks x 16 tokens", "needs 16 blocks", "max_model_len at most 240"]),
         ({"memory_bytes": 20_000}, "memory_bytes", ["needs 16 blocks", "memory_bytes at least"]),
         ({"num_blocks": 10**9}, "num_blocks", ["does not fit", "at most"]),
+        (
+            {"memory_bytes": GIB + 1},
+            "memory_bytes",
+            ["1.00 GiB does not fit", "1.00 GiB free - ", "accepted: at most 1"],
+        ),
     ],
 )
 def test_refusals_show_the_arithmetic(spec: DecoderSpec, cache: dict[str, object], field: str, says: list[str]) -> None:
@@ -81,6 +86,18 @@ def test_length_beyond_the_checkpoint(spec: DecoderSpec) -> None:
     config = EngineConfig(model=ModelConfig(max_model_len=513))
     with pytest.raises(ConfigError, match="max_model_len=513: accepted: at most 512"):
         plan_memory(spec, config, CPU, GIB)
+
+
+@pytest.mark.parametrize(
+    ("asked", "resolved"), [(0, "max_model_len=512, the checkpoint's;"), (256, "max_model_len=256;")]
+)
+def test_a_prompt_that_no_step_can_take_whole_is_refused_at_load(spec: DecoderSpec, asked: int, resolved: str) -> None:
+    scheduler = SchedulerConfig(enable_chunked_prefill=False, max_num_batched_tokens=128)
+    config = EngineConfig(model=ModelConfig(max_model_len=asked), scheduler=scheduler)
+    with pytest.raises(ConfigError, match=f"^max_num_batched_tokens=128: accepted .* at least {resolved} or .* 128"):
+        plan_memory(spec, config, CPU, GIB)
+    fitting = replace(config, model=ModelConfig(max_model_len=128))
+    assert plan_memory(spec, fitting, CPU, GIB).max_model_len == 128
 
 
 def test_cache_type_is_the_models(tiny_llama: Path) -> None:

@@ -94,11 +94,17 @@ def free_device_memory(device: torch.device) -> int:
 
 
 def resolve_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
-    """The configured length, or the checkpoint's. Raises ConfigError if the checkpoint cannot go that far."""
+    """The configured length, or the checkpoint's. Raises ConfigError if the checkpoint cannot go that far, or if a step
+    that must take a prompt whole cannot."""
     asked, limit = config.model.max_model_len, spec.max_model_len
     if asked > limit:
         raise ConfigError("max_model_len", asked, f"accepted: at most {limit}, which the checkpoint is made for")
-    return asked or limit
+    resolved, budget = asked or limit, config.scheduler.max_num_batched_tokens
+    if not config.scheduler.enable_chunked_prefill and resolved > budget:
+        whose = "" if asked else ", the checkpoint's"
+        accepted = f"at least max_model_len={resolved}{whose}; or max_model_len at most {budget}"
+        raise ConfigError("max_num_batched_tokens", budget, f"accepted with enable_chunked_prefill=false: {accepted}")
+    return resolved
 
 
 def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, free_bytes: int) -> MemoryPlan:
@@ -123,8 +129,21 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
         num_blocks=max(0, num_blocks),
         max_model_len=max_model_len,
     )
+    if not is_null:
+        _check_memory_bytes(plan, config.cache)
     _check(plan, config.cache, budget, blocks_per_sequence)
     return plan
+
+
+def _check_memory_bytes(plan: MemoryPlan, cache: CacheConfig) -> None:
+    most = plan.free_bytes - plan.weight_bytes - plan.workspace_bytes
+    if cache.memory_bytes > max(0, most):
+        accepted = f"at most {most}" if most > 0 else "a smaller model, or more free memory"
+        raise ConfigError(
+            "memory_bytes",
+            cache.memory_bytes,
+            f"a KV pool of {_size(cache.memory_bytes)} does not fit ({_bytes_sum(plan)}); accepted: {accepted}",
+        )
 
 
 def _check(plan: MemoryPlan, cache: CacheConfig, budget: int, blocks_per_sequence: int) -> None:
@@ -168,7 +187,7 @@ def _bytes_sum(plan: MemoryPlan) -> str:
 
 def _pool_budget(cache: CacheConfig, remaining_bytes: int, device: torch.device) -> int:
     if cache.memory_bytes:
-        return min(cache.memory_bytes, remaining_bytes)
+        return cache.memory_bytes
     if device.type == "cuda":
         return int(remaining_bytes * cache.memory_fraction)
     return min(DEFAULT_CPU_POOL_BYTES, int(remaining_bytes * CPU_SHARE_OF_FREE))
