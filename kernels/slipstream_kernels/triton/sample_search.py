@@ -63,12 +63,25 @@ def first_of_least(scores, ids, vocab_size):
 
 
 @triton.jit
-def find_cut(keys, weights, low, high, target):
-    """The largest key in [low, high] at or above which the weights reach target; low if none does."""
-    while low < high:
+def find_cut(keys, weights, low, high, target, COUNT: tl.constexpr):
+    """The largest key in [low, high] at or above which the weights reach target; low if none does.
+
+    COUNT: weights are 0 or 1, which tells when a single key is left and saves half of the turns.
+    """
+    low_mass, high_mass = 2.0, 0.0
+    if COUNT:
+        low_mass = tl.sum(tl.where(keys >= low, weights, 0.0))
+        low_mass = tl.where(low_mass >= target, low_mass, float("inf"))
+    while (low < high) & (low_mass - high_mass > 1.0):
         middle = low + (high - low + 1) // 2
-        is_reached = tl.sum(tl.where(keys >= middle, weights, 0.0)) >= target
+        mass = tl.sum(tl.where(keys >= middle, weights, 0.0))
+        is_reached = mass >= target
         low, high = tl.where(is_reached, middle, low), tl.where(is_reached, high, middle - 1)
+        if COUNT:
+            low_mass, high_mass = tl.where(is_reached, mass, low_mass), tl.where(is_reached, high_mass, mass)
+    if COUNT:
+        left = tl.where((keys <= high) & (weights > 0.0), keys ^ 0x80000000, 0x80000000).to(tl.int32, bitcast=True)
+        low = tl.maximum(low, tl.max(left).to(tl.uint32, bitcast=True) ^ 0x80000000)
     return low
 
 
