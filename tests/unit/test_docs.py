@@ -17,7 +17,7 @@ def make_docs():
     return module
 
 
-@pytest.mark.parametrize("page", ["contracts.md", "configuration.md"])
+@pytest.mark.parametrize("page", make_docs().PAGES)
 def test_a_page_is_up_to_date(page: str) -> None:
     text = (ROOT / "docs" / page).read_text("utf-8")
     assert make_docs().render(text) == text, "run: python build/make_docs.py"
