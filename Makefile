@@ -24,7 +24,7 @@ serve: assemble
 	@$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)
 
 test: assemble
-	OMP_NUM_THREADS=1 $(PY) -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest --require-server $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

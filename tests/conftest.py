@@ -23,6 +23,20 @@ if shutil.which("nvidia-smi") is None:
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require-server", action="store_true", help="fail, not skip, without tritonserver (`make test`)")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Without this, a broken setup would skip every test of the server, and `make test` would pass."""
+    if not session.config.getoption("--require-server"):
+        return
+    from llm_server import missing_server
+
+    if missing_server():
+        raise pytest.UsageError(missing_server())
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""
@@ -41,11 +55,10 @@ def demo_model(root: Path) -> Path:
 @pytest.fixture(scope="session")
 def llm_server(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LlmServer]:
     """The real server with the project's model repository, one for the whole session: a start costs seconds."""
-    from llm_server import LlmServer, backends_dir
-    from triton_server import find_tritonserver
+    from llm_server import LlmServer, missing_server
 
-    if find_tritonserver() is None or backends_dir() is None:
-        pytest.skip("no tritonserver or no install tree: run `make assemble`")
+    if missing_server():
+        pytest.skip(missing_server())
     with LlmServer(tmp_path_factory.mktemp("llm-server"), demo_model) as server:
         yield server
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
-from triton_server import TritonServer
+from triton_server import TritonServer, find_tritonserver
 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("llm", "preprocessing", "postprocessing", "ensemble")
@@ -23,6 +23,13 @@ def backends_dir() -> Path | None:
     """The assembled backends, or None before `make assemble`."""
     folder = ROOT / "install/backends"
     return folder if (folder / "slipstream/libtriton_slipstream.so").exists() else None
+
+
+def missing_server() -> str:
+    """Why no test can run the real server here; "" when they can."""
+    if find_tritonserver() is None:
+        return "no tritonserver: nvidia-pytriton is not installed"
+    return "" if backends_dir() is not None else "no install tree: run `make assemble`"
 
 
 def parameter(key: str, value: object) -> str:

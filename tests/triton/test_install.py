@@ -55,3 +55,24 @@ def test_the_engine_launcher_runs_this_interpreter(root: Path) -> None:
     assert os.access(launcher, os.X_OK)
     told = subprocess.run([launcher, "--help"], capture_output=True, text=True)
     assert told.returncode == 0 and "--socket" in told.stdout, told.stderr
+
+
+WITHOUT_SERVER = """
+import sys, triton_server
+triton_server.find_tritonserver = lambda: None
+import pytest
+sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("is_required", [True, False])
+def test_make_test_does_not_pass_without_a_server(root: Path, is_required: bool) -> None:
+    """It asks for one, so that a broken setup cannot skip every test of the server; plain pytest skips them."""
+    assert "pytest --require-server" in (root / "Makefile").read_text()
+    options = ["--require-server"] if is_required else []
+    command = [sys.executable, "-c", WITHOUT_SERVER, *options, "tests/triton/test_clients.py", "-k", "test_load_test"]
+    environment = {**os.environ, "PYTHONPATH": str(root / "tests/support")}
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    told = done.stdout + done.stderr
+    assert (done.returncode != 0) is is_required, told
+    assert ("no tritonserver" in told) if is_required else ("1 skipped" in told)
