@@ -37,7 +37,7 @@ def paged_attention(
     zero. Query i of a request sits at position seq_len - query_len + i and sees key positions <= its own; with
     sliding_window w only those with position_q - position_k < w.  alibi_slopes: [num_q_heads] fp32, adds slope *
     (position_k - position_q).
-    soft_cap c: scores become c * tanh(score / c).  scale multiplies q.k (usually 1/sqrt(head_dim)).
+    soft_cap c: scores become c * tanh(score / c).  scale > 0 multiplies q.k (usually 1/sqrt(head_dim)).
     max_query_len, max_seq_len: host-side upper bounds that size grids (no device read, CUDA-graph safe); max_seq_len
     defaults to what block_tables can hold.  num_kv_splits fixes the triton decode kernel's split of the keys, which
     otherwise follows the batch size (its rounding too); the reference ignores it.
