@@ -103,6 +103,7 @@ class ModelRunner:
         device = hardware.device
         if device.type == "cpu":
             _leave_a_core()
+        _enter(device)
         self._model = load_model(config.model, spec, device, hardware.dtype)
         self._device = device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
@@ -124,6 +125,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def build(self, step: ScheduledStep) -> StepInput:
+        _enter(self._device)
         size = self._graphs.size_for(len(step.requests), step.num_scheduled_tokens)
         if size is None:
             return StepInput(self._builder.build(step, self._sampled))
@@ -225,6 +227,12 @@ class NullRunner:
 
     def forget(self, requests: list[Request]) -> None:
         pass
+
+
+def _enter(device: torch.device) -> None:
+    """Kernels and events go to the thread's current device, which is the first GPU in every new thread."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def _leave_a_core() -> None:
