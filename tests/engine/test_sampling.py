@@ -9,10 +9,12 @@ import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
 from slipstream.core.errors import RequestError
+from slipstream.core.finish import StopConditions
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.intake import Intake
+from slipstream.runtime.logit_edits import BANNED, LogitEdits
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 PROMPT = [70, 201, 33, 90, 14]
@@ -249,6 +251,46 @@ def test_prompt_logprobs_once_for_n(engine: Engine, prompts: list[list[int]]) ->
     told = _run_n(engine, prompts[5], replace(RANDOM, n=3, prompt_logprobs=0))
     assert told[0].prompt_logprobs is not None and len(told[0].prompt_logprobs) == len(prompts[5])
     assert told[1].prompt_logprobs is None and told[2].prompt_logprobs is None
+
+
+class _Counted(tuple):
+    """Pairs that count how often they are gone through."""
+
+    num_read = 0
+
+    def __iter__(self):
+        _Counted.num_read += 1
+        return super().__iter__()
+
+
+def test_edits_are_added_as_asked_and_a_bias_per_token_is_read_once() -> None:
+    vocab = 40
+    bias = _Counted((token_id, token_id / 10) for token_id in range(vocab))
+    one = Request([1, 2], SamplingParams(logit_bias=bias, bad_words_ids=((7,), (3, 5), (2, 6), (9, 3, 4))))
+    two = Request([1, 2], SamplingParams(min_tokens=2, max_tokens=5, stop_token_ids=(8,)))
+    plain = Request([1, 2], SamplingParams())
+    for request in (one, two, plain):
+        request.stop_conditions = StopConditions(request, 100)
+    edits = LogitEdits(vocab, torch.device("cpu"))
+    assert not edits.compose([plain])
+    _Counted.num_read = 0
+    for batch in ([one], [two, plain, one], [one, two]):
+        assert edits.compose(batch)
+        for output in ([], [3], [9, 3]):
+            expected = torch.zeros(len(batch), vocab)
+            for row, request in enumerate(batch):
+                request.token_ids = [1, 2, *output]
+                request.num_pending_tokens = 1
+                if request is one:
+                    expected[row] = torch.arange(vocab) / 10
+                    banned = [7, *([5] if output[-1:] == [3] else []), *([4] if output == [9, 3] else [])]
+                else:
+                    banned = [8] if request is two and len(output) < 2 else []
+                expected[row, banned] = BANNED
+            logits = torch.zeros(len(batch), vocab)
+            edits.apply(logits, batch)
+            torch.testing.assert_close(logits, expected)
+    assert _Counted.num_read == 1
 
 
 def test_no_end_token_leaves_every_token_free(engine: Engine) -> None:

@@ -100,8 +100,21 @@ def _number(low: float, high: float) -> Callable[[Any], bool]:
     return lambda value: _is(value, Real) and low <= value <= high
 
 
-_is_token_id, _is_bias = _integer(0), _number(-MAX_BIAS, MAX_BIAS)
-_is_share = _number(0.0, 1.0)
+_is_token_id, _is_share = _integer(0), _number(0.0, 1.0)
+
+
+def _are_biases(pairs: Any) -> bool:
+    """There may be one per token of the vocabulary: types are looked at once per type."""
+    if not pairs:
+        return True
+    token_ids, biases = zip(*pairs)
+    return (
+        all(issubclass(kind, Integral) and kind is not bool for kind in set(map(type, token_ids)))
+        and all(issubclass(kind, Real) and kind is not bool for kind in set(map(type, biases)))
+        and min(token_ids) >= 0
+        and max(token_ids) <= MAX_INT32
+        and all(-MAX_BIAS <= bias <= MAX_BIAS for bias in biases)
+    )
 
 
 def _are_words(words: Any) -> bool:
@@ -127,11 +140,7 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("end_id", _integer(-1), f"a token id from 0 to {MAX_INT32}, or -1 for none"),
     ("logprobs", _integer(0, 20), "an integer from 0 to 20"),
     ("prompt_logprobs", _integer(0, 20), "an integer from 0 to 20"),
-    (
-        "logit_bias",
-        lambda v: all(_is_token_id(token_id) and _is_bias(bias) for token_id, bias in v),
-        f"biases from -100 to 100 of token ids from 0 to {MAX_INT32}",
-    ),
+    ("logit_bias", _are_biases, f"biases from -100 to 100 of token ids from 0 to {MAX_INT32}"),
     ("stop", lambda v: all(v), "non-empty strings"),
     ("bad_words", lambda v: all(v), "non-empty strings"),
     ("stop_token_ids", lambda v: all(map(_is_token_id, v)), f"token ids from 0 to {MAX_INT32}"),

@@ -185,6 +185,8 @@ def read_ids(name: str, value: object) -> tuple[int, ...]:
 def read_numbers(name: str, value: object) -> tuple[float, ...]:
     value = parse_json(name, value, "a list of numbers") if isinstance(value, str) else value
     if isinstance(value, Sequence):
+        if set(map(type, value)) == {float}:  # a tensor's, perhaps one per token of the vocabulary
+            return tuple(value)
         return tuple(read_float(name, entry) for entry in value)
     raise refuse(name, value, "a list of numbers")
 

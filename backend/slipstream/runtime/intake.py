@@ -77,6 +77,8 @@ class Intake:
 def expand(request: Request) -> list[Request]:
     """The n sequences of a client request, the given one first. Each has a seed of its own, derived from the first's;
     only the first reports prompt log-probabilities, which all share."""
+    if request.params.n == 1:
+        return [request]
     siblings_params = replace(request.params, prompt_logprobs=None)
     siblings = [
         Request(

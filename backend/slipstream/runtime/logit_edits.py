@@ -1,69 +1,114 @@
-"""What changes logits before a token is drawn: biases, bans, penalties. Engine thread.
+"""What changes logits before a token is drawn: biases, bans of words, and of whatever would stop a text too early.
 
-Each edit names its rows, so that a step pays only for requests that asked. Everything is per row and depends on that
+Engine thread. What a request asks once for all (up to a bias per token of the vocabulary) is made a tensor when the
+request first samples, what depends on its text is worked out every step. Everything is per row and depends on that
 row's request alone: never on its neighbours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from slipstream_kernels import ops
 
 from slipstream.core.request import Request
+from slipstream.runtime.host_copy import to_device
 
 # Finite, unlike a guide's -inf: where a guide leaves nothing but banned tokens (the text must end, min_tokens says not
 # yet), the guide wins and there still is something to draw.
 BANNED = -1e30
 
 
-class SparseEdits:
-    """Values to be added at (row, token) places of a step's logits."""
+class _Edits(NamedTuple):
+    """fixed: token ids and values, on the device. words: bad words of several tokens, by their last token but one."""
 
-    def __init__(self) -> None:
-        self._values: dict[tuple[int, int], float] = {}
-
-    def add(self, row: int, token_ids: Iterable[int], value: float) -> None:
-        for token_id in token_ids:
-            place = (row, token_id)
-            self._values[place] = self._values.get(place, 0.0) + value
-
-    def apply(self, logits: torch.Tensor) -> None:
-        """Add in place. logits: [num_rows, vocab] fp32."""
-        if not self._values:
-            return
-        device = logits.device
-        places = torch.tensor(list(self._values)).T.contiguous().to(device, non_blocking=True)
-        values = torch.tensor(list(self._values.values()), dtype=torch.float32).to(device, non_blocking=True)
-        ops.apply_bias(logits, places[0], places[1], values)
+    token_ids: torch.Tensor
+    values: torch.Tensor
+    words: dict[int, list[tuple[int, ...]]]
 
 
-def has_sparse_edits(request: Request) -> bool:
-    """Whether `add_edits` may ever have something to add for this request."""
+class LogitEdits:
+    """One per sampler: the edits of the requests that sample together, kept while they do.
+
+    vocab_size: the width of the logits. Raises AssertionError for a token outside it, which intake.py has refused.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._edits: dict[int, _Edits] = {}  # by request_id
+        self._rows: list[int] = []
+        self._fixed: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None  # rows, token ids, values
+
+    def compose(self, requests: list[Request]) -> bool:
+        """Take the requests of the steps to come, in row order; returns whether any asks for edits."""
+        self._rows = [row for row, request in enumerate(requests) if _has_edits(request)]
+        known = self._edits
+        self._edits = {
+            request.request_id: known.get(request.request_id) or self._read(request)
+            for request in (requests[row] for row in self._rows)
+        }
+        parts = [(row, self._edits[requests[row].request_id]) for row in self._rows]
+        parts = [(row, edits) for row, edits in parts if edits.token_ids.numel()]
+        self._fixed = None
+        if parts:
+            rows = [torch.full_like(edits.token_ids, row) for row, edits in parts]
+            token_ids, values = [edits.token_ids for _, edits in parts], [edits.values for _, edits in parts]
+            self._fixed = torch.cat(rows), torch.cat(token_ids), torch.cat(values)
+        return bool(self._rows)
+
+    def apply(self, logits: torch.Tensor, requests: list[Request]) -> None:
+        """Edit in place. logits: [num_rows, vocab] fp32; requests: those of the last `compose`."""
+        if self._fixed is not None:
+            ops.apply_bias(logits, *self._fixed)
+        places = [(row, token_id) for row in self._rows for token_id in self._banned_now(requests[row])]
+        if places:
+            self._check([token_id for _, token_id in places])
+            flat = to_device([number for place in zip(*places) for number in place], torch.int64, self._device)
+            rows, token_ids = flat.view(2, -1)
+            ops.apply_bias(logits, rows, token_ids, torch.full_like(rows, BANNED, dtype=torch.float32))
+
+    def _read(self, request: Request) -> _Edits:
+        """What stays the same for all of a request's tokens."""
+        values: dict[int, float] = dict(request.params.logit_bias)
+        words: dict[int, list[tuple[int, ...]]] = {}
+        for word in request.params.bad_words_ids:
+            if len(word) == 1:
+                values[word[0]] = BANNED
+            else:
+                words.setdefault(word[-2], []).append(word)
+        self._check(values)
+        token_ids = to_device(list(values), torch.int64, self._device)
+        return _Edits(token_ids, to_device(list(values.values()), torch.float32, self._device), words)
+
+    def _banned_now(self, request: Request) -> set[int]:
+        """Tokens that the request's next one must not be.
+
+        A bad word of several tokens bans its last where the text ends with the others. While fewer than min_tokens are
+        there, whatever token would stop the request is banned.
+        """
+        banned: set[int] = set()
+        words = self._edits[request.request_id].words
+        if words and request.num_output_tokens:
+            last = words.get(request.token_ids[-1], ())
+            banned.update(word[-1] for word in last if _ends_with(request, word[:-1]))
+        if request.num_drawn_tokens <= request.params.min_tokens and request.stop_conditions is not None:
+            banned |= request.stop_conditions.token_ids
+        return banned
+
+    def _check(self, token_ids: Iterable[int]) -> None:
+        """Here, because the kernel cannot say it without being waited for."""
+        assert all(0 <= token_id < self._vocab_size for token_id in token_ids), "an edit outside the vocabulary"
+
+
+def _has_edits(request: Request) -> bool:
     params = request.params
     return bool(params.logit_bias or params.bad_words_ids or params.min_tokens)
 
 
-def add_edits(edits: SparseEdits, row: int, request: Request) -> None:
-    """Collect the biases and bans of one request for its token under way.
-
-    A bad word of several tokens bans its last token where the text ends with the others. While fewer than min_tokens
-    are there, whatever token would stop the request is banned.
-    """
-    params = request.params
-    for token_id, bias in params.logit_bias:
-        edits.add(row, (token_id,), bias)
-    for word in params.bad_words_ids:
-        if _ends_with(request, word[:-1]):
-            edits.add(row, (word[-1],), BANNED)
-    if request.num_drawn_tokens <= params.min_tokens and request.stop_conditions is not None:
-        edits.add(row, request.stop_conditions.token_ids, BANNED)
-
-
 def _ends_with(request: Request, token_ids: tuple[int, ...]) -> bool:
-    if not token_ids:
-        return True
     if request.num_output_tokens < len(token_ids):
         return False
     return tuple(request.token_ids[-len(token_ids) :]) == token_ids

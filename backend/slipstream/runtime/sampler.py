@@ -19,7 +19,7 @@ from slipstream.core.request import Request
 from slipstream.runtime.batch import SampledTokens
 from slipstream.runtime.guided import GuideMasks
 from slipstream.runtime.host_copy import HostCopy, to_device
-from slipstream.runtime.logit_edits import SparseEdits, add_edits, has_sparse_edits
+from slipstream.runtime.logit_edits import LogitEdits
 from slipstream.runtime.logprobs import logprob_columns, read_columns
 from slipstream.runtime.penalties import TokenHistory
 
@@ -85,7 +85,7 @@ class _Composition:
     request_ids: list[int]
     is_greedy: bool
     is_plain: bool  # greedy, and nothing else asked
-    edited: list[int]
+    is_edited: bool
     penalised: list[int]
     penalised_rows: torch.Tensor
     guided: list[int]
@@ -101,6 +101,7 @@ class Sampler:
     def __init__(self, vocab_size: int, max_model_len: int, device: torch.device) -> None:
         self._device = device
         self._history = TokenHistory(max_model_len, device)
+        self._edits = LogitEdits(vocab_size, device)
         self._masks = GuideMasks(vocab_size, device)
         self._composition: _Composition | None = None
 
@@ -135,14 +136,14 @@ class Sampler:
         if self._composition is None or self._composition.request_ids != request_ids:
             penalised = _where(requests, lambda request: request.params.has_penalties)
             with_logprobs = _where(requests, lambda request: request.params.logprobs is not None)
-            edited = _where(requests, has_sparse_edits)
+            is_edited = self._edits.compose(requests)
             guided = _where(requests, lambda request: request.guide_state is not None)
             is_greedy = all(request.params.is_greedy for request in requests)
             self._composition = _Composition(
                 request_ids=request_ids,
                 is_greedy=is_greedy,
-                is_plain=is_greedy and not (edited or penalised or guided or with_logprobs),
-                edited=edited,
+                is_plain=is_greedy and not (is_edited or penalised or guided or with_logprobs),
+                is_edited=is_edited,
                 penalised=penalised,
                 penalised_rows=self._ints(penalised, torch.int64),
                 guided=guided,
@@ -192,11 +193,8 @@ class Sampler:
                 frequency=rows.penalties.frequency,
             )
             logits[rows.penalised_rows] = part
-        if rows.edited:
-            edits = SparseEdits()
-            for row in rows.edited:
-                add_edits(edits, row, requests[row])
-            edits.apply(logits)
+        if rows.is_edited:
+            self._edits.apply(logits, requests)
         return self._masks.apply(logits, requests, rows.guided) if rows.guided else []
 
     def _floats(self, values: list[float]) -> torch.Tensor:
