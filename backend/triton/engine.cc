@@ -1,13 +1,27 @@
 #include "engine.h"
 
+#include <algorithm>
+
 namespace slipstream {
 namespace {
 
-constexpr auto kDrainDeadline = std::chrono::seconds(60);
-constexpr auto kDrainGrace = std::chrono::seconds(5);  // beyond the deadline the engine was given
-constexpr int kTerminateGraceMs = 5000;
+constexpr auto kDrainGrace = std::chrono::seconds(2);  // beyond the deadline the engine was given
+constexpr int kTerminateGraceMs = 2000;
 constexpr int kExitGraceMs = 1000;  // between closing its socket and ending, to see how it ended
 constexpr int kHousekeepingMs = 500;
+
+bool is_exiting(TRITONSERVER_Server* server) {
+  bool is_live = false;  // also false while the server starts; only once it exits this is an error
+  TRITONSERVER_Error* error = TRITONSERVER_ServerIsLive(server, &is_live);
+  if (error == nullptr) return false;
+  TRITONSERVER_ErrorDelete(error);
+  return true;
+}
+
+// A server that was told to end waits for its loads: one that takes minutes must not outlast the exit time-out.
+void throw_if_exiting(TRITONSERVER_Server* server) {
+  if (is_exiting(server)) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, "the server is shutting down");
+}
 
 }  // namespace
 
@@ -54,15 +68,14 @@ Engine::~Engine() {
   std::shared_ptr<EngineLink> link;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    drain_deadline_ = Clock::now() + kDrainDeadline + kDrainGrace;
+    if (drain_deadline_ == Clock::time_point{}) drain_deadline_ = Clock::now() + setup_.drain_timeout;
     stop_ = true;
     link = link_;
   }
   changed_.notify_all();
+  const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(drain_deadline_ - Clock::now()).count();
   FrameWriter writer;
-  if (link != nullptr) {
-    link->send(encode_drain(writer, static_cast<uint32_t>(std::chrono::milliseconds(kDrainDeadline).count())));
-  }
+  if (link != nullptr) link->send(encode_drain(writer, static_cast<uint32_t>(std::clamp(left, 0L, long(UINT32_MAX)))));
   supervisor_.join();
   live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, "model '" + setup_.model_name + "' is being unloaded");
   live_.stop_watching();
@@ -143,7 +156,7 @@ void Engine::run_engine() {
   EngineProcess process(
       {setup_.launcher, "--socket", listener->path(), "--token", listener->token_hex()}, setup_.model_name + ": ");
   const int fd = listener->accept_engine([&] {
-    throw_if_server_exits();
+    throw_if_exiting(setup_.server);
     return !stop_ && !process.has_exited();
   });
   if (fd < 0 && stop_) return;
@@ -166,10 +179,7 @@ void Engine::serve(EngineProcess& process, EngineLink& link) {
       is_open = link.receive(kHousekeepingMs, handler);
       if (Clock::now() < next_housekeeping) continue;
       next_housekeeping = Clock::now() + std::chrono::milliseconds(kHousekeepingMs);
-      live_.fail_ignored_cancels();
-      if (current_link_ != link_) throw_if_server_exits();  // still loading
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (stop_ && (link_ == nullptr || Clock::now() > drain_deadline_)) break;
+      if (!keep_house()) break;
     }
   } catch (const ProtocolError& error) {
     process.kill();
@@ -181,13 +191,31 @@ void Engine::serve(EngineProcess& process, EngineLink& link) {
   throw EngineEnded(process.describe_end());
 }
 
-// A server that was told to end waits for its loads: one that takes minutes must not outlast the exit time-out.
-void Engine::throw_if_server_exits() {
-  bool is_live = false;  // also false while the server starts; only once it exits this is an error
-  TRITONSERVER_Error* error = TRITONSERVER_ServerIsLive(setup_.server, &is_live);
-  if (error == nullptr) return;
-  TRITONSERVER_ErrorDelete(error);
-  throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, "the server is shutting down");
+// Every half second.  False when the engine has had its time to drain.
+bool Engine::keep_house() {
+  live_.fail_ignored_cancels();
+  if (current_link_ != link_) throw_if_exiting(setup_.server);  // still loading
+  answer_overdue();
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !stop_ || (link_ != nullptr && Clock::now() < drain_deadline_ + kDrainGrace);
+}
+
+// A server that exits unloads no model before its requests have ended (server 2.51): so they get their time from the
+// moment it exits, and what still runs then is answered here.  Before that DRAIN would be wrong: an ensemble's streams
+// go on sending requests to the models at its end.
+void Engine::answer_overdue() {
+  if (!is_exiting(setup_.server)) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (drain_deadline_ == Clock::time_point{}) drain_deadline_ = Clock::now() + setup_.drain_timeout;
+    if (Clock::now() < drain_deadline_) return;
+  }
+  const size_t num_overdue = live_.fail_all(
+      TRITONSERVER_ERROR_UNAVAILABLE, "the server is shutting down and the request did not end within drain_timeout_s");
+  if (num_overdue == 0) return;
+  log_warning(
+      "model '" + setup_.model_name + "': " + std::to_string(num_overdue) +
+      " requests did not end within drain_timeout_s and were answered with an error");
 }
 
 void Engine::stop_process(EngineProcess& process) {

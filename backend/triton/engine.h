@@ -55,6 +55,7 @@ struct EngineSetup {
   uint64_t model_version;
   std::string model_dir;
   std::string config_json;
+  std::chrono::milliseconds drain_timeout;  // what running requests have when the model or the server ends
   TRITONSERVER_Server* server;
 };
 
@@ -85,7 +86,8 @@ class Engine {
   void supervise();
   void run_engine();
   void serve(EngineProcess& process, EngineLink& link);
-  void throw_if_server_exits();
+  bool keep_house();
+  void answer_overdue();
   void stop_process(EngineProcess& process);
   void on_frame(FrameType type, std::string_view payload);
   void on_responses(std::string_view payload);
@@ -106,7 +108,7 @@ class Engine {
   TRITONSERVER_Error_Code end_code_ = TRITONSERVER_ERROR_INTERNAL;
   std::string end_reason_, end_for_clients_;
   std::shared_ptr<EngineLink> link_;  // only while up
-  Clock::time_point drain_deadline_{};
+  Clock::time_point drain_deadline_{};  // unset until the model or the server ends
 
   std::atomic<bool> stop_{false};
   // of the supervisor thread

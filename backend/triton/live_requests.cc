@@ -81,7 +81,7 @@ void LiveRequests::respond(const ResponseView& response, const std::vector<Outpu
   if (response.is_final()) log_if_failed(TRITONBACKEND_ResponseFactoryDelete(factory), "response factory");
 }
 
-void LiveRequests::fail_all(TRITONSERVER_Error_Code code, const std::string& message) {
+size_t LiveRequests::fail_all(TRITONSERVER_Error_Code code, const std::string& message) {
   std::unordered_map<uint64_t, Live> failed;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -92,6 +92,7 @@ void LiveRequests::fail_all(TRITONSERVER_Error_Code code, const std::string& mes
     send_error(live.factory, code, message);
     log_if_failed(TRITONBACKEND_ResponseFactoryDelete(live.factory), "response factory");
   }
+  return failed.size();
 }
 
 void LiveRequests::fail_ignored_cancels() {

@@ -29,8 +29,8 @@ class LiveRequests {
   // (their request was answered already).  Throws ProtocolError for an output index out of range.
   void respond(const ResponseView& response, const std::vector<OutputSpec>& outputs);
 
-  // Reader thread: answer every request with this error.
-  void fail_all(TRITONSERVER_Error_Code code, const std::string& message);
+  // Reader thread: answer every request with this error.  Returns how many there were.
+  size_t fail_all(TRITONSERVER_Error_Code code, const std::string& message);
 
   // Reader thread: answer those whose cancellation the engine has ignored for 5 s.
   void fail_ignored_cancels();

@@ -3,6 +3,7 @@
 #include <time.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <fstream>
 #include <iterator>
 
@@ -38,6 +39,14 @@ std::string read_contract(const std::string& directory) {
   std::ifstream file(path);
   if (!file) throw BackendError(TRITONSERVER_ERROR_INTERNAL, path + " cannot be read: the install is incomplete");
   return std::string(std::istreambuf_iterator<char>(file), {});
+}
+
+// The one parameter that this side acts upon; the engine has the default in core/config.py and refuses a bad value.
+std::chrono::milliseconds drain_timeout(const std::string& config) {
+  constexpr double kDefaultSeconds = 60.0, kMostSeconds = 1e6;
+  const auto given = json_path(config, {"parameters", "drain_timeout_s", "string_value"});
+  const double seconds = given ? std::strtod(json_string(*given).c_str(), nullptr) : kDefaultSeconds;
+  return std::chrono::milliseconds(static_cast<int64_t>(std::clamp(seconds, 0.0, kMostSeconds) * 1e3));
 }
 
 uint64_t monotonic_ns() {
@@ -105,6 +114,7 @@ Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.se
   check(TRITONBACKEND_ModelRepository(model, &artifact, &text));
   setup.model_dir = text;
   check(TRITONBACKEND_ModelServer(model, &setup.server));
+  setup.drain_timeout = drain_timeout(setup.config_json);
   engine_ = std::make_unique<Engine>(std::move(setup), backend.services);
   engine_->wait_until_ready();
 }

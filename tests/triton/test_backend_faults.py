@@ -253,6 +253,27 @@ def test_sigterm_in_mid_stream_finishes_the_stream(fake_backend_dir: Path, tmp_p
         assert socket_dirs(tmp_path) == []
 
 
+def test_sigterm_answers_what_does_not_end_within_the_drain_timeout(fake_backend_dir: Path, tmp_path: Path) -> None:
+    add_model(tmp_path / "repository", "hung", {"drain_timeout_s": "0.5"})
+    with small_server(fake_backend_dir, tmp_path) as server:
+        engines = psutil.Process(server.pid).children()
+        with GrpcStream(server.grpc_url) as stream:
+            stream.send("llm", {"tokens": 100})  # has the default of 60 s, and needs half a second
+            stream.send("hung", {"tokens": 1, "then": "hang"})
+            stream.wait(num_texts=10)
+            os.kill(server.pid, signal.SIGTERM)
+            stream.wait(num_ends=2, timeout_s=5)
+        assert len(stream.texts) == 101
+        assert stream.errors == ["the server is shutting down and the request did not end within drain_timeout_s"]
+        started = time.monotonic()
+        server.stop()
+        assert time.monotonic() - started < 6, "a hung engine must not outlast the server's exit time-out of 10 s"
+        assert "exit timeout expired" not in server.log.lower()
+        assert server.log.count("did not drain in time; terminating it") == 1
+        for engine in engines:
+            wait_gone(engine.pid, 1)
+
+
 def test_no_orphan_is_left_when_the_server_is_killed(fake_backend_dir: Path, tmp_path: Path) -> None:
     with small_server(fake_backend_dir, tmp_path) as server:
         pid = engine_pid(server)

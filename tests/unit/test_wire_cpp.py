@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from golden_frames import FRAMES, GOLDEN_FILE, METRICS, OUTPUTS, read_golden
 from slipstream.core import wire
+from slipstream.core.config import ServingConfig
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +67,8 @@ def test_damaged_input_is_refused(lines: list[str]) -> None:
     size = len(FRAMES["ready"]) - wire.FRAME_HEADER_BYTES
     assert f"refused ready {size + 1} of {size + 2}" in lines  # all but the undamaged one
     assert len([line for line in lines if line.startswith("bad header: ")]) == 3
+
+
+def test_both_ends_have_the_same_default_drain_timeout(root: Path) -> None:
+    found = re.search(r"kDefaultSeconds = ([\d.]+)", (root / "backend" / "triton" / "model.cc").read_text())
+    assert found and float(found[1]) == ServingConfig().drain_timeout_s
