@@ -2,9 +2,34 @@
 
 #include <algorithm>
 
+#include "json_splice.h"
 #include "status.h"
 
 namespace slipstream {
+namespace {
+
+// Whether a folder of this name is in the repositories; true also when the server does not say.
+bool is_in_repository(TRITONSERVER_Server* server, const std::string& model) {
+  TRITONSERVER_Message* message;
+  const char* base;
+  size_t size;
+  if (!log_if_failed(TRITONSERVER_ServerModelIndex(server, 0, &message), "model index")) return true;
+  bool is_found = true;
+  try {
+    check(TRITONSERVER_MessageSerializeToJson(message, &base, &size));
+    const auto models = json_elements(std::string_view(base, size));
+    is_found = std::any_of(models.begin(), models.end(), [&](std::string_view entry) {
+      const auto name = json_member(entry, "name");
+      return name && json_string(*name) == model;
+    });
+  } catch (const std::runtime_error& error) {
+    log_warning(std::string("model index: ") + error.what());
+  }
+  log_if_failed(TRITONSERVER_MessageDelete(message), "model index");
+  return is_found;
+}
+
+}  // namespace
 
 using std::chrono::milliseconds;
 
@@ -56,10 +81,16 @@ void ModelReloader::run() {
   }
 }
 
-// Unload, or load; a finished job gives its ticket up.
+// Unload, or load; a finished job gives its ticket up.  An unload by somebody else changes nothing that the server would
+// tell (its state and reason are those of our own unload), but a folder that was taken away does.
 void ModelReloader::advance(Job& job) {
   if (!job.is_unloaded) {
     if (!unload(job)) job.ticket = nullptr;
+    return;
+  }
+  if (!is_in_repository(job.server, job.model)) {
+    log_warning("model " + job.model + " is not in the repository any more and is not loaded again");
+    job.ticket = nullptr;
     return;
   }
   TRITONSERVER_Error* error = TRITONSERVER_ServerLoadModel(job.server, job.model.c_str());

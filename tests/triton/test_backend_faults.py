@@ -209,6 +209,18 @@ def test_ready_is_false_while_the_engine_is_down_and_dependents_come_back(
     assert loaded.metrics()[UP] == 1
 
 
+def test_a_model_whose_folder_is_gone_is_not_loaded_again(explicit: TritonServer, repository: Path) -> None:
+    others = set(psutil.Process(explicit.pid).children())
+    add_model(repository, "gone", {})
+    assert explicit.load("gone")[0] == 200
+    [engine] = set(psutil.Process(explicit.pid).children()) - others
+    engine.kill()
+    explicit.wait_until(lambda: not explicit.is_model_ready("gone"), 1, "the model to be unloaded")
+    (repository / "gone").rename(repository.parent / "moved-away")
+    explicit.wait_until(lambda: "model gone is not in the repository any more" in explicit.log, 3, "the end of trying")
+    explicit.wait_until(lambda: UP.replace("llm", "gone") not in explicit.metrics(), 2, "its metrics to be gone")
+
+
 def test_unload_lets_streams_finish_and_takes_the_metrics_away(loaded: TritonServer) -> None:
     pid = engine_pid(loaded)
     with GrpcStream(loaded.grpc_url) as stream:
