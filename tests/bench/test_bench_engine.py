@@ -1,0 +1,49 @@
+"""The engine's bench: its limits are those worked out by hand, and a small run gives every figure."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _load():
+    spec = importlib.util.spec_from_file_location("bench_engine", ROOT / "tests/bench/bench_engine.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "weight_bytes", "kv_bytes", "tokens_per_s"),
+    [
+        ("llama3-8b", 1, 2, 2, 284),
+        ("llama3-8b", 64, 2, 2, 11661),
+        ("llama3-8b", 8, 1, 1, 4015),
+        ("baichuan2-13b", 8, 2, 2, 1036),
+        ("llama3-70b", 1, 1, 1, 61),
+    ],
+)
+def test_limits(shape: str, batch: int, weight_bytes: float, kv_bytes: float, tokens_per_s: int) -> None:
+    seconds = _load().SHAPES[shape].limit_s(batch, 1024, weight_bytes, kv_bytes)
+    assert batch / seconds == pytest.approx(tokens_per_s, rel=0.01)
+
+
+def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rival, out = tmp_path / "rival.jsonl", tmp_path / "ours.jsonl"
+    rival.write_text(json.dumps({"what": "prefill", "batch": 1, "input_len": 16, "ttft_ms": 1e6}) + "\n")
+    sizes = "--batches 2 --decode-input-len 8 --decode-short 2 --decode-long 5 --decode-repeats 1 --prefill-lens 16"
+    more = "--num-prompts 2 --input-len 8 --output-len 4 --max-model-len 64 --max-num-batched-tokens 256 --repeats 1"
+    options = f"--shape demo {sizes} {more} --set device=cpu --set memory_bytes=50000000 --rival {rival} --out {out}"
+    monkeypatch.setattr(sys, "argv", ["bench_engine.py", *options.split()])
+    _load().main()
+    records = {record["what"]: record for record in map(json.loads, out.read_text().splitlines())}
+    assert records["decode"]["tpot_ms"] > 0 and records["throughput"]["out_tok_s"] > 0
+    assert records["prefill"]["ratio"] == pytest.approx(1e6 / records["prefill"]["ttft_ms"], rel=1e-3)
+    assert {"plan", "weights", "KV pool"} <= set(records["setup"]["phases"])
