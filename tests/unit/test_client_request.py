@@ -113,6 +113,25 @@ def test_unknown_tensor_and_unknown_request_parameter() -> None:
     assert parse(PROMPT, parameters={"x-request-id": "1", "traceparent": "00"}, config=config).request is not None
 
 
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "bad_words", "logit_bias", "embedding_bias_words"])
+def test_lists_have_an_end(name: str) -> None:
+    def given(num: int) -> dict[str, object]:
+        if name == "logit_bias":
+            return {name: {str(token_id): 1.0 for token_id in range(num)}}
+        if name == "stop_token_ids":
+            return {name: list(range(num))}
+        weights = {"embedding_bias_weights": [0.0] * num} if name == "embedding_bias_words" else {}
+        return {name: [f"w{index}" for index in range(num)], **weights}
+
+    assert params(sampling(**given(1024)))
+    with pytest.raises(RequestError, match=f"^{name}: got 1025 entries, accepted: at most 1024"):
+        params(sampling(**given(1025)))
+    if name in ("stop", "bad_words"):
+        with pytest.raises(RequestError, match=f"^{name}: got 65537 characters in all, accepted: at most 65536"):
+            params(sampling(**{name: ["a" * 65536, "b"]}))
+    assert len(params(tensor("embedding_bias", [0.5] * 3000)).logit_bias) == 3000
+
+
 def test_text_that_is_not_utf8_is_the_clients_fault_wherever_it_stands() -> None:
     """Triton's HTTP server passes such bytes on; they must not look like a fault of the wire, which ends the engine."""
     for parameters, bad, message in [
