@@ -55,7 +55,7 @@ def detokenize(tokenizer: Tokenizer, token_ids: list[int]) -> float:
 
 def stream(tokenizer: TextTokenizer, client_options: dict, **sampling: object) -> float:
     """Seconds per token of process + encode, NUM_STREAMS requests a step."""
-    processor = OutputProcessor(tokenizer, lambda request, stop: None)
+    processor = OutputProcessor(tokenizer, lambda request, stop: None, lambda handle: None)
     params = SamplingParams(max_tokens=NUM_TOKENS, **sampling)
     requests = [Request([5, 6, 7], params, handle=handle) for handle in range(NUM_STREAMS)]
     clients = [ClientRequest(one.handle, one, stream=True, **client_options) for one in requests]

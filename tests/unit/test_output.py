@@ -26,7 +26,10 @@ class Bench:
         self.stops: list[tuple[Request, str]] = []
         self.params = SamplingParams(max_tokens=1000, n=n, **options)
         self.requests = [Request(PROMPT, self.params, handle=9, sequence_index=i) for i in range(n)]
-        self.processor = OutputProcessor(TOKENIZER, lambda request, stop: self.stops.append((request, stop)))
+        self.failures: list[int] = []
+        self.processor = OutputProcessor(
+            TOKENIZER, lambda request, stop: self.stops.append((request, stop)), self.failures.append
+        )
         client = ClientRequest(9, self.requests[0], stream=stream, stream_interval=interval, **client_options)
         self.processor.add(client)
 
@@ -206,3 +209,16 @@ def test_a_stop_string_counts_by_where_it_ends(stop: tuple[str, ...]) -> None:
             expected = text if end is None else text[: end - len(matched)]
             assert "".join(output.text for output in outputs) == expected, (min_tokens, sizes)
             assert outputs[-1].stop_reason == (matched or None)
+
+
+def test_the_siblings_of_a_sequence_that_failed_are_cancelled() -> None:
+    bench = Bench(n=3)
+    ids = TOKENIZER.encode(" fox", False)
+    bench.step(ids, FinishReason.LENGTH, index=0)
+    assert bench.failures == []
+    (failed,) = bench.step([], FinishReason.ERROR, index=1, error="went wrong")
+    assert (failed.is_final, failed.error, bench.failures) == (True, "went wrong", [9])
+    assert bench.step(ids, index=2) == [] and bench.step([], FinishReason.CANCELLED, index=2) == []
+    alone = Bench()
+    alone.step([], FinishReason.ERROR, error="went wrong")
+    assert alone.failures == []

@@ -87,7 +87,7 @@ class LLM:
     def _start(self, config: EngineConfig) -> None:
         self.config = config
         self.engine = Engine(config)
-        self._outputs = OutputProcessor(self.engine.tokenizer, self.engine.finish)
+        self._outputs = OutputProcessor(self.engine.tokenizer, self.engine.finish, self.engine.cancel)
         self._pending: dict[int, _Pending] = {}
         self._handles = itertools.count(1)
         self._lock = threading.Lock()

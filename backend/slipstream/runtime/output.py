@@ -15,14 +15,19 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.stop_strings import StopMatcher
 
 OnStop = Callable[[Request, str], None]
+OnFailure = Callable[[int], None]
 
 
 class OutputProcessor:
-    """Every client request in flight, by handle. on_stop(request, stop string) asks the engine to end a sequence."""
+    """Every client request in flight, by handle. on_stop(request, stop string) asks the engine to end a sequence.
 
-    def __init__(self, tokenizer: Tokenizer, on_stop: OnStop) -> None:
+    on_failure(handle) asks it to end the others of a request of which one has failed: nobody waits for them any more.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, on_stop: OnStop, on_failure: OnFailure) -> None:
         self._tokenizer = tokenizer
         self._on_stop = on_stop
+        self._on_failure = on_failure
         self._clients: dict[int, _Client] = {}
 
     def add(self, client: ClientRequest) -> None:
@@ -66,6 +71,8 @@ class OutputProcessor:
         output.is_final = client.num_unfinished == 0 or output.finish_reason is FinishReason.ERROR
         if output.is_final:
             self._clients.pop(output.request.handle, None)
+            if client.num_unfinished:
+                self._on_failure(output.request.handle)
         if sequence.stopped_by is not None:
             self._on_stop(output.request, sequence.stopped_by)
 

@@ -44,7 +44,7 @@ class GenerateServer:
         self._link = link
         self._engine = Engine(config)
         self._config = replace(config, model=replace(config.model, max_model_len=self._engine.max_model_len))
-        self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish)
+        self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish, self._engine.cancel)
         self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_STEPS_AHEAD)
         self._guides = ThreadPoolExecutor(1, "guides")  # compiling a grammar takes up to half a second
         self._live: dict[int, ClientRequest] = {}  # filled by the input thread, emptied by the output thread
