@@ -40,7 +40,7 @@ def over_http_stream(address: Address) -> Pieces:
 
 def over_http(address: Address) -> Pieces:
     sampling = {**SAMPLING, "exclude_input_in_output": True}
-    yield generate_client.generate_http(address.http_url, "llm", PROMPT, sampling), SAMPLING["max_tokens"]
+    yield generate_client.generate_http(address.http_url, "llm", PROMPT, sampling)
 
 
 def over_ensemble(address: Address) -> Pieces:

@@ -30,13 +30,14 @@ def tensor(name: str, values: Any) -> triton.InferInput:
 
 
 def stream(url: str, model: str, prompt: str, max_tokens: int, temperature: float = 0.0) -> Iterator[tuple[str, int]]:
-    """Yield (new text, 1) per response until the final one."""
+    """Yield (new text, number of new tokens) per response until the final one."""
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     inputs = [
         tensor("text_input", prompt),
         tensor("max_tokens", max_tokens),
         tensor("temperature", temperature),
         tensor("stream", True),
+        tensor("return_num_output_tokens", True),
     ]
     with triton.InferenceServerClient(url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
@@ -49,7 +50,7 @@ def stream(url: str, model: str, prompt: str, max_tokens: int, temperature: floa
             is_final = result.get_response().parameters["triton_final_response"].bool_param
             text = result.as_numpy("text_output")
             if text is not None and text.size:
-                yield text.reshape(-1)[0].decode(), 1
+                yield text.reshape(-1)[0].decode(), int(result.as_numpy("num_output_tokens").reshape(-1)[0])
 
 
 def main() -> None:

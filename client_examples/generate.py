@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import queue
+import sys
 import urllib.request
 from typing import Any
 
@@ -23,25 +24,28 @@ def text_tensor(name: str, value: str) -> triton.InferInput:
     return tensor
 
 
-def generate_grpc(url: str, model: str, prompt: str, sampling: dict[str, Any]) -> str:
-    """One request on a gRPC stream: a model that can stream answers there, also when it sends one response only."""
+def generate_grpc(url: str, model: str, prompt: str, sampling: dict[str, Any]) -> tuple[str, int]:
+    """The text and its number of tokens. One request on a gRPC stream: a model that can stream answers there, also when
+    it sends one response only."""
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     client = triton.InferenceServerClient(url)
     client.start_stream(lambda result, error: answers.put((result, error)))
     inputs = [text_tensor("text_input", prompt), text_tensor("sampling_parameters", json.dumps(sampling))]
-    client.async_stream_infer(model, inputs, outputs=[triton.InferRequestedOutput("text_output")])
+    outputs = [triton.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")]
+    client.async_stream_infer(model, inputs, outputs=outputs)
     result, error = answers.get()
     client.stop_stream()
     if error is not None:
         raise SystemExit(f"the server says: {error}")
-    return result.as_numpy("text_output")[0].decode()
+    return result.as_numpy("text_output")[0].decode(), int(result.as_numpy("num_output_tokens")[0])
 
 
-def generate_http(url: str, model: str, prompt: str, sampling: dict[str, Any]) -> str:
+def generate_http(url: str, model: str, prompt: str, sampling: dict[str, Any]) -> tuple[str, int]:
     """POST /v2/models/<model>/generate: scalars next to text_input are sampling parameters."""
-    body = json.dumps({"text_input": prompt, **sampling}).encode()
+    body = json.dumps({"text_input": prompt, "return_num_output_tokens": True, **sampling}).encode()
     with urllib.request.urlopen(f"http://{url}/v2/models/{model}/generate", data=body) as reply:
-        return json.loads(reply.read())["text_output"]
+        answer = json.loads(reply.read())
+    return answer["text_output"], answer["num_output_tokens"]
 
 
 def main() -> None:
@@ -56,7 +60,9 @@ def main() -> None:
     sampling = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
     generate = generate_grpc if arguments.protocol == "grpc" else generate_http
     url = arguments.url or {"grpc": "localhost:8001", "http": "localhost:8000"}[arguments.protocol]
-    print(generate(url, arguments.model, arguments.prompt, sampling))
+    text, num_tokens = generate(url, arguments.model, arguments.prompt, sampling)
+    print(text)
+    print(f"[{num_tokens} tokens]", file=sys.stderr)
 
 
 if __name__ == "__main__":

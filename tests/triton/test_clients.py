@@ -40,6 +40,25 @@ def test_generate(llm_server: LlmServer, greedy: Callable[..., str]) -> None:
         assert told == PROMPT + greedy(PROMPT) + "\n"
 
 
+def test_tokens_are_counted_by_the_server(llm_server: LlmServer, greedy: Callable[..., str], monkeypatch) -> None:
+    """Those of the text and of the stop string after it, not the most that were allowed; `make demo` shows them."""
+    monkeypatch.syspath_prepend(str(ROOT / "client_examples"))
+    import generate
+
+    word = greedy(PROMPT)[8:12]
+    sampling = {"max_tokens": 24, "temperature": 0.0, "stop_words": [word], "exclude_input_in_output": True}
+    told = [
+        generate.generate_http(llm_server.http_url, "llm", PROMPT, sampling),
+        generate.generate_grpc(llm_server.grpc_url, "llm", PROMPT, sampling),
+    ]
+    assert told[0] == told[1]
+    text, num_tokens = told[0]
+    assert text == greedy(PROMPT).partition(word)[0]
+    assert greedy(PROMPT, num_tokens).startswith(text + word) and not greedy(PROMPT, num_tokens - 1).startswith(
+        text + word
+    )
+
+
 @pytest.mark.parametrize("name", ["stream.py", "http_stream.py", "ensemble.py"])
 def test_stream(llm_server: LlmServer, greedy: Callable[..., str], name: str) -> None:
     url = llm_server.http_url if name == "http_stream.py" else llm_server.grpc_url
