@@ -13,6 +13,7 @@ from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.runtime.engine import Engine
+from slipstream.runtime.guided import DEAD_END
 
 PROMPT = [70, 201, 33]
 SCHEMA = {
@@ -132,3 +133,31 @@ def test_bad_grammar_is_refused(engine: Engine, guide: Guide) -> None:
     assert caught.value.field == "guided_decoding_guide"
     assert guide.type in str(caught.value)
     assert not engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("guide", "ignore_eos"),
+    [
+        (Guide("ebnf_grammar", "root ::= root"), False),
+        (Guide("json_schema", '{"$ref": "#"}'), False),
+        (Guide("regex", r"[^\s\S]"), False),
+        (Guide("ebnf_grammar", 'root ::= ""'), True),
+    ],
+    ids=str,
+)
+def test_a_grammar_that_admits_nothing_is_refused(engine: Engine, guide: Guide, ignore_eos: bool) -> None:
+    with pytest.raises(RequestError, match=f"^guided_decoding_guide: not a usable {guide.type}: it admits no text"):
+        engine.submit(Request(list(PROMPT), replace(PARAMS, guide=guide, ignore_eos=ignore_eos)))
+    assert not engine.has_work
+
+
+def test_a_grammar_that_leads_nowhere_is_not_the_engines_fault(engine: Engine) -> None:
+    told: dict[Request, Told] = {}
+    dead_end = Guide("ebnf_grammar", 'root ::= "(" x\nx ::= x')
+    for guide in (dead_end, Guide("ebnf_grammar", 'root ::= "(" ")"')):
+        engine.submit(Request(list(PROMPT), replace(PARAMS, guide=guide, seed=1)))
+    run_steps(engine, told)
+    stuck, fine = told.values()
+    assert (stuck.finish_reason, fine.finish_reason) == (FinishReason.ERROR, FinishReason.STOP)
+    assert stuck.error == f"guided_decoding_guide: {DEAD_END}"
+    assert engine.error is None and engine.scheduler.cache.num_used_blocks == 0

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import xgrammar  # pulls in transformers, 0.7 s of every start: imported where the first guide needs it
 
 FIELD = "guided_decoding_guide"
+DEAD_END = "the grammar admits neither another token nor the end after the text so far"
 MAX_CACHED_GRAMMARS = 256
 # xgrammar 0.2 lets control characters (a tab) into strings with minLength or maxLength; no JSON parser takes them
 _LAX_CHARACTER = r"[^\"\\\r\n]"
@@ -78,8 +79,20 @@ class GuideCompiler:
         self._grammars: OrderedDict[Guide, xgrammar.CompiledGrammar] = OrderedDict()
 
     def start(self, guide: Guide, end_token_ids: Iterable[int]) -> GuideState:
-        """A fresh state for one request. Raises RequestError naming guided_decoding_guide if the text is no grammar."""
-        return GuideState(self._compile(guide), end_token_ids)
+        """A fresh state for one request.
+
+        Raises RequestError naming guided_decoding_guide if the text is no grammar, or one that no token can begin
+        (`root ::= root`).
+        """
+        import xgrammar
+
+        state = GuideState(self._compile(guide), end_token_ids)
+        bitmask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        if not state.is_terminated:
+            state.fill_mask(bitmask, 0)
+        if state.is_terminated or not bitmask.any():
+            raise RequestError(FIELD, f"not a usable {guide.type}: it admits no text")
+        return state
 
     def _compile(self, guide: Guide) -> xgrammar.CompiledGrammar:
         with self._lock:
@@ -152,7 +165,10 @@ class GuideMasks:
         for row in rows:
             try:
                 requests[row].guide_state.fill_mask(self._bitmask, row)
-                masked.append(row)
+                if self._bitmask[row].any():
+                    masked.append(row)
+                else:
+                    failures.append((requests[row], f"{FIELD}: {DEAD_END}"))
             except RuntimeError as error:  # what xgrammar raises
                 failures.append((requests[row], f"guided decoding failed: {_reason(error)}"))
         if masked:
