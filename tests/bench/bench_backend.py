@@ -17,6 +17,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -31,8 +33,20 @@ CLIENT_SOURCE = Path(__file__).with_name("load_client.cc")
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
+COLUMNS = ("streams", "responses_per_s", "server_us", "engine_us", "first_ms_p50", "next_ms_p50", "next_ms_p99")
+
+
 class MissingTool(Exception):
     """Something this benchmark needs is not installed here."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """num_tokens responses to each request; the median of `repeats` runs counts."""
+
+    stream_counts: Sequence[int]
+    num_tokens: int
+    repeats: int
 
 
 def build_client(out_dir: Path) -> Path:
@@ -87,43 +101,49 @@ def measure(server: TritonServer, client: Path, request: Path, num_streams: int,
     return figures
 
 
-def run(stream_counts: list[int], num_tokens: int, repeats: int) -> list[dict[str, float]]:
-    """Medians over `repeats` runs for each number of streams.  Raises MissingTool."""
+def sweep(repository: Path, backends: Path, client: Path, request: Path, load: Load) -> list[dict[str, float]]:
+    """Medians over load.repeats runs for each number of streams, against a server of its own."""
+    rows = []
+    with TritonServer(repository, backends) as server:
+        measure(server, client, request, 16, load.num_tokens)  # warm up
+        for num_streams in load.stream_counts:
+            runs = [measure(server, client, request, num_streams, load.num_tokens) for _ in range(load.repeats)]
+            rows.append(
+                {"streams": num_streams, **{name: statistics.median(r[name] for r in runs) for name in runs[0]}}
+            )
+    return rows
+
+
+def run(load: Load) -> list[dict[str, float]]:
+    """The backend with the stand-in engine.  Raises MissingTool."""
     if find_tritonserver() is None:
         raise MissingTool("nvidia-pytriton is not installed: no tritonserver")
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         client = build_client(scratch)
-        backend_dir = make_backend_dir(compile_library(scratch / "library"), scratch / "backends")
+        backends = make_backend_dir(compile_library(scratch / "library"), scratch / "backends")
         add_model(scratch / "repository", "llm")
-        request = write_request(scratch / "request.bin", "llm", num_tokens)
-        rows = []
-        with TritonServer(scratch / "repository", backend_dir) as server:
-            measure(server, client, request, 16, num_tokens)  # warm up
-            for num_streams in stream_counts:
-                runs = [measure(server, client, request, num_streams, num_tokens) for _ in range(repeats)]
-                medians = {name: statistics.median(one[name] for one in runs) for name in runs[0]}
-                rows.append({"streams": num_streams, **medians})
-        return rows
+        request = write_request(scratch / "request.bin", "llm", load.num_tokens)
+        return sweep(scratch / "repository", backends, client, request, load)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def report(description: str, run: Callable[[Load], list[dict[str, float]]]) -> int:
+    """The command line of a benchmark: its options, and its rows as a table, or why it cannot run here."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--tokens", type=int, default=100)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     try:
-        rows = run(arguments.streams, arguments.tokens, arguments.repeats)
+        rows = run(Load(arguments.streams, arguments.tokens, arguments.repeats))
     except MissingTool as error:
         print(f"skipped: {error}")
         return 0
-    columns = ["streams", "responses_per_s", "server_us", "engine_us", "first_ms_p50", "next_ms_p50", "next_ms_p99"]
-    print("| " + " | ".join(columns) + " |\n|" + "--:|" * len(columns))
+    print("| " + " | ".join(COLUMNS) + " |\n|" + "--:|" * len(COLUMNS))
     for row in rows:
-        print("| " + " | ".join(f"{row[column]:.6g}" for column in columns) + " |")
+        print("| " + " | ".join(f"{row[column]:.6g}" for column in COLUMNS) + " |")
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(report(__doc__, run))

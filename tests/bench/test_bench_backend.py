@@ -15,7 +15,9 @@ def test_the_backend_benchmark_runs(root: Path, monkeypatch: pytest.MonkeyPatch)
     import bench_backend
 
     try:
-        [row] = bench_backend.run([16], num_tokens=50, repeats=1)  # asserts the number of messages itself
+        [row] = bench_backend.run(
+            bench_backend.Load([16], num_tokens=50, repeats=1)
+        )  # asserts the number of messages itself
     except bench_backend.MissingTool as missing:
         pytest.skip(str(missing))
     assert row["unfinished"] == 0 and row["server_us"] > 0

@@ -12,7 +12,9 @@ def test_the_serving_benchmark_runs(root: Path, demo_model: Path, monkeypatch: p
     import bench_serving
 
     try:
-        [row] = bench_serving.run([64], num_tokens=25, repeats=1)  # asserts the number of messages itself
+        [row] = bench_serving.run(
+            bench_serving.Load([64], num_tokens=25, repeats=1)
+        )  # asserts the number of messages itself
     except bench_serving.MissingTool as missing:
         pytest.skip(str(missing))
     assert row["unfinished"] == 0 and row["engine_us"] >= 0
