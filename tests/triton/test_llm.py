@@ -99,6 +99,12 @@ def test_a_wrong_field_is_named(llm_server: LlmServer, body: dict[str, Any], nam
     assert named in reply["error"]
 
 
+def test_a_wrong_json_type_is_refused_by_triton_itself(llm_server: LlmServer) -> None:
+    """docs/clients.md says so: the request does not come as far as the backend, and no field is named."""
+    status, reply = http_generate(llm_server.http_url, "llm", {"text_input": PROMPT, "max_tokens": "four"})
+    assert (status, reply["error"].partition(":")[0]) == (500, "Unable to parse 'data'"), reply
+
+
 def test_a_wrong_field_is_invalid_argument_over_grpc(llm_server: LlmServer) -> None:
     answer = grpc_infer(llm_server.grpc_url, "llm", {"text_input": PROMPT}, parameters={"temprature": 1})
     assert "temprature" in answer.error and not answer.responses
