@@ -127,9 +127,23 @@ def test_lists_have_an_end(name: str) -> None:
     with pytest.raises(RequestError, match=f"^{name}: got 1025 entries, accepted: at most 1024"):
         params(sampling(**given(1025)))
     if name in ("stop", "bad_words"):
-        with pytest.raises(RequestError, match=f"^{name}: got 65537 characters in all, accepted: at most 65536"):
+        with pytest.raises(
+            RequestError, match=f"^{name}: got 65537 characters or token ids in all, accepted: at most 65536"
+        ):
             params(sampling(**{name: ["a" * 65536, "b"]}))
     assert len(params(tensor("embedding_bias", [0.5] * 3000)).logit_bias) == 3000
+
+
+def test_values_that_would_hold_up_the_reading_thread_are_refused_by_size() -> None:
+    size = (1 << 21) + 1
+    with pytest.raises(RequestError, match=f"^embedding_bias: got {size} elements, accepted: at most {size - 1}"):
+        parse(PROMPT, wire.Tensor("embedding_bias", int(wire.DataType.FP32), (size,), bytes(4 * size)))
+    with pytest.raises(RequestError, match=f"^image_bytes_input: got {size} elements, .* because this is a text model"):
+        parse(PROMPT, wire.Tensor("image_bytes_input", int(wire.DataType.UINT8), (1, 1, 1, size), bytes(size)))
+    with pytest.raises(RequestError, match=r"^sampling_parameters: got \d+ characters, accepted: at most 8388608"):
+        params(tensor("sampling_parameters", " " * (1 << 23) + "{}"))
+    with pytest.raises(RequestError, match=r"^bad_words_list: got 65537 characters or token ids in all"):
+        params(tensor("bad_words_list", [5] * 65537 + [65537] + [-1] * 65536, (2, 65537)))
 
 
 def test_text_that_is_not_utf8_is_the_clients_fault_wherever_it_stands() -> None:

@@ -165,3 +165,10 @@ def test_a_query_that_cannot_fit_is_refused_before_it_is_encoded(tmp_path: Path)
     for told, length in ((config, 32), (by_parameter, 31)):
         with pytest.raises(RequestError, match=f"^QUERY: the prompt has {len(text)} bytes, .*max_model_len={length} "):
             pre(task=make_task(told), QUERY=text)
+
+
+@pytest.mark.parametrize("name", ["BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS"])
+def test_word_lists_have_an_end(name: str) -> None:
+    for words, got in (["a"] * 1025, "1025 entries"), (["a" * 65537], "65537 characters"):
+        with pytest.raises(RequestError, match=f"^{name}: got {got}"):
+            pre(QUERY="x", **{name: words})

@@ -20,13 +20,12 @@ from slipstream.core.contract_generate import OUTPUTS
 from slipstream.core.errors import RequestError
 from slipstream.core.request import Request, RequestTimes
 from slipstream.core.sampling_params import FIELD_NAMES, Guide, SamplingParams
-from slipstream.core.setting_values import MAX_INT32, read_text, read_texts, refuse
+from slipstream.core.setting_values import MAX_INT32, check_list, read_text, read_texts, refuse
 from slipstream.core.wire_messages import Request as WireRequest
 
 _OUTPUTS = {spec.name: spec for spec in OUTPUTS}
 _NEED_LOGPROBS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
 _DIRECT = frozenset(FIELD_NAMES) - {"guide", "logit_bias"}
-MAX_ENTRIES, MAX_ENTRIES_CHARS = 1024, 65536  # of each list of words, ids or biases; embedding_bias is no list
 _LISTS = {name: name for name in ("stop", "stop_token_ids", "bad_words", "logit_bias")} | {
     "stop_words_ids": "stop_words_list",
     "bad_words_ids": "bad_words_list",
@@ -225,21 +224,11 @@ def _sampling_params(
         fields["logprobs"] = 0
     if "prompt_logprobs" not in fields and "prompt_logprobs" in outputs:
         fields["prompt_logprobs"] = 0
-    _check_lists(settings)
+    for target, name in _LISTS.items():
+        check_list(name, settings.get(target, ()))
     fields["logit_bias"] = _logit_bias(settings, tokenizer)
     fields["guide"] = _guide(settings)
     return SamplingParams(**fields)
-
-
-def _check_lists(settings: Settings) -> None:
-    """Every entry costs every token some work, and texts are encoded by the thread that reads all requests."""
-    for target, name in _LISTS.items():
-        entries = settings.get(target, ())
-        if len(entries) > MAX_ENTRIES:
-            raise RequestError(name, f"got {len(entries)} entries, accepted: at most {MAX_ENTRIES}")
-        num_chars = sum(len(entry) for entry in entries if isinstance(entry, str))
-        if num_chars > MAX_ENTRIES_CHARS:
-            raise RequestError(name, f"got {num_chars} characters in all, accepted: at most {MAX_ENTRIES_CHARS}")
 
 
 def _logit_bias(settings: Settings, tokenizer: TextCodec) -> tuple[tuple[int, float], ...]:

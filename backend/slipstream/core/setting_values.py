@@ -29,6 +29,9 @@ _STRUCT_CODES = {
     DataType.FP64: "d",
 }
 MAX_INT32 = 2**31 - 1  # what a TYPE_INT32 tensor holds, and the kernels' parameters
+MAX_ENTRIES, MAX_ENTRIES_CHARS = 1024, 65536  # of a list of words, ids or biases
+MAX_ELEMENTS = 1 << 21  # of a tensor: longer than any prompt, and no more than a blink of the reading thread
+MAX_JSON_CHARS = 1 << 23
 _TRUE, _FALSE = ("true", "1"), ("false", "0")
 
 
@@ -68,6 +71,9 @@ def tensor_values(tensor: Tensor, spec: InputSpec, has_batch_dim: bool = False) 
         raise RequestError(spec.name, f"got a tensor of type {_type_name(tensor.dtype)}, accepted: {spec.dtype.name}")
     shape = tensor_shape(tensor, has_batch_dim)
     num_elements = math.prod(shape)
+    if num_elements > MAX_ELEMENTS:
+        accepted = f"at most {MAX_ELEMENTS}" if not spec.reason else f"an empty tensor, because {spec.reason}"
+        raise RequestError(spec.name, f"got {num_elements} elements, accepted: {accepted}")
     if spec.dims == (1,) and num_elements != 1:
         raise RequestError(spec.name, f"got shape {list(tensor.shape)}, accepted: one element")
     if len(spec.dims) == 2 and spec.dims[0] > 1 and (len(shape) < 2 or shape[-2] != spec.dims[0]):
@@ -224,7 +230,22 @@ def read_object(name: str, value: object) -> dict[str, Any]:
     raise refuse(name, value, "a JSON object")
 
 
+def check_list(name: str, entries: Sequence[object]) -> None:
+    """Raises RequestError for a long one: every entry costs every token work, and encoding holds up other requests.
+
+    embedding_bias is no such list: it is one tensor.
+    """
+    if len(entries) > MAX_ENTRIES:
+        raise RequestError(name, f"got {len(entries)} entries, accepted: at most {MAX_ENTRIES}")
+    num_chars = sum(len(entry) for entry in entries if isinstance(entry, str | tuple))
+    if num_chars > MAX_ENTRIES_CHARS:
+        accepted = f"at most {MAX_ENTRIES_CHARS}"
+        raise RequestError(name, f"got {num_chars} characters or token ids in all, accepted: {accepted}")
+
+
 def parse_json(name: str, text: str, accepted: str) -> Any:
+    if len(text) > MAX_JSON_CHARS:
+        raise RequestError(name, f"got {len(text)} characters, accepted: at most {MAX_JSON_CHARS}")
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

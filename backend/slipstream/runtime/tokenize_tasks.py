@@ -19,7 +19,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.detokenize import decode_after
 from slipstream.core.errors import RequestError
 from slipstream.core.sampling_params import MAX_BIAS
-from slipstream.core.setting_values import refuse, tensor_shape, tensor_values
+from slipstream.core.setting_values import check_list, refuse, tensor_shape, tensor_values
 from slipstream.core.tensor_spec import TaskContract, Use
 from slipstream.nn.checkpoint_path import resolve_tokenizer
 from slipstream.runtime.tokenizer import TextTokenizer
@@ -83,8 +83,8 @@ class TokenizeTask:
             "REQUEST_INPUT_LEN": _int32s([len(ids)]),
             "DECODER_INPUT_ID": _int32s([]),
             "REQUEST_DECODER_INPUT_LEN": _int32s([0]),
-            "BAD_WORDS_IDS": self._words(given.get("bad_words", ())),
-            "STOP_WORDS_IDS": self._words(given.get("stop_words", ())),
+            "BAD_WORDS_IDS": self._words("BAD_WORDS_DICT", given.get("bad_words", ())),
+            "STOP_WORDS_IDS": self._words("STOP_WORDS_DICT", given.get("stop_words", ())),
             "EMBEDDING_BIAS": self._bias(given.get("bias_words", ()), given.get("bias_weights", ())),
             "REQUEST_OUTPUT_LEN": _int32s([given.get("request_output_len", serving.default_max_tokens)]),
             "OUT_END_ID": _int32s([end_id]),
@@ -92,11 +92,13 @@ class TokenizeTask:
         }
         return _respond(raw, contract.TOKENIZE, encoded, self._config)
 
-    def _words(self, words: Sequence[str]) -> Encoded:
+    def _words(self, name: str, words: Sequence[str]) -> Encoded:
+        check_list(name, words)
         ids, offsets = word_list([self._tokenizer.encode(word, False) for word in words if word])
         return (2, len(ids)), struct.pack(f"<{2 * len(ids)}i", *ids, *offsets)
 
     def _bias(self, words: Sequence[str], weights: Sequence[float]) -> Encoded:
+        check_list("EMBEDDING_BIAS_WORDS", words)
         if len(words) != len(weights):
             raise refuse("EMBEDDING_BIAS_WEIGHTS", list(weights), f"one number per word, {len(words)} in all")
         for weight in weights:
