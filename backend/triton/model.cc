@@ -158,6 +158,10 @@ void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Req
   log_if_failed(
       TRITONBACKEND_ModelInstanceReportStatistics(instance, request, is_taken, started, started, ended, ended),
       "statistics");
+  if (is_taken) {  // Triton's execution count: to it every request is an execution, whatever the engine batches
+    log_if_failed(
+        TRITONBACKEND_ModelInstanceReportBatchStatistics(instance, 1, started, started, ended, ended), "statistics");
+  }
   log_if_failed(TRITONBACKEND_RequestRelease(request, TRITONSERVER_REQUEST_RELEASE_ALL), "request release");
 }
 

@@ -205,6 +205,18 @@ def test_an_engine_that_ignores_a_cancel_is_not_waited_for(server: TritonServer)
 # ---------------------------------------------------------------- metrics
 
 
+def test_executions_are_counted(server: TritonServer) -> None:
+    before = [metric(server, family, "llm") for family in ("nv_inference_count", "nv_inference_exec_count")]
+    with GrpcStream(server.grpc_url) as stream:
+        for _ in range(3):
+            stream.send("llm", "one two")
+        stream.wait(num_ends=3)
+    after = [metric(server, family, "llm") for family in ("nv_inference_count", "nv_inference_exec_count")]
+    assert after == [before[0] + 3, before[1] + 3] and before[0] == before[1]
+    [stats] = json.loads(server.get("/v2/models/llm/versions/1/stats")[1])["model_stats"]
+    assert stats["execution_count"] == after[1]
+
+
 def test_metrics_of_the_engine_are_exported_with_model_and_version(server: TritonServer) -> None:
     tokens = metric(server, "slipstream_fake_tokens_total", "llm")
     observed = metric(server, "slipstream_fake_ttft_seconds_count", "llm")
