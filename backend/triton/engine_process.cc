@@ -93,7 +93,10 @@ EngineProcess::~EngineProcess() {
 }
 
 bool EngineProcess::has_exited() {
-  if (!exited_ && waitpid(pid_, &wait_status_, WNOHANG) == pid_) exited_ = true;
+  siginfo_t info{};
+  if (!exited_ && waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0) {
+    exited_ = info.si_pid == pid_;  // not reaped yet: its number stays taken until its group has been killed
+  }
   return exited_;
 }
 
@@ -106,14 +109,15 @@ bool EngineProcess::wait_exit(int timeout_ms) {
 }
 
 void EngineProcess::signal_group(int signal_number) {
-  if (::kill(-pid_, signal_number) != 0 && !exited_) ::kill(pid_, signal_number);
+  if (reaped_) return;
+  if (::kill(-pid_, signal_number) != 0) ::kill(pid_, signal_number);  // no group yet: before its setsid()
 }
 
 void EngineProcess::kill() {
+  if (reaped_) return;
   signal_group(SIGKILL);
-  if (exited_) return;
   waitpid(pid_, &wait_status_, 0);
-  exited_ = true;
+  exited_ = reaped_ = true;
 }
 
 ProcessEnd EngineProcess::describe_end() {

@@ -49,6 +49,7 @@ class EngineProcess {
   const std::string log_prefix_;
   pid_t pid_ = -1;
   bool exited_ = false;
+  bool reaped_ = false;  // from then on its number may be another process's
   int wait_status_ = 0;
   std::mutex lines_mutex_;
   std::deque<std::string> last_lines_;

@@ -13,6 +13,7 @@ import os
 import selectors
 import signal
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -204,6 +205,8 @@ def start_up(connection: socket.socket, config: wire.Config) -> None:
         load = "die" if Path(options["fail_file"]).exists() else load
     if "slow_file" in options and Path(options["slow_file"]).exists():
         time.sleep(60)
+    if "worker" in options:
+        subprocess.Popen(["sleep", "600"])
     if load == "fail":
         connection.sendall(wire.encode_load_failed("model.safetensors: tensor 'lm_head.weight' is missing"))
         raise SystemExit(1)
