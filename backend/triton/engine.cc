@@ -186,7 +186,7 @@ void Engine::serve(EngineProcess& process, EngineLink& link) {
     const std::string how = std::string("sent an invalid frame (") + error.what() + ") and was killed";
     throw EngineEnded("the engine " + how, how);
   }
-  if (stop_) return stop_process(process);
+  if (stop_) return stop_process(process, is_open);
   process.wait_exit(kExitGraceMs);
   throw EngineEnded(process.describe_end());
 }
@@ -218,8 +218,8 @@ void Engine::answer_overdue() {
       " requests did not end within drain_timeout_s and were answered with an error");
 }
 
-void Engine::stop_process(EngineProcess& process) {
-  if (is_drained_ && process.wait_exit(kTerminateGraceMs)) return;
+void Engine::stop_process(EngineProcess& process, bool is_connected) {
+  if ((is_drained_ || !is_connected) && process.wait_exit(kTerminateGraceMs)) return;  // it ends, or died meanwhile
   log_warning("the engine of model '" + setup_.model_name + "' did not drain in time; terminating it");
   process.terminate();
   if (!process.wait_exit(kTerminateGraceMs)) process.kill();

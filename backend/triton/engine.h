@@ -88,7 +88,7 @@ class Engine {
   void serve(EngineProcess& process, EngineLink& link);
   bool keep_house();
   void answer_overdue();
-  void stop_process(EngineProcess& process);
+  void stop_process(EngineProcess& process, bool is_connected);
   void on_frame(FrameType type, std::string_view payload);
   void on_responses(std::string_view payload);
   void on_ready(std::string_view payload);

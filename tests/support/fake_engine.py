@@ -114,6 +114,8 @@ class FakeEngine:
             elif kind == wire.FrameType.DRAIN:
                 print(f"I draining with {len(self.running)} requests", file=sys.stderr, flush=True)
                 self.draining = True
+                if self.options.get("drain") == "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
 
     def admit(self, request: wire.Request) -> None:
         if request.requested_outputs == ("seen",):  # a client that names no outputs is reported as asking for all

@@ -225,6 +225,16 @@ def test_a_model_whose_folder_is_gone_is_not_loaded_again(explicit: TritonServer
     explicit.wait_until(lambda: UP.replace("llm", "gone") not in explicit.metrics(), 2, "its metrics to be gone")
 
 
+def test_an_engine_that_dies_while_it_drains_is_not_said_to_be_terminated(
+    explicit: TritonServer, repository: Path
+) -> None:
+    add_model(repository, "mortal", {"drain": "die"})
+    assert explicit.load("mortal")[0] == 200
+    assert explicit.unload("mortal")[0] == 200
+    explicit.wait_until(lambda: "successfully unloaded 'mortal'" in explicit.log, 3, "the model to be unloaded")
+    assert "the engine of model 'mortal' did not drain" not in explicit.log
+
+
 def test_unload_lets_streams_finish_and_takes_the_metrics_away(loaded: TritonServer) -> None:
     pid = engine_pid(loaded)
     with GrpcStream(loaded.grpc_url) as stream:
