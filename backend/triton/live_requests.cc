@@ -1,11 +1,17 @@
 #include "live_requests.h"
 
+#include <algorithm>
+#include <thread>
+
 #include "status.h"
 
 namespace slipstream {
 namespace {
 
-constexpr auto kWatchPeriod = std::chrono::milliseconds(5);
+constexpr auto kShortestWatchPeriod = std::chrono::microseconds(5000);
+constexpr auto kLongestWatchPeriod = std::chrono::microseconds(50000);
+constexpr auto kWatchCost = std::chrono::microseconds(50);  // of the period per request: at most 20 000 looks a second
+constexpr size_t kWatchSlice = 32;                          // looks per hold of the lock that the reader needs
 constexpr auto kCancelGrace = std::chrono::seconds(5);
 
 // Copy the engine's tensors into a new response and send it.
@@ -116,19 +122,36 @@ bool LiveRequests::wait_cancelled(std::vector<uint64_t>& cancelled) {
   cancelled.clear();
   std::unique_lock<std::mutex> lock(mutex_);
   changed_.wait(lock, [this] { return !live_.empty() || !watching_; });
-  changed_.wait_for(lock, kWatchPeriod, [this] { return !watching_; });
-  for (auto& [handle, live] : live_) {
-    bool is_cancelled = false;
-    if (live.is_cancelled) continue;
-    if (TRITONSERVER_Error* error = TRITONBACKEND_ResponseFactoryIsCancelled(live.factory, &is_cancelled)) {
-      TRITONSERVER_ErrorDelete(error);
+  const auto period = std::clamp<std::chrono::microseconds>(
+      kWatchCost * static_cast<int64_t>(live_.size()), kShortestWatchPeriod, kLongestWatchPeriod);
+  changed_.wait_for(lock, period, [this] { return !watching_; });
+  watched_.clear();
+  for (const auto& [handle, live] : live_) {
+    if (!live.is_cancelled) watched_.push_back(handle);
+  }
+  for (size_t i = 0; i < watched_.size() && watching_; ++i) {
+    if (i % kWatchSlice == kWatchSlice - 1) {  // let the reader in
+      lock.unlock();
+      std::this_thread::yield();
+      lock.lock();
     }
-    if (!is_cancelled) continue;
-    live.is_cancelled = true;
-    live.cancelled_at = Clock::now();
-    cancelled.push_back(handle);
+    if (is_newly_cancelled(watched_[i])) cancelled.push_back(watched_[i]);
   }
   return watching_;
+}
+
+// Under the lock.
+bool LiveRequests::is_newly_cancelled(uint64_t handle) {
+  const auto found = live_.find(handle);
+  if (found == live_.end() || found->second.is_cancelled) return false;
+  bool is_cancelled = false;
+  if (TRITONSERVER_Error* error = TRITONBACKEND_ResponseFactoryIsCancelled(found->second.factory, &is_cancelled)) {
+    TRITONSERVER_ErrorDelete(error);
+  }
+  if (!is_cancelled) return false;
+  found->second.is_cancelled = true;
+  found->second.cancelled_at = Clock::now();
+  return true;
 }
 
 bool LiveRequests::mark_cancelled(uint64_t handle) {

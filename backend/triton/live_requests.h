@@ -35,7 +35,7 @@ class LiveRequests {
   // Reader thread: answer those whose cancellation the engine has ignored for 5 s.
   void fail_ignored_cancels();
 
-  // Watcher thread: wait a few milliseconds (or longer, while there is no request at all) and find the requests that
+  // Watcher thread: wait 5 to 50 ms, longer for more requests (and as long as there is none at all), and find those that
   // are newly cancelled.  False after stop_watching().
   bool wait_cancelled(std::vector<uint64_t>& cancelled);
   void stop_watching();
@@ -51,6 +51,7 @@ class LiveRequests {
     Clock::time_point cancelled_at{};
   };
 
+  bool is_newly_cancelled(uint64_t handle);
   TRITONBACKEND_ResponseFactory* find(uint64_t handle, bool remove);
 
   HttpPacer& pacer_;
@@ -58,6 +59,7 @@ class LiveRequests {
   std::condition_variable changed_;
   bool watching_ = true;
   std::unordered_map<uint64_t, Live> live_;
+  std::vector<uint64_t> watched_;  // of the watcher thread
 };
 
 // Answer with an error and end the request; the factory is deleted.

@@ -177,6 +177,16 @@ def test_a_grpc_cancel_reaches_the_engine(server: TritonServer, model: str) -> N
         wait_cancelled(server, "slow", before)
 
 
+def test_every_one_of_many_cancelled_requests_is_noticed(server: TritonServer) -> None:
+    before = cancelled(server, "slow")
+    with GrpcStream(server.grpc_url) as stream:
+        for _ in range(300):  # several holds of the watcher's lock, and a longer period
+            stream.send("slow", {"tokens": 100000})
+        stream.wait(num_texts=600)
+        stream.cancel()
+        server.wait_until(lambda: cancelled(server, "slow") == before + 300, 3, "all cancellations to arrive")
+
+
 @pytest.mark.parametrize("model", ["slow", "ensemble"])
 def test_an_http_disconnect_reaches_the_engine(server: TritonServer, model: str) -> None:
     before = cancelled(server, "slow")
