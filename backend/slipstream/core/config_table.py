@@ -49,7 +49,6 @@ _POWER_OF_TWO: dict[str, Any] = {
 _FRACTION: dict[str, Any] = {"limits": "a number in (0, 1]", "is_good": lambda value: 0.0 < value <= 1.0}
 
 
-
 def _is_graph_sizes(value: str) -> bool:
     sizes = value.split(",")
     return value in ("auto", "off") or all(size.strip().isdecimal() and int(size) >= 1 for size in sizes)
