@@ -167,8 +167,10 @@ def main() -> None:
         if arguments.only in shape.name():
             result = run(shape, copy_rate)
             results.append(result)
-            print(f"{result.name:40} {result.us:9.1f} us {result.tbps:6.2f} TB/s {100 * result.share_of_copy:5.0f} %",
-                  flush=True)
+            print(
+                f"{result.name:40} {result.us:9.1f} us {result.tbps:6.2f} TB/s {100 * result.share_of_copy:5.0f} %",
+                flush=True,
+            )
             torch.cuda.empty_cache()
     if arguments.json:
         with open(arguments.json, "w") as file:

@@ -36,8 +36,10 @@ class DecodeCase:
 
     def to(self, device: torch.device) -> DecodeCase:
         """The same case on a device."""
-        moved = {name: getattr(self, name).to(device) for name in
-                 ("q", "key_cache", "value_cache", "block_tables", "query_start_loc", "seq_lens")}
+        moved = {
+            name: getattr(self, name).to(device)
+            for name in ("q", "key_cache", "value_cache", "block_tables", "query_start_loc", "seq_lens")
+        }
         options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in self.options.items()}
         return replace(self, **moved, options=options)
 
@@ -144,16 +146,17 @@ def _stored_rows(case: DecodeCase, name: str, request: int, seq_len: int) -> tor
     return torch.stack(rows) if rows else torch.empty(0)
 
 
-def _attend_row(
-    case: DecodeCase, row: int, index: int, prefix: int, k: torch.Tensor, v: torch.Tensor
-) -> torch.Tensor:
+def _attend_row(case: DecodeCase, row: int, index: int, prefix: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     options, start = case.options, row - index
     tree, positions = options.get("tree_mask"), options.get("positions")
     window, slopes, cap = (options.get(name) for name in ("sliding_window", "alibi_slopes", "soft_cap"))
     position_of = [p if p < prefix or positions is None else int(positions[start + p - prefix]) for p in range(len(k))]
     own = position_of[prefix + index]
-    seen = [p for p in range(len(k)) if p < prefix or (
-        p <= prefix + index if tree is None else int(tree[row]) >> (p - prefix) & 1)]
+    seen = [
+        p
+        for p in range(len(k))
+        if p < prefix or (p <= prefix + index if tree is None else int(tree[row]) >> (p - prefix) & 1)
+    ]
     seen = [p for p in seen if window is None or own - position_of[p] < window]
     group, out = case.q.shape[1] // k.shape[1], torch.zeros(case.q.shape[1:], dtype=torch.float64)
     distance = torch.tensor([position_of[p] - own for p in seen], dtype=torch.float64)
