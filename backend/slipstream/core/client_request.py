@@ -233,9 +233,8 @@ def _sampling_params(
 
 def _logit_bias(settings: Settings, tokenizer: TextCodec) -> tuple[tuple[int, float], ...]:
     """The sum of logit_bias, embedding_bias and embedding_bias_words, by token."""
-    total: dict[int, float] = {}
+    total: dict[int, float] = {token_id: bias for token_id, bias in enumerate(settings.get("bias_vector", ())) if bias}
     pairs = list(settings.get("logit_bias", ()))
-    pairs += [(token_id, bias) for token_id, bias in enumerate(settings.get("bias_vector", ())) if bias]
     words, weights = settings.get("bias_words", ()), settings.get("bias_weights", ())
     if len(words) != len(weights):
         raise refuse("embedding_bias_weights", list(weights), f"one number per word, {len(words)} in all")

@@ -107,7 +107,7 @@ def _are_biases(pairs: Any) -> bool:
     """There may be one per token of the vocabulary: types are looked at once per type."""
     if not pairs:
         return True
-    token_ids, biases = zip(*pairs)
+    token_ids, biases = [token_id for token_id, _ in pairs], [bias for _, bias in pairs]
     return (
         all(issubclass(kind, Integral) and kind is not bool for kind in set(map(type, token_ids)))
         and all(issubclass(kind, Real) and kind is not bool for kind in set(map(type, biases)))

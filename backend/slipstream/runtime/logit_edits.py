@@ -72,7 +72,9 @@ class LogitEdits:
 
     def _read(self, request: Request) -> _Edits:
         """What stays the same for all of a request's tokens."""
-        values: dict[int, float] = dict(request.params.logit_bias)
+        values: dict[int, float] = {}
+        for token_id, bias in request.params.logit_bias:
+            values[token_id] = values.get(token_id, 0.0) + bias
         words: dict[int, list[tuple[int, ...]]] = {}
         for word in request.params.bad_words_ids:
             if len(word) == 1:
