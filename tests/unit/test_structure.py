@@ -109,6 +109,20 @@ def test_functions_are_short() -> None:
     assert not too_long
 
 
+def test_cpp_functions_are_short() -> None:
+    """A definition ends with a lone brace in column 0 and begins with the last text before it in column 0."""
+    lengths = {}
+    for path in (ROOT / "backend" / "triton").glob("*.cc"):
+        begin, name = 0, ""
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line == "}":
+                lengths[f"{path.name}:{begin} {name}"] = number - begin + 1
+            elif re.match(r"[A-Za-z\[]", line):
+                begin, name = number, line
+    assert len(lengths) > 100
+    assert not {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
+
+
 def test_readme_names_only_paths_that_exist() -> None:
     readme = (ROOT / "README.md").read_text()
     tree = re.search(r"## The tree\n+```\n(.*?)```", readme, re.S)
