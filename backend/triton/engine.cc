@@ -161,7 +161,7 @@ void Engine::run_engine() {
   });
   if (fd < 0 && stop_) return;
   if (fd < 0) throw EngineEnded(process.describe_end());
-  listener.reset();  // the socket goes with its directory: no stranger can connect, and a killed server leaves nothing
+  listener.reset();  // no stranger can connect any more
   current_link_ = std::make_shared<EngineLink>(fd);
   FrameWriter writer;
   current_link_->send(

@@ -2,7 +2,7 @@
 
 #include <errno.h>
 #include <poll.h>
-#include <stdlib.h>
+#include <stddef.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/time.h>
@@ -25,20 +25,38 @@ constexpr int kSendTimeoutSeconds = 30;
   throw std::system_error(errno, std::generic_category(), what);
 }
 
+std::string random_bytes(size_t count) {
+  std::string bytes(count, '\0');
+  if (getrandom(&bytes[0], count, 0) != static_cast<ssize_t>(count)) fail("getrandom");
+  return bytes;
+}
+
+std::string to_hex(const std::string& bytes) {
+  static const char kDigits[] = "0123456789abcdef";
+  std::string hex;
+  for (const char byte : bytes) {
+    hex += kDigits[static_cast<unsigned char>(byte) >> 4];
+    hex += kDigits[static_cast<unsigned char>(byte) & 15];
+  }
+  return hex;
+}
+
+// An abstract name has no permissions: only processes of the server's own user get as far as a hello.
+bool is_of_our_user(int fd) {
+  ucred peer{};
+  socklen_t size = sizeof peer;
+  return getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == geteuid();
+}
+
 }  // namespace
 
-EngineListener::EngineListener() : token_(kTokenBytes, '\0') {
-  const char* base = getenv("TMPDIR");
-  directory_ = std::string(base != nullptr && *base != '\0' ? base : "/tmp") + "/slipstream-XXXXXX";
-  if (getrandom(&token_[0], token_.size(), 0) != static_cast<ssize_t>(token_.size())) fail("getrandom");
-  if (mkdtemp(&directory_[0]) == nullptr) fail(directory_.c_str());  // mode 0700
-  path_ = directory_ + "/engine.sock";
+EngineListener::EngineListener() : path_("@slipstream-" + to_hex(random_bytes(8))), token_(random_bytes(kTokenBytes)) {
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  if (path_.size() >= sizeof address.sun_path) throw std::length_error(path_ + " is too long for a unix socket");
-  std::copy(path_.begin(), path_.end(), address.sun_path);
+  std::copy(path_.begin() + 1, path_.end(), address.sun_path + 1);  // the '@' stands for a zero byte
+  const socklen_t size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + path_.size());
   fd_ = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (fd_ < 0 || bind(fd_, reinterpret_cast<sockaddr*>(&address), sizeof address) != 0 || listen(fd_, 64) != 0) {
+  if (fd_ < 0 || bind(fd_, reinterpret_cast<sockaddr*>(&address), size) != 0 || listen(fd_, 64) != 0) {
     fail(path_.c_str());
   }
 }
@@ -46,18 +64,10 @@ EngineListener::EngineListener() : token_(kTokenBytes, '\0') {
 EngineListener::~EngineListener() {
   for (const Candidate& candidate : candidates_) close(candidate.fd);
   close(fd_);
-  unlink(path_.c_str());
-  rmdir(directory_.c_str());
 }
 
 std::string EngineListener::token_hex() const {
-  static const char kDigits[] = "0123456789abcdef";
-  std::string hex;
-  for (const char byte : token_) {
-    hex += kDigits[static_cast<unsigned char>(byte) >> 4];
-    hex += kDigits[static_cast<unsigned char>(byte) & 15];
-  }
-  return hex;
+  return to_hex(token_);
 }
 
 int EngineListener::accept_engine(const std::function<bool()>& keep_waiting) {
@@ -76,15 +86,24 @@ int EngineListener::accept_engine(const std::function<bool()>& keep_waiting) {
       log_warning("closed a connection to " + path_ + " that did not say hello as the engine");
       close(fd);
     }
-    const int fd = accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
-    if (fd < 0) continue;
-    if (candidates_.size() == kMaxCandidates) {
-      close(candidates_.front().fd);
-      candidates_.erase(candidates_.begin());
-    }
-    candidates_.push_back({fd, ""});
+    add_candidate();
   }
   return -1;
+}
+
+void EngineListener::add_candidate() {
+  const int fd = accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
+  if (fd < 0) return;
+  if (!is_of_our_user(fd)) {
+    log_warning("closed a connection to " + path_ + " of another user");
+    close(fd);
+    return;
+  }
+  if (candidates_.size() == kMaxCandidates) {
+    close(candidates_.front().fd);
+    candidates_.erase(candidates_.begin());
+  }
+  candidates_.push_back({fd, ""});
 }
 
 // Reads no further than one HELLO, so that nothing after it is lost.

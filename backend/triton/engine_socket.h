@@ -16,14 +16,16 @@ namespace slipstream {
 
 class EngineListener {
  public:
-  EngineListener();   // a private directory with a listening socket; throws std::system_error
-  ~EngineListener();  // removes the directory; an accepted connection lives on
+  EngineListener();   // listens on an abstract name; throws std::system_error
+  ~EngineListener();  // the name is gone; an accepted connection lives on
   EngineListener(const EngineListener&) = delete;
 
+  // "@slipstream-..." for an abstract address: it is in no folder, so a server that is killed leaves nothing behind.
   const std::string& path() const { return path_; }
   std::string token_hex() const;
 
-  // The socket of the engine: the first connection whose HELLO carries the token; any other is closed.  -1 once
+  // The socket of the engine: the first connection of our own user whose HELLO carries the token; any other is closed.
+  // -1 once
   // keep_waiting() is false, which is asked at least every 50 ms.
   int accept_engine(const std::function<bool()>& keep_waiting);
 
@@ -34,8 +36,9 @@ class EngineListener {
   };
   enum class Verdict { kUndecided, kEngine, kStranger };
   Verdict examine(Candidate& candidate);
+  void add_candidate();
 
-  std::string directory_, path_, token_;
+  std::string path_, token_;
   int fd_ = -1;
   std::vector<Candidate> candidates_;
 };

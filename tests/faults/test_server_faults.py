@@ -164,24 +164,15 @@ def test_a_deadline_passes(llm_server: LlmServer) -> None:
 # ---------------------------------------------------------------- bad bytes
 
 
-def test_garbage_on_the_engine_socket(llm_server: LlmServer) -> None:
-    """Somebody finds the socket: whatever he sends, the running stream and the engine do not notice."""
-    engine = engine_of(llm_server)
-    command = engine.cmdline()
-    path = command[command.index("--socket") + 1]
-    with grpc_stream(llm_server.grpc_url) as stream:
-        stream.send("llm", {"text_input": PROMPT, "stream": True}, parameters={**LONG, "max_tokens": 40})
-        for garbage in (b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 5, b""):
-            with socket.socket(socket.AF_UNIX) as intruder:
-                intruder.settimeout(2)
-                try:
-                    intruder.connect(path)
-                    intruder.sendall(garbage)
-                except OSError:
-                    break  # nobody listens there any more: as good
-        answer = stream.collect()
-    assert (answer.error, sum(1 for r in answer.responses if "text_output" in r) > 20) == ("", True)
-    assert engine.is_running()
+def test_nobody_can_connect_to_the_socket_of_an_engine_that_runs(llm_server: LlmServer) -> None:
+    """What strangers send before the engine has connected: tests/triton/test_backend_faults.py."""
+    engines = llm_server.engines()
+    assert engines
+    for engine in engines:
+        command = engine.cmdline()
+        name = command[command.index("--socket") + 1]
+        with socket.socket(socket.AF_UNIX) as intruder, pytest.raises(ConnectionRefusedError):
+            intruder.connect("\0" + name.removeprefix("@"))
 
 
 def test_invalid_utf8(llm_server: LlmServer) -> None:

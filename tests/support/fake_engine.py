@@ -187,7 +187,7 @@ class FakeEngine:
             self.connection.sendall(wire.encode_responses(responses))
 
 
-def stray_connections(path: str) -> None:
+def stray_connections(path: str, token: bytes) -> None:
     """What a confused or hostile process might do to the socket before the engine says hello."""
     silent = socket.socket(socket.AF_UNIX)
     silent.connect(path)
@@ -197,6 +197,16 @@ def stray_connections(path: str) -> None:
         stray.sendall(data)
         stray.close()
     globals()["_keep_open"] = silent
+    if os.geteuid() != 0:
+        return
+    other_user = os.fork()  # who even has the right token
+    if other_user == 0:
+        os.setuid(65534)
+        stray = socket.socket(socket.AF_UNIX)
+        stray.connect(path)
+        stray.sendall(wire.encode_hello(token))
+        os._exit(0)
+    os.waitpid(other_user, 0)
 
 
 def start_up(connection: socket.socket, config: wire.Config) -> None:
@@ -226,10 +236,12 @@ def main() -> None:
     parser.add_argument("--socket", required=True)
     parser.add_argument("--token", required=True)
     arguments = parser.parse_args()
+    address = "\0" + arguments.socket[1:]  # "@name": an abstract address
+    time.sleep(float(os.environ.get("FAKE_ENGINE_SLEEP_S", "0")))
     if os.environ.get("FAKE_ENGINE_STRAYS"):
-        stray_connections(arguments.socket)
+        stray_connections(address, bytes.fromhex(arguments.token))
     connection = socket.socket(socket.AF_UNIX)
-    connection.connect(arguments.socket)
+    connection.connect(address)
     connection.sendall(wire.encode_hello(bytes.fromhex(arguments.token)))
     header = connection.recv(wire.FRAME_HEADER_BYTES, socket.MSG_WAITALL)
     length = int.from_bytes(header[:4], "little")

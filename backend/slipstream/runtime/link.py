@@ -16,12 +16,15 @@ _SOCKET_BUFFER_BYTES = 1 << 20  # a burst of answers should not wait for the pee
 
 
 class EngineLink:
-    """A connected, greeted socket. Raises OSError from the constructor when nobody listens."""
+    """A connected, greeted socket. path: a file, or "@name" for an abstract address (Linux).
+
+    Raises OSError from the constructor when nobody listens.
+    """
 
     def __init__(self, path: str, token: bytes) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
-        self._socket.connect(path)
+        self._socket.connect("\0" + path[1:] if path.startswith("@") else path)
         self._send_lock = threading.Lock()
         self._frames = self._read_frames()
         self.send(wire.encode_hello(token))
