@@ -34,3 +34,12 @@ def test_an_extreme_number_is_the_clients_fault(llm_server: LlmServer) -> None:
     status, reply = http_generate(llm_server.http_url, "llm", body)
     assert status == 200 and reply["text_output"]
     assert [process.pid for process in llm_server.engines()] == engines
+
+
+def test_a_text_that_cannot_fit_is_refused_at_once_by_every_reader(llm_server: LlmServer) -> None:
+    text = "a " * 2**20
+    for model, name in (("llm", "text_input"), ("preprocessing", "QUERY"), ("ensemble", "QUERY")):
+        body = {"QUERY" if model == "preprocessing" else "text_input": text}
+        status, reply = http_generate(llm_server.http_url, model, body)
+        assert status == 400, reply
+        assert f"{name}: the prompt has {len(text)} bytes, accepted: at most" in reply["error"]
