@@ -47,8 +47,9 @@ def make_task(config: EngineConfig) -> Task:
     return TokenizeTask(config, tokenizer, config.model.max_model_len or checkpoint_length(Path(folder)))
 
 
-def checkpoint_length(folder: Path) -> int:
-    """The most tokens that the checkpoint next to a tokenizer can be made to take; 0 if it does not say."""
+def checkpoint_length(tokenizer: Path) -> int:
+    """The most tokens that the checkpoint of a tokenizer (folder or file) can be made to take; 0 if it does not say."""
+    folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     try:
         told = json.loads((folder / "config.json").read_text("utf-8"))
         rope = told.get("rope_scaling") or told.get("rope_parameters") or {}
