@@ -1,4 +1,4 @@
-"""Numbers and texts past every limit, sent to the real server: INVALID_ARG for who sent them, and the same engine goes on."""
+"""Numbers and texts past every limit, on the real server: INVALID_ARG for who sent them; the same engine goes on."""
 
 from __future__ import annotations
 
