@@ -9,6 +9,7 @@ constexpr auto kDrainGrace = std::chrono::seconds(2);  // beyond the deadline th
 constexpr int kTerminateGraceMs = 2000;
 constexpr int kExitGraceMs = 1000;  // between closing its socket and ending, to see how it ended
 constexpr int kHousekeepingMs = 500;
+constexpr auto kLongestSilence = std::chrono::seconds(60);  // a working engine sends metrics four times a second
 
 bool is_exiting(TRITONSERVER_Server* server) {
   bool is_live = false;  // also false while the server starts; only once it exits this is an error
@@ -196,8 +197,18 @@ bool Engine::keep_house() {
   live_.fail_ignored_cancels();
   if (current_link_ != link_) throw_if_exiting(setup_.server);  // still loading
   answer_overdue();
+  report_silence();
   std::lock_guard<std::mutex> lock(mutex_);
   return !stop_ || (link_ != nullptr && Clock::now() < drain_deadline_ + kDrainGrace);
+}
+
+// An engine may hang and still read its socket.  It is left alone: only its operator knows what killing it costs.
+void Engine::report_silence() {
+  if (link_ == nullptr || live_.is_empty()) silent_since_ = Clock::now();
+  if (is_silence_reported_ || Clock::now() - silent_since_ < kLongestSilence) return;
+  is_silence_reported_ = true;
+  metrics_->engine_is_silent();
+  log_error("the engine of model '" + setup_.model_name + "' has requests and has sent nothing for 60 s: it hangs");
 }
 
 // A server that exits unloads no model before its requests have ended (server 2.51): so they get their time from the
@@ -226,6 +237,8 @@ void Engine::stop_process(EngineProcess& process, bool is_connected) {
 }
 
 void Engine::on_frame(FrameType type, std::string_view payload) {
+  silent_since_ = Clock::now();
+  is_silence_reported_ = false;
   const bool is_serving = link_ != nullptr;  // only this thread changes it
   if (type == FrameType::kLoadFailed && !is_serving) {
     throw BackendError(TRITONSERVER_ERROR_INVALID_ARG, std::string(PayloadReader(payload).text()));

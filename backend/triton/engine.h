@@ -88,6 +88,7 @@ class Engine {
   void serve(EngineProcess& process, EngineLink& link);
   bool keep_house();
   void answer_overdue();
+  void report_silence();
   void stop_process(EngineProcess& process, bool is_connected);
   void on_frame(FrameType type, std::string_view payload);
   void on_responses(std::string_view payload);
@@ -117,6 +118,8 @@ class Engine {
   ResponseView response_;
   bool was_ever_up_ = false;
   bool is_drained_ = false;
+  bool is_silence_reported_ = false;
+  Clock::time_point silent_since_{};  // its last frame, or the last time that it had nothing to do
   Clock::time_point up_since_{};
   Backoff backoff_;
 

@@ -154,6 +154,11 @@ bool LiveRequests::is_newly_cancelled(uint64_t handle) {
   return true;
 }
 
+bool LiveRequests::is_empty() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return live_.empty();
+}
+
 bool LiveRequests::mark_cancelled(uint64_t handle) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = live_.find(handle);

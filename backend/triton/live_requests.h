@@ -40,6 +40,8 @@ class LiveRequests {
   bool wait_cancelled(std::vector<uint64_t>& cancelled);
   void stop_watching();
 
+  bool is_empty();
+
   // Mark as cancelled whatever the client says.  False if it is not live or was marked before.
   bool mark_cancelled(uint64_t handle);
 

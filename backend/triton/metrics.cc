@@ -130,6 +130,13 @@ ModelMetrics::ModelMetrics(MetricRegistry& registry, const std::string& model, u
        {},
        {}},
       labels_);
+  silences_ = registry.acquire(
+      {"slipstream_engine_silences_total",
+       MetricKind::kCounter,
+       "Times that the engine had requests and sent nothing for 60 s",
+       {},
+       {}},
+      labels_);
 }
 
 void ModelMetrics::engine_is_down() {

@@ -50,7 +50,7 @@ class MetricRegistry {
   std::map<std::string, Family> families_;
 };
 
-// What one model reports: the engine's own metrics by their index in READY, and the two that only this side can know.
+// What one model reports: the engine's own metrics by their index in READY, and the three that only this side can know.
 class ModelMetrics {
  public:
   ModelMetrics(MetricRegistry& registry, const std::string& model, uint64_t version);
@@ -59,6 +59,7 @@ class ModelMetrics {
   // Nothing runs and nothing waits any more: gauges go to 0, counters and histograms stay.
   void engine_is_down();
   void engine_restarts() { restarts_->record(1); }
+  void engine_is_silent() { silences_->record(1); }
 
   // Metrics declared again by a restarted engine continue.
   void declare(const std::vector<MetricSpec>& specs);
@@ -68,7 +69,7 @@ class ModelMetrics {
  private:
   MetricRegistry& registry_;
   const Labels labels_;
-  std::shared_ptr<Metric> up_, restarts_;
+  std::shared_ptr<Metric> up_, restarts_, silences_;
   std::vector<std::shared_ptr<Metric>> declared_;
 };
 
