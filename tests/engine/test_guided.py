@@ -159,5 +159,5 @@ def test_a_grammar_that_leads_nowhere_is_not_the_engines_fault(engine: Engine) -
     run_steps(engine, told)
     stuck, fine = told.values()
     assert (stuck.finish_reason, fine.finish_reason) == (FinishReason.ERROR, FinishReason.STOP)
-    assert stuck.error == f"guided_decoding_guide: {DEAD_END}"
+    assert (stuck.error, stuck.fault) == (f"guided_decoding_guide: {DEAD_END}", RequestError)
     assert engine.error is None and engine.scheduler.cache.num_used_blocks == 0

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
@@ -37,6 +38,7 @@ class Told:
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str = ""
+    fault: type[SlipstreamError] | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
@@ -44,7 +46,7 @@ class Told:
         assert self.finish_reason is None, "news of a sequence after its last"
         self.token_ids += output.new_token_ids
         self.finish_reason = output.finish_reason
-        self.error = output.error
+        self.error, self.fault = output.error, output.fault
         self.logprobs += output.logprobs or []
         if output.prompt_logprobs is not None:
             assert self.prompt_logprobs is None

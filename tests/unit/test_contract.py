@@ -11,7 +11,7 @@ from slipstream.core.client_request import parse_request, select_outputs
 from slipstream.core.client_settings import READERS, read_settings
 from slipstream.core.config import EngineConfig, ServingConfig
 from slipstream.core.contract import GENERATE, OUTPUTS, TASKS, declarations
-from slipstream.core.errors import RequestError
+from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import FinishReason
 from slipstream.core.responses import ENCODERS, encode_gathered, encode_response, is_gathered
@@ -233,3 +233,17 @@ def test_names_of_the_contracts_it_replaces_are_all_there() -> None:
     for name in f"{vllm} {openai} {core}".split():
         assert inputs[name].is_optional
     assert not any(not spec.is_optional for spec in GENERATE.inputs)
+
+
+@pytest.mark.parametrize(
+    ("fault", "code"),
+    [
+        (RequestError, wire.ErrorCode.INVALID_ARG),
+        (CapacityError, wire.ErrorCode.UNAVAILABLE),
+        (EngineError, wire.ErrorCode.INTERNAL),
+    ],
+)
+def test_an_error_has_the_code_of_whose_fault_it_is(fault: type[SlipstreamError], code: wire.ErrorCode) -> None:
+    client = parse_request(request(tensor("text_input", "The quick brown", (1,))), CONFIG, TOKENIZER)
+    failed = RequestOutput(client.request, "", [], finish_reason=FinishReason.ERROR, error="it broke", fault=fault)
+    assert encode_response(client, failed) == wire.error_response(client.handle, code, "it broke")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from slipstream.core.errors import EngineError, SlipstreamError
 from slipstream.core.request import FinishReason, Request
 
 
@@ -30,6 +31,7 @@ class StepOutput:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str = ""  # set with FinishReason.ERROR
+    fault: type[SlipstreamError] = EngineError  # whose fault the error is
 
 
 @dataclass(slots=True)
@@ -53,4 +55,5 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     is_final: bool = False
     error: str = ""
+    fault: type[SlipstreamError] = EngineError
     cumulative_logprob: float = 0.0

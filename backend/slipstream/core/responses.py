@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from slipstream.core import wire
 from slipstream.core.client_request import ClientRequest
 from slipstream.core.contract_generate import OUTPUTS
+from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import FinishReason
 from slipstream.core.wire_messages import ErrorCode
@@ -24,10 +25,17 @@ _LOWEST_LOGPROB = -9999.0  # JSON has no -Infinity
 Encoded = tuple[tuple[int, ...], bytes]  # shape, data
 
 
+def error_code(fault: type[Exception]) -> ErrorCode:
+    """Which code of Triton's a client gets for whose fault."""
+    if issubclass(fault, RequestError):
+        return ErrorCode.INVALID_ARG
+    return ErrorCode.UNAVAILABLE if issubclass(fault, CapacityError) else ErrorCode.INTERNAL
+
+
 def encode_response(client: ClientRequest, output: RequestOutput) -> bytes:
     """One entry of a RESPONSES frame. A failed request answers with its error."""
     if output.finish_reason is FinishReason.ERROR:
-        return wire.error_response(client.handle, ErrorCode.INTERNAL, output.error or "the request failed")
+        return wire.error_response(client.handle, error_code(output.fault), output.error or "the request failed")
     flags = 1 if output.is_final else 0
     if client.is_text_only:
         return wire.bytes_response(client.handle, flags, _TEXT, output.text.encode("utf-8"))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from slipstream.core import wire
-from slipstream.core.errors import CapacityError, RequestError
-
-_CODES = ((RequestError, wire.ErrorCode.INVALID_ARG), (CapacityError, wire.ErrorCode.UNAVAILABLE))
+from slipstream.core.responses import error_code
 
 
 def error_answer(handle: int, error: Exception) -> bytes:
     """The frame that ends a request with an error."""
-    code = next((code for kind, code in _CODES if isinstance(error, kind)), wire.ErrorCode.INTERNAL)
+    code = error_code(type(error))
     message = str(error) if code is not wire.ErrorCode.INTERNAL else f"internal error: {error}"
     return wire.encode_responses([wire.error_response(handle, code, message)])

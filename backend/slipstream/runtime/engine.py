@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from slipstream.core.admission import check_fits
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import CapacityError, EngineError, RequestError
+from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request, RequestStatus
@@ -193,8 +193,8 @@ class Engine:
 
     def _land(self, flight: _Flight, outputs: list[StepOutput]) -> None:
         sampled = flight.sample.result()
-        for request, reason in sampled.failures:
-            self._fail(request, reason, outputs)
+        for request, error in sampled.failures:
+            self._fail(request, error, outputs)
         committed = self.scheduler.commit(flight.step, sampled.token_ids)
         outputs += committed
         self._add_logprobs(committed, sampled)
@@ -218,12 +218,13 @@ class Engine:
             self.scheduler.add_all(requests)
         except (RequestError, CapacityError) as error:  # submit has checked both; a race may still lose
             for request in requests:
-                self._fail(request, str(error), outputs)
+                self._fail(request, error, outputs)
 
-    def _fail(self, request: Request, reason: str, outputs: list[StepOutput]) -> None:
+    def _fail(self, request: Request, error: SlipstreamError, outputs: list[StepOutput]) -> None:
         """End one request with an error of its own."""
-        output = self.scheduler.finish(request, FinishReason.ERROR, error=reason)
+        output = self.scheduler.finish(request, FinishReason.ERROR, error=str(error))
         if output is not None:
+            output.fault = type(error)
             outputs.append(output)
 
     def _add_logprobs(self, committed: list[StepOutput], sampled: StepSample) -> None:

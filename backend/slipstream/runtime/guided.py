@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.core.errors import EngineError, RequestError
+from slipstream.core.errors import EngineError, RequestError, SlipstreamError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import Guide
 from slipstream.runtime.tokenizer import TextTokenizer
@@ -151,26 +151,29 @@ class GuideMasks:
         self._device = device
         self._bitmask = torch.empty(0, 0, dtype=torch.int32)
 
-    def apply(self, logits: torch.Tensor, requests: list[Request], rows: list[int]) -> list[tuple[Request, str]]:
+    def apply(
+        self, logits: torch.Tensor, requests: list[Request], rows: list[int]
+    ) -> list[tuple[Request, SlipstreamError]]:
         """Set forbidden logits to -inf in place; row r of logits [num_rows, vocab] fp32 belongs to requests[r].
 
-        Returns the requests whose grammar failed, with the reason; their rows are left alone.
+        Returns the requests whose grammar failed, with the error; their rows are left alone.
         """
         import xgrammar
 
         if self._bitmask.shape[0] < logits.shape[0]:
             bitmask = xgrammar.allocate_token_bitmask(max(8, 2 * logits.shape[0]), self._vocab_size)
             self._bitmask = bitmask.pin_memory() if self._device.type == "cuda" else bitmask
-        masked, failures = [], []
+        masked: list[int] = []
+        failures: list[tuple[Request, SlipstreamError]] = []
         for row in rows:
             try:
                 requests[row].guide_state.fill_mask(self._bitmask, row)
                 if self._bitmask[row].any():
                     masked.append(row)
                 else:
-                    failures.append((requests[row], f"{FIELD}: {DEAD_END}"))
+                    failures.append((requests[row], RequestError(FIELD, DEAD_END)))
             except RuntimeError as error:  # what xgrammar raises
-                failures.append((requests[row], f"guided decoding failed: {_reason(error)}"))
+                failures.append((requests[row], EngineError(f"guided decoding failed: {_reason(error)}")))
         if masked:
             bitmask = self._bitmask[: logits.shape[0]].to(self._device)  # `indices` skips the rows that hold old bits
             xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=self._vocab_size, indices=masked)

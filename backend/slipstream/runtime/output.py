@@ -199,7 +199,7 @@ class _Sequence:
             output.finish_reason, output.stop_reason = FinishReason.STOP, self.stopped_by
         else:
             output.finish_reason, output.stop_reason = step.finish_reason, step.request.stop_reason
-            output.error = step.error
+            output.error, output.fault = step.error, step.fault
         return output
 
     def _emit(self) -> RequestOutput:

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
@@ -44,7 +45,7 @@ class StepSample:
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
-    failures: list[tuple[Request, str]] = field(default_factory=list)
+    failures: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
 
     def result(self) -> StepSample:
         return self

@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from slipstream_kernels import ops
 
+from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.request import Request
 from slipstream.runtime.batch import SampledTokens
@@ -33,7 +34,7 @@ class Sampled:
 
     token_ids: list[int]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request_id -> the drawn token's
-    failures: list[tuple[Request, str]] = field(default_factory=list)
+    failures: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
 
 
 class PendingTokens:
@@ -44,7 +45,7 @@ class PendingTokens:
         token_ids: torch.Tensor,
         asked: list[Request],
         logprobs: tuple[torch.Tensor, ...],
-        failures: list[tuple[Request, str]],
+        failures: list[tuple[Request, SlipstreamError]],
     ) -> None:
         self.token_ids = token_ids
         self._asked = asked  # for log-probabilities, in the order of `logprobs`' rows
@@ -177,7 +178,7 @@ class Sampler:
 
     def _edit(
         self, requests: list[Request], logits: torch.Tensor, rows: _Composition, previous: SampledTokens | None
-    ) -> list[tuple[Request, str]]:
+    ) -> list[tuple[Request, SlipstreamError]]:
         """Penalties, then biases and bans, then guides, each on its rows only, in place. Returns who failed and why."""
         if rows.penalised:
             penalised = [requests[row] for row in rows.penalised]
