@@ -104,10 +104,6 @@ class Request:
         return len(self.token_ids)
 
     @property
-    def num_tokens_with_drafts(self) -> int:
-        return len(self.token_ids) + len(self.draft_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.prompt_token_ids)
 

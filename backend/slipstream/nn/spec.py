@@ -75,7 +75,6 @@ class DecoderSpec:
     norm_eps: float
     rope: RopeSpec
     sliding_windows: tuple[int | None, ...]
-    activation: str = "silu"
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False

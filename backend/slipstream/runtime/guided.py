@@ -48,10 +48,6 @@ class GuideState:
         """The text is complete and its end token was taken (or there is none to take): nothing may follow."""
         return bool(self._matcher.is_terminated())
 
-    @property
-    def may_end(self) -> bool:
-        return bool(self._matcher.is_completed())
-
     def fill_mask(self, bitmask: torch.Tensor, row: int) -> None:
         """Write the allowed next tokens as bits into bitmask[row] (int32, CPU)."""
         self._matcher.fill_next_token_bitmask(bitmask, row)

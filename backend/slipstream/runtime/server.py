@@ -228,14 +228,15 @@ class GenerateServer:
         deadline = self._drain_deadline
         if deadline is None or (self._live and time.monotonic() < deadline):
             return False
-        for handle in list(self._live):
-            self._link.send(error_answer(handle, CapacityError("the model was unloaded before the request ended")))
+        self._answer_all(CapacityError("the model was unloaded before the request ended"))
         self._link.send(wire.encode_drained())
         return True
 
     def _fail_everything(self) -> None:
         """Everybody in flight gets an answer; the backend starts a new process when this one has ended."""
         self._exit_status = 1
-        error = self._engine.error or EngineError("the engine failed")
+        self._answer_all(self._engine.error or EngineError("the engine failed"))
+
+    def _answer_all(self, error: Exception) -> None:
         for handle in list(self._live):
             self._link.send(error_answer(handle, error))

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import torch
 from slipstream_kernels import ops
+from slipstream_kernels.ops.decode_attention import MAX_QUERY_LEN
 from torch import Tensor
 
 from slipstream.nn.attention.backend import ATTENTION_BACKENDS, LayerCache, StepAttention
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import DecoderSpec
-
-MAX_QUERY_LEN = 64  # of ops.decode_attention
 
 
 @dataclass(frozen=True)
