@@ -1,0 +1,166 @@
+"""The loops that time an engine, whichever it is: decode TPOT by batch, TTFT by prompt length, offline throughput.
+
+TPOT is the difference of two runs that differ only in output length; TTFT is one prompt with one token of output.
+`limit` is the share of the physical limit: the bytes that a step must read at 4.3 TB/s, or its products at 790 (bf16)
+or 1600 (fp8) TFLOP/s, whichever is longer, at the context before the timed steps. One JSON object per line. Standard
+library only, so that it runs beside any engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from shapes import SHAPES, Shape
+
+Record = dict[str, Any]
+Prompt = list[int]
+WARM_UP = ((4, 256, 16), (1, 2048, 4))  # prompts, their length, output length
+RATIO_KEYS = ("what", "batch", "input_len", "num_prompts", "output_len")
+
+
+class Bench(Protocol):
+    """An engine under test. pool_tokens: how many tokens its KV cache holds."""
+
+    shape: Shape
+    max_model_len: int
+    pool_tokens: int
+
+    def timed(self, prompts: list[Prompt], num_output: int) -> float:
+        """Seconds until every prompt has exactly num_output greedy tokens."""
+        ...
+
+
+Measure = Callable[[Bench, argparse.Namespace], Iterator[Record]]
+
+
+def draw_prompts(shape: Shape, count: int, length: int, seed: int = 0) -> list[Prompt]:
+    dice = random.Random(f"{seed} {count} {length}")
+    top = min(shape.vocab, 30000)
+    return [[dice.randrange(10, top) for _ in range(length)] for _ in range(count)]
+
+
+def warm_up(bench: Bench) -> None:
+    for count, length, num_output in WARM_UP:
+        bench.timed(draw_prompts(bench.shape, count, min(length, bench.max_model_len - num_output)), num_output)
+
+
+def measure_prefill(bench: Bench, arguments: argparse.Namespace) -> Iterator[Record]:
+    for length in arguments.prefill_lens:
+        if length < bench.max_model_len:
+            bench.timed(draw_prompts(bench.shape, 1, length), 1)
+            times = [bench.timed(draw_prompts(bench.shape, 1, length, seed), 1) for seed in range(arguments.repeats)]
+            median_ms = statistics.median(times) * 1e3
+            yield {"what": "prefill", "batch": 1, "input_len": length, "ttft_ms": round(median_ms, 3)}
+
+
+def measure_decode(bench: Bench, arguments: argparse.Namespace) -> Iterator[Record]:
+    short, long, context = arguments.decode_short, arguments.decode_long, arguments.decode_input_len
+    for batch in arguments.batches:
+        if batch * (context + long) > bench.pool_tokens:
+            yield {"what": "decode", "batch": batch, "skipped": "the KV cache does not hold it"}
+            continue
+        prompts = draw_prompts(bench.shape, batch, context)
+        bench.timed(prompts, 8)
+        steps = [
+            (bench.timed(prompts, long) - bench.timed(prompts, short)) / (long - short)
+            for _ in range(arguments.decode_repeats)
+        ]
+        seconds = statistics.median(steps)
+        limit = bench.shape.limit_s(batch, context, arguments.weight_bytes, arguments.kv_bytes)
+        yield {
+            "what": "decode",
+            "batch": batch,
+            "context": context,
+            "tpot_ms": round(seconds * 1e3, 4),
+            "tpot_ms_all": [round(step * 1e3, 4) for step in steps],
+            "out_tok_s": round(batch / seconds, 1),
+            "limit": round(limit / seconds, 3),
+        }
+
+
+def measure_throughput(bench: Bench, arguments: argparse.Namespace) -> Iterator[Record]:
+    count, num_input, num_output = arguments.num_prompts, arguments.input_len, arguments.output_len
+    prompts = draw_prompts(bench.shape, count, num_input)
+    bench.timed(prompts[:16], 8)
+    elapsed = bench.timed(prompts, num_output)
+    yield {
+        "what": "throughput",
+        "num_prompts": count,
+        "input_len": num_input,
+        "output_len": num_output,
+        "elapsed_s": round(elapsed, 3),
+        "out_tok_s": round(count * num_output / elapsed, 1),
+        "total_tok_s": round(count * (num_input + num_output) / elapsed, 1),
+    }
+
+
+MEASURES: dict[str, Measure] = {
+    "prefill": measure_prefill,
+    "decode": measure_decode,
+    "throughput": measure_throughput,
+}
+
+
+def read_records(path: Path | None) -> list[Record]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path else []
+
+
+def add_ratio(record: Record, rival: list[Record]) -> None:
+    """ratio: how many times faster than the rival's line of the same measurement."""
+    for other in rival:
+        if all(other.get(key) == record.get(key) for key in RATIO_KEYS):
+            for name in ("tpot_ms", "ttft_ms", "elapsed_s"):
+                if name in record and name in other:
+                    record["ratio"] = round(other[name] / record[name], 3)
+
+
+def emit(record: Record, out: Path | None) -> None:
+    line = json.dumps(record)
+    print(line, flush=True)
+    if out:
+        with out.open("a") as file:
+            file.write(line + "\n")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]
+
+
+def parser_of(description: str | None, measures: str = "decode,prefill,throughput") -> argparse.ArgumentParser:
+    """Options that all engines share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3-8b")
+    parser.add_argument("--measure", default=measures)
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--prefill-lens", type=numbers, default=[1024, 8192, 32768])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--decode-input-len", type=int, default=1024)
+    parser.add_argument("--decode-short", type=int, default=32)
+    parser.add_argument("--decode-long", type=int, default=160)
+    parser.add_argument("--decode-repeats", type=int, default=2)
+    parser.add_argument("--num-prompts", type=int, default=256)
+    parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--output-len", type=int, default=1024)
+    parser.add_argument("--max-model-len", type=int, default=33792)
+    parser.add_argument("--max-num-seqs", type=int, default=256)
+    parser.add_argument("--weight-bytes", type=float, default=2.0, help="per weight, for the limit")
+    parser.add_argument("--kv-bytes", type=float, default=2.0, help="per cached number, for the limit")
+    parser.add_argument("--rival", type=Path, help="JSON lines of another engine, for ratios (above 1: we are faster)")
+    parser.add_argument("--out", type=Path, help="JSON lines are appended to this file")
+    return parser
+
+
+def run(bench: Bench, arguments: argparse.Namespace, settings: Record, more: dict[str, Measure] | None = None) -> None:
+    """Warm up, then every measurement that was asked for."""
+    rival = read_records(arguments.rival)
+    warm_up(bench)
+    for name in arguments.measure.split(","):
+        for record in {**MEASURES, **(more or {})}[name](bench, arguments):
+            add_ratio(record, rival)
+            emit({**settings, **record}, arguments.out)

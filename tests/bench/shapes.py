@@ -1,0 +1,69 @@
+"""Shapes of the models of the speed benchmarks, and the physical limit of a decode step. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES_PER_S = 4.3e12
+FLOPS_PER_S = {2.0: 790e12, 1.0: 1600e12}
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    layers: int
+    q_heads: int
+    kv_heads: int
+    intermediate: int
+    vocab: int
+    rope_theta: float = 1e4
+    max_len: int = 65536
+    head_dim: int = 128
+
+    @property
+    def linear_parameters(self) -> int:
+        attention = 2 * self.hidden * (self.q_heads + self.kv_heads) * self.head_dim
+        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+
+    def limit_s(self, batch: int, context: int, weight_bytes: float, kv_bytes: float) -> float:
+        """Least seconds of a decode step; the head stays in bf16."""
+        head = self.hidden * self.vocab
+        kv = 2 * self.layers * self.kv_heads * self.head_dim * kv_bytes * context * batch
+        moved = self.linear_parameters * weight_bytes + 2 * head + kv
+        attention = 4 * self.q_heads * self.head_dim * context * self.layers * batch
+        flops = 2 * self.linear_parameters * batch / FLOPS_PER_S[max(1.0, weight_bytes)]
+        return max(moved / BYTES_PER_S, flops + (2 * head * batch + attention) / FLOPS_PER_S[2.0])
+
+    def config(self) -> dict[str, object]:
+        """A Hugging Face config.json. Both spellings of the rotary base: transformers 5 reads rope_parameters."""
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_act": "silu",
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+            "attention_bias": False,
+            "mlp_bias": False,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.q_heads,
+            "num_key_value_heads": self.kv_heads,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocab,
+            "head_dim": self.head_dim,
+            "rope_theta": self.rope_theta,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "max_position_embeddings": self.max_len,
+        }
+
+
+SHAPES = {
+    "llama3-8b": Shape(4096, 32, 32, 8, 14336, 128256, 5e5, 131072),
+    "baichuan2-13b": Shape(5120, 40, 40, 40, 13696, 125696),  # its matrix shapes in the Llama graph (no ALiBi)
+    "llama3-70b": Shape(8192, 80, 64, 8, 28672, 128256, 5e5, 131072),
+    "tiny": Shape(1024, 2, 8, 2, 2048, 32000),
+    "demo": Shape(384, 6, 6, 2, 1024, 8192, 1e4, 2048, 64),
+}
