@@ -29,3 +29,11 @@ SCALED_MM = {
     ("cuda", torch.float32): (1e-3, 2e-3),
     ("cuda", torch.bfloat16): (1e-2, 2e-3),
 }
+
+# Products of integer weights, as above; a kernel may round weights to x's dtype (2^-9 of each, in bf16).
+INT_MM = {
+    ("cpu", torch.float32): (1e-5, 1e-5),
+    ("cpu", torch.bfloat16): (1e-2, 1e-3),
+    ("cuda", torch.float32): (1e-3, 2e-3),
+    ("cuda", torch.bfloat16): (1e-2, 6e-3),
+}

@@ -5,11 +5,15 @@ Importing this module does not import triton: that happens when a triton impleme
 """
 
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
+from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
 from slipstream_kernels.ops.decode_attention import decode_attention
+from slipstream_kernels.ops.int4_mm import int4_mm, repack_int4
+from slipstream_kernels.ops.int8_mm import int8_mm
 from slipstream_kernels.ops.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.ops.paged_attention import paged_attention
 from slipstream_kernels.ops.penalties import apply_bias, apply_penalties
 from slipstream_kernels.ops.quantize_fp8 import quantize_fp8, quantize_fp8_blocks
+from slipstream_kernels.ops.quantize_int8 import quantize_int8
 from slipstream_kernels.ops.quantized_kv import write_quantized_kv
 from slipstream_kernels.ops.rms_norm import rms_norm
 from slipstream_kernels.ops.rms_norm_fp8 import rms_norm_fp8
@@ -25,14 +29,21 @@ __all__ = [
     "BACKENDS",
     "Fp8Rows",
     "Fp8Scheme",
+    "Int4Weight",
+    "Int8Rows",
     "TopLogprobs",
     "apply_bias",
     "apply_penalties",
     "block_scales",
     "decode_attention",
+    "int4_mm",
+    "int4_weight",
+    "int8_mm",
     "paged_attention",
     "quantize_fp8",
     "quantize_fp8_blocks",
+    "quantize_int8",
+    "repack_int4",
     "rms_norm",
     "rms_norm_fp8",
     "rope",

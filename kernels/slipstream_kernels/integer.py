@@ -1,0 +1,66 @@
+"""Integer weights and activations: the containers that cross between ops and implementations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+INT8_MAX = 127.0
+SYMMETRIC_ZERO = 8  # the code of 0 in 4-bit weights without zero-points
+MAX_CODE = 15
+SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """4-bit weights, each standing for (code - zero) * scale of its row and group of `group_size` input features.
+
+    Canonical, as checkpoints are read into it and CPUs compute from it:
+      packed uint8 [out_features, in_features / 2], code 0..15, low nibble = even input feature;
+      scales float32 [out_features, in_features / group_size];
+      zeros uint8 of that shape (0..16: GPTQ stores zero - 1), or None: 8 throughout.
+    Repacked (ops.repack_int4), for a device's kernels: `packed` has another dtype than uint8 and the same number of
+    bytes (no padding); scales and zeros are as those kernels want them.  group_size is in_features for one group a row.
+    """
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    group_size: int
+    out_features: int
+    in_features: int
+
+    @property
+    def is_repacked(self) -> bool:
+        return self.packed.dtype != torch.uint8
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What is stored, by field name."""
+        fields = {"packed": self.packed, "scales": self.scales}
+        return fields if self.zeros is None else {**fields, "zeros": self.zeros}
+
+
+def int4_weight(
+    packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int, in_features: int
+) -> Int4Weight:
+    """An Int4Weight from its tensors, canonical or repacked.  group_size 0: one group a row."""
+    out_features = 2 * packed.numel() * packed.element_size() // in_features
+    return Int4Weight(packed, scales, zeros, group_size or in_features, out_features, in_features)
+
+
+@dataclass(frozen=True)
+class Int8Rows:
+    """values[t, k] * scales[t] stands for row t.
+
+    values: [num_tokens, size] int8, contiguous.  scales: [num_tokens] fp32.  dtype: of the rows before, and of what is
+    computed from them.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    dtype: torch.dtype
+
+    @property
+    def num_tokens(self) -> int:
+        return self.values.shape[0]

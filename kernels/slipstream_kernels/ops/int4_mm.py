@@ -1,0 +1,67 @@
+"""int4_mm, repack_int4: contract and choice.  16-bit or FP8 rows times 4-bit weights scaled by groups."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.fp8 import E4M3, Fp8Rows
+from slipstream_kernels.integer import Int4Weight
+from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
+
+
+def int4_mm(
+    x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None = None, *, backend: str = "auto"
+) -> torch.Tensor:
+    """Return x @ dequantised(weight).T + bias as [num_tokens, out_features], accumulated in fp32.
+
+    x: [num_tokens, in_features] fp32, bf16 or fp16, last dimension contiguous; or rows of e4m3 scaled per token (W4A8).
+    The result has x's dtype.  weight: canonical (uint8) or as repack_int4 made it for x's device.
+    bias: [out_features], any float dtype.
+    Codes less zero-points are exact in every type of product; group scales are applied to sums in fp32, or to weights
+    in x's dtype.  FP8 sums leave the tensor core for fp32 at least every 128 input features.
+    """
+    rows = x.values if isinstance(x, Fp8Rows) else x
+    _check_rows(x, weight.in_features)
+    if bias is not None:
+        require_shape("bias", bias, (weight.out_features,))
+    if not weight.is_repacked:
+        check_int4(weight)
+    return select("int4_mm", backend, rows).int4_mm(x, weight, bias)
+
+
+def repack_int4(weight: Int4Weight) -> Int4Weight:
+    """The weight in the layout of its device's kernels, made once at load; canonical where those take it as it is.
+
+    A shape that the device's kernels do not serve stays canonical.  Raises ValueError for a weight that is not.
+    """
+    check_int4(weight)
+    return weight
+
+
+def check_int4(weight: Int4Weight) -> None:
+    """Raise ValueError unless the weight is canonical and its tensors fit its sizes."""
+    out_features, in_features, group_size = weight.out_features, weight.in_features, weight.group_size
+    if in_features % 2 or group_size < 1 or in_features % group_size:
+        raise ValueError(f"group_size: {group_size} does not divide an even number of input features: {in_features}")
+    if weight.packed.dtype != torch.uint8:
+        raise ValueError(f"packed: dtype {weight.packed.dtype}, expected uint8")
+    require_shape("packed", weight.packed, (out_features, in_features // 2))
+    require_shape("scales", weight.scales, (out_features, in_features // group_size))
+    if weight.scales.dtype != torch.float32:
+        raise ValueError(f"scales: dtype {weight.scales.dtype}, expected float32")
+    if weight.zeros is not None:
+        require_shape("zeros", weight.zeros, tuple(weight.scales.shape))
+        if weight.zeros.dtype != torch.uint8:
+            raise ValueError(f"zeros: dtype {weight.zeros.dtype}, expected uint8")
+
+
+def _check_rows(x: torch.Tensor | Fp8Rows, in_features: int) -> None:
+    if isinstance(x, Fp8Rows):
+        require_shape("x.values", x.values, (x.num_tokens, in_features))
+        require_shape("x.scales", x.scales, (x.num_tokens, 1))
+        if x.values.dtype != E4M3:
+            raise ValueError(f"x.values: dtype {x.values.dtype}, expected {E4M3}")
+        return
+    require_float("x", x)
+    require_shape("x", x, (x.shape[0], in_features))
+    require_unit_stride("x", x)

@@ -1,0 +1,42 @@
+"""int8_mm: contract and choice.  Float or int8 rows times int8 weights with one scale per output feature."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.integer import Int8Rows
+from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
+
+
+def int8_mm(
+    x: torch.Tensor | Int8Rows,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Return x @ (values * scales[:, None]).T + bias as [num_tokens, out_features]; the result has x's dtype.
+
+    x: [num_tokens, in_features] fp32, bf16 or fp16, last dimension contiguous (W8A16, accumulated in fp32); or int8
+    rows scaled per token (W8A8, accumulated exactly in int32).  values: int8 [out_features, in_features], contiguous.
+    scales: fp32 [out_features].  bias: [out_features], any float dtype.
+    """
+    if values.dtype != torch.int8 or values.dim() != 2 or not values.is_contiguous():
+        raise ValueError(f"values: {values.dtype} {tuple(values.shape)}, expected contiguous int8 of two dimensions")
+    out_features, in_features = values.shape
+    require_shape("scales", scales, (out_features,))
+    if scales.dtype != torch.float32:
+        raise ValueError(f"scales: dtype {scales.dtype}, expected float32")
+    if bias is not None:
+        require_shape("bias", bias, (out_features,))
+    rows = x.values if isinstance(x, Int8Rows) else x
+    require_shape("x", rows, (rows.shape[0], in_features))
+    require_unit_stride("x", rows)
+    if isinstance(x, Int8Rows):
+        require_shape("x.scales", x.scales, (x.num_tokens,))
+        if x.values.dtype != torch.int8:
+            raise ValueError(f"x.values: dtype {x.values.dtype}, expected int8")
+    else:
+        require_float("x", x)
+    return select("int8_mm", backend, rows).int8_mm(x, values, scales, bias)

@@ -1,0 +1,128 @@
+"""Products of 4-bit and int8 weights: right against fp64 of the dequantised operands; wrong operands are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from slipstream_kernels import ops
+from slipstream_kernels.ops import Int4Weight, Int8Rows
+from tolerances import INT_MM
+
+# tokens, out, in, group size; group 0 is one per row
+SHAPES = [(1, 16, 64, 32), (5, 72, 256, 128), (3, 40, 192, 64), (17, 24, 96, 0)]
+BACKENDS = ["reference"]
+
+
+def int4(out_features: int, in_features: int, group_size: int, has_zeros: bool, device) -> Int4Weight:
+    groups = (out_features, in_features // (group_size or in_features))
+    packed = torch.randint(256, (out_features, in_features // 2), dtype=torch.uint8, device=device)
+    scales = (0.5 + torch.rand(groups, device=device)) * in_features**-0.5 / 4
+    zeros = torch.randint(17, groups, dtype=torch.uint8, device=device) if has_zeros else None
+    return ops.int4_weight(packed, scales, zeros, group_size, in_features)
+
+
+def dequantised(weight: Int4Weight) -> torch.Tensor:
+    """By the contract's words, one code after another, in fp64."""
+    out = torch.empty(weight.out_features, weight.in_features, dtype=torch.float64)
+    for column in range(weight.in_features):
+        codes = (weight.packed[:, column // 2].cpu().int() >> (4 * (column % 2))) & 15
+        group = column // weight.group_size
+        zeros = 8 if weight.zeros is None else weight.zeros[:, group].cpu().int()
+        out[:, column] = (codes - zeros).double() * weight.scales[:, group].cpu().double()
+    return out
+
+
+def rows_of(kind: str, num_tokens: int, in_features: int, dtype: torch.dtype, device):
+    """(operand, what it stands for in fp64)"""
+    x = torch.randn(num_tokens, in_features, device=device).to(dtype)
+    if kind == "fp8":
+        rows = ops.quantize_fp8(x)
+        return rows, rows.values.double() * rows.scales.double()
+    if kind == "int8":
+        rows = ops.quantize_int8(x)
+        return rows, rows.values.double() * rows.scales.double()[:, None]
+    return x, x.double()
+
+
+def check(y: torch.Tensor, exact_x: torch.Tensor, exact_w: torch.Tensor, bias, dtype, device) -> None:
+    expected, spread = exact_x @ exact_w.t(), (exact_x.square() @ exact_w.square().t()).sqrt()
+    expected = expected if bias is None else expected + bias.double()
+    rtol, atol = INT_MM[torch.device(device).type, dtype]
+    assert y.dtype == dtype
+    assert ((y.double() - expected).abs() <= rtol * expected.abs() + atol * spread).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["float", "fp8"])
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int4(device, backend, kind, has_zeros, shape, dtype) -> None:
+    num_tokens, out_features, in_features, group_size = shape
+    weight = int4(out_features, in_features, group_size, has_zeros, device)
+    x, exact = rows_of(kind, num_tokens, in_features, dtype, device)
+    bias = torch.randn(out_features, device=device).to(dtype) if has_zeros else None
+    y = ops.int4_mm(x, weight, bias, backend=backend)
+    check(y, exact, dequantised(weight).to(device), bias, dtype, device)
+    repacked = ops.repack_int4(weight)
+    assert repacked.packed.nbytes == weight.packed.nbytes
+    check(ops.int4_mm(x, repacked, bias), exact, dequantised(weight).to(device), bias, dtype, device)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["float", "int8"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int8(device, backend, kind, shape, dtype) -> None:
+    num_tokens, out_features, in_features, _ = shape
+    values = torch.randint(-127, 128, (out_features, in_features), device=device).to(torch.int8)
+    scales = (0.5 + torch.rand(out_features, device=device)) * in_features**-0.5 / 64
+    x, exact = rows_of(kind, num_tokens, in_features, dtype, device)
+    bias = torch.randn(out_features, device=device).to(dtype) if kind == "int8" else None
+    y = ops.int8_mm(x, values, scales, bias, backend=backend)
+    check(y, exact, values.double() * scales.double()[:, None], bias, dtype, device)
+
+
+def test_int8_sums_are_exact(device) -> None:
+    x = Int8Rows(
+        *(torch.full((2, 40000), 127, device=device).to(torch.int8), torch.ones(2, device=device)), torch.float32
+    )
+    values = torch.full((8, 40000), -127, dtype=torch.int8, device=device)
+    values[:, 0] = 1
+    assert (ops.int8_mm(x, values, torch.ones(8, device=device)) == 127 - 39999 * 127 * 127).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("is_static", [False, True])
+def test_quantize_int8(device, backend, is_static) -> None:
+    x = torch.randn(9, 200, device=device).to(torch.bfloat16)
+    x[3] = 0
+    scale = torch.tensor(0.01, device=device) if is_static else None
+    rows = ops.quantize_int8(x, scale, backend=backend)
+    expected = ops.quantize_int8(x, scale, backend="reference")
+    assert torch.equal(rows.values, expected.values) and torch.equal(rows.scales, expected.scales)
+    wide, limit = x.float(), 1.27 if is_static else torch.inf
+    error = (rows.values.float() * rows.scales[:, None] - wide.clamp(-limit, limit)).abs()
+    assert (error <= 0.501 * rows.scales[:, None]).all()
+    assert rows.values.abs().max() == 127 and rows.dtype == x.dtype
+
+
+def test_wrong_operands_are_named(device) -> None:
+    weight, x = int4(16, 64, 32, True, device), torch.zeros(2, 64, device=device)
+    cases = [
+        (replace(weight, group_size=48), "group_size: 48"),
+        (replace(weight, scales=weight.scales[:, :1]), "scales: shape"),
+        (replace(weight, scales=weight.scales.bfloat16()), "scales: dtype"),
+        (replace(weight, zeros=weight.scales), "zeros: dtype"),
+    ]
+    for wrong, named in cases:
+        with pytest.raises(ValueError, match=named):
+            ops.int4_mm(x, wrong)
+    with pytest.raises(ValueError, match="x: shape"):
+        ops.int4_mm(x[:, :32], weight)
+    with pytest.raises(ValueError, match="values: "):
+        ops.int8_mm(x, torch.zeros(4, 64, device=device), torch.ones(4, device=device))
+    with pytest.raises(ValueError, match="x: dtype"):
+        ops.quantize_int8(x.int())
