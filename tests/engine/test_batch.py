@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 
@@ -10,7 +11,7 @@ import torch
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step import ScheduledRequest, ScheduledStep
-from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.runtime.batch import BatchBuilder
 
 CPU = torch.device("cpu")
@@ -42,7 +43,11 @@ def _check(batch: ForwardBatch, step: ScheduledStep, block_size: int) -> None:
     assert batch.seq_lens.tolist() == expected["seq_lens"]
     assert batch.logits_indices.tolist() == expected["last"]
     assert batch.max_seq_len == max(expected["seq_lens"])
-    assert batch.max_query_len == max(row.num_scheduled_tokens for row in step.requests)
+    counts = [row.num_scheduled_tokens for row in step.requests]
+    decodes = list(itertools.takewhile(lambda count: count <= MAX_DECODE_QUERY_LEN, counts))
+    assert batch.max_query_len == max(counts)
+    assert (batch.num_decode_requests, batch.num_decode_tokens) == (len(decodes), sum(decodes))
+    assert batch.max_decode_query_len == max([*decodes, 0])
     for row, table in zip(step.requests, batch.block_tables.tolist(), strict=True):
         num_blocks = len(row.request.block_ids)
         assert table[:num_blocks] == row.request.block_ids and set(table[num_blocks:]) <= {-1}

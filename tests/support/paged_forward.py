@@ -8,9 +8,11 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
+from slipstream.runtime.batch import num_short_queries
 from torch import Tensor
 
 
@@ -82,6 +84,8 @@ class PagedForward:
         max_blocks = max(len(self.block_ids[request]) for request in num_scheduled_tokens)
         tables = [self.block_ids[r] + [-1] * (max_blocks - len(self.block_ids[r])) for r in num_scheduled_tokens]
         device = self.decoder.placement.device
+        counts = list(num_scheduled_tokens.values())
+        num_decodes = num_short_queries(np.array(counts))
         return ForwardBatch(
             token_ids=torch.tensor(token_ids, device=device),
             positions=torch.tensor(positions, device=device),
@@ -92,4 +96,7 @@ class PagedForward:
             logits_indices=torch.arange(len(token_ids), device=device),
             max_query_len=max(num_scheduled_tokens.values()),
             max_seq_len=max(seq_lens),
+            num_decode_requests=num_decodes,
+            num_decode_tokens=starts[num_decodes],
+            max_decode_query_len=max([*counts[:num_decodes], 0]),
         )

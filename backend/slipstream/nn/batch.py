@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+# Queries of a request up to which its rows count as decode rows: what one row's 64-bit tree mask can name.
+MAX_DECODE_QUERY_LEN = 64
+
 
 @dataclass(frozen=True)
 class ForwardBatch:
@@ -16,6 +19,8 @@ class ForwardBatch:
     query_start_loc: [R + 1] int32. seq_lens: [R] int32, tokens of each request once this step is done.
     block_tables: [R, max_blocks] int32, -1 pads. logits_indices: [S] int64, the rows of which logits are wanted.
     max_query_len, max_seq_len: upper bounds known to the host, so that no kernel choice waits for the device.
+    num_decode_requests, num_decode_tokens: the first requests, whose queries are short (at most max_decode_query_len
+    tokens: decode and verify rows), and their tokens; what follows are prompts, among which any may be short.
     """
 
     token_ids: Tensor
@@ -27,3 +32,6 @@ class ForwardBatch:
     logits_indices: Tensor
     max_query_len: int
     max_seq_len: int
+    num_decode_requests: int
+    num_decode_tokens: int
+    max_decode_query_len: int

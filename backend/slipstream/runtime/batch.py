@@ -13,7 +13,7 @@ import torch
 
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
-from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.runtime.host_copy import pack, to_device
 
 # On CUDA block tables are multiples of this wide: kernels are compiled once, for strides that 16 divides.
@@ -96,6 +96,9 @@ class StepArrays:
     logits_indices: np.ndarray
     max_query_len: int
     max_seq_len: int
+    num_decode_requests: int
+    num_decode_tokens: int
+    max_decode_query_len: int
     pending: list[tuple[int, int]]
 
 
@@ -117,7 +120,8 @@ class BatchBuilder:
         arrays = self.arrays(step, sampled)
         names = [field.name for field in fields(StepArrays) if field.type == "np.ndarray"]
         tensors = dict(zip(names, pack([getattr(arrays, name) for name in names], self._device)))
-        batch = ForwardBatch(**tensors, max_query_len=arrays.max_query_len, max_seq_len=arrays.max_seq_len)
+        numbers = {field.name: getattr(arrays, field.name) for field in fields(StepArrays) if field.type == "int"}
+        batch = ForwardBatch(**tensors, **numbers)
         fill_pending(batch.token_ids, arrays.pending, sampled)
         return batch
 
@@ -137,6 +141,7 @@ class BatchBuilder:
         blocks = tables[request_of_token, positions // self._block_size].astype(np.int64)
         samples = np.array([row.samples for row in scheduled], dtype=bool)
         token_ids, pending = _token_ids(step, sampled)
+        num_decodes = num_short_queries(lengths)
         return StepArrays(
             token_ids=np.array(token_ids, dtype=np.int64),
             positions=positions,
@@ -147,8 +152,20 @@ class BatchBuilder:
             logits_indices=query_start_loc[1:][samples] - 1,
             max_query_len=int(lengths.max()),
             max_seq_len=int(seq_lens.max()),
+            num_decode_requests=num_decodes,
+            num_decode_tokens=int(query_start_loc[num_decodes]),
+            max_decode_query_len=int(lengths[:num_decodes].max(initial=0)),
             pending=pending,
         )
+
+
+def num_short_queries(lengths: np.ndarray) -> int:
+    """How many requests at the head of a step are decodes: their queries are as short as a verify step's.
+
+    The first prompt of a step ends them, so the short ones that follow a long one are not among them.
+    """
+    is_long = lengths > MAX_DECODE_QUERY_LEN
+    return int(is_long.argmax()) if is_long.any() else len(lengths)
 
 
 def fill_pending(token_ids: torch.Tensor, pending: list[tuple[int, int]], sampled: SampledTokens | None) -> None:

@@ -137,4 +137,7 @@ class DecodeGraphs:
             logits_indices=self._query_start_loc[:size],
             max_query_len=1,
             max_seq_len=self._max_seq_len,
+            num_decode_requests=size,
+            num_decode_tokens=size,
+            max_decode_query_len=1,
         )

@@ -19,7 +19,7 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
-from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.load import load_model
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.batch import BatchBuilder, SampledTokens, fill_pending
@@ -197,6 +197,7 @@ class ModelRunner:
 def _padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
     """One request whose tokens write nothing (slot -1) and attend to whatever the first block holds."""
     token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    is_decode = num_tokens <= MAX_DECODE_QUERY_LEN
     return ForwardBatch(
         token_ids=token_ids,
         positions=token_ids,
@@ -207,6 +208,9 @@ def _padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> Fo
         logits_indices=token_ids[:1],
         max_query_len=num_tokens,
         max_seq_len=num_tokens,
+        num_decode_requests=int(is_decode),
+        num_decode_tokens=num_tokens if is_decode else 0,
+        max_decode_query_len=num_tokens if is_decode else 0,
     )
 
 
