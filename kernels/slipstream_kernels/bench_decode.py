@@ -128,6 +128,7 @@ def run(shape: Shape, copy_rate: float) -> Result:
             decode_attention(
                 q, keys, values, tables, starts, lengths, max_query_len=shape.query_len, scale=shape.head_dim**-0.5,
                 key_scale=key_scale, value_scale=value_scale, out=out, backend="cuda", tree_mask=tree_mask,
+                is_prefix_settled=True,
             )  # fmt: skip
 
     launch_all()

@@ -34,3 +34,4 @@ class DecodeCall:
     sliding_window: int | None
     alibi_slopes: torch.Tensor | None
     soft_cap: float | None
+    is_prefix_settled: bool

@@ -124,9 +124,13 @@ def main() -> None:
     for module, name, types, constants, num_warps in KERNELS:
         kernel = getattr(importlib.import_module(f"slipstream_kernels.triton.{module}"), name)
         signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
+        constants = {"DEPENDENT": True, **constants}
         constexprs = {argument: constants[argument] for argument in kernel.arg_names if argument not in types}
         source = ASTSource(kernel, signature, constexprs=constexprs)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": num_warps})
+        options = {"num_warps": num_warps, "launch_pdl": "DEPENDENT" in constexprs}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        waits = compiled.asm["ptx"].count("griddepcontrol.wait")
+        assert waits == ("DEPENDENT" in constexprs), f"{name}: waits {waits} times for the kernel before"
         print(name, len(compiled.asm["cubin"]))
 
 

@@ -14,6 +14,7 @@
 
 #include "decode_merge.cuh"
 #include "decode_stream.cuh"
+#include "dependent_launch.cuh"
 
 namespace slipstream {
 
@@ -180,6 +181,7 @@ struct Tile {
 template <typename SHAPE>
 __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas)
     decode_attention_kernel(const __grid_constant__ DecodeParams p) {
+  start_dependents();
   extern __shared__ __align__(16) char memory[];
   uint2* queries = reinterpret_cast<uint2*>(memory + SHAPE::kQueryOffset);
   int* ends = reinterpret_cast<int*>(memory + SHAPE::kEndsOffset);
@@ -192,8 +194,14 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas)
   typename SHAPE::Walk walk = share_of<typename SHAPE::Walk>(cta, share, total, ends, p.num_requests);
 
   TileStream<SHAPE> stream(p, ends, walk, shared_address(ring));
+  int ahead = 0;
+  if (p.is_prefix_settled) {
 #pragma unroll 1
-  for (int ahead = 0; ahead < SHAPE::kStages - 1; ++ahead) stream.copy_next(ahead);
+    for (; ahead < SHAPE::kStages - 1 && stream.is_next_settled(); ++ahead) stream.copy_next(ahead);
+  }
+  await_previous();
+#pragma unroll 1
+  for (; ahead < SHAPE::kStages - 1; ++ahead) stream.copy_next(ahead);
 
   Merge<SHAPE> merge{p, reinterpret_cast<float*>(memory + SHAPE::kRoundOffset),
                      reinterpret_cast<float2*>(memory + SHAPE::kStateOffset)};
@@ -232,8 +240,8 @@ cudaError_t launch(const DecodeParams& params, cudaStream_t stream) {
   static const cudaError_t configured =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
   if (configured != cudaSuccess) return configured;
-  kernel<<<params.num_sms * Shape::kCtas, Shape::kThreads, Shape::kTotalBytes, stream>>>(params);
-  return cudaGetLastError();
+  const dim3 grid(params.num_sms * Shape::kCtas);
+  return launch_kernel(params.is_dependent, grid, Shape::kThreads, Shape::kTotalBytes, stream, kernel, params);
 }
 
 }  // namespace slipstream

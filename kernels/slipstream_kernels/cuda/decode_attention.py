@@ -13,6 +13,7 @@ import torch
 
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.decode_call import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, DecodeCall
+from slipstream_kernels.dependent_launch import launches_dependently
 
 SOURCE = "decode_attention.cu"
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -42,6 +43,8 @@ class DecodeParams(ctypes.Structure):
         *((name, ctypes.c_int32) for name in COUNTS),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
+        ("is_dependent", ctypes.c_int32),
+        ("is_prefix_settled", ctypes.c_int32),
         ("rows", ctypes.c_int32),
     ]
 
@@ -143,6 +146,8 @@ def _params(call: DecodeCall, space: Workspace) -> DecodeParams:
         num_sms=space.num_sms,
         scale=call.scale,
         soft_cap=call.soft_cap or 0.0,
+        is_dependent=launches_dependently(call.q.device),
+        is_prefix_settled=call.is_prefix_settled,
         rows=_rows(call.max_query_len * group, call.q.shape[2]),
     )
 

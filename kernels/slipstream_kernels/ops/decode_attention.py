@@ -32,6 +32,7 @@ def decode_attention(
     sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,
     soft_cap: float | None = None,
+    is_prefix_settled: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -48,6 +49,9 @@ def decode_attention(
     of each row, which ALiBi and the window use for it both as query and as key; not below seq_len - query_len.
     sliding_window w: only position_q - position_k < w.  alibi_slopes: [num_q_heads] fp32, adds slope * (position_k -
     position_q).  soft_cap c: c * tanh(score / c).  scale multiplies q.k.  max_query_len: host-side upper bound.
+    is_prefix_settled: keys before this call's rows were written before the last copy or library call of the stream, as
+    in an engine's step, not by a kernel of this package just before: reading them may begin early.  block_tables,
+    query_start_loc and seq_lens must be so in any case.
     backend: "cuda" (Hopper; ValueError if it cannot run), "reference", "auto": cuda where it can run.
     Returns [num_tokens, num_q_heads, head_dim], dtype of q; rows past query_start_loc[-1] are unspecified.  The cuda
     version rounds 8- and 4-bit caches' queries and probabilities to fp16, and its split of the keys over CTAs follows
@@ -75,6 +79,7 @@ def decode_attention(
         sliding_window=sliding_window,
         alibi_slopes=alibi_slopes,
         soft_cap=soft_cap,
+        is_prefix_settled=is_prefix_settled,
     )
     _run(call, backend)
     return call.out

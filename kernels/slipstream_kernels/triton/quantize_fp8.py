@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.fp8 import E4M3_MAX, SMALLEST_AMAX, Fp8Rows, Fp8Scheme, empty_rows
+from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
 
 _MAX = tl.constexpr(E4M3_MAX)
@@ -60,7 +61,10 @@ def _quantize_fp8_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_STATIC: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    start_dependents(DEPENDENT)
+    await_previous(DEPENDENT)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns, mask = tile_columns(chunk, SIZE, GROUPS, COLUMNS)
     x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -90,5 +94,6 @@ def quantize_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
         scale = x if scheme.scale is None else scheme.scale
         tile = tile_of(size, scheme, GROUPS_PER_PROGRAM)
         grid = (num_tokens, triton.cdiv(tile["NUM_GROUPS"], tile["GROUPS"]))
-        _quantize_fp8_kernel[grid](x, rows.values, rows.scales, scale, x.stride(0), rows.values.shape[0], **tile)
+        options = {**tile, **dependent_launch(x.device)}
+        _quantize_fp8_kernel[grid](x, rows.values, rows.scales, scale, x.stride(0), rows.values.shape[0], **options)
     return rows

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
+
 
 @triton.jit
 def _rms_norm_kernel(
@@ -23,12 +25,16 @@ def _rms_norm_kernel(
     SIZE: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    start_dependents(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     token, head = row // NUM_HEADS, row % NUM_HEADS
     columns = tl.arange(0, SIZE_PADDED)
     mask = columns < SIZE
     dtype = out_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    await_previous(DEPENDENT)
     x = tl.load(x_ptr + token * x_token_stride + head * x_head_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual_row = residual_ptr + token * residual_token_stride + head * residual_head_stride
@@ -36,7 +42,6 @@ def _rms_norm_kernel(
         tl.store(summed_ptr + row * SIZE + columns, rounded, mask=mask)
         x = rounded.to(tl.float32)
     scaled = x * tl.rsqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     y = scaled.to(dtype).to(tl.float32) * weight
     tl.store(out_ptr + row * SIZE + columns, y.to(dtype), mask=mask)
 
@@ -67,5 +72,6 @@ def rms_norm(
             SIZE_PADDED=size_padded,
             HAS_RESIDUAL=residual is not None,
             num_warps=min(max(size_padded // 512, 1), 16),
+            **dependent_launch(x.device),
         )
     return y if residual is None else (y, summed)

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme, empty_rows
+from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.quantize_fp8 import store_rows, tile_columns, tile_of
 
 
@@ -29,10 +30,14 @@ def _rms_norm_fp8_kernel(
     COLUMNS: tl.constexpr,
     IS_STATIC: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    start_dependents(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     columns, mask = tile_columns(0, SIZE, GROUPS, COLUMNS)
     dtype = summed_ptr.dtype.element_ty
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    await_previous(DEPENDENT)
     x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -40,7 +45,6 @@ def _rms_norm_fp8_kernel(
         tl.store(summed_ptr + row * SIZE + columns, rounded, mask=mask)
         x = rounded.to(tl.float32)
     scaled = x * tl.rsqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / SIZE + eps)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     y = (scaled.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
     store_rows(y, row, 0, columns, mask, values_ptr, scales_ptr, scale_ptr, num_rows, SIZE, NUM_GROUPS, IS_STATIC)
 
@@ -68,5 +72,6 @@ def rms_norm_fp8(
             eps,
             HAS_RESIDUAL=residual is not None,
             **tile_of(size, scheme, max_groups=size),
+            **dependent_launch(x.device),
         )
     return rows, summed

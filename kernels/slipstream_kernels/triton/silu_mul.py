@@ -6,11 +6,15 @@ import torch
 import triton
 import triton.language as tl
 
+from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
+
 BLOCK = 1024
 
 
 @triton.jit
-def _silu_mul_kernel(x_ptr, out_ptr, x_token_stride, size, BLOCK: tl.constexpr):
+def _silu_mul_kernel(x_ptr, out_ptr, x_token_stride, size, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr):
+    start_dependents(DEPENDENT)
+    await_previous(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
@@ -26,5 +30,7 @@ def silu_mul(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     num_tokens, size = x.shape[0], x.shape[1] // 2
     y = torch.empty((num_tokens, size), dtype=x.dtype, device=x.device) if out is None else out
     if y.numel():
-        _silu_mul_kernel[(num_tokens, triton.cdiv(size, BLOCK))](x, y, x.stride(0), size, BLOCK=BLOCK, num_warps=4)
+        _silu_mul_kernel[(num_tokens, triton.cdiv(size, BLOCK))](
+            x, y, x.stride(0), size, BLOCK=BLOCK, num_warps=4, **dependent_launch(x.device)
+        )
     return y

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme, empty_rows
+from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.quantize_fp8 import GROUPS_PER_PROGRAM, store_rows, tile_columns, tile_of
 
 
@@ -23,7 +24,10 @@ def _silu_mul_fp8_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_STATIC: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    start_dependents(DEPENDENT)
+    await_previous(DEPENDENT)
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns, mask = tile_columns(chunk, SIZE, GROUPS, COLUMNS)
     dtype = x_ptr.dtype.element_ty
@@ -42,5 +46,6 @@ def silu_mul_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
         scale = x if scheme.scale is None else scheme.scale
         tile = tile_of(size, scheme, GROUPS_PER_PROGRAM)
         grid = (num_tokens, triton.cdiv(tile["NUM_GROUPS"], tile["GROUPS"]))
-        _silu_mul_fp8_kernel[grid](x, rows.values, rows.scales, scale, x.stride(0), rows.values.shape[0], **tile)
+        options = {**tile, **dependent_launch(x.device)}
+        _silu_mul_fp8_kernel[grid](x, rows.values, rows.scales, scale, x.stride(0), rows.values.shape[0], **options)
     return rows

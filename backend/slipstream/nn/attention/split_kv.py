@@ -37,6 +37,7 @@ class SplitKVStep:
             max_query_len=batch.max_query_len,
             scale=self.scale,
             sliding_window=self.sliding_windows[layer],
+            is_prefix_settled=True,
         )
 
 

@@ -31,5 +31,7 @@ struct DecodeParams {
   int32_t num_sms;
   float scale;
   float soft_cap;               // 0: none
+  int32_t is_dependent;         // launch before the kernel before it has ended
+  int32_t is_prefix_settled;    // keys before this call's rows may be read before that kernel has ended
   int32_t rows;                 // of one tile: 8, 16, 24 or 32, at least max_query_len * group if that is less
 };

@@ -36,6 +36,12 @@ struct TileStream {
     }
   }
 
+  // Whether the next tile holds keys of former steps only.
+  __device__ __forceinline__ bool is_next_settled() const {
+    const int end = (segment.work.first_tile + tile + 1) * kTileTokens;
+    return !is_done && end <= segment.work.seq_len - segment.work.query_len;
+  }
+
   // Starts the copy of the next tile into `stage`, and commits it (an empty group after the end).
   __device__ __forceinline__ void copy_next(int stage) {
     if (!is_done) {
