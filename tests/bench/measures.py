@@ -111,13 +111,24 @@ def read_records(path: Path | None) -> list[Record]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path else []
 
 
+def figure_of(record: Record) -> str | None:
+    """The time that a record is compared by."""
+    return next((name for name in ("tpot_ms", "ttft_ms", "elapsed_s") if name in record), None)
+
+
+def time_ratio(rival: Record, ours: Record) -> float:
+    """Above 1: we are faster. Both must be lines of the same measurement."""
+    figure = figure_of(ours)
+    assert figure is not None
+    return float(rival[figure]) / float(ours[figure])
+
+
 def add_ratio(record: Record, rival: list[Record]) -> None:
     """ratio: how many times faster than the rival's line of the same measurement."""
+    figure = figure_of(record)
     for other in rival:
-        if all(other.get(key) == record.get(key) for key in RATIO_KEYS):
-            for name in ("tpot_ms", "ttft_ms", "elapsed_s"):
-                if name in record and name in other:
-                    record["ratio"] = round(other[name] / record[name], 3)
+        if figure in other and all(other.get(key) == record.get(key) for key in RATIO_KEYS):
+            record["ratio"] = round(time_ratio(other, record), 3)
 
 
 def emit(record: Record, out: Path | None) -> None:

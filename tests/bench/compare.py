@@ -1,0 +1,177 @@
+"""One command, one GPU, one run: Slipstream in-process, Slipstream through tritonserver, and vLLM, side by side.
+
+    python tests/bench/compare.py --shape llama3-8b --formats none,fp8 --out results
+
+Every engine runs each format in a process of its own, one after the other, with the same shapes, precision and loops
+(measures.py). Writes results/*.jsonl (every line measured), results/compare.json, results/table.md and results/plot.png
+(tokens/s over batch, TTFT over prompt length), and prints the table: ratios are rival over ours, above 1 we are faster;
+`limit` is the share of the physical limit. An engine that is not installed is left out, with the reason in the table.
+Options after `--` go to every engine, e.g. `-- --batches 1,8 --measure decode`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
+
+from llm_server import missing_server  # noqa: E402
+from measures import RATIO_KEYS, Record, figure_of, read_records, time_ratio  # noqa: E402
+
+# format -> (KV type, bytes per weight, bytes per cached number)
+FORMATS = {
+    "none": ("auto", 2.0, 2.0),
+    "fp8": ("fp8", 1.0, 1.0),
+    "w4a8_fp8": ("fp8", 0.5195, 1.0),
+    "wint4": ("auto", 0.5195, 2.0),
+    "wint8": ("int8", 1.0, 1.0),
+    "w8a8_int8": ("int8", 1.0, 1.0),
+}
+VLLM_KV_TYPES = {"auto": "auto", "fp8": "fp8", "int8": "auto"}  # it has no INT8 cache
+OURS, SERVED, RIVAL = "slipstream", "slipstream+triton", "vllm"
+FIGURES = {"decode": ("tpot_ms", "ms/token"), "prefill": ("ttft_ms", "ms"), "throughput": ("out_tok_s", "tokens/s")}
+
+
+def why_absent(engine: str) -> str:
+    """Why an engine cannot run here; "" if it can."""
+    if engine == SERVED:
+        return missing_server()
+    return "vLLM is not installed" if engine == RIVAL and importlib.util.find_spec("vllm") is None else ""
+
+
+def command(engine: str, name: str, arguments: argparse.Namespace, out: Path) -> list[str]:
+    kv_type, weight_bytes, kv_bytes = FORMATS[name]
+    common = ["--shape", arguments.shape, "--out", str(out), *arguments.rest]
+    common += ["--weight-bytes", str(weight_bytes), "--kv-bytes", str(kv_bytes)]
+    if engine == RIVAL:
+        return ["bench_vllm.py", *common, "--format", name, "--kv-cache-dtype", VLLM_KV_TYPES[kv_type]]
+    common += ["--set", f"quantization={name}", "--set", f"kv_cache_dtype={kv_type}"]
+    for pair in arguments.set:
+        common += ["--set", pair]
+    return ["bench_engine.py" if engine == OURS else "bench_triton.py", *common]
+
+
+def measure(engine: str, name: str, arguments: argparse.Namespace) -> list[Record]:
+    """Run one engine with one format. What it measured before it failed, if it does, still counts."""
+    out = arguments.out / f"{engine.replace('+', '-')}-{name}.jsonl"
+    out.unlink(missing_ok=True)
+    program, *options = command(engine, name, arguments, out)
+    print(f"==== {engine}, {name}", file=sys.stderr, flush=True)
+    log = out.with_suffix(".log")
+    with log.open("w") as stream:
+        try:
+            done = subprocess.run(
+                [sys.executable, str(HERE / program), *options],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                timeout=arguments.timeout,
+                check=False,
+            )
+            failure = f"exit code {done.returncode}, see {log.name}" if done.returncode else ""
+        except subprocess.TimeoutExpired:
+            failure = f"not done after {arguments.timeout} s"
+    records = [{"engine": engine, **record, "format": name} for record in (read_records(out) if out.exists() else [])]
+    if failure:
+        records.append({"engine": engine, "format": name, "what": "failed", "reason": failure})
+    return records
+
+
+def rows(records: list[Record]) -> Iterator[list[str]]:
+    """Table rows: format, measurement, then one cell per engine, with its share of the limit and ratios to ours."""
+    for ours in records:
+        if ours["engine"] != OURS or ours["what"] not in FIGURES or "skipped" in ours:
+            continue
+        figure, unit = FIGURES[ours["what"]]
+        label = {"decode": f"decode, batch {ours.get('batch')}", "prefill": f"prefill, {ours.get('input_len')} tokens"}
+        count = f"{ours.get('num_prompts')} x {ours.get('input_len')}/{ours.get('output_len')}"
+        cells = [ours["format"], label.get(ours["what"], count), unit, f"{ours[figure]:g}"]
+        cells.append(f"{ours['limit']:.0%}" if "limit" in ours else "")
+        for engine in (SERVED, RIVAL):
+            other = next((r for r in records if r["engine"] == engine and _is_same(r, ours)), None)
+            cells += [f"{other[figure]:g}", f"{time_ratio(other, ours):.2f}"] if other else ["", ""]
+        yield cells
+
+
+def _is_same(one: Record, other: Record) -> bool:
+    return figure_of(one) is not None and all(one.get(key) == other.get(key) for key in ("format", *RATIO_KEYS))
+
+
+def table(records: list[Record]) -> str:
+    head = ["format", "measurement", "unit", OURS, "limit", SERVED, "its time / ours", RIVAL, "its time / ours"]
+    lines = [head, ["---"] * len(head), *rows(records)]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    notes = [f"- {r['engine']}, {r['format']}: {r['reason']}" for r in records if r["what"] == "failed"]
+    for r in records:
+        if r["what"] == "perf_analyzer":
+            notes.append(
+                f"- perf_analyzer, {r['format']}, {r['concurrency']} streams of {r['input_len']}/{r['output_len']}: "
+                f"{r['out_tok_s']:g} tokens/s"
+            )
+    return "\n\n".join([text, "\n".join(notes)]) if notes else text
+
+
+def plot(records: list[Record], path: Path) -> str:
+    """Tokens/s over batch and TTFT over prompt length. Returns why there is none, or ""."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return "no plot: matplotlib is not installed"
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels = (("decode", "batch", "out_tok_s", "tokens/s"), ("prefill", "input_len", "ttft_ms", "TTFT, ms"))
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    for axis, (what, x, y, label) in zip(axes, panels):
+        lines: dict[str, list[tuple[Any, Any]]] = {}
+        for record in records:
+            if record["what"] == what and y in record:
+                lines.setdefault(f"{record['engine']}, {record['format']}", []).append((record[x], record[y]))
+        for name, points in lines.items():
+            axis.plot(*zip(*sorted(points)), marker="o", label=name)
+        axis.set(xscale="log", yscale="log", xlabel=x.replace("_", " "), ylabel=label)
+        if lines:
+            axis.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="llama3-8b")
+    parser.add_argument("--formats", default="none,fp8", help=",".join(FORMATS))
+    parser.add_argument("--engines", default=f"{OURS},{SERVED},{RIVAL}")
+    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="for Slipstream")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one engine and format")
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    parser.add_argument("rest", nargs="*", help="after --: options of every engine")
+    arguments = parser.parse_args()
+    unknown = set(arguments.formats.split(",")) - set(FORMATS)
+    if unknown:
+        parser.error(f"--formats: {', '.join(sorted(unknown))}; accepted: {', '.join(FORMATS)}")
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    records: list[Record] = []
+    for engine in arguments.engines.split(","):
+        reason = why_absent(engine)
+        if reason:
+            records.append({"engine": engine, "format": "all formats", "what": "failed", "reason": reason})
+            continue
+        for name in arguments.formats.split(","):
+            records += measure(engine, name, arguments)
+    (arguments.out / "compare.json").write_text(json.dumps(records, indent=1))
+    text = table(records)
+    reason = plot(records, arguments.out / "plot.png")
+    (arguments.out / "table.md").write_text(text + "\n")
+    print(text + (f"\n\n{reason}" if reason else ""))
+
+
+if __name__ == "__main__":
+    main()

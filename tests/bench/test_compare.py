@@ -1,0 +1,75 @@
+"""The comparison: its table holds every engine's figure and ratio, says who is missing, and the served half runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def compare(root: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(root / "tests/bench"))
+    import compare
+
+    return compare
+
+
+def record(engine: str, what: str, **figures: object) -> dict[str, object]:
+    return {"engine": engine, "format": "fp8", "what": what, **figures}
+
+
+def test_the_table_compares_like_with_like(compare) -> None:
+    records = [
+        record("slipstream", "decode", batch=8, tpot_ms=2.0, limit=0.7),
+        record("slipstream", "throughput", num_prompts=4, input_len=8, output_len=16, elapsed_s=4.0, out_tok_s=16),
+        record("slipstream+triton", "decode", batch=8, tpot_ms=2.1),
+        record("vllm", "decode", batch=1, tpot_ms=9.0),
+        {**record("vllm", "decode", batch=8, tpot_ms=9.0), "format": "none"},
+        record("vllm", "decode", batch=8, tpot_ms=3.0),
+        record("vllm", "throughput", num_prompts=4, input_len=8, output_len=16, elapsed_s=5.0, out_tok_s=12.8),
+        record("vllm", "failed", reason="exit code 1"),
+    ]
+    decode, throughput = compare.rows(records)
+    assert decode == ["fp8", "decode, batch 8", "ms/token", "2", "70%", "2.1", "1.05", "3", "1.50"]
+    assert throughput == ["fp8", "4 x 8/16", "tokens/s", "16", "", "", "", "12.8", "1.25"]
+    assert "- vllm, fp8: exit code 1" in compare.table(records)
+
+
+def test_an_engine_that_fails_is_reported_with_what_it_measured(compare, tmp_path: Path, monkeypatch) -> None:
+    script = tmp_path / "bench_engine.py"
+    script.write_text(
+        "import sys; open(sys.argv[sys.argv.index('--out') + 1], 'w').write('{\"what\": \"x\"}\\n'); exit(3)"
+    )
+    monkeypatch.setattr(compare, "HERE", tmp_path)
+    monkeypatch.setattr(
+        sys, "argv", ["compare.py", "--engines", "slipstream", "--formats", "none", "--out", str(tmp_path)]
+    )
+    compare.main()
+    measured, failure = json.loads((tmp_path / "compare.json").read_text())
+    assert measured == {"what": "x", "format": "none", "engine": "slipstream"}
+    assert failure["reason"].startswith("exit code 3")
+
+
+def test_an_unknown_format_is_refused(compare, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--formats", "int3"])
+    with pytest.raises(SystemExit):
+        compare.main()
+    assert "--formats: int3; accepted: none, fp8" in capsys.readouterr().err
+
+
+def test_the_served_half_runs(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(root / "tests/bench"))
+    import bench_triton
+
+    if bench_triton.missing_server():
+        pytest.skip(bench_triton.missing_server())
+    out = tmp_path / "served.jsonl"
+    sizes = "--decode-input-len 8 --max-model-len 64 --num-prompts 5 --input-len 8 --output-len 4 --measure throughput"
+    options = f"--shape demo {sizes} --set device=cpu --set memory_bytes=50000000 --clients 2 --out {out}"
+    monkeypatch.setattr(sys, "argv", ["bench_triton.py", *options.split()])
+    bench_triton.main()  # the clients assert that every token arrived
+    records = {record["what"]: record for record in map(json.loads, out.read_text().splitlines())}
+    assert records["throughput"]["out_tok_s"] > 0

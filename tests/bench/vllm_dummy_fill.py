@@ -1,0 +1,32 @@
+"""Imported by vLLM's engine process (worker_extension_cls): random bits in dummy weights of integer and FP8 types.
+
+vLLM's dummy loader leaves integer weights as they were allocated, mostly zeros, and draws FP8 weights so small that
+they round to zero. A GPU multiplies zeros at a higher clock: the rival would look faster than it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.model_loader import dummy_loader, weight_utils
+
+_draw = weight_utils.initialize_single_dummy_weight
+
+
+class Fill:
+    """What worker_extension_cls asks for; importing this module is the effect."""
+
+
+def _fill(param: torch.Tensor, *args: Any, **options: Any) -> None:
+    weight = param.data
+    if weight.dim() >= 2 and weight.is_contiguous() and weight.dtype in (torch.int32, torch.int8, torch.uint8):
+        weight.view(torch.uint8).random_(0, 256)
+    elif weight.dim() >= 2 and weight.dtype == torch.float8_e4m3fn:
+        weight.copy_((torch.randn(weight.shape, device=weight.device, dtype=torch.float16) * 64).clamp_(-448, 448))
+    elif weight.numel() > 1:  # a single number is a scale, whose default means 1
+        _draw(param, *args, **options)
+
+
+weight_utils.initialize_single_dummy_weight = _fill
+dummy_loader.initialize_single_dummy_weight = _fill
