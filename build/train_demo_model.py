@@ -45,7 +45,7 @@ def run_pack(args: argparse.Namespace) -> None:
     from demo_model.pack import pack
     from demo_model.tokenizer import load
 
-    index = pack(load(args.model), args.data)
+    index = pack(load(args.model), args.data, args.every)
     print(json.dumps({split: entry["num_tokens"] for split, entry in index.items()}))
 
 
@@ -134,7 +134,8 @@ def build_parser() -> argparse.ArgumentParser:
     tokenizer = commands.add_parser("tokenizer", help="train the byte-level BPE on a sample of the corpus")
     tokenizer.add_argument("--vocab", type=int, default=4096)
     tokenizer.add_argument("--sample-mb", type=float, default=150.0)
-    commands.add_parser("pack", help="encode the corpus into compressed token ids")
+    pack = commands.add_parser("pack", help="encode the corpus into compressed token ids")
+    pack.add_argument("--every", type=int, default=1, help="take each N-th training file only")
     add_train_options(commands.add_parser("train", help="train on the packed ids (GPU, or CPU for a trial)"))
     export = commands.add_parser("export", help="write the checkpoint in Hugging Face layout")
     export.add_argument("--run", type=Path, help="what train wrote (default <data>/run)")

@@ -32,12 +32,12 @@ def batches(texts: Iterator[str], size: int) -> Iterator[list[str]]:
         yield batch
 
 
-def encode_corpus(tokenizer: Tokenizer, path: Path) -> tuple[np.ndarray, int]:
-    """Token ids (uint16) of a JSON-lines corpus, and its size in UTF-8 bytes without the separators."""
+def encode_corpus(tokenizer: Tokenizer, path: Path, every: int = 1) -> tuple[np.ndarray, int]:
+    """Token ids (uint16) of every `every`-th text of a JSON-lines corpus, and their UTF-8 bytes without separators."""
     chunks: list[np.ndarray] = []
     num_bytes = 0
     with tqdm(desc=f"encode {path.stem}", unit="B", unit_scale=True) as bar:
-        for batch in batches(corpus_texts(path), BATCH_FILES):
+        for batch in batches(islice(corpus_texts(path), 0, None, every), BATCH_FILES):
             for text, encoding in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False)):
                 chunks.append(np.array([END_OF_TEXT_ID, *encoding.ids], dtype=np.uint16))
                 num_bytes += len(text.encode())
@@ -61,13 +61,15 @@ def write_shards(ids: np.ndarray, out_dir: Path, split: str) -> list[str]:
     return names
 
 
-def pack(tokenizer: Tokenizer, data_dir: Path) -> dict[str, dict[str, object]]:
-    """Write <data>/packed and return its index: per split the tokens, bytes, shards and a digest of the ids."""
+def pack(tokenizer: Tokenizer, data_dir: Path, every: int = 1) -> dict[str, dict[str, object]]:
+    """Write <data>/packed and return its index: per split the tokens, bytes, shards and a digest of the ids.
+
+    every: of the training files, take each `every`-th (speculation heads need less than the model did)."""
     out_dir = data_dir / "packed"
     out_dir.mkdir(parents=True, exist_ok=True)
     index: dict[str, dict[str, object]] = {}
     for split in SPLITS:
-        ids, num_bytes = encode_corpus(tokenizer, data_dir / "corpus" / f"{split}.jsonl")
+        ids, num_bytes = encode_corpus(tokenizer, data_dir / "corpus" / f"{split}.jsonl", every if split == "train" else 1)
         index[split] = {
             "num_tokens": len(ids),
             "num_bytes": num_bytes,
