@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.fp8 import BLOCK, Fp8Rows
+from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import dot
 
 MIN_STEPS = 4  # blocks of 128 columns below which a program is not worth its start
@@ -63,7 +64,9 @@ def _scaled_mm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    start_dependents(DEPENDENT)
     # Splits of one tile are neighbours, so that they end about together; tiles of rows come last.
     split = tl.program_id(0) % NUM_SPLITS
     tile = tl.program_id(0) // NUM_SPLITS
@@ -79,6 +82,7 @@ def _scaled_mm_kernel(
     x_scales = x_scales_ptr + tokens
     scales = scales_ptr + (tile * BLOCK_N // BLOCK_K) * scales_row_stride
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    await_previous(DEPENDENT)
     if IS_BLOCKWISE:  # fetched one block ahead: their latency would be the loop's
         x_scale = tl.load(x_scales + first * num_rows, mask=token_mask, other=0.0)
         weight_scale = tl.load(scales + first)
@@ -173,5 +177,6 @@ def scaled_mm(
         BLOCK_K=BLOCK,
         NUM_STAGES=tile.num_stages,
         num_warps=tile.num_warps,
+        **dependent_launch(weight.device),
     )
     return out
