@@ -7,14 +7,18 @@ of three states: used (referenced), cached (unreferenced, content still findable
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    """Fixed set of blocks 0..num_blocks-1. Everything is O(1) per block."""
+    """Fixed set of blocks 0..num_blocks-1. Everything is O(1) per block.
 
-    def __init__(self, num_blocks: int) -> None:
+    on_evict: told (content, block) when cached content is about to be given up for a new owner.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[bytes, int], None] | None = None) -> None:
         self.num_blocks = num_blocks
+        self._on_evict = on_evict
         self.num_references = 0  # sum of all reference counts
         self._ref_counts = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
@@ -114,4 +118,6 @@ class BlockPool:
         assert block_hash is not None
         del self._block_of[block_hash]
         self._hashes[block] = None
+        if self._on_evict is not None:
+            self._on_evict(block_hash, block)
         return block

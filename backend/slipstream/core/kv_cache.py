@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from slipstream.core.block_pool import BlockPool
+from slipstream.core.host_cache import BlockCopies, HostCache
 from slipstream.core.request import Request
 
 _HASH_BYTES = 16  # a collision takes about 2^64 blocks, even for a client that looks for one
@@ -26,18 +28,30 @@ def hash_root(prefix_key: bytes) -> bytes:
     return hashlib.blake2b(prefix_key, person=b"slipstream root", digest_size=_HASH_BYTES).digest()
 
 
+@dataclass(frozen=True, slots=True)
+class FoundBlock:
+    """Where a full block of a request's prefix lies. device_block None: in host memory alone."""
+
+    block_hash: bytes
+    device_block: int | None
+
+
 class KVCacheManager:
     """Grows, shares and frees `request.block_ids`.
 
     Only full blocks are shared and they are never written again, so there is no copy on write. A request always
-    computes at least its last token itself (its logits are needed).
+    computes at least its last token itself (its logits are needed). With host blocks, content that the device gives up
+    is kept there and comes back when a request begins with it: a preempted request, or a prefix gone cold.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0
+    ) -> None:
         assert num_blocks > 0 and block_size > 0
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.pool = BlockPool(num_blocks)
+        self.host = HostCache(num_host_blocks) if num_host_blocks and enable_prefix_caching else None
+        self.pool = BlockPool(num_blocks, self.host.store if self.host is not None else None)
         self.num_prefix_queries = 0  # tokens looked up, over all admissions
         self.num_prefix_hits = 0  # of them, found
         self._computing: dict[bytes, Request] = {}  # prompt blocks that a running request is about to publish
@@ -59,17 +73,17 @@ class KVCacheManager:
 
     # ---- admission: look, check, take
 
-    def find_prefix(self, request: Request) -> list[int]:
+    def find_prefix(self, request: Request) -> list[FoundBlock]:
         """Cached full blocks that begin the request's tokens, at most (num_tokens - 1) // block_size. Takes nothing."""
         if not self._may_match(request):
             return []
         self._grow_hashes(request, request.num_tokens)
-        found: list[int] = []
+        found: list[FoundBlock] = []
         for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
             block = self.pool.find(block_hash)
-            if block is None:
+            if block is None and (self.host is None or self.host.find(block_hash) is None):
                 break
-            found.append(block)
+            found.append(FoundBlock(block_hash, block))
         return found
 
     def is_prefix_underway(self, request: Request, num_found: int) -> bool:
@@ -78,13 +92,14 @@ class KVCacheManager:
             return False
         return request.block_hashes[num_found] in self._computing
 
-    def can_admit(self, request: Request, prefix: Sequence[int], num_spare_blocks: int = 0) -> bool:
+    def can_admit(self, request: Request, prefix: Sequence[FoundBlock], num_spare_blocks: int = 0) -> bool:
         """Whether the request's present tokens fit, after sharing `prefix`, and leave `num_spare_blocks` free."""
-        num_new = self.num_blocks_for(request.num_tokens) - len(prefix)
-        num_left = self.pool.num_free_blocks - self.pool.count_unreferenced(prefix) - num_new
+        shared = _on_device(prefix)
+        num_new = self.num_blocks_for(request.num_tokens) - len(shared)
+        num_left = self.pool.num_free_blocks - self.pool.count_unreferenced(shared) - num_new
         return num_left >= num_spare_blocks
 
-    def admit(self, request: Request, prefix: list[int]) -> int:
+    def admit(self, request: Request, prefix: list[FoundBlock]) -> int:
         """Share `prefix` and allocate blocks for all present tokens; `can_admit` must hold.
 
         Returns the number of cached tokens, which are computed from now on.
@@ -100,6 +115,10 @@ class KVCacheManager:
     def match_prefix(self, request: Request) -> int:
         """Share the cached full blocks that begin the request; returns their number of tokens (<= num_tokens - 1)."""
         return self._share(request, self.find_prefix(request))
+
+    def take_copies(self) -> BlockCopies:
+        """What must be copied between device and host before the step that is being scheduled computes."""
+        return self.host.take_copies() if self.host is not None else BlockCopies()
 
     # ---- while it runs
 
@@ -160,11 +179,10 @@ class KVCacheManager:
             parent = hash_block(parent, request.token_ids[start : start + size])
             hashes.append(parent)
 
-    def _share(self, request: Request, prefix: list[int]) -> int:
+    def _share(self, request: Request, prefix: list[FoundBlock]) -> int:
         assert not request.block_ids, "a prefix is matched before anything is allocated"
         num_cached = len(prefix) * self.block_size
-        self.pool.share(prefix)
-        request.block_ids = list(prefix)
+        request.block_ids = self._take(prefix)
         request.num_published_blocks = len(prefix)
         request.num_reused_blocks += len(prefix)
         request.num_computed_tokens = num_cached
@@ -174,3 +192,28 @@ class KVCacheManager:
             self.num_prefix_queries += request.num_tokens
             self.num_prefix_hits += num_cached
         return num_cached
+
+    def _take(self, prefix: list[FoundBlock]) -> list[int]:
+        """A reference to each block of a prefix; those in host memory get a device block, and a copy is ordered."""
+        self.pool.share(_on_device(prefix))
+        if self.host is None:
+            return _on_device(prefix)
+        # all are reserved before any block is allocated, which may evict content into host memory
+        host_blocks = [self.host.reserve(found.block_hash) for found in prefix if found.device_block is None]
+        new_blocks = self.pool.allocate(len(host_blocks))
+        assert new_blocks is not None, "a prefix is taken without can_admit"
+        for host_block, block in zip(host_blocks, new_blocks):
+            self.host.load(host_block, block)
+        arrived = iter(new_blocks)
+        block_ids = []
+        for found in prefix:
+            block = found.device_block
+            if block is None:
+                block = next(arrived)
+                self.pool.publish(block, found.block_hash)
+            block_ids.append(block)
+        return block_ids
+
+
+def _on_device(prefix: Sequence[FoundBlock]) -> list[int]:
+    return [found.device_block for found in prefix if found.device_block is not None]

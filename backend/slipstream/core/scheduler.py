@@ -23,6 +23,7 @@ from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.latencies import note_times
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request, RequestStatus
+from slipstream.core.speculation import DraftPlanner, clip_drafts, settle_drafts
 from slipstream.core.stats import FINISHED_METRIC, Metric, Stats
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 
@@ -40,7 +41,12 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: SchedulerConfig, cache: KVCacheManager, max_model_len: int, stats: Stats | None = None
+        self,
+        config: SchedulerConfig,
+        cache: KVCacheManager,
+        max_model_len: int,
+        stats: Stats | None = None,
+        planner: DraftPlanner | None = None,
     ) -> None:
         if config.policy not in SCHEDULER_POLICIES:
             raise ConfigError("policy", config.policy, f"accepted: {', '.join(SCHEDULER_POLICIES)}")
@@ -48,6 +54,7 @@ class Scheduler:
         self.cache = cache
         self.max_model_len = max_model_len
         self.stats = Stats() if stats is None else stats
+        self.planner = DraftPlanner() if planner is None else planner
         # a step cannot carry more requests than tokens
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._never_evicts = config.policy == "guaranteed_no_evict"
@@ -136,6 +143,7 @@ class Scheduler:
         Without rows although there is work: everything waits for the commit of the step that is under way.
         """
         step = ScheduledStep()
+        self.planner.begin_step(len(self._running))
         num_reserved, self._num_turn_tokens = self._num_turn_tokens, 0
         budget = self.config.max_num_batched_tokens - num_reserved
         prefills: list[Request] = []
@@ -150,6 +158,8 @@ class Scheduler:
         if can_admit:
             budget = self._schedule_waiting(step, budget, num_reserved > 0)
         step.num_scheduled_tokens = self.config.max_num_batched_tokens - budget
+        if step.requests:
+            step.copies = self.cache.take_copies()
         return step
 
     def _schedule_decodes(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
@@ -168,12 +178,12 @@ class Scheduler:
                 break
             num_new = 1
             if request.draft_token_ids:
-                num_new += self._clip_drafts(request, draft_budget)
+                num_new += clip_drafts(request, draft_budget)
             if num_computed + num_new > len(request.block_ids) * block_size:
                 num_new = self._grow(request, num_new, step)
                 if num_new == 0:
                     break
-            add_row(ScheduledRequest(request, num_computed, num_new, True))
+            add_row(ScheduledRequest(request, num_computed, num_new, True, num_new - 1))
             request.num_computed_tokens = num_computed + num_new
             request.num_pending_tokens = num_pending + 1
             budget -= num_new
@@ -243,7 +253,7 @@ class Scheduler:
                 request.num_pending_tokens -= 1
                 num_drafts = len(request.draft_token_ids)
                 if num_drafts:
-                    self._settle_drafts(request, new_token_ids)
+                    settle_drafts(request, len(new_token_ids), self.stats)
                 is_over = request.stop_conditions.extend(request, new_token_ids)
                 if num_drafts:  # those rejected, or cut off by a stop, were not computed after all
                     request.num_computed_tokens = len(request.token_ids) - 1
@@ -275,7 +285,9 @@ class Scheduler:
     def _may_run_ahead(self, request: Request) -> bool:
         """Whether to compute beyond tokens that are not known yet; not when they are sure to end the request."""
         num_tokens = len(request.token_ids) + request.num_pending_tokens
-        return request.runs_ahead and not request.draft_token_ids and num_tokens < request.stop_conditions.max_len
+        if not request.runs_ahead or request.draft_token_ids or num_tokens >= request.stop_conditions.max_len:
+            return False
+        return self.planner.num_drafts(request) == 0
 
     def _may_chunk(self, num_missing: int) -> bool:
         """Without chunked prefill only what exceeds a whole step is split: a preempted request that has grown."""
@@ -318,7 +330,7 @@ class Scheduler:
         """
         while not self.cache.allocate(request, request.num_computed_tokens + num_new):
             if num_new > 1:
-                request.draft_token_ids = []
+                request.drop_drafts()
                 num_new = 1
                 continue
             assert not self._never_evicts, "guaranteed_no_evict has promised more blocks than there are"
@@ -336,7 +348,7 @@ class Scheduler:
         self.cache.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
-        request.draft_token_ids = []
+        request.drop_drafts()
         request.num_preemptions += 1
         self.stats.add(Metric.PREEMPTIONS)
         insort(self._waiting, request, key=_sort_key)
@@ -352,7 +364,7 @@ class Scheduler:
             self._num_promised_blocks -= self._worst_blocks(request)
             self.cache.free(request)
         request.status = RequestStatus.FINISHED
-        request.draft_token_ids = []
+        request.drop_drafts()
         reason = request.finish_reason
         assert reason is not None
         self.stats.add(FINISHED_METRIC[reason])
@@ -360,21 +372,6 @@ class Scheduler:
             self.stats.add(Metric.CANCELLATIONS)
         if request.times.arrival_ns:
             self.stats.observe(Metric.E2E_TIME, max(0, time.time_ns() - request.times.arrival_ns) * 1e-9)
-
-    def _clip_drafts(self, request: Request, draft_budget: int) -> int:
-        """Keep the drafts that budget and the request's own end allow (one more token follows them)."""
-        num_most = min(draft_budget, request.stop_conditions.max_len - request.num_tokens - 1)
-        del request.draft_token_ids[max(0, num_most) :]
-        return len(request.draft_token_ids)
-
-    def _settle_drafts(self, request: Request, new_token_ids: list[int]) -> None:
-        num_drafted, num_accepted = len(request.draft_token_ids), len(new_token_ids) - 1
-        assert num_accepted <= num_drafted, "more tokens than drafts and one"
-        request.num_drafted_tokens += num_drafted
-        request.num_accepted_tokens += num_accepted
-        request.draft_token_ids = []
-        self.stats.add(Metric.DRAFTED_TOKENS, num_drafted)
-        self.stats.add(Metric.ACCEPTED_TOKENS, num_accepted)
 
 
 def _add_prefill(step: ScheduledStep, request: Request, num_new: int, num_missing: int) -> None:

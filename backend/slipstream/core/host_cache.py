@@ -1,0 +1,85 @@
+"""The second tier of the prefix cache: which evicted blocks lie in host memory, and which copies a step must make.
+
+Engine thread only. Knows neither requests nor tensors: a host block is an int, its content a hash. The copies are made
+by runtime/kv_offload.py: a step makes its stores first, then its loads, then computes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class BlockCopies:
+    """Copies to be made before a step computes, as pairs (device block, host block). All stores precede all loads."""
+
+    stores: list[tuple[int, int]] = field(default_factory=list)
+    loads: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.stores or self.loads)
+
+
+class HostCache:
+    """Blocks 0..num_blocks-1 of host memory; the least recently used content gives way."""
+
+    def __init__(self, num_blocks: int) -> None:
+        assert num_blocks > 0
+        self.num_blocks = num_blocks
+        self.num_stored = 0  # blocks copied out, over all time
+        self.num_loaded = 0  # blocks copied back
+        self._block_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._empty = list(range(num_blocks - 1, -1, -1))
+        self._copies = BlockCopies()
+        self._loading: set[int] = set()  # host blocks that the copies under way read
+
+    @property
+    def num_used_blocks(self) -> int:
+        return len(self._block_of)
+
+    def find(self, block_hash: bytes) -> int | None:
+        return self._block_of.get(block_hash)
+
+    def store(self, block_hash: bytes, device_block: int) -> None:
+        """The device is about to overwrite this content: keep it here, if it is not here already."""
+        if block_hash in self._block_of:
+            self._block_of.move_to_end(block_hash)
+            return
+        host_block = self._empty.pop() if self._empty else self._evict()
+        if host_block is None:
+            return
+        self._block_of[block_hash] = host_block
+        self._copies.stores.append((device_block, host_block))
+        self.num_stored += 1
+
+    def reserve(self, block_hash: bytes) -> int:
+        """Take content that `find` knows for a load; it stays until the copies are taken. Returns its host block."""
+        self._block_of.move_to_end(block_hash)
+        host_block = self._block_of[block_hash]
+        self._loading.add(host_block)
+        return host_block
+
+    def load(self, host_block: int, device_block: int) -> None:
+        """Order a reserved block into a device block."""
+        self._copies.loads.append((device_block, host_block))
+        self.num_loaded += 1
+
+    def take_copies(self) -> BlockCopies:
+        """The copies ordered since the last call: the caller makes them before anything else touches the blocks."""
+        copies, self._copies = self._copies, BlockCopies()
+        self._loading.clear()
+        return copies
+
+    def check(self) -> None:
+        """Assert the invariants; O(num_blocks), for tests."""
+        used = list(self._block_of.values())
+        assert sorted(used + self._empty) == list(range(self.num_blocks)), "a host block has no or two states"
+
+    def _evict(self) -> int | None:
+        """The least recently used block that no load of this step reads; None if all are read."""
+        for block_hash, host_block in self._block_of.items():
+            if host_block not in self._loading:
+                del self._block_of[block_hash]
+                return host_block
+        return None
