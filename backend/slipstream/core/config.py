@@ -9,10 +9,16 @@ from dataclasses import dataclass, field
 SCHEDULER_POLICIES = ("max_utilization", "guaranteed_no_evict")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-QUANTIZATIONS = ("auto", "none", "fp8", "block_wise_fp8")
+QUANTIZATIONS = ("auto", "none", "fp8", "block_wise_fp8", "wint8", "w8a8_int8", "wint4", "w4a8_fp8")
+GROUP_SIZES = (0, -1, 32, 64, 128)
 TASKS = ("generate", "tokenize", "detokenize")
 OVERLAP_MODES = ("auto", "on", "off")
 LOAD_FORMATS = ("auto", "safetensors", "dummy", "null")
+SPECULATIVE_METHODS = ("ngram", "draft_model", "medusa", "mtp", "eagle")
+ACCEPTANCES = ("exact", "rejection", "typical", "top_p_window")
+DRAFT_SAMPLINGS = ("greedy", "sampled")
+THROTTLES = ("auto", "off")
+NO_SPECULATION = "none"
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,8 @@ class ModelConfig:
     max_model_len: int = 0  # 0 = the checkpoint's
     device: str = "auto"
     quantization: str = "auto"  # the checkpoint's own
+    quantization_group_size: int = 0  # the checkpoint's, or 128; -1 = one group a row
+    quantize_lm_head: bool = False
     attention_backend: str = ""
     cuda_graphs: str = "auto"  # or "off", or sizes like "1,2,4,8"
     seed: int = 0
@@ -58,6 +66,42 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class SpeculationConfig:
+    """methods: those loaded, with commas; the first is a request's that names none; "" = no speculation.
+
+    draft_model, medusa_heads, mtp_module, eagle_head: checkpoints of the methods. num_draft_tokens: 0 = each method's
+    own. free_tokens: rows of a step that cost about as much as one; 0 = measured on a GPU at start, -1 = no limit.
+    """
+
+    methods: str = ""
+    num_draft_tokens: int = 0
+    acceptance: str = "exact"
+    throttle: str = "auto"
+    free_tokens: int = 0
+    draft_model: str = ""
+    draft_sampling: str = "greedy"
+    medusa_heads: str = ""
+    medusa_choices: str = ""
+    mtp_module: str = ""
+    eagle_head: str = ""
+    eagle_top_k: int = 4
+    eagle_depth: int = 5
+    ngram_max: int = 4
+    ngram_min: int = 2
+    typical_threshold: float = 0.09
+    typical_alpha: float = 0.3
+    acceptance_top_p: float = 0.8
+    acceptance_window: int = 2
+
+    @property
+    def loaded(self) -> tuple[str, ...]:
+        """The methods by name, the default one first."""
+        return tuple(
+            name.strip() for name in self.methods.split(",") if name.strip() and name.strip() != NO_SPECULATION
+        )
+
+
+@dataclass(frozen=True)
 class ServingConfig:
     """Defaults of what a client may leave out, and limits of the server process."""
 
@@ -77,4 +121,5 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)

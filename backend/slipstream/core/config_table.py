@@ -12,13 +12,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from slipstream.core.config import (
+    ACCEPTANCES,
+    DRAFT_SAMPLINGS,
     DTYPES,
+    GROUP_SIZES,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    NO_SPECULATION,
     OVERLAP_MODES,
     QUANTIZATIONS,
     SCHEDULER_POLICIES,
+    SPECULATIVE_METHODS,
     TASKS,
+    THROTTLES,
 )
 
 
@@ -49,6 +55,14 @@ _POWER_OF_TWO: dict[str, Any] = {
 _FRACTION: dict[str, Any] = {"limits": "a number in (0, 1]", "is_good": lambda value: 0.0 < value <= 1.0}
 
 
+_MOST_DRAFTS = 63  # core/drafts.py
+
+
+def _are_methods(value: str) -> bool:
+    names = [name.strip() for name in value.split(",")]
+    return len(set(names)) == len(names) and all(name in (*SPECULATIVE_METHODS, NO_SPECULATION) for name in names)
+
+
 def _is_graph_sizes(value: str) -> bool:
     sizes = value.split(",")
     return value in ("auto", "off") or all(size.strip().isdecimal() and int(size) >= 1 for size in sizes)
@@ -62,7 +76,9 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("load_format", "model.load_format", "`dummy`: random weights; `null`: no model at all, every step emits a fixed token.", accepted=LOAD_FORMATS),
     Parameter("max_model_len", "model.max_model_len", "Longest sequence, prompt and output together; 0 is the checkpoint's.", ("max_seq_len",), **_at_least(0)),
     Parameter("device", "model.device", "`auto`, `cpu`, `cuda` or `cuda:<index>`.", limits="auto, cpu, cuda or cuda:<index>", is_good=lambda v: str(v).split(":")[0] in ("auto", "cpu", "cuda")),
-    Parameter("quantization", "model.quantization", "How linear layers are held and multiplied; `auto` is as the checkpoint stores them. `fp8`: scales per output channel and token; `block_wise_fp8`: per 128 x 128 weights and 128 activations. An unquantised checkpoint is quantised as it is loaded.", accepted=QUANTIZATIONS),
+    Parameter("quantization", "model.quantization", "How linear layers are held and multiplied; `auto` is as the checkpoint stores them. `fp8`: scales per output channel and token; `block_wise_fp8`: per 128 x 128 weights and 128 activations; `wint8`, `wint4`: integer weights, 16-bit activations; `w8a8_int8`, `w4a8_fp8`: the same weights, 8-bit activations. An unquantised checkpoint is quantised as it is loaded.", accepted=QUANTIZATIONS),
+    Parameter("quantization_group_size", "model.quantization_group_size", "Input features that share a scale in `wint4` and `w4a8_fp8`: 32, 64, 128, or -1 for all of a row; 0 is the checkpoint's, or 128.", limits=f"one of {', '.join(map(str, GROUP_SIZES))}", is_good=lambda value: value in GROUP_SIZES),
+    Parameter("quantize_lm_head", "model.quantize_lm_head", "Quantise the output head by the same method, also one that the checkpoint leaves alone or ties to the embedding."),
     Parameter("attention_backend", "model.attention_backend", "Attention implementation; empty is the best that fits."),
     Parameter("cuda_graphs", "model.cuda_graphs", "Decode steps captured at start: `auto`, `off`, or the numbers of requests to capture for, like `1,2,4,8`.", limits="auto, off, or integers >= 1 with commas", is_good=_is_graph_sizes),
     Parameter("seed", "model.seed", "Seed of `dummy` weights. A request that gives none draws its own.", **_at_least(0)),
@@ -79,6 +95,25 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("enable_chunked_prefill", "scheduler.enable_chunked_prefill", "Spread a long prompt over several steps.", ("enable_chunked_context",)),
     Parameter("default_max_queue_ms", "scheduler.default_max_queue_ms", "A request that waits longer ends with `timeout`; 0 waits without limit.", **_at_least(0)),
     Parameter("overlap_scheduling", "scheduler.overlap_scheduling", "Schedule a step while the one before it runs; `auto` is on for GPUs.", accepted=OVERLAP_MODES),
+    Parameter("speculative_method", "speculation.methods", "Ways to draft that are loaded, with commas: `ngram`, `draft_model`, `medusa`, `mtp`, `eagle`. The first serves requests that name none; `none` or empty: no speculation.", limits=f"names of {', '.join(SPECULATIVE_METHODS)} with commas, or {NO_SPECULATION}", is_good=_are_methods),
+    Parameter("num_draft_tokens", "speculation.num_draft_tokens", "Drafts per step of a request that does not say, and the most that one may ask for; 0 is the method's own number.", ("num_speculative_tokens", "speculate_max_draft_token_num"), limits=f"an integer from 0 to {_MOST_DRAFTS}", is_good=lambda v: 0 <= v <= _MOST_DRAFTS),
+    Parameter("speculative_acceptance", "speculation.acceptance", "How drafts are judged: `exact` (same text as without drafts, seeds included) and `rejection` (same distribution) lose nothing; `typical` (Medusa) and `top_p_window` (Paddle) accept more and change the distribution.", accepted=ACCEPTANCES),
+    Parameter("speculation_throttle", "speculation.throttle", "`auto`: fewer or no drafts while so many requests run that drafts do not pay; `off`: always draft.", accepted=THROTTLES),
+    Parameter("free_tokens", "speculation.free_tokens", "Rows of a step that cost about as much as one, which drafts may fill; 0: measured at start on a GPU; -1: no limit.", **_at_least(-1)),
+    Parameter("draft_model", "speculation.draft_model", "For `draft_model`: a checkpoint folder, a hub id, or the name of a model beside this one in the repository (its `model` parameter is read).", ("tensorrt_llm_draft_model_name",)),
+    Parameter("draft_sampling", "speculation.draft_sampling", "For `draft_model`: draft the likeliest tokens, or draw them with the request's temperature.", accepted=DRAFT_SAMPLINGS),
+    Parameter("medusa_heads", "speculation.medusa_heads", "For `medusa`: the folder of the heads."),
+    Parameter("medusa_choices", "speculation.medusa_choices", "The tree of `medusa`, like `{0},{0,0},{1}` or `[[0],[0,0],[1]]`: each entry names a node by the rank taken at each head. Empty: the tree beside the heads, or a built-in one."),
+    Parameter("mtp_module", "speculation.mtp_module", "For `mtp`: the folder of the module; empty: the layers after the last one in the checkpoint itself."),
+    Parameter("eagle_head", "speculation.eagle_head", "For `eagle`: the folder of an EAGLE or EAGLE-3 head.", ("eagle_model",)),
+    Parameter("eagle_top_k", "speculation.eagle_top_k", "Branches per node of the `eagle` tree; 1 is a chain.", limits="an integer from 1 to 16", is_good=lambda v: 1 <= v <= 16),
+    Parameter("eagle_depth", "speculation.eagle_depth", "Most levels of the `eagle` tree.", limits="an integer from 1 to 16", is_good=lambda v: 1 <= v <= 16),
+    Parameter("ngram_max", "speculation.ngram_max", "Longest ending of the text that `ngram` looks for in prompt, output and reference.", ("prompt_lookup_max", "speculate_max_ngram_size"), **_at_least(1)),
+    Parameter("ngram_min", "speculation.ngram_min", "Shortest such ending.", ("prompt_lookup_min",), **_at_least(1)),
+    Parameter("typical_threshold", "speculation.typical_threshold", "For `typical`: probability above which a draft is always accepted.", ("posterior_threshold",), **_FRACTION),
+    Parameter("typical_alpha", "speculation.typical_alpha", "For `typical`: factor of exp(-entropy) above which it is.", ("posterior_alpha",), **_FRACTION),
+    Parameter("acceptance_top_p", "speculation.acceptance_top_p", "For `top_p_window`: total probability of the tokens accepted, where a request sets no top_p.", **_FRACTION),
+    Parameter("acceptance_window", "speculation.acceptance_window", "For `top_p_window`: likeliest tokens in a row after a second-likeliest one that make it accepted.", ("speculate_verify_window",), **_at_least(1)),
     Parameter("default_max_tokens", "serving.default_max_tokens", "`max_tokens` of a request that gives none.", **_at_least(1)),
     Parameter("stream_interval", "serving.stream_interval", "Tokens per streamed response of a request that does not say; the first leaves at once.", **_at_least(1)),
     Parameter("exclude_input_in_output", "serving.exclude_input_in_output", "Whether the prompt is left out of a response; unset: left out when streaming, echoed otherwise."),
@@ -93,7 +128,7 @@ _ONE_PROCESS = "remove it: set `device` instead"
 _NO_ENCODER = "remove it: encoder-decoder models are not served"
 _NO_LORA = "remove it: LoRA adapters are not served"
 _NO_BEAMS = "remove it: there is no beam search"
-_NO_SPECULATION = "remove it: speculative decoding is not configured here"
+_LOOKAHEAD = "remove it: lookahead decoding is not served; use `speculative_method`"
 _STATS = "remove it: statistics are at Triton's /metrics"
 
 # TensorRT-LLM parameters that mean nothing here -> (values that may stay, what to do about the others).
@@ -101,7 +136,10 @@ FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
     "gpt_model_type": (("inflight_fused_batching", "inflight_batching"), "remove it: batching is always in flight"),
     "batching_strategy": (("inflight_fused_batching", "inflight_batching"), "remove it: batching is always in flight"),
     "max_beam_width": (("1",), _NO_BEAMS),
-    "decoding_mode": (("top_k", "top_p", "top_k_top_p", "auto"), "remove it: requests choose top_k and top_p"),
+    "decoding_mode": (
+        ("top_k", "top_p", "top_k_top_p", "auto"),
+        "remove it: requests choose top_k and top_p; see `speculative_method`",
+    ),
     "encoder_model_path": (("",), _NO_ENCODER),
     "cross_kv_cache_fraction": (("",), _NO_ENCODER),
     "multimodal_model_path": (("",), "remove it: this is a text model"),
@@ -128,12 +166,11 @@ FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
     "lora_cache_gpu_memory_fraction": (("",), _NO_LORA),
     "lora_cache_host_memory_bytes": (("",), _NO_LORA),
     "lora_prefetch_dir": (("",), _NO_LORA),
-    "medusa_choices": (("",), _NO_SPECULATION),
-    "eagle_choices": (("",), _NO_SPECULATION),
-    "lookahead_window_size": (("",), _NO_SPECULATION),
-    "lookahead_ngram_size": (("",), _NO_SPECULATION),
-    "lookahead_verification_set_size": (("",), _NO_SPECULATION),
-    "speculative_decoding_fast_logits": (("", "0", "false"), _NO_SPECULATION),
+    "eagle_choices": (("",), "remove it: the tree grows by the head's own confidence; use `eagle_top_k`"),
+    "lookahead_window_size": (("",), _LOOKAHEAD),
+    "lookahead_ngram_size": (("",), _LOOKAHEAD),
+    "lookahead_verification_set_size": (("",), _LOOKAHEAD),
+    "speculative_decoding_fast_logits": (("", "0", "false", "1", "true"), "remove it: drafts never leave the process"),
     "multi_block_mode": (("", "true", "1"), "remove it: long sequences are always split over the GPU"),
     "enable_context_fmha_fp32_acc": (("", "true", "1"), "remove it: attention always accumulates in fp32"),
     "cuda_graph_mode": (("",), "remove it: the engine decides"),

@@ -14,6 +14,7 @@ from slipstream.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slipstream.core.finish import StopConditions
+    from slipstream.core.speculation import Speculation
 
 _ids = itertools.count(1)
 
@@ -71,7 +72,10 @@ class Request:
     stop_reason: str | int | None = None
     error: str = ""
     token_ids: list[int] = field(default_factory=list)  # prompt + output
+    speculation: Speculation | None = None  # whether and how to draft; set at submission
     draft_token_ids: list[int] = field(default_factory=list)
+    draft_parents: list[int] = field(default_factory=list)  # core/drafts.py; none: a chain
+    draft_probs: Any = None  # [num_drafts, vocab], what each was drawn from; None: they were not drawn
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0  # sampled, or about to be, by steps that are not committed yet
     runs_ahead: bool = True  # may be scheduled while a token is pending; set by Scheduler.add
@@ -94,6 +98,9 @@ class Request:
     def __post_init__(self) -> None:
         if not self.token_ids:
             self.token_ids = list(self.prompt_token_ids)
+
+    def drop_drafts(self) -> None:
+        self.draft_token_ids, self.draft_parents, self.draft_probs = [], [], None
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
 
+from slipstream.core.config import ACCEPTANCES, NO_SPECULATION, SPECULATIVE_METHODS
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import MAX_INT32, refuse
 
@@ -33,6 +34,8 @@ class SamplingParams:
     logprobs / prompt_logprobs: number of most likely alternatives to report (0 = the chosen token alone, None = off).
     bad_words: texts; bad_words_ids / stop_token_ids: token ids. logit_bias: (token id, bias) pairs.
     end_id replaces the checkpoint's end-of-sequence tokens when given.
+    num_draft_tokens (0 = off), speculative_method, speculative_acceptance: None = the server's; reference_ids: a text
+    that the output is expected to repeat parts of, for drafts.
     """
 
     max_tokens: int = 16
@@ -59,6 +62,10 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     guide: Guide | None = field(default=None)
+    num_draft_tokens: int | None = None
+    speculative_method: str | None = None
+    speculative_acceptance: str | None = None
+    reference_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, is_good, accepted in _CHECKS:
@@ -121,6 +128,7 @@ def _are_words(words: Any) -> bool:
     return all(word and all(map(_is_token_id, word)) for word in words)
 
 
+_METHODS = (*SPECULATIVE_METHODS, NO_SPECULATION)
 _WORDS_IDS = f"non-empty lists of token ids from 0 to {MAX_INT32}"
 
 # (field, predicate, what is accepted): one row per bounded field. What passes fits the type that the engine holds it
@@ -140,6 +148,14 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("end_id", _integer(-1), f"a token id from 0 to {MAX_INT32}, or -1 for none"),
     ("logprobs", _integer(0, 20), "an integer from 0 to 20"),
     ("prompt_logprobs", _integer(0, 20), "an integer from 0 to 20"),
+    ("num_draft_tokens", _integer(0), f"an integer from 0 (no drafts) to {MAX_INT32}"),
+    (
+        "speculative_method",
+        lambda v: v in (*SPECULATIVE_METHODS, NO_SPECULATION),
+        f"{', '.join(SPECULATIVE_METHODS)} or none",
+    ),
+    ("speculative_acceptance", lambda v: v in ACCEPTANCES, ", ".join(ACCEPTANCES)),
+    ("reference_ids", lambda v: all(map(_is_token_id, v)), f"token ids from 0 to {MAX_INT32}"),
     ("logit_bias", _are_biases, f"biases from -100 to 100 of token ids from 0 to {MAX_INT32}"),
     ("stop", lambda v: all(v), "non-empty strings"),
     ("bad_words", lambda v: all(v), "non-empty strings"),

@@ -11,6 +11,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
+from slipstream.core.config import SPECULATIVE_METHODS
 from slipstream.core.request import FinishReason
 
 
@@ -23,7 +24,7 @@ class MetricKind(enum.IntEnum):
 
 
 class Metric(enum.IntEnum):
-    """A metric's index in `METRICS`, in READY's list and in METRICS frames."""
+    """A metric's index in `METRICS`, in READY's list and in METRICS frames; drafts by position follow them."""
 
     REQUESTS_RUNNING = 0
     REQUESTS_WAITING = 1
@@ -126,7 +127,29 @@ _SPECS: dict[Metric, MetricSpec] = {
     ),
     Metric.STEP_TIME: _histogram("slipstream_step_duration_seconds", _ITL_BUCKETS, "Seconds of one engine step"),
 }
-METRICS: tuple[MetricSpec, ...] = tuple(_SPECS[metric] for metric in Metric)
+_NUM_POSITIONS = 8  # draft positions told apart; the last stands for those behind it too
+_POSITIONS = [f"{position}" for position in range(1, _NUM_POSITIONS)] + [f"{_NUM_POSITIONS}+"]
+_POSITION_FAMILIES = (
+    ("slipstream_spec_position_drafted_total", "Verifications whose drafts reached this position, by method"),
+    ("slipstream_spec_position_accepted_total", "Verifications that accepted a draft at this position, by method"),
+)
+_BY_POSITION = tuple(
+    MetricSpec(family, MetricKind.COUNTER, help_text, {"method": method, "position": position})
+    for family, help_text in _POSITION_FAMILIES
+    for method in SPECULATIVE_METHODS
+    for position in _POSITIONS
+)
+METRICS: tuple[MetricSpec, ...] = (*(_SPECS[metric] for metric in Metric), *_BY_POSITION)
+
+
+def drafted_metric(method: str, position: int) -> int:
+    """Index of the counter of drafts of a method at a position (from 1)."""
+    return len(Metric) + SPECULATIVE_METHODS.index(method) * _NUM_POSITIONS + min(position, _NUM_POSITIONS) - 1
+
+
+def accepted_metric(method: str, position: int) -> int:
+    """Likewise, of those accepted."""
+    return drafted_metric(method, position) + len(SPECULATIVE_METHODS) * _NUM_POSITIONS
 
 
 def declarations(labels: dict[str, str]) -> list[MetricSpec]:
@@ -155,7 +178,7 @@ class Stats:
 
     # ---- engine thread
 
-    def add(self, metric: Metric, increment: float = 1) -> None:
+    def add(self, metric: int, increment: float = 1) -> None:
         """Increase a counter."""
         counts = self._values.counts
         counts[metric] = counts.get(metric, 0) + increment

@@ -1,0 +1,50 @@
+"""The shape of drafts: guesses of what follows a request's last token, as a chain or a tree. Plain arithmetic.
+
+A tree is a list of parents: parents[i] is the place of draft i's parent among the drafts, -1 the request's last token,
+and a parent stands before its children. No parents at all: a chain. Rows count from the last token: row 0 is that one,
+row 1 + i is draft i. Source: SpecInfer, arXiv:2305.09781.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+MAX_DRAFT_TOKENS = 63  # with the last token: the rows that the bits of one 64-bit mask word can name
+_SIGN = 1 << 63
+
+
+def parents_of(parents: Sequence[int], num_drafts: int) -> Sequence[int]:
+    """One parent per draft: of a chain, the one before it."""
+    return parents or range(-1, num_drafts - 1)
+
+
+def row_depths(parents: Sequence[int], num_drafts: int) -> list[int]:
+    """Distance of each row from the last token; [1 + num_drafts], the first is 0."""
+    depths = [0]
+    for parent in parents_of(parents, num_drafts):
+        depths.append(depths[parent + 1] + 1)
+    return depths
+
+
+def row_paths(parents: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, ...]]:
+    """The drafts that lead to each row, itself included; [1 + num_drafts], the first is empty."""
+    paths: list[tuple[int, ...]] = [()]
+    for parent, token_id in zip(parents_of(parents, len(token_ids)), token_ids):
+        paths.append((*paths[parent + 1], token_id))
+    return paths
+
+
+def row_masks(parents: Sequence[int], num_drafts: int) -> list[int]:
+    """Which rows each row sees, as the bits of a signed 64-bit word: its ancestors and itself."""
+    masks = [1]
+    for row, parent in enumerate(parents_of(parents, num_drafts), 1):
+        masks.append(masks[parent + 1] | 1 << row)
+    return [mask - (1 << 64) if mask & _SIGN else mask for mask in masks]
+
+
+def children_of_rows(parents: Sequence[int], num_drafts: int) -> list[list[int]]:
+    """The rows that follow each row; [1 + num_drafts]."""
+    children: list[list[int]] = [[] for _ in range(num_drafts + 1)]
+    for row, parent in enumerate(parents_of(parents, num_drafts), 1):
+        children[parent + 1].append(row)
+    return children
