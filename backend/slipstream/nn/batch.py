@@ -21,6 +21,8 @@ class ForwardBatch:
     max_query_len, max_seq_len: upper bounds known to the host, so that no kernel choice waits for the device.
     num_decode_requests, num_decode_tokens: the first requests, whose queries are short (at most max_decode_query_len
     tokens: decode and verify rows), and their tokens; what follows are prompts, among which any may be short.
+    tree_mask: [num_decode_tokens] int64, None if the drafts of all are chains: a word per decode row, whose bits name
+    the rows of its own request that it sees (core/drafts.py). positions are then those of the depth in the tree.
     """
 
     token_ids: Tensor
@@ -35,3 +37,4 @@ class ForwardBatch:
     num_decode_requests: int
     num_decode_tokens: int
     max_decode_query_len: int
+    tree_mask: Tensor | None = None

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
+from slipstream.core.drafts import row_depths, row_masks
 from slipstream.core.request import Request
-from slipstream.core.step import ScheduledStep
+from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.runtime.host_copy import pack, to_device
 
@@ -100,6 +101,7 @@ class StepArrays:
     num_decode_tokens: int
     max_decode_query_len: int
     pending: list[tuple[int, int]]
+    tree_mask: np.ndarray | None = None
 
 
 class BatchBuilder:
@@ -113,7 +115,7 @@ class BatchBuilder:
         self._table_step = 1 if device.type == "cpu" else TABLE_STEP
 
     def build(self, step: ScheduledStep, sampled: SampledTokens | None = None) -> ForwardBatch:
-        """Tokens in request order; logits_indices: the last row of every request that samples, in request order.
+        """Tokens in request order; logits_indices: of every request that samples, its last token's row and its drafts'.
 
         sampled: of the step before, if that is not committed yet.
         """
@@ -121,7 +123,8 @@ class BatchBuilder:
         names = [field.name for field in fields(StepArrays) if field.type == "np.ndarray"]
         tensors = dict(zip(names, pack([getattr(arrays, name) for name in names], self._device)))
         numbers = {field.name: getattr(arrays, field.name) for field in fields(StepArrays) if field.type == "int"}
-        batch = ForwardBatch(**tensors, **numbers)
+        tree_mask = None if arrays.tree_mask is None else pack([arrays.tree_mask], self._device)[0]
+        batch = ForwardBatch(**tensors, **numbers, tree_mask=tree_mask)
         fill_pending(batch.token_ids, arrays.pending, sampled)
         return batch
 
@@ -139,24 +142,54 @@ class BatchBuilder:
             request_of_token = np.repeat(np.arange(len(scheduled)), lengths)
             positions = np.arange(query_start_loc[-1]) + (computed - query_start_loc[:-1])[request_of_token]
         blocks = tables[request_of_token, positions // self._block_size].astype(np.int64)
-        samples = np.array([row.samples for row in scheduled], dtype=bool)
+        slots = blocks * self._block_size + positions % self._block_size
+        num_logits = np.array([row.samples * (1 + row.num_drafts) for row in scheduled], dtype=np.int64)
         token_ids, pending = _token_ids(step, sampled)
         num_decodes = num_short_queries(lengths)
+        tree_mask = None
+        if any(row.request.draft_parents for row in scheduled if row.num_drafts):
+            positions, tree_mask = _tree_rows(scheduled[:num_decodes], positions.copy())
         return StepArrays(
             token_ids=np.array(token_ids, dtype=np.int64),
             positions=positions,
             query_start_loc=query_start_loc.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
             block_tables=tables,
-            slot_mapping=blocks * self._block_size + positions % self._block_size,
-            logits_indices=query_start_loc[1:][samples] - 1,
+            slot_mapping=slots,
+            logits_indices=_last_rows(query_start_loc[1:], num_logits),
             max_query_len=int(lengths.max()),
             max_seq_len=int(seq_lens.max()),
             num_decode_requests=num_decodes,
             num_decode_tokens=int(query_start_loc[num_decodes]),
             max_decode_query_len=int(lengths[:num_decodes].max(initial=0)),
             pending=pending,
+            tree_mask=tree_mask,
         )
+
+
+def _last_rows(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """The last counts[r] rows of each request, whose rows end before ends[r]; [sum of counts] int64."""
+    if counts.max(initial=0) <= 1:
+        return ends[counts > 0] - 1
+    firsts = np.repeat(ends - counts, counts)
+    return firsts + np.arange(len(firsts)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def _tree_rows(decodes: list[ScheduledRequest], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Positions by depth, and the mask word of each decode row; chains and single tokens see what is before them.
+
+    positions: [T], those of the slots; changed in place and returned.
+    """
+    masks: list[int] = []
+    for row in decodes:
+        parents, num_drafts = row.request.draft_parents[: row.num_drafts], row.num_drafts
+        if parents:
+            start = len(masks)
+            positions[start : start + 1 + num_drafts] = row.num_computed_tokens + np.array(
+                row_depths(parents, num_drafts)
+            )
+        masks += row_masks(parents, row.num_scheduled_tokens - 1)
+    return positions, np.array(masks, dtype=np.int64)
 
 
 def num_short_queries(lengths: np.ndarray) -> int:
