@@ -31,8 +31,8 @@ def parse(folder: Path, **parameters: str) -> EngineConfig:
 @pytest.mark.parametrize("parameter", PARAMETERS, ids=lambda parameter: parameter.name)
 def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) -> None:
     default = parameter_default(parameter)
-    samples = {bool: "false", int: "4", float: "0.5", str: "text", type(None): "true"}
-    special = {"task": "tokenize", "device": "cuda:1", "tokenizer": "/tokenizer", "model": "/elsewhere"}
+    samples = {bool: str(not default).lower(), int: "4", float: "0.5", str: "text", type(None): "true"}
+    special = {"task": "tokenize", "device": "cuda:1", "tokenizer": "/tokenizer", "model": "/elsewhere", "quantization_group_size": "64"}
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])
     for name in (parameter.name, *parameter.aliases):

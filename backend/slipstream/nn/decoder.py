@@ -18,6 +18,7 @@ from slipstream.nn.mlp import MLP
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.placement import Placement
 from slipstream.nn.quant.input_form import PLAIN
+from slipstream.nn.quant.unquantized import Unquantized
 from slipstream.nn.rotary import cos_sin_cache
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
@@ -62,7 +63,8 @@ class Decoder:
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, placement)
         self.layers = [DecoderLayer(spec, layer, cos_sin, placement) for layer in range(spec.num_layers)]
         self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
-        self.lm_head = TiedHead() if spec.tie_word_embeddings else Linear(spec.lm_head, placement.of_head)
+        shares_table = spec.tie_word_embeddings and isinstance(placement.head_method, Unquantized)
+        self.lm_head = TiedHead() if shares_table else Linear(spec.lm_head, placement.of_head)
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the batch's tokens, [T, hidden_size]; each layer's cache gains their keys and values.
@@ -90,7 +92,7 @@ class Decoder:
             f"{names['final_norm']}.weight": self.final_norm.slot(),
         }
         linears = [(index, linear) for index, layer in enumerate(self.layers) for linear in layer.linears()]
-        if isinstance(self.lm_head, Linear):
+        if isinstance(self.lm_head, Linear) and not self.spec.tie_word_embeddings:
             linears.append((0, self.lm_head))
         for index, linear in linears:
             for part, suffix, slot in linear.slots():
@@ -104,3 +106,6 @@ class Decoder:
         self.embedding.weight.copy_(tensor)
         if isinstance(self.lm_head, TiedHead):
             self.lm_head.tie(self.embedding)
+        elif self.spec.tie_word_embeddings:  # a head that is quantised holds a copy of its own
+            for _, _, slot in self.lm_head.slots():
+                slot.load(tensor)

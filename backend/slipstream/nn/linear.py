@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -22,7 +23,7 @@ class Linear:
         self.method = placement.method
         self.weights: Weights = self.method.create_weights(spec, placement.device, placement.dtype)
         self.input_form = self.method.input_form(self.weights)
-        self._missing = {(part, suffix) for part, suffix, _ in self.slots()}
+        self._missing = {(part, suffix) for part, suffix, slot in self.slots() if not slot.is_optional}
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.apply(self.input_form.cast(x))
@@ -37,10 +38,11 @@ class Linear:
         for part, num_rows in self.spec.parts:
             rows = slice(start, start + num_rows)
             start += num_rows
-            for suffix, (shape, dtypes) in self.method.checkpoint_tensors(self.spec, num_rows).items():
+            for suffix, stored in self.method.checkpoint_tensors(self.spec, num_rows).items():
                 load = partial(self._load, part, suffix, rows)
                 # variance 1/in keeps dummy activations at the scale of their input
-                yield part, suffix, TensorSlot(shape, load, dtypes, std=self.spec.in_features**-0.5)
+                slot = TensorSlot(stored.shape, load, stored.dtypes, std=self.spec.in_features**-0.5)
+                yield part, suffix, replace(slot, is_index=stored.is_index, is_optional=stored.is_optional)
 
     def _load(self, part: str, suffix: str, rows: slice, tensor: Tensor) -> None:
         self.method.load(self.weights, suffix, rows, tensor)

@@ -86,7 +86,8 @@ def load_model(
 def weight_bytes(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype) -> int:
     """Bytes that the loaded weights will take, beside activations of `dtype`. Raises ConfigError like `load_model`."""
     _, method, head_method = choose_method(config, spec)
-    return spec.weight_bytes(
+    has_copy = spec.tie_word_embeddings and config.quantize_lm_head  # of the embedding, quantised
+    return has_copy * linear_bytes(head_method, spec.lm_head, dtype) + spec.weight_bytes(
         dtype,
         lambda linear: linear_bytes(method, linear, dtype),
         lambda linear: linear_bytes(head_method, linear, dtype),

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 class StoredFormat:
     """method: name in QUANT_METHODS of the arithmetic it is made for.
 
-    scales: one weight scale per "tensor", "channel" (output feature) or "block" (128 x 128). scale_name: the suffix of
-    their tensor. static_inputs: one input scale per module is stored too. quantized_head: lm_head is stored so as well.
-    ignored_suffixes: tensors that belong to the format and are not used here.
+    scales: one weight scale per "tensor", "channel" (output feature), "block" (128 x 128) or "group" (of group_size
+    input features of a channel). scale_name: the suffix of their tensor. static_inputs: one input scale per module is
+    stored too. quantized_head: lm_head is stored so as well. packing: how integers lie in words, "awq", "gptq",
+    "gptq_v2" or "compressed-tensors"; "" is one value per element. has_zeros: zero-points are stored. act_order: a
+    group's input features are listed in a tensor instead of lying side by side.
     """
 
     method: str
@@ -22,4 +24,7 @@ class StoredFormat:
     scale_name: str = "weight_scale"
     static_inputs: bool = False
     quantized_head: bool = False
-    ignored_suffixes: tuple[str, ...] = ()
+    packing: str = ""
+    group_size: int = 0  # of scales "group"
+    has_zeros: bool = False
+    act_order: bool = False

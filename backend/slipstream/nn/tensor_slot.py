@@ -14,6 +14,7 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
 class TensorSlot:
     """shape, dtypes: what the file must hold. load: copies (converts, merges, packs) the tensor into its layer.
 
+    load raises ValueError for contents that cannot be served. is_index, is_optional: as nn/quant/method.py says.
     mean, std: the normal distribution that dummy weights are drawn from, so that activations keep their scale.
     """
 
@@ -22,3 +23,5 @@ class TensorSlot:
     dtypes: tuple[str, ...] = FLOAT_DTYPES
     mean: float = 0.0
     std: float = 0.02
+    is_index: bool = False
+    is_optional: bool = False

@@ -109,14 +109,14 @@ def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
 
 
 def _check(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader], checkpoint_dir: Path) -> None:
-    missing = [name for name in slots if name not in headers]
+    missing = [name for name, slot in slots.items() if name not in headers and not slot.is_optional]
     if missing:
         raise ConfigError("model", str(checkpoint_dir), f"{_listed(missing)} missing from the checkpoint")
     unexpected = [name for name in headers if name not in slots]
     if unexpected:
         raise ConfigError("model", str(checkpoint_dir), f"{_listed(unexpected)} unexpected: this model has no such")
-    for name, slot in slots.items():
-        header = headers[name]
+    for name, header in headers.items():
+        slot = slots[name]
         if _long_axes(header.shape) != _long_axes(slot.shape):
             shapes = f"has shape {list(header.shape)}, config.json implies {list(slot.shape)}"
             raise ConfigError("model", str(header.file), f"tensor {name} {shapes}")
@@ -136,9 +136,19 @@ def _listed(names: list[str]) -> str:
 
 
 def _stream(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader]) -> None:
-    """File by file, in the slots' order within each: merged layers become whole, and are packed, one after another."""
-    for file in dict.fromkeys(headers[name].file for name in slots):
-        with safe_open(file, framework="pt") as tensors:
-            for name, slot in slots.items():
-                if headers[name].file == file:
-                    slot.load(tensors.get_tensor(name))
+    """Indices first; then file by file, in the slots' order within each: merged layers become whole, and are packed,
+    one after another."""
+    stored = {name: slot for name, slot in slots.items() if name in headers}
+    for is_index in (True, False):
+        chosen = {name: slot for name, slot in stored.items() if slot.is_index == is_index}
+        for file in dict.fromkeys(headers[name].file for name in chosen):
+            _load_file(file, {name: slot for name, slot in chosen.items() if headers[name].file == file})
+
+
+def _load_file(file: Path, slots: Mapping[str, TensorSlot]) -> None:
+    with safe_open(file, framework="pt") as tensors:
+        for name, slot in slots.items():
+            try:
+                slot.load(tensors.get_tensor(name))
+            except ValueError as error:
+                raise ConfigError("model", str(file), f"tensor {name} {error}") from error

@@ -13,6 +13,13 @@ from slipstream_kernels.ops.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.ops.paged_attention import paged_attention
 from slipstream_kernels.ops.penalties import apply_bias, apply_penalties
 from slipstream_kernels.ops.quantize_fp8 import quantize_fp8, quantize_fp8_blocks
+from slipstream_kernels.ops.quantize_int4 import (
+    dequantize_int4,
+    pack_int4,
+    quantize_int4,
+    quantize_int8_weight,
+    unpack_int4,
+)
 from slipstream_kernels.ops.quantize_int8 import quantize_int8
 from slipstream_kernels.ops.quantized_kv import write_quantized_kv
 from slipstream_kernels.ops.rms_norm import rms_norm
@@ -36,13 +43,17 @@ __all__ = [
     "apply_penalties",
     "block_scales",
     "decode_attention",
+    "dequantize_int4",
     "int4_mm",
     "int4_weight",
     "int8_mm",
+    "pack_int4",
     "paged_attention",
     "quantize_fp8",
     "quantize_fp8_blocks",
+    "quantize_int4",
     "quantize_int8",
+    "quantize_int8_weight",
     "repack_int4",
     "rms_norm",
     "rms_norm_fp8",
@@ -54,6 +65,7 @@ __all__ = [
     "silu_mul",
     "silu_mul_fp8",
     "top_logprobs",
+    "unpack_int4",
     "write_kv",
     "write_quantized_kv",
 ]

@@ -3,34 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.quant.fp8 import Fp8
 from slipstream.nn.quant.fp8_block import BlockWiseFp8
+from slipstream.nn.quant.int4 import Int4
+from slipstream.nn.quant.int8 import Int8
 from slipstream.nn.quant.method import QUANT_METHODS, QuantMethod
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_format import StoredFormat
 
 AUTO, UNQUANTIZED = "auto", "none"
-# what a StoredFormat.method is read by
-STORED: dict[str, Callable[[StoredFormat], QuantMethod]] = {"fp8": Fp8, "block_wise_fp8": BlockWiseFp8}
+CHANNEL = -1  # quantization_group_size: one group a row
+# what stored weights are read by, under each name that can multiply them
+READERS: dict[str, Callable[[StoredFormat], QuantMethod]] = {
+    "fp8": Fp8,
+    "block_wise_fp8": BlockWiseFp8,
+    "wint8": lambda stored: Int8(False, stored),
+    "w8a8_int8": lambda stored: Int8(True, stored),
+    "wint4": lambda stored: Int4(False, stored, stored.group_size),
+    "w4a8_fp8": lambda stored: Int4(True, stored, stored.group_size),
+}
+SAME_WEIGHTS = (("wint8", "w8a8_int8"), ("wint4", "w4a8_fp8"))
 
 
 def choose_method(config: ModelConfig, spec: DecoderSpec) -> tuple[str, QuantMethod, QuantMethod]:
     """(name, method of the layers' linears, method of lm_head).
 
-    lm_head stays unquantised unless the checkpoint stores it quantised. Dummy weights have no stored layout: they are
-    quantised as they are drawn. Raises ConfigError for an unknown method, or one that is not the checkpoint's.
+    lm_head stays unquantised unless the checkpoint stores it quantised, or `quantize_lm_head` asks for it; of one tied
+    to the embedding that makes a second, quantised copy. Dummy weights have no stored layout: they are quantised as
+    they are drawn. Raises ConfigError for an unknown method, one that cannot multiply the checkpoint's weights, and
+    wishes that the method has no use for.
     """
     stored, asked = spec.stored_format, "" if config.quantization == AUTO else config.quantization
-    head = QUANT_METHODS.get(UNQUANTIZED)
     if stored is None:
         name = asked or UNQUANTIZED
-        return name, QUANT_METHODS.get(name), head
-    if asked not in ("", stored.method):
-        reason = f"the checkpoint is stored in {stored.method}; accepted: {AUTO}, {stored.method}"
-        raise ConfigError("quantization", asked, reason)
-    is_dummy = config.load_format == "dummy"
-    method: QuantMethod = QUANT_METHODS.get(stored.method) if is_dummy else STORED[stored.method](stored)
-    return stored.method, method, method if stored.quantized_head else head
+        made = method = _made_at_load(name, config.quantization_group_size)
+    else:
+        name = asked or stored.method
+        accepted = next((names for names in SAME_WEIGHTS if stored.method in names), (stored.method,))
+        if name not in accepted:
+            reason = f"the checkpoint is stored in {stored.method}; accepted: {', '.join((AUTO, *accepted))}"
+            raise ConfigError("quantization", asked, reason)
+        if config.quantization_group_size not in (0, stored.group_size or CHANNEL):
+            size = stored.group_size or CHANNEL
+            raise ConfigError("quantization_group_size", config.quantization_group_size, f"the checkpoint has {size}")
+        made = _made_at_load(name, (stored.group_size or CHANNEL) if stored.scales == "group" else 0)
+        method = made if config.load_format == "dummy" else READERS[name](stored)
+    if stored is not None and stored.quantized_head and not spec.tie_word_embeddings:
+        return name, method, method
+    if config.quantize_lm_head and name == UNQUANTIZED:
+        raise ConfigError("quantize_lm_head", True, "needs a quantization other than none")
+    return name, method, made if config.quantize_lm_head else QUANT_METHODS.get(UNQUANTIZED)
+
+
+def _made_at_load(name: str, group_size: int) -> QuantMethod:
+    """The method for weights that are quantised as they are loaded. group_size: 0 is the method's own, -1 a row."""
+    method = QUANT_METHODS.get(name)
+    if not group_size:
+        return method
+    if not isinstance(method, Int4):
+        grouped = ", ".join(known for known in QUANT_METHODS.names() if isinstance(QUANT_METHODS.get(known), Int4))
+        raise ConfigError("quantization_group_size", group_size, f"{name} has no groups; those of {grouped} have")
+    return replace(method, group_size=0 if group_size == CHANNEL else group_size)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.nn.quant import input_form
 from slipstream.nn.quant.input_form import Activation, InputForm
-from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, Weights, plain_tensors
+from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.tensor_slot import FLOAT_DTYPES
@@ -63,10 +63,11 @@ class Fp8:
         tensors = plain_tensors(spec, rows)
         if self.stored is None:
             return tensors
-        tensors["weight"] = ((rows, spec.in_features), E4M3_DTYPES)
-        tensors[self.stored.scale_name] = ((rows, 1) if self.stored.scales == "channel" else (1,), FLOAT_DTYPES)
+        tensors["weight"] = StoredTensor((rows, spec.in_features), E4M3_DTYPES)
+        scales = (rows, 1) if self.stored.scales == "channel" else (1,)
+        tensors[self.stored.scale_name] = StoredTensor(scales, FLOAT_DTYPES)
         if self.stored.static_inputs:
-            tensors[INPUT_SCALE] = ((1,), FLOAT_DTYPES)
+            tensors[INPUT_SCALE] = StoredTensor((1,), FLOAT_DTYPES)
         return tensors
 
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:

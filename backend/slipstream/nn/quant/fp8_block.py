@@ -16,7 +16,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.quant import input_form
 from slipstream.nn.quant.fp8 import E4M3_DTYPES, fp8_refusal, quantised_weights
 from slipstream.nn.quant.input_form import Activation, InputForm
-from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, Weights, plain_tensors
+from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.tensor_slot import FLOAT_DTYPES
@@ -44,8 +44,9 @@ class BlockWiseFp8:
     def checkpoint_tensors(self, spec: LinearSpec, rows: int) -> CheckpointTensors:
         tensors = plain_tensors(spec, rows)
         if self.stored is not None:
-            tensors["weight"] = ((rows, spec.in_features), E4M3_DTYPES)
-            tensors[self.stored.scale_name] = ((-(-rows // BLOCK), spec.in_features // BLOCK), FLOAT_DTYPES)
+            tensors["weight"] = StoredTensor((rows, spec.in_features), E4M3_DTYPES)
+            scales = (-(-rows // BLOCK), spec.in_features // BLOCK)
+            tensors[self.stored.scale_name] = StoredTensor(scales, FLOAT_DTYPES)
         return tensors
 
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar, cast
 from slipstream_kernels import ops
 from torch import Tensor
 
-Activation = Tensor | ops.Fp8Rows
+Activation = Tensor | ops.Fp8Rows | ops.Int8Rows
 A_co = TypeVar("A_co", bound=Activation, covariant=True)
 
 
@@ -61,6 +61,23 @@ class Fp8:
 
     def silu_mul(self, x: Tensor) -> ops.Fp8Rows:
         return ops.silu_mul_fp8(x, self.scheme)
+
+
+@dataclass(frozen=True)
+class Int8:
+    """Rows quantised to int8, per token or by the one scale."""
+
+    scale: Tensor | None = None
+
+    def cast(self, x: Tensor) -> ops.Int8Rows:
+        return ops.quantize_int8(x, self.scale)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[ops.Int8Rows, Tensor]:
+        normed, summed = PLAIN.rms_norm(x, weight, eps, residual)
+        return ops.quantize_int8(normed, self.scale), summed
+
+    def silu_mul(self, x: Tensor) -> ops.Int8Rows:
+        return ops.quantize_int8(ops.silu_mul(x), self.scale)
 
 
 PLAIN = Plain()

@@ -5,7 +5,7 @@ A method is stateless; the tensors it makes live in the layer's `weights` dictio
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,8 +16,22 @@ from slipstream.nn.spec import LinearSpec
 from slipstream.nn.tensor_slot import FLOAT_DTYPES
 
 Weights = dict[str, Tensor]
-# suffix ("weight", "bias", …) -> what a checkpoint stores under it: shape, and types as safetensors names them
-CheckpointTensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+
+
+class StoredTensor(NamedTuple):
+    """What a checkpoint stores under a suffix: shape, and types as safetensors names them.
+
+    is_index: small, and read before all others, so that what it refuses is refused before weights are loaded.
+    is_optional: a checkpoint may lack it; such a tensor must be an index.
+    """
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+    is_index: bool = False
+    is_optional: bool = False
+
+
+CheckpointTensors = dict[str, StoredTensor]  # by suffix: "weight", "bias", …
 
 
 class QuantMethod(Protocol):
@@ -39,7 +53,10 @@ class QuantMethod(Protocol):
         ...
 
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
-        """Put one tensor of a part, which owns these rows of the merged layer, in its place."""
+        """Put one tensor of a part, which owns these rows of the merged layer, in its place.
+
+        Raises ValueError with the reason if its contents cannot be served.
+        """
         ...
 
     def finish(self, weights: Weights) -> None:
@@ -60,9 +77,9 @@ QUANT_METHODS: Registry[QuantMethod] = Registry("quantization")
 
 def plain_tensors(spec: LinearSpec, rows: int) -> CheckpointTensors:
     """What unquantised checkpoints store for a part."""
-    tensors: CheckpointTensors = {"weight": ((rows, spec.in_features), FLOAT_DTYPES)}
+    tensors: CheckpointTensors = {"weight": StoredTensor((rows, spec.in_features), FLOAT_DTYPES)}
     if spec.bias:
-        tensors["bias"] = ((rows,), FLOAT_DTYPES)
+        tensors["bias"] = StoredTensor((rows,), FLOAT_DTYPES)
     return tensors
 
 

@@ -1,0 +1,142 @@
+"""4-bit weights scaled by groups of input features; activations in 16 bits (wint4) or FP8 per token (w4a8_fp8).
+
+From unquantised checkpoints the weights are quantised on the device, one part at a time as it is loaded; AWQ, GPTQ and
+compressed-tensors ones are read as they are, whichever of the two methods multiplies them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from slipstream_kernels import ops
+from torch import Tensor
+
+from slipstream.core.errors import ConfigError
+from slipstream.nn.quant import input_form
+from slipstream.nn.quant.fp8 import fp8_refusal
+from slipstream.nn.quant.input_form import PLAIN, Activation, InputForm
+from slipstream.nn.quant.int4_packing import CODES_PER_WORD, PACKINGS
+from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, Weights, plain_tensors
+from slipstream.nn.spec import LinearSpec
+from slipstream.nn.stored_format import StoredFormat
+
+DEFAULT_GROUP_SIZE = 128
+GROUP_OF_COLUMN, ORDER = "group_of_column", "order"
+
+
+@dataclass(frozen=True)
+class Int4:
+    """stored: the layout of a 4-bit checkpoint; None: the checkpoint is not quantised. group_size 0: one group a row.
+
+    weights: "packed", "scales" and "zeros" if stored as ops.Int4Weight has them, "bias" if any. Of act-order
+    checkpoints "order" too: the input features, sorted by group, as they stand in "packed".
+    """
+
+    fp8_inputs: bool = False
+    stored: StoredFormat | None = None
+    group_size: int = DEFAULT_GROUP_SIZE
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return fp8_refusal(device, dtype) if self.fp8_inputs else None
+
+    def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
+        self._require_whole_groups(spec)
+        rows, columns = spec.out_features, spec.in_features
+        groups = (rows, columns // (self.group_size or columns))
+        weights = {
+            "packed": torch.empty(rows, columns // 2, dtype=torch.uint8, device=device),
+            "scales": torch.empty(groups, device=device),
+        }
+        if self.stored is not None and self.stored.has_zeros:
+            weights["zeros"] = torch.empty(groups, dtype=torch.uint8, device=device)
+        if self._has_order:
+            weights[GROUP_OF_COLUMN] = torch.full((columns,), -1, dtype=torch.int32, device=device)
+        if spec.bias:
+            weights["bias"] = torch.empty(rows, dtype=dtype, device=device)
+        return weights
+
+    def checkpoint_tensors(self, spec: LinearSpec, rows: int) -> CheckpointTensors:
+        tensors = plain_tensors(spec, rows)
+        if self.stored is not None:
+            del tensors["weight"]
+            num_groups = spec.in_features // (self.group_size or spec.in_features)
+            tensors |= PACKINGS[self.stored.packing].tensors(self.stored, rows, spec.in_features, num_groups)
+        return tensors
+
+    def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
+        tensor = tensor.to(weights["packed"].device)
+        if suffix == "bias":
+            weights["bias"][rows].copy_(tensor)
+        elif self.stored is None:
+            for name, value in ops.quantize_int4(tensor, self.group_size).tensors().items():
+                weights[name][rows].copy_(value)
+        else:
+            decoders = PACKINGS[self.stored.packing].decoders(self.stored)
+            if suffix in decoders:  # the others say what the shapes say too
+                name, decode = decoders[suffix]
+                self._put(weights, name, rows, decode(tensor))
+
+    def finish(self, weights: Weights) -> None:
+        group_of_column = weights.pop(GROUP_OF_COLUMN, None)
+        if group_of_column is not None and (group_of_column.diff() < 0).any():
+            order = torch.argsort(group_of_column, stable=True)
+            weights["packed"] = ops.pack_int4(ops.unpack_int4(weights["packed"])[:, order])
+            weights[ORDER] = order.int()
+        in_features = 2 * weights["packed"].shape[1]
+        weights.update(ops.repack_int4(self._weight(weights, in_features)).tensors())
+
+    def input_form(self, weights: Weights) -> InputForm[Activation]:
+        return input_form.Fp8(ops.Fp8Scheme()) if self.fp8_inputs and not self._has_order else PLAIN
+
+    def apply(self, weights: Weights, x: Activation) -> Tensor:
+        assert not isinstance(x, ops.Int8Rows)
+        if isinstance(x, Tensor) and self._has_order:
+            x = x[:, weights[ORDER]] if ORDER in weights else x
+            x = ops.quantize_fp8(x) if self.fp8_inputs else x
+        rows = x.values if isinstance(x, ops.Fp8Rows) else x
+        return ops.int4_mm(x, self._weight(weights, rows.shape[1]), weights.get("bias"))
+
+    @property
+    def _has_order(self) -> bool:
+        return self.stored is not None and self.stored.act_order
+
+    def _weight(self, weights: Weights, in_features: int) -> ops.Int4Weight:
+        zeros = weights.get("zeros")
+        return ops.int4_weight(weights["packed"], weights["scales"], zeros, self.group_size, in_features)
+
+    def _put(self, weights: Weights, name: str, rows: slice, value: Tensor) -> None:
+        if name == GROUP_OF_COLUMN:
+            self._put_groups(weights, value.int())
+        elif name in weights:  # symmetric checkpoints store zero-points too, which say nothing
+            weights[name][rows].copy_(value)
+
+    def _put_groups(self, weights: Weights, found: Tensor) -> None:
+        """Raises ValueError unless the groups of a part's input features are served beside those of its neighbours."""
+        size = self.group_size or found.numel()
+        in_turn = torch.arange(found.numel(), device=found.device, dtype=torch.int32) // size
+        if not torch.equal(found.sort().values, in_turn):
+            raise ValueError(f"does not put {size} input features into each group")
+        if not self._has_order:
+            if not torch.equal(found, in_turn):
+                raise ValueError("is not in order, config.json says it is (desc_act: false)")
+            return
+        known = weights[GROUP_OF_COLUMN]
+        if known[0] >= 0 and not torch.equal(known, found):
+            raise ValueError("differs from that of a part which is multiplied together with it")
+        known.copy_(found)
+
+    def _require_whole_groups(self, spec: LinearSpec) -> None:
+        names = ", ".join(name for name, _ in spec.parts)
+        if (self.group_size and spec.in_features % self.group_size) or spec.in_features % CODES_PER_WORD:
+            unit = self.group_size or CODES_PER_WORD
+            reason = f"{names} has {spec.in_features} inputs, not a multiple of {unit}"
+            raise ConfigError("quantization_group_size", self.group_size, reason)
+        for name, rows in spec.parts:
+            if self.stored is not None and rows % CODES_PER_WORD:
+                reason = f"{name} has {rows} outputs, not a multiple of {CODES_PER_WORD}, as words of weights hold"
+                raise ConfigError("quantization", self.stored.packing, reason)
+
+
+QUANT_METHODS.register("wint4")(Int4())
+QUANT_METHODS.register("w4a8_fp8")(Int4(fp8_inputs=True))

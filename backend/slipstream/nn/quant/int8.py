@@ -1,0 +1,98 @@
+"""int8 weights with one scale per output feature; activations in 16 bits (wint8) or int8 per token (w8a8_int8).
+
+From unquantised checkpoints the weights are quantised on the device, one part at a time as it is loaded. SmoothQuant is
+a matter of the checkpoint: its factors are folded into norms and weights before they are stored (build/quantize.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from slipstream_kernels import ops
+from torch import Tensor
+
+from slipstream.nn.quant import input_form
+from slipstream.nn.quant.fp8 import INPUT_SCALE
+from slipstream.nn.quant.input_form import PLAIN, Activation, InputForm
+from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
+from slipstream.nn.spec import LinearSpec
+from slipstream.nn.stored_format import StoredFormat
+from slipstream.nn.tensor_slot import FLOAT_DTYPES
+
+BYTES_PER_WORD = 4
+
+
+@dataclass(frozen=True)
+class Int8:
+    """stored: the layout of an int8 checkpoint; None: the checkpoint is not quantised.
+
+    weights: "values" int8 [out, in], "scales" fp32 [out], "bias" if any, "input_scale" fp32 [] if stored.
+    """
+
+    int8_inputs: bool = False
+    stored: StoredFormat | None = None
+
+    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return None
+
+    def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
+        weights = {
+            "values": torch.empty(spec.out_features, spec.in_features, dtype=torch.int8, device=device),
+            "scales": torch.empty(spec.out_features, device=device),
+        }
+        if self.stored is not None and self.stored.static_inputs:
+            weights[INPUT_SCALE] = torch.zeros((), device=device)
+        if spec.bias:
+            weights["bias"] = torch.empty(spec.out_features, dtype=dtype, device=device)
+        return weights
+
+    def checkpoint_tensors(self, spec: LinearSpec, rows: int) -> CheckpointTensors:
+        tensors = plain_tensors(spec, rows)
+        if self.stored is None:
+            return tensors
+        del tensors["weight"]
+        if self.stored.packing:
+            tensors["weight_packed"] = StoredTensor((rows, -(-spec.in_features // BYTES_PER_WORD)), ("I32",))
+            tensors["weight_shape"] = StoredTensor((2,), ("I32", "I64"), is_index=True)
+        else:
+            tensors["weight"] = StoredTensor((rows, spec.in_features), ("I8",))
+        scales = (rows, 1) if self.stored.scales == "channel" else (1,)
+        tensors[self.stored.scale_name] = StoredTensor(scales, FLOAT_DTYPES)
+        if self.stored.static_inputs:
+            tensors[INPUT_SCALE] = StoredTensor((1,), FLOAT_DTYPES)
+        return tensors
+
+    def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
+        values, scales = weights["values"][rows], weights["scales"][rows]
+        tensor = tensor.to(values.device)
+        if suffix == "bias":
+            weights["bias"][rows].copy_(tensor)
+        elif suffix == INPUT_SCALE:
+            # parts merged into one layer share their input: the widest range serves all of them
+            weights[INPUT_SCALE].copy_(torch.maximum(weights[INPUT_SCALE], tensor.float().reshape(())))
+        elif suffix == "weight" and self.stored is None:
+            quantised = ops.quantize_int8_weight(tensor)
+            values.copy_(quantised.values)
+            scales.copy_(quantised.scales)
+        elif suffix == "weight":
+            values.copy_(tensor)
+        elif suffix == "weight_packed":  # words of unsigned bytes: value + 128
+            unsigned = tensor.contiguous().view(torch.uint8)[:, : values.shape[1]]
+            values.copy_((unsigned ^ 128).view(torch.int8))
+        elif suffix != "weight_shape":  # that says what the shapes say too
+            scales.copy_(tensor.reshape(-1))
+
+    def finish(self, weights: Weights) -> None:
+        """Weights are held as they are multiplied."""
+
+    def input_form(self, weights: Weights) -> InputForm[Activation]:
+        return input_form.Int8(weights.get(INPUT_SCALE)) if self.int8_inputs else PLAIN
+
+    def apply(self, weights: Weights, x: Activation) -> Tensor:
+        assert not isinstance(x, ops.Fp8Rows)
+        return ops.int8_mm(x, weights["values"], weights["scales"], weights.get("bias"))
+
+
+QUANT_METHODS.register("wint8")(Int8())
+QUANT_METHODS.register("w8a8_int8")(Int8(int8_inputs=True))
