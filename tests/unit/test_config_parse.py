@@ -32,7 +32,13 @@ def parse(folder: Path, **parameters: str) -> EngineConfig:
 def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) -> None:
     default = parameter_default(parameter)
     samples = {bool: str(not default).lower(), int: "4", float: "0.5", str: "text", type(None): "true"}
-    special = {"task": "tokenize", "device": "cuda:1", "tokenizer": "/tokenizer", "model": "/elsewhere", "quantization_group_size": "64"}
+    special = {
+        "task": "tokenize",
+        "device": "cuda:1",
+        "tokenizer": "/tokenizer",
+        "model": "/elsewhere",
+        "quantization_group_size": "64",
+    }
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])
     for name in (parameter.name, *parameter.aliases):
