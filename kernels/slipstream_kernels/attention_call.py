@@ -28,3 +28,5 @@ class AttentionCall:
     alibi_slopes: torch.Tensor | None
     soft_cap: float | None
     num_kv_splits: int | None
+    key_scale: torch.Tensor | None
+    value_scale: torch.Tensor | None

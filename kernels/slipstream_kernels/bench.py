@@ -13,11 +13,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from slipstream_kernels import ops
+from slipstream_kernels.kv_cache import QUANTIZED_DTYPES
 
 FLUSH_BYTES = 1 << 30
 
@@ -94,7 +96,7 @@ def _timed_on_gpu(run: Callable[[], object], flush: torch.Tensor) -> float:
 
 
 def elementwise_cases(s: Shapes, dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[Case]:
-    """write_kv, rms_norm, rope, silu_mul on num_tokens tokens."""
+    """rms_norm, silu_mul on num_tokens tokens."""
     width = torch.empty((), dtype=dtype).element_size()
     x, residual = torch.randn(2, s.num_tokens, s.hidden_size, device=device).to(dtype)
     weight = torch.ones(s.hidden_size, dtype=dtype, device=device)
@@ -112,24 +114,23 @@ def elementwise_cases(s: Shapes, dtype: torch.dtype, device: torch.device, backe
         lambda: ops.silu_mul(gated, backend=backend),
         num_bytes=1.5 * gated.numel() * width,
     )
-    q = torch.randn(s.num_tokens, s.num_q_heads, s.head_dim, device=device).to(dtype)
-    k = torch.randn(s.num_tokens, s.num_kv_heads, s.head_dim, device=device).to(dtype)
-    cache = torch.ones(s.num_tokens, s.head_dim, device=device)
-    positions = torch.arange(s.num_tokens, device=device)
-    yield Case(
-        "rope",
-        f"{tokens} x {s.num_q_heads}+{s.num_kv_heads} heads",
-        lambda: ops.rope(q, k, positions, cache, rotary_dim=s.head_dim, backend=backend),
-        num_bytes=2 * (q.numel() + k.numel()) * width + cache.numel() * 4,
-    )
-    blocks = torch.zeros(s.num_tokens // 64 + 1, s.num_kv_heads, 64, s.head_dim, dtype=dtype, device=device)
-    values = torch.zeros_like(blocks)
-    yield Case(
-        "write_kv",
-        f"{tokens} x {s.num_kv_heads} heads",
-        lambda: ops.write_kv(k, k, blocks, values, positions, backend=backend),
-        num_bytes=3 * k.numel() * width,
-    )
+
+
+def rope_cases(s: Shapes, dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[Case]:
+    """rope_write_kv of a fused qkv into a cache of each type, many tokens and few."""
+    for num_tokens in (s.num_tokens, 64):
+        heads = (s.num_q_heads, s.num_kv_heads, s.num_kv_heads)
+        fused = torch.randn(num_tokens, sum(heads), s.head_dim, device=device).to(dtype)
+        q, k, v = fused.split(heads, dim=1)
+        rope = ops.Rope(torch.ones(num_tokens, s.head_dim, device=device))
+        positions = torch.arange(num_tokens, device=device)
+        for kv_dtype in (dtype, *QUANTIZED_DTYPES):
+            cache = ops.empty_kv_cache((num_tokens // 64 + 1, s.num_kv_heads, 64, s.head_dim), kv_dtype, device)
+            run = partial(ops.rope_write_kv, q, k, v, positions, positions, rope, cache, backend=backend)
+            written = 2 * k.shape[0] * k.shape[1] * ops.kv_row_bytes(s.head_dim, kv_dtype)
+            num_bytes = (fused.numel() + q.numel()) * fused.element_size() + rope.cos_sin.numel() * 4 + written
+            name = str(kv_dtype).removeprefix("torch.")
+            yield Case(f"rope_write_kv {name}", f"{num_tokens} tokens x {heads}", run, num_bytes=num_bytes)
 
 
 def attention_cases(s: Shapes, dtype: torch.dtype, device: torch.device, backend: str) -> Iterator[Case]:
@@ -245,6 +246,7 @@ def main() -> None:
     results = []
     for cases in (
         elementwise_cases(shapes, dtype, device, arguments.backend),
+        rope_cases(shapes, dtype, device, arguments.backend),
         attention_cases(shapes, dtype, device, arguments.backend),
         sampling_cases(shapes, device, arguments.backend),
     ):

@@ -13,7 +13,7 @@ from statistics import median
 
 import torch
 
-from slipstream_kernels.decode_call import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
+from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
 from slipstream_kernels.ops.decode_attention import decode_attention
 
 BLOCK_SIZE = 64

@@ -9,10 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-# Cache dtype of each quantised type; int4 is two values to a byte.  Any float type is kept as it is.
-FP8_DTYPE, INT8_DTYPE, INT4_DTYPE = torch.float8_e4m3fn, torch.int8, torch.uint8
-TOKEN_SCALED_DTYPES = (INT8_DTYPE, INT4_DTYPE)
-
 
 @dataclass(frozen=True)
 class DecodeCall:

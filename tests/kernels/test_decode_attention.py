@@ -14,7 +14,6 @@ from slipstream_kernels import ops
 from slipstream_kernels.cuda import build
 from slipstream_kernels.cuda import decode_attention as cuda_decode
 from slipstream_kernels.ops.decode_attention import decode_attention
-from slipstream_kernels.ops.quantized_kv import write_quantized_kv
 from tolerances import ATTENTION
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8, "int4": torch.uint8}
@@ -75,15 +74,15 @@ def test_chain_tree_equals_causal() -> None:
 
 @pytest.mark.parametrize("kv", ["fp8", "int8", "int4"])
 def test_written_kv_reads_back(kv) -> None:
-    """Attention over a cache that write_quantized_kv filled is attention over the values, within the type's step."""
+    """Attention over a cache that rope_write_kv filled is attention over the values, within the type's step."""
     case = make_case([1], [37], (4, 2, 64, 16), torch.float32, KV_TYPES[kv], seed=5)
     generator = torch.Generator().manual_seed(6)
     k, v = torch.randn(2, 37, 2, 64, generator=generator)
     positions = torch.arange(37)
     slots = case.block_tables[0, positions // 16].long() * 16 + positions % 16
     k, v, slots = torch.cat([k, k[:1]]), torch.cat([v, v[:1]]), torch.cat([slots, torch.tensor([-1])])
-    scales = {name: case.options[name] for name in ("key_scale", "value_scale")}
-    write_quantized_kv(k, v, case.key_cache, case.value_cache, slots, **scales)
+    cache = ops.KvCache(case.key_cache, case.value_cache, case.options["key_scale"], case.options["value_scale"])
+    ops.rope_write_kv(k, k, v, slots, slots, None, cache)
     group = case.q.view(2, 2, 64)
     scores = torch.einsum("hgd,khd->hgk", group, k[:37]) / 8
     expected = torch.einsum("hgk,khd->hgd", scores.softmax(-1), v[:37]).reshape(1, 4, 64)
@@ -220,4 +219,3 @@ def test_cuda_graph_replays_with_new_lengths(hopper) -> None:
 
 def test_ops_exports_it() -> None:
     assert ops.decode_attention is decode_attention
-    assert ops.write_quantized_kv is write_quantized_kv

@@ -16,10 +16,10 @@ def test_auto_takes_the_reference_on_cpu_and_triton_on_cuda(device: torch.device
 
 
 def test_asked_for_but_unsupported_is_an_error_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="triton cannot run rope: no such thing"):
-        ops.select("rope", "triton", torch.zeros(1), "no such thing")
+    with pytest.raises(ValueError, match="triton cannot run rms_norm: no such thing"):
+        ops.select("rms_norm", "triton", torch.zeros(1), "no such thing")
     with pytest.raises(ValueError, match="'cuda' is not one of auto, reference, triton"):
-        ops.select("rope", "cuda", torch.zeros(1))
+        ops.select("rms_norm", "cuda", torch.zeros(1))
 
 
 def test_triton_refuses_head_dims_it_has_no_tile_for() -> None:
@@ -52,16 +52,9 @@ def test_attention_names_the_bad_tensor(name: str, change) -> None:
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        (
-            "slot_mapping",
-            lambda x: ops.write_kv(x[:, None], x[:, None], *[torch.zeros(2, 1, 4, 8)] * 2, torch.zeros(1)),
-        ),
-        ("value_cache", lambda x: ops.write_kv(x[:, None], x[:, None], torch.zeros(2, 1, 4, 8), x, torch.zeros(4))),
         ("weight", lambda x: ops.rms_norm(x, torch.ones(9), 1e-5)),
         ("residual", lambda x: ops.rms_norm(x, torch.ones(8), 1e-5, x.half())),
         ("x: last dimension", lambda x: ops.rms_norm(x.T, torch.ones(4), 1e-5)),
-        ("rotary_dim", lambda x: ops.rope(x[None], x[None], torch.zeros(1), torch.zeros(5, 7), rotary_dim=7)),
-        ("cos_sin_cache", lambda x: ops.rope(x[None], x[None], torch.zeros(1), torch.zeros(5, 6), rotary_dim=8)),
         ("x: shape", lambda x: ops.silu_mul(x[:, :7])),
         ("seeds, positions", lambda x: ops.sample(x, torch.ones(4), None, None, None, None, None)),
         ("top_k", lambda x: ops.sample(x, None, torch.ones(4), None, None, None, None)),

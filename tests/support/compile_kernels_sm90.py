@@ -42,16 +42,36 @@ SCALED_MM_TILE = {
     "NUM_STAGES": 5,
 }  # fmt: skip
 
+ROPE = {
+    "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "q_out_ptr": "*bf16", "positions_ptr": "*i64",
+    "slot_mapping_ptr": "*i64", "cos_sin_ptr": "*fp32", "q_norm_ptr": "*bf16", "k_norm_ptr": "*bf16",
+    "key_cache_ptr": "*bf16", "value_cache_ptr": "*bf16", "key_scale_ptr": "*fp32", "value_scale_ptr": "*fp32",
+    "q_token_stride": "i32", "q_head_stride": "i32", "k_token_stride": "i32", "k_head_stride": "i32",
+    "v_token_stride": "i32", "v_head_stride": "i32", "eps": "fp32",
+}  # fmt: skip
+ROPE_SHAPE = {
+    "NUM_Q_HEADS": 32, "NUM_KV_HEADS": 5, "HEAD_DIM": 80, "DIM_PADDED": 128, "BLOCK_SIZE": 64, "Q_TILES": 2,
+    "Q_HEADS": 16, "KV_HEADS": 8, "ROTARY_DIM": 80, "INTERLEAVED": False, "RUN": 8, "HAS_ROPE": True, "HAS_NORM": True,
+    "HAS_SCALE": True,
+}  # fmt: skip
+
 SAMPLE = {
     **STRIDES, "logits_ptr": "*fp32", "out_ptr": "*i64", "maxima_ptr": "*fp32", "sums_ptr": "*fp32",
-    "floors_ptr": "*fp32", "winners_ptr": "*i32", "ids_ptr": "*i32", "temperature_ptr": "*fp32", "top_k_ptr": "*i32",
+    "winners_ptr": "*i32", "group_maxima_ptr": "*fp32", "slots_ptr": "*i32", "temperature_ptr": "*fp32", "top_k_ptr": "*i32",
     "top_p_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64", "positions_ptr": "*i64",
 }  # fmt: skip
 SAMPLE_SHAPE = {
-    "NUM_CHUNKS": 3, "CHUNKS_PADDED": 4, "SEGMENTS": 4, "SEGMENT": 1024, "CAPACITY": 128, "SLOW_BLOCK": 2048,
+    "NUM_CHUNKS": 32, "CHUNKS_PADDED": 32, "CHUNK": 4096, "GROUP": 8, "NUM_GROUPS": 16384, "GROUPS_PADDED": 16384,
+    "CAPACITY": 1024, "SLOW_BLOCK": 2048,
     "HAS_TEMPERATURE": True, "HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True,
 }  # fmt: skip
 GREEDY = {"HAS_TEMPERATURE": False, "HAS_TOP_K": False, "HAS_TOP_P": False, "HAS_MIN_P": False}
+
+
+def stored(dtype: str) -> dict[str, str]:
+    """Types of a cache's pointers."""
+    return {"key_cache_ptr": f"*{dtype}", "value_cache_ptr": f"*{dtype}"}
+
 
 # module, kernel, types of its run-time arguments, values of its constants (each may list more than the kernel takes)
 KERNELS = [
@@ -61,26 +81,16 @@ KERNELS = [
     ("paged_attention", "_short_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "BLOCK_M": 16, "NUM_SPLITS": 1}, 4),
     ("paged_attention", "_merge_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "NUM_SPLITS": 8}, 4),
     (
-        "write_kv", "_write_kv_kernel",
-        {"k_ptr": "*bf16", "v_ptr": "*bf16", "key_cache_ptr": "*bf16", "value_cache_ptr": "*bf16",
-         "slot_mapping_ptr": "*i64", "num_tokens": "i32", "k_token_stride": "i32", "k_head_stride": "i32",
-         "v_token_stride": "i32", "v_head_stride": "i32"},
-        {"NUM_HEADS": 5, "BLOCK_SIZE": 64, "HEAD_DIM": 80, "TOKENS": 2, "HEADS_PADDED": 8, "DIM_PADDED": 128}, 4,
-    ),
-    (
         "rms_norm", "_rms_norm_kernel",
         {"x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*bf16", "out_ptr": "*bf16", "summed_ptr": "*bf16",
          "x_token_stride": "i32", "x_head_stride": "i32", "residual_token_stride": "i32",
          "residual_head_stride": "i32", "eps": "fp32"},
         {"NUM_HEADS": 1, "SIZE": 4096, "SIZE_PADDED": 4096, "HAS_RESIDUAL": True}, 8,
     ),
-    (
-        "rope", "_rope_kernel",
-        {"q_ptr": "*bf16", "k_ptr": "*bf16", "positions_ptr": "*i64", "cache_ptr": "*fp32", "q_token_stride": "i32",
-         "q_head_stride": "i32", "k_token_stride": "i32", "k_head_stride": "i32"},
-        {"NUM_Q_HEADS": 32, "NUM_KV_HEADS": 8, "Q_HEADS_PADDED": 32, "KV_HEADS_PADDED": 8, "HALF": 40,
-         "HALF_PADDED": 64, "INTERLEAVED": False}, 4,
-    ),
+    ("rope_write_kv", "_rope_write_kv_kernel", ROPE, {**ROPE_SHAPE, "FORMAT": 0}, 4),
+    ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("fp8e4nv")}, {**ROPE_SHAPE, "FORMAT": 1}, 4),
+    ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("i8")}, {**ROPE_SHAPE, "FORMAT": 2}, 4),
+    ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("u8")}, {**ROPE_SHAPE, "FORMAT": 3}, 4),
     ("silu_mul", "_silu_mul_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_token_stride": "i32", "size": "i32"},
      {"BLOCK": 1024}, 4),
     ("quantize_fp8", "_quantize_fp8_kernel", FP8_ROWS, FP8_TILE, 8),
@@ -112,9 +122,9 @@ KERNELS = [
         {"BLOCK": 1024}, 4,
     ),
     ("sample", "_chunk_kernel", SAMPLE, SAMPLE_SHAPE, 8),
-    ("sample", "_choose_kernel", SAMPLE, SAMPLE_SHAPE, 8),
+    ("sample", "_choose_kernel", SAMPLE, SAMPLE_SHAPE, 16),
     ("sample", "_chunk_kernel", SAMPLE, {**SAMPLE_SHAPE, **GREEDY}, 8),
-    ("sample", "_choose_kernel", SAMPLE, {**SAMPLE_SHAPE, **GREEDY}, 8),
+    ("sample", "_choose_kernel", SAMPLE, {**SAMPLE_SHAPE, **GREEDY}, 1),
 ]  # fmt: skip
 
 

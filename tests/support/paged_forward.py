@@ -13,13 +13,28 @@ import torch
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.runtime.batch import num_short_queries
+from slipstream_kernels import ops
 from torch import Tensor
+
+
+def poisoned(cache: ops.KvCache) -> ops.KvCache:
+    """Every bit set: NaN in float types, fp8 and scales, so that a slot that is read before it was written shows."""
+    for tensor in cache.block_tensors:
+        tensor.view(torch.uint8).fill_(0xFF)
+    return cache
 
 
 class PagedForward:
     """Feeds several requests' tokens in any split into steps and collects the logits of every token."""
 
-    def __init__(self, decoder: Decoder, prompts: Sequence[Sequence[int]], block_size: int = 4, seed: int = 0) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        prompts: Sequence[Sequence[int]],
+        block_size: int = 4,
+        seed: int = 0,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         self.decoder = decoder
         self.prompts = [list(prompt) for prompt in prompts]
         self.block_size = block_size
@@ -31,12 +46,8 @@ class PagedForward:
         self.block_ids = [[blocks.pop() for _ in range(count)] for count in num_blocks]
         spec, placement = decoder.spec, decoder.placement
         shape = (sum(num_blocks) + 3, spec.num_kv_heads, block_size, spec.head_dim)
-        # NaN: a slot that is read before it was written shows
         self.kv_caches = [
-            (
-                torch.full(shape, float("nan"), dtype=placement.dtype, device=placement.device),
-                torch.full(shape, float("nan"), dtype=placement.dtype, device=placement.device),
-            )
+            poisoned(ops.empty_kv_cache(shape, kv_dtype or placement.dtype, placement.device))
             for _ in range(spec.num_layers)
         ]
 

@@ -35,10 +35,10 @@ class DecoderLayer:
         self.mlp = MLP(spec, placement)
 
     def __call__(
-        self, hidden: Tensor, residual: Tensor | None, positions: Tensor, step: StepAttention, cache: LayerCache
+        self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.input_norm.add(hidden, residual, self.attention.qkv.input_form)
-        hidden = self.attention(normed, positions, step, cache)
+        hidden = self.attention(normed, step, cache)
         normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.gate_up.input_form)
         return self.mlp(normed), residual
 
@@ -69,13 +69,13 @@ class Decoder:
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the batch's tokens, [T, hidden_size]; each layer's cache gains their keys and values.
 
-        kv_caches: one (key_cache, value_cache) per layer, [num_blocks, num_kv_heads, block_size, head_dim] each.
+        kv_caches: one per layer.
         """
         step = self.backend.plan(batch)
         hidden = self.embedding(batch.token_ids)
         residual: Tensor | None = None
         for layer, cache in zip(self.layers, kv_caches):
-            hidden, residual = layer(hidden, residual, batch.positions, step, cache)
+            hidden, residual = layer(hidden, residual, step, cache)
         assert residual is not None
         return self.final_norm.add(hidden, residual, PLAIN)[0]
 

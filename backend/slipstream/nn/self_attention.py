@@ -1,11 +1,11 @@
-"""A layer's attention block: merged projection, optional head norms, rotation, paged attention, output projection."""
+"""A layer's attention block: merged projection, the heads' norms and rotation, paged attention, output projection."""
 
 from __future__ import annotations
 
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.attention import LayerCache, StepAttention
+from slipstream.nn.attention import HeadTurn, LayerCache, StepAttention
 from slipstream.nn.linear import Linear
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.placement import Placement
@@ -18,8 +18,6 @@ class SelfAttention:
 
     def __init__(self, spec: DecoderSpec, layer: int, cos_sin: Tensor, placement: Placement) -> None:
         self.layer = layer
-        self.cos_sin = cos_sin
-        self.rotary_dim = spec.rope.rotary_dim
         self.head_dim = spec.head_dim
         self.head_counts = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.qkv = Linear(spec.qkv, placement)
@@ -28,14 +26,16 @@ class SelfAttention:
         if spec.qk_norm:
             q_norm, k_norm = (RMSNorm(spec.head_dim, spec.norm_eps, placement) for _ in "qk")
             self.head_norms = (q_norm, k_norm)
+        self.turn = HeadTurn(ops.Rope(cos_sin), _head_norms(self.head_norms))
 
-    def __call__(self, hidden: Activation, positions: Tensor, step: StepAttention, cache: LayerCache) -> Tensor:
+    def __call__(self, hidden: Activation, step: StepAttention, cache: LayerCache) -> Tensor:
         """hidden: T rows in the input form of qkv -> [T, hidden_size]. The cache gains this step's keys and values."""
-        num_tokens = positions.shape[0]
-        q, k, v = self.qkv.apply(hidden).view(num_tokens, -1, self.head_dim).split(self.head_counts, dim=1)
-        if self.head_norms is not None:
-            q_norm, k_norm = self.head_norms
-            q, k = q_norm(q), k_norm(k)
-        ops.rope(q, k, positions, self.cos_sin, rotary_dim=self.rotary_dim)
-        attended = step.forward(q, k, v, cache, self.layer)
-        return self.o(attended.view(num_tokens, -1))
+        q, k, v = self.qkv.apply(hidden).unflatten(1, (-1, self.head_dim)).split(self.head_counts, dim=1)
+        return self.o(step.forward(q, k, v, self.turn, cache, self.layer).flatten(1))
+
+
+def _head_norms(norms: tuple[RMSNorm, RMSNorm] | None) -> ops.HeadNorms | None:
+    if norms is None:
+        return None
+    q_norm, k_norm = norms
+    return ops.HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)

@@ -7,6 +7,7 @@ that the host does not know yet is copied on the device. Knows nothing of models
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch

@@ -25,6 +25,7 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.batch import BatchBuilder, SampledTokens, fill_pending
 from slipstream.runtime.cuda_graphs import DecodeGraphs, graph_sizes
 from slipstream.runtime.host_copy import to_device
+from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.logprobs import PromptLogprobs
 from slipstream.runtime.memory_plan import Hardware, MemoryPlan
 from slipstream.runtime.sampler import PendingTokens, Sampler
@@ -109,7 +110,7 @@ class ModelRunner:
         self._device = device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         self._finish(phases, "weights")
-        self._kv_caches = _allocate_pool(spec, hardware, plan)
+        self._kv_caches = allocate_pool(spec, hardware, plan)
         self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
         self._sampled: SampledTokens | None = None  # of the last step
@@ -250,16 +251,3 @@ def _leave_a_core() -> None:
     if torch.get_num_threads() >= num_cores > 1:
         torch.set_num_threads(num_cores - 1)
     logger.info("computing with %d threads on %d cores", torch.get_num_threads(), num_cores)
-
-
-def _allocate_pool(spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values per layer: [num_blocks, num_kv_heads, block_size, head_dim]. Zeros, because attention may read
-    (and mask) rows that nobody wrote, and a NaN there would survive a weight of zero."""
-    shape = (plan.num_blocks, spec.num_kv_heads, plan.block_size, spec.head_dim)
-    return [
-        (
-            torch.zeros(shape, dtype=hardware.kv_dtype, device=hardware.device),
-            torch.zeros(shape, dtype=hardware.kv_dtype, device=hardware.device),
-        )
-        for _ in range(spec.num_layers)
-    ]

@@ -12,8 +12,9 @@ from functools import lru_cache
 import torch
 
 from slipstream_kernels.cuda.build import load, missing
-from slipstream_kernels.decode_call import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, DecodeCall
+from slipstream_kernels.decode_call import DecodeCall
 from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE
 
 SOURCE = "decode_attention.cu"
 HEAD_DIMS = (64, 80, 96, 128, 256)

@@ -6,6 +6,7 @@ Importing this module does not import triton: that happens when a triton impleme
 
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
+from slipstream_kernels.kv_cache import KvCache, empty_kv_cache, kv_row_bytes
 from slipstream_kernels.ops.decode_attention import decode_attention
 from slipstream_kernels.ops.int4_mm import int4_mm, repack_int4
 from slipstream_kernels.ops.int8_mm import int8_mm
@@ -21,32 +22,36 @@ from slipstream_kernels.ops.quantize_int4 import (
     unpack_int4,
 )
 from slipstream_kernels.ops.quantize_int8 import quantize_int8
-from slipstream_kernels.ops.quantized_kv import write_quantized_kv
 from slipstream_kernels.ops.rms_norm import rms_norm
 from slipstream_kernels.ops.rms_norm_fp8 import rms_norm_fp8
-from slipstream_kernels.ops.rope import rope
+from slipstream_kernels.ops.rope_write_kv import rope_write_kv
 from slipstream_kernels.ops.sample import sample
 from slipstream_kernels.ops.scaled_mm import block_scales, scaled_mm, scaled_mm_counters
 from slipstream_kernels.ops.select import BACKENDS, select
 from slipstream_kernels.ops.silu_mul import silu_mul
 from slipstream_kernels.ops.silu_mul_fp8 import silu_mul_fp8
-from slipstream_kernels.ops.write_kv import write_kv
+from slipstream_kernels.rotation import HeadNorms, Rope
 
 __all__ = [
     "BACKENDS",
     "Fp8Rows",
     "Fp8Scheme",
+    "HeadNorms",
     "Int4Weight",
     "Int8Rows",
+    "KvCache",
+    "Rope",
     "TopLogprobs",
     "apply_bias",
     "apply_penalties",
     "block_scales",
     "decode_attention",
     "dequantize_int4",
+    "empty_kv_cache",
     "int4_mm",
     "int4_weight",
     "int8_mm",
+    "kv_row_bytes",
     "pack_int4",
     "paged_attention",
     "quantize_fp8",
@@ -57,7 +62,7 @@ __all__ = [
     "repack_int4",
     "rms_norm",
     "rms_norm_fp8",
-    "rope",
+    "rope_write_kv",
     "sample",
     "scaled_mm",
     "scaled_mm_counters",
@@ -66,6 +71,4 @@ __all__ = [
     "silu_mul_fp8",
     "top_logprobs",
     "unpack_int4",
-    "write_kv",
-    "write_quantized_kv",
 ]

@@ -6,8 +6,8 @@ import importlib
 
 import torch
 
-from slipstream_kernels.decode_call import FP8_DTYPE, TOKEN_SCALED_DTYPES, DecodeCall
-from slipstream_kernels.ops.quantized_kv import check_quantized_cache
+from slipstream_kernels.decode_call import DecodeCall
+from slipstream_kernels.kv_cache import KvCache, check_kv_cache
 from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride
 from slipstream_kernels.reference import decode_attention as reference
 
@@ -40,7 +40,7 @@ def decode_attention(
 
     q: [num_tokens, num_q_heads, head_dim] (a view of a fused qkv is fine).
     key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim] of q's dtype, float8_e4m3fn or int8, or
-    int4 as uint8 with head_dim / 2 bytes; key_scale, value_scale and the formats: ops.write_quantized_kv.
+    int4 as uint8 with head_dim / 2 bytes; key_scale, value_scale and the formats: kv_cache.py.
     block_tables: [num_requests, max_blocks] int32, -1 pads.  query_start_loc: [num_requests + 1] int32, starts at 0.
     seq_lens: [num_requests] int32, cached tokens including this step's; 0 marks a padding request, whose rows become
     zero.  Row i of a request is slot seq_len - query_len + i, and sees slots up to its own.
@@ -138,19 +138,8 @@ def _check_cache(
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
 ) -> None:
-    if key_cache.dtype in (FP8_DTYPE, *TOKEN_SCALED_DTYPES):
-        check_quantized_cache("key", key_cache, key_scale, key_cache.shape[1], q.shape[2])
-        check_quantized_cache("value", value_cache, value_scale, key_cache.shape[1], q.shape[2])
-        return
-    if key_cache.dtype != q.dtype or key_cache.shape[3] != q.shape[2]:
-        raise ValueError(
-            f"key_cache: {key_cache.dtype} {tuple(key_cache.shape)}, "
-            f"expected {q.dtype} [num_blocks, num_kv_heads, block_size, {q.shape[2]}], or fp8, int8 or uint8 (int4)"
-        )
-    if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
-        raise ValueError("key_cache, value_cache: must be contiguous")
-    if key_scale is not None or value_scale is not None:
-        raise ValueError(f"key_scale, value_scale: a cache of {key_cache.dtype} has none")
+    cache = KvCache(key_cache, value_cache, key_scale, value_scale)
+    check_kv_cache(cache, key_cache.shape[1], q.shape[2], q.dtype)
 
 
 def _check_rows(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from slipstream_kernels.attention_call import AttentionCall
+from slipstream_kernels.kv_cache import KvCache, check_kv_cache
 from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
 
 TRITON_HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -20,6 +21,8 @@ def paged_attention(
     *,
     max_query_len: int,
     scale: float,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     max_seq_len: int | None = None,
     sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,
@@ -31,7 +34,8 @@ def paged_attention(
     """Attend each query token to its own request's cached blocks; this step's keys must already be in the cache.
 
     q: [num_tokens, num_q_heads, head_dim] (a view of a fused qkv is fine).
-    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim], contiguous, dtype of q.
+    key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim] of q's dtype, float8_e4m3fn or int8, or
+    int4 as uint8 with head_dim / 2 bytes; key_scale, value_scale and the formats: kv_cache.py.
     block_tables: [num_requests, max_blocks] int32, -1 pads.  query_start_loc: [num_requests + 1] int32, starts at 0.
     seq_lens: [num_requests] int32, cached tokens including this step's; 0 marks a padding request, whose rows become
     zero. Query i of a request sits at position seq_len - query_len + i and sees key positions <= its own; with
@@ -45,7 +49,9 @@ def paged_attention(
     Sources: PagedAttention, arXiv:2309.06180; split keys merged by log-sum-exp: Flash-Decoding; ALiBi:
     arXiv:2108.12409.
     """
-    _check_tensors(q, key_cache, value_cache, block_tables, query_start_loc, seq_lens)
+    _check_tensors(q, key_cache, block_tables, query_start_loc, seq_lens)
+    cache = KvCache(key_cache, value_cache, key_scale, value_scale)
+    check_kv_cache(cache, key_cache.shape[1], q.shape[2], q.dtype)
     _check_options(q, max_query_len, sliding_window, alibi_slopes, soft_cap, num_kv_splits, out)
     call = AttentionCall(
         q=q,
@@ -62,6 +68,8 @@ def paged_attention(
         alibi_slopes=alibi_slopes,
         soft_cap=soft_cap,
         num_kv_splits=num_kv_splits,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
     select("paged_attention", backend, q, _triton_refusal(q, key_cache)).paged_attention(call)
     return call.out
@@ -70,7 +78,6 @@ def paged_attention(
 def _check_tensors(
     q: torch.Tensor,
     key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
     block_tables: torch.Tensor,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -79,18 +86,11 @@ def _check_tensors(
     if q.dim() != 3:
         raise ValueError(f"q: shape {tuple(q.shape)}, expected [num_tokens, num_q_heads, head_dim]")
     require_unit_stride("q", q)
-    if key_cache.dim() != 4 or key_cache.shape[3] != q.shape[2] or key_cache.dtype != q.dtype:
+    if key_cache.dim() != 4 or q.shape[1] % key_cache.shape[1]:
         raise ValueError(
-            f"key_cache: {key_cache.dtype} {tuple(key_cache.shape)}, "
-            f"expected {q.dtype} [num_blocks, num_kv_heads, block_size, {q.shape[2]}]"
+            f"key_cache: shape {tuple(key_cache.shape)}, expected [num_blocks, num_kv_heads, block_size, head_dim] "
+            f"with kv heads that divide q's {q.shape[1]}"
         )
-    if q.shape[1] % key_cache.shape[1]:
-        raise ValueError(f"key_cache: {key_cache.shape[1]} kv heads do not divide q's {q.shape[1]} heads")
-    require_shape("value_cache", value_cache, key_cache.shape)
-    if value_cache.dtype != key_cache.dtype:
-        raise ValueError(f"value_cache: dtype {value_cache.dtype}, expected key_cache's {key_cache.dtype}")
-    if not (key_cache.is_contiguous() and value_cache.is_contiguous()):
-        raise ValueError("key_cache, value_cache: must be contiguous")
     if seq_lens.dim() != 1 or seq_lens.dtype != torch.int32:
         raise ValueError(f"seq_lens: {seq_lens.dtype} {tuple(seq_lens.shape)}, expected int32 [num_requests]")
     require_shape("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.decode_call import TOKEN_SCALED_DTYPES, DecodeCall
+from slipstream_kernels.decode_call import DecodeCall
+from slipstream_kernels.kv_cache import TOKEN_SCALED_DTYPES
 from slipstream_kernels.reference.quantized_kv import dequantize_rows
 
 

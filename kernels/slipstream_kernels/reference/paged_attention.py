@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from slipstream_kernels.attention_call import AttentionCall
+from slipstream_kernels.kv_cache import FP8_DTYPE, QUANTIZED_DTYPES
+from slipstream_kernels.reference.quantized_kv import dequantize_rows
 
 SHORT_QUERY_LEN = 16
 # K, then V, of a piece are gathered into one workspace, allocated once per call: malloc gives larger or more numerous
@@ -45,10 +47,10 @@ def paged_attention(call: AttentionCall) -> None:
             groups.setdefault((query_len, _bucket_blocks(call, seq_len)), []).append(request)
         else:
             _attend_long(call, request, starts[request], starts[request + 1], seq_len)
-    row_size = call.key_cache[0].numel()
-    rows_at_once = {key: max(1, GATHER_BYTES // (key[1] * row_size * call.q.element_size())) for key in groups}
+    row_size = call.key_cache[0].numel() * call.key_cache.element_size()
+    rows_at_once = {key: max(1, GATHER_BYTES // (key[1] * row_size)) for key in groups}
     size = max((min(rows_at_once[key], len(groups[key])) * key[1] * row_size for key in groups), default=0)
-    workspace = call.key_cache.new_empty(size)
+    workspace = torch.empty(size, dtype=torch.uint8, device=call.q.device)
     for (query_len, num_blocks), requests in groups.items():
         num_rows = rows_at_once[query_len, num_blocks]
         for first in range(0, len(requests), num_rows):
@@ -67,22 +69,39 @@ def _bucket_blocks(call: AttentionCall, seq_len: int) -> int:
 
 def _gather(
     cache: torch.Tensor,
+    scale: torch.Tensor | None,
     blocks: torch.Tensor,
+    dtype: torch.dtype,
     workspace: torch.Tensor | None = None,
-    unused: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Copy whole blocks: blocks [n, num_blocks] int64 -> [n * num_kv_heads, num_blocks * block_size, head_dim].
+    """Whole blocks, dequantised: blocks [n, num_blocks] int64 -> [n * num_kv_heads, num_blocks * block_size, head_dim].
 
     One index_select over (block, head) rows lands in the final order; indexing by block would need a second,
-    transposing copy.  Where unused is true, zeros.
+    transposing copy.
     """
-    num_heads, block_size, head_dim = cache.shape[1:]
+    num_heads, block_size, width = cache.shape[1:]
     heads = torch.arange(num_heads, device=cache.device)
     rows = (blocks[:, None, :] * num_heads + heads[:, None]).view(-1)
-    out = None if workspace is None else workspace[: rows.numel() * block_size * head_dim].view(rows.numel(), -1)
-    gathered = torch.index_select(cache.view(-1, block_size * head_dim), 0, rows, out=out)
-    gathered = gathered.view(-1, blocks.shape[1] * block_size, head_dim)
-    return gathered if unused is None else gathered.masked_fill_(unused, 0)
+    tiles = cache.view(-1, block_size * width)
+    if cache.dtype == FP8_DTYPE:
+        tiles = tiles.view(torch.uint8)  # index_select of fp8 is not implemented everywhere
+    out = None
+    if workspace is not None:
+        num_bytes = rows.numel() * tiles.shape[1] * tiles.element_size()
+        out = workspace[:num_bytes].view(tiles.dtype).view(rows.numel(), -1)
+    gathered = torch.index_select(tiles, 0, rows, out=out).view(cache.dtype)
+    gathered = gathered.view(-1, blocks.shape[1] * block_size, width)
+    if cache.dtype not in QUANTIZED_DTYPES:
+        return gathered.to(dtype)
+    return dequantize_rows(gathered, _scales(cache, scale, rows, blocks.shape[0])).to(dtype)
+
+
+def _scales(cache: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor, n: int) -> torch.Tensor | None:
+    """Of the rows that _gather collects: what broadcasts to [n * num_kv_heads, num_keys]."""
+    if scale is None or cache.dtype == FP8_DTYPE:
+        return None if scale is None else scale.repeat(n)[:, None]
+    num_heads, block_size = cache.shape[1:3]
+    return scale.view(-1, block_size).index_select(0, rows).view(n * num_heads, -1)
 
 
 def _blocks_of(call: AttentionCall, requests: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -133,12 +152,16 @@ def _attend_padded(
     keys = torch.arange(blocks.shape[1] * call.key_cache.shape[2], device=q.device)
     unused = None if is_clean else (keys >= lens.repeat_interleave(num_kv_heads)[:, None])[:, :, None]
 
-    k = _gather(call.key_cache, blocks, piece.workspace, unused).to(dtype)
+    k = _gather(call.key_cache, call.key_scale, blocks, dtype, piece.workspace)
+    if unused is not None:
+        k = k.masked_fill(unused, 0)
     rows = q.reshape(n * num_kv_heads, query_len * group, head_dim).to(dtype)
     scores = torch.bmm(rows, k.transpose(1, 2)).float().view(n, num_kv_heads, query_len, group, -1)
     query_positions = lens[:, None] - query_len + torch.arange(query_len, device=q.device)
     probs = _softmax(call, scores, query_positions[:, None, :, None, None])
-    v = _gather(call.value_cache, blocks, piece.workspace, unused).to(dtype)
+    v = _gather(call.value_cache, call.value_scale, blocks, dtype, piece.workspace)
+    if unused is not None:
+        v = v.masked_fill(unused, 0)
     return torch.bmm(probs.to(dtype).view(n * num_kv_heads, query_len * group, -1), v).view(q.shape)
 
 
@@ -167,8 +190,8 @@ def _attend_long(call: AttentionCall, request: int, start: int, stop: int, seq_l
     query_len, group = stop - start, num_heads // num_kv_heads
     dtype = torch.float32 if call.q.dtype == torch.float16 and not call.q.is_cuda else call.q.dtype
     blocks = call.block_tables[request : request + 1, : -(-seq_len // block_size)].long()
-    k = _gather(call.key_cache, blocks)[:, None, :seq_len].to(dtype)
-    v = _gather(call.value_cache, blocks)[:, None, :seq_len].to(dtype)
+    k = _gather(call.key_cache, call.key_scale, blocks, dtype)[:, None, :seq_len]
+    v = _gather(call.value_cache, call.value_scale, blocks, dtype)[:, None, :seq_len]
     q = call.q[start:stop].view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).to(dtype)
     if call.soft_cap is not None or call.alibi_slopes is not None:
         out = _attend_unfused(call, q, k, v)

@@ -5,6 +5,6 @@ from slipstream.nn.attention import split_kv  # noqa: F401  (registers itself, f
 from slipstream.nn.attention import paged  # noqa: F401
 
 # isort: on
-from slipstream.nn.attention.backend import ATTENTION_BACKENDS, AttentionBackend, LayerCache, StepAttention
+from slipstream.nn.attention.backend import ATTENTION_BACKENDS, AttentionBackend, HeadTurn, LayerCache, StepAttention
 
-__all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "LayerCache", "StepAttention"]
+__all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "HeadTurn", "LayerCache", "StepAttention"]

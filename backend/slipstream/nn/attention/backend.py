@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.registry import Registry
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import DecoderSpec
 
-LayerCache = tuple[Tensor, Tensor]  # key_cache, value_cache: [num_blocks, num_kv_heads, block_size, head_dim]
+LayerCache = ops.KvCache  # keys and values of one layer, with their scales: one shape for every type
+
+
+@dataclass(frozen=True)
+class HeadTurn:
+    """What a layer does to its query and key heads before they meet: an optional norm, then the rotation."""
+
+    rope: ops.Rope
+    norms: ops.HeadNorms | None = None
 
 
 class StepAttention(Protocol):
     """The attention of one step; what all layers share was computed when it was planned."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layer: int) -> Tensor:
-        """Store this step's keys and values, then attend. q: [T, num_q_heads, head_dim]; k, v: [T, num_kv_heads, …].
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+        """Turn q and k, store this step's keys and values, then attend, all by the batch's positions and slots.
 
-        Returns [T, num_q_heads, head_dim], contiguous. The inputs may be strided slices of one projection.
+        q: [T, num_q_heads, head_dim], k, v: [T, num_kv_heads, head_dim], as projected: strided slices will do.
+        Returns [T, num_q_heads, head_dim], contiguous.
         """
         ...
 

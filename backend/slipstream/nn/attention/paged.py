@@ -9,7 +9,7 @@ from slipstream_kernels import ops
 from slipstream_kernels.ops.paged_attention import TRITON_HEAD_DIMS
 from torch import Tensor
 
-from slipstream.nn.attention.backend import ATTENTION_BACKENDS, LayerCache
+from slipstream.nn.attention.backend import ATTENTION_BACKENDS, HeadTurn, LayerCache
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import DecoderSpec
 
@@ -20,20 +20,21 @@ class PagedStep:
     scale: float
     sliding_windows: tuple[int | None, ...]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: LayerCache, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
         batch = self.batch
-        key_cache, value_cache = cache
-        ops.write_kv(k, v, key_cache, value_cache, batch.slot_mapping)
+        q = ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, turn.rope, cache, turn.norms)
         return ops.paged_attention(
             q,
-            key_cache,
-            value_cache,
+            cache.key,
+            cache.value,
             batch.block_tables,
             batch.query_start_loc,
             batch.seq_lens,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
             scale=self.scale,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
             sliding_window=self.sliding_windows[layer],
         )
 
