@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.ops.select import require_shape, require_unit_stride, select
+from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
 
 
 def sample(
@@ -20,7 +20,7 @@ def sample(
 ) -> torch.Tensor:
     """Draw one token id per row: [num_rows] int64.
 
-    logits: [num_rows, vocab_size] fp32, unchanged; -inf forbids a token.  The rest are [num_rows] or None (no row
+    logits: [num_rows, vocab_size] fp32, bf16 or fp16, unchanged; -inf forbids a token.  The rest are [num_rows] or None (no row
     uses it): temperature fp32, 0 = greedy (highest logit, lowest id among equals); None = all rows greedy.
     top_k int32, <= 0 off; top_p fp32, >= 1 off; min_p fp32, <= 0 off (share of the most likely token's probability).
     Filters act on the tempered distribution in that order, as in vLLM and Hugging Face; tokens equal to the last one
@@ -43,8 +43,9 @@ def _check(
     seeds: torch.Tensor | None,
     positions: torch.Tensor | None,
 ) -> None:
-    if logits.dim() != 2 or logits.dtype != torch.float32 or logits.shape[1] == 0:
-        raise ValueError(f"logits: {logits.dtype} {tuple(logits.shape)}, expected float32 [num_rows, vocab_size]")
+    require_float("logits", logits)
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        raise ValueError(f"logits: shape {tuple(logits.shape)}, expected [num_rows, vocab_size]")
     require_unit_stride("logits", logits)
     expected = (
         ("temperature", temperature, torch.float32),

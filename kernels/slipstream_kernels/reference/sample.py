@@ -28,7 +28,7 @@ def sample(
     is_random = (temperature > 0) & (logits.gather(1, token_ids[:, None]).view(-1) > LOG_ZERO)
     random_rows = is_random.nonzero().view(-1)
     for rows in random_rows.split(max(1, PIECE_ELEMENTS // logits.shape[1])):
-        x = logits[rows]
+        x = logits[rows].float()
         # z <= 0 and 0 at the maximum, so exp(z) never overflows however small the temperature.
         z = (x - x.amax(dim=-1, keepdim=True)) * (1.0 / temperature[rows])[:, None]
         kept = _kept(x, z, _pick(top_k, rows), _pick(top_p, rows), _pick(min_p, rows))

@@ -1,29 +1,37 @@
 """sample in Triton-lang: one pass over the logits by many programs a row, then one program a row; no sort, no atomics.
 
-Pass one (a program per chunk of a row) leaves the winner of greedy and unfiltered rows; of filtered rows it leaves the
-chunk's largest tokens, all those above a floor.  Pass two finds the cuts among these few thousand candidates and draws.
-A row whose filters keep tokens below a floor (flat and wide) is solved exactly too, from the logits, an order slower.
+Pass one (a program per chunk of a row) leaves the winner of greedy and unfiltered rows, and of filtered rows the
+largest logit of each group of tokens.  Pass two takes the groups of the largest, finds the cuts among their few
+thousand tokens and draws.  A row whose filters keep tokens beyond these (flat and wide) is solved exactly too, from
+the logits, an order slower.
 Both grids and all orders of summation depend on the vocabulary's size alone: a row is the same in any batch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from slipstream_kernels.triton.sample_search import find_cut, find_row_cut, first_of_least, ordered, race, row_mass
+from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
+from slipstream_kernels.triton.sample_search import find_cut, find_row_cut, first_of_least, race, row_mass
+from slipstream_kernels.triton.token_groups import (
+    MINUS_INFINITY,
+    Grouping,
+    find_floor,
+    listed,
+    load_chunk,
+    load_group_keys,
+    load_groups,
+    ordered,
+    store_group_maxima,
+    unordered,
+)
 
-# A chunk is SEGMENTS pieces of SEGMENT ids, dealt out in turn: neighbours in the vocabulary, likely alike, part.
-SEGMENT = 1024
-SEGMENTS = 4
-# Candidates a chunk can leave.  The floor aims at 73: 56 of its 128 groups of 32 tokens have one.
-CAPACITY = 128
+# Tokens that pass two holds of a filtered row: enough groups for a nucleus of 900.
+CANDIDATES = 8192
 SLOW_BLOCK = 2048
 CHUNK_LAUNCH = {"num_warps": 8, "maxnreg": 64}
-CHOOSE_LAUNCH = {"num_warps": 8}
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -43,48 +51,17 @@ def _load_filters(row, vocab_size, top_k_ptr, top_p_ptr, min_p_ptr,
 
 
 @triton.jit
-def _floor(x, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, CAPACITY: tl.constexpr):
-    """A value that 56 or a few more of the chunk's 128 groups of tokens reach; LOWEST: all tokens fit."""
-    floor = tl.full((), LOWEST, tl.float32)
-    if SEGMENTS * SEGMENT > CAPACITY:
-        # Eight neighbours, which one or two threads hold.
-        NUM_GROUPS: tl.constexpr = SEGMENT // 8
-        groups = tl.max(tl.reshape(tl.max(x, axis=0), (NUM_GROUPS, 8)), axis=1)
-        # Half of them are tried: finer than the noise.
-        trials = tl.min(tl.reshape(groups, (NUM_GROUPS // 2, 2)), axis=1)
-        num_reaching = tl.sum((groups[None, :] >= trials[:, None]).to(tl.int32), axis=1)
-        floor = tl.maximum(floor, tl.max(tl.where(num_reaching >= NUM_GROUPS * 7 // 16, trials, float("-inf"))))
-    return floor
-
-
-@triton.jit
-def _collect(x, ids, floor_ptr, ids_ptr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, CAPACITY: tl.constexpr):
-    """Leave the ids of the chunk's tokens from a floor up, then -1; floor inf says that they did not fit."""
-    floor = _floor(x, SEGMENTS, SEGMENT, CAPACITY)
-    kept = (x >= floor).to(tl.int32)
-    # Columns first, then within them: one short scan instead of one over the chunk.
-    kept_in_columns = tl.sum(kept, axis=0)
-    before = tl.cumsum(kept_in_columns, axis=0) - kept_in_columns
-    positions = before[None, :] + tl.cumsum(kept, axis=0) - 1
-    tl.store(ids_ptr + positions, ids, mask=(kept > 0) & (positions < CAPACITY))
-    num_kept = tl.sum(kept_in_columns)
-    slots = tl.arange(0, CAPACITY)
-    tl.store(ids_ptr + slots, tl.full((CAPACITY,), -1, tl.int32), mask=slots >= num_kept)
-    tl.store(floor_ptr, tl.where(num_kept > CAPACITY, float("inf"), floor))
-
-
-@triton.jit
 def _chunk_kernel(
-    logits_ptr, maxima_ptr, sums_ptr, floors_ptr, winners_ptr, ids_ptr,
+    logits_ptr, maxima_ptr, sums_ptr, winners_ptr, group_maxima_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, row_stride, vocab_size,
-    NUM_CHUNKS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, CAPACITY: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks, rows).  sums: the least race of an unfiltered row, the sum of exp(z - chunk's z) of a filtered."""
+    start_dependents(DEPENDENT)
+    await_previous(DEPENDENT)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    segments = tl.arange(0, SEGMENTS) * NUM_CHUNKS + chunk
-    ids = segments[:, None] * SEGMENT + tl.arange(0, SEGMENT)[None, :]
-    x = tl.load(logits_ptr + row * row_stride + ids, mask=ids < vocab_size, other=float("-inf"))
+    x, ids = load_chunk(logits_ptr + row * row_stride, chunk, vocab_size, CHUNK, GROUP)
     maximum = tl.max(x)
     part = row * NUM_CHUNKS + chunk
     tl.store(maxima_ptr + part, maximum)
@@ -100,7 +77,7 @@ def _chunk_kernel(
         if (top_k > 0) | (top_p < 1) | (min_p > 0):
             if (top_k == 0) & (top_p < 1):
                 tl.store(sums_ptr + part, tl.sum(tl.exp(z)))
-            _collect(x, ids, floors_ptr + part, ids_ptr + part * CAPACITY, SEGMENTS, SEGMENT, CAPACITY)
+            store_group_maxima(x, group_maxima_ptr + row * (NUM_CHUNKS * CHUNK // GROUP), chunk)
         else:
             scores = race(z, x > float("-inf"), ids, tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
             tl.store(sums_ptr + part, tl.min(scores))
@@ -110,12 +87,27 @@ def _chunk_kernel(
 
 
 @triton.jit
+def _candidates(logits_row, group_maxima_row, slots_ptr, maximum, top_k, vocab_size, NUM_GROUPS: tl.constexpr,
+                GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr):  # fmt: skip
+    """(logits, ids, floor): every token from floor up, among others; LOWEST: every token that is not forbidden."""
+    keys = load_group_keys(group_maxima_row, NUM_GROUPS, GROUPS_PADDED)
+    num_possible = tl.sum((keys > MINUS_INFINITY).to(tl.int32), axis=0)
+    # k groups from the floor up have k tokens from the floor up: where the k-th largest is, nothing below matters.
+    enough = tl.where((top_k > 0) & (top_k < CAPACITY * 7 // 8), top_k, CAPACITY * 7 // 8)
+    floor, count = find_floor(keys, ordered(maximum), tl.minimum(enough, num_possible), CAPACITY)
+    kept = keys >= floor
+    groups = listed(kept, tl.cumsum(kept.to(tl.int32), axis=0) - 1, slots_ptr, count, CAPACITY)
+    x, ids = load_groups(logits_row, groups, vocab_size, GROUP)
+    return x, ids, tl.where(count >= num_possible, LOWEST, unordered(floor))
+
+
+@triton.jit
 def _choose_among(x, ids, floor, chunk_maxima, sums, maximum, inverse_t, top_k, top_p, min_p, seed, position,
                   vocab_size):  # fmt: skip
     """Token drawn among the candidates, and whether they were enough: they hold every token from floor up."""
     keys, z = ordered(x), (x - maximum) * inverse_t
     cut, highest = ordered(floor), ordered(maximum)
-    # Below the highest floor some chunks left their tokens and some did not.
+    # Below the floor only some tokens are here: the lesser ones of groups that reach it.
     x_kept = x >= floor
     is_enough = floor == LOWEST
     knows_total = True
@@ -156,7 +148,7 @@ def _choose_slowly(logits_row, maximum, inverse_t, top_k, top_p, min_p, seed, po
     best_ids = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, vocab_size, BLOCK):
         ids = start + columns
-        x = tl.load(logits_row + ids, mask=ids < vocab_size, other=float("-inf"))
+        x = tl.load(logits_row + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
         z = (x - maximum) * inverse_t
         kept = (ordered(x) >= cut) & (z >= lowest_z) & (x > float("-inf"))
         scores = race(z, kept, ids, seed, position)
@@ -167,12 +159,15 @@ def _choose_slowly(logits_row, maximum, inverse_t, top_k, top_p, min_p, seed, po
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr, out_ptr, maxima_ptr, sums_ptr, floors_ptr, winners_ptr, ids_ptr,
+    logits_ptr, out_ptr, maxima_ptr, sums_ptr, winners_ptr, group_maxima_ptr, slots_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, row_stride, vocab_size,
-    NUM_CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, CAPACITY: tl.constexpr, SLOW_BLOCK: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    GROUP: tl.constexpr, CAPACITY: tl.constexpr, SLOW_BLOCK: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): from what the chunks left to one token."""
+    start_dependents(DEPENDENT)
+    await_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS_PADDED)
     parts, is_chunk = row * NUM_CHUNKS + chunks, chunks < NUM_CHUNKS
@@ -196,36 +191,19 @@ def _choose_kernel(
     sums = tl.load(sums_ptr + parts, mask=is_chunk, other=float("inf"))
     if (top_k > 0) | (top_p < 1) | (min_p > 0):
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
-        floor = tl.max(tl.load(floors_ptr + parts, mask=is_chunk, other=LOWEST), axis=0)
-        slots = tl.arange(0, CHUNKS_PADDED * CAPACITY)
-        ids = tl.load(ids_ptr + row * NUM_CHUNKS * CAPACITY + slots, mask=slots < NUM_CHUNKS * CAPACITY, other=-1)
-        x = tl.load(logits_ptr + row * row_stride + ids, mask=ids >= 0, other=float("-inf"))
+        logits_row = logits_ptr + row * row_stride
+        x, ids, floor = _candidates(logits_row, group_maxima_ptr + row * NUM_GROUPS, slots_ptr + row * CAPACITY,
+                                    maximum, top_k, vocab_size, NUM_GROUPS, GROUPS_PADDED, GROUP, CAPACITY)  # fmt: skip
         token_id, is_enough = _choose_among(x, ids, floor, maxima, sums, maximum, inverse_t, top_k, top_p, min_p,
                                             seed, position, vocab_size)  # fmt: skip
         if not is_enough:
-            token_id = _choose_slowly(logits_ptr + row * row_stride, maximum, inverse_t, top_k, top_p, min_p,
+            token_id = _choose_slowly(logits_row, maximum, inverse_t, top_k, top_p, min_p,
                                       seed, position, vocab_size, SLOW_BLOCK)  # fmt: skip
         tl.store(out_ptr + row, token_id.to(tl.int64))
     else:
         winners = tl.load(winners_ptr + parts, mask=is_chunk, other=0)
         scores = tl.where(maxima > float("-inf"), sums * tl.exp((maximum - maxima) * inverse_t), float("inf"))
         tl.store(out_ptr + row, first_of_least(scores, winners, vocab_size).to(tl.int64))
-
-
-@dataclass(frozen=True)
-class Chunking:
-    """How a vocabulary is cut: a function of its size alone."""
-
-    num_chunks: int
-    segments: int
-    segment: int
-
-    @classmethod
-    def of(cls, vocab_size: int) -> Chunking:
-        segment = min(SEGMENT, max(16, triton.next_power_of_2(vocab_size)))
-        num_segments = triton.cdiv(vocab_size, segment)
-        segments = min(SEGMENTS, triton.next_power_of_2(num_segments))
-        return cls(triton.cdiv(num_segments, segments), segments, segment)
 
 
 def sample(
@@ -243,28 +221,36 @@ def sample(
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return token_ids
-    chunking = Chunking.of(vocab_size)
-    num_chunks = chunking.num_chunks
+    cut = Grouping.of(vocab_size)
     is_filtered = temperature is not None and not (top_k is None and top_p is None and min_p is None)
-    num_slots = num_chunks * CAPACITY if is_filtered else 1
-    maxima, sums, floors = torch.empty(3, num_rows, num_chunks, dtype=torch.float32, device=device)
-    winners = torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device)
-    ids = torch.empty(num_rows, num_slots, dtype=torch.int32, device=device)
-    left = (maxima, sums, floors, winners, ids)
+    capacity = min(CANDIDATES // cut.group, triton.next_power_of_2(cut.num_groups)) if is_filtered else 1
+    maxima, sums = torch.empty(2, num_rows, cut.num_chunks, dtype=torch.float32, device=device)
+    winners = torch.empty(num_rows, cut.num_chunks, dtype=torch.int32, device=device)
+    slots = torch.empty(num_rows, capacity, dtype=torch.int32, device=device)
+    left = (maxima, sums, winners, cut.maxima(logits) if is_filtered else maxima)
     options = (temperature, top_k, top_p, min_p, seeds, positions, logits.stride(0), vocab_size)
     used = {
         "HAS_TEMPERATURE": temperature is not None,
         "HAS_TOP_K": top_k is not None,
         "HAS_TOP_P": top_p is not None,
         "HAS_MIN_P": min_p is not None,
-        "CAPACITY": CAPACITY,
-        "NUM_CHUNKS": num_chunks,
+        "NUM_CHUNKS": cut.num_chunks,
+        "GROUP": cut.group,
+        **dependent_launch(device),
     }
-    _chunk_kernel[(num_chunks, num_rows)](
-        logits, *left, *options, SEGMENTS=chunking.segments, SEGMENT=chunking.segment, **used, **CHUNK_LAUNCH
-    )
-    padded = triton.next_power_of_2(num_chunks)
+    _chunk_kernel[(cut.num_chunks, num_rows)](logits, *left, *options, CHUNK=cut.chunk, **used, **CHUNK_LAUNCH)
     _choose_kernel[(num_rows,)](
-        logits, token_ids, *left, *options, CHUNKS_PADDED=padded, SLOW_BLOCK=SLOW_BLOCK, **used, **CHOOSE_LAUNCH
+        logits,
+        token_ids,
+        *left,
+        slots,
+        *options,
+        CHUNKS_PADDED=triton.next_power_of_2(cut.num_chunks),
+        NUM_GROUPS=cut.num_groups,
+        GROUPS_PADDED=triton.next_power_of_2(cut.num_groups),
+        CAPACITY=capacity,
+        SLOW_BLOCK=SLOW_BLOCK,
+        num_warps=16 if is_filtered else 1,
+        **used,
     )
     return token_ids

@@ -1,4 +1,4 @@
-"""Device functions of sample: ordered floats, counter-based noise, cuts found by search over the bits of the floats.
+"""Device functions of sample: counter-based noise, cuts found by search over the bits of the floats.
 
 A cut is the largest key at or above which the mass (tokens for top-k, exp(z) for top-p) reaches a target.
 """
@@ -9,13 +9,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.triton.interpreter import INTERPRETING
-
-
-@triton.jit
-def ordered(x):
-    """Map fp32 to uint32 so that the order is kept; -0 equals 0."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+from slipstream_kernels.triton.token_groups import ordered
 
 
 @triton.jit
@@ -93,7 +87,7 @@ def _row_masses(logits_row, vocab_size, maximum, inverse_t, floor, first, second
     first_mass = tl.zeros((BLOCK,), tl.float32)
     second_mass, third_mass = first_mass, first_mass
     for start in range(0, vocab_size, BLOCK):
-        x = tl.load(logits_row + start + columns, mask=start + columns < vocab_size, other=float("-inf"))
+        x = tl.load(logits_row + start + columns, mask=start + columns < vocab_size, other=float("-inf")).to(tl.float32)
         keys = ordered(x)
         weights = tl.exp((x - maximum) * inverse_t)
         if COUNT:

@@ -1,0 +1,117 @@
+"""A row's largest tokens without a sort: neighbouring tokens form groups, and a few groups hold all that can matter.
+
+One pass over the logits leaves each group's largest.  If m groups reach a floor, every token from the floor up lies in
+these m groups: they alone are read again.  What is found so is exact; only how much it is worth depends on the row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+# Tokens of one program of the first pass.
+CHUNK = 4096
+MIN_GROUP = 8
+# Groups that one program of the second pass looks through: more would not fit its registers.
+MAX_GROUPS = 16384
+# Keys (see `ordered`) of -inf and of the lowest finite number.
+MINUS_INFINITY = tl.constexpr(0x007FFFFF)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """How a vocabulary is cut: a function of its size alone."""
+
+    chunk: int
+    num_chunks: int
+    group: int
+    num_groups: int  # of all chunks, also those past the end
+
+    @classmethod
+    def of(cls, vocab_size: int) -> Grouping:
+        chunk = min(CHUNK, max(2 * MIN_GROUP, triton.next_power_of_2(vocab_size)))
+        num_chunks = triton.cdiv(vocab_size, chunk)
+        group = min(chunk // 2, max(MIN_GROUP, triton.next_power_of_2(num_chunks * chunk) // MAX_GROUPS))
+        return cls(chunk, num_chunks, group, num_chunks * chunk // group)
+
+    def maxima(self, logits: torch.Tensor) -> torch.Tensor:
+        """Room for every row's largest logits of groups."""
+        return torch.empty(logits.shape[0], self.num_groups, dtype=logits.dtype, device=logits.device)
+
+
+@triton.jit
+def ordered(x):
+    """Map fp32 to uint32 so that the order is kept; -0 equals 0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def unordered(key):
+    """The fp32 of a key of `ordered`."""
+    bits = (key ^ 0x80000000).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_chunk(row_ptr, chunk, vocab_size, CHUNK: tl.constexpr, GROUP: tl.constexpr):
+    """(fp32 logits, ids), each [groups, GROUP]; -inf past the end."""
+    groups = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
+    ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32), ids
+
+
+@triton.jit
+def store_group_maxima(x, row_ptr, chunk):
+    """row_ptr: of a row's maxima, in the logits' own type, which holds them exactly."""
+    groups = chunk * x.shape[0] + tl.arange(0, x.shape[0])
+    tl.store(row_ptr + groups, tl.max(x, axis=1).to(row_ptr.dtype.element_ty))
+
+
+@triton.jit
+def load_group_keys(row_ptr, NUM_GROUPS: tl.constexpr, PADDED: tl.constexpr):
+    """Keys of a row's group maxima; 0, below all numbers, where there is no group."""
+    groups = tl.arange(0, PADDED)
+    x = tl.load(row_ptr + groups, mask=groups < NUM_GROUPS, other=float("-inf")).to(tl.float32)
+    return tl.where(groups < NUM_GROUPS, ordered(x), 0)
+
+
+@triton.jit
+def find_floor(keys, highest, enough, MOST: tl.constexpr):
+    """(floor, how many keys reach it): at least `enough` and at most MOST, if there is such a floor above -inf.
+
+    Else the lowest floor that at most MOST reach; floor - 1 is a key that more do, unless all above -inf reach floor.
+    """
+    low, high = tl.full((), MINUS_INFINITY, tl.uint32), highest + 1
+    num_reaching = tl.full((), 0, tl.int32)
+    # Down from the top by doubled steps until too many reach, then by halves: 2^22 is half an octave.
+    step = tl.full((), 1 << 22, tl.uint32)
+    while (high - low > 1) & (num_reaching < enough):
+        distance = high - low
+        middle = tl.where(distance > step, high - step, low + distance // 2)
+        count = tl.sum((keys >= middle).to(tl.int32), axis=0)
+        fits = count <= MOST
+        step = tl.where(fits, step * 2, 0xFFFFFFFF)
+        num_reaching = tl.where(fits, count, num_reaching)
+        high, low = tl.where(fits, middle, high), tl.where(fits, low, middle)
+    return high, num_reaching
+
+
+@triton.jit
+def listed(kept, places, slots_ptr, count, CAPACITY: tl.constexpr):
+    """Indices where kept, at their places: [CAPACITY] int32, -1 from count on.  slots_ptr: scratch of this program."""
+    tl.store(slots_ptr + places, tl.arange(0, kept.shape[0]), mask=kept & (places < CAPACITY))
+    tl.debug_barrier()
+    slots = tl.arange(0, CAPACITY)
+    return tl.load(slots_ptr + slots, mask=slots < count, other=-1, cache_modifier=".cg")
+
+
+@triton.jit
+def load_groups(row_ptr, groups, vocab_size, GROUP: tl.constexpr):
+    """(fp32 logits, ids), each [number of groups, GROUP]; a group of -1 is of -inf."""
+    ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    is_token = (groups >= 0)[:, None] & (ids < vocab_size)
+    return tl.load(row_ptr + ids, mask=is_token, other=float("-inf")).to(tl.float32), ids
