@@ -57,8 +57,8 @@ ROPE_SHAPE = {
 
 SAMPLE = {
     **STRIDES, "logits_ptr": "*fp32", "out_ptr": "*i64", "maxima_ptr": "*fp32", "sums_ptr": "*fp32",
-    "winners_ptr": "*i32", "group_maxima_ptr": "*fp32", "slots_ptr": "*i32", "temperature_ptr": "*fp32", "top_k_ptr": "*i32",
-    "top_p_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64", "positions_ptr": "*i64",
+    "winners_ptr": "*i32", "group_maxima_ptr": "*fp32", "slots_ptr": "*i32", "temperature_ptr": "*fp32",
+    "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64", "positions_ptr": "*i64",
 }  # fmt: skip
 SAMPLE_SHAPE = {
     "NUM_CHUNKS": 32, "CHUNKS_PADDED": 32, "CHUNK": 4096, "GROUP": 8, "NUM_GROUPS": 16384, "GROUPS_PADDED": 16384,

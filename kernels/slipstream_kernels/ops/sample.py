@@ -20,8 +20,8 @@ def sample(
 ) -> torch.Tensor:
     """Draw one token id per row: [num_rows] int64.
 
-    logits: [num_rows, vocab_size] fp32, bf16 or fp16, unchanged; -inf forbids a token.  The rest are [num_rows] or None (no row
-    uses it): temperature fp32, 0 = greedy (highest logit, lowest id among equals); None = all rows greedy.
+    logits: [num_rows, vocab_size] fp32, bf16 or fp16, unchanged; -inf forbids a token.  The rest are [num_rows] or
+    None (no row uses it): temperature fp32, 0 = greedy (highest logit, lowest id among equals); None = all rows greedy.
     top_k int32, <= 0 off; top_p fp32, >= 1 off; min_p fp32, <= 0 off (share of the most likely token's probability).
     Filters act on the tempered distribution in that order, as in vLLM and Hugging Face; tokens equal to the last one
     kept stay.
