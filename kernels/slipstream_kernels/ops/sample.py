@@ -34,6 +34,11 @@ def sample(
     return select("sample", backend, logits).sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
 
 
+def greedy(logits: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    """The id of the highest logit per row, the lowest id among equals: [num_rows] int64."""
+    return sample(logits, None, None, None, None, None, None, backend=backend)
+
+
 def _check(
     logits: torch.Tensor,
     temperature: torch.Tensor | None,
