@@ -65,7 +65,9 @@ def parameters() -> str:
         shown = (
             "unset" if default in ("", None) else f"`{str(default).lower() if isinstance(default, bool) else default}`"
         )
-        accepted = ", ".join(f"`{word}`" for word in parameter.accepted) or parameter.limits or _kind(default)
+        words = [f"`{word}`" for word in parameter.accepted]
+        words += [f"`{word}` (`{meant}`)" for word, meant in parameter.synonyms.items()]
+        accepted = ", ".join(words) or parameter.limits or _kind(default)
         aliases = ", ".join(f"`{alias}`" for alias in parameter.aliases)
         rows.append((f"`{parameter.name}`", shown, accepted, parameter.doc, aliases))
     return table(("parameter", "default", "accepted", "meaning", "also as"), rows)

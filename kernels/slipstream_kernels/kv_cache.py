@@ -15,7 +15,8 @@ import torch
 
 FP8_DTYPE, INT8_DTYPE, INT4_DTYPE = torch.float8_e4m3fn, torch.int8, torch.uint8
 TOKEN_SCALED_DTYPES = (INT8_DTYPE, INT4_DTYPE)
-QUANTIZED_DTYPES = (FP8_DTYPE, *TOKEN_SCALED_DTYPES)
+QUANTIZED_KV_DTYPES = {"fp8_e4m3": FP8_DTYPE, "int8": INT8_DTYPE, "int4": INT4_DTYPE}
+QUANTIZED_DTYPES = tuple(QUANTIZED_KV_DTYPES.values())
 
 
 @dataclass(frozen=True)

@@ -202,7 +202,7 @@ def test_names_the_bad_argument(name: str, change) -> None:
 
 def test_a_plain_cache_has_no_scales() -> None:
     step = make_step(GEOMETRIES[0], torch.float32, torch.float32, torch.device("cpu"))
-    with pytest.raises(ValueError, match="key_scale: a cache of .* has none"):
+    with pytest.raises(ValueError, match=r"key_scale: a cache of .* has none"):
         replace(step, cache=replace(step.cache, key_scale=torch.ones(2))).run("reference")
-    with pytest.raises(ValueError, match="value_cache: .* expected the keys'"):
+    with pytest.raises(ValueError, match=r"value_cache: .* expected the keys'"):
         replace(step, cache=replace(step.cache, value=step.cache.value[1:])).run("reference")

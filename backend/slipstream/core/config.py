@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 SCHEDULER_POLICIES = ("max_utilization", "guaranteed_no_evict")
-KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8_e4m3", "int8", "int4")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 QUANTIZATIONS = ("auto", "none", "fp8", "block_wise_fp8", "wint8", "w8a8_int8", "wint4", "w4a8_fp8")
 GROUP_SIZES = (0, -1, 32, 64, 128)

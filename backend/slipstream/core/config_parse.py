@@ -119,7 +119,8 @@ def _typed(parameter: Parameter, name: str, value: object, default: object) -> A
     elif isinstance(default, int | float):
         typed = _number(name, value, type(default))
     else:
-        typed = str(value).strip()
+        word = str(value).strip()
+        typed = parameter.synonyms.get(word, word)
     if parameter.accepted and typed not in parameter.accepted:
         close = difflib.get_close_matches(typed, parameter.accepted, n=1)
         hint = f" (did you mean {close[0]}?)" if close else ""

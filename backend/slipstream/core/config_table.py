@@ -7,8 +7,8 @@ parameter's default is that of the dataclass field it sets (config.py).
 # ruff: noqa: E501  (one row, one line)
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.core.config import (
@@ -33,6 +33,7 @@ class Parameter:
     """name: in config.pbtxt. path: "section.field" of EngineConfig. aliases: other backends' names of the same thing.
 
     accepted: the words accepted, or "" for any; is_good: a check of the typed value, described by `limits`.
+    synonyms: other backends' words -> ours.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Parameter:
     accepted: tuple[str, ...] = ()
     limits: str = ""
     is_good: Callable[[Any], bool] = lambda value: True
+    synonyms: Mapping[str, str] = field(default_factory=dict)
 
 
 def _at_least(low: int) -> dict[str, Any]:
@@ -86,7 +88,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("num_blocks", "cache.num_blocks", "Blocks of the KV cache; 0 is as many as fit.", **_at_least(0)),
     Parameter("memory_fraction", "cache.memory_fraction", "Share of free GPU memory, after the weights, for the KV cache.", ("kv_cache_free_gpu_mem_fraction", "gpu_memory_utilization"), **_FRACTION),
     Parameter("memory_bytes", "cache.memory_bytes", "Bytes for the KV cache instead of a share; 0 is unset.", **_at_least(0)),
-    Parameter("kv_cache_dtype", "cache.dtype", "Type of keys and values; `auto` is `dtype`.", accepted=KV_CACHE_DTYPES),
+    Parameter("kv_cache_dtype", "cache.dtype", "Type of keys and values; `auto` is `dtype`, a float type must be it. `fp8_e4m3`: half the bytes of a 16-bit type, with the checkpoint's scales if it has some; `int8`, `int4`: a scale per token and head.", ("kv_cache_quant_algo",), KV_CACHE_DTYPES, synonyms={"fp8": "fp8_e4m3", "FP8": "fp8_e4m3", "INT8": "int8"}),
     Parameter("enable_prefix_caching", "cache.enable_prefix_caching", "Reuse the cache of a prompt's beginning that was seen before.", ("enable_kv_cache_reuse",)),
     Parameter("max_num_batched_tokens", "scheduler.max_num_batched_tokens", "Token budget of one step.", ("max_num_tokens",), **_at_least(1)),
     Parameter("max_num_seqs", "scheduler.max_num_seqs", "Most sequences that run at once.", **_at_least(1)),

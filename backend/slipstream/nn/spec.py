@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from slipstream_kernels import ops
 
 from slipstream.nn.stored_format import StoredFormat
 
@@ -152,8 +153,8 @@ class DecoderSpec:
         return total
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values of one token in all layers, held in `dtype`."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        """Bytes of keys and values of one token in all layers, with their scales; `dtype` as ops.KvCache names types."""
+        return 2 * self.num_layers * self.num_kv_heads * ops.kv_row_bytes(self.head_dim, dtype)
 
 
 def read_spec(checkpoint_dir: str | Path) -> DecoderSpec:

@@ -122,8 +122,10 @@ class BatchBuilder:
         """
         arrays = self.arrays(step, sampled)
         names = [field.name for field in fields(StepArrays) if field.type == "np.ndarray"]
-        tensors = dict(zip(names, pack([getattr(arrays, name) for name in names], self._device)))
-        numbers = {field.name: getattr(arrays, field.name) for field in fields(StepArrays) if field.type == "int"}
+        tensors: dict[str, Any] = dict(zip(names, pack([getattr(arrays, name) for name in names], self._device)))
+        numbers: dict[str, Any] = {
+            field.name: getattr(arrays, field.name) for field in fields(StepArrays) if field.type == "int"
+        }
         tree_mask = None if arrays.tree_mask is None else pack([arrays.tree_mask], self._device)[0]
         batch = ForwardBatch(**tensors, **numbers, tree_mask=tree_mask)
         fill_pending(batch.token_ids, arrays.pending, sampled)

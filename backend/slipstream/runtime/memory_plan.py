@@ -12,6 +12,7 @@ import torch
 
 from slipstream.core.config import CacheConfig, EngineConfig
 from slipstream.core.errors import ConfigError
+from slipstream.nn.kv_types import resolve_kv_dtype
 from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.logprobs import MAX_PROMPT_ROWS
@@ -28,7 +29,7 @@ INTERMEDIATE_COPIES = 3
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where to compute and in which types, with every "auto" resolved."""
+    """Where to compute and in which types, with every "auto" resolved. kv_dtype: as ops.KvCache names types."""
 
     device: torch.device
     dtype: torch.dtype
@@ -36,15 +37,10 @@ class Hardware:
 
 
 def resolve_hardware(config: EngineConfig, spec: DecoderSpec) -> Hardware:
-    """Raises ConfigError for a device that is not there, and for a cache of another type than the model."""
+    """Raises ConfigError for a device that is not there, and for a type of cache that cannot serve there."""
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, spec, device)
-    kv_dtype = dtype if config.cache.dtype == "auto" else resolve_dtype(config.cache.dtype, spec, device)
-    if kv_dtype is not dtype:
-        name = str(dtype).removeprefix("torch.")
-        raise ConfigError(
-            "kv_cache_dtype", config.cache.dtype, f"accepted: auto or {name}, which the model computes in"
-        )
+    kv_dtype = resolve_kv_dtype(config.cache.dtype, spec, device, dtype, config.cache.block_size)
     return Hardware(device, dtype, kv_dtype)
 
 

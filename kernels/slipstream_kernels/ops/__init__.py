@@ -6,11 +6,12 @@ Importing this module does not import triton: that happens when a triton impleme
 
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
-from slipstream_kernels.kv_cache import KvCache, empty_kv_cache, kv_row_bytes
+from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
 from slipstream_kernels.ops.decode_attention import decode_attention
 from slipstream_kernels.ops.int4_mm import int4_mm, repack_int4
 from slipstream_kernels.ops.int8_mm import int8_mm
 from slipstream_kernels.ops.logprobs import TopLogprobs, top_logprobs
+from slipstream_kernels.ops.move_slots import move_slots
 from slipstream_kernels.ops.paged_attention import paged_attention
 from slipstream_kernels.ops.penalties import apply_bias, apply_penalties
 from slipstream_kernels.ops.quantize_fp8 import quantize_fp8, quantize_fp8_blocks
@@ -22,18 +23,21 @@ from slipstream_kernels.ops.quantize_int4 import (
     unpack_int4,
 )
 from slipstream_kernels.ops.quantize_int8 import quantize_int8
+from slipstream_kernels.ops.reject_drafts import reject_drafts, token_probs
 from slipstream_kernels.ops.rms_norm import rms_norm
 from slipstream_kernels.ops.rms_norm_fp8 import rms_norm_fp8
 from slipstream_kernels.ops.rope_write_kv import rope_write_kv
-from slipstream_kernels.ops.sample import sample
+from slipstream_kernels.ops.sample import greedy, sample
 from slipstream_kernels.ops.scaled_mm import block_scales, scaled_mm, scaled_mm_counters
 from slipstream_kernels.ops.select import BACKENDS, select
 from slipstream_kernels.ops.silu_mul import silu_mul
 from slipstream_kernels.ops.silu_mul_fp8 import silu_mul_fp8
+from slipstream_kernels.ops.stream_mm import max_streamed_tokens, stream_mm
 from slipstream_kernels.rotation import HeadNorms, Rope
 
 __all__ = [
     "BACKENDS",
+    "QUANTIZED_KV_DTYPES",
     "Fp8Rows",
     "Fp8Scheme",
     "HeadNorms",
@@ -46,12 +50,15 @@ __all__ = [
     "apply_penalties",
     "block_scales",
     "decode_attention",
+    "greedy",
     "dequantize_int4",
     "empty_kv_cache",
     "int4_mm",
     "int4_weight",
     "int8_mm",
     "kv_row_bytes",
+    "max_streamed_tokens",
+    "move_slots",
     "pack_int4",
     "paged_attention",
     "quantize_fp8",
@@ -59,6 +66,7 @@ __all__ = [
     "quantize_int4",
     "quantize_int8",
     "quantize_int8_weight",
+    "reject_drafts",
     "repack_int4",
     "rms_norm",
     "rms_norm_fp8",
@@ -69,6 +77,8 @@ __all__ = [
     "select",
     "silu_mul",
     "silu_mul_fp8",
+    "token_probs",
+    "stream_mm",
     "top_logprobs",
     "unpack_int4",
 ]

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.ops.paged_attention import TRITON_HEAD_DIMS
 from torch import Tensor
 
 from slipstream.nn.attention.backend import ATTENTION_BACKENDS, HeadTurn, LayerCache
 from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
 
 
@@ -52,11 +52,7 @@ class PagedAttention:
 
     def graph_refusal(self, block_size: int) -> str | None:
         """The reference, which serves what triton does not, reads lengths on the host."""
-        if self._head_dim not in TRITON_HEAD_DIMS:
-            return f"attention of head_dim {self._head_dim} is the reference's, accepted: {TRITON_HEAD_DIMS}"
-        return (
-            None if block_size >= 16 else f"attention over blocks of {block_size} is the reference's, accepted: >= 16"
-        )
+        return gpu_geometry_refusal(self._head_dim, block_size)
 
     def plan(self, batch: ForwardBatch) -> PagedStep:
         return PagedStep(batch, self._scale, self._sliding_windows)

@@ -1,0 +1,53 @@
+"""Types of the KV cache by their names in the configuration, and which of them can serve a model where."""
+
+from __future__ import annotations
+
+import torch
+from slipstream_kernels import ops
+from slipstream_kernels.ops.paged_attention import TRITON_HEAD_DIMS
+
+from slipstream.core.errors import ConfigError
+from slipstream.nn.spec import DecoderSpec
+
+FIELD = "kv_cache_dtype"
+QUANTIZED = ops.QUANTIZED_KV_DTYPES
+MIN_BLOCK_SIZE = 16  # of the GPU kernels: a tile of keys is 16 tokens at least
+
+
+def resolve_kv_dtype(
+    name: str, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, block_size: int
+) -> torch.dtype:
+    """The dtype of the cache's tensors; "auto" is the model's own.
+
+    Raises ConfigError for another float type than the model computes in, and for what its kernels cannot serve.
+    """
+    own = str(dtype).removeprefix("torch.")
+    if name in ("auto", own):
+        return dtype
+    if name not in QUANTIZED:
+        accepted = f"auto or {own}, which the model computes in, {', '.join(QUANTIZED)}"
+        raise ConfigError(FIELD, name, f"accepted: {accepted}")
+    refusal = _refusal(name, spec.head_dim, device, block_size)
+    if refusal is not None:
+        raise ConfigError(FIELD, name, f"{refusal}; accepted: auto or {own}")
+    return QUANTIZED[name]
+
+
+def gpu_geometry_refusal(head_dim: int, block_size: int) -> str | None:
+    """Why no GPU kernel attends to such a cache, so that the reference must; None if one does."""
+    if head_dim not in TRITON_HEAD_DIMS:
+        return f"attention of head_dim {head_dim} is the reference's, accepted: {TRITON_HEAD_DIMS}"
+    if block_size < MIN_BLOCK_SIZE:
+        return f"attention over blocks of {block_size} is the reference's, accepted: >= {MIN_BLOCK_SIZE}"
+    return None
+
+
+def _refusal(name: str, head_dim: int, device: torch.device, block_size: int) -> str | None:
+    if name == "int4" and head_dim % 2:
+        return f"two values share a byte, head_dim {head_dim} is odd"
+    if device.type != "cuda":
+        return None
+    if name == "fp8_e4m3" and torch.cuda.get_device_capability(device) < (8, 9):
+        major, minor = torch.cuda.get_device_capability(device)
+        return f"FP8 needs compute capability 8.9, this GPU has {major}.{minor}"
+    return gpu_geometry_refusal(head_dim, block_size)

@@ -1,0 +1,97 @@
+"""Every type of KV cache through the engine: what must not change the text does not, and what each type costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import GREEDY, make_engine, run_all
+from slipstream.core.config_parse import config_from_values
+from slipstream.core.errors import ConfigError
+from slipstream.core.request import Request
+from slipstream.nn.kv_types import resolve_kv_dtype
+from slipstream.runtime.engine import Engine
+
+Texts = list[list[int]]
+KV_TYPES = ["fp8_e4m3", "int8", "int4"]
+
+
+def _texts(engine: Engine, prompts: Texts) -> Texts:
+    return [told.token_ids for told in run_all(engine, prompts, GREEDY)]
+
+
+@pytest.fixture(scope="module", params=KV_TYPES)
+def kv_type(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def expected(kv_type: str, tiny_llama: Path, prompts: Texts) -> Texts:
+    """One prompt at a time, whole, from an empty cache."""
+    engine = make_engine(tiny_llama, cache={"dtype": kv_type, "enable_prefix_caching": False})
+    return [_texts(engine, [prompt])[0] for prompt in prompts]
+
+
+def test_the_type_is_used(kv_type: str, expected: Texts, engine: Engine, prompts: Texts) -> None:
+    """A random model's near ties turn over: were all texts those of the float cache, nothing would be quantised."""
+    assert expected != _texts(engine, prompts)
+
+
+def test_batch_and_prefix_hit_are_single(kv_type: str, tiny_llama: Path, prompts: Texts, expected: Texts) -> None:
+    engine = make_engine(tiny_llama, cache={"dtype": kv_type})
+    assert _texts(engine, prompts) == expected
+    hits = engine.scheduler.cache.num_prefix_hits
+    assert _texts(engine, prompts) == expected
+    assert engine.scheduler.cache.num_prefix_hits > hits
+
+
+def test_chunked_is_whole(kv_type: str, tiny_llama: Path, prompts: Texts, expected: Texts) -> None:
+    engine = make_engine(tiny_llama, cache={"dtype": kv_type}, scheduler={"max_num_batched_tokens": 21})
+    assert _texts(engine, prompts) == expected
+
+
+def test_preempted_is_not(kv_type: str, tiny_llama: Path, prompts: Texts, expected: Texts) -> None:
+    cache = {"dtype": kv_type, "num_blocks": 20}
+    engine = make_engine(tiny_llama, model={"max_model_len": 128}, cache=cache)
+    requests = [Request(list(prompt), GREEDY) for prompt in prompts]
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work:
+        engine.step()
+    assert [request.output_token_ids for request in requests] == expected
+    assert sum(request.num_preemptions for request in requests) > 0
+
+
+def test_bytes_per_token(tiny_llama: Path) -> None:
+    """Scales included: 4 bytes a head and token for int8 and int4, none for fp8."""
+    spec = make_engine(tiny_llama).spec
+    heads = 2 * spec.num_layers * spec.num_kv_heads
+    expected = {"fp8_e4m3": spec.head_dim, "int8": spec.head_dim + 4, "int4": spec.head_dim // 2 + 4}
+    for kv_type, num_bytes in expected.items():
+        plan = make_engine(tiny_llama, cache={"dtype": kv_type}).memory_plan
+        assert plan.block_bytes == 8 * heads * num_bytes
+    assert spec.kv_bytes_per_token(torch.float16) == heads * spec.head_dim * 2
+
+
+def test_refusals_name_what_is_accepted(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8_e5m2': accepted: auto or float32, .* int8, int4"):
+        make_engine(tiny_llama, cache={"dtype": "fp8_e5m2"})
+    odd = replace(make_engine(tiny_llama).spec, head_dim=33)
+    cpu, cuda, float32 = torch.device("cpu"), torch.device("cuda"), torch.float32
+    assert resolve_kv_dtype("int8", odd, cpu, float32, 16) == torch.int8
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int4': two values share a byte, head_dim 33 is odd"):
+        resolve_kv_dtype("int4", odd, cpu, float32, 16)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8': .*head_dim 33 .*accepted: auto or float32"):
+        resolve_kv_dtype("int8", odd, cuda, float32, 16)
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8': .*blocks of 8 .*>= 16"):
+        resolve_kv_dtype("int8", replace(odd, head_dim=64), cuda, float32, 8)
+
+
+@pytest.mark.parametrize(("word", "meant"), [("fp8", "fp8_e4m3"), ("FP8", "fp8_e4m3"), ("INT8", "int8")])
+def test_other_backends_words(word: str, meant: str) -> None:
+    for name in ("kv_cache_dtype", "kv_cache_quant_algo"):
+        assert config_from_values({"model": "/somewhere", name: word}).cache.dtype == meant
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp7': accepted: auto, .*fp8_e4m3, int8, int4"):
+        config_from_values({"model": "/somewhere", "kv_cache_dtype": "fp7"})
