@@ -11,8 +11,8 @@ from slipstream_kernels.ops import Int4Weight, Int8Rows
 from tolerances import INT_MM
 
 # tokens, out, in, group size; group 0 is one per row
-SHAPES = [(1, 16, 64, 32), (5, 72, 256, 128), (3, 40, 192, 64), (17, 24, 96, 0)]
-BACKENDS = ["reference"]
+SHAPES = [(1, 16, 64, 32), (5, 72, 256, 128), (3, 40, 192, 64), (17, 24, 96, 0), (70, 24, 320, 0)]
+BACKENDS = ["reference", "triton"]
 
 
 def int4(out_features: int, in_features: int, group_size: int, has_zeros: bool, device) -> Int4Weight:

@@ -37,6 +37,17 @@ SCALED_MM = {
     "out_ptr": "*bf16", "partial_ptr": "*fp32", "counters_ptr": "*i32", "num_tokens": "i32", "num_rows": "i32",
     "out_features": "i32", "scales_row_stride": "i32",
 }  # fmt: skip
+INT_MM = {
+    "x_ptr": "*bf16", "x_scales_ptr": "*fp32", "packed_ptr": "*u8", "values_ptr": "*i8", "scales_ptr": "*fp32",
+    "zeros_ptr": "*u8", "bias_ptr": "*bf16", "out_ptr": "*bf16", "x_row_stride": "i32", "num_tokens": "i32",
+    "out_features": "i32",
+}  # fmt: skip
+INT_MM_TILE = {
+    "IN_FEATURES": 4096, "GROUP_SIZE": 128, "HAS_X_SCALES": False, "HAS_ZEROS": True, "HAS_BIAS": True, "BLOCK_M": 64,
+    "BLOCK_N": 64, "BLOCK_K": 128, "FACTOR": triton.language.bfloat16, "IS_INT8": False,
+}  # fmt: skip
+FP8_INPUTS = {"HAS_X_SCALES": True, "HAS_ZEROS": False, "BLOCK_M": 16}
+
 SCALED_MM_TILE = {
     "IN_FEATURES": 4096, "HAS_BIAS": True, "NUM_SPLITS": 4, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
     "NUM_STAGES": 5,
@@ -98,6 +109,11 @@ KERNELS = [
     ("silu_mul_fp8", "_silu_mul_fp8_kernel", FP8_ROWS, FP8_TILE, 8),
     ("scaled_mm", "_scaled_mm_kernel", SCALED_MM, {**SCALED_MM_TILE, "IS_BLOCKWISE": True}, 4),
     ("scaled_mm", "_scaled_mm_kernel", SCALED_MM, {**SCALED_MM_TILE, "IS_BLOCKWISE": False}, 4),
+    ("int4_mm", "_int4_mm_kernel", INT_MM, INT_MM_TILE, 4),
+    ("int4_mm", "_int4_mm_kernel", {**INT_MM, "x_ptr": "*fp8e4nv"}, {**INT_MM_TILE, **FP8_INPUTS}, 4),
+    ("int8_mm", "_int8_mm_kernel", INT_MM, INT_MM_TILE, 4),
+    ("int8_mm", "_int8_mm_kernel", {**INT_MM, "x_ptr": "*i8"}, {**INT_MM_TILE, "IS_INT8": True}, 4),
+    ("quantize_int8", "_quantize_int8_kernel", {**FP8_ROWS, "values_ptr": "*i8"}, FP8_TILE, 8),
     (
         "logprobs", "_logprob_kernel",
         {**STRIDES, "logits_ptr": "*fp32", "chosen_ptr": "*i64", "log_normaliser_ptr": "*fp32", "logprob_ptr": "*fp32",

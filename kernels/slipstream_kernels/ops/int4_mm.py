@@ -8,6 +8,8 @@ from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
 
+TRITON_BLOCK = 128  # input features that triton/int4_mm.py takes at a time
+
 
 def int4_mm(
     x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None = None, *, backend: str = "auto"
@@ -26,7 +28,7 @@ def int4_mm(
         require_shape("bias", bias, (weight.out_features,))
     if not weight.is_repacked:
         check_int4(weight)
-    return select("int4_mm", backend, rows).int4_mm(x, weight, bias)
+    return select("int4_mm", backend, rows, _triton_refusal(weight)).int4_mm(x, weight, bias)
 
 
 def repack_int4(weight: Int4Weight) -> Int4Weight:
@@ -53,6 +55,14 @@ def check_int4(weight: Int4Weight) -> None:
         require_shape("zeros", weight.zeros, tuple(weight.scales.shape))
         if weight.zeros.dtype != torch.uint8:
             raise ValueError(f"zeros: dtype {weight.zeros.dtype}, expected uint8")
+
+
+def _triton_refusal(weight: Int4Weight) -> str | None:
+    """Why the Triton-lang version cannot take the weight; None if it can."""
+    size = weight.group_size
+    if size % TRITON_BLOCK and size not in (32, 64, weight.in_features):
+        return f"group_size {size} is neither 32, 64, a multiple of {TRITON_BLOCK} nor the whole row"
+    return "the weight is packed for another kernel" if weight.is_repacked else None
 
 
 def _check_rows(x: torch.Tensor | Fp8Rows, in_features: int) -> None:
