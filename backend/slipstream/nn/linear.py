@@ -9,7 +9,7 @@ from functools import partial
 from torch import Tensor
 
 from slipstream.nn.placement import Placement
-from slipstream.nn.quant.input_form import Activation
+from slipstream.nn.quant.input_form import A, Activation, InputForm
 from slipstream.nn.quant.method import Weights
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.tensor_slot import TensorSlot
@@ -31,6 +31,10 @@ class Linear:
     def apply(self, x: Activation) -> Tensor:
         """The product of rows that are in `input_form` already."""
         return self.method.apply(self.weights, x)
+
+    def apply_gated(self, x: Activation, form: InputForm[A]) -> A:
+        """silu(gate) · up of the product [gate, up], as layers of `form` read it."""
+        return self.method.apply_gated(self.weights, x, form)
 
     def slots(self) -> Iterator[tuple[str, str, TensorSlot]]:
         """(part, suffix, slot) of each tensor that a checkpoint stores for this layer: ("q", "weight", …)."""

@@ -17,4 +17,4 @@ class MLP:
 
     def __call__(self, hidden: Activation) -> Tensor:
         """hidden: rows in the input form of gate_up."""
-        return self.down.apply(self.down.input_form.silu_mul(self.gate_up.apply(hidden)))
+        return self.down.apply(self.gate_up.apply_gated(hidden, self.down.input_form))

@@ -12,7 +12,7 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.quant import input_form
-from slipstream.nn.quant.input_form import Activation, InputForm
+from slipstream.nn.quant.input_form import A, Activation, InputForm
 from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
@@ -39,6 +39,27 @@ def quantised_weights(spec: LinearSpec, scales: Tensor, dtype: torch.dtype) -> W
     if spec.bias:
         weights["bias"] = torch.empty(spec.out_features, dtype=dtype, device=scales.device)
     return weights
+
+
+def fp8_form(scheme: ops.Fp8Scheme, weights: Weights) -> input_form.Fp8:
+    """Rows quantised by the scheme, or plain where they are so few that the product streams the weight."""
+    return input_form.Fp8(scheme, ops.max_streamed_tokens(weights["weight"], weights["scale"]))
+
+
+def multiply_fp8(weights: Weights, x: Activation) -> Tensor:
+    """The product of rows in `fp8_form`: plain ones by weights expanded in registers, e4m3 ones by tensor cores."""
+    assert not isinstance(x, ops.Int8Rows)
+    bias = weights.get("bias")
+    if isinstance(x, Tensor):
+        return ops.stream_mm(x, weights["weight"], weights["scale"], bias)
+    return ops.scaled_mm(x, weights["weight"], weights["scale"], bias, counters=weights["counters"])
+
+
+def multiply_fp8_gated(weights: Weights, x: Activation, form: InputForm[A]) -> A:
+    """silu(gate) · up of that product, in `form`."""
+    if isinstance(x, Tensor):
+        return form.cast(ops.stream_mm(x, weights["weight"], weights["scale"], weights.get("bias"), gated=True))
+    return form.silu_mul(multiply_fp8(weights, x))
 
 
 @dataclass(frozen=True)
@@ -90,12 +111,13 @@ class Fp8:
         """Weights are held as they are multiplied."""
 
     def input_form(self, weights: Weights) -> InputForm[Activation]:
-        return input_form.Fp8(ops.Fp8Scheme(scale=weights.get(INPUT_SCALE)))
+        return fp8_form(ops.Fp8Scheme(scale=weights.get(INPUT_SCALE)), weights)
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
-        assert isinstance(x, ops.Fp8Rows)
-        bias, counters = weights.get("bias"), weights["counters"]
-        return ops.scaled_mm(x, weights["weight"], weights["scale"], bias, counters=counters)
+        return multiply_fp8(weights, x)
+
+    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+        return multiply_fp8_gated(weights, x, form)
 
 
 QUANT_METHODS.register("fp8")(Fp8())

@@ -13,9 +13,15 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
-from slipstream.nn.quant import input_form
-from slipstream.nn.quant.fp8 import E4M3_DTYPES, fp8_refusal, quantised_weights
-from slipstream.nn.quant.input_form import Activation, InputForm
+from slipstream.nn.quant.fp8 import (
+    E4M3_DTYPES,
+    fp8_form,
+    fp8_refusal,
+    multiply_fp8,
+    multiply_fp8_gated,
+    quantised_weights,
+)
+from slipstream.nn.quant.input_form import A, Activation, InputForm
 from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
@@ -66,12 +72,13 @@ class BlockWiseFp8:
         """Weights are held as they are multiplied."""
 
     def input_form(self, weights: Weights) -> InputForm[Activation]:
-        return input_form.Fp8(ops.Fp8Scheme(BLOCK))
+        return fp8_form(ops.Fp8Scheme(BLOCK), weights)
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
-        assert isinstance(x, ops.Fp8Rows)
-        bias, counters = weights.get("bias"), weights["counters"]
-        return ops.scaled_mm(x, weights["weight"], weights["scale"], bias, counters=counters)
+        return multiply_fp8(weights, x)
+
+    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+        return multiply_fp8_gated(weights, x, form)
 
 
 def _require_whole_blocks(spec: LinearSpec) -> None:

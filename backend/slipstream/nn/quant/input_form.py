@@ -13,6 +13,7 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 Activation = Tensor | ops.Fp8Rows | ops.Int8Rows
+A = TypeVar("A", bound=Activation)
 A_co = TypeVar("A_co", bound=Activation, covariant=True)
 
 
@@ -49,18 +50,26 @@ class Plain:
 
 @dataclass(frozen=True)
 class Fp8:
-    """Rows quantised to e4m3 by the scheme."""
+    """Rows quantised to e4m3 by the scheme; up to max_plain_rows of them stay as they are.
+
+    Products of so few rows take the time of reading the weight: quantising rows would cost a kernel and gain nothing.
+    """
 
     scheme: ops.Fp8Scheme
+    max_plain_rows: int = 0
 
-    def cast(self, x: Tensor) -> ops.Fp8Rows:
-        return ops.quantize_fp8(x, self.scheme)
+    def cast(self, x: Tensor) -> Tensor | ops.Fp8Rows:
+        return x if x.shape[0] <= self.max_plain_rows else ops.quantize_fp8(x, self.scheme)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[ops.Fp8Rows, Tensor]:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
+    ) -> tuple[Tensor | ops.Fp8Rows, Tensor]:
+        if x.shape[0] <= self.max_plain_rows:
+            return PLAIN.rms_norm(x, weight, eps, residual)
         return ops.rms_norm_fp8(x, weight, eps, residual, self.scheme)
 
-    def silu_mul(self, x: Tensor) -> ops.Fp8Rows:
-        return ops.silu_mul_fp8(x, self.scheme)
+    def silu_mul(self, x: Tensor) -> Tensor | ops.Fp8Rows:
+        return ops.silu_mul(x) if x.shape[0] <= self.max_plain_rows else ops.silu_mul_fp8(x, self.scheme)
 
 
 @dataclass(frozen=True)

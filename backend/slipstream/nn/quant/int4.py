@@ -15,7 +15,7 @@ from torch import Tensor
 from slipstream.core.errors import ConfigError
 from slipstream.nn.quant import input_form
 from slipstream.nn.quant.fp8 import fp8_refusal
-from slipstream.nn.quant.input_form import PLAIN, Activation, InputForm
+from slipstream.nn.quant.input_form import PLAIN, A, Activation, InputForm
 from slipstream.nn.quant.int4_packing import CODES_PER_WORD, PACKINGS
 from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, Weights, plain_tensors
 from slipstream.nn.spec import LinearSpec
@@ -96,6 +96,9 @@ class Int4:
             x = ops.quantize_fp8(x) if self.fp8_inputs else x
         rows = x.values if isinstance(x, ops.Fp8Rows) else x
         return ops.int4_mm(x, self._weight(weights, rows.shape[1]), weights.get("bias"))
+
+    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+        return form.silu_mul(self.apply(weights, x))
 
     @property
     def _has_order(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.nn.quant import input_form
 from slipstream.nn.quant.fp8 import INPUT_SCALE
-from slipstream.nn.quant.input_form import PLAIN, Activation, InputForm
+from slipstream.nn.quant.input_form import PLAIN, A, Activation, InputForm
 from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
@@ -92,6 +92,9 @@ class Int8:
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         assert not isinstance(x, ops.Fp8Rows)
         return ops.int8_mm(x, weights["values"], weights["scales"], weights.get("bias"))
+
+    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+        return form.silu_mul(self.apply(weights, x))
 
 
 QUANT_METHODS.register("wint8")(Int8())

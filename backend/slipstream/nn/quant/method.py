@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.registry import Registry
-from slipstream.nn.quant.input_form import Activation, InputForm
+from slipstream.nn.quant.input_form import A, Activation, InputForm
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.tensor_slot import FLOAT_DTYPES
 
@@ -69,6 +69,10 @@ class QuantMethod(Protocol):
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         """x: [T, in_features] in the method's input form -> [T, out_features]."""
+        ...
+
+    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+        """silu(gate) · up of the product [gate, up], in `form`: one kernel where the method has such, else two."""
         ...
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.quant.input_form import PLAIN, Activation, InputForm
+from slipstream.nn.quant.input_form import PLAIN, A, Activation, InputForm
 from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, Weights, plain_tensors
 from slipstream.nn.spec import LinearSpec
 
@@ -40,10 +41,19 @@ class Unquantized:
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         assert isinstance(x, Tensor)
-        packed = weights.get("packed")
-        if packed is None:
-            return F.linear(x, weights["weight"], weights.get("bias"))
-        return torch.ops.mkldnn._linear_pointwise(x, packed, weights.get("bias"), "none", [], "")
+        packed, bias = weights.get("packed"), weights.get("bias")
+        if packed is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        if x.shape[0] <= ops.max_streamed_tokens(weights["weight"]):
+            return ops.stream_mm(x, weights["weight"], bias=bias)
+        return F.linear(x, weights["weight"], bias)
+
+    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+        assert isinstance(x, Tensor)
+        weight = weights.get("weight")
+        if weight is None or x.shape[0] > ops.max_streamed_tokens(weight):
+            return form.silu_mul(self.apply(weights, x))
+        return form.cast(ops.stream_mm(x, weight, bias=weights.get("bias"), gated=True))
 
 
 def _can_pack(weight: Tensor) -> bool:

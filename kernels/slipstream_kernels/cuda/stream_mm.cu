@@ -1,0 +1,88 @@
+// Products of few tokens with large weights, for Hopper (sm_90a): y = x W^T. Contract: ops/stream_mm.py.
+//
+// The bytes of W are the bound. One persistent CTA per SM streams an equal share of whole weight rows (stream_shape.cuh)
+// through a ring in shared memory, filled by bulk copies that two warps issue (stream_producer.cuh); 8 warps multiply
+// 16 weight rows by 8 tokens at a time (stream_consumer.cuh) and add their sums at the end (stream_epilogue.cuh). The
+// kernel starts while the one before it still runs, and fills its ring before it waits for that one's results: weights
+// are nobody's output. Built once per SLIPSTREAM_OPERAND (__half, __nv_bfloat16) and SLIPSTREAM_WEIGHTS (a format of
+// stream_weights.cuh).
+
+#include "dependent_launch.cuh"
+#include "stream_epilogue.cuh"
+#include "stream_producer.cuh"
+#include "stream_weights.cuh"
+
+namespace slipstream {
+
+template <typename SHAPE>
+__global__ void __launch_bounds__(SHAPE::kThreads, 2) stream_mm_kernel(const __grid_constant__ StreamParams p) {
+  extern __shared__ __align__(128) char memory[];
+  const uint32_t ring = shared_address(memory), barriers = ring + SHAPE::kBarrierOffset;
+  start_dependents();
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < SHAPE::kSlots; ++slot) {
+      init_barrier(barriers + 8 * slot, SHAPE::kProducers);
+      init_barrier(barriers + 8 * (slot + SHAPE::kSlots), SHAPE::kWarps);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x / 32 >= SHAPE::kWarps) {
+    produce<SHAPE>(p, ring, barriers);
+    return;
+  }
+  await_previous();
+  Consumer<SHAPE> consumer{p, ring, barriers};
+  const Epilogue<SHAPE> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset)};
+  consumer.x.load(p, consumer.first_column(0));
+  const UnitRange cta = units_of_cta(p);
+#pragma unroll 1
+  for (int begin = cta.begin; begin < cta.end; begin += SHAPE::kUnitsPerPass) {
+    const UnitRange pass{begin, min(begin + SHAPE::kUnitsPerPass, cta.end)};
+    Sums<SHAPE> sums;
+    sums.clear();
+    consumer.consume_pass(pass, sums);
+    epilogue.write(pass, sums);
+  }
+}
+
+template <int TILES, int COLUMNS, bool IS_GATED>
+cudaError_t launch_variant(const StreamParams& params, cudaStream_t stream) {
+  using Shape = StreamShape<SLIPSTREAM_WEIGHTS<SLIPSTREAM_OPERAND>, TILES, COLUMNS, IS_GATED>;
+  auto* kernel = stream_mm_kernel<Shape>;
+  static const cudaError_t configured =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
+  if (configured != cudaSuccess) return configured;
+  return launch_kernel(params.is_dependent != 0, dim3(params.num_ctas), Shape::kThreads, Shape::kTotalBytes, stream,
+                       kernel, params);
+}
+
+template <int TILES, int COLUMNS>
+cudaError_t launch_gated(const StreamParams& params, cudaStream_t stream) {
+  if (params.is_gated != 0) return launch_variant<TILES, COLUMNS, true>(params, stream);
+  return launch_variant<TILES, COLUMNS, false>(params, stream);
+}
+
+template <int TILES>
+cudaError_t launch_tiles(const StreamParams& params, cudaStream_t stream) {
+  if (params.columns == 1) return launch_gated<TILES, 1>(params, stream);
+  if (params.columns == 2) return launch_gated<TILES, 2>(params, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace slipstream
+
+#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
+
+// Returns a cudaError_t; 0 is success.
+SLIPSTREAM_API int slipstream_stream_mm(const StreamParams* params, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (params->tiles == 2) return slipstream::launch_tiles<2>(*params, cuda_stream);
+  if (params->tiles == 3) return slipstream::launch_tiles<3>(*params, cuda_stream);
+  if (params->tiles == 4) return slipstream::launch_tiles<4>(*params, cuda_stream);
+  return cudaErrorInvalidValue;
+}
+
+SLIPSTREAM_API const char* slipstream_error_text(int error) {
+  return cudaGetErrorString(static_cast<cudaError_t>(error));
+}

@@ -1,0 +1,86 @@
+"""stream_mm: contract and choice.  Few tokens times a large weight: the time is that of reading the weight."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from slipstream_kernels.fp8 import BLOCK, E4M3
+from slipstream_kernels.ops.select import FLOAT_DTYPES, require_float, require_shape, require_unit_stride
+
+BACKENDS = ("auto", "reference", "cuda")
+
+
+def stream_mm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Return x @ dequantised(weight).T + bias as [num_tokens, out_features], accumulated in fp32.
+
+    gated: the first half of y's columns gates the second: returns silu(y[:, :half]) * y[:, half:], rounded once.
+    x: [num_tokens, in_features] fp32, bf16 or fp16, last dimension contiguous; the result has its dtype.
+    weight: [out_features, in_features], contiguous, of x's dtype, or e4m3 with scales: fp32 [out_features], or
+    `block_scales`.  With an e4m3 weight x is not quantised: only the weight's own error remains.
+    bias: [out_features] of x's dtype.  backend: "cuda" (Hopper, ValueError if it cannot run), "reference", "auto".
+    The sum of a row of y is that of 8 interleaved parts of the columns, whatever else is in the batch: it does not
+    depend on num_tokens.  There is no Triton-lang version: what this adds over its matmul, weights that are fetched
+    before the kernel before has ended, and whole rows per SM, Triton-lang cannot say.
+    """
+    _check_weight(x, weight, scales)
+    if bias is not None:
+        require_shape("bias", bias, (weight.shape[0],))
+        if bias.dtype != x.dtype:
+            raise ValueError(f"bias: dtype {bias.dtype}, expected {x.dtype}")
+    if gated and weight.shape[0] % 2:
+        raise ValueError(f"weight: {weight.shape[0]} rows, gated products need pairs")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
+    if backend == "cuda" or (backend == "auto" and x.is_cuda):
+        cuda = importlib.import_module("slipstream_kernels.cuda.stream_mm")
+        refusal = cuda.refusal(x, weight, scales)
+        if refusal is None:
+            return cuda.stream_mm(x, weight, scales, bias, gated)
+        if backend == "cuda":
+            raise ValueError(f"backend: cuda cannot run stream_mm: {refusal}")
+    return importlib.import_module("slipstream_kernels.reference.stream_mm").stream_mm(x, weight, scales, bias, gated)
+
+
+def max_streamed_tokens(weight: torch.Tensor, scales: torch.Tensor | None = None) -> int:
+    """Up to how many tokens stream_mm is the fastest product with this weight here; 0: never.
+
+    For 16-bit weights beside 16-bit rows and for e4m3 weights.  Measured on one H200 (docs/LOG.md).
+    """
+    if not weight.is_cuda:
+        return 0
+    return int(importlib.import_module("slipstream_kernels.cuda.stream_mm").max_tokens(weight, scales))
+
+
+def _check_weight(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -> None:
+    require_float("x", x)
+    require_unit_stride("x", x)
+    if weight.dim() != 2 or not weight.is_contiguous():
+        raise ValueError(f"weight: shape {tuple(weight.shape)}, expected contiguous [out_features, in_features]")
+    out_features, in_features = weight.shape
+    require_shape("x", x, (x.shape[0], in_features))
+    if weight.dtype in FLOAT_DTYPES:
+        if weight.dtype != x.dtype:
+            raise ValueError(f"weight: dtype {weight.dtype}, expected x's {x.dtype}, or {E4M3}")
+        if scales is not None:
+            raise ValueError(f"scales: a weight of {weight.dtype} has none")
+        return
+    if weight.dtype != E4M3:
+        raise ValueError(f"weight: dtype {weight.dtype}, expected {x.dtype} or {E4M3}")
+    if scales is None or scales.dtype != torch.float32:
+        raise ValueError(f"scales: a weight of {E4M3} needs fp32 scales")
+    if scales.dim() == 1:
+        return require_shape("scales", scales, (out_features,))
+    if in_features % BLOCK:
+        raise ValueError(f"weight: {in_features} columns, block-wise scales need a multiple of {BLOCK}")
+    columns = in_features // BLOCK
+    require_shape("scales", scales, (-(-out_features // BLOCK), columns + -columns % 4))

@@ -1,0 +1,21 @@
+"""stream_mm in plain torch: the weight dequantised, multiplied in fp32."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.reference.scaled_mm import dequantize_weight
+
+
+def stream_mm(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, gated: bool
+) -> torch.Tensor:
+    """See ops.stream_mm."""
+    wide = weight.float() if scales is None else dequantize_weight(weight, scales)
+    y = x.float() @ wide.t()
+    if bias is not None:
+        y = y + bias.float()
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = torch.nn.functional.silu(gate) * up
+    return y.to(x.dtype)
