@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from slipstream.core.admission import check_fits
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
@@ -28,8 +30,11 @@ from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.runtime.intake import Intake
 from slipstream.runtime.memory_plan import free_device_memory, plan_memory, resolve_hardware
-from slipstream.runtime.runner import ModelRunner, NullRunner, PendingSample, Runner, StepSample
+from slipstream.runtime.runner import ModelRunner, NullRunner, Runner
+from slipstream.runtime.speculation.proposer import ComputedTokens, StepResult, Surroundings
+from slipstream.runtime.speculation.speculator import Speculator, make_planner
 from slipstream.runtime.start_up import StartUp
+from slipstream.runtime.step_sample import PendingSample, StepSample, computed_rows
 from slipstream.runtime.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -56,6 +61,7 @@ class _Flight:
     """A step that has been launched and not read."""
 
     step: ScheduledStep
+    hidden: torch.Tensor | None
     sample: PendingSample
 
 
@@ -85,11 +91,14 @@ class Engine:
         self.start_up.log()
         self.stats = Stats()
         cache = KVCacheManager(self.memory_plan.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
-        self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats)
+        target = self._runner.model if isinstance(self._runner, ModelRunner) else None
+        self._speculator = Speculator(Surroundings(config, hardware, self.memory_plan, target))
+        planner = make_planner(config.speculation, hardware)
+        self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats, planner)
         self._num_ahead = 1 if overlaps(config.scheduler.overlap_scheduling, hardware.device.type) else 0
         self._flights: deque[_Flight] = deque()
         self.error: EngineError | None = None
-        self._intake = Intake(self.spec, self.tokenizer)
+        self._intake = Intake(self.spec, self.tokenizer, self._speculator.resolve)
         self._inbox: deque[_Add | _Finish] = deque()
         self._num_arriving = 0  # sequences in the inbox
         self._wake = threading.Condition()
@@ -155,10 +164,12 @@ class Engine:
             step = self.scheduler.schedule()
             if step.requests:
                 self._flights.append(self._launch(step))
-            while len(self._flights) > (self._num_ahead if step.requests else 0):
+            while len(self._flights) > self._num_kept_ahead(step):
                 self._land(self._flights[0], outputs)
                 self._flights.popleft()
-            self._runner.forget([output.request for output in outputs if output.finish_reason is not None])
+            ended = [output.request for output in outputs if output.finish_reason is not None]
+            self._runner.forget(ended)
+            self._speculator.forget(ended)
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
             logger.exception("the engine failed")
@@ -189,7 +200,7 @@ class Engine:
     def _launch(self, step: ScheduledStep) -> _Flight:
         inputs = self._runner.build(step)
         hidden = self._runner.forward(inputs)
-        return _Flight(step, self._runner.sample(step, inputs, hidden))
+        return _Flight(step, hidden, self._runner.sample(step, inputs, hidden))
 
     def _land(self, flight: _Flight, outputs: list[StepOutput]) -> None:
         sampled = flight.sample.result()
@@ -199,6 +210,24 @@ class Engine:
         outputs += committed
         self._add_logprobs(committed, sampled)
         self._advance_guides(committed)
+        self._propose(flight, sampled)
+
+    def _propose(self, flight: _Flight, sampled: StepSample) -> None:
+        if self._speculates(flight.step):
+            rows = flight.step.requests
+            computed = [
+                ComputedTokens(row.request, row.num_computed_tokens, kept)
+                for row, kept in zip(rows, computed_rows(flight.step, sampled))
+            ]
+            self._speculator.propose(rows, StepResult(flight.hidden, computed), self.scheduler)
+
+    def _speculates(self, step: ScheduledStep) -> bool:
+        """Whether any request of a step may draft after it: then nothing can be scheduled before it is read."""
+        planner = self.scheduler.planner
+        return not self._speculator.is_empty and any(planner.num_drafts(row.request) for row in step.requests)
+
+    def _num_kept_ahead(self, step: ScheduledStep) -> int:
+        return self._num_ahead if step.requests and not self._speculates(step) else 0
 
     def _drain_inbox(self, outputs: list[StepOutput]) -> None:
         while self._inbox:

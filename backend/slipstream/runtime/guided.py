@@ -11,6 +11,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ import torch
 from slipstream.core.errors import EngineError, RequestError, SlipstreamError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import Guide
+from slipstream.runtime.penalties import Paths
 from slipstream.runtime.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
@@ -57,6 +59,10 @@ class GuideState:
         for token_id in token_ids:
             if not self._matcher.accept_token(token_id):
                 raise EngineError(f"guided decoding: sampled token {token_id} is not allowed by the grammar")
+
+    def may_accept(self, token_id: int) -> bool:
+        """Move on by a token if the grammar allows it; returns whether it did."""
+        return bool(self._matcher.accept_token(token_id))
 
     def rollback(self, num_tokens: int) -> None:
         """Take back the last accepted tokens (rejected drafts)."""
@@ -148,11 +154,11 @@ class GuideMasks:
         self._bitmask = torch.empty(0, 0, dtype=torch.int32)
 
     def apply(
-        self, logits: torch.Tensor, requests: list[Request], rows: list[int]
-    ) -> list[tuple[Request, SlipstreamError]]:
+        self, logits: torch.Tensor, requests: list[Request], rows: list[int], paths: Paths | None = None
+    ) -> GuideFailures:
         """Set forbidden logits to -inf in place; row r of logits [num_rows, vocab] fp32 belongs to requests[r].
 
-        Returns the requests whose grammar failed, with the error; their rows are left alone.
+        paths: the drafts that lead to each row; the matcher goes along them and comes back.
         """
         import xgrammar
 
@@ -160,20 +166,69 @@ class GuideMasks:
             bitmask = xgrammar.allocate_token_bitmask(max(8, 2 * logits.shape[0]), self._vocab_size)
             self._bitmask = bitmask.pin_memory() if self._device.type == "cuda" else bitmask
         masked: list[int] = []
-        failures: list[tuple[Request, SlipstreamError]] = []
+        failures = GuideFailures()
+        walk = _Walk()
         for row in rows:
+            path = paths[row] if paths else ()
             try:
-                requests[row].guide_state.fill_mask(self._bitmask, row)
-                if self._bitmask[row].any():
+                if walk.go(requests[row].guide_state, path) and self._fill(requests[row].guide_state, row):
                     masked.append(row)
+                elif path:  # where no token may follow, no draft is taken
+                    failures.dead_rows.add(row)
                 else:
-                    failures.append((requests[row], RequestError(FIELD, DEAD_END)))
+                    failures.requests.append((requests[row], RequestError(FIELD, DEAD_END)))
             except RuntimeError as error:  # what xgrammar raises
-                failures.append((requests[row], EngineError(f"guided decoding failed: {_reason(error)}")))
+                failures.requests.append((requests[row], EngineError(f"guided decoding failed: {_reason(error)}")))
+        walk.end()
         if masked:
             bitmask = self._bitmask[: logits.shape[0]].to(self._device)  # `indices` skips the rows that hold old bits
             xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=self._vocab_size, indices=masked)
         return failures
+
+    def _fill(self, state: GuideState, row: int) -> bool:
+        """False: no token may follow."""
+        state.fill_mask(self._bitmask, row)
+        return bool(self._bitmask[row].any())
+
+
+@dataclass(slots=True)
+class GuideFailures:
+    """requests: whose grammar failed, with the error; their rows are left alone. dead_rows: of drafts that the grammar
+    forbids, or after which nothing may come."""
+
+    requests: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
+    dead_rows: set[int] = field(default_factory=set)
+
+
+class _Walk:
+    """Goes from row to row of a tree of drafts, taking back only what the next row does not share."""
+
+    def __init__(self) -> None:
+        self._state: GuideState | None = None
+        self._taken: list[int] = []
+
+    def go(self, state: GuideState, path: tuple[int, ...]) -> bool:
+        """Stand at the end of `path`. False: the grammar forbids it, or it ends the text."""
+        if state is not self._state:
+            self.end()
+            self._state = state
+        shared = 0
+        while shared < min(len(self._taken), len(path)) and self._taken[shared] == path[shared]:
+            shared += 1
+        self._back_to(shared)
+        for token_id in path[shared:]:
+            if state.is_terminated or not state.may_accept(token_id):
+                return False
+            self._taken.append(token_id)
+        return not (path and state.is_terminated)
+
+    def end(self) -> None:
+        self._back_to(0)
+
+    def _back_to(self, num_tokens: int) -> None:
+        if self._state is not None and len(self._taken) > num_tokens:
+            self._state.rollback(len(self._taken) - num_tokens)
+            del self._taken[num_tokens:]
 
 
 def _reason(error: BaseException) -> str:

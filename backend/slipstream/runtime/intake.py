@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from slipstream.core.errors import RequestError
 from slipstream.core.finish import end_token_ids
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.speculation import Speculation
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.guided import GuideCompiler
 from slipstream.runtime.tokenizer import TextTokenizer
@@ -25,7 +26,13 @@ _MASK64 = (1 << 64) - 1
 class Intake:
     """One per engine."""
 
-    def __init__(self, spec: DecoderSpec, tokenizer: TextTokenizer) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        tokenizer: TextTokenizer,
+        speculation_of: Callable[[SamplingParams], Speculation | None] = lambda params: None,
+    ) -> None:
+        self._speculation_of = speculation_of
         self._vocab_size = spec.vocab_size
         # a generation_config.json may name tokens that the checkpoint does not have
         self._eos_token_ids = frozenset(token_id for token_id in spec.eos_token_ids if 0 <= token_id < spec.vocab_size)
@@ -45,6 +52,7 @@ class Intake:
             request.seed = request.params.seed & _MASK64
         elif request.seed == 0:
             request.seed = random.getrandbits(64)
+        request.speculation = self._speculation_of(request.params)
         if request.times.arrival_ns == 0:
             request.times.arrival_ns = time.time_ns()
         sequences = expand(request)
@@ -92,6 +100,7 @@ def expand(request: Request) -> list[Request]:
             sequence_index=index,
             eos_token_ids=request.eos_token_ids,
             prefix_key=request.prefix_key,
+            speculation=request.speculation,
             times=replace(request.times),
         )
         for index in range(1, request.params.n)
@@ -119,6 +128,7 @@ def _token_id_fields(request: Request) -> Iterator[tuple[str, list[int]]]:
     yield "bad_words_ids", [token_id for word in params.bad_words_ids for token_id in word]
     yield "stop_words_ids", [token_id for word in params.stop_words_ids for token_id in word]
     yield "stop_token_ids", list(params.stop_token_ids)
+    yield "reference_ids", list(params.reference_ids)
     yield "eos_token_ids", list(request.eos_token_ids)
     if params.end_id is not None and params.end_id >= 0:  # TensorRT-LLM clients send -1 for "none"
         yield "end_id", [params.end_id]

@@ -15,6 +15,7 @@ from slipstream_kernels import ops
 
 from slipstream.core.request import Request
 from slipstream.runtime.host_copy import to_device
+from slipstream.runtime.penalties import Paths
 
 # Finite, unlike a guide's -inf: where a guide leaves nothing but banned tokens (the text must end, min_tokens says not
 # yet), the guide wins and there still is something to draw.
@@ -59,11 +60,18 @@ class LogitEdits:
             self._fixed = torch.cat(rows), torch.cat(token_ids), torch.cat(values)
         return bool(self._rows)
 
-    def apply(self, logits: torch.Tensor, requests: list[Request]) -> None:
-        """Edit in place. logits: [num_rows, vocab] fp32; requests: those of the last `compose`."""
+    def apply(self, logits: torch.Tensor, requests: list[Request], paths: Paths | None = None) -> None:
+        """Edit in place. logits: [num_rows, vocab] fp32; requests: those of the last `compose`.
+
+        paths: the drafts that each row has beyond its request's tokens.
+        """
         if self._fixed is not None:
             ops.apply_bias(logits, *self._fixed)
-        places = [(row, token_id) for row in self._rows for token_id in self._banned_now(requests[row])]
+        places = [
+            (row, token_id)
+            for row in self._rows
+            for token_id in self._banned_now(requests[row], paths[row] if paths else ())
+        ]
         if places:
             self._check([token_id for _, token_id in places])
             flat = to_device([number for place in zip(*places) for number in place], torch.int64, self._device)
@@ -85,18 +93,19 @@ class LogitEdits:
         token_ids = to_device(list(values), torch.int64, self._device)
         return _Edits(token_ids, to_device(list(values.values()), torch.float32, self._device), words)
 
-    def _banned_now(self, request: Request) -> set[int]:
-        """Tokens that the request's next one must not be.
+    def _banned_now(self, request: Request, path: tuple[int, ...]) -> set[int]:
+        """Tokens that the one after the request's own and the drafts of `path` must not be.
 
         A bad word of several tokens bans its last where the text ends with the others. While fewer than min_tokens are
         there, whatever token would stop the request is banned.
         """
         banned: set[int] = set()
         words = self._edits[request.request_id].words
-        if words and request.num_output_tokens:
-            last = words.get(request.token_ids[-1], ())
-            banned.update(word[-1] for word in last if _ends_with(request, word[:-1]))
-        if request.num_drawn_tokens <= request.params.min_tokens and request.stop_conditions is not None:
+        if words and (request.num_output_tokens or path):
+            last = words.get(path[-1] if path else request.token_ids[-1], ())
+            banned.update(word[-1] for word in last if _ends_with(request, path, word[:-1]))
+        num_drawn = request.num_drawn_tokens + len(path)
+        if num_drawn <= request.params.min_tokens and request.stop_conditions is not None:
             banned |= request.stop_conditions.token_ids
         return banned
 
@@ -110,7 +119,8 @@ def _has_edits(request: Request) -> bool:
     return bool(params.logit_bias or params.bad_words_ids or params.min_tokens)
 
 
-def _ends_with(request: Request, token_ids: tuple[int, ...]) -> bool:
-    if request.num_output_tokens < len(token_ids):
+def _ends_with(request: Request, path: tuple[int, ...], token_ids: tuple[int, ...]) -> bool:
+    """Whether output and path end with token_ids."""
+    if request.num_output_tokens + len(path) < len(token_ids):
         return False
-    return tuple(request.token_ids[-len(token_ids) :]) == token_ids
+    return (*request.token_ids[-len(token_ids) :], *path)[-len(token_ids) :] == token_ids

@@ -5,6 +5,7 @@ Engine thread. A request that comes back after its row was reclaimed is copied a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from slipstream.core.request import Request
 from slipstream.runtime.batch import SampledTokens
 from slipstream.runtime.host_copy import to_device
+
+Paths = Sequence[tuple[int, ...]]  # per row: the drafts that lead to it
 
 
 @dataclass(slots=True)
@@ -28,9 +31,14 @@ class TokenHistory:
         self._rows: dict[int, _Row] = {}
         self._free: list[int] = []
 
-    def update(self, requests: list[Request], sampled: SampledTokens | None = None) -> tuple[torch.Tensor, list[int]]:
+    def update(
+        self, requests: list[Request], sampled: SampledTokens | None = None, paths: Paths | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
         """[len(requests), longest] int32: prompt and output of each request, and how many tokens each has; what follows
-        them is of no meaning. sampled: of the step before, for those that are not known to the host yet."""
+        them is of no meaning. sampled: of the step before, for those that are not known to the host yet.
+
+        paths: the drafts that each row (a request may have several) has beyond its request's tokens.
+        """
         rows = [self._row(request, requests) for request in requests]
         known: list[tuple[int, int, int]] = []
         pending: list[tuple[int, int, int]] = []
@@ -49,7 +57,19 @@ class TokenHistory:
             self._put(row_of, column_of, sampled.token_ids[place])
         order = to_device([row.index for row in rows], torch.int64, self._table.device)
         num_tokens = [row.num_tokens for row in rows]
-        return self._table[order, : max(num_tokens)], num_tokens
+        if paths is None:
+            return self._table[order, : max(num_tokens)], num_tokens
+        lengths = [count + len(path) for count, path in zip(num_tokens, paths)]
+        history = torch.nn.functional.pad(self._table[order, : max(num_tokens)], (0, max(lengths) - max(num_tokens)))
+        drafts = [
+            (row, count + i, token_id)
+            for row, (count, path) in enumerate(zip(num_tokens, paths))
+            for i, token_id in enumerate(path)
+        ]
+        if drafts:
+            row_of, column_of, token_ids = self._columns(drafts)
+            history.index_put_((row_of, column_of), token_ids.int())
+        return history, lengths
 
     def _columns(self, places: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
         flat = [number for column in zip(*places) for number in column]

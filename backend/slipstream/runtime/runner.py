@@ -9,69 +9,31 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import SlipstreamError
-from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
+from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.batch import BatchBuilder, SampledTokens, fill_pending
+from slipstream.runtime.compaction import Compaction
 from slipstream.runtime.cuda_graphs import DecodeGraphs, graph_sizes
 from slipstream.runtime.host_copy import to_device
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.logprobs import PromptLogprobs
 from slipstream.runtime.memory_plan import Hardware, MemoryPlan
-from slipstream.runtime.sampler import PendingTokens, Sampler
+from slipstream.runtime.sampler import Sampler
 from slipstream.runtime.start_up import StartUp
+from slipstream.runtime.step_sample import LaunchedSample, LaunchedVerification, PendingSample, StepSample
+from slipstream.runtime.verify import Verification
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class StepSample:
-    """token_ids: aligned with step.requests, empty where nothing was sampled.
-
-    logprobs, prompt_logprobs: by request_id, one entry per token, of those that asked; the prompt's come once, with
-    the first token.
-    failures: requests that went wrong by themselves, with the reason; the others of the step are sound.
-    """
-
-    token_ids: list[list[int]]
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
-    failures: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
-
-    def result(self) -> StepSample:
-        return self
-
-
-class PendingSample(Protocol):
-    """A step that has been launched."""
-
-    def result(self) -> StepSample:
-        """Wait for the step, not for those launched since. Call it once."""
-        ...
-
-
-@dataclass(frozen=True)
-class _LaunchedSample:
-    """row_of: for each request of the step, its place among the drawn tokens, or -1."""
-
-    row_of: list[int]
-    tokens: PendingTokens
-    prompt_logprobs: dict[int, list[TokenLogprobs | None]]
-
-    def result(self) -> StepSample:
-        sampled = self.tokens.result()
-        token_ids = [[sampled.token_ids[row]] if row >= 0 else [] for row in self.row_of]
-        return StepSample(token_ids, sampled.logprobs, self.prompt_logprobs, sampled.failures)
 
 
 @dataclass(frozen=True)
@@ -110,9 +72,11 @@ class ModelRunner:
         self._device = device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         self._finish(phases, "weights")
-        self._kv_caches = allocate_pool(spec, hardware, plan)
+        self._kv_caches = allocate_pool(spec, hardware, plan).layers
         self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
+        self._speculation = config.speculation
+        self._compaction = Compaction(self._kv_caches, plan.block_size, device)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
         self._finish(phases, "KV pool")
@@ -124,6 +88,10 @@ class ModelRunner:
             self._finish(phases, "warm-up")
             self._graphs.capture()
         self._finish(phases, "graphs")
+
+    @property
+    def model(self) -> Decoder:
+        return self._model
 
     @torch.inference_mode()
     def build(self, step: ScheduledStep) -> StepInput:
@@ -148,6 +116,8 @@ class ModelRunner:
     def sample(self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None) -> PendingSample:
         assert inputs is not None and hidden is not None
         self._prompt_logprobs.collect(step, hidden, self._model.logits)
+        if any(row.num_drafts for row in step.requests):
+            return self._verify(step, inputs.batch, hidden)
         requests = [row.request for row in step.requests if row.samples]
         if not requests:
             self._sampled = None
@@ -166,7 +136,22 @@ class ModelRunner:
         self._sampled = SampledTokens(rows_of_ids, tokens.token_ids)
         places = iter(range(len(requests)))
         row_of = [next(places) if row.samples else -1 for row in step.requests]
-        return _LaunchedSample(row_of, tokens, self._prompt_logprobs.take(requests))
+        return LaunchedSample(row_of, tokens, self._prompt_logprobs.take(requests))
+
+    def _verify(self, step: ScheduledStep, batch: ForwardBatch, hidden: torch.Tensor) -> PendingSample:
+        """Draw a token for every draft and last token of the step, and judge the drafts by them."""
+        scheduled = [row for row in step.requests if row.samples]
+        verification = Verification(scheduled, self._speculation)
+        tokens = self._sampler.sample(
+            verification.requests,
+            self._model.lm_head(hidden[batch.logits_indices]),
+            batch.positions[batch.logits_indices],
+            paths=verification.paths,
+            judge=verification.judge if verification.needs_judge else None,
+        )
+        self._sampled = None  # nothing runs ahead of a verification
+        taken = self._prompt_logprobs.take([row.request for row in scheduled])
+        return LaunchedVerification(step, verification, tokens, taken, self._compaction.keep)
 
     def forget(self, requests: list[Request]) -> None:
         for request in requests:

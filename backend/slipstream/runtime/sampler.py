@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from slipstream_kernels import ops
@@ -18,11 +18,11 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.request import Request
 from slipstream.runtime.batch import SampledTokens
-from slipstream.runtime.guided import GuideMasks
+from slipstream.runtime.guided import GuideFailures, GuideMasks
 from slipstream.runtime.host_copy import HostCopy, to_device
 from slipstream.runtime.logit_edits import LogitEdits
 from slipstream.runtime.logprobs import logprob_columns, read_columns
-from slipstream.runtime.penalties import TokenHistory
+from slipstream.runtime.penalties import Paths, TokenHistory
 
 T = TypeVar("T")
 
@@ -33,8 +33,10 @@ class Sampled:
     tokens mean nothing."""
 
     token_ids: list[int]
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request_id -> the drawn token's
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request_id -> of each of its rows
     failures: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
+    dead_rows: set[int] = field(default_factory=set)  # of drafts that must not be taken
+    judged: list[list[Any]] = field(default_factory=list)  # the columns that the judge asked for
 
 
 class PendingTokens:
@@ -45,22 +47,27 @@ class PendingTokens:
         token_ids: torch.Tensor,
         asked: list[Request],
         logprobs: tuple[torch.Tensor, ...],
-        failures: list[tuple[Request, SlipstreamError]],
+        failures: GuideFailures,
+        judged: tuple[torch.Tensor, ...] = (),
     ) -> None:
         self.token_ids = token_ids
         self._asked = asked  # for log-probabilities, in the order of `logprobs`' rows
         self._failures = failures
-        self._copy = HostCopy((token_ids, *logprobs))
+        self._num_judged = len(judged)
+        self._copy = HostCopy((token_ids, *judged, *logprobs))
 
     def result(self) -> Sampled:
         """Wait for this step, not for those launched since."""
         token_ids, *columns = self._copy.lists()
+        judged, columns = columns[: self._num_judged], columns[self._num_judged :]
         found = read_columns([request.params.logprobs or 0 for request in self._asked], columns) if columns else []
-        logprobs = {request.request_id: [entry] for request, entry in zip(self._asked, found)}
-        return Sampled(token_ids, logprobs, self._failures)
+        logprobs: dict[int, list[TokenLogprobs]] = {}
+        for request, entry in zip(self._asked, found):
+            logprobs.setdefault(request.request_id, []).append(entry)
+        return Sampled(token_ids, logprobs, self._failures.requests, self._failures.dead_rows, judged)
 
 
-class _Draws(NamedTuple):
+class Draws(NamedTuple):
     """Arguments of ops.sample, [num_rows] each."""
 
     temperature: torch.Tensor
@@ -68,6 +75,10 @@ class _Draws(NamedTuple):
     top_p: torch.Tensor | None
     min_p: torch.Tensor | None
     seeds: torch.Tensor
+
+
+# edited logits, the rows' parameters, positions, tokens drawn -> tokens, and columns for the host
+Judge = Callable[[torch.Tensor, Draws, torch.Tensor, torch.Tensor], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
 
 
 class _Penalties(NamedTuple):
@@ -92,7 +103,7 @@ class _Composition:
     guided: list[int]
     with_logprobs: list[Request]
     logprob_rows: torch.Tensor
-    draws: _Draws
+    draws: Draws
     penalties: _Penalties  # of the penalised rows
 
 
@@ -112,25 +123,31 @@ class Sampler:
         logits: torch.Tensor,
         positions: torch.Tensor,
         previous: SampledTokens | None = None,
+        paths: Paths | None = None,
+        judge: Judge | None = None,
     ) -> PendingTokens:
-        """Draw one token per request. logits: [len(requests), vocab] in the model's dtype, perhaps changed in place.
+        """Draw one token per row. logits: [len(requests), vocab] in the model's dtype, perhaps changed in place.
 
+        requests: of each row; one with drafts has a row for its last token and one per draft, next to each other.
+        positions: [len(requests)] int64, of each row's own token. Log-probabilities are of the unchanged logits.
         previous: the tokens of the step before, if the host may not know them yet.
-        positions: [len(requests)] int64, of the last computed token of each. Log-probabilities are of the unchanged
-        logits.
+        paths: the drafts that lead to each row. judge: has the last word on the tokens drawn.
         """
         rows = self._compose(requests)
         if rows.is_plain:  # the largest is the largest in any dtype
-            return PendingTokens(logits.argmax(dim=-1), [], (), [])
+            return PendingTokens(ops.greedy(logits), [], (), GuideFailures())
         logits = logits.float()
         original = logits[rows.logprob_rows] if rows.with_logprobs else None  # a copy: taken before the edits
-        failures = self._edit(requests, logits, rows, previous)
-        token_ids = logits.argmax(dim=-1) if rows.is_greedy else ops.sample(logits, *rows.draws, positions + 1)
+        failures = self._edit(requests, logits, rows, previous, paths)
+        token_ids = ops.greedy(logits) if rows.is_greedy else ops.sample(logits, *rows.draws, positions + 1)
+        judged: tuple[torch.Tensor, ...] = ()
+        if judge is not None:
+            token_ids, judged = judge(logits, rows.draws, positions, token_ids)
         logprobs: tuple[torch.Tensor, ...] = ()
         if original is not None:
             max_top = max(request.params.logprobs or 0 for request in rows.with_logprobs)
             logprobs = logprob_columns(original, token_ids[rows.logprob_rows], max_top)
-        return PendingTokens(token_ids, rows.with_logprobs, logprobs, failures)
+        return PendingTokens(token_ids, rows.with_logprobs, logprobs, failures, judged)
 
     def _compose(self, requests: list[Request]) -> _Composition:
         request_ids = [request.request_id for request in requests]
@@ -155,11 +172,11 @@ class Sampler:
             )
         return self._composition
 
-    def _draw_parameters(self, requests: list[Request]) -> _Draws:
+    def _draw_parameters(self, requests: list[Request]) -> Draws:
         """A filter that no request uses is None, which spares its work for all."""
         params = [request.params for request in requests]
         top_k, top_p, min_p = [max(0, p.top_k) for p in params], [p.top_p for p in params], [p.min_p for p in params]
-        return _Draws(
+        return Draws(
             temperature=self._floats([p.temperature for p in params]),
             top_k=self._ints(top_k, torch.int32) if any(top_k) else None,
             top_p=self._floats(top_p) if min(top_p) < 1.0 else None,
@@ -177,12 +194,18 @@ class Sampler:
         )
 
     def _edit(
-        self, requests: list[Request], logits: torch.Tensor, rows: _Composition, previous: SampledTokens | None
-    ) -> list[tuple[Request, SlipstreamError]]:
+        self,
+        requests: list[Request],
+        logits: torch.Tensor,
+        rows: _Composition,
+        previous: SampledTokens | None,
+        paths: Paths | None,
+    ) -> GuideFailures:
         """Penalties, then biases and bans, then guides, each on its rows only, in place. Returns who failed and why."""
         if rows.penalised:
             penalised = [requests[row] for row in rows.penalised]
-            history, num_tokens = self._history.update(penalised, previous)
+            penalised_paths = [paths[row] for row in rows.penalised] if paths else None
+            history, num_tokens = self._history.update(penalised, previous, penalised_paths)
             part = logits[rows.penalised_rows]  # a copy
             ops.apply_penalties(
                 part,
@@ -195,8 +218,8 @@ class Sampler:
             )
             logits[rows.penalised_rows] = part
         if rows.is_edited:
-            self._edits.apply(logits, requests)
-        return self._masks.apply(logits, requests, rows.guided) if rows.guided else []
+            self._edits.apply(logits, requests, paths)
+        return self._masks.apply(logits, requests, rows.guided, paths) if rows.guided else GuideFailures()
 
     def _floats(self, values: list[float]) -> torch.Tensor:
         return to_device(values, torch.float32, self._device)

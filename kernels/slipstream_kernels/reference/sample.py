@@ -31,7 +31,7 @@ def sample(
         x = logits[rows].float()
         # z <= 0 and 0 at the maximum, so exp(z) never overflows however small the temperature.
         z = (x - x.amax(dim=-1, keepdim=True)) * (1.0 / temperature[rows])[:, None]
-        kept = _kept(x, z, _pick(top_k, rows), _pick(top_p, rows), _pick(min_p, rows))
+        kept = kept_tokens(x, z, _pick(top_k, rows), _pick(top_p, rows), _pick(min_p, rows))
         token_ids[rows] = _draw(z, kept, seeds[rows], positions[rows])
     return token_ids
 
@@ -40,7 +40,7 @@ def _pick(values: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor | Non
     return None if values is None else values[rows]
 
 
-def _kept(
+def kept_tokens(
     x: torch.Tensor,
     z: torch.Tensor,
     top_k: torch.Tensor | None,
@@ -106,15 +106,15 @@ def _draw(z: torch.Tensor, kept: torch.Tensor | None, seeds: torch.Tensor, posit
     """
     if kept is None:
         ids = torch.arange(z.shape[1], device=z.device, dtype=torch.int32)
-        return (z - _log_exponential(_row_keys(seeds, positions)[..., None], ids)).argmax(dim=-1)
+        return (z - log_exponential(row_keys(seeds, positions)[..., None], ids)).argmax(dim=-1)
     rows, ids = kept.nonzero(as_tuple=True)
-    noise = _log_exponential(_row_keys(seeds, positions)[:, rows], ids.int())
+    noise = log_exponential(row_keys(seeds, positions)[:, rows], ids.int())
     scores = torch.full_like(z, LOG_ZERO)
     scores[rows, ids] = z[rows, ids] - noise
     return scores.argmax(dim=-1)
 
 
-def _row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """64 bits of key per row: [2, n] int32 from int64 seeds and positions."""
     low, high, position = seeds.int(), (seeds >> 32).int(), positions.int()
     first = _mix(_mix(_mix(low) ^ high) ^ position)
@@ -122,7 +122,7 @@ def _row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return torch.stack((first, second))
 
 
-def _log_exponential(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+def log_exponential(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """log of the Exp(1) noise of (row key, token id).
 
     31 bits of hash, most precise near 0, where the winners are.

@@ -1,0 +1,99 @@
+"""Prompt lookup: what followed the last few tokens when they were said before, in the text or in a given reference.
+
+No model and no device. Every ending of up to ngram_max tokens is indexed as the text grows, so a look-up costs a few
+dictionary accesses however long the text is. Sources: arXiv:2304.04487 (inference with reference), prompt lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
+
+NUM_DRAFTS = 5
+
+
+class NgramIndex:
+    """Where each ending of `shortest` to `longest` tokens was last seen in a text that only grows."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._sizes = range(shortest, longest + 1)
+        self._ends: dict[tuple[int, ...], int] = {}
+        self.token_ids: list[int] = []
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens. What ends with the very last token is not indexed yet: nothing has followed it."""
+        start = len(self.token_ids)
+        self.token_ids += token_ids
+        for end in range(max(1, start), len(self.token_ids)):
+            for size in self._sizes:
+                if size > end:
+                    break
+                self._ends[tuple(self.token_ids[end - size : end])] = end
+
+    def find(self, ending: Sequence[int]) -> int | None:
+        """The place after the latest occurrence of the longest indexed end of `ending`."""
+        for size in reversed(self._sizes):
+            if size <= len(ending):
+                found = self._ends.get(tuple(ending[len(ending) - size :]))
+                if found is not None:
+                    return found
+        return None
+
+    def continuation(self, ending: Sequence[int], num_tokens: int) -> list[int]:
+        """What followed `ending`; where that runs into the text's own end, it goes on from its beginning."""
+        found = self.find(ending)
+        if found is None:
+            return []
+        tokens = self.token_ids[found : found + num_tokens]
+        while tokens and len(tokens) < num_tokens:
+            tokens += tokens[: num_tokens - len(tokens)]
+        return tokens
+
+
+@PROPOSERS.register("ngram")
+class NgramProposer:
+    """Keeps an index per request for its own text, and one for its reference."""
+
+    num_scratch_slots = 0
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        config = surroundings.config.speculation
+        self.num_drafts = config.num_draft_tokens or NUM_DRAFTS
+        self._longest = config.ngram_max
+        self._shortest = min(config.ngram_min, config.ngram_max)
+        self._texts: dict[int, NgramIndex] = {}
+        self._references: dict[int, NgramIndex] = {}
+
+    @staticmethod
+    def refusal(params: SamplingParams) -> str | None:
+        return None
+
+    def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
+        return [Drafts(self._continue(wish.request, wish.num_drafts)) for wish in wishes]
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._texts.pop(request.request_id, None)
+            self._references.pop(request.request_id, None)
+
+    def _continue(self, request: Request, num_drafts: int) -> list[int]:
+        """From the reference first: it was given because the output is expected to follow it."""
+        text = self._texts.get(request.request_id)
+        if text is None:
+            text = self._texts[request.request_id] = self._index(request.token_ids)
+            if request.params.reference_ids:
+                self._references[request.request_id] = self._index(request.params.reference_ids)
+        else:
+            text.extend(request.token_ids[len(text.token_ids) :])
+        ending = request.token_ids[-self._longest :]
+        reference = self._references.get(request.request_id)
+        drafts = reference.continuation(ending, num_drafts) if reference is not None else []
+        return drafts or text.continuation(ending, num_drafts)
+
+    def _index(self, token_ids: Sequence[int]) -> NgramIndex:
+        index = NgramIndex(self._shortest, self._longest)
+        index.extend(token_ids)
+        return index

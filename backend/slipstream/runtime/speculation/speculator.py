@@ -1,0 +1,108 @@
+"""The proposers that are loaded, and who asks which of them for what. Engine thread, but `resolve`: any thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.core.config import NO_SPECULATION, SpeculationConfig
+from slipstream.core.drafts import MAX_DRAFT_TOKENS
+from slipstream.core.errors import RequestError
+from slipstream.core.request import Request, RequestStatus
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.scheduler import Scheduler
+from slipstream.core.speculation import DraftPlanner, Speculation
+from slipstream.core.step import ScheduledRequest
+from slipstream.runtime.memory_plan import Hardware
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
+
+
+class Speculator:
+    """One per engine. With no method loaded no request speculates."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        self._config = surroundings.config.speculation
+        self._types = {name: PROPOSERS.get(name) for name in self._config.loaded}
+        self._proposers = {name: build(surroundings) for name, build in self._types.items()}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._proposers
+
+    def resolve(self, params: SamplingParams) -> Speculation | None:
+        """How a request speculates. Raises RequestError for a method that is not loaded or cannot serve it."""
+        if not self._proposers or params.num_draft_tokens == 0 or params.speculative_method == NO_SPECULATION:
+            self._check_off(params)
+            return None
+        method = params.speculative_method or self._config.loaded[0]
+        if method not in self._proposers:
+            raise RequestError("speculative_method", f"got {method!r}, loaded: {', '.join(self._proposers)}")
+        refusal = self._types[method].refusal(params)
+        if refusal is not None:
+            raise RequestError("speculative_method", f"{method} cannot serve this request: {refusal}")
+        limit = self._config.num_draft_tokens or MAX_DRAFT_TOKENS
+        asked = params.num_draft_tokens
+        if asked is not None and asked > limit:
+            raise RequestError("num_draft_tokens", f"got {asked}, accepted: 0 (no drafts) to {limit}")
+        acceptance = params.speculative_acceptance or self._config.acceptance
+        if params.logprobs is not None and acceptance not in ("exact", "rejection"):
+            acceptance = "exact"  # log-probabilities are those of tokens drawn
+        return Speculation(method, min(asked or self._proposers[method].num_drafts, MAX_DRAFT_TOKENS), acceptance)
+
+    def propose(self, rows: Sequence[ScheduledRequest], result: StepResult, scheduler: Scheduler) -> None:
+        """Give the requests of a step that has been committed their next drafts."""
+        for method, proposer in self._proposers.items():
+            wishes = [
+                wish
+                for place, row in enumerate(rows)
+                if (wish := _wish(row, place, method, scheduler, proposer.num_scratch_slots)) is not None
+            ]
+            for wish, drafts in zip(wishes, proposer.propose(result, wishes), strict=True):
+                _give(wish, drafts)
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        for proposer in self._proposers.values():
+            proposer.forget(requests)
+
+    def _check_off(self, params: SamplingParams) -> None:
+        """A request may name a method on a server that has none only to be told so."""
+        if not self._proposers and params.speculative_method not in (None, NO_SPECULATION):
+            raise RequestError("speculative_method", f"got {params.speculative_method!r}, loaded: none")
+
+
+def _wish(row: ScheduledRequest, place: int, method: str, scheduler: Scheduler, num_scratch_slots: int) -> Wish | None:
+    """What a request may draft after this row; its blocks are grown for that, as far as there are any."""
+    request = row.request
+    speculation = request.speculation
+    if speculation is None or speculation.method != method or not row.samples:
+        return None
+    if request.status is not RequestStatus.RUNNING or request.num_computed_tokens != request.num_tokens - 1:
+        return None
+    num_left = request.stop_conditions.max_len - request.num_tokens - 1
+    num_drafts = min(scheduler.planner.num_drafts(request), num_left)
+    if num_drafts <= 0:
+        return None
+    num_slots = min(request.num_tokens + num_scratch_slots, request.stop_conditions.max_len)
+    scheduler.cache.allocate(request, num_slots)
+    return Wish(request, num_drafts, num_left, place)
+
+
+def _give(wish: Wish, drafts: Drafts) -> None:
+    assert len(drafts.token_ids) <= wish.num_drafts, "more drafts than wished for"
+    request = wish.request
+    request.draft_token_ids, request.draft_parents = list(drafts.token_ids), list(drafts.parents)
+    request.draft_probs = drafts.probs
+
+
+# Rows of a decode step that cost about as much as one, where nobody has measured: peak FLOP/s * bytes per weight /
+# (2 * bytes per second) of one H200, by the bytes that a weight takes. docs/speculation.md.
+_FREE_TOKENS = {4: 92, 2: 184, 1: 186}
+
+
+def make_planner(config: SpeculationConfig, hardware: Hardware) -> DraftPlanner:
+    """A CPU has no rows for free, and none are held back there: it is for development."""
+    if config.throttle == "off":
+        return DraftPlanner()
+    free_tokens = config.free_tokens
+    if free_tokens == 0 and hardware.device.type == "cuda":
+        free_tokens = _FREE_TOKENS.get(hardware.dtype.itemsize, _FREE_TOKENS[2])
+    return DraftPlanner(max(0, free_tokens), is_adaptive=True)

@@ -1,0 +1,58 @@
+"""move_slots in Triton-lang: one launch for all layers, a program per request, tensor and head."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_NUM_WARPS = 1  # a row is at most some hundred bytes
+
+
+def move_slots(tensors: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor, starts: torch.Tensor) -> None:
+    """See ops.move_slots.  Rows are copied as 32-bit words; tensors of one width share a launch."""
+    num_requests = starts.shape[0] - 1
+    for width in sorted({_row_words(tensor) for tensor in tensors}):
+        group = [tensor for tensor in tensors if _row_words(tensor) == width]
+        addresses = torch.tensor([tensor.data_ptr() for tensor in group], dtype=torch.int64).to(sources.device)
+        num_heads, block_size = group[0].shape[1:3]
+        _move_kernel[(num_requests, len(group) * num_heads)](
+            addresses,
+            sources,
+            targets,
+            starts,
+            NUM_HEADS=num_heads,
+            BLOCK_SIZE=block_size,
+            WIDTH=width,
+            WIDTH_PADDED=triton.next_power_of_2(width),
+            num_warps=_NUM_WARPS,
+        )
+
+
+def _row_words(tensor: torch.Tensor) -> int:
+    return tensor[0, 0, 0].numel() * tensor.element_size() // 4
+
+
+@triton.jit
+def _move_kernel(
+    addresses,
+    sources,
+    targets,
+    starts,
+    NUM_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+):
+    """A thread moves the same words of every slot, in order: what an earlier move read, a later one may overwrite."""
+    request, place = tl.program_id(0), tl.program_id(1)
+    base = tl.load(addresses + place // NUM_HEADS).to(tl.pointer_type(tl.int32))
+    head = place % NUM_HEADS
+    words = tl.arange(0, WIDTH_PADDED)
+    inside = words < WIDTH
+    for move in range(tl.load(starts + request), tl.load(starts + request + 1)):
+        source, target = tl.load(sources + move), tl.load(targets + move)
+        source = ((source // BLOCK_SIZE) * NUM_HEADS + head) * BLOCK_SIZE + source % BLOCK_SIZE
+        target = ((target // BLOCK_SIZE) * NUM_HEADS + head) * BLOCK_SIZE + target % BLOCK_SIZE
+        row = tl.load(base + source * WIDTH + words, mask=inside)
+        tl.store(base + target * WIDTH + words, row, mask=inside)
