@@ -153,7 +153,7 @@ class DecoderSpec:
         return total
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
-        """Bytes of keys and values of one token in all layers, with their scales; `dtype` as ops.KvCache names types."""
+        """Bytes of keys and values of one token in all layers, with their scales. dtype: as ops.KvCache names types."""
         return 2 * self.num_layers * self.num_kv_heads * ops.kv_row_bytes(self.head_dim, dtype)
 
 

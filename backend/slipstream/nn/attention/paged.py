@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
-from slipstream_kernels import ops
-from torch import Tensor
 
-from slipstream.nn.attention.backend import ATTENTION_BACKENDS, HeadTurn, LayerCache
+from slipstream.nn.attention.backend import ATTENTION_BACKENDS
+from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
-
-
-@dataclass(frozen=True)
-class PagedStep:
-    batch: ForwardBatch
-    scale: float
-    sliding_windows: tuple[int | None, ...]
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
-        batch = self.batch
-        q = ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, turn.rope, cache, turn.norms)
-        return ops.paged_attention(
-            q,
-            cache.key,
-            cache.value,
-            batch.block_tables,
-            batch.query_start_loc,
-            batch.seq_lens,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            scale=self.scale,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
-            sliding_window=self.sliding_windows[layer],
-        )
 
 
 @ATTENTION_BACKENDS.register("paged")
@@ -54,5 +26,7 @@ class PagedAttention:
         """The reference, which serves what triton does not, reads lengths on the host."""
         return gpu_geometry_refusal(self._head_dim, block_size)
 
-    def plan(self, batch: ForwardBatch) -> PagedStep:
-        return PagedStep(batch, self._scale, self._sliding_windows)
+    def plan(self, batch: ForwardBatch) -> SplitStep:
+        """All rows go to the paged op, which knows no trees: a step with one sends its decode rows to the decode op."""
+        decodes = None if batch.tree_mask is None else decode_rows(batch)
+        return SplitStep(batch, decodes, rows_after(batch, decodes), self._scale, self._sliding_windows)

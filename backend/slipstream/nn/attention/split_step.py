@@ -1,0 +1,113 @@
+"""A planned step of both backends: heads are turned and stored, then its decode rows and its prompts attend apart.
+
+A step's decode rows come first, so a mixed step is two calls over slices of its tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from slipstream_kernels import ops
+from torch import Tensor
+
+from slipstream.nn.attention.backend import HeadTurn, LayerCache
+from slipstream.nn.batch import ForwardBatch
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some requests that follow each other, as a step of their own, and the tokens that are theirs."""
+
+    tokens: slice
+    block_tables: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    max_query_len: int
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """decodes: rows for the decode kernel, None if there are none. prompts: the others, None if there are none."""
+
+    batch: ForwardBatch
+    decodes: Rows | None
+    prompts: Rows | None
+    scale: float
+    sliding_windows: tuple[int | None, ...]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+        batch = self.batch
+        q = ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, turn.rope, cache, turn.norms)
+        out = torch.empty_like(q)
+        if self.decodes is not None:
+            self._attend_decodes(self.decodes, q, cache, layer, out)
+        if self.prompts is not None:
+            self._attend_prompts(self.prompts, q, cache, layer, out)
+        return out
+
+    def _attend_decodes(self, rows: Rows, q: Tensor, cache: LayerCache, layer: int, out: Tensor) -> None:
+        batch = self.batch
+        ops.decode_attention(
+            q[rows.tokens],
+            cache.key,
+            cache.value,
+            rows.block_tables,
+            rows.query_start_loc,
+            rows.seq_lens,
+            max_query_len=rows.max_query_len,
+            scale=self.scale,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
+            tree_mask=batch.tree_mask,
+            positions=None if batch.tree_mask is None else batch.positions[rows.tokens],
+            sliding_window=self.sliding_windows[layer],
+            is_prefix_settled=True,  # a step begins with the embedding, which is no kernel of ours
+            out=out[rows.tokens],
+        )
+
+    def _attend_prompts(self, rows: Rows, q: Tensor, cache: LayerCache, layer: int, out: Tensor) -> None:
+        ops.paged_attention(
+            q[rows.tokens],
+            cache.key,
+            cache.value,
+            rows.block_tables,
+            rows.query_start_loc,
+            rows.seq_lens,
+            max_query_len=rows.max_query_len,
+            max_seq_len=self.batch.max_seq_len,
+            scale=self.scale,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
+            sliding_window=self.sliding_windows[layer],
+            out=out[rows.tokens],
+        )
+
+
+def decode_rows(batch: ForwardBatch) -> Rows | None:
+    """The step's decode rows, as the batch counts them."""
+    count = batch.num_decode_requests
+    if count == 0:
+        return None
+    return Rows(
+        slice(batch.num_decode_tokens),
+        batch.block_tables[:count],
+        batch.query_start_loc[: count + 1],
+        batch.seq_lens[:count],
+        batch.max_decode_query_len,
+    )
+
+
+def rows_after(batch: ForwardBatch, decodes: Rows | None) -> Rows | None:
+    """The requests that follow those; all, if there are none.
+
+    Lengths are copied: for a view whose pointer 16 does not divide, Triton-lang compiles the kernels once more.
+    """
+    tables, starts, seq_lens = batch.block_tables, batch.query_start_loc, batch.seq_lens
+    if decodes is None:
+        return Rows(slice(None), tables, starts, seq_lens, batch.max_query_len)
+    first, num_tokens = decodes.seq_lens.shape[0], decodes.tokens.stop
+    if first == seq_lens.shape[0]:
+        return None
+    starts, seq_lens = starts[first:] - num_tokens, seq_lens[first:].clone()
+    return Rows(slice(num_tokens, None), tables[first:], starts, seq_lens, batch.max_query_len)
