@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
@@ -21,12 +21,14 @@ def make_engine(
     model: dict[str, object] | None = None,
     cache: dict[str, object] | None = None,
     scheduler: dict[str, object] | None = None,
+    speculation: SpeculationConfig | None = None,
 ) -> Engine:
     """A small engine on the CPU: blocks of 8 tokens, room for everything unless told otherwise."""
     config = EngineConfig(
         model=replace(ModelConfig(model=str(checkpoint), device="cpu"), **(model or {})),
         cache=replace(CacheConfig(block_size=8, num_blocks=512), **(cache or {})),
         scheduler=replace(SchedulerConfig(max_num_seqs=64), **(scheduler or {})),
+        speculation=speculation or SpeculationConfig(),
     )
     return Engine(config)
 

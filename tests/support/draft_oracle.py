@@ -1,0 +1,61 @@
+"""A proposer that knows the text to come and drafts it, with wrong tokens in between and beside it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from slipstream.core.request import Request
+from slipstream.runtime.engine import Engine
+from slipstream.runtime.speculation.proposer import Drafts, StepResult, Wish
+
+WRONG = 5  # a token that no test's text holds for long
+
+
+class Oracle:
+    """texts: handle, sequence index -> output. is_tree: branches of wrong tokens before each right one."""
+
+    num_scratch_slots = 3
+    num_drafts = 6
+
+    def __init__(self, texts: dict[tuple[int, int], list[int]], is_tree: bool, seed: int = 0) -> None:
+        self.texts, self.is_tree = texts, is_tree
+        self.dice = random.Random(seed)
+        self.num_calls = 0
+        self.requests: set[Request] = set()
+
+    def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
+        self.num_calls += 1
+        self.requests |= {wish.request for wish in wishes}
+        return [self._drafts(wish) for wish in wishes]
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(request.num_accepted_tokens for request in self.requests)
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def _drafts(self, wish: Wish) -> Drafts:
+        request = wish.request
+        text = self.texts[request.handle, request.sequence_index]
+        right = text[request.num_output_tokens :][: self.dice.randint(0, 4)]
+        if self.dice.random() < 0.3:
+            right.append(WRONG)
+        token_ids: list[int] = []
+        parents: list[int] = []
+        parent = -1
+        for token_id in right:
+            if self.is_tree and self.dice.random() < 0.6:
+                token_ids += [WRONG, WRONG + 1]
+                parents += [parent, len(token_ids) - 2]
+            parents.append(parent)
+            parent = len(token_ids)
+            token_ids.append(token_id)
+        token_ids, parents = token_ids[: wish.num_drafts], parents[: wish.num_drafts]
+        return Drafts(token_ids, parents if self.is_tree else [])
+
+
+def consult(engine: Engine, oracle: Oracle) -> None:
+    """Let the oracle stand in for the n-gram proposer of an engine."""
+    engine._speculator._proposers["ngram"] = oracle
