@@ -111,7 +111,7 @@ def test_engines_of_every_kind_verify_alike(
         consult(engine, oracle)
         for _ in range(2):  # the second time from a cache that verified steps have filled
             assert {key: told.token_ids for key, told in outputs_of(engine, prompts, params).items()} == texts
-        assert oracle.num_accepted > 8 * len(prompts)
+        assert oracle.num_accepted > 3 * len(prompts)
 
 
 def test_cancelled_while_it_drafts(drafting: object, prompts: list[list[int]]) -> None:
