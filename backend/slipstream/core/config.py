@@ -42,7 +42,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """num_blocks: 0 = as many as `memory_fraction` of free device memory (GPU) or `memory_bytes` (CPU) holds."""
+    """num_blocks: 0 = as many as `memory_fraction` of free device memory (GPU) or `memory_bytes` (CPU) holds.
+
+    host_memory_bytes: for blocks that the pool gives up, beside it; 0 = they are computed again when they are missed.
+    """
 
     block_size: int = 64
     num_blocks: int = 0
@@ -50,6 +53,7 @@ class CacheConfig:
     memory_bytes: int = 0
     dtype: str = "auto"
     enable_prefix_caching: bool = True
+    host_memory_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from slipstream.core.stats import Metric, Stats
+
 
 @dataclass(slots=True)
 class BlockCopies:
@@ -31,6 +33,7 @@ class HostCache:
         self.num_loaded = 0  # blocks copied back
         self._block_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._empty = list(range(num_blocks - 1, -1, -1))
+        self._recorded = 0, 0
         self._copies = BlockCopies()
         self._loading: set[int] = set()  # host blocks that the copies under way read
 
@@ -70,6 +73,14 @@ class HostCache:
         copies, self._copies = self._copies, BlockCopies()
         self._loading.clear()
         return copies
+
+    def record(self, stats: Stats) -> None:
+        """Gauges, and what was copied since the last call."""
+        stats.set(Metric.KV_HOST_BLOCKS_USED, self.num_used_blocks)
+        stats.set(Metric.KV_HOST_BLOCKS_TOTAL, self.num_blocks)
+        stats.add(Metric.KV_BLOCKS_STORED, self.num_stored - self._recorded[0])
+        stats.add(Metric.KV_BLOCKS_LOADED, self.num_loaded - self._recorded[1])
+        self._recorded = self.num_stored, self.num_loaded
 
     def check(self) -> None:
         """Assert the invariants; O(num_blocks), for tests."""

@@ -279,6 +279,8 @@ class Scheduler:
         stats.set(Metric.KV_BLOCKS_FREE, cache.num_free_blocks)
         stats.set(Metric.KV_BLOCKS_USED, cache.num_used_blocks)
         stats.set(Metric.KV_BLOCKS_LEAKED, cache.leaked_blocks(self.live_requests))
+        if cache.host is not None:
+            cache.host.record(stats)
 
     # ---- parts
 

@@ -51,6 +51,10 @@ class Metric(enum.IntEnum):
     QUEUE_TIME = 22
     E2E_TIME = 23
     STEP_TIME = 24
+    KV_HOST_BLOCKS_USED = 25
+    KV_HOST_BLOCKS_TOTAL = 26
+    KV_BLOCKS_STORED = 27
+    KV_BLOCKS_LOADED = 28
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,10 @@ _SPECS: dict[Metric, MetricSpec] = {
         "slipstream_request_duration_seconds", _REQUEST_BUCKETS, "Seconds from arrival to the end"
     ),
     Metric.STEP_TIME: _histogram("slipstream_step_duration_seconds", _ITL_BUCKETS, "Seconds of one engine step"),
+    Metric.KV_HOST_BLOCKS_USED: _gauge("slipstream_kv_host_blocks_used", "KV blocks kept in host memory"),
+    Metric.KV_HOST_BLOCKS_TOTAL: _gauge("slipstream_kv_host_blocks_total", "KV blocks that host memory can keep"),
+    Metric.KV_BLOCKS_STORED: _counter("slipstream_kv_blocks_stored_total", "KV blocks copied to host memory"),
+    Metric.KV_BLOCKS_LOADED: _counter("slipstream_kv_blocks_loaded_total", "KV blocks copied back from host memory"),
 }
 _NUM_POSITIONS = 8  # draft positions told apart; the last stands for those behind it too
 _POSITIONS = [f"{position}" for position in range(1, _NUM_POSITIONS)] + [f"{_NUM_POSITIONS}+"]

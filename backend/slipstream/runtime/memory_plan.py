@@ -46,7 +46,7 @@ def resolve_hardware(config: EngineConfig, spec: DecoderSpec) -> Hardware:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by use, and what they allow. num_blocks is the size of the KV pool."""
+    """Bytes by use, and what they allow. num_blocks: of the KV pool; num_host_blocks: of what lies behind it."""
 
     free_bytes: int
     weight_bytes: int
@@ -55,6 +55,7 @@ class MemoryPlan:
     block_size: int
     num_blocks: int
     max_model_len: int
+    num_host_blocks: int = 0
 
     @property
     def pool_bytes(self) -> int:
@@ -77,6 +78,9 @@ class MemoryPlan:
             ("KV pool", self.pool_bytes, f"{self.num_blocks} blocks x {self.block_size} tokens"),
             ("  per token", self.block_bytes // self.block_size, ""),
         )
+        if self.num_host_blocks:
+            host_bytes = self.num_host_blocks * self.block_bytes
+            rows += (("host memory behind the KV pool", host_bytes, f"{self.num_host_blocks} blocks"),)
         lines = [f"  {name:<32}{_size(num_bytes):>12}  {note}".rstrip() for name, num_bytes, note in rows]
         held = f"holds {self.num_full_sequences} sequences of max_model_len={self.max_model_len} tokens"
         return "\n".join(["memory plan", *lines, f"  {held}"])
@@ -124,11 +128,26 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
         block_size=config.cache.block_size,
         num_blocks=max(0, num_blocks),
         max_model_len=max_model_len,
+        num_host_blocks=0 if is_null else _num_host_blocks(config.cache, block_bytes),
     )
     if not is_null:
         _check_memory_bytes(plan, config.cache)
     _check(plan, config.cache, budget, blocks_per_sequence)
     return plan
+
+
+def _num_host_blocks(cache: CacheConfig, block_bytes: int) -> int:
+    """Raises ConfigError if the host has not so much, if that holds no block, or if no prefix cache is on."""
+    asked = cache.host_memory_bytes
+    if not asked:
+        return 0
+    most = _available_host_bytes()
+    if not block_bytes <= asked <= most:
+        accepted = f"0 (off), or from one block ({block_bytes}) to what this host has free ({most})"
+        raise ConfigError("kv_cache_host_memory_bytes", asked, f"accepted: {accepted}")
+    if not cache.enable_prefix_caching:
+        raise ConfigError("kv_cache_host_memory_bytes", asked, "accepted: 0, because enable_prefix_caching is off")
+    return asked // block_bytes
 
 
 def _check_memory_bytes(plan: MemoryPlan, cache: CacheConfig) -> None:

@@ -1,0 +1,93 @@
+"""Blocks in host memory: what the pool gave up comes back instead of being computed again, and the text is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import GREEDY, make_engine, run_all
+from slipstream.core.errors import ConfigError
+from slipstream.core.stats import METRICS, Metric
+from slipstream.runtime.engine import Engine
+
+Texts = list[list[int]]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+]
+HOST = {"host_memory_bytes": 8 << 20}
+
+
+def _texts(engine: Engine, prompts: Texts) -> Texts:
+    return [told.token_ids for told in run_all(engine, prompts, GREEDY)]
+
+
+def _small(checkpoint: Path, device: str, **cache: object) -> Engine:
+    """Room for one of the long prompts and its output, hardly more."""
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    sizes = {"num_blocks": 20} if device == "cpu" else {"num_blocks": 20, "block_size": 16}
+    model = {"device": device, "dtype": dtype, "max_model_len": 128}
+    return make_engine(checkpoint, model=model, cache={**sizes, **cache})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv_type", ["auto", "fp8_e4m3", "int8", "int4"])
+def test_cold_prefixes_come_back(tiny_llama: Path, prompts: Texts, device: str, kv_type: str) -> None:
+    long = prompts[-4:]
+    engine = _small(tiny_llama, device, dtype=kv_type, **HOST)
+    expected = [_texts(engine, [prompt])[0] for prompt in long]  # each pushes the one before out
+    host = engine.scheduler.cache.host
+    assert host is not None and host.num_stored > 0
+    loaded, hits = host.num_loaded, engine.scheduler.cache.num_prefix_hits
+    assert [_texts(engine, [prompt])[0] for prompt in long] == expected
+    assert host.num_loaded > loaded
+    size = engine.config.cache.block_size
+    assert engine.scheduler.cache.num_prefix_hits - hits >= sum((len(prompt) - 1) // size * size for prompt in long)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_preempted_requests_come_back(tiny_llama: Path, prompts: Texts, device: str) -> None:
+    expected = [_texts(_small(tiny_llama, device), [prompt])[0] for prompt in prompts[6:]]
+    engine = _small(tiny_llama, device, **HOST)
+    told = run_all(engine, prompts[6:], GREEDY)
+    assert [one.token_ids for one in told] == expected
+    host = engine.scheduler.cache.host
+    assert host is not None and host.num_loaded > 0
+    host.check()
+
+
+def test_a_host_of_few_blocks_still_gives_the_right_text(tiny_llama: Path, prompts: Texts) -> None:
+    plain = [_texts(_small(tiny_llama, "cpu"), [prompt])[0] for prompt in prompts]
+    engine = _small(tiny_llama, "cpu")
+    engine = _small(tiny_llama, "cpu", host_memory_bytes=5 * engine.memory_plan.block_bytes)
+    assert engine.memory_plan.num_host_blocks == 5 and "5 blocks" in str(engine.memory_plan)
+    for _ in range(2):
+        assert _texts(engine, prompts) == plain
+
+
+def test_metrics(tiny_llama: Path, prompts: Texts) -> None:
+    engine = _small(tiny_llama, "cpu", **HOST)
+    for _ in range(2):
+        _texts(engine, prompts)
+    engine.stats.drain()
+    engine.stats.publish()  # what the slot could not take before
+    values = dict(engine.stats.drain())
+    host = engine.scheduler.cache.host
+    assert host is not None
+    assert values[Metric.KV_BLOCKS_STORED] == [host.num_stored] and values[Metric.KV_BLOCKS_LOADED] == [host.num_loaded]
+    assert values[Metric.KV_HOST_BLOCKS_TOTAL] == [engine.memory_plan.num_host_blocks]
+    assert METRICS[Metric.KV_HOST_BLOCKS_USED].family == "slipstream_kv_host_blocks_used"
+
+
+@pytest.mark.parametrize(
+    ("cache", "reason"),
+    [
+        ({"host_memory_bytes": 1}, "from one block"),
+        ({"host_memory_bytes": 1 << 50}, "what this host has free"),
+        ({**HOST, "enable_prefix_caching": False}, "enable_prefix_caching is off"),
+    ],
+)
+def test_what_cannot_be_is_refused(tiny_llama: Path, cache: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"kv_cache_host_memory_bytes.*{reason}"):
+        _small(tiny_llama, "cpu", **cache)
