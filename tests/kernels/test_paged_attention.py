@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from dense_attention import PagedBatch, dense_attention, make_batch
+from decode_cases import make_case, oracle
 from slipstream_kernels import ops
+from slipstream_kernels.kv_cache import QUANTIZED_DTYPES
 from tolerances import ATTENTION
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -140,3 +144,30 @@ def test_reads_a_view_of_fused_qkv_and_writes_out(device, backend) -> None:
     view = PagedBatch(**{**batch.__dict__, "q": fused[:, 2:6]})
     assert attend(view, backend, out=out) is out
     assert torch.equal(out, attend(batch, backend))
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("kv_dtype", QUANTIZED_DTYPES, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_quantised_caches(device, backend, kv_dtype, geometry) -> None:
+    """Against the oracle of decode_cases, which unpacks the stored bytes itself; unowned slots hold the worst."""
+    for dtype, lens, options in (
+        (torch.float32, MIXED, {}),
+        (torch.bfloat16, ([21, 40], [80, 40]), {"sliding_window": 17}),
+        (torch.float16, DECODE, {"soft_cap": 3.0}),
+    ):
+        case = make_case(*lens, geometry, dtype, kv_dtype)
+        case = replace(case, options={**case.options, **options}).to(device)
+        keywords = {**case.keywords(), "max_query_len": max(lens[0])}
+        out = ops.paged_attention(*case.tensors(), **keywords, backend=backend)
+        rtol, atol = ATTENTION[dtype]
+        torch.testing.assert_close(out.cpu().double(), oracle(case), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("kv_dtype", QUANTIZED_DTYPES, ids=str)
+def test_small_values_keep_their_digits_in_float16(device, kv_dtype) -> None:
+    case = make_case([1, 20], [33, 20], (4, 2, 64, 16), torch.float16, kv_dtype)
+    case = replace(case, options={**case.options, "value_scale": case.options["value_scale"] * 1e-3}).to(device)
+    for backend in BACKENDS:
+        out = ops.paged_attention(*case.tensors(), **case.keywords(), backend=backend).cpu().double()
+        assert (out - oracle(case)).norm() < 3e-3 * oracle(case).norm()

@@ -14,13 +14,15 @@ from triton.compiler import ASTSource
 
 STRIDES = {"row_stride": "i32", "vocab_size": "i32"}
 ATTENTION = {
-    "q_ptr": "*bf16", "key_cache_ptr": "*bf16", "value_cache_ptr": "*bf16", "out_ptr": "*bf16", "partial_ptr": "*fp32",
-    "lse_ptr": "*fp32", "tables_ptr": "*i32", "query_start_loc_ptr": "*i32", "seq_lens_ptr": "*i32",
+    "q_ptr": "*bf16", "key_cache_ptr": "*bf16", "value_cache_ptr": "*bf16", "key_scale_ptr": "*fp32",
+    "value_scale_ptr": "*fp32", "out_ptr": "*bf16", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "tables_ptr": "*i32",
+    "query_start_loc_ptr": "*i32", "seq_lens_ptr": "*i32",
     "num_requests": "i32", "slopes_ptr": "*fp32", "scale": "fp32", "window": "i32", "soft_cap": "fp32",
     "token_stride": "i32", "head_stride": "i32", "table_stride": "i32",
 }  # fmt: skip
 ATTENTION_SHAPE = {
-    "GROUP": 4, "NUM_KV_HEADS": 8, "BLOCK_SIZE": 64, "D": 80, "BLOCK_D": 128, "BLOCK_N": 64,
+    "GROUP": 4, "NUM_KV_HEADS": 8, "BLOCK_SIZE": 64, "D": 80, "BLOCK_D": 128, "BLOCK_N": 64, "FORMAT": 0,
+    "HAS_SCALE": False,
     "HAS_WINDOW": True, "HAS_ALIBI": True, "HAS_SOFT_CAP": True,
 }  # fmt: skip
 PLAIN = {"BLOCK_M": 128, "MIN_QUERY_LEN": 1, "HAS_WINDOW": False, "HAS_ALIBI": False, "HAS_SOFT_CAP": False}
@@ -37,6 +39,10 @@ SCALED_MM = {
     "out_ptr": "*bf16", "partial_ptr": "*fp32", "counters_ptr": "*i32", "num_tokens": "i32", "num_rows": "i32",
     "out_features": "i32", "scales_row_stride": "i32",
 }  # fmt: skip
+SCALED_MM_TILE = {
+    "IN_FEATURES": 4096, "HAS_BIAS": True, "NUM_SPLITS": 4, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
+    "NUM_STAGES": 5,
+}  # fmt: skip
 INT_MM = {
     "x_ptr": "*bf16", "x_scales_ptr": "*fp32", "packed_ptr": "*u8", "values_ptr": "*i8", "scales_ptr": "*fp32",
     "zeros_ptr": "*u8", "bias_ptr": "*bf16", "out_ptr": "*bf16", "x_row_stride": "i32", "num_tokens": "i32",
@@ -47,11 +53,6 @@ INT_MM_TILE = {
     "BLOCK_N": 64, "BLOCK_K": 128, "FACTOR": triton.language.bfloat16, "IS_INT8": False,
 }  # fmt: skip
 FP8_INPUTS = {"HAS_X_SCALES": True, "HAS_ZEROS": False, "BLOCK_M": 16}
-
-SCALED_MM_TILE = {
-    "IN_FEATURES": 4096, "HAS_BIAS": True, "NUM_SPLITS": 4, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
-    "NUM_STAGES": 5,
-}  # fmt: skip
 
 ROPE = {
     "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "q_out_ptr": "*bf16", "positions_ptr": "*i64",
@@ -84,12 +85,27 @@ def stored(dtype: str) -> dict[str, str]:
     return {"key_cache_ptr": f"*{dtype}", "value_cache_ptr": f"*{dtype}"}
 
 
+LOGPROBS = {
+    **STRIDES, "logits_ptr": "*bf16", "chosen_ptr": "*i64", "maxima_ptr": "*fp32", "sums_ptr": "*fp32",
+    "num_better_ptr": "*i32", "group_maxima_ptr": "*bf16", "slots_ptr": "*i32", "log_normaliser_ptr": "*fp32",
+    "logprob_ptr": "*fp32", "rank_ptr": "*i64", "values_ptr": "*fp32", "token_ids_ptr": "*i64",
+}  # fmt: skip
+
 # module, kernel, types of its run-time arguments, values of its constants (each may list more than the kernel takes)
 KERNELS = [
     ("prefill_attention", "_prefill_kernel", ATTENTION, {**ATTENTION_SHAPE, "BLOCK_M": 128, "MIN_QUERY_LEN": 17}, 8),
     ("prefill_attention", "_prefill_kernel", ATTENTION, {**ATTENTION_SHAPE, **PLAIN, "D": 128}, 8),
     ("paged_attention", "_short_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "BLOCK_M": 16, "NUM_SPLITS": 8}, 4),
     ("paged_attention", "_short_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "BLOCK_M": 16, "NUM_SPLITS": 1}, 4),
+    *(
+        (module, kernel, {**ATTENTION, **stored(dtype)},
+         {**ATTENTION_SHAPE, **PLAIN, **SHORT, "BLOCK_M": block_m, "NUM_SPLITS": 8, "D": 128, "FORMAT": code,
+          "HAS_SCALE": True}, num_warps)
+        for code, dtype in ((1, "fp8e4nv"), (2, "i8"), (3, "u8"))
+        for module, kernel, block_m, num_warps in (
+            ("prefill_attention", "_prefill_kernel", 128, 8), ("paged_attention", "_short_kernel", 16, 4)
+        )
+    ),
     ("paged_attention", "_merge_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "NUM_SPLITS": 8}, 4),
     (
         "rms_norm", "_rms_norm_kernel",
@@ -115,10 +131,13 @@ KERNELS = [
     ("int8_mm", "_int8_mm_kernel", {**INT_MM, "x_ptr": "*i8"}, {**INT_MM_TILE, "IS_INT8": True}, 4),
     ("quantize_int8", "_quantize_int8_kernel", {**FP8_ROWS, "values_ptr": "*i8"}, FP8_TILE, 8),
     (
-        "logprobs", "_logprob_kernel",
-        {**STRIDES, "logits_ptr": "*fp32", "chosen_ptr": "*i64", "log_normaliser_ptr": "*fp32", "logprob_ptr": "*fp32",
-         "rank_ptr": "*i64"},
-        {"BLOCK": 4096}, 8,
+        "logprobs", "_logprob_chunk_kernel", LOGPROBS,
+        {"NUM_CHUNKS": 32, "CHUNK": 4096, "GROUP": 8, "HAS_TOP": True}, 8,
+    ),
+    (
+        "logprobs", "_logprob_row_kernel", LOGPROBS,
+        {"NUM_CHUNKS": 32, "CHUNKS_PADDED": 32, "NUM_GROUPS": 16384, "GROUPS_PADDED": 16384, "GROUP": 8,
+         "CAPACITY": 64, "K": 20}, 8,
     ),
     (
         "penalties", "_count_kernel",

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.attention_call import AttentionCall
+from slipstream_kernels.triton.kv_formats import kv_format
 
 
 @triton.jit
@@ -24,17 +25,24 @@ def load_queries(q_ptr, start, query_len, kv_head, first_row, token_stride, head
 
 
 @triton.jit
-def store_rows(out_ptr, acc, normaliser, start, query_len, kv_head, first_row,
+def store_rows(out_ptr, acc, factor, normaliser, start, query_len, kv_head, first_row,
                GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr,
                BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """Normalise and write the rows of load_queries."""
+    """Normalise, multiply by factor and write the rows of load_queries."""
     rows = first_row + tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
     # A padding request (seq_len 0) saw no key: its rows become zero.
-    y = acc / tl.where(normaliser == 0.0, 1.0, normaliser)[:, None]
+    y = acc * (factor / tl.where(normaliser == 0.0, 1.0, normaliser))[:, None]
     out_rows = (start + rows // GROUP) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + rows % GROUP
     mask = (rows < query_len * GROUP)[:, None] & (dims < D)[None, :]
     tl.store(out_ptr + out_rows[:, None] * D + dims[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def caches(call: AttentionCall) -> tuple[torch.Tensor, ...]:
+    """Keys, values and their scales; anything where unused."""
+    key_scale = call.key_cache if call.key_scale is None else call.key_scale
+    value_scale = call.value_cache if call.value_scale is None else call.value_scale
+    return call.key_cache, call.value_cache, key_scale, value_scale
 
 
 def options(call: AttentionCall) -> tuple[torch.Tensor | None, float, int, float]:
@@ -58,6 +66,8 @@ def shapes(call: AttentionCall, block_m: int, block_n: int) -> dict[str, int | b
         "BLOCK_M": block_m,
         "BLOCK_N": min(block_size, block_n),
         "BLOCK_D": triton.next_power_of_2(head_dim),
+        "FORMAT": kv_format(call.key_cache.dtype),
+        "HAS_SCALE": call.key_scale is not None,
         "HAS_WINDOW": call.sliding_window is not None,
         "HAS_ALIBI": call.alibi_slopes is not None,
         "HAS_SOFT_CAP": call.soft_cap is not None,

@@ -13,8 +13,16 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.attention_call import AttentionCall
-from slipstream_kernels.triton.attention_tiles import load_queries, options, shapes, store_rows, strides
+from slipstream_kernels.triton.attention_tiles import caches, load_queries, options, shapes, store_rows, strides
 from slipstream_kernels.triton.interpreter import dot
+from slipstream_kernels.triton.kv_formats import (
+    INT8,
+    VALUE_BOOST,
+    head_scale,
+    load_rows,
+    token_scales,
+    value_factor,
+)
 from slipstream_kernels.triton.prefill_attention import attend_long
 
 # Queries up to this length go to the split-KV kernel: decode rows, and the draft rows of speculation.
@@ -25,28 +33,27 @@ PROGRAMS_PER_SM = 4
 
 
 @triton.jit
-def _attend_span(q, positions, slopes, key_cache_ptr, value_cache_ptr, table_ptr, kv_head, begin, end,
-                 scale, window, soft_cap,
+def _attend_span(q, positions, slopes, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,
+                 table_ptr, kv_head, begin, end, scale, window, soft_cap,
                  NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
-                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                 BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
                  HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
     """Online softmax of q's rows over keys [begin, end); begin is a multiple of BLOCK_N, which divides BLOCK_SIZE.
 
-    Returns the unnormalised sum of values, the running maximum (base 2) and the normaliser.
+    scale includes a head's key scale.  Returns the unnormalised sum of values (before value_factor), the running maximum (base 2) and the normaliser.
     """
     columns = tl.arange(0, BLOCK_N)
-    dims = tl.arange(0, BLOCK_D)
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     normaliser = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for first_key in range(begin, end, BLOCK_N):
         block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
-        cache_rows = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + first_key % BLOCK_SIZE + columns
+        first_row = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + first_key % BLOCK_SIZE
         keys = first_key + columns
-        # Slots past the end may hold a former owner's inf or NaN: they are not loaded.
-        mask = (keys < end)[:, None] & (dims < D)[None, :]
-        k = tl.load(key_cache_ptr + cache_rows[:, None] * D + dims[None, :], mask=mask, other=0.0)
+        k = load_rows(key_cache_ptr, first_row, end - first_key, q.dtype, FORMAT, D, BLOCK_N, BLOCK_D, True)
         scores = dot(q, tl.trans(k)) * scale
+        if FORMAT >= INT8:
+            scores *= token_scales(key_scale_ptr, first_row, end - first_key, BLOCK_N)[None, :]
         if HAS_SOFT_CAP:
             # tanh(x) = 2 sigmoid(2x) - 1
             scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
@@ -62,19 +69,22 @@ def _attend_span(q, positions, slopes, key_cache_ptr, value_cache_ptr, table_ptr
         probs = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(maximum - shift)
         normaliser = normaliser * rescale + tl.sum(probs, axis=1)
-        v = tl.load(value_cache_ptr + cache_rows[:, None] * D + dims[None, :], mask=mask, other=0.0)
+        if FORMAT >= INT8:
+            probs *= token_scales(value_scale_ptr, first_row, end - first_key, BLOCK_N)[None, :] * VALUE_BOOST
+        v = load_rows(value_cache_ptr, first_row, end - first_key, q.dtype, FORMAT, D, BLOCK_N, BLOCK_D, True)
         acc = acc * rescale[:, None] + dot(probs.to(v.dtype), v)
         maximum = new_maximum
     return acc, maximum, normaliser
 
 
 @triton.jit
-def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr,
+def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr,
                   query_start_loc_ptr, seq_lens_ptr, slopes_ptr, scale, window, soft_cap,
                   token_stride, head_stride, table_stride,
                   NUM_SPLITS: tl.constexpr, NUM_TILES: tl.constexpr, MAX_QUERY_LEN: tl.constexpr,
                   GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                  FORMAT: tl.constexpr, HAS_SCALE: tl.constexpr,
                   HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
     """Grid (splits, kv heads * query tiles, requests): one share of a request's keys;
     NUM_SPLITS 1 writes out directly.
@@ -103,12 +113,15 @@ def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, partial_ptr, l
     share = tl.cdiv(tl.cdiv(seq_len - lowest, NUM_SPLITS), BLOCK_N) * BLOCK_N
     begin = lowest + split * share
     end = tl.minimum(begin + share, seq_len)
+    scale = scale * head_scale(key_scale_ptr, kv_head, FORMAT, HAS_SCALE)
+    factor = value_factor(value_scale_ptr, kv_head, FORMAT, HAS_SCALE)
     acc, maximum, normaliser = _attend_span(
-        q, first_position + rows // GROUP, slopes, key_cache_ptr, value_cache_ptr, tables_ptr + request *
-        table_stride, kv_head, begin, end, scale, window, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_M, BLOCK_N,
-        BLOCK_D, HAS_WINDOW, HAS_ALIBI, HAS_SOFT_CAP)  # fmt: skip
+        q, first_position + rows // GROUP, slopes, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,
+        tables_ptr + request * table_stride, kv_head, begin, end, scale, window, soft_cap,
+        NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_M, BLOCK_N, BLOCK_D, FORMAT, HAS_WINDOW, HAS_ALIBI,
+        HAS_SOFT_CAP)  # fmt: skip
     if NUM_SPLITS == 1:
-        store_rows(out_ptr, acc, normaliser, start, query_len, kv_head, first_row,
+        store_rows(out_ptr, acc, factor, normaliser, start, query_len, kv_head, first_row,
                     GROUP, NUM_KV_HEADS, D, BLOCK_M, BLOCK_D)  # fmt: skip
     else:
         safe = tl.where(normaliser == 0.0, 1.0, normaliser)
@@ -116,7 +129,7 @@ def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, partial_ptr, l
         dims = tl.arange(0, BLOCK_D)
         tl.store(lse_ptr + partial_rows + split, tl.where(normaliser == 0.0, float("-inf"), maximum + tl.log2(safe)))
         partial = partial_ptr + (partial_rows + split)[:, None] * BLOCK_D + dims[None, :]
-        tl.store(partial, acc / safe[:, None])
+        tl.store(partial, acc * (factor / safe)[:, None])
 
 
 @triton.jit
@@ -180,8 +193,7 @@ def _attend_short(call: AttentionCall) -> None:
         lse = torch.empty(partial_shape[:-1], dtype=torch.float32, device=call.q.device)
     _short_kernel[(num_splits, num_kv_heads * num_tiles, num_requests)](
         call.q,
-        call.key_cache,
-        call.value_cache,
+        *caches(call),
         call.out,
         partial,
         lse,

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.attention_call import AttentionCall
-from slipstream_kernels.triton.attention_tiles import load_queries, options, shapes, store_rows, strides
+from slipstream_kernels.triton.attention_tiles import caches, load_queries, options, shapes, store_rows, strides
 from slipstream_kernels.triton.interpreter import dot
+from slipstream_kernels.triton.kv_formats import INT8, VALUE_BOOST, head_scale, load_rows, token_scales, value_factor
 
 
 @dataclass(frozen=True)
@@ -50,29 +51,13 @@ def _find_request(query_start_loc_ptr, num_requests, tile, GROUP: tl.constexpr, 
 
 
 @triton.jit
-def _load_tile(cache_ptr, table_ptr, kv_head, first_key, end, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-               D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """Keys (or values) first_key.. of one kv head: rows of a single block of the cache."""
-    columns, dims = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
-    first_row = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + first_key % BLOCK_SIZE
-    pointers = cache_ptr + first_row * D + (columns[:, None] * D + dims[None, :])
-    if MASKED:
-        # Slots past the end may hold a former owner's inf or NaN: they are not loaded.
-        tile = tl.load(pointers, mask=(first_key + columns < end)[:, None] & (dims < D)[None, :], other=0.0)
-    elif D == BLOCK_D:
-        tile = tl.load(pointers)
-    else:
-        tile = tl.load(pointers, mask=(dims < D)[None, :], other=0.0)
-    return tile
-
-
-@triton.jit
-def _scores(q, k, positions, keys, slopes, scale, window, soft_cap, end,
+def _scores(q, k, key_scales, positions, keys, slopes, scale, window, soft_cap, end, FORMAT: tl.constexpr,
             HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
             MASKED: tl.constexpr):  # fmt: skip
     """Scores before the factor that _attend applies with exp2."""
     scores = dot(q, tl.trans(k))
+    if FORMAT >= INT8:
+        scores *= key_scales[None, :]
     if HAS_SOFT_CAP:
         # tanh(x) = 2 sigmoid(2x) - 1
         scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scale * scores / soft_cap) - 1.0)
@@ -89,19 +74,26 @@ def _scores(q, k, positions, keys, slopes, scale, window, soft_cap, end,
 
 
 @triton.jit
-def _attend(acc, maximum, normaliser, q, positions, slopes, key_cache_ptr, value_cache_ptr, table_ptr, kv_head,
-            begin, stop, end, scale, window, soft_cap,
+def _attend(acc, maximum, normaliser, q, positions, slopes, key_cache_ptr, value_cache_ptr,
+            key_scale_ptr, value_scale_ptr, table_ptr, kv_head, begin, stop, end, scale, window, soft_cap,
             NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
-            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+            BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
             HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
             MASKED: tl.constexpr):  # fmt: skip
-    """Online softmax (base 2) over keys [begin, stop), multiples of BLOCK_N apart, of those before end."""
+    """Online softmax (base 2) over keys [begin, stop), multiples of BLOCK_N apart, of those before end.
+
+    A tile of keys lies in one block.  scale includes a head's key scale.
+    """
     factor = 1.4426950408889634 if HAS_SOFT_CAP or HAS_ALIBI else scale * 1.4426950408889634
     for first_key in range(begin, stop, BLOCK_N):
-        k = _load_tile(key_cache_ptr, table_ptr, kv_head, first_key, end,
-                       NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_N, BLOCK_D, MASKED)  # fmt: skip
-        scores = _scores(q, k, positions, first_key + tl.arange(0, BLOCK_N), slopes, scale, window, soft_cap, end,
-                         HAS_WINDOW, HAS_ALIBI, HAS_SOFT_CAP, MASKED)  # fmt: skip
+        block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
+        first_row = (block * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + first_key % BLOCK_SIZE
+        k = load_rows(key_cache_ptr, first_row, end - first_key, q.dtype, FORMAT, D, BLOCK_N, BLOCK_D, MASKED)
+        key_scales = slopes
+        if FORMAT >= INT8:
+            key_scales = token_scales(key_scale_ptr, first_row, end - first_key, BLOCK_N)
+        scores = _scores(q, k, key_scales, positions, first_key + tl.arange(0, BLOCK_N), slopes, scale, window,
+                         soft_cap, end, FORMAT, HAS_WINDOW, HAS_ALIBI, HAS_SOFT_CAP, MASKED)  # fmt: skip
         new_maximum = tl.maximum(maximum, tl.max(scores, axis=1) * factor)
         shift = new_maximum
         if MASKED:
@@ -110,19 +102,21 @@ def _attend(acc, maximum, normaliser, q, positions, slopes, key_cache_ptr, value
         probs = tl.exp2(scores * factor - shift[:, None])
         rescale = tl.exp2(maximum - shift)
         normaliser = normaliser * rescale + tl.sum(probs, axis=1)
-        v = _load_tile(value_cache_ptr, table_ptr, kv_head, first_key, end,
-                       NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_N, BLOCK_D, MASKED)  # fmt: skip
+        if FORMAT >= INT8:
+            probs *= token_scales(value_scale_ptr, first_row, end - first_key, BLOCK_N)[None, :] * VALUE_BOOST
+        v = load_rows(value_cache_ptr, first_row, end - first_key, q.dtype, FORMAT, D, BLOCK_N, BLOCK_D, MASKED)
         acc = acc * rescale[:, None] + dot(probs.to(v.dtype), v)
         maximum = new_maximum
     return acc, maximum, normaliser
 
 
 @triton.jit(do_not_specialize=["num_requests"])
-def _prefill_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, tables_ptr, query_start_loc_ptr, seq_lens_ptr,
+def _prefill_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr, tables_ptr, query_start_loc_ptr, seq_lens_ptr,
                     num_requests, slopes_ptr, scale, window, soft_cap, token_stride, head_stride, table_stride,
                     MIN_QUERY_LEN: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
                     BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+                    FORMAT: tl.constexpr, HAS_SCALE: tl.constexpr,
                     HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
     """Grid (kv heads, query tiles of all requests), the last tiles, which see most keys, first."""
     kv_head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
@@ -145,6 +139,7 @@ def _prefill_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, tables_ptr, 
     if HAS_ALIBI:
         slopes = tl.load(slopes_ptr + kv_head * GROUP + rows % GROUP)
     end = tl.maximum(tl.minimum(seq_len, first_position + (first_row + BLOCK_M - 1) // GROUP + 1), 0)
+    scale = scale * head_scale(key_scale_ptr, kv_head, FORMAT, HAS_SCALE)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     normaliser = tl.zeros((BLOCK_M,), tl.float32)
@@ -155,14 +150,17 @@ def _prefill_kernel(q_ptr, key_cache_ptr, value_cache_ptr, out_ptr, tables_ptr, 
         # Keys that the tile's first query sees are seen by all its rows.
         middle = tl.minimum(tl.maximum(first_position + first_row // GROUP + 1, 0), end) // BLOCK_N * BLOCK_N
         acc, maximum, normaliser = _attend(
-            acc, maximum, normaliser, q, positions, slopes, key_cache_ptr, value_cache_ptr, table_ptr, kv_head,
-            0, middle, end, scale, window, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_N, BLOCK_D,
+            acc, maximum, normaliser, q, positions, slopes, key_cache_ptr, value_cache_ptr,
+            key_scale_ptr, value_scale_ptr, table_ptr, kv_head,
+            0, middle, end, scale, window, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_N, BLOCK_D, FORMAT,
             HAS_WINDOW, HAS_ALIBI, HAS_SOFT_CAP, False)  # fmt: skip
     acc, maximum, normaliser = _attend(
-        acc, maximum, normaliser, q, positions, slopes, key_cache_ptr, value_cache_ptr, table_ptr, kv_head,
-        middle, end, end, scale, window, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_N, BLOCK_D,
+        acc, maximum, normaliser, q, positions, slopes, key_cache_ptr, value_cache_ptr,
+        key_scale_ptr, value_scale_ptr, table_ptr, kv_head,
+        middle, end, end, scale, window, soft_cap, NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_N, BLOCK_D, FORMAT,
         HAS_WINDOW, HAS_ALIBI, HAS_SOFT_CAP, True)  # fmt: skip
-    store_rows(out_ptr, acc, normaliser, start, query_len, kv_head, first_row,
+    factor = value_factor(value_scale_ptr, kv_head, FORMAT, HAS_SCALE)
+    store_rows(out_ptr, acc, factor, normaliser, start, query_len, kv_head, first_row,
                GROUP, NUM_KV_HEADS, D, BLOCK_M, BLOCK_D)  # fmt: skip
 
 
@@ -175,8 +173,7 @@ def attend_long(call: AttentionCall, min_query_len: int) -> None:
     num_tiles = num_tokens * (num_q_heads // num_kv_heads) // tile.block_m + num_requests
     _prefill_kernel[(num_kv_heads, num_tiles)](
         call.q,
-        call.key_cache,
-        call.value_cache,
+        *caches(call),
         call.out,
         call.block_tables,
         call.query_start_loc,

@@ -10,17 +10,15 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, KvCache
+from slipstream_kernels.kv_cache import KvCache
 from slipstream_kernels.rotation import HeadNorms, Rope
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
+from slipstream_kernels.triton.kv_formats import FP8, INT8, PLAIN, kv_format
 
 # Elements that a program rotates at once: enough bytes in flight, and few enough that many programs share an SM.
 TILE_ELEMENTS = 2048
 NUM_WARPS = 4
-
-PLAIN, FP8, INT8, INT4 = (tl.constexpr(code) for code in range(4))
-FORMATS = {FP8_DTYPE: FP8.value, INT8_DTYPE: INT8.value, INT4_DTYPE: INT4.value}
 
 
 @triton.jit
@@ -197,7 +195,7 @@ def rope_write_kv(
         RUN=1 if interleaved else min(rotary_dim // 2 & -(rotary_dim // 2), 16),
         HAS_ROPE=rope is not None,
         HAS_NORM=norms is not None,
-        FORMAT=FORMATS.get(cache.dtype, PLAIN.value),
+        FORMAT=kv_format(cache.dtype),
         HAS_SCALE=cache.key_scale is not None,
         num_warps=NUM_WARPS,
         **dependent_launch(q.device),
