@@ -90,7 +90,10 @@ class Engine:
             self._runner = ModelRunner(config, self.spec, hardware, self.memory_plan, self.start_up)
         self.start_up.log()
         self.stats = Stats()
-        cache = KVCacheManager(self.memory_plan.num_blocks, config.cache.block_size, config.cache.enable_prefix_caching)
+        plan, settings = self.memory_plan, config.cache
+        cache = KVCacheManager(
+            plan.num_blocks, settings.block_size, settings.enable_prefix_caching, plan.num_host_blocks
+        )
         target = self._runner.model if isinstance(self._runner, ModelRunner) else None
         self._speculator = Speculator(Surroundings(config, hardware, self.memory_plan, target))
         planner = make_planner(config.speculation, hardware)

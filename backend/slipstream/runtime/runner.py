@@ -25,6 +25,7 @@ from slipstream.runtime.batch import BatchBuilder, SampledTokens, fill_pending
 from slipstream.runtime.compaction import Compaction
 from slipstream.runtime.cuda_graphs import DecodeGraphs, graph_sizes
 from slipstream.runtime.host_copy import to_device
+from slipstream.runtime.kv_offload import HostBlocks
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.logprobs import PromptLogprobs
 from slipstream.runtime.memory_plan import Hardware, MemoryPlan
@@ -72,7 +73,9 @@ class ModelRunner:
         self._device = device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         self._finish(phases, "weights")
-        self._kv_caches = allocate_pool(spec, hardware, plan).layers
+        pool = allocate_pool(spec, hardware, plan)
+        self._kv_caches = pool.layers
+        self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
         self._speculation = config.speculation
@@ -96,6 +99,9 @@ class ModelRunner:
     @torch.inference_mode()
     def build(self, step: ScheduledStep) -> StepInput:
         _enter(self._device)
+        if step.copies:
+            assert self._host_blocks is not None
+            self._host_blocks.run(step.copies)
         size = self._graphs.size_for(len(step.requests), step.num_scheduled_tokens)
         if size is None:
             return StepInput(self._builder.build(step, self._sampled))
