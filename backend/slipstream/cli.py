@@ -1,40 +1,54 @@
-"""The `slipstream` command. Each subcommand is a function that prints and returns the exit status; torch loads late."""
+"""The `slipstream` command: finds the verb and runs it. A verb is a module of slipstream.commands; torch loads late."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
+import slipstream
 from slipstream.core.errors import SlipstreamError
 
-
-def validate(arguments: argparse.Namespace) -> int:
-    """Say what loading each model folder would say."""
-    from slipstream.runtime.validate import validate as report
-
-    status = 0
-    for folder in arguments.model_dir:
-        try:
-            print(report(folder))
-        except SlipstreamError as error:
-            print(f"{folder}: {error}", file=sys.stderr)
-            status = 1
-    return status
+# verb -> what `slipstream --help` says of it. Its module is slipstream.commands.<verb>, with "_" for "-".
+VERBS = {
+    "serve": "start tritonserver with a model repository or a checkpoint",
+    "serve-openai": "start the OpenAI-compatible gateway and the chat page in front of a running server",
+    "validate": "check model folders as a load would, without server and weights",
+    "bench": "load a running server: time to first token, time per token, tokens/s at rising concurrency",
+    "chat": "talk to a model in the terminal, over gRPC",
+    "doctor": "say what this machine can do and why not: GPU, libraries, server, models",
+}
+DESCRIPTION = "Serve large language models with Triton Inference Server."
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="slipstream", description="Tools around the Slipstream backend for Triton.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("validate", help="check model folders as a load would, without server and weights")
-    command.add_argument("model_dir", nargs="+", help="a folder with config.pbtxt, such as model_repository/llm")
-    command.set_defaults(run=validate)
+    parser = argparse.ArgumentParser(prog="slipstream", description=DESCRIPTION)
+    parser.add_argument("--version", action="version", version=f"slipstream {slipstream.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="VERB")
+    for verb, summary in VERBS.items():
+        module = import_module(f"slipstream.commands.{verb.replace('-', '_')}")
+        command = commands.add_parser(
+            verb,
+            help=summary,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0 done, 1 refused or failed with a reason on stderr, 2 wrong arguments, 130 interrupted."""
     arguments = build_parser().parse_args(argv)
-    return arguments.run(arguments)
+    try:
+        return arguments.run(arguments)
+    except SlipstreamError as error:
+        print(f"slipstream {arguments.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

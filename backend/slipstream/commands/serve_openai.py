@@ -1,0 +1,150 @@
+"""Start the OpenAI-compatible gateway, with the chat page at /, in front of a running Triton server.
+
+    slipstream serve-openai --triton localhost:8001 --model-repository model_repository
+    curl localhost:9000/v1/chat/completions -H 'Content-Type: application/json' \\
+      -d '{"model": "llm", "messages": [{"role": "user", "content": "Hello"}]}'
+
+The gateway needs each model's tokenizer folder for its chat template. It finds it when config.pbtxt says an absolute
+path; relative paths need --model-repository, and for a server on another machine --checkpoint names a local copy.
+docs/gateway.md has the endpoints, the limits and the errors.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from slipstream.core.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--triton", default="localhost:8001", metavar="HOST:PORT", help="Triton's gRPC (%(default)s)")
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface (%(default)s)")
+    parser.add_argument("--port", type=int, default=9000, help="0 takes any free one (%(default)s)")
+    parser.add_argument(
+        "--workers", type=int, default=1, help="processes; one sends some 15 000 events/s (%(default)s)"
+    )
+    _add_models(parser.add_argument_group("models"))
+    _add_access(parser.add_argument_group("access and limits"))
+    parser.add_argument(
+        "--metrics-url", default="", metavar="URL", help="Triton's /metrics, shown behind the gateway's"
+    )
+    parser.add_argument("--no-page", action="store_true", help="do not serve the chat page")
+    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+
+
+def _add_models(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--model-repository", type=Path, metavar="DIR", help="where relative paths of config.pbtxt count from"
+    )
+    group.add_argument(
+        "--checkpoint",
+        action="append",
+        default=[],
+        metavar="[MODEL=]DIR",
+        help="folder with a model's tokenizer and chat template; without MODEL= for every model (repeatable)",
+    )
+    group.add_argument(
+        "--alias", action="append", default=[], metavar="NAME=MODEL", help="a further public name (repeatable)"
+    )
+    group.add_argument("--embedding-model", default="", metavar="MODEL", help="Triton model behind /v1/embeddings")
+    group.add_argument(
+        "--tool-parser",
+        default="auto",
+        choices=("auto", "hermes", "llama3", "mistral", "none"),
+        help="how models write tool calls; auto reads it off the chat template (%(default)s)",
+    )
+    group.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="a Jinja template in place of the checkpoint's"
+    )
+
+
+def _add_access(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="accepted keys, one per line; # begins a comment"
+    )
+    group.add_argument(
+        "--api-key", action="append", default=[], metavar="KEY", help="an accepted key; others see it in ps"
+    )
+    group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="web origin that may call")
+    group.add_argument("--max-body-bytes", type=int, default=4 << 20, help="larger requests get 413 (%(default)s)")
+    group.add_argument(
+        "--max-concurrent-requests",
+        type=int,
+        default=1024,
+        help="above it requests get 429, in all workers (%(default)s)",
+    )
+    group.add_argument("--max-connections", type=int, default=4096, help="per worker; above it 503 (%(default)s)")
+    group.add_argument(
+        "--max-events-per-s",
+        type=int,
+        default=4000,
+        help="streamed events of a worker above which several tokens share an event; 0 never (%(default)s)",
+    )
+    group.add_argument("--header-timeout-s", type=float, default=10.0, help="to send a request's headers (%(default)s)")
+    group.add_argument("--body-timeout-s", type=float, default=60.0, help="to send its body (%(default)s)")
+    group.add_argument("--send-timeout-s", type=float, default=60.0, help="to read an answer that waits (%(default)s)")
+    group.add_argument(
+        "--shutdown-timeout-s", type=int, default=30, help="for running requests at SIGTERM (%(default)s)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        from slipstream.server.options import GatewayOptions
+        from slipstream.server.serve import serve
+    except ImportError as error:
+        raise ConfigError("serve-openai", error.name, "not installed; pip install 'slipstream[gateway]'") from None
+    options = GatewayOptions(
+        triton_url=arguments.triton,
+        host=arguments.host,
+        port=arguments.port,
+        workers=arguments.workers,
+        model_repository=arguments.model_repository,
+        checkpoints={name: Path(folder) for name, folder in map(_checkpoint, arguments.checkpoint)},
+        aliases=dict(_pair("--alias", text) for text in arguments.alias),
+        embedding_model=arguments.embedding_model,
+        tool_parser=arguments.tool_parser,
+        chat_template=arguments.chat_template,
+        api_keys=tuple(arguments.api_key) + _keys(arguments.api_key_file),
+        metrics_url=arguments.metrics_url,
+        cors_origins=tuple(arguments.cors_origin),
+        has_page=not arguments.no_page,
+        max_body_bytes=arguments.max_body_bytes,
+        max_concurrent_requests=arguments.max_concurrent_requests,
+        max_connections=arguments.max_connections,
+        max_events_per_s=arguments.max_events_per_s,
+        header_timeout_s=arguments.header_timeout_s,
+        body_timeout_s=arguments.body_timeout_s,
+        send_timeout_s=arguments.send_timeout_s,
+        shutdown_timeout_s=arguments.shutdown_timeout_s,
+        log_level=arguments.log_level,
+    )
+    serve(options)
+    return 0
+
+
+def _checkpoint(text: str) -> tuple[str, str]:
+    """(model, folder); the model is "" for every model."""
+    name, equals, folder = text.partition("=")
+    return (name, folder) if equals else ("", text)
+
+
+def _pair(option: str, text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (equals and name and value):
+        raise ConfigError(option, text, "accepted: NAME=VALUE")
+    return name, value
+
+
+def _keys(path: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    try:
+        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--api-key-file", str(path), f"cannot be read: {error}") from None
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError("--api-key-file", str(path), "holds no key; without the option everybody may call")
+    return keys

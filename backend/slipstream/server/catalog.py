@@ -1,0 +1,178 @@
+"""The models that clients may name: what Triton has, with each model's chat template, length and tool format.
+
+Event loop thread, one per worker. Asked of Triton when a name is used, and again after REFRESH_S, because models come
+and go while the gateway runs.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.errors import ConfigError
+from slipstream.server.chat_template import ChatTemplate, load_template
+from slipstream.server.errors import ApiError, model_not_found
+from slipstream.server.options import GatewayOptions
+from slipstream.server.token_bytes import TokenBytes
+from slipstream.server.tools.select import ToolFormat, select_format
+from slipstream.server.triton import TritonLink
+
+REFRESH_S = 10.0
+_LENGTHS = ("max_model_len", "max_seq_len")
+_SPECULATION = ("speculation", "speculation_method")
+_CHECKPOINTS = ("model", "gpt_model_path", "engine_dir")
+_TOKENIZERS = ("tokenizer", "tokenizer_dir")
+
+
+@dataclass
+class Model:
+    """name: as clients say it. triton_name: as Triton does. max_model_len: 0 if unknown.
+
+    template: None if there is none; no_template: why not, for the client who asks for a chat.
+    """
+
+    name: str
+    triton_name: str
+    created: int
+    max_model_len: int = 0
+    template: ChatTemplate | None = None
+    no_template: str = ""
+    tool_format: ToolFormat | None = None
+    token_bytes: TokenBytes = field(default_factory=lambda: TokenBytes(None))
+    settings: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_speculation(self) -> bool:
+        return any(self.settings.get(name, "") not in ("", "none", "off") for name in _SPECULATION)
+
+    def card(self) -> dict[str, Any]:
+        """As /v1/models shows it."""
+        card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "slipstream"}
+        has = {"has_chat_template": self.template is not None, "has_speculation": self.has_speculation}
+        return {**card, "max_model_len": self.max_model_len or None, **has}
+
+
+class Catalog:
+    def __init__(self, options: GatewayOptions, link: TritonLink) -> None:
+        self._options, self._link = options, link
+        self._models: dict[str, Model] = {}
+        self._states: dict[str, str] = {}
+        self._refreshed = -REFRESH_S
+
+    async def all(self) -> list[Model]:
+        """Every model that is ready and generates text, aliases included."""
+        await self._refresh(force=True)
+        return list(self._models.values())
+
+    async def find(self, name: str) -> Model:
+        """Raises ApiError: 404 for an unknown name, 503 for a model that is being loaded or restarted."""
+        await self._refresh(force=name not in self._models)
+        model = self._models.get(name)
+        if model is not None:
+            return model
+        target = self._options.aliases.get(name, name)
+        if self._states.get(target):
+            message = f"The model {name!r} is not ready: {self._states[target]}"
+            raise ApiError(503, message, code="unavailable", retry_after_s=1)
+        raise model_not_found(name, list(self._models))
+
+    async def _refresh(self, force: bool) -> None:
+        now = time.monotonic()
+        if now - self._refreshed < (0.2 if force else REFRESH_S):
+            return
+        ready: dict[str, Model] = {}
+        states: dict[str, str] = {}
+        by_target = {model.triton_name: model for model in self._models.values()}
+        for entry in await self._link.index():
+            if entry.state == "READY":
+                model = by_target.get(entry.name) or await self._describe(entry.name)
+                if model is not None:
+                    ready[entry.name] = model
+            elif entry.state and entry.reason != "unloaded":
+                states[entry.name] = f"{entry.state.lower()} {entry.reason}".strip()
+        self._states, self._refreshed = states, now
+        self._models = {name: self._named(name, model) for name, model in ready.items()}
+        for alias, target in self._options.aliases.items():
+            if target in ready:
+                self._models[alias] = self._named(alias, ready[target])
+
+    def _named(self, name: str, model: Model) -> Model:
+        known = self._models.get(name)
+        if known is not None and known.triton_name == model.triton_name:
+            return known
+        return Model(**{**vars(model), "name": name})
+
+    async def _describe(self, name: str) -> Model | None:
+        """None for a model that does not take Slipstream's tensors."""
+        try:
+            config = await self._link.config(name)
+        except ApiError as error:
+            if error.status_code >= 503:
+                raise
+            return None
+        tensors = {entry.name for entry in config.input}
+        if not {"text_input", "sampling_parameters"} <= tensors or "text_output" not in {o.name for o in config.output}:
+            return None
+        settings = {key: value.string_value for key, value in config.parameters.items()}
+        model = Model(name, name, int(time.time()), settings=settings)
+        folder = self._folder(name, settings)
+        if folder is None:
+            model.no_template = (
+                "the gateway does not know its checkpoint; start it with --checkpoint or --model-repository"
+            )
+            return model
+        return self._read_checkpoint(model, folder)
+
+    def _read_checkpoint(self, model: Model, folder: Path) -> Model:
+        try:
+            model.template = load_template(folder, self._options.chat_template)
+            model.no_template = "" if model.template else "its checkpoint has no chat template; use /v1/completions"
+        except ConfigError as error:
+            model.no_template = f"its chat template cannot be used: {error.field}: {error}"
+        model.max_model_len = _max_model_len(model.settings, folder)
+        model.token_bytes = TokenBytes(folder)
+        if model.template is not None:
+            model.tool_format = select_format(self._options.tool_parser, model.template.source)
+        return model
+
+    def _folder(self, name: str, settings: dict[str, str]) -> Path | None:
+        """The folder with the tokenizer's files: as told, as config.pbtxt says, or where the hub's files are kept."""
+        if name in self._options.checkpoints:
+            return self._options.checkpoints[name]
+        repository = self._options.model_repository
+        for key in (*_TOKENIZERS, *_CHECKPOINTS):
+            value = settings.get(key, "")
+            path = Path(value)
+            if value and not path.is_absolute() and repository is not None:
+                path = (repository / name / path).resolve()
+            path = path.parent if path.is_file() else path
+            if value and path.is_absolute() and path.is_dir():
+                return path
+            if value and (cached := _hub_folder(value)) is not None:
+                return cached
+        return self._options.checkpoints.get("")
+
+
+def _hub_folder(repository_id: str) -> Path | None:
+    """Where a Hugging Face id's files lie, if they were downloaded on this machine."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        found = try_to_load_from_cache(repository_id, "tokenizer_config.json")
+    except (ImportError, ValueError):  # not installed; not an id
+        return None
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _max_model_len(settings: dict[str, str], folder: Path) -> int:
+    for name in _LENGTHS:
+        if settings.get(name, "").isdecimal() and int(settings[name]):
+            return int(settings[name])
+    try:
+        config = json.loads((folder / "config.json").read_text("utf-8"))
+        return int(config.get("max_position_embeddings", 0))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return 0

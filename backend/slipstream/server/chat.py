@@ -1,0 +1,224 @@
+"""POST /v1/chat/completions: messages -> prompt by the model's template, the model's text -> messages or chunks."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.responses import Response as HttpResponse
+
+from slipstream.server import logprobs as logprob_forms
+from slipstream.server.catalog import Model
+from slipstream.server.errors import ApiError
+from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for
+from slipstream.server.sampling import UNLIMITED_TOKENS, sampling_parameters
+from slipstream.server.schemas import ChatRequest, Message
+from slipstream.server.sse import TextEvents, event
+from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event
+from slipstream.server.tools.select import ToolUse, plan_tools
+from slipstream.server.triton import Generation, Response
+from slipstream.server.usage import Usage
+
+
+async def chat(gateway: Gateway, request: ChatRequest, http: HttpRequest) -> HttpResponse:
+    model = await gateway.catalog.find(request.model)
+    tools = plan_tools(request, model.tool_format)
+    generation = make_generation(request, model, tools)
+    if request.stream:
+        writer = ChatWriter(request, model, tools)
+        return await gateway.stream(http, [generation], [writer], writer.last)
+    [response] = await gateway.run(http, [generation])
+    return JSONResponse(whole_answer(request, model, tools, response))
+
+
+def make_generation(request: ChatRequest, model: Model, tools: ToolUse) -> Generation:
+    max_tokens = request.max_completion_tokens or request.max_tokens or UNLIMITED_TOKENS
+    sampling = sampling_parameters(request, max_tokens, request.response_format)
+    if tools.guide is not None:
+        if "structured_outputs" in sampling:
+            message = "tool_choice: a forced call and response_format exclude each other"
+            raise ApiError(400, message, param="tool_choice")
+        sampling["structured_outputs"] = tools.guide
+    if tools.shows_marks:
+        sampling["skip_special_tokens"] = False
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
+    if request.logprobs:
+        sampling["logprobs"] = request.top_logprobs or 0
+    sampling["add_special_tokens"] = False  # the template writes them
+    usage = not request.stream or wants_usage(request)
+    outputs = outputs_for(
+        model, stream=bool(request.stream), n=request.n or 1, usage=usage, logprobs=bool(request.logprobs)
+    )
+    if request.stream_interval:
+        sampling["stream_interval"] = request.stream_interval
+    return Generation(model.triton_name, render(request, model, tools), sampling, outputs, bool(request.stream))
+
+
+def wants_usage(request: ChatRequest) -> bool:
+    return request.stream_options is not None and request.stream_options.include_usage
+
+
+def render(request: ChatRequest, model: Model, tools: ToolUse) -> str:
+    if model.template is None:
+        raise ApiError(400, f"The model {model.name!r} cannot chat: {model.no_template}", param="model")
+    extra: dict[str, Any] = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", request.reasoning_effort)
+    return model.template.render(
+        [for_template(message, index) for index, message in enumerate(request.messages)],
+        tools.tools,
+        request.add_generation_prompt,
+        request.continue_final_message,
+        extra,
+    )
+
+
+def for_template(message: Message, index: int) -> dict[str, Any]:
+    """A message as templates expect it: text in one piece, a call's arguments as an object."""
+    body = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        body["content"] = "".join(part.text for part in message.content)
+    body.setdefault("content", "")
+    for number, call in enumerate(body.get("tool_calls", [])):
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"] or "{}")
+        except (ValueError, RecursionError):
+            param = f"messages[{index}].tool_calls[{number}].function.arguments"
+            raise ApiError(400, f"{param}: is not JSON", param=param) from None
+    return body
+
+
+# ---------------------------------------------------------------- whole answers
+
+
+def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: Response) -> dict[str, Any]:
+    usage = Usage(model.has_speculation)
+    usage.add(response)
+    texts, reasons = response.texts("text_output"), response.texts("finish_reason")
+    entries = response.texts("logprobs") if request.logprobs else []
+    choices = []
+    for index, (text, reason) in enumerate(zip(texts, reasons)):
+        check_time_out(text, reason)
+        message, has_calls = whole_message(text, tools)
+        choice: dict[str, Any] = {"index": index, "message": message, "logprobs": None}
+        if request.logprobs:
+            choice["logprobs"] = logprob_forms.chat_logprobs(
+                logprob_forms.parse(entries[index]), request.top_logprobs or 0, model.token_bytes
+            )
+        ended = finish_reason(reason)
+        choice["finish_reason"] = "tool_calls" if has_calls and ended == "stop" else ended
+        choices.append(choice)
+    return {**new_head("chat.completion", "chatcmpl", model), "choices": choices, "usage": usage.to_json()}
+
+
+def whole_message(text: str, tools: ToolUse) -> tuple[dict[str, Any], bool]:
+    """The message, and whether it calls tools."""
+    if tools.make_parser is None:
+        return {"role": "assistant", "content": text, "refusal": None}, False
+    parser = tools.make_parser()
+    content, calls = "", list[dict[str, Any]]()
+    for found in [*parser.feed(text), *parser.finish()]:
+        if isinstance(found, Content):
+            content += found.text
+        elif isinstance(found, CallStart):
+            function = {"name": found.name, "arguments": ""}
+            calls.append({"id": tools.make_id(), "type": "function", "function": function})
+        else:
+            calls[-1]["function"]["arguments"] += found.text
+    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    message["refusal"] = None
+    if calls:
+        message["tool_calls"] = calls
+    return message, bool(calls)
+
+
+# ---------------------------------------------------------------- streamed answers
+
+
+class ChatWriter:
+    """The chunks of one streamed answer. Text alone, the usual case, goes through prepared JSON."""
+
+    def __init__(self, request: ChatRequest, model: Model, tools: ToolUse) -> None:
+        self._head = new_head("chat.completion.chunk", "chatcmpl", model)
+        self._model, self._tools = model, tools
+        self._num_choices = request.n or 1
+        self._num_top = (request.top_logprobs or 0) if request.logprobs else None
+        self._usage = Usage(model.has_speculation) if wants_usage(request) else None
+        if self._usage is not None:
+            self._head["usage"] = None
+        self._parsers = [tools.make_parser() for _ in range(self._num_choices)] if tools.make_parser else []
+        self._num_calls = [0] * self._num_choices
+        self._texts = [self._text_events(index) for index in range(self._num_choices)]
+
+    def _text_events(self, index: int) -> TextEvents:
+        return TextEvents(self._head, lambda text: _choice(index, {"content": text}))
+
+    def start(self) -> bytes:
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._chunk(_choice(index, role)) for index in range(self._num_choices))
+
+    def _chunk(self, choice: dict[str, Any]) -> bytes:
+        return event({**self._head, "choices": [choice]})
+
+    def response(self, response: Response) -> bytes:
+        index = response.integer("sequence_index") if self._num_choices > 1 else 0
+        text, reason = response.text("text_output"), response.text("finish_reason")
+        if self._usage is not None:
+            self._usage.add(response, index)
+        data = b""
+        if self._parsers:
+            data = self._parsed(index, self._parsers[index].feed(text), response)
+        elif self._num_top is not None:
+            data = self._chunk(_choice(index, {"content": text}, self._logprobs(response)))
+        elif text:
+            data = self._texts[index].make(text)
+        return data + self._finish(index, reason) if reason else data
+
+    def _logprobs(self, response: Response) -> dict[str, Any] | None:
+        if self._num_top is None:
+            return None
+        entries = logprob_forms.parse(response.text("logprobs"))
+        return logprob_forms.chat_logprobs(entries, self._num_top, self._model.token_bytes)
+
+    def _parsed(self, index: int, events: list[Event], response: Response | None) -> bytes:
+        data = b""
+        logprobs = self._logprobs(response) if response is not None else None
+        for found in events:
+            data += self._chunk(_choice(index, self._delta(index, found), logprobs))
+            logprobs = None
+        if logprobs:  # tokens whose text is held back or is a mark have them too
+            data += self._chunk(_choice(index, {}, logprobs))
+        return data
+
+    def _delta(self, index: int, found: Event) -> dict[str, Any]:
+        if isinstance(found, Content):
+            return {"content": found.text}
+        if isinstance(found, CallArguments):
+            return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": found.text}}]}
+        number = self._num_calls[index]
+        self._num_calls[index] += 1
+        function = {"name": found.name, "arguments": ""}
+        call = {"index": number, "id": self._tools.make_id(), "type": "function", "function": function}
+        return {"tool_calls": [call]}
+
+    def _finish(self, index: int, reason: str) -> bytes:
+        data = self._parsed(index, self._parsers[index].finish(), None) if self._parsers else b""
+        ended = finish_reason(reason)
+        if self._num_calls[index] and ended == "stop":
+            ended = "tool_calls"
+        return data + self._chunk({**_choice(index, {}), "finish_reason": ended})
+
+    def end(self) -> bytes:
+        return b""
+
+    def last(self) -> bytes:
+        if self._usage is None:
+            return b""
+        return event({**self._head, "choices": [], "usage": self._usage.to_json()})
+
+
+def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}

@@ -1,0 +1,138 @@
+"""A checkpoint's chat template: messages -> the prompt's text, by Jinja in its sandbox, as Hugging Face renders it.
+
+No transformers here: importing its renderer imports torch where that is installed. Immutable once made; any thread.
+Templates come from the checkpoint or the command line, never from a client.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from slipstream.core.errors import ConfigError
+from slipstream.server.errors import ApiError
+
+_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_CONTINUE = "\u2400continue\u2400"
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks assistant text for training; rendered, it is its body."""
+
+    tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _raise(message: str) -> str:
+    raise jinja2.TemplateError(message)
+
+
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment
+
+
+class ChatTemplate:
+    """source: the template's text. tokens: what it may name, such as bos_token."""
+
+    def __init__(self, source: str, tokens: dict[str, str]) -> None:
+        self.source = source
+        self._tokens = tokens
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError("chat_template", f"line {error.lineno}", str(error.message)) from None
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        extra: dict[str, Any] | None = None,
+    ) -> str:
+        """The prompt. Raises ApiError (400) with the template's own words when it refuses the messages."""
+        if continue_final_message:
+            messages = _marked(messages)
+        variables: dict[str, Any] = {**self._tokens, "documents": None, **(extra or {})}
+        variables |= {"messages": list(messages), "tools": list(tools) if tools else None}
+        variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
+        try:
+            text = self._template.render(variables)
+        except jinja2.TemplateError as error:
+            raise ApiError(
+                400, f"messages: the model's chat template says: {error.message}", param="messages"
+            ) from None
+        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+            message = f"messages: the model's chat template cannot render them: {type(error).__name__}: {error}"
+            raise ApiError(400, message, param="messages") from None
+        return _cut(text) if continue_final_message else text
+
+
+def _marked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    *before, last = messages
+    return [*before, {**last, "content": f"{last.get('content') or ''}{_CONTINUE}"}]
+
+
+def _cut(text: str) -> str:
+    """Up to the end of the last message's own text, without what the template puts behind it."""
+    head, mark, _ = text.rpartition(_CONTINUE)
+    if not mark:
+        message = "continue_final_message: the model's chat template changes or leaves out the last message"
+        raise ApiError(400, message, param="continue_final_message")
+    return head
+
+
+def load_template(folder: Path, override: Path | None = None) -> ChatTemplate | None:
+    """The template of a checkpoint folder, or None if it has none. Raises ConfigError for one that cannot be used."""
+    settings = _read_json(folder / "tokenizer_config.json")
+    source = override.read_text("utf-8") if override is not None else _source(folder, settings)
+    if source is None:
+        return None
+    named = {**_read_json(folder / "special_tokens_map.json"), **settings}
+    return ChatTemplate(source, {name: _content(named[name]) for name in _TOKEN_NAMES if named.get(name)})
+
+
+def _source(folder: Path, settings: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text("utf-8")
+    found = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(found, list):  # several by name; "default" is for plain talk
+        by_name = {entry["name"]: entry["template"] for entry in found}
+        found = by_name.get("default") or next(iter(by_name.values()), None)
+    return found
+
+
+def _content(token: Any) -> str:
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError("checkpoint", str(path), f"cannot be read: {error}") from None

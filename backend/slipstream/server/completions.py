@@ -1,0 +1,193 @@
+"""POST /v1/completions: one or many prompts, as text or token ids, whole or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.responses import Response as HttpResponse
+
+from slipstream.server import logprobs as logprob_forms
+from slipstream.server.catalog import Model
+from slipstream.server.errors import ApiError
+from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for
+from slipstream.server.sampling import sampling_parameters
+from slipstream.server.schemas import CompletionRequest
+from slipstream.server.sse import TextEvents, event
+from slipstream.server.triton import Generation, Response
+from slipstream.server.usage import Usage
+
+PromptValue = str | Sequence[int]
+
+
+async def complete(gateway: Gateway, request: CompletionRequest, http: HttpRequest) -> HttpResponse:
+    model = await gateway.catalog.find(request.model)
+    check(request)
+    generations = make_generations(request, model)
+    if request.stream:
+        answer = StreamedAnswer(request, model)
+        writers = [answer.writer(number, generation.prompt) for number, generation in enumerate(generations)]
+        return await gateway.stream(http, generations, writers, answer.last)
+    responses = await gateway.run(http, generations)
+    return JSONResponse(whole_answer(request, model, generations, responses))
+
+
+def check(request: CompletionRequest) -> None:
+    """What the schema cannot say. Raises ApiError."""
+    if request.suffix:
+        raise ApiError(400, "suffix: the model does not fill in the middle, accepted: no suffix", param="suffix")
+    if request.best_of not in (None, request.n or 1):
+        message = f"best_of: got {request.best_of}, accepted: n={request.n or 1}; every sequence made is returned"
+        raise ApiError(400, message, param="best_of")
+    if request.stream and request.echo and not all(isinstance(prompt, str) for prompt in prompts_of(request)):
+        raise ApiError(400, "echo: a prompt of token ids is echoed only without stream", param="echo")
+    if request.stream and request.echo and request.logprobs is not None:
+        raise ApiError(400, "echo: with logprobs only without stream", param="echo")
+    if request.echo and (request.n or 1) > 1 and request.logprobs is not None:
+        raise ApiError(400, "echo: with logprobs only for n=1", param="echo")
+
+
+def prompts_of(request: CompletionRequest) -> list[PromptValue]:
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def make_generations(request: CompletionRequest, model: Model) -> list[Generation]:
+    max_tokens = None if request.max_tokens is None else max(1, request.max_tokens)
+    sampling = sampling_parameters(request, max_tokens, request.response_format)
+    if request.add_special_tokens is not None:
+        sampling["add_special_tokens"] = request.add_special_tokens
+    has_logprobs = request.logprobs is not None
+    if has_logprobs:
+        sampling["logprobs"] = request.logprobs
+    stream, n = bool(request.stream), request.n or 1
+    outputs = outputs_for(model, stream=stream, n=n, usage=not stream or wants_usage(request), logprobs=has_logprobs)
+    if request.echo and not stream:
+        sampling["exclude_input_in_output"] = False
+        if has_logprobs:
+            sampling["prompt_logprobs"] = request.logprobs
+            outputs = (*outputs, "prompt_logprobs")
+    if request.stream_interval:
+        sampling["stream_interval"] = request.stream_interval
+    return [Generation(model.triton_name, prompt, dict(sampling), outputs, stream) for prompt in prompts_of(request)]
+
+
+def wants_usage(request: CompletionRequest) -> bool:
+    return request.stream_options is not None and request.stream_options.include_usage
+
+
+# ---------------------------------------------------------------- whole answers
+
+
+def whole_answer(
+    request: CompletionRequest, model: Model, generations: Sequence[Generation], responses: Sequence[Response]
+) -> dict[str, Any]:
+    usage = Usage(model.has_speculation)
+    choices: list[dict[str, Any]] = []
+    for number, (generation, response) in enumerate(zip(generations, responses)):
+        usage.add(response, number, is_prompt_new=True)
+        texts, reasons = response.texts("text_output"), response.texts("finish_reason")
+        for sequence, (text, reason) in enumerate(zip(texts, reasons)):
+            check_time_out(text, reason)
+            choice: dict[str, Any] = {"index": len(choices), "text": text, "logprobs": None}
+            if request.logprobs is not None:
+                choice["logprobs"] = _logprobs(request, response, sequence)
+            choice["finish_reason"] = finish_reason(reason)
+            if request.max_tokens == 0:
+                _drop_output(choice, request, generation, response)
+            choices.append(choice)
+    if request.max_tokens == 0:
+        usage.completion_tokens = 0
+    return {**new_head("text_completion", "cmpl", model), "choices": choices, "usage": usage.to_json()}
+
+
+def _logprobs(request: CompletionRequest, response: Response, sequence: int) -> dict[str, Any]:
+    entries = logprob_forms.parse(response.texts("logprobs")[sequence])
+    if request.max_tokens == 0:
+        entries = []
+    if request.echo:
+        entries = logprob_forms.parse(response.texts("prompt_logprobs")[sequence]) + entries
+    return logprob_forms.completion_logprobs(entries, request.logprobs or 0, 0)
+
+
+def _drop_output(
+    choice: dict[str, Any], request: CompletionRequest, generation: Generation, response: Response
+) -> None:
+    """max_tokens=0 asks for the prompt's own text and log-probabilities; the engine makes one token at least."""
+    choice["finish_reason"] = "length"
+    if not request.echo:
+        choice["text"] = ""
+    elif isinstance(generation.prompt, str):
+        choice["text"] = generation.prompt
+    elif choice["logprobs"] is not None:
+        choice["text"] = "".join(choice["logprobs"]["tokens"])
+
+
+# ---------------------------------------------------------------- streamed answers
+
+
+class StreamedAnswer:
+    """What the streams of one request share: head and usage."""
+
+    def __init__(self, request: CompletionRequest, model: Model) -> None:
+        self.request, self.model = request, model
+        self.head = new_head("text_completion", "cmpl", model)
+        self.usage = Usage(model.has_speculation) if wants_usage(request) else None
+        if self.usage is not None:
+            self.head["usage"] = None
+
+    def writer(self, number: int, prompt: PromptValue) -> CompletionWriter:
+        return CompletionWriter(self, number, prompt if self.request.echo and isinstance(prompt, str) else "")
+
+    def last(self) -> bytes:
+        if self.usage is None:
+            return b""
+        return event({**self.head, "choices": [], "usage": self.usage.to_json()})
+
+
+class CompletionWriter:
+    """The chunks of prompt `number`; its n sequences have the indices from number * n on."""
+
+    def __init__(self, answer: StreamedAnswer, number: int, echo: str) -> None:
+        self._answer, self._number, self._echo = answer, number, echo
+        self._n = answer.request.n or 1
+        self._num_top = answer.request.logprobs
+        self._is_first = True
+        self._offsets = [len(echo)] * self._n
+        indices = range(number * self._n, (number + 1) * self._n)
+        self._texts = [TextEvents(answer.head, partial(_choice, index)) for index in indices]
+
+    def start(self) -> bytes:
+        return b"".join(texts.make(self._echo) for texts in self._texts) if self._echo else b""
+
+    def response(self, response: Response) -> bytes:
+        sequence = response.integer("sequence_index") if self._n > 1 else 0
+        text, reason = response.text("text_output"), response.text("finish_reason")
+        if self._answer.usage is not None:
+            self._answer.usage.add(response, self._number * self._n + sequence, self._is_first)
+        self._is_first = False
+        if self._answer.request.max_tokens == 0:
+            text = ""
+        if not reason and self._num_top is None:
+            return self._texts[sequence].make(text) if text else b""
+        choice = _choice(self._number * self._n + sequence, text)
+        if self._num_top is not None:
+            entries = logprob_forms.parse(response.text("logprobs"))
+            choice["logprobs"] = logprob_forms.completion_logprobs(entries, self._num_top, self._offsets[sequence])
+            self._offsets[sequence] += len(text)
+        choice["finish_reason"] = finish_reason(reason) if reason else None
+        return event({**self._answer.head, "choices": [choice]})
+
+    def end(self) -> bytes:
+        return b""
+
+
+def _choice(index: int, text: str) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": None}

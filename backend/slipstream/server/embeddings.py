@@ -1,0 +1,81 @@
+"""POST /v1/embeddings: by the encoder model of Triton that the gateway was told of.
+
+The model is any that takes texts in one BYTES input and gives one vector per text in an FP32 output, named `embedding`
+or `embeddings` if there are several; both with or without a batch dimension.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import numpy as np
+from starlette.responses import JSONResponse
+from tritonclient.grpc import service_pb2
+
+from slipstream.server.errors import ApiError, model_not_found
+from slipstream.server.gateway import Gateway
+from slipstream.server.schemas import EmbeddingRequest
+
+_NAMES = ("embedding", "embeddings")
+_BYTES, _FP32 = "TYPE_STRING", "TYPE_FP32"
+
+
+async def embed(gateway: Gateway, request: EmbeddingRequest) -> JSONResponse:
+    served = gateway.options.embedding_model
+    if not served:
+        raise ApiError(404, "no embeddings are served here: start the gateway with --embedding-model", param="model")
+    asked = gateway.options.aliases.get(request.model, request.model)
+    if asked != served:
+        raise model_not_found(request.model, [served])
+    texts = [request.input] if isinstance(request.input, str) else request.input
+    vectors, num_tokens = await _vectors(gateway, served, texts)
+    if request.dimensions not in (None, vectors.shape[1]):
+        message = f"dimensions: got {request.dimensions}, accepted: {vectors.shape[1]}, what this model gives"
+        raise ApiError(400, message, param="dimensions")
+    data = [
+        {"object": "embedding", "index": index, "embedding": _encoded(vector, request.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    return JSONResponse({"object": "list", "data": data, "model": request.model, "usage": usage})
+
+
+def _encoded(vector: np.ndarray, form: str) -> Any:
+    return base64.b64encode(vector.tobytes()).decode() if form == "base64" else vector.tolist()
+
+
+async def _vectors(gateway: Gateway, model: str, texts: list[str]) -> tuple[np.ndarray, int]:
+    """[num_texts, dimension] float32, and the number of tokens if the model says it."""
+    config = await gateway.link.config(model)
+    text_input, output = _tensors(config)
+    request = service_pb2.ModelInferRequest(model_name=model)
+    has_batch = config.max_batch_size > 0
+    shape = [len(texts), 1] if has_batch else [len(texts)]
+    request.inputs.add(name=text_input, datatype="BYTES", shape=shape)
+    encoded = [text.encode("utf-8") for text in texts]
+    request.raw_input_contents.append(b"".join(len(data).to_bytes(4, "little") + data for data in encoded))
+    names = [output] + [entry.name for entry in config.output if entry.name == "num_input_tokens"]
+    for name in names:
+        request.outputs.add(name=name)
+    response = await gateway.link.infer(request)
+    found = {entry.name: response.raw_output_contents[index] for index, entry in enumerate(response.outputs)}
+    vectors = np.frombuffer(found[output], dtype="<f4")
+    if vectors.size == 0 or vectors.size % len(texts):
+        raise ApiError(500, f"the model {model!r} gave {vectors.size} numbers for {len(texts)} texts")
+    counts = np.frombuffer(found.get("num_input_tokens", b""), dtype="<i4")
+    return vectors.reshape(len(texts), -1), int(counts.sum())
+
+
+def _tensors(config: Any) -> tuple[str, str]:
+    """Names of the text input and the vector output. Raises ApiError if the model has no such pair."""
+    data_type = config.DESCRIPTOR.fields_by_name["input"].message_type.fields_by_name["data_type"].enum_type
+    inputs = [e.name for e in config.input if data_type.values_by_number[e.data_type].name == _BYTES and not e.optional]
+    outputs = [e.name for e in config.output if data_type.values_by_number[e.data_type].name == _FP32]
+    named = [name for name in outputs if name in _NAMES] or outputs
+    if len(inputs) != 1 or len(named) != 1:
+        message = (
+            f"the model {config.name!r} gives no embeddings: its text inputs are {inputs}, its FP32 outputs {outputs}"
+        )
+        raise ApiError(500, message, code="internal_error")
+    return inputs[0], named[0]

@@ -1,0 +1,74 @@
+"""Errors as OpenAI's clients know them: {"error": {"message", "type", "param", "code"}}, and their status.
+
+One table maps Triton's codes on HTTP's. No state; any thread.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import grpc
+from starlette.exceptions import HTTPException
+
+RETRY_AFTER_S = 1
+_FIELD = re.compile(r"([A-Za-z_][\w.]{0,63}): ")
+_FULL = re.compile(r"max_waiting_requests=")
+_TOO_LONG = re.compile(r"the prompt has \d+ bytes|^prompt: has \d+ tokens")
+
+
+class ApiError(HTTPException):
+    """What a client is told. An HTTPException, because FastAPI passes nothing else through while it reads a body."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+        super().__init__(status, message, headers or None)
+        self.message, self.code, self.param = message, code, param
+
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status_code, self.message, self.code, self.param)
+
+
+def error_body(status: int, message: str, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """The JSON of an error; `type` follows from the status."""
+    if status == 429:
+        kind = "rate_limit_error"
+    elif status == 401:
+        kind = "authentication_error"
+    else:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def model_not_found(name: str, known: list[str]) -> ApiError:
+    names = ", ".join(sorted(known)) or "none is ready"
+    return ApiError(
+        404, f"The model {name!r} does not exist; there are: {names}", code="model_not_found", param="model"
+    )
+
+
+def from_grpc(status: grpc.StatusCode, message: str) -> ApiError:
+    """Triton's answer as ours. The engine names the field first ("top_p: got 3, ..."); that becomes `param`."""
+    if status is grpc.StatusCode.INVALID_ARGUMENT:
+        field = _FIELD.match(message)
+        code = "context_length_exceeded" if _TOO_LONG.search(message) else None
+        return ApiError(400, message, code=code, param=field.group(1) if field else None)
+    if status is grpc.StatusCode.NOT_FOUND or "unknown model" in message:
+        return ApiError(404, message, code="model_not_found", param="model")
+    if status is grpc.StatusCode.UNAVAILABLE:
+        if _FULL.search(message):
+            return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+        return ApiError(503, message or "the server is not reachable", code="unavailable", retry_after_s=RETRY_AFTER_S)
+    if status is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return ApiError(504, message, code="timeout")
+    if status is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return ApiError(413, message, code="request_too_large")
+    return ApiError(500, message, code="internal_error")

@@ -1,0 +1,138 @@
+"""What all requests of a worker share, and the two ways to run one: whole, or as a stream of events.
+
+Event loop thread. A client that goes away is noticed in either way, also before the first token: its stream is
+cancelled, and Triton tells the engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+
+from slipstream.server.catalog import Catalog, Model
+from slipstream.server.errors import ApiError
+from slipstream.server.metrics import Metrics
+from slipstream.server.options import GatewayOptions
+from slipstream.server.pace import Pace
+from slipstream.server.sse import EventStream, Writer
+from slipstream.server.triton import GenerateStream, Generation, Response, TritonLink
+from slipstream.server.usage import COUNTS, DRAFT_COUNTS
+
+CLIENT_GONE = 499  # nginx's number; nobody sees it but the metrics
+
+
+class Gateway:
+    """Made on the event loop that serves."""
+
+    def __init__(self, options: GatewayOptions, metrics: Metrics) -> None:
+        self.options, self.metrics = options, metrics
+        self.link = TritonLink(options.triton_url)
+        self.catalog = Catalog(options, self.link)
+        self.pace = Pace(options.max_events_per_s)
+
+    async def run(self, http: HttpRequest, generations: Sequence[Generation]) -> list[Response]:
+        """The one response of each request. Raises ApiError."""
+        streams = [self.link.generate(generation) for generation in generations]
+        async with self._attended(http, streams):
+            return list(await asyncio.gather(*(_whole(stream) for stream in streams)))
+
+    async def stream(
+        self,
+        http: HttpRequest,
+        generations: Sequence[Generation],
+        writers: Sequence[Writer],
+        last: Callable[[], bytes],
+    ) -> EventStream:
+        """An answer whose first responses are there already, so that what is wrong with a request has its status."""
+        interval = max(self.pace.enter() for _ in generations)
+        for generation in generations:
+            interval = generation.sampling.setdefault("stream_interval", interval)
+        streams = [self.link.generate(generation) for generation in generations]
+        try:
+            async with self._attended(http, streams, keep=True):
+                first = await asyncio.gather(*(_first(stream) for stream in streams))
+        except BaseException:
+            for _ in generations:
+                self.pace.leave()
+            raise
+        return EventStream(list(zip(streams, first)), writers, last, self.pace, interval)
+
+    @asynccontextmanager
+    async def _attended(
+        self, http: HttpRequest, streams: Sequence[GenerateStream], keep: bool = False
+    ) -> AsyncIterator[None]:
+        """Cancel the streams when the client goes, and (unless `keep`, when all went well) at the end."""
+
+        async def watch() -> None:
+            while (await http.receive())["type"] != "http.disconnect":
+                pass
+            for stream in streams:
+                stream.cancel()
+
+        watcher = asyncio.create_task(watch())
+        is_well = False
+        try:
+            yield
+            is_well = True
+        except asyncio.CancelledError:
+            if not streams[0].is_cancelled:
+                raise  # the server is stopping
+            self.pace.num_disconnects += 1
+            raise ApiError(CLIENT_GONE, "the client has gone") from None
+        finally:
+            watcher.cancel()
+            if not (is_well and keep):
+                for stream in streams:
+                    stream.cancel()
+
+
+async def _first(stream: GenerateStream) -> Response | None:
+    await stream.start()
+    return await stream.read()
+
+
+async def _whole(stream: GenerateStream) -> Response:
+    response = await _first(stream)
+    if response is None:
+        raise ApiError(500, "the model sent no response", code="internal_error")
+    while await stream.read() is not None:
+        pass
+    return response
+
+
+def new_head(kind: str, prefix: str, model: Model) -> dict[str, Any]:
+    """The fields that an answer and its chunks begin with."""
+    return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model.name}
+
+
+def outputs_for(model: Model, *, stream: bool, n: int, usage: bool, logprobs: bool) -> tuple[str, ...]:
+    """The fewest outputs that the answer needs: each costs Triton and the gateway some microseconds per token."""
+    names = ["text_output", "finish_reason"]
+    if usage:
+        names += COUNTS
+        if model.has_speculation:
+            names += DRAFT_COUNTS
+    if logprobs:
+        names.append("logprobs")
+    if stream and n > 1:
+        names.append("sequence_index")
+    return tuple(names)
+
+
+def finish_reason(reason: str) -> str:
+    """In OpenAI's words. A time-out cut the text short, as a length does. Raises ApiError for an ended request."""
+    if reason in ("timeout", "length"):
+        return "length"
+    return "stop"
+
+
+def check_time_out(text: str, reason: str) -> None:
+    """Raises ApiError for a request that timed out before it had any text."""
+    if reason == "timeout" and not text:
+        raise ApiError(503, "the request timed out before it was served", code="timeout", retry_after_s=1)

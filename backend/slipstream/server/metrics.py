@@ -1,0 +1,157 @@
+"""The gateway's own numbers, as Prometheus reads them, summed over its worker processes.
+
+Every worker has a row of doubles in one mapped file and writes only its own; whichever worker is asked adds the rows
+up. A worker that is restarted takes over a dead one's row, so that counters go on counting. Event loop thread.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fcntl
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+ENDPOINTS = ("chat", "completions", "embeddings", "models", "other")
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+PREFIX = "slipstream_gateway_"
+
+
+@dataclass(frozen=True)
+class Family:
+    """labels: one sample each, like 'endpoint="chat"'; "" for a sample without labels."""
+
+    name: str
+    kind: str
+    help: str
+    labels: tuple[str, ...] = ("",)
+
+    @property
+    def width(self) -> int:
+        """Doubles per label: a histogram has its buckets, +Inf and the sum."""
+        return len(_BUCKETS) + 2 if self.kind == "histogram" else 1
+
+
+_BY_ENDPOINT = tuple(f'endpoint="{endpoint}"' for endpoint in ENDPOINTS)
+FAMILIES = (
+    Family(
+        "requests_total",
+        "counter",
+        "Requests answered, by status (499: the client went away first)",
+        tuple(f'endpoint="{e}",status="{s}"' for e in ENDPOINTS for s in (*STATUSES, "other")),
+    ),
+    Family("requests_in_flight", "gauge", "Requests being answered"),
+    Family("streams_in_flight", "gauge", "Streamed answers among them"),
+    Family("stream_events_total", "counter", "Server-sent events with text"),
+    Family("stream_tokens_total", "counter", "Tokens of streamed answers, an upper bound where events hold several"),
+    Family("disconnects_total", "counter", "Clients that went away before their answer ended"),
+    Family("loop_lag_seconds", "gauge", "How late the event loop is, at most of all workers; above 0.05 add workers"),
+    Family("first_byte_seconds", "histogram", "Seconds from a request to the first byte of its answer", _BY_ENDPOINT),
+    Family("request_duration_seconds", "histogram", "Seconds from a request to the end of its answer", _BY_ENDPOINT),
+)
+
+
+def _layout() -> dict[str, int]:
+    """Offset of each family in a row; 0 is the worker's process id."""
+    offsets, at = {}, 1
+    for family in FAMILIES:
+        offsets[family.name] = at
+        at += family.width * len(family.labels)
+    offsets["end"] = at
+    return offsets
+
+
+_OFFSETS = _layout()
+_ROW = _OFFSETS["end"]
+
+
+def make_file(folder: Path, num_workers: int) -> Path:
+    path = folder / "metrics"
+    path.write_bytes(bytes(8 * _ROW * num_workers))
+    return path
+
+
+class Metrics:
+    """path: as make_file made it, or None for a process on its own."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._all: memoryview[float]
+        self._row: memoryview[float]
+        if path is None:
+            self._all = memoryview(bytearray(8 * _ROW)).cast("d")
+            self._row = self._all
+            return
+        with path.open("r+b") as file:
+            self._all = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._row = self._take_row()
+
+    def _take_row(self) -> memoryview[float]:
+        for start in range(0, len(self._all), _ROW):
+            row = self._all[start : start + _ROW]
+            if not _is_alive(int(row[0])):
+                row[0] = os.getpid()
+                for family in FAMILIES:
+                    if family.kind == "gauge":
+                        row[_OFFSETS[family.name]] = 0.0
+                return row
+        raise RuntimeError("more workers than rows of metrics")
+
+    def add(self, name: str, value: float = 1.0) -> None:
+        self._row[_OFFSETS[name]] += value
+
+    def set(self, name: str, value: float) -> None:
+        self._row[_OFFSETS[name]] = value
+
+    def get(self, name: str) -> float:
+        return self._row[_OFFSETS[name]]
+
+    def count_request(self, endpoint: str, status: int) -> None:
+        column = STATUSES.index(status) if status in STATUSES else len(STATUSES)
+        self._row[_OFFSETS["requests_total"] + ENDPOINTS.index(endpoint) * (len(STATUSES) + 1) + column] += 1
+
+    def observe(self, name: str, endpoint: str, seconds: float) -> None:
+        at = _OFFSETS[name] + ENDPOINTS.index(endpoint) * (len(_BUCKETS) + 2)
+        self._row[at + bisect.bisect_left(_BUCKETS, seconds)] += 1
+        self._row[at + len(_BUCKETS) + 1] += seconds
+
+    def render(self) -> str:
+        """Prometheus text. Samples that are still zero and have labels are left out."""
+        lines: list[str] = []
+        for family in FAMILIES:
+            lines += [f"# HELP {PREFIX}{family.name} {family.help}", f"# TYPE {PREFIX}{family.name} {family.kind}"]
+            for index, labels in enumerate(family.labels):
+                at = _OFFSETS[family.name] + index * family.width
+                values = [self._total(family, at + column) for column in range(family.width)]
+                if labels and not any(values):
+                    continue
+                lines += _samples(PREFIX + family.name, family, labels, values)
+        return "\n".join(lines) + "\n"
+
+    def _total(self, family: Family, at: int) -> float:
+        values = self._all[at::_ROW].tolist()
+        return max(values) if family.name == "loop_lag_seconds" else sum(values)
+
+
+def _samples(name: str, family: Family, labels: str, values: list[float]) -> list[str]:
+    if family.kind != "histogram":
+        return [f"{name}{f'{{{labels}}}' if labels else ''} {values[0]:.10g}"]
+    lines, total = [], 0.0
+    for bound, count in zip([*_BUCKETS, "+Inf"], values):
+        total += count
+        lines.append(f'{name}_bucket{{{labels},le="{bound}"}} {total:.10g}')
+    return [*lines, f"{name}_sum{{{labels}}} {values[-1]:.10g}", f"{name}_count{{{labels}}} {total:.10g}"]
+
+
+def _is_alive(process: int) -> bool:
+    if process == 0:
+        return False
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

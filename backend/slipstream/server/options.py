@@ -1,0 +1,67 @@
+"""Everything that `slipstream serve-openai` can be told, checked once. Frozen; pickled to worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slipstream.core.errors import ConfigError
+
+TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
+
+
+@dataclass(frozen=True)
+class GatewayOptions:
+    """triton_url: host:port of Triton's gRPC. checkpoints: model -> folder with its tokenizer and chat template, for
+    models whose config.pbtxt does not say an absolute path; model_repository: where relative ones count from.
+
+    api_keys: any of them is accepted; none means that everybody may call. aliases: public name -> model in Triton.
+    metrics_url: Triton's /metrics, put behind the gateway's own. max_events_per_s: streamed events of one worker above
+    which several tokens share an event (0: never).
+    """
+
+    triton_url: str = "localhost:8001"
+    host: str = "127.0.0.1"
+    port: int = 9000
+    workers: int = 1
+    model_repository: Path | None = None
+    checkpoints: Mapping[str, Path] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    embedding_model: str = ""
+    tool_parser: str = "auto"
+    chat_template: Path | None = None
+    api_keys: tuple[str, ...] = ()
+    metrics_url: str = ""
+    cors_origins: tuple[str, ...] = ()
+    has_page: bool = True
+    max_body_bytes: int = 4 << 20
+    max_concurrent_requests: int = 1024
+    max_connections: int = 4096
+    max_events_per_s: int = 4000
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    send_timeout_s: float = 60.0
+    shutdown_timeout_s: int = 30
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "max_body_bytes", "max_concurrent_requests", "max_connections"):
+            if getattr(self, name) < 1:
+                raise ConfigError(name, getattr(self, name), "accepted: an integer of at least 1")
+        for name in ("header_timeout_s", "body_timeout_s", "send_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(name, getattr(self, name), "accepted: a number of seconds above 0")
+        if not 0 <= self.port <= 65535:
+            raise ConfigError("port", self.port, "accepted: 0 (any free one) to 65535")
+        if self.max_events_per_s < 0:
+            raise ConfigError("max_events_per_s", self.max_events_per_s, "accepted: 0 (no limit) or more")
+        if self.tool_parser not in TOOL_PARSERS:
+            raise ConfigError("tool_parser", self.tool_parser, f"accepted: {', '.join(TOOL_PARSERS)}")
+        for folder in (*self.checkpoints.values(), *((self.model_repository,) if self.model_repository else ())):
+            if not folder.is_dir():
+                raise ConfigError("checkpoint", str(folder), "no such folder")
+        if self.chat_template is not None and not self.chat_template.is_file():
+            raise ConfigError("chat_template", str(self.chat_template), "no such file")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("api_key", "", "accepted: a key that is not empty")

@@ -1,0 +1,59 @@
+"""OpenAI's settings -> the engine's `sampling_parameters` (docs/contracts.md). Pure functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.server.errors import ApiError
+from slipstream.server.schemas import ResponseFormat, Sampling
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "logit_bias",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "priority",
+    "timeout_ms",
+    "structured_outputs",
+)
+UNLIMITED_TOKENS = 2**31 - 1
+
+
+def sampling_parameters(request: Sampling, max_tokens: int | None, response_format: ResponseFormat | None) -> dict:
+    """Only what the client said, plus the length and the guide. Raises ApiError for two guides at once."""
+    settings: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    if request.stop:  # "" and [] mean none, as with OpenAI
+        settings["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
+    if request.speculation is not None:
+        settings.update(request.speculation)
+    if max_tokens is not None:
+        settings["max_tokens"] = max_tokens
+    guide = guide_of(response_format)
+    if guide is not None:
+        if "structured_outputs" in settings:
+            raise ApiError(400, "response_format: given together with structured_outputs, accepted: one of them")
+        settings["structured_outputs"] = guide
+    return settings
+
+
+def guide_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
+    """vLLM's form of a guide."""
+    if response_format is None or response_format.type == "text":
+        return None
+    if response_format.type == "json_object":
+        return {"json_object": True}
+    if response_format.json_schema is None or response_format.json_schema.schema_ is None:
+        message = "response_format.json_schema: missing, accepted: an object with `name` and `schema`"
+        raise ApiError(400, message, param="response_format.json_schema")
+    return {"json": response_format.json_schema.schema_}

@@ -1,0 +1,133 @@
+"""Server-sent events: an answer whose events come from a writer, one HTTP chunk for each response of the model.
+
+Event loop thread. The loop below runs once per token and stream; a writer (chat.py, completions.py) makes its bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from json import JSONEncoder, dumps
+from typing import Any, Protocol
+
+from starlette.responses import Response as HttpResponse
+from starlette.types import Receive, Scope, Send
+
+from slipstream.server.errors import ApiError, error_body
+from slipstream.server.pace import Pace
+from slipstream.server.triton import GenerateStream, Response
+
+logger = logging.getLogger(__name__)
+DONE = b"data: [DONE]\n\n"
+to_json: Callable[[object], str] = JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def event(body: object) -> bytes:
+    return b"data: " + dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+
+
+class Writer(Protocol):
+    """Turns responses of one request into events. Any of them may be empty."""
+
+    def start(self) -> bytes: ...
+
+    def response(self, response: Response) -> bytes: ...
+
+    def end(self) -> bytes: ...
+
+
+class EventStream(HttpResponse):
+    """The answer of a streamed request. streams[i], whose first response was read already, is written by writers[i]."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        streams: Sequence[tuple[GenerateStream, Response | None]],
+        writers: Sequence[Writer],
+        last: Callable[[], bytes],
+        pace: Pace,
+        interval: int,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._streams, self._writers, self._last = streams, writers, last
+        self._pace, self._interval = pace, interval
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        watcher = asyncio.create_task(self._cancel_on_disconnect(receive))
+        try:
+            await self._write_all(send)
+            await _body(send, self._last() + DONE, more=False)
+        except ApiError as error:
+            await _body(send, event(error.body()) + DONE, more=False)
+        except asyncio.CancelledError:
+            if not self._streams[0][0].is_cancelled:
+                raise  # the server is stopping
+        except Exception:
+            logger.exception("an answer failed in mid-stream")
+            await _body(send, event(error_body(500, "the gateway failed", "internal_error")) + DONE, more=False)
+        finally:
+            watcher.cancel()
+            self.cancel()
+            for _ in self._streams:
+                self._pace.leave()
+
+    async def _write_all(self, send: Send) -> None:
+        if len(self._streams) == 1:
+            return await self._write(*self._streams[0], self._writers[0], send)
+        pairs = zip(self._streams, self._writers)
+        tasks = [asyncio.create_task(self._write(*stream, writer, send)) for stream, writer in pairs]
+        try:
+            await asyncio.gather(*tasks)
+        finally:  # nobody may send once the error or the end is sent
+            self.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _write(self, stream: GenerateStream, response: Response | None, writer: Writer, send: Send) -> None:
+        pace, interval = self._pace, self._interval
+        data = writer.start()
+        while response is not None:
+            data += writer.response(response)
+            pace.num_tokens += interval
+            if data:
+                pace.num_events += 1
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                data = b""
+            response = await stream.read()
+        data += writer.end()
+        if data:
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _cancel_on_disconnect(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._pace.num_disconnects += 1
+        self.cancel()
+
+    def cancel(self) -> None:
+        for stream, _ in self._streams:
+            stream.cancel()
+
+
+async def _body(send: Send, data: bytes, more: bool) -> None:
+    await send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def delta_event(head: dict[str, Any], choice: dict[str, Any]) -> bytes:
+    """One chunk with one choice."""
+    return event({**head, "choices": [choice]})
+
+
+class TextEvents:
+    """The events of plain text, by far the most frequent: JSON around the text is made once, not per token."""
+
+    def __init__(self, before: dict[str, Any], make_choice: Callable[[str], dict[str, Any]]) -> None:
+        mark = "\u2400text\u2400"
+        head, _, tail = to_json({**before, "choices": [make_choice(mark)]}).partition(to_json(mark))
+        self._head, self._tail = b"data: " + head.encode(), tail.encode() + b"\n\n"
+
+    def make(self, text: str) -> bytes:
+        return self._head + to_json(text).encode("utf-8", "replace") + self._tail

@@ -1,0 +1,150 @@
+"""One tool call written as JSON, read as it is generated: {"name": "f", "arguments": {...}} -> events.
+
+A scanner, not a parser: it follows strings and brackets, so that arguments pass on character by character before the
+object is whole. Holds the state of one call; the formats around it are in parsers.py.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+ARGUMENT_KEYS = ("arguments", "parameters")
+_SPACE = " \t\r\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next piece of the JSON text of the latest call's arguments."""
+
+    text: str
+
+
+Event = Content | CallStart | CallArguments
+
+
+class JsonCall:
+    """feed() until is_done; `raw` is the text so far. name: known beforehand, then the text is the arguments alone.
+
+    is_broken: this is no JSON object, or no call; nothing was emitted then and `raw` is what was said.
+    """
+
+    def __init__(self, name: str = "") -> None:
+        self.raw = ""
+        self.is_done = False
+        self.is_broken = False
+        self.has_started = False
+        self.name = name
+        self._is_bare = bool(name)
+        self._key = ARGUMENT_KEYS[0] if name else ""
+        self._depth = 1 if name else 0
+        self._string: str | None = None  # the string being read, with its escapes
+        self._is_escaped = False
+        self._is_value = bool(name)
+        self._arguments = ""  # not emitted yet
+        self._has_arguments = False
+
+    def feed(self, text: str) -> tuple[list[Event], str]:
+        """(events, what lies behind the call)."""
+        for index, char in enumerate(text):
+            self._take(char)
+            if self.is_done or self.is_broken:
+                self.raw += text[: index + 1]
+                return self._events(), text[index + 1 :]
+        self.raw += text
+        return self._events(), ""
+
+    def _events(self) -> list[Event]:
+        if self.is_broken or not self.name or not (self._has_arguments or self.is_done):
+            return []
+        if self._arguments.startswith('"'):  # some models write the arguments as a string of JSON
+            if not self.is_done:
+                return []
+            self._arguments = json.loads(self._arguments, strict=False)
+        events: list[Event] = []
+        if not self.has_started:
+            self.has_started = True
+            events.append(CallStart(self.name))
+        if self.is_done and not self._has_arguments:
+            self._arguments = "{}"
+        if self._arguments:
+            events.append(CallArguments(self._arguments))
+            self._arguments = ""
+        return events
+
+    def _take(self, char: str) -> None:
+        if self._depth == 0:
+            if char == "{":
+                self._depth = 1
+            elif char not in _SPACE:
+                self.is_broken = True
+            return
+        if self._string is not None:
+            return self._in_string(char)
+        if char == '"':
+            self._string = '"'
+            self._argue(char)
+        elif char in "{[":
+            self._depth += 1
+            self._argue(char)
+        elif char in "}]":
+            self._close(char)
+        elif self._depth == 1 and char == ":" and not self._is_value:
+            self._is_value = True
+        elif self._depth == 1 and char == ",":
+            self._key, self._is_value = "", False
+        elif self._has_arguments or char not in _SPACE:
+            self._argue(char)
+
+    def _in_string(self, char: str) -> None:
+        assert self._string is not None
+        self._argue(char)
+        self._string += char if self._depth == 1 else ""
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            whole, self._string = self._string, None
+            if self._depth == 1:
+                self._end_string(whole)
+
+    def _end_string(self, whole: str) -> None:
+        """A string of the call's own level: a key, or the name."""
+        try:
+            text = json.loads(whole, strict=False)
+        except ValueError:
+            self.is_broken = not self.has_started
+            return
+        if not self._is_value:
+            self._key = text
+        elif self._key == "name" and not self.name:
+            self.name = text
+
+    def _close(self, char: str) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self.is_done = True
+            self.is_broken = not self.name
+            return
+        self._argue(char)
+        if self._is_bare and self._depth == 1:
+            self.is_done = True
+
+    def _argue(self, char: str) -> None:
+        """Keep a character that belongs to the value of the arguments."""
+        if self._is_value and self._key in ARGUMENT_KEYS and (self._depth > 1 or char not in _SPACE or self._string):
+            self._has_arguments = True
+            self._arguments += char
