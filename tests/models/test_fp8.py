@@ -196,7 +196,7 @@ def test_broken_checkpoint_is_named(checkpoint: Path, tmp_path: Path, change: Ca
 @pytest.mark.parametrize(
     ("stored", "named"),
     [
-        ({"quant_method": "gptq"}, "quant_method='gptq'.*fp8, compressed-tensors, modelopt"),
+        ({"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes'.*awq, gptq, fp8, compressed-tensors, modelopt"),
         ({**DEEPSEEK, "weight_block_size": [64, 64]}, "weight_block_size=.*128"),
         ({**DEEPSEEK, "activation_scheme": "static"}, "weight_block_size=.*dynamic"),
         ({**DEEPSEEK, "modules_to_not_convert": ["model.layers.1.mlp"]}, "leaves model.layers.1.mlp.gate_proj"),

@@ -15,8 +15,8 @@ class StoredFormat:
     scales: one weight scale per "tensor", "channel" (output feature), "block" (128 x 128) or "group" (of group_size
     input features of a channel). scale_name: the suffix of their tensor. static_inputs: one input scale per module is
     stored too. quantized_head: lm_head is stored so as well. packing: how integers lie in words, "awq", "gptq",
-    "gptq_v2" or "compressed-tensors"; "" is one value per element. has_zeros: zero-points are stored. act_order: a
-    group's input features are listed in a tensor instead of lying side by side.
+    "gptq_v2", "compressed-tensors" or, of 4 bits, "bytes"; "" is one value per element. has_zeros: zero-points are
+    stored. act_order: a group's input features are listed in a tensor instead of lying side by side.
     """
 
     method: str

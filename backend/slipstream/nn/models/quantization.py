@@ -1,4 +1,4 @@
-"""config.json's quantization_config -> StoredFormat: Hugging Face "fp8", compressed-tensors and ModelOpt checkpoints.
+"""config.json's quantization_config -> StoredFormat: fp8, compressed-tensors, ModelOpt, AWQ and GPTQ checkpoints.
 
 Whatever the served layers could not honour is refused here, by name, before any weight is read.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 import re
 
 from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.models.compressed_tensors import BLOCK_SIZE, read_compressed_tensors
 from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.stored_format import StoredFormat
 
-BLOCK_SIZE = [128, 128]
 LINEAR_PARTS = ("q", "k", "v", "o", "gate", "up", "down")
 HEAD = LLAMA_NAMES["lm_head"]
+CHANNEL = -1  # as group_size: one group a row
 
 
 def read_stored_format(config: HFConfig, num_layers: int) -> StoredFormat | None:
@@ -21,8 +22,55 @@ def read_stored_format(config: HFConfig, num_layers: int) -> StoredFormat | None
     section = config.section("quantization_config")
     if section is None:
         return None
-    readers = {"fp8": _read_fp8, "compressed-tensors": _read_compressed_tensors, "modelopt": _read_modelopt}
+    readers = {
+        "awq": _read_awq,
+        "gptq": _read_gptq,
+        "fp8": _read_fp8,
+        "compressed-tensors": _read_compressed_tensors,
+        "modelopt": _read_modelopt,
+    }
     return readers[section.choice("quant_method", tuple(readers))](section, num_layers)
+
+
+def _read_awq(section: HFConfig, num_layers: int) -> StoredFormat:
+    _require_four_bits(section)
+    version = section.string("version", "gemm")
+    if version.lower() != "gemm":
+        raise section.error("version", "not supported; accepted: gemm")
+    if not section.boolean("zero_point", True):
+        raise section.error("zero_point", "must be true")
+    _refuse_exceptions(section, "modules_to_not_convert", num_layers)
+    return StoredFormat("wint4", "group", packing="awq", group_size=_group_size(section), has_zeros=True)
+
+
+def _read_gptq(section: HFConfig, num_layers: int) -> StoredFormat:
+    _require_four_bits(section)
+    if section.has("dynamic") and section.values["dynamic"]:
+        raise section.error("dynamic", "gives modules formats of their own; served are checkpoints of one")
+    if section.boolean("is_marlin_format", False):
+        raise section.error("is_marlin_format", "weights are packed for another engine's kernel; store them as gptq")
+    key = "checkpoint_format" if section.has("checkpoint_format") else "format"
+    return StoredFormat(
+        "wint4",
+        "group",
+        quantized_head=section.boolean("lm_head", False),
+        packing=section.choice(key, ("gptq", "gptq_v2"), "gptq"),
+        group_size=_group_size(section),
+        has_zeros=not section.boolean("sym"),
+        act_order=section.boolean("desc_act", False),
+    )
+
+
+def _require_four_bits(section: HFConfig) -> None:
+    if section.integer("bits") != 4:
+        raise section.error("bits", "must be 4")
+
+
+def _group_size(section: HFConfig) -> int:
+    size = section.integer("group_size", minimum=CHANNEL)
+    if size == 0:
+        raise section.error("group_size", f"must be {CHANNEL} or a positive number")
+    return 0 if size == CHANNEL else size
 
 
 def _read_fp8(section: HFConfig, num_layers: int) -> StoredFormat:
@@ -39,27 +87,8 @@ def _read_fp8(section: HFConfig, num_layers: int) -> StoredFormat:
 
 
 def _read_compressed_tensors(section: HFConfig, num_layers: int) -> StoredFormat:
-    section.choice("format", ("float-quantized", "naive-quantized"))
     _refuse_exceptions(section, "ignore", num_layers)
-    groups = section.section("config_groups")
-    names = [] if groups is None else list(groups.values)
-    group = None if groups is None or len(names) != 1 else groups.section(names[0])
-    weights = None if group is None else group.section("weights")
-    inputs = None if group is None else group.section("input_activations")
-    if group is None or weights is None or inputs is None or group.strings("targets") != ["Linear"]:
-        raise section.error("config_groups", "must be one group of weights and input_activations for Linear")
-    for part in (weights, inputs):
-        if part.integer("num_bits") != 8 or part.string("type") != "float" or not part.boolean("symmetric", True):
-            raise part.error("num_bits", "must be 8 bits of type float, symmetric")
-    scales = weights.choice("strategy", ("tensor", "channel", "block"))
-    head = not any(_matches(entry, HEAD) for entry in section.strings("ignore"))
-    if scales == "block":
-        if weights.values.get("block_structure") != BLOCK_SIZE or inputs.integer("group_size", 0, 0) != BLOCK_SIZE[1]:
-            raise weights.error("block_structure", f"must be {BLOCK_SIZE}, with input groups of {BLOCK_SIZE[1]}")
-        return StoredFormat("block_wise_fp8", "block", quantized_head=head)
-    is_static = not inputs.boolean("dynamic", False)
-    inputs.choice("strategy", ("tensor",) if is_static else ("token",))
-    return StoredFormat("fp8", scales, static_inputs=is_static, quantized_head=head)
+    return read_compressed_tensors(section, not any(_matches(entry, HEAD) for entry in section.strings("ignore")))
 
 
 def _read_modelopt(section: HFConfig, num_layers: int) -> StoredFormat:

@@ -68,10 +68,11 @@ def _row_words(stored: StoredFormat, rows: int, columns: int, num_groups: int) -
 
 
 def _read_gptq(stored: StoredFormat) -> Decoders:
-    stored_less = 1 if stored.packing == "gptq" else 0  # version 1 stores zero-points less one
+    # version 1 subtracts one from every zero-point, by whole words: only their sum undoes what overflowed
+    ones = 0x11111111 if stored.packing == "gptq" else 0
 
     def zeros(words: Tensor) -> Tensor:
-        found = _nibbles(words).t() + stored_less
+        found = _nibbles(words + ones).t()
         if not stored.has_zeros and (found != SYMMETRIC_ZERO).any():
             raise ValueError(f"holds zero-points other than {SYMMETRIC_ZERO}, config.json says sym: true")
         return found
@@ -107,9 +108,25 @@ def _read_compressed_tensors(stored: StoredFormat) -> Decoders:
     }
 
 
+def _bytes(stored: StoredFormat, rows: int, columns: int, num_groups: int) -> CheckpointTensors:
+    """compressed-tensors beside quantised activations: a byte per value, -8 to 7."""
+    return {
+        "weight": StoredTensor((rows, columns), ("I8",)),
+        "weight_scale": StoredTensor((rows, num_groups), FLOAT_DTYPES),
+    }
+
+
+def _read_bytes(stored: StoredFormat) -> Decoders:
+    return {
+        "weight": ("packed", lambda values: ops.pack_int4((values + SYMMETRIC_ZERO).view(torch.uint8))),
+        "weight_scale": ("scales", lambda scales: scales),
+    }
+
+
 PACKINGS = {
     "awq": Packing(_column_words, _read_awq),
     "gptq": Packing(_row_words, _read_gptq),
     "gptq_v2": Packing(_row_words, _read_gptq),
     "compressed-tensors": Packing(_plain_words, _read_compressed_tensors),
+    "bytes": Packing(_bytes, _read_bytes),
 }
