@@ -2,7 +2,7 @@
 
 ctypes and not pybind11: no framework or Python header is compiled, so a kernel builds in seconds and one library fits
 every Python and torch.  Libraries are cached under the user's cache folder by source, flags and architecture.
-`python -m slipstream_kernels.cuda.build` builds all variants of the decode kernel ahead of time.
+`python -m slipstream_kernels.cuda.build` builds all variants of the attention kernels ahead of time.
 """
 
 from __future__ import annotations
@@ -123,13 +123,15 @@ def _digest(source: str, flags: Sequence[str]) -> str:
 
 
 def _main() -> None:
-    from slipstream_kernels.cuda.decode_attention import SOURCE, variants
+    from slipstream_kernels.cuda import decode_attention, prefill_attention
 
     parser = argparse.ArgumentParser(description="Build all variants of the CUDA kernels into the user's cache folder.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     jobs = parser.parse_args().jobs
+    kernels = (prefill_attention, decode_attention)
+    wanted = [(kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
     with ThreadPoolExecutor(jobs) as pool:
-        for library in pool.map(lambda defines: build(SOURCE, defines), variants()):
+        for library in pool.map(lambda job: build(*job), wanted):
             print(library)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 
 from slipstream_kernels.attention_call import AttentionCall
@@ -9,6 +11,8 @@ from slipstream_kernels.kv_cache import KvCache, check_kv_cache
 from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
 
 TRITON_HEAD_DIMS = (64, 80, 96, 128, 256)
+# Calls of longer queries than decode and draft rows go to the CUDA kernel, where it can run.
+SHORT_QUERY_LEN = 16
 
 
 def paged_attention(
@@ -45,9 +49,11 @@ def paged_attention(
     max_query_len, max_seq_len: host-side upper bounds that size grids (no device read, CUDA-graph safe); max_seq_len
     defaults to what block_tables can hold.  num_kv_splits fixes the triton decode kernel's split of the keys, which
     otherwise follows the batch size (its rounding too); the reference ignores it.
+    backend: "cuda" (Hopper; ValueError if it cannot run), "triton", "reference"; "auto": cuda for queries of more than
+    16 tokens where it can run, else triton.  Calls of the cuda version on one device must be ordered, on one stream.
     Returns [num_tokens, num_q_heads, head_dim], dtype of q; rows past query_start_loc[-1] are unspecified.
     Sources: PagedAttention, arXiv:2309.06180; split keys merged by log-sum-exp: Flash-Decoding; ALiBi:
-    arXiv:2108.12409.
+    arXiv:2108.12409; FlashAttention-3: arXiv:2407.08608.
     """
     _check_tensors(q, key_cache, block_tables, query_start_loc, seq_lens)
     cache = KvCache(key_cache, value_cache, key_scale, value_scale)
@@ -71,8 +77,19 @@ def paged_attention(
         key_scale=key_scale,
         value_scale=value_scale,
     )
-    select("paged_attention", backend, q, _triton_refusal(q, key_cache)).paged_attention(call)
+    _run(call, backend)
     return call.out
+
+
+def _run(call: AttentionCall, backend: str) -> None:
+    if backend == "cuda" or (backend == "auto" and call.q.is_cuda and call.max_query_len > SHORT_QUERY_LEN):
+        cuda = importlib.import_module("slipstream_kernels.cuda.prefill_attention")
+        refusal = cuda.refusal(call)
+        if refusal is None:
+            return cuda.paged_attention(call)
+        if backend == "cuda":
+            raise ValueError(f"backend: cuda cannot run paged_attention: {refusal}")
+    select("paged_attention", backend, call.q, _triton_refusal(call.q, call.key_cache)).paged_attention(call)
 
 
 def _check_tensors(

@@ -1,0 +1,142 @@
+"""Times prefill attention on a GPU: TFLOP/s with a cold L2, beside the Triton-lang kernel and torch's own attention.
+
+`python -m slipstream_kernels.bench_prefill`.  Random data; causal work only is counted; `contiguous` is the same with
+the blocks of each request in order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from slipstream_kernels.bench import median_seconds
+from slipstream_kernels.ops.paged_attention import paged_attention
+
+BLOCK_SIZE = 64
+REPEATS = 10
+LIBRARY = {"torch flash": SDPBackend.FLASH_ATTENTION, "torch cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`batch` prompts, or chunks of query_len after a prefix, of seq_len tokens in all."""
+
+    query_len: int
+    seq_len: int
+    batch: int = 1
+    num_q_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+    def name(self) -> str:
+        """Short text for tables."""
+        prefix = self.seq_len - self.query_len
+        after = f" after {prefix}" if prefix else ""
+        return f"{self.num_q_heads}/{self.num_kv_heads}x{self.head_dim} {self.batch} x {self.query_len}{after}"
+
+    def flops(self) -> float:
+        """Of the pairs of query and key that a causal mask leaves."""
+        prefix = self.seq_len - self.query_len
+        pairs = self.query_len * prefix + self.query_len * (self.query_len + 1) / 2
+        return 4.0 * self.batch * self.num_q_heads * self.head_dim * pairs
+
+
+SHAPES = (
+    [Shape(length, length) for length in (1024, 2048, 4096, 8192, 16384, 32768)]
+    + [Shape(2048, 2048, batch=8), Shape(2048, 8192), Shape(2048, 32768)]
+    + [Shape(8192, 8192, num_q_heads=40, num_kv_heads=40), Shape(8192, 8192, head_dim=64)]
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """us: time of one call; tflops: the shape's work over it."""
+
+    shape: str
+    version: str
+    us: float
+    tflops: float
+
+
+def paged_call(shape: Shape, backend: str, is_shuffled: bool = True) -> Callable[[], torch.Tensor]:
+    """A call of ops.paged_attention over a cache of its own."""
+    num_blocks = shape.batch * -(-shape.seq_len // BLOCK_SIZE)
+    dims = (num_blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    key_cache, value_cache = (torch.randn(dims, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    order = torch.randperm(num_blocks, device="cuda") if is_shuffled else torch.arange(num_blocks, device="cuda")
+    num_tokens = shape.batch * shape.query_len
+    q = torch.randn(num_tokens, shape.num_q_heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")
+    starts = torch.arange(0, num_tokens + 1, shape.query_len, dtype=torch.int32, device="cuda")
+    lengths = torch.full((shape.batch,), shape.seq_len, dtype=torch.int32, device="cuda")
+    tables = order.int().view(shape.batch, -1)
+
+    def run() -> torch.Tensor:
+        return paged_attention(
+            q,
+            key_cache,
+            value_cache,
+            tables,
+            starts,
+            lengths,
+            max_query_len=shape.query_len,
+            max_seq_len=shape.seq_len,
+            scale=shape.head_dim**-0.5,
+            backend=backend,
+        )
+
+    return run
+
+
+def library_call(shape: Shape, backend: SDPBackend) -> Callable[[], torch.Tensor]:
+    """torch's attention of whole prompts, keys and values repeated for each query head beforehand."""
+    dims = (shape.batch, shape.num_q_heads, shape.seq_len, shape.head_dim)
+    q, k, v = (torch.randn(dims, dtype=torch.bfloat16, device="cuda") for _ in range(3))
+
+    def run() -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return run
+
+
+def calls(shape: Shape) -> dict[str, Callable[[], torch.Tensor]]:
+    """Everything that computes this shape, by name."""
+    versions = {
+        "cuda": paged_call(shape, "cuda"),
+        "cuda contiguous": paged_call(shape, "cuda", is_shuffled=False),
+        "triton": paged_call(shape, "triton"),
+    }
+    if shape.query_len == shape.seq_len:
+        versions.update({name: library_call(shape, backend) for name, backend in LIBRARY.items()})
+    return versions
+
+
+def main() -> None:
+    """Print the table; see the module's text."""
+    parser = argparse.ArgumentParser(description="Time prefill attention")
+    parser.add_argument("--only", default="", help="run the shapes whose name contains this")
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    arguments = parser.parse_args()
+    device, results = torch.device("cuda"), []
+    for shape in SHAPES:
+        if arguments.only not in shape.name():
+            continue
+        cells = []
+        for version, run in calls(shape).items():
+            seconds = median_seconds(run, device, REPEATS)
+            results.append(Result(shape.name(), version, seconds * 1e6, shape.flops() / seconds / 1e12))
+            cells.append(f"{version} {results[-1].tflops:.0f}")
+        print(f"{shape.name():26}", " · ".join(cells), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+// Arguments of the prefill attention kernel, as they cross the C ABI (mirrored in prefill_attention.py).
+// Pointers first, then 64-bit, then 32-bit fields: no padding on either side.
+#pragma once
+
+#include <cstdint>
+
+struct PrefillParams {
+  const void* q;                // [num_tokens, num_q_heads, head_dim], strides below
+  const void* key_cache;        // [num_blocks, num_kv_heads, block_size, head_dim]
+  const void* value_cache;
+  void* out;                    // [num_tokens, num_q_heads, head_dim]
+  const int32_t* block_tables;  // [num_requests, max_blocks]
+  const int32_t* query_start_loc;
+  const int32_t* seq_lens;
+  const float* alibi_slopes;    // [num_q_heads] or null
+  int32_t* counters;            // [2], zero between calls
+  int64_t q_token_stride;
+  int64_t q_head_stride;
+  int64_t table_stride;
+  int64_t num_blocks;
+  int32_t num_tokens;
+  int32_t num_requests;
+  int32_t num_q_heads;
+  int32_t num_kv_heads;
+  int32_t block_size_log2;
+  int32_t heads_per_section;    // packed heads whose keys and values the L2 cache holds at once
+  int32_t sliding_window;       // 0: none
+  int32_t num_sms;
+  float scale;
+  float soft_cap;               // 0: none
+  int32_t pack_log2;            // query heads of one kv head that share a tile's rows, as a power of two
+};

@@ -1,0 +1,148 @@
+"""Prefill attention in CUDA: fills the kernel's arguments and launches it.  Hopper (compute capability 9.0) only.
+
+No device value is read on the host: work is found on the device, so a launch may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+
+from slipstream_kernels.attention_call import AttentionCall
+from slipstream_kernels.cuda.build import load, missing
+
+SOURCE = "prefill_attention.cu"
+HEAD_DIMS = (64, 128)
+TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+# Keys and values that may be in use at once, of the L2 cache's 50 to 60 MB.
+SECTION_BYTES = 32 << 20
+
+POINTERS = (
+    "q", "key_cache", "value_cache", "out", "block_tables", "query_start_loc", "seq_lens", "alibi_slopes", "counters",
+)  # fmt: skip
+STRIDES = ("q_token_stride", "q_head_stride", "table_stride", "num_blocks")
+COUNTS = (
+    "num_tokens", "num_requests", "num_q_heads", "num_kv_heads", "block_size_log2", "heads_per_section",
+    "sliding_window", "num_sms",
+)  # fmt: skip
+
+
+class PrefillParams(ctypes.Structure):
+    """include/prefill_params.h, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        *((name, ctypes.c_int64) for name in STRIDES),
+        *((name, ctypes.c_int32) for name in COUNTS),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        ("pack_log2", ctypes.c_int32),
+    ]
+
+
+def refusal(call: AttentionCall) -> str | None:
+    """Why this version cannot take the call; None if it can."""
+    q = call.q
+    if not q.is_cuda:
+        return f"q is on {q.device}"
+    if torch.cuda.get_device_capability(q.device) != (9, 0):
+        return "the GPU is not a Hopper (compute capability 9.0)"
+    if q.dtype not in TYPES:
+        return f"q is {q.dtype}, not bfloat16 or float16"
+    if call.key_cache.dtype != q.dtype:
+        return f"the cache is {call.key_cache.dtype}, not q's {q.dtype}"
+    if q.shape[2] not in HEAD_DIMS:
+        return f"head_dim {q.shape[2]} is not one of {HEAD_DIMS}"
+    block_size = call.key_cache.shape[2]
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"block_size {block_size} is not a power of two >= 16"
+    if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
+        return "q's heads do not begin at multiples of 16 bytes"
+    return missing(SOURCE, defines(call))
+
+
+def paged_attention(call: AttentionCall) -> None:
+    """See ops.paged_attention; writes call.out.  One launch."""
+    if call.q.shape[0] == 0 or call.seq_lens.shape[0] == 0:
+        return
+    library = load(SOURCE, defines(call))
+    params = _params(call)
+    stream = ctypes.c_void_p(torch.cuda.current_stream(call.q.device).cuda_stream)
+    with torch.cuda.device(call.q.device):
+        error = library.slipstream_prefill_attention(ctypes.byref(params), stream)
+    if error != 0:
+        library.slipstream_error_text.restype = ctypes.c_char_p
+        raise RuntimeError(f"prefill_attention: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+
+
+def defines(call: AttentionCall) -> tuple[str, ...]:
+    """The macros that choose the variant of the kernel for a call."""
+    return variant(call.q.dtype, call.q.shape[2], call.soft_cap is not None, call.alibi_slopes is not None)
+
+
+def variant(dtype: torch.dtype, head_dim: int, has_soft_cap: bool = False, has_alibi: bool = False) -> tuple[str, ...]:
+    """The macros of one variant of the kernel."""
+    return (
+        f"SLIPSTREAM_TYPE={TYPES[dtype]}",
+        f"SLIPSTREAM_HEAD_DIM={head_dim}",
+        f"SLIPSTREAM_SOFT_CAP={int(has_soft_cap)}",
+        f"SLIPSTREAM_ALIBI={int(has_alibi)}",
+    )
+
+
+def variants() -> list[tuple[str, ...]]:
+    """All variants, for building ahead of time."""
+    flags = (False, True)
+    return [variant(t, dim, cap, alibi) for t in TYPES for dim in HEAD_DIMS for cap in flags for alibi in flags]
+
+
+@lru_cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """The device's work counters, made on first use: run a step before capturing CUDA graphs."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("prefill_attention: first use here lies inside a graph capture; run it once before")
+    return torch.zeros(2, dtype=torch.int32, device=device)
+
+
+def _params(call: AttentionCall) -> PrefillParams:
+    num_q_heads = call.q.shape[1]
+    num_blocks, num_kv_heads, block_size, _ = call.key_cache.shape
+    group = num_q_heads // num_kv_heads
+    tensors = {
+        "q": call.q, "key_cache": call.key_cache, "value_cache": call.value_cache, "out": call.out,
+        "block_tables": call.block_tables, "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens,
+        "alibi_slopes": call.alibi_slopes, "counters": _counters(call.q.device),
+    }  # fmt: skip
+    pack_log2 = min((group & -group).bit_length() - 1, 6)
+    return PrefillParams(
+        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
+        q_token_stride=call.q.stride(0),
+        q_head_stride=call.q.stride(1),
+        table_stride=call.block_tables.stride(0),
+        num_blocks=num_blocks,
+        num_tokens=call.q.shape[0],
+        num_requests=call.seq_lens.shape[0],
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        block_size_log2=block_size.bit_length() - 1,
+        heads_per_section=_heads_per_section(call) * (group >> pack_log2),
+        sliding_window=call.sliding_window or 0,
+        num_sms=_num_sms(call.q.device),
+        scale=call.scale,
+        soft_cap=call.soft_cap or 0.0,
+        pack_log2=pack_log2,
+    )
+
+
+def _heads_per_section(call: AttentionCall) -> int:
+    """How many kv heads of the longest sequence the L2 cache holds."""
+    num_kv_heads, head_dim = call.key_cache.shape[1], call.q.shape[2]
+    bytes_of_head = 2 * call.max_seq_len * head_dim * call.key_cache.element_size()
+    return max(1, min(num_kv_heads, SECTION_BYTES // bytes_of_head))

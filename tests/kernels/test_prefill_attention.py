@@ -1,0 +1,183 @@
+"""Prefill attention in CUDA: right against the dense fp64 oracle where there is a Hopper GPU.
+
+Everywhere: what the compiler makes of it, and that both sides of the C interface agree.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+from dense_attention import PagedBatch, dense_attention, make_batch
+from slipstream_kernels.attention_call import AttentionCall
+from slipstream_kernels.cuda import build
+from slipstream_kernels.cuda import prefill_attention as cuda_prefill
+from slipstream_kernels.ops.paged_attention import paged_attention
+from tolerances import ATTENTION
+
+# Around the edges of tiles (128 rows of tokens x heads, 128 keys) and blocks; single tokens, chunks, padding.
+EDGES = ([1, 31, 32, 33, 127, 128, 129, 5, 30, 1], [1, 31, 32, 33, 127, 128, 129, 200, 257, 0])
+# num_q_heads, num_kv_heads, head_dim, block_size
+GEOMETRIES = [(4, 4, 64, 16), (8, 2, 128, 64), (8, 1, 64, 128), (5, 1, 128, 32), (6, 2, 128, 256)]
+OPTIONS = {
+    "window": {"sliding_window": 100},
+    "narrow window": {"sliding_window": 1},
+    "alibi": {"alibi_slopes": True},
+    "soft_cap": {"soft_cap": 2.0},
+    "all": {"sliding_window": 40, "alibi_slopes": True, "soft_cap": 5.0},
+}
+
+
+@pytest.mark.parametrize("head_dim", cuda_prefill.HEAD_DIMS)
+def test_compiles_without_spills_or_serialised_products(head_dim, tmp_path) -> None:
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    defines = cuda_prefill.variant(torch.bfloat16, head_dim)
+    command = [str(nvcc), *build.FLAGS, *(f"-D{define}" for define in defines), "-Xptxas=-v"]
+    command += [f"-I{build.SOURCE_FOLDER / 'include'}", "-o", str(tmp_path / "kernel.so")]
+    command += [str(build.SOURCE_FOLDER / cuda_prefill.SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=build.MAX_COMPILE_S)
+    report = done.stdout + done.stderr
+    assert done.returncode == 0, report[-3000:]
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert not re.search(r"\(C75\d\d\)", report), report
+
+
+def test_c_and_python_agree_on_the_arguments() -> None:
+    header = (build.SOURCE_FOLDER / "include" / "prefill_params.h").read_text()
+    in_c = re.findall(r"^  (?:const )?\w+\*? (\w+);", header, re.MULTILINE)
+    assert in_c == [name for name, _ in cuda_prefill.PrefillParams._fields_]
+
+
+def test_refusal_says_why() -> None:
+    batch = make_batch([3], [3], 2, 1, 64, 16, torch.bfloat16, torch.device("cpu"))
+    assert cuda_prefill.refusal(call_of(batch)) == "q is on cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="cuda cannot run"):
+            paged_attention(*batch.tensors(), max_query_len=3, scale=0.125, backend="cuda")
+
+
+@pytest.fixture(scope="module")
+def hopper() -> torch.device:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("no Hopper GPU")
+    if build.find_nvcc() is None:
+        pytest.skip("no nvcc")
+    return torch.device("cuda")
+
+
+def call_of(batch: PagedBatch, options: dict | None = None) -> AttentionCall:
+    """Into a poisoned output: every row must be written."""
+    names = ("q", "key_cache", "value_cache", "block_tables", "query_start_loc", "seq_lens")
+    given = {
+        **dict.fromkeys(AttentionCall.__dataclass_fields__),
+        **dict(zip(names, batch.tensors())),
+        "out": torch.full_like(batch.q, float("nan")),
+        "max_query_len": batch.max_query_len,
+        "max_seq_len": batch.max_seq_len,
+        "scale": batch.q.shape[2] ** -0.5,
+        **(options or {}),
+    }
+    return AttentionCall(**given)
+
+
+def with_slopes(options: dict, batch: PagedBatch) -> dict:
+    num_heads = batch.q.shape[1]
+    slopes = (2.0 ** (-8 * torch.arange(1, num_heads + 1, device=batch.q.device) / num_heads)).float()
+    return {**options, "alibi_slopes": slopes} if "alibi_slopes" in options else options
+
+
+def assert_right(batch: PagedBatch, options: dict) -> None:
+    call = call_of(batch, with_slopes(options, batch))
+    assert cuda_prefill.refusal(call) is None
+    cuda_prefill.paged_attention(call)
+    rtol, atol = ATTENTION[call.q.dtype]
+    expected = dense_attention(batch, call.scale, **with_slopes(options, batch))
+    torch.testing.assert_close(call.out.cpu().double(), expected, rtol=rtol, atol=atol)
+    again = replace(call, out=torch.full_like(call.out, float("nan")))
+    cuda_prefill.paged_attention(again)
+    assert torch.equal(again.out, call.out)
+
+
+@pytest.mark.parametrize("dtype", cuda_prefill.TYPES, ids=str)
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_edges_of_tiles_and_blocks(hopper, geometry, dtype) -> None:
+    """make_batch leaves NaN in every slot no request owns."""
+    assert_right(make_batch(*EDGES, *geometry, dtype, hopper, seed=1), {})
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("head_dim", cuda_prefill.HEAD_DIMS)
+def test_options(hopper, head_dim, option) -> None:
+    batch = make_batch([300, 77, 1], [420, 77, 300], 8, 2, head_dim, 64, torch.bfloat16, hopper, seed=2)
+    assert_right(batch, OPTIONS[option])
+
+
+def test_many_requests_share_the_tiles(hopper) -> None:
+    query_lens = [37 * i % 90 + 1 for i in range(70)]
+    seq_lens = [length + 91 * i % 130 for i, length in enumerate(query_lens)]
+    assert_right(make_batch(query_lens, seq_lens, 4, 1, 64, 16, torch.bfloat16, hopper, seed=3), {})
+
+
+def test_long_prompt_of_many_tiles(hopper) -> None:
+    """More work than CTAs: tiles are handed out, and the rings go round many times."""
+    generator = torch.Generator(device=hopper).manual_seed(4)
+    num_tokens, num_q_heads, num_kv_heads, dim = 2500, 32, 8, 128
+    q, k, v = (
+        torch.randn(num_tokens, heads, dim, generator=generator, device=hopper).bfloat16()
+        for heads in (num_q_heads, num_kv_heads, num_kv_heads)
+    )
+    num_blocks = -(-num_tokens // 64)
+    order = torch.randperm(num_blocks, generator=generator, device=hopper)
+    caches = []
+    for rows in (k, v):
+        padded = torch.full((num_blocks * 64, num_kv_heads, dim), float("nan"), device=hopper, dtype=q.dtype)
+        padded[:num_tokens] = rows
+        cache = torch.empty(num_blocks, num_kv_heads, 64, dim, device=hopper, dtype=q.dtype)
+        cache[order] = padded.view(num_blocks, 64, num_kv_heads, dim).transpose(1, 2)
+        caches.append(cache)
+    starts = torch.tensor([0, num_tokens], dtype=torch.int32, device=hopper)
+    batch = PagedBatch(q, *caches, order.int()[None], starts, starts[1:], num_tokens, num_tokens)
+    call = call_of(batch)
+    cuda_prefill.paged_attention(call)
+    for head in (0, 13, 31):
+        scores = q[:, head].double() @ k[:, head // 4].double().T * call.scale
+        scores.masked_fill_(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+        rtol, atol = ATTENTION[q.dtype]
+        expected = scores.softmax(-1) @ v[:, head // 4].double()
+        torch.testing.assert_close(call.out[:, head].double(), expected, rtol=rtol, atol=atol)
+    assert call.out.isfinite().all()
+
+
+def test_does_not_depend_on_the_batch_or_on_chunks(hopper) -> None:
+    """Bit for bit: a prompt alone, in company, and in chunks of odd lengths."""
+    batch = make_batch([1, 301, 40], [100, 301, 90], 8, 2, 128, 64, torch.bfloat16, hopper, seed=5)
+    together = call_of(batch)
+    cuda_prefill.paged_attention(together)
+    start = 0
+    for size in (133, 1, 100, 67):
+        starts = torch.tensor([0, size], dtype=torch.int32, device=hopper)
+        end = torch.tensor([start + size], dtype=torch.int32, device=hopper)
+        chunk = replace(
+            together,
+            q=batch.q[1 + start : 1 + start + size],
+            out=torch.empty_like(batch.q[:size]),
+            block_tables=batch.block_tables[1:2],
+            query_start_loc=starts,
+            seq_lens=end,
+            max_query_len=size,
+        )
+        cuda_prefill.paged_attention(chunk)
+        assert torch.equal(chunk.out, together.out[1 + start : 1 + start + size])
+        start += size
+
+
+def test_auto_takes_it_for_prompts_and_mixed_steps(hopper) -> None:
+    batch = make_batch([1, 40, 1, 70], [100, 40, 70, 90], 4, 2, 64, 16, torch.bfloat16, hopper, seed=6)
+    out = paged_attention(*batch.tensors(), max_query_len=70, scale=0.125)
+    rtol, atol = ATTENTION[batch.q.dtype]
+    torch.testing.assert_close(out.cpu().double(), dense_attention(batch, 0.125), rtol=rtol, atol=atol)
