@@ -1,0 +1,31 @@
+"""Text for calibration and evaluation: a file, or held-out token ids that build/train_demo_model.py packed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from slipstream.runtime.tokenizer import TextTokenizer
+from torch import Tensor
+
+INDEX = "index.json"
+
+
+def read_token_ids(text: Path, model: Path, split: str = "held_out") -> Tensor:
+    """[num_tokens] int64 of a UTF-8 text file, or of a folder of packed shards (then without a tokenizer)."""
+    if text.is_dir():
+        from demo_model.pack import load_packed
+
+        return torch.from_numpy(load_packed(text, split)[0].astype("int64"))
+    return torch.tensor(TextTokenizer.load(model).encode(text.read_text(encoding="utf-8")))
+
+
+def cut_windows(token_ids: Tensor, num_tokens: int, window_tokens: int) -> Tensor:
+    """[num_windows, window_tokens], spread evenly over the text; raises ValueError if it holds fewer."""
+    num_windows = max(num_tokens // window_tokens, 1)
+    if token_ids.numel() < num_windows * window_tokens:
+        raise ValueError(f"the text has {token_ids.numel()} tokens, asked for are {num_windows * window_tokens}")
+    stride = (token_ids.numel() - window_tokens) // max(num_windows - 1, 1)
+    return torch.stack(
+        [token_ids[start : start + window_tokens] for start in range(0, num_windows * stride or 1, stride or 1)]
+    )
