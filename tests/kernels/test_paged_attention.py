@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from dense_attention import PagedBatch, dense_attention, make_batch
 from decode_cases import make_case, oracle
+from dense_attention import PagedBatch, dense_attention, make_batch
 from slipstream_kernels import ops
 from slipstream_kernels.kv_cache import QUANTIZED_DTYPES
 from tolerances import ATTENTION

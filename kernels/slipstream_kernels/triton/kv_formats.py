@@ -12,8 +12,8 @@ from slipstream_kernels.triton.interpreter import INTERPRETING
 PLAIN, FP8, INT8, INT4 = (tl.constexpr(code) for code in range(4))
 _CODES = {FP8_DTYPE: FP8.value, INT8_DTYPE: INT8.value, INT4_DTYPE: INT4.value}
 
-# Probabilities are multiplied by the tokens' value scales before they are rounded to a 16-bit type; this much more keeps
-# the product of a small scale (values of 0.01) out of fp16's subnormals, where it would lose its digits.
+# Probabilities are multiplied by the tokens' value scales before they are rounded to a 16-bit type; this much more
+# keeps the product of a small scale (values of 0.01) out of fp16's subnormals, where it would lose its digits.
 VALUE_BOOST = tl.constexpr(64.0)
 
 

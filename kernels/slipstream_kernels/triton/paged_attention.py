@@ -40,7 +40,8 @@ def _attend_span(q, positions, slopes, key_cache_ptr, value_cache_ptr, key_scale
                  HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
     """Online softmax of q's rows over keys [begin, end); begin is a multiple of BLOCK_N, which divides BLOCK_SIZE.
 
-    scale includes a head's key scale.  Returns the unnormalised sum of values (before value_factor), the running maximum (base 2) and the normaliser.
+    scale includes a head's key scale.  Returns the unnormalised sum of values (before value_factor), the running
+    maximum (base 2) and the normaliser.
     """
     columns = tl.arange(0, BLOCK_N)
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -78,9 +79,9 @@ def _attend_span(q, positions, slopes, key_cache_ptr, value_cache_ptr, key_scale
 
 
 @triton.jit
-def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr, partial_ptr, lse_ptr, tables_ptr,
-                  query_start_loc_ptr, seq_lens_ptr, slopes_ptr, scale, window, soft_cap,
-                  token_stride, head_stride, table_stride,
+def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr,
+                  partial_ptr, lse_ptr, tables_ptr, query_start_loc_ptr, seq_lens_ptr, slopes_ptr,
+                  scale, window, soft_cap, token_stride, head_stride, table_stride,
                   NUM_SPLITS: tl.constexpr, NUM_TILES: tl.constexpr, MAX_QUERY_LEN: tl.constexpr,
                   GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,

@@ -111,8 +111,9 @@ def _attend(acc, maximum, normaliser, q, positions, slopes, key_cache_ptr, value
 
 
 @triton.jit(do_not_specialize=["num_requests"])
-def _prefill_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr, tables_ptr, query_start_loc_ptr, seq_lens_ptr,
-                    num_requests, slopes_ptr, scale, window, soft_cap, token_stride, head_stride, table_stride,
+def _prefill_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr,
+                    tables_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, slopes_ptr,
+                    scale, window, soft_cap, token_stride, head_stride, table_stride,
                     MIN_QUERY_LEN: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
                     BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,

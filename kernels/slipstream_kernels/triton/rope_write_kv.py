@@ -47,17 +47,27 @@ def _angles(row_ptr, dims, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, 
 
 
 @triton.jit
-def _turned(x_ptr, norm_ptr, offsets, dims, partners, mask, cos, sin, eps,
-            HEAD_DIM: tl.constexpr, HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
-    """Heads [HEADS, DIM_PADDED], normalised, rotated and rounded to their own type.  offsets: of each head's start."""
+def _turned(x_ptr, norm_ptr, angles_ptr, offsets, dims, is_head, eps,
+            HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr,
+            HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
+    """Heads [HEADS, DIM_PADDED], normalised, rotated and rounded to their own type.  offsets: of each head's start.
+
+    The heads are asked for before the angles, whose way into their layout waits for all warps.
+    """
     dtype = x_ptr.dtype.element_ty
-    x = tl.load(x_ptr + offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(tl.float32)
+    mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
+    loaded = tl.load(x_ptr + offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    if HAS_ROPE:
+        partners = _partners(dims, ROTARY_DIM, INTERLEAVED, RUN)
+        loaded_partner = tl.load(x_ptr + offsets[:, None] + partners[None, :], mask=mask, other=0.0)
+    x = loaded.to(tl.float32)
     if HAS_NORM:
         rms = tl.rsqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)[:, None]
         weight = tl.load(norm_ptr + dims, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
         x = ((x * rms).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
     if HAS_ROPE:
-        partner = tl.load(x_ptr + offsets[:, None] + partners[None, :], mask=mask, other=0.0).to(tl.float32)
+        cos, sin = _angles(angles_ptr, dims, ROTARY_DIM, INTERLEAVED, RUN)
+        partner = loaded_partner.to(tl.float32)
         if HAS_NORM:
             weight = tl.load(norm_ptr + partners, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)[None, :]
             partner = ((partner * rms).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
@@ -115,18 +125,17 @@ def _rope_write_kv_kernel(
     token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dims = tl.arange(0, DIM_PADDED)
     slot = tl.load(slot_mapping_ptr + token)
-    cos, sin, partners = dims.to(tl.float32), dims.to(tl.float32), dims
+    angles_ptr = cos_sin_ptr
     if HAS_ROPE:
-        position = tl.load(positions_ptr + token)
-        cos, sin = _angles(cos_sin_ptr + position * ROTARY_DIM, dims, ROTARY_DIM, INTERLEAVED, RUN)
-        partners = _partners(dims, ROTARY_DIM, INTERLEAVED, RUN)
+        angles_ptr += tl.load(positions_ptr + token) * ROTARY_DIM
     await_previous(DEPENDENT)
     if tile < Q_TILES:
         heads = tile * Q_HEADS + tl.arange(0, Q_HEADS)
-        mask = (heads < NUM_Q_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
-        y = _turned(q_ptr, q_norm_ptr, token * q_token_stride + heads * q_head_stride, dims, partners, mask, cos, sin,
-                    eps, HEAD_DIM, HAS_ROPE, HAS_NORM)  # fmt: skip
+        is_head = heads < NUM_Q_HEADS
+        y = _turned(q_ptr, q_norm_ptr, angles_ptr, token * q_token_stride + heads * q_head_stride, dims, is_head, eps,
+                    HEAD_DIM, ROTARY_DIM, INTERLEAVED, RUN, HAS_ROPE, HAS_NORM)  # fmt: skip
         out_rows = (token * NUM_Q_HEADS + heads) * HEAD_DIM
+        mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
         tl.store(q_out_ptr + out_rows[:, None] + dims[None, :], y, mask=mask)
     elif slot >= 0:
         heads = (tile - Q_TILES) * KV_HEADS + tl.arange(0, KV_HEADS)
@@ -134,8 +143,8 @@ def _rope_write_kv_kernel(
         mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
         v_offsets = token * v_token_stride + heads * v_head_stride
         v = tl.load(v_ptr + v_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
-        k = _turned(k_ptr, k_norm_ptr, token * k_token_stride + heads * k_head_stride, dims, partners, mask, cos, sin,
-                    eps, HEAD_DIM, HAS_ROPE, HAS_NORM)  # fmt: skip
+        k = _turned(k_ptr, k_norm_ptr, angles_ptr, token * k_token_stride + heads * k_head_stride, dims, is_head, eps,
+                    HEAD_DIM, ROTARY_DIM, INTERLEAVED, RUN, HAS_ROPE, HAS_NORM)  # fmt: skip
         rows = (slot // BLOCK_SIZE * NUM_KV_HEADS + heads) * BLOCK_SIZE + slot % BLOCK_SIZE
         _append(k, key_cache_ptr, key_scale_ptr, rows, heads, is_head,
                 KV_HEADS, HEAD_DIM, DIM_PADDED, FORMAT, HAS_SCALE)  # fmt: skip
