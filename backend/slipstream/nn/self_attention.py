@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
@@ -20,6 +21,9 @@ class SelfAttention:
         self.layer = layer
         self.head_dim = spec.head_dim
         self.head_counts = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
+        self.num_kv_heads = spec.num_kv_heads
+        self._device = placement.device
+        self.kv_scales: tuple[Tensor, Tensor] | None = None  # of an FP8 cache: k's and v's, [num_kv_heads] fp32
         self.qkv = Linear(spec.qkv, placement)
         self.o = Linear(spec.o, placement)
         self.head_norms: tuple[RMSNorm, RMSNorm] | None = None
@@ -32,6 +36,20 @@ class SelfAttention:
         """hidden: T rows in the input form of qkv -> [T, hidden_size]. The cache gains this step's keys and values."""
         q, k, v = self.qkv.apply(hidden).unflatten(1, (-1, self.head_dim)).split(self.head_counts, dim=1)
         return self.o(step.forward(q, k, v, self.turn, cache, self.layer).flatten(1))
+
+    def load_kv_scale(self, part: str, tensor: Tensor) -> None:
+        """Take a scale of all heads, or one of each, for "k", "v" or both, "kv".
+
+        A scale of 0 or less stands for none. Raises ValueError for one that is no number.
+        """
+        if not tensor.isfinite().all():
+            raise ValueError("is not finite")
+        if self.kv_scales is None:
+            ones = torch.ones(2, self.num_kv_heads, device=self._device)
+            self.kv_scales = (ones[0], ones[1])
+        for name, scale in zip("kv", self.kv_scales):
+            if name in part:
+                scale.copy_(torch.where(tensor > 0, tensor, 1.0).reshape(-1))
 
 
 def _head_norms(norms: tuple[RMSNorm, RMSNorm] | None) -> ops.HeadNorms | None:

@@ -16,12 +16,12 @@ from safetensors import SafetensorError, safe_open
 from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.hf_config import read_json
+from slipstream.nn.kv_scales import UNUSED_SUFFIXES, kv_scale_slots
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.tensor_slot import TensorSlot
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-KV_SCALES = (".k_scale", ".v_scale", ".output_scale")  # of quantised caches, which some FP8 checkpoints propose
 _NUM_NAMED = 3  # how many of the offending tensors an error message lists
 
 
@@ -50,12 +50,14 @@ def check_checkpoint(
     family = FAMILIES.get(decoder.spec.architecture)
     slots = decoder.tensor_slots(family.names)
     headers = read_headers(checkpoint_files(checkpoint_dir))
+    attentions = [layer.attention for layer in decoder.layers]
+    slots |= kv_scale_slots(attentions, ((name, header.shape) for name, header in headers.items()))
     ignored = family.ignored_suffixes
     if decoder.spec.stored_format is not None:
-        ignored += KV_SCALES
+        ignored += UNUSED_SUFFIXES
     if decoder.spec.tie_word_embeddings:  # some checkpoints store the tied table twice
         ignored = (*ignored, f"{family.names['lm_head']}.weight")
-    headers = {name: header for name, header in headers.items() if not name.endswith(ignored)}
+    headers = {name: header for name, header in headers.items() if name in slots or not name.endswith(ignored)}
     _check(slots, headers, checkpoint_dir)
     return slots, headers
 

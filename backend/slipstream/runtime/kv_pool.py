@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,8 +25,16 @@ class KVPool:
     parts: list[Tensor]
 
 
-def allocate_pool(spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan) -> KVPool:
-    """The plan's blocks for every layer, of the type that was resolved, zeroed as ops.empty_kv_cache says why."""
+def allocate_pool(
+    spec: DecoderSpec,
+    hardware: Hardware,
+    plan: MemoryPlan,
+    head_scales: Sequence[tuple[Tensor, Tensor] | None] = (),
+) -> KVPool:
+    """The plan's blocks for every layer, of the type that was resolved, zeroed as ops.empty_kv_cache says why.
+
+    head_scales: of an FP8 cache, keys' and values' layer by layer, where a checkpoint has some.
+    """
     shape = (plan.num_blocks, spec.num_kv_heads, plan.block_size, spec.head_dim)
     layer = ops.empty_kv_cache(shape, hardware.kv_dtype, torch.device("meta"))
     stores = [_store(layer.key, spec, hardware)]
@@ -39,6 +48,10 @@ def allocate_pool(spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan) -> KV
         )
         for i in range(spec.num_layers)
     ]
+    if hardware.kv_dtype == ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]:
+        for i, scales in enumerate(head_scales):
+            if scales is not None:
+                layers[i] = replace(layers[i], key_scale=scales[0], value_scale=scales[1])
     return KVPool(layers, [store.flatten(2).view(torch.int32) for store in stores])
 
 

@@ -1,0 +1,40 @@
+"""Scales of an FP8 KV cache that a checkpoint brings along: their names, and the slots that take them.
+
+Who writes which name: llm-compressor and vLLM self_attn.k_scale and self_attn.attn.k_scale, ModelOpt
+self_attn.k_proj.k_scale, AutoFP8 self_attn.k_proj.output_scale and, one for both, self_attn.kv_scale. All are of the
+form value = stored * scale.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from functools import partial
+
+from slipstream.nn.self_attention import SelfAttention
+from slipstream.nn.tensor_slot import TensorSlot
+
+_NAME = re.compile(
+    r".*\.layers\.(?P<layer>\d+)\.self_attn\."
+    r"(?:(?:attn\.)?(?P<own>k|v|kv)_scale|(?P<proj>[kv])_proj\.(?:(?P=proj)_scale|output_scale))"
+)
+# Of formats that quantise attention itself (queries, probabilities), which is not done here.
+UNUSED_SUFFIXES = (".q_scale", ".prob_scale", ".output_scale", ".prob_output_scale")
+
+
+def kv_scale_slots(
+    attentions: list[SelfAttention], shapes: Iterable[tuple[str, tuple[int, ...]]]
+) -> dict[str, TensorSlot]:
+    """Name -> slot of every KV scale among a checkpoint's (name, shape); a scale for both comes first, so that one of
+    keys or of values alone overrides it."""
+    found: dict[str, TensorSlot] = {}
+    for name, shape in shapes:
+        match = _NAME.fullmatch(name)
+        if match is None or int(match["layer"]) >= len(attentions):
+            continue
+        attention = attentions[int(match["layer"])]
+        part = match["own"] or match["proj"]
+        expected = shape if math.prod(shape) == 1 else (attention.num_kv_heads,)
+        found[name] = TensorSlot(expected, partial(attention.load_kv_scale, part), mean=1.0, std=0.0)
+    return dict(sorted(found.items(), key=lambda item: not item[0].endswith(".kv_scale")))
