@@ -11,15 +11,22 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 CHAT_TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}\n{% endfor %}"
 
 
-def make_tiny_llama(folder: Path, max_position_embeddings: int = 512, seed: int = 0, head_dim: int = 16) -> Path:
+def make_tiny_llama(
+    folder: Path,
+    max_position_embeddings: int = 512,
+    seed: int = 0,
+    head_dim: int = 16,
+    num_layers: int = 2,
+    hidden_size: int = 64,
+) -> Path:
     """Weights are drawn wide, so that greedy text wanders through the vocabulary instead of repeating one token."""
     tokenizer = byte_level()
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=tokenizer.get_vocab_size() + 11,  # heads are often wider than the vocabulary
-        hidden_size=64,
+        hidden_size=hidden_size,
         intermediate_size=128,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=head_dim,

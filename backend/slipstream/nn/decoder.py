@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from slipstream.nn.attention import AttentionBackend, LayerCache, StepAttention
@@ -59,6 +60,7 @@ class Decoder:
         self.spec = spec
         self.placement = placement
         self.backend = backend
+        self.feature_layers: tuple[int, ...] = ()  # before which `forward` takes the residual stream as well
         cos_sin = cos_sin_cache(spec.rope, num_positions).to(placement.device)
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, placement)
         self.layers = [DecoderLayer(spec, layer, cos_sin, placement) for layer in range(spec.num_layers)]
@@ -69,19 +71,27 @@ class Decoder:
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the batch's tokens, [T, hidden_size]; each layer's cache gains their keys and values.
 
-        kv_caches: one per layer.
+        kv_caches: one per layer. With feature_layers, their inputs stand behind: [T, hidden_size * (1 + their number)].
         """
         step = self.backend.plan(batch)
         hidden = self.embedding(batch.token_ids)
         residual: Tensor | None = None
-        for layer, cache in zip(self.layers, kv_caches):
+        features: list[Tensor] = []
+        for index, (layer, cache) in enumerate(zip(self.layers, kv_caches)):
+            if index in self.feature_layers:
+                features.append(hidden if residual is None else hidden + residual)
             hidden, residual = layer(hidden, residual, step, cache)
         assert residual is not None
-        return self.final_norm.add(hidden, residual, PLAIN)[0]
+        final = self.final_norm.add(hidden, residual, PLAIN)[0]
+        return torch.cat([final, *features], dim=-1) if features else final
+
+    def final(self, hidden: Tensor) -> Tensor:
+        """The final hidden states among rows of `forward`."""
+        return hidden[:, : self.spec.hidden_size] if self.feature_layers else hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [S, hidden_size] rows of `forward` -> [S, vocab_size] float32."""
-        return self.lm_head(hidden).float()
+        """hidden: [S, …] rows of `forward` -> [S, vocab_size] float32."""
+        return self.lm_head(self.final(hidden)).float()
 
     def tensor_slots(self, names: Mapping[str, str]) -> dict[str, TensorSlot]:
         """Checkpoint tensor name -> slot, for every tensor this model needs. names: module -> name, as LLAMA_NAMES."""

@@ -80,6 +80,7 @@ class DecoderSpec:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    num_qkv_inputs: int = 0  # features that queries, keys and values are made of; 0 = hidden_size
     tie_word_embeddings: bool = False
     dtype: torch.dtype = torch.bfloat16
     bos_token_id: int | None = None
@@ -104,7 +105,7 @@ class DecoderSpec:
     def qkv(self) -> LinearSpec:
         kv = self.num_kv_heads * self.head_dim
         parts = (("q", self.num_q_heads * self.head_dim), ("k", kv), ("v", kv))
-        return LinearSpec(self.hidden_size, parts, self.qkv_bias)
+        return LinearSpec(self.num_qkv_inputs or self.hidden_size, parts, self.qkv_bias)
 
     @property
     def o(self) -> LinearSpec:

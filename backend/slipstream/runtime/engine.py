@@ -84,18 +84,21 @@ class Engine:
         self.max_model_len = self.memory_plan.max_model_len
         self.start_up.finish("plan")
         self._runner: Runner
+        target = None
         if config.model.load_format == "null":
             self._runner = NullRunner(_null_token(self.tokenizer))
         else:
             self._runner = ModelRunner(config, self.spec, hardware, self.memory_plan, self.start_up)
+            target = self._runner.model
+        self._speculator = Speculator(Surroundings(config, hardware, self.memory_plan, target))
+        if isinstance(self._runner, ModelRunner):
+            self._runner.start(config, self.memory_plan, self.start_up)
         self.start_up.log()
         self.stats = Stats()
         plan, settings = self.memory_plan, config.cache
         cache = KVCacheManager(
             plan.num_blocks, settings.block_size, settings.enable_prefix_caching, plan.num_host_blocks
         )
-        target = self._runner.model if isinstance(self._runner, ModelRunner) else None
-        self._speculator = Speculator(Surroundings(config, hardware, self.memory_plan, target))
         planner = make_planner(config.speculation, hardware)
         self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats, planner)
         self._num_ahead = 1 if overlaps(config.scheduler.overlap_scheduling, hardware.device.type) else 0
@@ -227,7 +230,9 @@ class Engine:
     def _speculates(self, step: ScheduledStep) -> bool:
         """Whether any request of a step may draft after it: then nothing can be scheduled before it is read."""
         planner = self.scheduler.planner
-        return not self._speculator.is_empty and any(planner.num_drafts(row.request) for row in step.requests)
+        if self._speculator.is_empty:
+            return False
+        return any(row.num_drafts or planner.num_drafts(row.request) for row in step.requests)
 
     def _num_kept_ahead(self, step: ScheduledStep) -> int:
         return self._num_ahead if step.requests and not self._speculates(step) else 0

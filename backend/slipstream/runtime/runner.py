@@ -73,7 +73,7 @@ class ModelRunner:
         self._device = device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         self._finish(phases, "weights")
-        pool = allocate_pool(spec, hardware, plan)
+        pool = allocate_pool(spec, hardware, plan, [layer.attention.kv_scales for layer in self._model.layers])
         self._kv_caches = pool.layers
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
@@ -83,6 +83,10 @@ class ModelRunner:
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
         self._finish(phases, "KV pool")
+
+    def start(self, config: EngineConfig, plan: MemoryPlan, phases: StartUp) -> None:
+        """Warm up and capture graphs; before the first step, and after whoever wants features of the model said so."""
+        device = self._device
         refusal = self._model.backend.graph_refusal(plan.block_size)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         self._graphs = DecodeGraphs(sizes, self._builder.max_blocks, plan.max_model_len, self._run_model, device)
@@ -137,7 +141,9 @@ class ModelRunner:
                 last = [index for index, row in enumerate(step.requests) if row.samples]
                 rows = to_device(last, torch.int64, self._device)
             hidden, positions = hidden[rows], positions[rows]
-        tokens = self._sampler.sample(requests, self._model.lm_head(hidden), positions, self._sampled)
+        tokens = self._sampler.sample(
+            requests, self._model.lm_head(self._model.final(hidden)), positions, self._sampled
+        )
         rows_of_ids = {request.request_id: row for row, request in enumerate(requests)}
         self._sampled = SampledTokens(rows_of_ids, tokens.token_ids)
         places = iter(range(len(requests)))
@@ -150,7 +156,7 @@ class ModelRunner:
         verification = Verification(scheduled, self._speculation)
         tokens = self._sampler.sample(
             verification.requests,
-            self._model.lm_head(hidden[batch.logits_indices]),
+            self._model.lm_head(self._model.final(hidden[batch.logits_indices])),
             batch.positions[batch.logits_indices],
             paths=verification.paths,
             judge=verification.judge if verification.needs_judge else None,

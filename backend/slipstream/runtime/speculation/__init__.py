@@ -1,6 +1,6 @@
 """Ways to draft, filled by plain imports: a new one is a file here and a line below."""
 
 # isort: off
-from slipstream.runtime.speculation import ngram  # noqa: F401  (each registers itself)
+from slipstream.runtime.speculation import draft_model, eagle, medusa, mtp, ngram  # noqa: F401  (register themselves)
 
 # isort: on

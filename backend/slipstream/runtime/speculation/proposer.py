@@ -44,13 +44,15 @@ class StepResult:
 class Wish:
     """A request that may draft now: all its tokens but the last are computed. num_drafts: most; depth: most levels.
 
-    computed: its place in StepResult.computed.
+    computed: its place in StepResult.computed. has_scratch: there are blocks for all of num_scratch_slots; if not, for
+    those up to the request's longest length.
     """
 
     request: Request
     num_drafts: int
     depth: int
     computed: int
+    has_scratch: bool
 
 
 @dataclass(frozen=True)

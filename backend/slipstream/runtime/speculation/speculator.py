@@ -21,7 +21,8 @@ class Speculator:
 
     def __init__(self, surroundings: Surroundings) -> None:
         self._config = surroundings.config.speculation
-        self._types = {name: PROPOSERS.get(name) for name in self._config.loaded}
+        names = self._config.loaded if surroundings.target is not None else ()  # nothing to verify without a model
+        self._types = {name: PROPOSERS.get(name) for name in names}
         self._proposers = {name: build(surroundings) for name, build in self._types.items()}
 
     @property
@@ -81,9 +82,10 @@ def _wish(row: ScheduledRequest, place: int, method: str, scheduler: Scheduler, 
     num_drafts = min(scheduler.planner.num_drafts(request), num_left)
     if num_drafts <= 0:
         return None
-    num_slots = min(request.num_tokens + num_scratch_slots, request.stop_conditions.max_len)
-    scheduler.cache.allocate(request, num_slots)
-    return Wish(request, num_drafts, num_left, place)
+    num_slots, num_most = request.num_tokens + num_scratch_slots, request.stop_conditions.max_len
+    if num_scratch_slots and not scheduler.cache.allocate(request, min(num_slots, num_most)):
+        return None
+    return Wish(request, num_drafts, num_left, place, num_slots <= num_most)
 
 
 def _give(wish: Wish, drafts: Drafts) -> None:

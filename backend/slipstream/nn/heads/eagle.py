@@ -1,0 +1,169 @@
+"""EAGLE heads: one decoder layer that continues the model's features, and guesses a token from each.
+
+EAGLE and EAGLE-2: x = W [embedding(t[i+1]); f[i]], f the final hidden state; the layer has no input norm, its output is
+f[i+1], and the model's own head reads it. EAGLE-3: g = W [low; middle; high layer's states], the layer attends over
+[norm(embedding(t[i+1])); norm(g[i])], its output is g[i+1], and a head of its own, perhaps over part of the
+vocabulary, reads norm(g). Sources: arXiv:2401.15077, arXiv:2406.16858, arXiv:2503.01840.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import ConfigError
+from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.embedding import Embedding
+from slipstream.nn.heads.mtp import head_placement
+from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
+from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.linear import Linear
+from slipstream.nn.mlp import MLP
+from slipstream.nn.models import family_of
+from slipstream.nn.models.family import LLAMA_NAMES
+from slipstream.nn.norm import RMSNorm
+from slipstream.nn.quant.input_form import PLAIN
+from slipstream.nn.rotary import cos_sin_cache
+from slipstream.nn.self_attention import SelfAttention
+from slipstream.nn.spec import DecoderSpec, LinearSpec
+from slipstream.nn.tensor_slot import TensorSlot
+
+FIELD = "eagle_head"
+NUM_FEATURES = 3  # layers whose states EAGLE-3 reads
+
+
+def feature_layers(num_layers: int) -> tuple[int, int, int]:
+    """Layers before which EAGLE-3 takes the residual stream: low, middle, high."""
+    return 2, num_layers // 2, num_layers - 3
+
+
+def read_head_spec(folder: Path, target: DecoderSpec) -> DecoderSpec:
+    """The head's layer from its config.json, whose architecture may have any name. Raises ConfigError."""
+    config = HFConfig.read(folder)
+    known = HFConfig("config.json", {**config.values, "architectures": ["LlamaForCausalLM"]})
+    spec = family_of(known).read_spec(known)
+    if spec.hidden_size != target.hidden_size or spec.vocab_size != target.vocab_size:
+        sizes = f"hidden_size={spec.hidden_size}, vocab_size={spec.vocab_size}"
+        raise ConfigError(FIELD, str(folder), f"{sizes}; the model's are {target.hidden_size}, {target.vocab_size}")
+    return replace(spec, num_layers=1, sliding_windows=spec.sliding_windows[:1], tie_word_embeddings=False)
+
+
+class EagleHead:
+    """is_third: EAGLE-3. draft_vocab_size: rows of its own head (EAGLE-3), whose row i is token i + offsets[i]."""
+
+    def __init__(
+        self,
+        target: Decoder,
+        spec: DecoderSpec,
+        num_positions: int,
+        is_third: bool,
+        has_bias: bool = False,
+        has_embedding: bool = False,
+        draft_vocab_size: int = 0,
+    ) -> None:
+        size, placement = spec.hidden_size, head_placement(target)
+        self.spec = replace(spec, num_qkv_inputs=2 * size if is_third else 0)
+        self.is_third = is_third
+        self._target = target
+        _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, placement.device, placement.dtype))
+        self.backend = backend(self.spec)
+        cos_sin = cos_sin_cache(spec.rope, num_positions).to(placement.device)
+        num_inputs = NUM_FEATURES * size if is_third else 2 * size
+        self.fc = Linear(LinearSpec(num_inputs, (("fc", size),), bias=has_bias), placement)
+        self.attention = SelfAttention(self.spec, 0, cos_sin, placement)
+        self.mlp = MLP(spec, placement)
+        names = ("post_attention_layernorm", *(("input_layernorm", "hidden_norm", "norm") if is_third else ()))
+        self.norms = {name: RMSNorm(size, spec.norm_eps, placement) for name in names}
+        self.embedding = Embedding(spec.vocab_size, size, placement) if has_embedding else target.embedding
+        self.head: Linear | None = None
+        self.offsets: Tensor | None = None
+        if draft_vocab_size:
+            self.head = Linear(LinearSpec(size, (("lm_head", draft_vocab_size),)), placement)
+            self.offsets = torch.zeros(draft_vocab_size, dtype=torch.int64, device=placement.device)
+
+    @classmethod
+    def load(cls, target: Decoder, folder: Path, num_positions: int) -> EagleHead:
+        """From the published layouts; `model.` may stand before every name."""
+        stored = read_tensors(FIELD, folder)
+        tensors = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
+        is_third = any(name.startswith("midlayer.") for name in tensors)
+        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
+        tensors.pop("t2d", None)  # the same map the other way round
+        head = tensors.get("lm_head.weight")
+        if is_third and head is None:
+            raise ConfigError(FIELD, str(folder), "lacks lm_head.weight")
+        if not is_third:
+            tensors.pop("lm_head.weight", None)  # the model's own
+        module = cls(
+            target,
+            read_head_spec(folder, target.spec),
+            num_positions,
+            is_third,
+            has_bias="fc.bias" in tensors,
+            has_embedding="embed_tokens.weight" in tensors,
+            draft_vocab_size=head.shape[0] if is_third and head is not None else 0,
+        )
+        fill(FIELD, folder, module.slots(), tensors)
+        return module
+
+    @classmethod
+    def dummy(cls, target: Decoder, num_positions: int) -> EagleHead:
+        """EAGLE-3 of the model's own shape with a quarter of its vocabulary."""
+        spec = replace(target.spec, num_layers=1, sliding_windows=(None,), stored_format=None)
+        module = cls(target, spec, num_positions, True, draft_vocab_size=max(1, spec.vocab_size // 4))
+        draw({name: slot for name, slot in module.slots().items() if name != "d2t"}, target.placement)
+        return module
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        return feature_layers(self._target.spec.num_layers) if self.is_third else ()
+
+    def slots(self) -> dict[str, TensorSlot]:
+        slots = {f"fc.{suffix}": slot for _, suffix, slot in self.fc.slots()}
+        for linear in (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down):
+            for part, suffix, slot in linear.slots():
+                slots[f"{LLAMA_NAMES[part].format(layer=0).removeprefix('model.')}.{suffix}"] = slot
+        for name, norm in self.norms.items():
+            slots["norm.weight" if name == "norm" else f"layers.0.{name}.weight"] = norm.slot()
+        if self.embedding is not self._target.embedding:
+            slots["embed_tokens.weight"] = copy_slot(self.embedding.weight)
+        if self.head is not None and self.offsets is not None:
+            slots |= {f"lm_head.{suffix}": slot for _, suffix, slot in self.head.slots()}
+            slots["d2t"] = replace(copy_slot(self.offsets), is_optional=True)
+        return slots
+
+    def first_features(self, hidden: Tensor) -> Tensor:
+        """hidden: rows of Decoder.forward, which has the feature layers' states behind the final one -> [T, size]."""
+        size = self._target.spec.hidden_size
+        return self.fc(hidden[:, size:]) if self.is_third else hidden[:, :size]
+
+    def forward(self, batch: ForwardBatch, features: Tensor, cache: LayerCache) -> Tensor:
+        """batch: token i + 1 at the position and slot of token i. features: [T, size] at token i.
+
+        Returns the features of token i + 1, [T, size]. The cache gains a layer's KV."""
+        embedded = self.embedding(batch.token_ids)
+        step = self.backend.plan(batch)
+        if self.is_third:
+            residual = features
+            pair = [self.norms["input_layernorm"](embedded), self.norms["hidden_norm"](features)]
+            hidden = self.attention(torch.cat(pair, dim=-1), step, cache)
+        else:
+            residual = self.fc(torch.cat([embedded, features], dim=-1))
+            hidden = self.attention(residual, step, cache)
+        normed, residual = self.norms["post_attention_layernorm"].add(hidden, residual, PLAIN)
+        return self.mlp(normed) + residual
+
+    def logits(self, features: Tensor) -> Tensor:
+        """[R, rows of the head]."""
+        if self.head is None:
+            return self._target.lm_head(features)
+        return self.head(self.norms["norm"](features))
+
+    def token_ids(self, rows: Tensor) -> Tensor:
+        """The tokens that rows of the head stand for."""
+        return rows if self.offsets is None else rows + self.offsets[rows]

@@ -1,0 +1,84 @@
+"""Medusa heads: each guesses one more token ahead from the model's last hidden state. Source: arXiv:2401.10774.
+
+Head i (from 0) guesses the token i + 2 places after the hidden state's own: x = x + SiLU(W x + b), `medusa_num_layers`
+times, then a vocabulary matrix of its own, or the model's where the checkpoint has none.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.core.errors import ConfigError
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
+from slipstream.nn.tensor_slot import TensorSlot
+
+FIELD = "medusa_heads"
+_NAME = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
+_DUMMY_HEADS = 4
+
+
+class MedusaHeads:
+    """Weights of all heads in one tensor each, so that a guess is three or four products however many heads there are.
+
+    weight: [num_layers, num_heads, hidden, hidden], bias: [num_layers, num_heads, 1, hidden],
+    vocabulary: [num_heads, vocab, hidden] or None.
+    """
+
+    def __init__(self, target: Decoder, num_heads: int, num_layers: int, has_vocabulary: bool) -> None:
+        size, placement = target.spec.hidden_size, target.placement
+        self.num_heads = num_heads
+        self._target = target
+        make = {"device": placement.device, "dtype": placement.dtype}
+        self.weight = torch.empty(num_layers, num_heads, size, size, **make)  # type: ignore[call-overload]
+        self.bias = torch.zeros(num_layers, num_heads, 1, size, **make)  # type: ignore[call-overload]
+        self.vocabulary: Tensor | None = None
+        if has_vocabulary:
+            self.vocabulary = torch.empty(num_heads, target.spec.vocab_size, size, **make)  # type: ignore[call-overload]
+
+    @classmethod
+    def load(cls, target: Decoder, folder: Path) -> MedusaHeads:
+        """Layouts: `0.0.linear.weight`, …, `0.1.weight` (FasterDecoding), with or without `medusa_head.` in front."""
+        tensors = {}
+        for name, tensor in read_tensors(FIELD, folder, lambda name: _NAME.search(name) is not None).items():
+            match = _NAME.search(name)
+            assert match is not None
+            tensors[".".join(match.groups())] = tensor
+        num_heads = 1 + max(int(name.split(".")[0]) for name in tensors)
+        num_layers = sum(name.startswith("0.") and name.endswith("linear.weight") for name in tensors)
+        if not num_layers:
+            raise ConfigError(FIELD, str(folder), "holds no 0.0.linear.weight")
+        heads = cls(target, num_heads, num_layers, f"0.{num_layers}.weight" in tensors)
+        fill(FIELD, folder, heads.slots(), tensors)
+        return heads
+
+    @classmethod
+    def dummy(cls, target: Decoder) -> MedusaHeads:
+        heads = cls(target, _DUMMY_HEADS, 1, has_vocabulary=True)
+        draw(heads.slots(), target.placement)
+        return heads
+
+    def slots(self) -> dict[str, TensorSlot]:
+        slots = {}
+        num_layers = self.weight.shape[0]
+        for head in range(self.num_heads):
+            for layer in range(num_layers):
+                slots[f"{head}.{layer}.linear.weight"] = copy_slot(self.weight[layer, head])
+                slots[f"{head}.{layer}.linear.bias"] = copy_slot(self.bias[layer, head, 0])
+            if self.vocabulary is not None:
+                slots[f"{head}.{num_layers}.weight"] = copy_slot(self.vocabulary[head])
+        return slots
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [R, hidden_size], final hidden states -> [num_heads, R, vocab_size]."""
+        x = hidden.expand(self.num_heads, *hidden.shape)
+        for weight, bias in zip(self.weight, self.bias):
+            x = x + F.silu(torch.baddbmm(bias, x, weight.transpose(1, 2)))
+        if self.vocabulary is not None:
+            return torch.bmm(x, self.vocabulary.transpose(1, 2))
+        return self._target.lm_head(x.flatten(0, 1)).unflatten(0, (self.num_heads, -1))

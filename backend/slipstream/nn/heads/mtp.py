@@ -1,0 +1,122 @@
+"""A multi-token-prediction module in DeepSeek-V3's layout: one decoder layer over (next token, hidden state) pairs.
+
+h' = layer(W [norm(embedding(t[i+1])); norm(h[i])]) guesses t[i+2]; fed with its own guess and output it goes on, so one
+module makes as many drafts as wanted. The layer is the model's own kind of layer. Source: arXiv:2412.19437.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import ConfigError
+from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.decoder import Decoder, DecoderLayer
+from slipstream.nn.embedding import Embedding
+from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
+from slipstream.nn.linear import Linear
+from slipstream.nn.models.family import FAMILIES
+from slipstream.nn.norm import RMSNorm
+from slipstream.nn.placement import Placement
+from slipstream.nn.quant import QUANT_METHODS
+from slipstream.nn.quant.input_form import PLAIN
+from slipstream.nn.rotary import cos_sin_cache
+from slipstream.nn.spec import DecoderSpec, LinearSpec
+from slipstream.nn.tensor_slot import TensorSlot
+
+FIELD = "mtp_module"
+_OWN = ("enorm", "hnorm", "shared_head.norm")
+
+
+def head_spec(target: DecoderSpec) -> DecoderSpec:
+    """One layer of the model's shape, unquantised."""
+    return replace(target, num_layers=1, sliding_windows=target.sliding_windows[-1:], stored_format=None)
+
+
+def head_placement(target: Decoder) -> Placement:
+    plain = QUANT_METHODS.get("none")
+    return replace(target.placement, method=plain, head_method=plain)
+
+
+class MTPModule:
+    """Shares the model's embedding and head unless its checkpoint has its own. num_positions: longest sequence."""
+
+    def __init__(
+        self, target: Decoder, num_positions: int, has_embedding: bool = False, has_head: bool = False
+    ) -> None:
+        spec, placement = head_spec(target.spec), head_placement(target)
+        size = spec.hidden_size
+        self.spec = spec
+        self._target = target
+        _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, placement.device, placement.dtype))
+        self.backend = backend(spec)
+        self.norms = {name: RMSNorm(size, spec.norm_eps, placement) for name in _OWN}
+        self.projection = Linear(LinearSpec(2 * size, (("eh_proj", size),)), placement)
+        cos_sin = cos_sin_cache(spec.rope, num_positions).to(placement.device)
+        self.layer = DecoderLayer(spec, 0, cos_sin, placement)
+        self.embedding = Embedding(spec.vocab_size, size, placement) if has_embedding else target.embedding
+        self.head = Linear(spec.lm_head, placement) if has_head else target.lm_head
+
+    @classmethod
+    def load(cls, target: Decoder, folder: Path, num_positions: int) -> MTPModule:
+        """From `model.layers.N.{enorm,hnorm,eh_proj,shared_head…,self_attn…,mlp…}`, N at or past the model's layers.
+
+        Of several modules the first is taken.
+        """
+        tensors = read_tensors(FIELD, folder, lambda name: _layer_of(name) >= 0)
+        modules = sorted({_layer_of(name) for name in tensors if name.endswith(".eh_proj.weight")})
+        if not modules:
+            raise ConfigError(FIELD, str(folder), "holds no model.layers.N.eh_proj.weight: no MTP module")
+        prefix = f"model.layers.{modules[0]}."
+        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        module = cls(target, num_positions, "embed_tokens.weight" in own, "shared_head.head.weight" in own)
+        fill(FIELD, folder, module.slots(), own)
+        return module
+
+    @classmethod
+    def dummy(cls, target: Decoder, num_positions: int) -> MTPModule:
+        module = cls(target, num_positions)
+        draw(module.slots(), target.placement)
+        return module
+
+    def slots(self) -> dict[str, TensorSlot]:
+        """By name below `model.layers.N.`."""
+        slots = {f"{name}.weight": norm.slot() for name, norm in self.norms.items()}
+        for _, suffix, slot in self.projection.slots():
+            slots[f"eh_proj.{suffix}"] = slot
+        names = FAMILIES.get(self.spec.architecture).names
+        for linear in self.layer.linears():
+            for part, suffix, slot in linear.slots():
+                slots[f"{_below_layer(names[part])}.{suffix}"] = slot
+        for name, norm in self.layer.norms():
+            slots[f"{_below_layer(names[name])}.weight"] = norm.slot()
+        if self.embedding is not self._target.embedding:
+            slots["embed_tokens.weight"] = copy_slot(self.embedding.weight)
+        if isinstance(self.head, Linear) and self.head is not self._target.lm_head:
+            slots |= {f"shared_head.head.{suffix}": slot for _, suffix, slot in self.head.slots()}
+        return slots
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor, cache: LayerCache) -> Tensor:
+        """batch: token i + 1 at the position and slot of token i. hidden: [T, hidden_size] at token i, the model's or
+        this module's own. Returns [T, hidden_size]: of `logits`, and of the next call. The cache gains a layer's KV."""
+        pair = [self.norms["enorm"](self.embedding(batch.token_ids)), self.norms["hnorm"](hidden)]
+        hidden, residual = self.layer(self.projection(torch.cat(pair, dim=-1)), None, self.backend.plan(batch), cache)
+        return self.norms["shared_head.norm"].add(hidden, residual, PLAIN)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head(hidden)
+
+
+def _layer_of(name: str) -> int:
+    """N of model.layers.N.…, -1 for other names."""
+    parts = name.split(".")
+    is_layer = parts[:2] == ["model", "layers"] and len(parts) > 2 and parts[2].isdecimal()
+    return int(parts[2]) if is_layer else -1
+
+
+def _below_layer(name: str) -> str:
+    return name.split("{layer}.")[1]

@@ -1,0 +1,176 @@
+"""A smaller model drafts a chain: in this process, with a cache of its own over the same block tables.
+
+It needs token ids only, so it catches up with whatever it has not seen, also after a pause. Drafts are its likeliest
+tokens, or drawn as the request draws (`draft_sampling`): with the noise of the token's own position under `exact`, so
+that model and draft tend to draw the same, and with noise of its own under `rejection`, which needs the probabilities.
+Sources: arXiv:2211.17192, arXiv:2302.01318; common noise: arXiv:2408.07978.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from slipstream_kernels import ops
+
+from slipstream.core.config import EngineConfig, ModelConfig
+from slipstream.core.errors import ConfigError
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.nn.checkpoint_path import resolve_checkpoint
+from slipstream.nn.load import load_model, resolve_dtype
+from slipstream.nn.spec import read_spec
+from slipstream.runtime.host_copy import HostCopy, to_device
+from slipstream.runtime.kv_pool import allocate_pool
+from slipstream.runtime.speculation.draft_batch import DraftBatches, Span
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
+from slipstream.runtime.speculation.seen_tokens import SeenTokens
+from slipstream.runtime.speculation.vocabulary import VocabularyMap
+
+FIELD = "draft_model"
+NUM_DRAFTS = 4
+_DRAFT_SALT = 0x2545F4914F6CDD1D
+
+
+@PROPOSERS.register("draft_model")
+class DraftModelProposer:
+    def __init__(self, surroundings: Surroundings) -> None:
+        config, hardware, plan = surroundings.config, surroundings.hardware, surroundings.plan
+        assert surroundings.target is not None
+        self._device = hardware.device
+        model = draft_config(config)
+        spec = read_spec(resolve_checkpoint(model.model))
+        if spec.max_model_len < plan.max_model_len:
+            lengths = f"is made for {spec.max_model_len} tokens, max_model_len is {plan.max_model_len}"
+            raise ConfigError(FIELD, model.model, lengths)
+        self._model = load_model(model, spec, hardware.device, resolve_dtype(model.dtype, spec, hardware.device))
+        own = replace(hardware, dtype=self._model.placement.dtype, kv_dtype=self._model.placement.dtype)
+        self._caches = allocate_pool(spec, own, plan).layers
+        self._words = VocabularyMap.between(config.model, model, surroundings.target.spec.vocab_size, hardware.device)
+        self._batches = DraftBatches(
+            plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, hardware.device
+        )
+        self._seen = SeenTokens(plan.num_blocks, plan.block_size)
+        self._fed: dict[int, tuple[int, list[int]]] = {}  # by request: drafts that were fed, and from which place on
+        self._max_tokens = config.scheduler.max_num_batched_tokens
+        self._is_sampled = config.speculation.draft_sampling == "sampled"
+        self.num_drafts = config.speculation.num_draft_tokens or NUM_DRAFTS
+        self.num_scratch_slots = self.num_drafts
+
+    @staticmethod
+    def refusal(params: SamplingParams) -> str | None:
+        return None
+
+    @torch.inference_mode()
+    def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
+        if not wishes:
+            return []
+        logits = self._catch_up(wishes)
+        num_levels = max(min(wish.num_drafts, wish.depth) for wish in wishes)
+        levels, probs = [], []
+        for level in range(num_levels):
+            token_ids, q = self._choose(wishes, logits, level)
+            levels.append(token_ids)
+            probs.append(q)
+            if level + 1 < num_levels:
+                spans = [Span(wish.request, wish.request.num_tokens + level, 1) for wish in wishes]
+                logits = self._forward(spans, self._words.to_draft(token_ids))
+        (found,) = HostCopy((torch.stack(levels, dim=1),)).lists()
+        answers = []
+        for row, (wish, chain) in enumerate(zip(wishes, found)):
+            count = min(wish.num_drafts, wish.depth)
+            self._fed[wish.request.request_id] = wish.request.num_tokens, chain[: num_levels - 1]
+            drawn_from = torch.stack([q[row] for q in probs[:count] if q is not None]) if _rejects(wish) else None
+            answers.append(Drafts(chain[:count], [], drawn_from if self._is_sampled else None))
+        return answers
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        self._seen.forget(requests)
+        for request in requests:
+            self._fed.pop(request.request_id, None)
+
+    # ---- parts
+
+    def _catch_up(self, wishes: Sequence[Wish]) -> torch.Tensor:
+        """Compute what the draft has not seen of each request; the logits after its last token, [R, target's vocab]."""
+        missing = [Span(w.request, start := self._known(w.request), w.request.num_tokens - start) for w in wishes]
+        rows: list[torch.Tensor | None] = [None] * len(wishes)
+        while True:
+            budget = self._max_tokens
+            spans, places = [], []
+            for place, span in enumerate(missing):
+                count = min(span.count, budget)
+                if count > 0:
+                    spans.append(Span(span.request, span.start, count))
+                    places.append(place)
+                    budget -= count
+            if not spans:
+                break
+            token_ids = [t for s in spans for t in s.request.token_ids[s.start : s.start + s.count]]
+            logits = self._forward(spans, self._words.to_draft(to_device(token_ids, torch.int64, self._device)))
+            for row, (place, span) in enumerate(zip(places, spans)):
+                self._seen.follow(span.request, span.start, span.count)
+                rows[place] = logits[row]
+                missing[place] = Span(span.request, span.start + span.count, missing[place].count - span.count)
+        return torch.stack([row for row in rows if row is not None])
+
+    def _known(self, request: Request) -> int:
+        """Tokens whose cache is right; those drafts that were fed and taken are among them."""
+        end = self._seen.seen(request)
+        start, fed = self._fed.pop(request.request_id, (0, []))
+        for token_id in fed if start == end else ():
+            if end >= request.num_tokens - 1 or request.token_ids[end] != token_id:
+                break
+            end += 1
+        return max(0, min(end, request.num_tokens - 1))
+
+    def _forward(self, spans: Sequence[Span], token_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of the last row of each span, over the target's vocabulary."""
+        batch = self._batches.build(spans, token_ids)
+        hidden = self._model.forward(batch, self._caches)
+        return self._words.logits(self._model.logits(hidden[batch.logits_indices]))
+
+    def _choose(
+        self, wishes: Sequence[Wish], logits: torch.Tensor, level: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A token per request, and the probabilities that it was drawn from where they are needed."""
+        params = [wish.request.params for wish in wishes]
+        if not self._is_sampled or all(p.is_greedy for p in params):
+            return logits.argmax(dim=-1), None
+        floats = lambda values: to_device(values, torch.float32, self._device)  # noqa: E731
+        filters = (
+            floats([p.temperature for p in params]),
+            to_device([max(0, p.top_k) for p in params], torch.int32, self._device),
+            floats([p.top_p for p in params]),
+            floats([p.min_p for p in params]),
+        )
+        seeds = [w.request.seed ^ (_DRAFT_SALT if _rejects(w) else 0) for w in wishes]
+        positions = [w.request.num_tokens + level for w in wishes]
+        token_ids = ops.sample(
+            logits,
+            *filters,
+            to_device([seed - (1 << 64) if seed >= 1 << 63 else seed for seed in seeds], torch.int64, self._device),
+            to_device(positions, torch.int64, self._device),
+        )
+        if not any(map(_rejects, wishes)):
+            return token_ids, None
+        return token_ids, ops.token_probs(logits, filters[0].clamp(min=1e-5), *filters[1:])
+
+
+def draft_config(config: EngineConfig) -> ModelConfig:
+    """The draft's model settings: the served model's, with its own checkpoint and without its quantisation."""
+    if not config.speculation.draft_model:
+        raise ConfigError(FIELD, "", "needed for speculative_method draft_model: the checkpoint of the smaller model")
+    return ModelConfig(
+        model=config.speculation.draft_model,
+        dtype=config.model.dtype,
+        load_format=config.model.load_format,
+        device=config.model.device,
+        seed=config.model.seed,
+    )
+
+
+def _rejects(wish: Wish) -> bool:
+    speculation = wish.request.speculation
+    return speculation is not None and speculation.acceptance == "rejection" and not wish.request.params.is_greedy

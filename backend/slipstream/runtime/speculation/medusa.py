@@ -1,0 +1,126 @@
+"""Medusa: all heads guess from the last hidden state; the likeliest guesses of each make a fixed tree of drafts.
+
+The tree is data: `medusa_choices` of the configuration, or the file of that name beside the heads, in the reference
+syntax: each entry is a path of ranks, one per head. Source: arXiv:2401.10774.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from slipstream.core.drafts import MAX_DRAFT_TOKENS
+from slipstream.core.errors import ConfigError
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.nn.checkpoint_path import resolve_checkpoint
+from slipstream.nn.heads.medusa import FIELD, MedusaHeads
+from slipstream.runtime.host_copy import HostCopy, to_device
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
+
+CHOICES_FILE = "medusa_choices.json"
+# The published tree of 63 nodes for 7B models, by falling value (mc_sim_7b_63), as ranks without separators.
+_DEFAULT = (
+    "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 0000 "
+    "011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070"
+)
+Choices = list[tuple[int, ...]]
+
+
+def default_choices(num_heads: int) -> Choices:
+    """The published tree, as far as there are heads for it."""
+    paths = [tuple(map(int, entry)) for entry in _DEFAULT.split()]
+    return [path for path in paths if len(path) <= num_heads]
+
+
+def parse_choices(text: str) -> Choices:
+    """`{0},{0,0}` or `[[0],[0,0]]`; entries as given, but a parent before its children.
+
+    Raises ConfigError for what is no tree of at most 63 nodes.
+    """
+    field = "medusa_choices"
+    entries = re.findall(r"[\[{]([\d,\s]+)[\]}]", text)
+    left = re.sub(r"[\[{][\d,\s]+[\]}]", "", text)
+    if not entries or left.strip(" ,[]{}"):
+        raise ConfigError(field, text, "accepted: paths of ranks like {0},{0,0},{1}")
+    paths = [tuple(int(rank) for rank in entry.split(",") if rank.strip()) for entry in entries]
+    known = set(paths)
+    for path in paths:
+        if len(path) > 1 and path[:-1] not in known:
+            raise ConfigError(field, text, f"{list(path)} has no parent {list(path[:-1])}")
+    if len(known) != len(paths) or len(paths) > MAX_DRAFT_TOKENS:
+        raise ConfigError(field, text, f"accepted: at most {MAX_DRAFT_TOKENS} different paths")
+    ordered: Choices = []
+    for path in paths:
+        ordered += [path[:size] for size in range(1, len(path) + 1) if path[:size] not in ordered]
+    return ordered
+
+
+@PROPOSERS.register("medusa")
+class MedusaProposer:
+    num_scratch_slots = 0
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        config, target = surroundings.config, surroundings.target
+        assert target is not None
+        folder = Path(resolve_checkpoint(config.speculation.medusa_heads)) if config.speculation.medusa_heads else None
+        if folder is not None:
+            self._heads = MedusaHeads.load(target, folder)
+        elif config.model.load_format == "dummy":
+            self._heads = MedusaHeads.dummy(target)
+        else:
+            raise ConfigError(FIELD, "", "needed for speculative_method medusa: the folder of the heads")
+        self._target = target
+        self._device = surroundings.hardware.device
+        self._choices = _choices(config.speculation.medusa_choices, folder, self._heads.num_heads)
+        self.num_drafts = config.speculation.num_draft_tokens or len(self._choices)
+        self._num_ranks = 1 + max(rank for path in self._choices for rank in path)
+        places = {path: place for place, path in enumerate(self._choices)}
+        self._parents = [places.get(path[:-1], -1) for path in self._choices]
+
+    @staticmethod
+    def refusal(params: SamplingParams) -> str | None:
+        return None
+
+    @torch.inference_mode()
+    def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
+        if not wishes:
+            return []
+        assert result.hidden is not None
+        rows = to_device([result.computed[wish.computed].rows[-1] for wish in wishes], torch.int64, self._device)
+        logits = self._heads.logits(self._target.final(result.hidden[rows]))
+        best = logits.topk(self._num_ranks, dim=-1).indices.transpose(0, 1).contiguous()
+        (found,) = HostCopy((best,)).lists()
+        return [self._tree(wish, ranked) for wish, ranked in zip(wishes, found)]
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def _tree(self, wish: Wish, ranked: list[list[int]]) -> Drafts:
+        """ranked: per head, its likeliest tokens. The first choices that fit: a parent comes before its children."""
+        chosen = [path for path in self._choices[: wish.num_drafts] if len(path) <= wish.depth]
+        if len(chosen) < min(wish.num_drafts, len(self._choices)):  # the end is near: fewer levels
+            places = {path: place for place, path in enumerate(chosen)}
+            parents = [places.get(path[:-1], -1) for path in chosen]
+        else:
+            parents = self._parents[: len(chosen)]
+        return Drafts([ranked[len(path) - 1][path[-1]] for path in chosen], list(parents))
+
+
+def _choices(configured: str, folder: Path | None, num_heads: int) -> Choices:
+    """The configured tree, else the one beside the heads, else the published one."""
+    file = folder / CHOICES_FILE if folder is not None else None
+    if configured:
+        choices = parse_choices(configured)
+    elif file is not None and file.exists():
+        choices = parse_choices(json.dumps(json.loads(file.read_text())))
+    else:
+        choices = default_choices(num_heads)
+    deepest = max(map(len, choices))
+    if deepest > num_heads:
+        raise ConfigError("medusa_choices", configured, f"has paths of {deepest} ranks, there are {num_heads} heads")
+    return choices

@@ -1,0 +1,165 @@
+"""Every way to draft gives the text of plain decoding; heads load in their published layouts, and draft as they should.
+
+Random heads are mostly wrong, which is what rejects; drafts that are right come from a draft that is the model itself.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import make_engine, run_all, run_steps
+from slipstream.core.config import SpeculationConfig
+from slipstream.core.errors import ConfigError, RequestError
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.runtime.engine import Engine
+from slipstream.runtime.speculation.medusa import default_choices, parse_choices
+from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
+from tiny_model import make_tiny_llama
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=24, temperature=0.9, seed=5, ignore_eos=True, top_k=50)
+METHODS = ("ngram", "same_draft", "other_draft", "medusa", "medusa_pt", "mtp", "eagle", "eagle3", "eagle_chain")
+
+
+def settings(method: str, model: Path, folder: Path) -> SpeculationConfig:
+    """A configuration of each method with heads made for the model."""
+    common = {"throttle": "off"}
+    made = {
+        "ngram": lambda: {"methods": "ngram", "ngram_min": 1},
+        "same_draft": lambda: {"methods": "draft_model", "draft_model": str(model)},
+        "other_draft": lambda: {"methods": "draft_model", "draft_model": str(make_tiny_llama(folder, seed=9))},
+        "medusa": lambda: {"methods": "medusa", "medusa_heads": str(make_medusa(model, folder))},
+        "medusa_pt": lambda: {
+            "methods": "medusa",
+            "medusa_heads": str(make_medusa(model, folder, is_pickled=True, own_head=False)),
+        },
+        "mtp": lambda: {"methods": "mtp", "mtp_module": str(make_mtp(model, folder))},
+        "eagle": lambda: {"methods": "eagle", "eagle_head": str(make_eagle(model, folder))},
+        "eagle3": lambda: {"methods": "eagle", "eagle_head": str(make_eagle3(model, folder))},
+        "eagle_chain": lambda: {"methods": "eagle", "eagle_head": str(make_eagle(model, folder)), "eagle_top_k": 1},
+    }
+    return SpeculationConfig(**common, **made[method]())  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def eight_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """EAGLE-3 reads three different layers."""
+    return make_tiny_llama(tmp_path_factory.mktemp("eight"), num_layers=8)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_text_is_that_of_plain_decoding(
+    eight_layers: Path, tmp_path: Path, prompts: list[list[int]], method: str
+) -> None:
+    plain = make_engine(eight_layers, model={"max_model_len": 128})
+    engine = make_engine(
+        eight_layers,
+        scheduler={"max_num_batched_tokens": 40},
+        cache={"num_blocks": 60},  # some are preempted
+        model={"max_model_len": 128},
+        speculation=settings(method, eight_layers, tmp_path),
+    )
+    for params in (GREEDY, SEEDED):
+        expected = [told.token_ids for told in run_all(plain, prompts, params)]
+        for _ in range(2):  # the second time from the prefix cache
+            assert [told.token_ids for told in run_all(engine, prompts, params)] == expected
+
+
+def drafted(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Request]:
+    requests = [Request(list(prompt), params) for prompt in prompts]
+    for request in requests:
+        engine.submit(request)
+    run_steps(engine, {})
+    return requests
+
+
+def test_a_draft_that_is_the_model_is_always_right(
+    eight_layers: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    engine = make_engine(eight_layers, speculation=settings("same_draft", eight_layers, tmp_path))
+    for requests in (drafted(engine, prompts), drafted(engine, prompts[:3])):
+        assert all(r.num_drafted_tokens == r.num_accepted_tokens >= 15 for r in requests)
+
+
+@pytest.mark.parametrize("acceptance", ["exact", "rejection"])
+def test_a_sampled_draft_that_is_the_model_is_always_right(
+    eight_layers: Path, tmp_path: Path, prompts: list[list[int]], acceptance: str
+) -> None:
+    config = SpeculationConfig(
+        "draft_model", throttle="off", draft_model=str(eight_layers), draft_sampling="sampled", acceptance=acceptance
+    )
+    for request in drafted(make_engine(eight_layers, speculation=config), prompts[:4], SEEDED):
+        assert request.num_accepted_tokens >= 0.95 * request.num_drafted_tokens > 0
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle", "eagle3", "medusa"])
+def test_drafts_do_not_depend_on_how_the_prompt_was_computed(
+    eight_layers: Path, tmp_path: Path, prompts: list[list[int]], method: str
+) -> None:
+    """In chunks, in a batch or alone: the same drafts, so the head's own cache is right. `typical` shows drafts."""
+    config = settings(method, eight_layers, tmp_path)
+    found = []
+    for budget, chosen in ((2048, prompts[6:9]), (13, prompts[6:9]), (2048, prompts[7:8])):
+        engine = make_engine(eight_layers, speculation=config, scheduler={"max_num_batched_tokens": budget})
+        requests = [Request(list(prompt), GREEDY) for prompt in chosen]
+        for request in requests:
+            engine.submit(request)
+        seen: dict[int, list[list[int]]] = {}
+        while engine.has_work:
+            engine.step()
+            for request in requests:
+                if request.draft_token_ids:
+                    seen.setdefault(len(request.prompt_token_ids), []).append(
+                        [request.num_tokens, *request.draft_token_ids[:3]]
+                    )
+        found.append(seen[len(prompts[7])])
+    firsts = [{tuple(entry[:2]) for entry in entries} for entries in found]
+    assert len(firsts[0]) > 5 and firsts[0] == firsts[2]
+    assert firsts[1] and firsts[1] <= firsts[0] | firsts[1]
+    assert len(firsts[0] & firsts[1]) > 5
+
+
+def test_medusa_choices() -> None:
+    assert parse_choices("{0},{0,0},{1}") == parse_choices("[[0], [0, 0], [1]]") == [(0,), (0, 0), (1,)]
+    assert parse_choices("{0,0},{0}") == [(0,), (0, 0)]
+    assert len(default_choices(4)) == 63 and len(set(default_choices(4))) == 63
+    assert max(map(len, default_choices(2))) == 2
+    for text in ("", "0,0", "{0,1}", "{0},{0}", "{a}", ",".join(f"{{{rank}}}" for rank in range(64))):
+        with pytest.raises(ConfigError, match="medusa_choices"):
+            parse_choices(text)
+
+
+def test_what_does_not_fit_is_refused_by_name(tiny_llama: Path, tmp_path: Path) -> None:
+    other = make_tiny_llama(tmp_path / "other", hidden_size=32)
+    cases = [
+        (SpeculationConfig("medusa"), "medusa_heads"),
+        (SpeculationConfig("mtp"), "mtp_module"),
+        (SpeculationConfig("eagle"), "eagle_head"),
+        (SpeculationConfig("draft_model"), "draft_model"),
+        (SpeculationConfig("medusa", medusa_heads=str(make_medusa(other, tmp_path / "m"))), "medusa_heads"),
+        (SpeculationConfig("mtp", mtp_module=str(make_mtp(other, tmp_path / "t"))), "mtp_module"),
+        (SpeculationConfig("eagle", eagle_head=str(make_eagle3(other, tmp_path / "e"))), "eagle_head"),
+        (SpeculationConfig("mtp", mtp_module=str(tmp_path / "nowhere")), "mtp_module|nowhere"),
+    ]
+    for config, field in cases:
+        with pytest.raises(ConfigError, match=field):
+            make_engine(tiny_llama, speculation=config)
+
+
+def test_a_request_chooses_among_the_methods_loaded(tiny_llama: Path, tmp_path: Path) -> None:
+    heads = make_medusa(tiny_llama, tmp_path)
+    config = SpeculationConfig("ngram,medusa", num_draft_tokens=8, medusa_heads=str(heads), throttle="off")
+    engine = make_engine(tiny_llama, speculation=config)
+    by_default, by_name = (
+        drafted(engine, [[3, 4, 5, 6] * 3], SamplingParams(max_tokens=9, temperature=0.0, speculative_method=method))[0]
+        for method in (None, "medusa")
+    )
+    assert by_default.speculation is not None and by_default.speculation.method == "ngram"
+    assert by_name.speculation is not None and by_name.speculation.num_draft_tokens == 8
+    for wrong in ({"speculative_method": "eagle"}, {"num_draft_tokens": 9}):
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            engine.submit(Request([3, 4], SamplingParams(**wrong)))  # type: ignore[arg-type]
+    assert torch.is_inference_mode_enabled() is False
