@@ -11,8 +11,10 @@ from engine_driver import GREEDY, make_engine, run_all
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
+from slipstream.core.step import ScheduledStep
 from slipstream.nn.kv_types import resolve_kv_dtype
 from slipstream.runtime.engine import Engine
+from tiny_model import make_tiny_llama
 
 Texts = list[list[int]]
 KV_TYPES = ["fp8_e4m3", "int8", "int4"]
@@ -95,3 +97,50 @@ def test_other_backends_words(word: str, meant: str) -> None:
         assert config_from_values({"model": "/somewhere", name: word}).cache.dtype == meant
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp7': accepted: auto, .*fp8_e4m3, int8, int4"):
         config_from_values({"model": "/somewhere", "kv_cache_dtype": "fp7"})
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(scope="module")
+def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 64, which GPU kernels serve."""
+    return make_tiny_llama(tmp_path_factory.mktemp("tiny_llama_64"), head_dim=64)
+
+
+@needs_cuda
+@pytest.mark.parametrize("kv_type", KV_TYPES)
+def test_graph_is_eager_and_gpu_is_cpu(kv_type: str, wide_heads: Path, prompts: Texts) -> None:
+    """fp32 weights: on the GPU the paged kernels read what rope_write_kv wrote, in graphs or not."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    cache = {"dtype": kv_type, "block_size": 16}
+    eager, graphs = (
+        make_engine(wide_heads, {"device": "cuda", "dtype": "float32", "cuda_graphs": mode}, cache)
+        for mode in ("off", "1,4,16")
+    )
+    texts = _texts(eager, prompts)
+    assert _texts(graphs, prompts) == texts
+    assert _texts(make_engine(wide_heads, cache=cache), prompts) == texts
+
+
+@needs_cuda
+@pytest.mark.parametrize("kv_type", ["auto", *KV_TYPES])
+def test_decode_rows_beside_a_prompt_are_as_alone(kv_type: str, wide_heads: Path) -> None:
+    """bf16, the split-KV kernel for the decodes and the prefill kernel for the chunk, in one step and apart."""
+    model = {"device": "cuda", "dtype": "bfloat16", "cuda_graphs": "off"}
+    engine = make_engine(wide_heads, model, {"dtype": kv_type, "block_size": 16}, {"overlap_scheduling": "off"})
+    for index in range(5):
+        engine.submit(Request([5 + index] * (9 + 20 * index), GREEDY))
+    for _ in range(3):
+        engine.step()
+    engine.submit(Request([7, 8, 9] * 60, GREEDY))
+    runner, step = engine._runner, engine.scheduler.schedule()
+    assert [row.num_scheduled_tokens for row in step.requests] == [1] * 5 + [180]
+    with torch.inference_mode():
+        inputs = runner.build(step)
+        assert inputs.batch.num_decode_requests == 5
+        mixed = runner.forward(inputs).clone()
+        rows = (slice(0, 5), slice(5, None))
+        for part, chosen in zip(rows, (step.requests[:5], step.requests[5:])):
+            alone = runner.forward(runner.build(ScheduledStep(chosen, sum(r.num_scheduled_tokens for r in chosen))))
+            torch.testing.assert_close(mixed[part], alone, rtol=2e-2, atol=2e-2)

@@ -146,8 +146,19 @@ def test_reads_a_view_of_fused_qkv_and_writes_out(device, backend) -> None:
     assert torch.equal(out, attend(batch, backend))
 
 
-@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
-@pytest.mark.parametrize("kv_dtype", QUANTIZED_DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kv_dtype", "geometry"),
+    [
+        (torch.float8_e4m3fn, GEOMETRIES[1]),
+        (torch.float8_e4m3fn, GEOMETRIES[3]),
+        (torch.int8, GEOMETRIES[0]),
+        (torch.int8, GEOMETRIES[2]),
+        (torch.uint8, GEOMETRIES[1]),
+        (torch.uint8, GEOMETRIES[3]),
+        (torch.uint8, GEOMETRIES[4]),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_quantised_caches(device, backend, kv_dtype, geometry) -> None:
     """Against the oracle of decode_cases, which unpacks the stored bytes itself; unowned slots hold the worst."""

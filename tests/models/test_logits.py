@@ -9,6 +9,7 @@ import pytest
 import torch
 from paged_forward import PagedForward
 from slipstream.core.config import ModelConfig
+from slipstream.nn.attention.split_kv import SplitKVAttention
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model
 from tiny_checkpoints import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, TinyCheckpoint, make_checkpoint, relative_error
@@ -54,6 +55,20 @@ def test_prefill_of_one_beside_decode_of_others(served: tuple[TinyCheckpoint, De
     forward.step({1: 12, 3: 5})
     forward.step({3: 1, 0: 30, 1: 1})  # requests come in any order
     forward.step({2: 1, 1: 3, 0: 9, 3: 7})
+    assert_equal_to_reference(checkpoint, forward.run([4]))
+
+
+def test_decode_rows_attend_apart_from_prompts(
+    served: tuple[TinyCheckpoint, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The split of a mixed step that Hopper's backend makes, over the ops' references; here 4 tokens are short."""
+    checkpoint, decoder = served
+    monkeypatch.setattr(decoder, "backend", SplitKVAttention(decoder.spec))
+    monkeypatch.setattr("slipstream.runtime.batch.MAX_DECODE_QUERY_LEN", 4)
+    forward = PagedForward(decoder, prompts(), block_size=8)
+    forward.step({1: 12, 3: 5})
+    forward.step({3: 1, 1: 2, 0: 30})
+    forward.step({1: 3, 0: 9, 2: 1, 3: 7})
     assert_equal_to_reference(checkpoint, forward.run([4]))
 
 
