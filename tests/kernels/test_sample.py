@@ -180,7 +180,7 @@ def test_bias_adds_and_forbids(device, backend) -> None:
     assert torch.equal(logits, expected)
 
 
-@pytest.mark.parametrize("k", [0, 4])
+@pytest.mark.parametrize("k", [0, 4, 21, 130])
 def test_top_logprobs(device, backend, k) -> None:
     logits = 4 * torch.randn(5, 5000, device=device)
     logits[1, :4500] = float("-inf")
@@ -193,3 +193,18 @@ def test_top_logprobs(device, backend, k) -> None:
     values, token_ids = expected.topk(k)
     torch.testing.assert_close(result.values.double(), values, rtol=1e-5, atol=1e-5)
     assert torch.equal(result.token_ids, token_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_top_logprobs_of_equals_and_forbidden(device, backend, dtype) -> None:
+    """Rows with more equal tokens than are looked at, with fewer possible tokens than wanted, and of an odd width."""
+    logits = torch.randn(4, 9001, device=device).to(dtype)
+    logits[1] = 2.0
+    logits[2] = logits[2].round()
+    logits[3, 7:] = float("-inf")
+    result = ops.top_logprobs(logits, 12, torch.tensor([0, 1, 2, 3], device=device), backend=backend)
+    expected = logits.double().log_softmax(-1)
+    torch.testing.assert_close(result.values.double(), expected.topk(12).values, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(expected.gather(1, result.token_ids), result.values.double(), rtol=1e-5, atol=1e-5)
+    assert all(len(set(row)) == 12 for row in result.token_ids.tolist())
+    assert result.rank[1] == 1

@@ -58,7 +58,7 @@ def test_attention_names_the_bad_tensor(name: str, change) -> None:
         ("x: shape", lambda x: ops.silu_mul(x[:, :7])),
         ("seeds, positions", lambda x: ops.sample(x, torch.ones(4), None, None, None, None, None)),
         ("top_k", lambda x: ops.sample(x, None, torch.ones(4), None, None, None, None)),
-        ("logits", lambda x: ops.sample(x.half(), None, None, None, None, None, None)),
+        ("logits", lambda x: ops.sample(x.int(), None, None, None, None, None, None)),
         ("num_tokens", lambda x: ops.apply_penalties(x, x.long(), torch.zeros(4).int(), torch.zeros(3).int())),
         ("values", lambda x: ops.apply_bias(x, torch.zeros(1).long(), torch.zeros(1).long(), torch.zeros(2))),
         ("token_ids", lambda x: ops.apply_bias(x, torch.zeros(1).long(), torch.tensor([-1]), torch.zeros(1))),

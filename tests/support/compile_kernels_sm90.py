@@ -69,15 +69,14 @@ ROPE_SHAPE = {
 
 SAMPLE = {
     **STRIDES, "logits_ptr": "*fp32", "out_ptr": "*i64", "maxima_ptr": "*fp32", "sums_ptr": "*fp32",
-    "winners_ptr": "*i32", "group_maxima_ptr": "*fp32", "slots_ptr": "*i32", "temperature_ptr": "*fp32",
+    "winners_ptr": "*i32", "group_maxima_ptr": "*fp32", "scratch_ptr": "*i32", "temperature_ptr": "*fp32",
     "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32", "seeds_ptr": "*i64", "positions_ptr": "*i64",
 }  # fmt: skip
 SAMPLE_SHAPE = {
     "NUM_CHUNKS": 32, "CHUNKS_PADDED": 32, "CHUNK": 4096, "GROUP": 8, "NUM_GROUPS": 16384, "GROUPS_PADDED": 16384,
-    "CAPACITY": 1024, "SLOW_BLOCK": 2048,
-    "HAS_TEMPERATURE": True, "HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True,
+    "CAPACITY": 2048, "TOKENS": 4096, "SLOW_BLOCK": 2048,
+    "HAS_TOP_K": True, "HAS_TOP_P": True, "HAS_MIN_P": True,
 }  # fmt: skip
-GREEDY = {"HAS_TEMPERATURE": False, "HAS_TOP_K": False, "HAS_TOP_P": False, "HAS_MIN_P": False}
 
 
 def stored(dtype: str) -> dict[str, str]:
@@ -157,9 +156,9 @@ KERNELS = [
         {"BLOCK": 1024}, 4,
     ),
     ("sample", "_chunk_kernel", SAMPLE, SAMPLE_SHAPE, 8),
-    ("sample", "_choose_kernel", SAMPLE, SAMPLE_SHAPE, 16),
-    ("sample", "_chunk_kernel", SAMPLE, {**SAMPLE_SHAPE, **GREEDY}, 8),
-    ("sample", "_choose_kernel", SAMPLE, {**SAMPLE_SHAPE, **GREEDY}, 1),
+    ("sample", "_choose_kernel", SAMPLE, SAMPLE_SHAPE, 32),
+    ("greedy", "_greedy_chunk_kernel", SAMPLE, SAMPLE_SHAPE, 8),
+    ("greedy", "_greedy_row_kernel", SAMPLE, SAMPLE_SHAPE, 1),
 ]  # fmt: skip
 
 

@@ -32,9 +32,12 @@ def resolve_device(device: str) -> torch.device:
         raise ConfigError("device", device, "accepted: auto, cpu, cuda, cuda:<index>") from None
     if chosen.type not in ("cpu", "cuda"):
         raise ConfigError("device", device, "accepted: auto, cpu, cuda, cuda:<index>")
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+    if chosen.type == "cpu":
+        return chosen
+    index = chosen.index or 0
+    if index >= torch.cuda.device_count():
         raise ConfigError("device", device, f"this machine has {torch.cuda.device_count()} usable GPUs")
-    return chosen
+    return torch.device("cuda", index)  # torch.cuda.set_device wants an index
 
 
 def resolve_dtype(dtype: str, spec: DecoderSpec, device: torch.device) -> torch.dtype:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from slipstream_kernels.ops.select import require_shape, require_unit_stride, select
+from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
 
 
 class TopLogprobs(NamedTuple):
@@ -24,11 +24,12 @@ def top_logprobs(logits: torch.Tensor, k: int, chosen: torch.Tensor, *, backend:
     """Log-softmax of the chosen token, its rank (1 + number of strictly more likely tokens), and the k most likely
     tokens.
 
-    logits: [num_rows, vocab_size] fp32.  chosen: [num_rows] int64.  k: 0..vocab_size; best first, order of equals
-    unspecified.
+    logits: [num_rows, vocab_size] fp32, bf16 or fp16.  chosen: [num_rows] int64.  k: 0..vocab_size; best first, order
+    of equals unspecified.
     """
-    if logits.dim() != 2 or logits.dtype != torch.float32:
-        raise ValueError(f"logits: {logits.dtype} {tuple(logits.shape)}, expected float32 [num_rows, vocab_size]")
+    require_float("logits", logits)
+    if logits.dim() != 2:
+        raise ValueError(f"logits: shape {tuple(logits.shape)}, expected [num_rows, vocab_size]")
     require_unit_stride("logits", logits)
     require_shape("chosen", chosen, (logits.shape[0],))
     if chosen.dtype != torch.int64:

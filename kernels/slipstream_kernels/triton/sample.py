@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
+from slipstream_kernels.triton.greedy import greedy
 from slipstream_kernels.triton.sample_search import find_cut, find_row_cut, first_of_least, race, row_mass
 from slipstream_kernels.triton.token_groups import (
     MINUS_INFINITY,
@@ -28,8 +29,9 @@ from slipstream_kernels.triton.token_groups import (
     unordered,
 )
 
-# Tokens that pass two holds of a filtered row: enough groups for a nucleus of 900.
-CANDIDATES = 8192
+# Tokens of the groups that pass two reads of a filtered row, enough for a nucleus of 1,500, and room from the floor up.
+GROUPED_TOKENS = 16384
+TOKENS = 4096
 SLOW_BLOCK = 2048
 CHUNK_LAUNCH = {"num_warps": 8, "maxnreg": 64}
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -54,7 +56,7 @@ def _load_filters(row, vocab_size, top_k_ptr, top_p_ptr, min_p_ptr,
 def _chunk_kernel(
     logits_ptr, maxima_ptr, sums_ptr, winners_ptr, group_maxima_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, row_stride, vocab_size,
-    NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (chunks, rows).  sums: the least race of an unfiltered row, the sum of exp(z - chunk's z) of a filtered."""
@@ -65,9 +67,7 @@ def _chunk_kernel(
     maximum = tl.max(x)
     part = row * NUM_CHUNKS + chunk
     tl.store(maxima_ptr + part, maximum)
-    temperature = 0.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + row)
+    temperature = tl.load(temperature_ptr + row)
     if temperature > 0:
         top_k, top_p, min_p = _load_filters(
             row, vocab_size, top_k_ptr, top_p_ptr, min_p_ptr, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P
@@ -87,18 +87,38 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _candidates(logits_row, group_maxima_row, slots_ptr, maximum, top_k, vocab_size, NUM_GROUPS: tl.constexpr,
-                GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr):  # fmt: skip
-    """(logits, ids, floor): every token from floor up, among others; LOWEST: every token that is not forbidden."""
+def _candidates(logits_row, group_maxima_row, scratch, maximum, top_k, vocab_size, NUM_GROUPS: tl.constexpr,
+                GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr,
+                TOKENS: tl.constexpr):  # fmt: skip
+    """([TOKENS] logits, ids, floor): every token from floor up; -inf pads.  LOWEST: every possible token; inf: none.
+
+    scratch: [2 * TOKENS] int32 of this program.
+    """
     keys = load_group_keys(group_maxima_row, NUM_GROUPS, GROUPS_PADDED)
     num_possible = tl.sum((keys > MINUS_INFINITY).to(tl.int32), axis=0)
     # k groups from the floor up have k tokens from the floor up: where the k-th largest is, nothing below matters.
     enough = tl.where((top_k > 0) & (top_k < CAPACITY * 7 // 8), top_k, CAPACITY * 7 // 8)
-    floor, count = find_floor(keys, ordered(maximum), tl.minimum(enough, num_possible), CAPACITY)
-    kept = keys >= floor
-    groups = listed(kept, tl.cumsum(kept.to(tl.int32), axis=0) - 1, slots_ptr, count, CAPACITY)
+    key, count = find_floor(keys, ordered(maximum), tl.minimum(enough, num_possible), CAPACITY)
+    kept = keys >= key
+    groups = listed(kept, tl.cumsum(kept.to(tl.int32), axis=0) - 1, scratch, count, CAPACITY)
+    floor = tl.where(count >= num_possible, LOWEST, unordered(key))
     x, ids = load_groups(logits_row, groups, vocab_size, GROUP)
-    return x, ids, tl.where(count >= num_possible, LOWEST, unordered(floor))
+    # Most of a group lies below the floor: what does not is packed, for the searches that follow.
+    kept = (x >= floor).to(tl.int32)
+    kept_in_groups = tl.sum(kept, axis=1)
+    before = tl.cumsum(kept_in_groups, axis=0) - kept_in_groups
+    places = before[:, None] + tl.cumsum(kept, axis=1) - 1
+    tl.debug_barrier()
+    fits = (kept > 0) & (places < TOKENS)
+    tl.store(scratch + places, ids, mask=fits)
+    tl.store(scratch + TOKENS + places, x.to(tl.int32, bitcast=True), mask=fits)
+    tl.debug_barrier()
+    num_kept = tl.sum(kept_in_groups, axis=0)
+    slots = tl.arange(0, TOKENS)
+    ids = tl.load(scratch + slots, mask=slots < num_kept, other=-1, cache_modifier=".cg")
+    x = tl.load(scratch + TOKENS + slots, mask=slots < num_kept, other=0, cache_modifier=".cg")
+    x = tl.where(slots < num_kept, x.to(tl.float32, bitcast=True), float("-inf"))
+    return x, ids, tl.where(num_kept > TOKENS, float("inf"), floor)
 
 
 @triton.jit
@@ -107,7 +127,6 @@ def _choose_among(x, ids, floor, chunk_maxima, sums, maximum, inverse_t, top_k, 
     """Token drawn among the candidates, and whether they were enough: they hold every token from floor up."""
     keys, z = ordered(x), (x - maximum) * inverse_t
     cut, highest = ordered(floor), ordered(maximum)
-    # Below the floor only some tokens are here: the lesser ones of groups that reach it.
     x_kept = x >= floor
     is_enough = floor == LOWEST
     knows_total = True
@@ -126,7 +145,7 @@ def _choose_among(x, ids, floor, chunk_maxima, sums, maximum, inverse_t, top_k, 
         is_enough = is_enough | (mass >= top_p * total)
         cut = find_cut(keys, weights, cut, highest, top_p * total, False)
     lowest_z = tl.where(min_p > 0, tl.log(min_p), float("-inf"))
-    is_enough = (is_enough | ((floor - maximum) * inverse_t <= lowest_z)) & knows_total
+    is_enough = (is_enough | ((floor - maximum) * inverse_t <= lowest_z)) & knows_total & (floor <= maximum)
     scores = race(z, x_kept & (keys >= cut) & (z >= lowest_z), ids, seed, position)
     return first_of_least(scores, ids, vocab_size), is_enough
 
@@ -159,10 +178,10 @@ def _choose_slowly(logits_row, maximum, inverse_t, top_k, top_p, min_p, seed, po
 
 @triton.jit
 def _choose_kernel(
-    logits_ptr, out_ptr, maxima_ptr, sums_ptr, winners_ptr, group_maxima_ptr, slots_ptr,
+    logits_ptr, out_ptr, maxima_ptr, sums_ptr, winners_ptr, group_maxima_ptr, scratch_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, row_stride, vocab_size,
     NUM_CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
-    GROUP: tl.constexpr, CAPACITY: tl.constexpr, SLOW_BLOCK: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    GROUP: tl.constexpr, CAPACITY: tl.constexpr, TOKENS: tl.constexpr, SLOW_BLOCK: tl.constexpr,
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): from what the chunks left to one token."""
@@ -173,11 +192,9 @@ def _choose_kernel(
     parts, is_chunk = row * NUM_CHUNKS + chunks, chunks < NUM_CHUNKS
     maxima = tl.load(maxima_ptr + parts, mask=is_chunk, other=float("-inf"))
     maximum = tl.max(maxima, axis=0)
-    temperature = 0.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperature_ptr + row)
+    winners = tl.load(winners_ptr + parts, mask=is_chunk, other=0)
+    temperature = tl.load(temperature_ptr + row)
     if temperature <= 0:
-        winners = tl.load(winners_ptr + parts, mask=is_chunk, other=0)
         tl.store(out_ptr + row, first_of_least(-maxima, winners, vocab_size).to(tl.int64))
         return
     # A row of forbidden tokens only has no distribution: it stays greedy, as everywhere.
@@ -192,8 +209,9 @@ def _choose_kernel(
     if (top_k > 0) | (top_p < 1) | (min_p > 0):
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
         logits_row = logits_ptr + row * row_stride
-        x, ids, floor = _candidates(logits_row, group_maxima_ptr + row * NUM_GROUPS, slots_ptr + row * CAPACITY,
-                                    maximum, top_k, vocab_size, NUM_GROUPS, GROUPS_PADDED, GROUP, CAPACITY)  # fmt: skip
+        x, ids, floor = _candidates(logits_row, group_maxima_ptr + row * NUM_GROUPS, scratch_ptr + row * 2 * TOKENS,
+                                    maximum, top_k, vocab_size, NUM_GROUPS, GROUPS_PADDED, GROUP, CAPACITY,
+                                    TOKENS)  # fmt: skip
         token_id, is_enough = _choose_among(x, ids, floor, maxima, sums, maximum, inverse_t, top_k, top_p, min_p,
                                             seed, position, vocab_size)  # fmt: skip
         if not is_enough:
@@ -201,7 +219,6 @@ def _choose_kernel(
                                       seed, position, vocab_size, SLOW_BLOCK)  # fmt: skip
         tl.store(out_ptr + row, token_id.to(tl.int64))
     else:
-        winners = tl.load(winners_ptr + parts, mask=is_chunk, other=0)
         scores = tl.where(maxima > float("-inf"), sums * tl.exp((maximum - maxima) * inverse_t), float("inf"))
         tl.store(out_ptr + row, first_of_least(scores, winners, vocab_size).to(tl.int64))
 
@@ -218,19 +235,19 @@ def sample(
     """See ops.sample."""
     num_rows, vocab_size = logits.shape
     device = logits.device
+    if temperature is None:
+        return greedy(logits)
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return token_ids
     cut = Grouping.of(vocab_size)
-    is_filtered = temperature is not None and not (top_k is None and top_p is None and min_p is None)
-    capacity = min(CANDIDATES // cut.group, triton.next_power_of_2(cut.num_groups)) if is_filtered else 1
+    is_filtered = not (top_k is None and top_p is None and min_p is None)
     maxima, sums = torch.empty(2, num_rows, cut.num_chunks, dtype=torch.float32, device=device)
     winners = torch.empty(num_rows, cut.num_chunks, dtype=torch.int32, device=device)
-    slots = torch.empty(num_rows, capacity, dtype=torch.int32, device=device)
+    scratch = torch.empty(num_rows, 2 * TOKENS if is_filtered else 1, dtype=torch.int32, device=device)
     left = (maxima, sums, winners, cut.maxima(logits) if is_filtered else maxima)
     options = (temperature, top_k, top_p, min_p, seeds, positions, logits.stride(0), vocab_size)
     used = {
-        "HAS_TEMPERATURE": temperature is not None,
         "HAS_TOP_K": top_k is not None,
         "HAS_TOP_P": top_p is not None,
         "HAS_MIN_P": min_p is not None,
@@ -243,14 +260,15 @@ def sample(
         logits,
         token_ids,
         *left,
-        slots,
+        scratch,
         *options,
         CHUNKS_PADDED=triton.next_power_of_2(cut.num_chunks),
         NUM_GROUPS=cut.num_groups,
         GROUPS_PADDED=triton.next_power_of_2(cut.num_groups),
-        CAPACITY=capacity,
+        CAPACITY=min(GROUPED_TOKENS // cut.group, triton.next_power_of_2(cut.num_groups)),
+        TOKENS=TOKENS,
         SLOW_BLOCK=SLOW_BLOCK,
-        num_warps=16 if is_filtered else 1,
+        num_warps=32 if is_filtered else 1,  # the more, the shorter the code: it comes from memory at every step
         **used,
     )
     return token_ids

@@ -94,7 +94,7 @@ def find_floor(keys, highest, enough, MOST: tl.constexpr):
         middle = tl.where(distance > step, high - step, low + distance // 2)
         count = tl.sum((keys >= middle).to(tl.int32), axis=0)
         fits = count <= MOST
-        step = tl.where(fits, step * 2, 0xFFFFFFFF)
+        step = tl.where(fits & (step < 0x80000000), step * 2, 0xFFFFFFFF)
         num_reaching = tl.where(fits, count, num_reaching)
         high, low = tl.where(fits, middle, high), tl.where(fits, low, middle)
     return high, num_reaching
