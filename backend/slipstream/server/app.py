@@ -35,7 +35,7 @@ from slipstream.server.schemas import ChatRequest, CompletionRequest, EmbeddingR
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
 _SECURITY = {
-    "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-cache",
 }
@@ -193,9 +193,14 @@ def _add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(error_body(500, "The gateway failed; its log says why", "internal_error"), 500)
 
 
+def _specificity(error: Any) -> tuple[bool, int]:
+    """Of a value that may be of several types, the fault inside the likeliest says more than "is not a string"."""
+    return not error["type"].endswith("_type"), len(error["loc"])
+
+
 def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     """The first fault in words, and the field: pydantic's errors without its names of types and branches."""
-    first = errors[0]
+    first = max(errors, key=_specificity)
     if first["type"] == "json_invalid":
         return f"The request body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
     path = [part for part in first["loc"] if part != "body"]

@@ -22,7 +22,7 @@ from slipstream.server.triton import TritonLink
 
 REFRESH_S = 10.0
 _LENGTHS = ("max_model_len", "max_seq_len")
-_SPECULATION = ("speculation", "speculation_method")
+_SPECULATION = "speculative_method"
 _CHECKPOINTS = ("model", "gpt_model_path", "engine_dir")
 _TOKENIZERS = ("tokenizer", "tokenizer_dir")
 
@@ -45,14 +45,20 @@ class Model:
     settings: dict[str, str] = field(default_factory=dict)
 
     @property
+    def speculative_methods(self) -> list[str]:
+        """Those that the model has loaded, the first is used where a request names none."""
+        methods = self.settings.get(_SPECULATION, "")
+        return [] if methods in ("", "none") else [method.strip() for method in methods.split(",")]
+
+    @property
     def has_speculation(self) -> bool:
-        return any(self.settings.get(name, "") not in ("", "none", "off") for name in _SPECULATION)
+        return bool(self.speculative_methods)
 
     def card(self) -> dict[str, Any]:
         """As /v1/models shows it."""
         card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "slipstream"}
-        has = {"has_chat_template": self.template is not None, "has_speculation": self.has_speculation}
-        return {**card, "max_model_len": self.max_model_len or None, **has}
+        has = {"has_chat_template": self.template is not None, "speculative_methods": self.speculative_methods}
+        return {**card, "max_model_len": self.max_model_len or None, "triton_name": self.triton_name, **has}
 
 
 class Catalog:

@@ -147,6 +147,7 @@ class ChatWriter:
         self._num_choices = request.n or 1
         self._num_top = (request.top_logprobs or 0) if request.logprobs else None
         self._usage = Usage(model.has_speculation) if wants_usage(request) else None
+        self._has_running_usage = bool(self._usage and request.stream_options.continuous_usage_stats)
         if self._usage is not None:
             self._head["usage"] = None
         self._parsers = [tools.make_parser() for _ in range(self._num_choices)] if tools.make_parser else []
@@ -168,11 +169,15 @@ class ChatWriter:
         text, reason = response.text("text_output"), response.text("finish_reason")
         if self._usage is not None:
             self._usage.add(response, index)
+            if self._has_running_usage:
+                self._head["usage"] = self._usage.to_json()
         data = b""
         if self._parsers:
             data = self._parsed(index, self._parsers[index].feed(text), response)
         elif self._num_top is not None:
             data = self._chunk(_choice(index, {"content": text}, self._logprobs(response)))
+        elif text and self._has_running_usage:
+            data = self._chunk(_choice(index, {"content": text}))
         elif text:
             data = self._texts[index].make(text)
         return data + self._finish(index, reason) if reason else data

@@ -13,6 +13,11 @@ from starlette.exceptions import HTTPException
 
 RETRY_AFTER_S = 1
 _FIELD = re.compile(r"([A-Za-z_][\w.]{0,63}): ")
+_NAMES = {
+    "text_input": "prompt",
+    "input_ids": "prompt",
+    "guided_decoding_guide": "structured_outputs",
+}  # ours -> OpenAI's
 _FULL = re.compile(r"max_waiting_requests=")
 _TOO_LONG = re.compile(r"the prompt has \d+ bytes|^prompt: has \d+ tokens")
 
@@ -60,7 +65,8 @@ def from_grpc(status: grpc.StatusCode, message: str) -> ApiError:
     if status is grpc.StatusCode.INVALID_ARGUMENT:
         field = _FIELD.match(message)
         code = "context_length_exceeded" if _TOO_LONG.search(message) else None
-        return ApiError(400, message, code=code, param=field.group(1) if field else None)
+        param = field.group(1) if field else None
+        return ApiError(400, message, code=code, param=_NAMES.get(param, param) if param else None)
     if status is grpc.StatusCode.NOT_FOUND or "unknown model" in message:
         return ApiError(404, message, code="model_not_found", param="model")
     if status is grpc.StatusCode.UNAVAILABLE:

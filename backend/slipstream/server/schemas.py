@@ -21,6 +21,7 @@ class Strict(BaseModel):
 
 class StreamOptions(Strict):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # vLLM's: the counts so far with every chunk
     include_obfuscation: bool = False  # accepted; nothing is padded
 
 

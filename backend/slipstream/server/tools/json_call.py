@@ -69,10 +69,10 @@ class JsonCall:
     def _events(self) -> list[Event]:
         if self.is_broken or not self.name or not (self._has_arguments or self.is_done):
             return []
-        if self._arguments.startswith('"'):  # some models write the arguments as a string of JSON
+        if not self.has_started and self._arguments.startswith('"'):  # some models write them as a string of JSON
             if not self.is_done:
                 return []
-            self._arguments = json.loads(self._arguments, strict=False)
+            self._arguments = _unquoted(self._arguments)
         events: list[Event] = []
         if not self.has_started:
             self.has_started = True
@@ -148,3 +148,10 @@ class JsonCall:
         if self._is_value and self._key in ARGUMENT_KEYS and (self._depth > 1 or char not in _SPACE or self._string):
             self._has_arguments = True
             self._arguments += char
+
+
+def _unquoted(text: str) -> str:
+    try:
+        return str(json.loads(text, strict=False))
+    except ValueError:
+        return text

@@ -37,6 +37,7 @@ class HermesParser:
     def __init__(self) -> None:
         self._text = ""
         self._call: JsonCall | None = None
+        self._is_behind_call = False
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -54,22 +55,28 @@ class HermesParser:
         self._text = rest
         if self._call.is_broken:
             events.append(Content(self.begin + self._call.raw))
-        if self._call.is_broken or self._call.is_done:
-            self._call = None
-            return True
-        return False
+        elif self._call.is_done:
+            self._is_behind_call = True
+        else:
+            return False
+        self._call = None
+        return True
 
     def _read_content(self, events: list[Event]) -> bool:
-        if self._text.lstrip().startswith(self.end):
-            self._text = self._text.lstrip()[len(self.end) :]
-            return True
+        if self._is_behind_call:
+            start = self._text.lstrip()
+            if self.end.startswith(start):  # not all of it yet
+                self._is_behind_call = start != self.end
+                self._text = self._text if self._is_behind_call else ""
+                return False
+            self._is_behind_call, self._text = False, start.removeprefix(self.end)
         before, mark, after = self._text.partition(self.begin)
         if mark:
             self._call, self._text = JsonCall(), after
             if before.strip():
                 events.append(Content(before.rstrip()))
             return True
-        ready = len(before) - max(held_back(before, self.begin), held_back(before, self.end))
+        ready = len(before) - held_back(before, self.begin)
         if before[:ready]:
             events.append(Content(before[:ready]))
             self._text = before[ready:]
@@ -79,7 +86,7 @@ class HermesParser:
         call, self._call = self._call, None
         if call is not None:
             return [] if call.has_started else [Content(self.begin + call.raw)]
-        return [Content(self._text)] if self._text.strip() else []
+        return [Content(self._text)] if self._text.strip() and not self._is_behind_call else []
 
 
 class Llama3Parser:

@@ -1,0 +1,82 @@
+"""One gateway for all tests of it, in front of the server that the whole session shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the gateway's packages are not installed: pip install 'slipstream[gateway]'")
+pytest.importorskip("uvicorn")
+
+if TYPE_CHECKING:
+    import openai
+    from fake_triton import FakeTriton
+    from gateway import GatewayProcess
+    from llm_server import LlmServer
+
+MAX_BODY_BYTES = 1 << 20
+
+
+@pytest.fixture(scope="session")
+def gateway(llm_server: LlmServer) -> Iterator[GatewayProcess]:
+    """Before the real server; limits are short so that tests of them are."""
+    from gateway import GatewayProcess
+
+    arguments = ["--metrics-url", llm_server.metrics_url, "--alias", "gpt-4o=llm"]
+    arguments += ["--max-body-bytes", str(MAX_BODY_BYTES), "--log-level", "warning"]
+    arguments += ["--header-timeout-s", "1", "--body-timeout-s", "1.5", "--send-timeout-s", "1"]
+    with GatewayProcess(llm_server.grpc_url, arguments) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def client(gateway: GatewayProcess) -> openai.OpenAI:
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="not-needed", max_retries=0, timeout=60)
+
+
+def write_checkpoint(folder: Path, template: str) -> Path:
+    """What the gateway reads of a checkpoint."""
+    import json
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "bos_token": "<s>"}))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def fake_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeTriton]:
+    """Models whose prompt is the last message alone; the comment in the template says the tool format."""
+    from fake_triton import FakeTriton
+
+    folder = tmp_path_factory.mktemp("checkpoints")
+    signs = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>", "plain": ""}
+    models = {}
+    for name, sign in signs.items():
+        template = "{# " + sign + " #}{{ messages[-1]['content'] }}"
+        models[name] = {"model": str(write_checkpoint(folder / name, template))}
+    models["bare"] = {"model": "../elsewhere"}
+    models["broken"] = {"model": str(write_checkpoint(folder / "broken", "{% for %}"))}
+    states = {"loading": ("LOADING", ""), "gone": ("UNAVAILABLE", "unloaded"), "dead": ("UNAVAILABLE", "no weights")}
+    with FakeTriton(models, states) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def fake_gateway(fake_triton: FakeTriton) -> Iterator[GatewayProcess]:
+    """Before the scripted stand-in, with API keys."""
+    from gateway import GatewayProcess
+
+    arguments = ["--api-key", "sk-right", "--api-key", "sk-also", "--embedding-model", "encoder"]
+    with GatewayProcess(fake_triton.url, [*arguments, "--workers", "2", "--send-timeout-s", "1"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def fake_client(fake_gateway: GatewayProcess) -> openai.OpenAI:
+    openai = pytest.importorskip("openai")
+    return openai.OpenAI(base_url=f"{fake_gateway.url}/v1", api_key="sk-right", max_retries=0, timeout=30)

@@ -1,0 +1,174 @@
+"""Whatever a client does wrong: the right status, a text that says what, and nothing left behind in the engine."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from gateway import GatewayProcess
+from llm_server import LlmServer
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+GOOD_CHAT = {"model": "llm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+GOOD = {"model": "llm", "prompt": "x", "max_tokens": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_leaks(llm_server: LlmServer) -> Iterator[None]:
+    yield
+    llm_server.wait_idle()
+
+
+def post(gateway: GatewayProcess, path: str, body: bytes, **headers: str) -> tuple[int, dict]:
+    connection = http.client.HTTPConnection("127.0.0.1", gateway.port, timeout=30)
+    try:
+        connection.request("POST", path, body, {"content-type": "application/json", **headers})
+        reply = connection.getresponse()
+        return reply.status, json.loads(reply.read())
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param", "words"),
+    [
+        (CHAT, {"model": 7}, "model", "valid string"),
+        (CHAT, {"model": None}, "model", "valid string"),
+        (CHAT, {"messages": "hi"}, "messages", "valid list"),
+        (CHAT, {"messages": []}, "messages", "at least 1"),
+        (CHAT, {"messages": [{"content": "hi"}]}, "messages[0].role", "is missing"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0].type",
+            "text",
+        ),
+        (CHAT, {"temperature": "hot"}, "temperature", "valid number"),
+        (CHAT, {"temperature": -1}, "temperature", "greater than or equal to 0"),
+        (CHAT, {"temperature": True}, "temperature", "valid number"),
+        (CHAT, {"n": 0}, "n", "greater than or equal to 1"),
+        (CHAT, {"n": 10**30}, "n", "less than or equal to 128"),
+        (CHAT, {"max_tokens": 1.5}, "max_tokens", "valid integer"),
+        (CHAT, {"temprature": 1}, "temprature", "is not a known parameter"),
+        (CHAT, {"tool_choice": "auto"}, "tool_choice", "without tools"),
+        (
+            CHAT,
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "tools[0].function.name",
+            "match pattern",
+        ),
+        (CHAT, {"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
+        (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+        (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
+        (CHAT, {"stop": ["a"] * 65}, "stop", "at most 64"),
+        (CHAT, {"logit_bias": {"99999999": 1}}, "logit_bias", "not in the vocabulary"),
+        (CHAT, {"logit_bias": {"x": 1}}, "logit_bias", "an integer"),
+        (CHAT, {"structured_outputs": {"regex": "["}}, "structured_outputs", "regex"),
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 4000}]}, "prompt", "tokens"),
+        (COMPLETIONS, {"prompt": ""}, "prompt", "empty"),
+        (COMPLETIONS, {"prompt": []}, "prompt", "at least 1"),
+        (COMPLETIONS, {"prompt": [99999999]}, "prompt", "not in the vocabulary"),
+        (COMPLETIONS, {"prompt": [-1]}, "prompt", "greater than or equal to 0"),
+        (COMPLETIONS, {"prompt": "def " * 3000}, "prompt", "max_model_len"),
+        (COMPLETIONS, {"suffix": "end"}, "suffix", "no suffix"),
+        (COMPLETIONS, {"best_of": 3}, "best_of", "n=1"),
+        (COMPLETIONS, {"speculation": {"nonsense": 1}}, "nonsense", "unknown"),
+    ],
+)
+def test_wrong_values(gateway: GatewayProcess, path: str, change: dict, param: str, words: str) -> None:
+    good = GOOD_CHAT if path == CHAT else GOOD
+    for stream in (False, True):
+        status, body = post(gateway, path, json.dumps({**good, **change, "stream": stream}).encode())
+        error = body["error"]
+        assert status == 400 and error["type"] == "invalid_request_error", body
+        assert words in error["message"], body
+        assert error["param"] is None or error["param"].startswith(param.split("[")[0]), body
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b"", "JSON object"),
+        (b"{", "not JSON"),
+        (b"[]", "JSON object"),
+        (b"null", "JSON object"),
+        (b'{"model": "llm", "prompt": "\xff"}', "body"),
+        (b'{"model": "llm", "prompt": "\\ud800"}', "unicode"),
+        (b'{"model": "llm", "prompt": "x", "temperature": NaN}', "temperature"),
+        (b'{"model": "llm", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", "body"),
+        (b"[" * 100_000, "body"),
+        (b'{"a":' * 50_000, "body"),
+    ],
+    ids=["empty", "cut", "list", "null", "bytes", "surrogate", "nan", "huge number", "deep list", "deep object"],
+)
+def test_malformed_bodies(gateway: GatewayProcess, body: bytes, words: str) -> None:
+    status, answer = post(gateway, COMPLETIONS, body)
+    assert status == 400 and words in answer["error"]["message"], answer
+
+
+def test_unknown_places(gateway: GatewayProcess) -> None:
+    assert post(gateway, COMPLETIONS, json.dumps({**GOOD, "model": "gpt-9"}).encode())[0] == 404
+    status, body = post(gateway, "/v1/completion", b"{}")
+    assert status == 404 and body["error"]["code"] == "not_found"
+    assert json.loads(gateway.get(CHAT)[1])["error"]["code"] == "method_not_allowed"
+    status, body = post(gateway, "/v1/embeddings", b'{"model": "llm", "input": "x"}')
+    assert status == 404 and "--embedding-model" in body["error"]["message"]
+
+
+def test_ten_megabytes(gateway: GatewayProcess) -> None:
+    body = json.dumps({**GOOD, "prompt": "x" * 10_000_000}).encode()
+    with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+        assert b" 413 " in connection.recv(100), "refused by its length, unread"
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
+        connection.sendall(head)
+        answer = send_until_answered(connection, b"10000\r\n" + b" " * 65536 + b"\r\n", 160)
+        assert b" 413 " in answer, "refused when it has grown too large"
+
+
+def send_until_answered(connection: socket.socket, piece: bytes, count: int) -> bytes:
+    connection.settimeout(0.05)
+    for _ in range(count):
+        try:
+            connection.sendall(piece)
+        except (TimeoutError, ConnectionError):
+            break
+        try:
+            return connection.recv(100)
+        except TimeoutError:
+            continue
+    connection.settimeout(5)
+    return connection.recv(100)
+
+
+@pytest.mark.parametrize(
+    ("sent", "more"), [(b"", b""), (b"POST /v1/", b"compl"), (b"POST /v1/models HTTP/1.1\r\nhost: x\r\n", b"x-a: b")]
+)
+def test_slow_headers(gateway: GatewayProcess, sent: bytes, more: bytes) -> None:
+    started = time.monotonic()
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        connection.sendall(sent)
+        for byte in more:  # a byte now and then does not help
+            time.sleep(0.1)
+            connection.sendall(bytes([byte]))
+        assert b" 408 " in connection.recv(1000)
+        assert connection.recv(1000) == b""
+    assert time.monotonic() - started < 4
+
+
+def test_a_slow_body(gateway: GatewayProcess) -> None:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{{".encode())
+        assert b" 408 " in connection.recv(1000)
+
+
+def test_http_that_is_none(gateway: GatewayProcess) -> None:
+    with socket.create_connection(("127.0.0.1", gateway.port), timeout=10) as connection:
+        connection.sendall(b"\x16\x03\x01\x00\xf0 hello\r\n\r\n")
+        assert b" 400 " in connection.recv(1000)
+    assert gateway.get("/health")[0] == 200

@@ -1,0 +1,175 @@
+"""OpenAI's own client against the gateway, the real server and the demo model."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+import openai
+import pytest
+from gateway import GatewayProcess
+from llm_server import LlmServer
+
+PROMPT = "def add(a, b):\n"
+MESSAGES = [{"role": "user", "content": "add two numbers"}]
+RENDERED = "<|endoftext|># User: add two numbers\n\n"
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["sum", "product"]}},
+    "required": ["ok", "kind"],
+    "additionalProperties": False,
+}
+NO_BLANKS = {"temperature": 0, "frequency_penalty": 1.5}  # JSON allows white space without end, and the model likes it
+TOOL = {"type": "function", "function": {"name": "set_kind", "parameters": SCHEMA}}
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert {model.id for model in client.models.list()} == {"llm", "gpt-4o"}
+    assert client.models.retrieve("llm").owned_by == "slipstream"
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("llama-9")
+    assert error.value.code == "model_not_found"
+
+
+def test_a_completion_is_the_engines(client: openai.OpenAI, greedy: Callable[..., str]) -> None:
+    answer = client.completions.create(model="llm", prompt=PROMPT, max_tokens=24, temperature=0)
+    assert answer.choices[0].text == greedy(PROMPT, 24)
+    assert answer.usage.completion_tokens == 24 and answer.choices[0].finish_reason == "length"
+
+
+def test_a_chat_is_the_template_completed(
+    client: openai.OpenAI, greedy: Callable[..., str], demo_model: object
+) -> None:
+    from tokenizers import Tokenizer
+
+    ids = Tokenizer.from_file(f"{demo_model}/tokenizer.json").encode(RENDERED, add_special_tokens=False).ids
+    plain = client.completions.create(model="llm", prompt=ids, max_tokens=16, temperature=0)
+    answer = client.chat.completions.create(model="gpt-4o", messages=MESSAGES, max_tokens=16, temperature=0)
+    assert answer.choices[0].message.content == plain.choices[0].text
+    assert answer.usage.prompt_tokens == len(ids) and answer.model == "gpt-4o"
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
+    asked = {"model": "llm", "messages": MESSAGES, "max_completion_tokens": 12, "temperature": 0}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
+    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    assert len(chunks) >= 12, "tokens leave one by one"
+
+
+def test_many_prompts_and_choices(client: openai.OpenAI, greedy: Callable[..., str]) -> None:
+    prompts = ["import ", PROMPT]
+    asked = {"model": "llm", "prompt": prompts, "max_tokens": 8, "temperature": 0, "n": 2}
+    answer = client.completions.create(**asked)
+    expected = [greedy(prompt, 8) for prompt in prompts for _ in range(2)]
+    assert [choice.text for choice in answer.choices] == expected
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3] and answer.usage.completion_tokens == 32
+    texts = [""] * 4
+    for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected and chunk.usage == answer.usage
+
+
+def test_echo(client: openai.OpenAI, greedy: Callable[..., str]) -> None:
+    asked = {"model": "llm", "prompt": PROMPT, "temperature": 0, "echo": True}
+    whole = client.completions.create(**asked, max_tokens=8).choices[0]
+    assert whole.text == PROMPT + greedy(PROMPT, 8)
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(**asked, max_tokens=8, stream=True)]
+    assert "".join(pieces) == whole.text
+    scored = client.completions.create(**asked, max_tokens=0, logprobs=2)
+    assert scored.choices[0].text == PROMPT and scored.usage.completion_tokens == 0
+    probabilities = scored.choices[0].logprobs
+    assert "".join(probabilities.tokens) == PROMPT and probabilities.token_logprobs[0] is None
+    assert all(value < 0 for value in probabilities.token_logprobs[1:])
+
+
+def test_settings_have_their_effect(client: openai.OpenAI, greedy: Callable[..., str]) -> None:
+    asked = {"model": "llm", "prompt": PROMPT, "max_tokens": 24}
+    plain = greedy(PROMPT, 24)
+    stop = plain.split()[1]
+    stopped = client.completions.create(**asked, temperature=0, stop=[stop]).choices[0]
+    assert stopped.text == plain[: plain.index(stop)] and stopped.finish_reason == "stop"
+    texts = [client.completions.create(**asked, temperature=1, seed=seed).choices[0].text for seed in (7, 7, 8)]
+    assert texts[0] == texts[1] != texts[2]
+    forced = client.completions.create(**asked, temperature=0, logit_bias={"300": 100})
+    assert forced.choices[0].text != plain
+    assert len(set(forced.choices[0].text.split())) <= 2, "one token over and over"
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    asked = {
+        "model": "llm",
+        "messages": MESSAGES,
+        "max_tokens": 4,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
+    whole = client.chat.completions.create(**asked).choices[0].logprobs.content
+    assert len(whole) == 4 and all(len(token.top_logprobs) == 3 for token in whole)
+    assert all(
+        token.top_logprobs[0].token == token.token and bytes(token.bytes).decode() == token.token for token in whole
+    )
+    streamed = []
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        streamed += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+    assert [token.token for token in streamed] == [token.token for token in whole]
+    answer = client.completions.create(model="llm", prompt=PROMPT, max_tokens=3, temperature=0, logprobs=2)
+    probabilities = answer.choices[0].logprobs
+    assert "".join(probabilities.tokens) == answer.choices[0].text and probabilities.text_offset[0] == 0
+    assert all(len(top) == 2 for top in probabilities.top_logprobs)
+
+
+def test_json(client: openai.OpenAI) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+    asked = {"model": "llm", "messages": MESSAGES, "max_tokens": 300, **NO_BLANKS}
+    answer = client.chat.completions.create(**asked, response_format=form)
+    found = json.loads(answer.choices[0].message.content)
+    assert isinstance(found["ok"], bool) and found["kind"] in ("sum", "product")
+    loose = client.chat.completions.create(**asked | {"max_tokens": 8}, response_format={"type": "json_object"})
+    assert loose.choices[0].message.content.lstrip().startswith("{")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set_kind"}}])
+def test_forced_tool_calls(client: openai.OpenAI, choice: object) -> None:
+    asked = {"model": "llm", "messages": MESSAGES, "max_tokens": 300, **NO_BLANKS, "tools": [TOOL]}
+    asked |= {"tool_choice": choice, "parallel_tool_calls": False}
+    answer = client.chat.completions.create(**asked).choices[0]
+    [call] = answer.message.tool_calls
+    assert call.function.name == "set_kind" and json.loads(call.function.arguments)["kind"] in ("sum", "product")
+    assert answer.finish_reason == "tool_calls" and answer.message.content is None
+    name, arguments = "", ""
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for part in chunk.choices[0].delta.tool_calls or []:
+            name += part.function.name or ""
+            arguments += part.function.arguments or ""
+    assert name == "set_kind" and json.loads(arguments) == json.loads(call.function.arguments)
+
+
+def test_a_client_that_goes_frees_its_blocks(client: openai.OpenAI, llm_server: LlmServer) -> None:
+    before = llm_server.metric("slipstream_cancellations_total")
+    asked = {"model": "llm", "prompt": PROMPT, "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
+    stream = client.completions.create(**asked, stream=True)
+    next(iter(stream))
+    stream.close()
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(**asked, timeout=0.4)
+    llm_server.wait_idle()
+    assert llm_server.metric("slipstream_cancellations_total") == before + 2
+
+
+def test_metrics_are_the_gateways_and_tritons(gateway: GatewayProcess, client: openai.OpenAI) -> None:
+    client.completions.create(model="llm", prompt=PROMPT, max_tokens=1)
+    client.completions.create(model="llm", prompt=PROMPT, max_tokens=2, stream=True).close()
+    time.sleep(0.4)
+    metrics = gateway.metrics()
+    assert metrics['slipstream_gateway_requests_total{endpoint="completions",status="200"}'] >= 2
+    assert metrics['slipstream_gateway_first_byte_seconds_count{endpoint="completions"}'] >= 1
+    assert any(name.startswith("slipstream_kv_blocks_total") for name in metrics), "Triton's are behind them"
+    assert gateway.get("/ready")[0] == 200

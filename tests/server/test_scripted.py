@@ -1,0 +1,198 @@
+"""The gateway before a scripted Triton: tools in every format, keys, faults, embeddings, models that come and go."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import urllib.error
+import urllib.request
+
+import numpy as np
+import openai
+import pytest
+from fake_triton import FakeTriton
+from gateway import GatewayProcess
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("f", "g")]
+HERMES = ["Let me see.\n<tool", '_call>\n{"name": "f", "argum', 'ents": {"a": [1, "}"]}}\n</tool_call', ">"]
+LLAMA = ['{"name": "f", "para', 'meters": {"a": [1, "}"]}}']
+MISTRAL = ["[TOOL_", 'CALLS][{"name": "f", "arguments": {"a": [1, "}"]}}]']
+MISTRAL_V11 = ["[TOOL_CALLS]", "f", "[ARGS]", '{"a": [1, ', '"}"]}']
+
+
+def ask(client: openai.OpenAI, model: str, script: dict[str, object], **options: object) -> object:
+    messages = [{"role": "user", "content": json.dumps(script)}]
+    return client.chat.completions.create(model=model, messages=messages, **options)
+
+
+@pytest.mark.parametrize(
+    ("model", "pieces", "content"),
+    [
+        ("hermes", HERMES, "Let me see."),
+        ("llama3", LLAMA, None),
+        ("mistral", MISTRAL, None),
+        ("mistral", MISTRAL_V11, None),
+    ],
+)
+def test_tool_calls(fake_client: openai.OpenAI, model: str, pieces: list[str], content: str | None) -> None:
+    choice = ask(fake_client, model, {"pieces": pieces}, tools=TOOLS).choices[0]
+    [call] = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("f", {"a": [1, "}"]})
+    assert choice.message.content == content and choice.finish_reason == "tool_calls"
+    assert len(call.id) == (9 if model == "mistral" else 29)
+    text, arguments, names = "", "", []
+    for chunk in ask(fake_client, model, {"pieces": pieces}, tools=TOOLS, stream=True):
+        text += chunk.choices[0].delta.content or ""
+        for part in chunk.choices[0].delta.tool_calls or []:
+            names += [part.function.name] if part.function.name else []
+            arguments += part.function.arguments or ""
+        reason = chunk.choices[0].finish_reason
+    assert (text or None, names, json.loads(arguments), reason) == (content, ["f"], {"a": [1, "}"]}, "tool_calls")
+
+
+def test_plain_text_with_tools_at_hand(fake_client: openai.OpenAI) -> None:
+    for model in ("hermes", "llama3", "mistral"):
+        choice = ask(fake_client, model, {"pieces": ["1 < 2, ", "so [TOOL] it is"]}, tools=TOOLS).choices[0]
+        assert choice.message.content == "1 < 2, so [TOOL] it is" and choice.message.tool_calls is None
+
+
+def test_marks_are_asked_for_only_where_they_are_special(fake_client: openai.OpenAI, fake_triton: FakeTriton) -> None:
+    for model, expected in (("mistral", False), ("hermes", None)):
+        ask(fake_client, model, {"pieces": ["x"]}, tools=TOOLS)
+        assert fake_triton.sampling[-1].get("skip_special_tokens") is expected
+
+
+def test_a_conversation_with_calls_reaches_the_template(fake_client: openai.OpenAI) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "x", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}],
+        },
+        {"role": "tool", "tool_call_id": "x", "content": '{"pieces": ["done"]}'},
+    ]
+    answer = fake_client.chat.completions.create(model="hermes", messages=messages, tools=TOOLS)
+    assert answer.choices[0].message.content == "done"
+    messages[1]["tool_calls"][0]["function"]["arguments"] = "{broken"
+    with pytest.raises(openai.BadRequestError, match=r"messages\[1\].tool_calls\[0\].function.arguments: is not JSON"):
+        fake_client.chat.completions.create(model="hermes", messages=messages, tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "code"),
+    [
+        (["INVALID_ARGUMENT", "top_k: got -7, accepted: ..."], openai.BadRequestError, None),
+        (
+            ["INVALID_ARGUMENT", "prompt: has 600 tokens, accepted: ..."],
+            openai.BadRequestError,
+            "context_length_exceeded",
+        ),
+        (
+            ["UNAVAILABLE", "4 requests are waiting; max_waiting_requests=4"],
+            openai.RateLimitError,
+            "rate_limit_exceeded",
+        ),
+        (["UNAVAILABLE", "the engine was killed; it is being restarted"], openai.InternalServerError, "unavailable"),
+        (["INTERNAL", "a bug"], openai.InternalServerError, "internal_error"),
+    ],
+)
+def test_faults_before_the_first_token(
+    fake_client: openai.OpenAI, fault: list[str], error: type[openai.APIStatusError], code: str | None
+) -> None:
+    for stream in (False, True):
+        with pytest.raises(error) as caught:
+            ask(fake_client, "plain", {"pieces": [], "fail": fault}, stream=stream)
+        assert caught.value.code == code and fault[1] in caught.value.message
+        assert caught.value.status_code != 503 or caught.value.response.headers["retry-after"]
+
+
+def test_a_fault_in_mid_stream_is_an_event(fake_client: openai.OpenAI) -> None:
+    stream = ask(fake_client, "plain", {"pieces": ["a", "b"], "fail": ["UNAVAILABLE", "the engine died"]}, stream=True)
+    text = ""
+    with pytest.raises(openai.APIError, match="the engine died"):
+        for chunk in stream:
+            text += chunk.choices[0].delta.content or ""
+    assert text == "ab"
+
+
+def test_going_away_cancels_before_and_after_the_first_token(
+    fake_client: openai.OpenAI, fake_triton: FakeTriton
+) -> None:
+    fake_triton.cancelled.clear()
+    with pytest.raises(openai.APITimeoutError):
+        ask(fake_client, "plain", {"pieces": [], "hang": True}, stream=True, timeout=0.3)
+    assert fake_triton.cancelled.wait(5)
+    fake_triton.cancelled.clear()
+    stream = ask(fake_client, "plain", {"pieces": ["a"], "hang": True}, stream=True)
+    next(iter(stream))
+    assert not fake_triton.cancelled.wait(0.2)
+    stream.close()
+    assert fake_triton.cancelled.wait(5)
+
+
+def test_a_client_that_never_reads(fake_gateway: GatewayProcess, fake_triton: FakeTriton) -> None:
+    """Its answer fills every buffer between; then it is cut off, and the request is cancelled."""
+    fake_triton.cancelled.clear()
+    script = {"pieces": ["x" * 1000], "repeat": 20_000}
+    body = json.dumps({"model": "plain", "prompt": json.dumps(script), "stream": True})
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", fake_gateway.port))
+        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head += f"authorization: Bearer sk-right\r\ncontent-length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body.encode())
+        assert fake_triton.cancelled.wait(10)
+
+
+@pytest.mark.parametrize("key", ["", "sk-wrong", "sk-righ", "sk-rightx", "sk-right\u00e9"])
+def test_wrong_keys(fake_gateway: GatewayProcess, key: str) -> None:
+    for path in ("/v1/models", "/v1/chat/completions", "/v1//models", "/docs"):
+        request = urllib.request.Request(fake_gateway.url + path, headers={"Authorization": f"Bearer {key}"})
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(request)
+        body = json.loads(error.value.read())
+        assert error.value.code == 401 and body["error"]["code"] == "invalid_api_key"
+        assert "sk-right" not in body["error"]["message"].replace(key, "")
+
+
+def test_right_keys_and_open_paths(fake_gateway: GatewayProcess) -> None:
+    for key in ("sk-right", "sk-also"):
+        assert openai.OpenAI(base_url=f"{fake_gateway.url}/v1", api_key=key).models.list().data
+    assert [fake_gateway.get(path)[0] for path in ("/health", "/ready", "/metrics", "/", "/chat.js")] == [200] * 5
+
+
+def test_models_in_every_state(fake_client: openai.OpenAI) -> None:
+    names = {model.id for model in fake_client.models.list()}
+    assert names == {"hermes", "mistral", "llama3", "plain", "bare", "broken"}, "no encoders, nothing that loads"
+    for name, status, words in (
+        ("loading", 503, "not ready: loading"),
+        ("dead", 503, "no weights"),
+        ("gone", 404, "does not exist"),
+        ("bare", 400, "--checkpoint"),
+        ("broken", 400, "chat template cannot be used"),
+    ):
+        with pytest.raises(openai.APIStatusError) as error:
+            ask(fake_client, name, {})
+        assert error.value.status_code == status and words in error.value.message
+    assert fake_client.completions.create(model="bare", prompt='{"pieces": ["ok"]}').choices[0].text == "ok"
+
+
+def test_embeddings(fake_client: openai.OpenAI, fake_gateway: GatewayProcess) -> None:
+    answer = fake_client.embeddings.create(model="encoder", input=["a b c", "four"])  # the client asks for base64
+    assert [entry.embedding for entry in answer.data] == [[5.0, 2.0, 0.5], [4.0, 0.0, 0.5]]
+    raw = fake_client.embeddings.with_raw_response.create(model="encoder", input="x", encoding_format="base64")
+    vector = np.frombuffer(base64.b64decode(json.loads(raw.text)["data"][0]["embedding"]), np.float32)
+    assert vector.tolist() == [1.0, 0.0, 0.5]
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        fake_client.embeddings.create(model="encoder", input="x", dimensions=2)
+    with pytest.raises(openai.NotFoundError):
+        fake_client.embeddings.create(model="plain", input="x")
+
+
+def test_workers_share_their_counts(fake_gateway: GatewayProcess) -> None:
+    name = 'slipstream_gateway_requests_total{endpoint="other",status="200"}'
+    for _ in range(8):
+        fake_gateway.get("/health")
+    first = fake_gateway.metrics()[name]
+    assert first >= 8 and fake_gateway.metrics()[name] == first + 1, "whichever worker answers knows all"

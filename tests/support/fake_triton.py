@@ -1,0 +1,124 @@
+"""A stand-in for Triton's gRPC with scripted models, so that the gateway is tested alone: answers, faults and all.
+
+A prompt is JSON such as {"pieces": ["Hel", "lo"], "fail": ["UNAVAILABLE", "the engine died"]}: the pieces are sent one
+by one, then the request ends or fails. {"hang": true} sends no more until the client cancels.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
+
+INPUTS = ("text_input", "input_ids", "sampling_parameters", "stream")
+OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "sequence_index", "logprobs")
+STRING, FP32 = model_config_pb2.TYPE_STRING, model_config_pb2.TYPE_FP32
+
+
+def string(text: str) -> bytes:
+    data = text.encode()
+    return len(data).to_bytes(4, "little") + data
+
+
+class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
+    """models: name -> parameters of a generating model. states: name -> (state, reason) of others in the index."""
+
+    def __init__(self, models: dict[str, dict[str, str]], states: dict[str, tuple[str, str]] | None = None) -> None:
+        self.models, self.states = models, states or {}
+        self.requests: list[service_pb2.ModelInferRequest] = []
+        self.sampling: list[dict[str, Any]] = []
+        self.cancelled = threading.Event()
+        self._server = grpc.server(ThreadPoolExecutor(16))
+        service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(self, self._server)
+        self.url = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self) -> FakeTriton:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(0)
+
+    # ------------------------------------------------------------ the service (names are those of the protocol)
+
+    def ServerReady(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerReadyResponse(ready=True)
+
+    def RepositoryIndex(self, request: Any, context: Any) -> Any:
+        reply = service_pb2.RepositoryIndexResponse()
+        for name in (*self.models, "encoder", "batched_encoder"):
+            reply.models.add(name=name, version="1", state="READY")
+        for name, (state, reason) in self.states.items():
+            reply.models.add(name=name, version="1", state=state, reason=reason)
+        return reply
+
+    def ModelConfig(self, request: Any, context: Any) -> Any:
+        config = model_config_pb2.ModelConfig(name=request.name)
+        if request.name in self.models:
+            for name in INPUTS:
+                config.input.add(name=name, optional=True)
+            for name in OUTPUTS:
+                config.output.add(name=name)
+            for key, value in self.models[request.name].items():
+                config.parameters[key].string_value = value
+        else:
+            config.max_batch_size = 8 if request.name == "batched_encoder" else 0
+            config.input.add(name="text", data_type=STRING)
+            config.output.add(name="embedding", data_type=FP32)
+            config.output.add(name="score", data_type=FP32)
+        return service_pb2.ModelConfigResponse(config=config)
+
+    def ModelInfer(self, request: Any, context: Any) -> Any:
+        """An embedding of three numbers: length of the text, number of spaces, 0.5."""
+        self.requests.append(request)
+        data, texts = request.raw_input_contents[0], []
+        while data:
+            size = int.from_bytes(data[:4], "little")
+            texts.append(data[4 : 4 + size].decode())
+            data = data[4 + size :]
+        reply = service_pb2.ModelInferResponse(model_name=request.model_name)
+        reply.outputs.add(name="embedding", datatype="FP32", shape=[len(texts), 3])
+        vectors = np.array([[len(text), text.count(" "), 0.5] for text in texts], np.float32)
+        reply.raw_output_contents.append(vectors.tobytes())
+        return reply
+
+    def ModelStreamInfer(self, request_iterator: Any, context: Any) -> Iterator[Any]:
+        context.add_callback(self.cancelled.set)
+        for request in request_iterator:
+            self.requests.append(request)
+            given = {tensor.name: request.raw_input_contents[i] for i, tensor in enumerate(request.inputs)}
+            self.sampling.append(json.loads(given["sampling_parameters"][4:]))
+            script = json.loads(given["text_input"][4:])
+            names = [output.name for output in request.outputs]
+            pieces = script.get("pieces", ["hello"]) * script.get("repeat", 1)
+            if given["stream"] == bytes(1):
+                pieces = ["".join(pieces)]
+            for number, piece in enumerate(pieces):
+                is_last = number == len(pieces) - 1 and "fail" not in script and "hang" not in script
+                yield self._reply(names, piece, script.get("reason", "stop") if is_last else "")
+            if "hang" in script:
+                self.cancelled.wait(20)
+            if "fail" in script:
+                code, message = script["fail"]
+                context.abort(grpc.StatusCode[code], message)
+
+    def _reply(self, names: list[str], piece: str, reason: str) -> Any:
+        values = {
+            "text_output": string(piece),
+            "finish_reason": string(reason),
+            "num_input_tokens": (5).to_bytes(4, "little"),
+            "num_output_tokens": (1).to_bytes(4, "little"),
+            "sequence_index": (0).to_bytes(4, "little"),
+            "logprobs": string("[]"),
+        }
+        reply = service_pb2.ModelStreamInferResponse()
+        for name in names:
+            reply.infer_response.outputs.add(name=name)
+            reply.infer_response.raw_output_contents.append(values[name])
+        return reply
