@@ -59,17 +59,19 @@ def load_model(
     spec: DecoderSpec | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
 ) -> Decoder:
     """The decoder of a checkpoint with its weights, ready for `forward`.
 
     spec, device, dtype: what the caller resolved already; None resolves them from the config here.
+    kv_dtype: of the caches that it will be given; None is dtype.
     Raises ConfigError before weights are read if the checkpoint, a field of it, or the wished combination cannot serve.
     """
     checkpoint_dir = resolve_checkpoint(config.model)
     spec = spec or read_spec(checkpoint_dir)
     device = device or resolve_device(config.device)
     dtype = dtype or resolve_dtype(config.dtype, spec, device)
-    decoder = _build(config, spec, device, dtype)
+    decoder = _build(config, spec, device, dtype, kv_dtype)
     start = time.perf_counter()
     if config.load_format == "dummy":
         draw_dummies(decoder, config.seed)
@@ -97,9 +99,15 @@ def weight_bytes(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype) -> 
     )
 
 
-def check_model(config: ModelConfig, spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> None:
+def check_model(
+    config: ModelConfig,
+    spec: DecoderSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None = None,
+) -> None:
     """Raises what `load_model` would raise, without taking memory: nothing but the headers of the files is read."""
-    decoder = _build(config, spec, device, dtype, place=torch.device("meta"))
+    decoder = _build(config, spec, device, dtype, kv_dtype, place=torch.device("meta"))
     if config.load_format not in ("dummy", "null"):
         check_checkpoint(decoder, resolve_checkpoint(config.model))
 
@@ -109,6 +117,7 @@ def _build(
     spec: DecoderSpec,
     device: torch.device,
     dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
     place: torch.device | None = None,
 ) -> Decoder:
     """place: where the parameters are made, if not on the device that everything is chosen for."""
@@ -119,7 +128,7 @@ def _build(
     if reason is not None:
         raise ConfigError("quantization", method_name, f"cannot serve here: {reason}")
     backend_name, backend = ATTENTION_BACKENDS.select(
-        lambda entry: entry.supports(spec, device, dtype), config.attention_backend or None
+        lambda entry: entry.supports(spec, device, dtype, kv_dtype), config.attention_backend or None
     )
     log.info("quantization of linear layers: %s; attention: %s", method_name, backend_name)
     placement = Placement(place or device, dtype, method, head_method)

@@ -69,7 +69,7 @@ class ModelRunner:
         if device.type == "cpu":
             _leave_a_core()
         _enter(device)
-        self._model = load_model(config.model, spec, device, hardware.dtype)
+        self._model = load_model(config.model, spec, device, hardware.dtype, hardware.kv_dtype)
         self._device = device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         self._finish(phases, "weights")

@@ -116,7 +116,7 @@ def _plan(config: EngineConfig) -> str:
     TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or str(checkpoint)))
     hardware = resolve_hardware(config, spec)
     if config.model.load_format != "null":
-        check_model(config.model, spec, hardware.device, hardware.dtype)
+        check_model(config.model, spec, hardware.device, hardware.dtype, hardware.kv_dtype)
     return str(plan_memory(spec, config, hardware, free_device_memory(hardware.device)))
 
 

@@ -51,8 +51,10 @@ class AttentionBackendType(Protocol):
 
     def __call__(self, spec: DecoderSpec) -> AttentionBackend: ...
 
-    def supports(self, spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> str | None:
-        """A reason against serving this model there, or None."""
+    def supports(
+        self, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
+        """A reason against serving this model there, or None. kv_dtype: of the cache, None is dtype."""
         ...
 
 

@@ -19,7 +19,9 @@ class PagedAttention:
         self._sliding_windows = spec.sliding_windows
 
     @staticmethod
-    def supports(spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    def supports(
+        spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
         return None
 
     def graph_refusal(self, block_size: int) -> str | None:

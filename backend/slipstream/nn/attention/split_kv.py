@@ -21,12 +21,14 @@ class SplitKVAttention:
         self._sliding_windows = spec.sliding_windows
 
     @staticmethod
-    def supports(spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    def supports(
+        spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
         """Tries it: the kernel is built here, if it is not in the cache, and not in the first step."""
         if device.type != "cuda":
             return "needs a CUDA device"
         try:
-            _attend_once(spec, device, dtype)
+            _attend_once(spec, device, dtype, kv_dtype or dtype)
         except (ValueError, RuntimeError) as error:
             return str(error)
         return None
@@ -39,9 +41,9 @@ class SplitKVAttention:
         return SplitStep(batch, decodes, rows_after(batch, decodes), self._scale, self._sliding_windows)
 
 
-def _attend_once(spec: DecoderSpec, device: torch.device, dtype: torch.dtype) -> None:
+def _attend_once(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     one = torch.ones(1, dtype=torch.int32, device=device)
-    cache = ops.empty_kv_cache((1, spec.num_kv_heads, 64, spec.head_dim), dtype, device)
+    cache = ops.empty_kv_cache((1, spec.num_kv_heads, 64, spec.head_dim), kv_dtype, device)
     ops.decode_attention(
         torch.zeros(1, spec.num_q_heads, spec.head_dim, dtype=dtype, device=device),
         cache.key,
@@ -51,5 +53,7 @@ def _attend_once(spec: DecoderSpec, device: torch.device, dtype: torch.dtype) ->
         one,
         max_query_len=1,
         scale=1.0,
+        key_scale=cache.key_scale,
+        value_scale=cache.value_scale,
         backend="cuda",
     )
