@@ -34,6 +34,7 @@ GROUPED_TOKENS = 16384
 TOKENS = 4096
 SLOW_BLOCK = 2048
 CHUNK_LAUNCH = {"num_warps": 8, "maxnreg": 64}
+CHOOSE_WARPS = 16
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
@@ -268,7 +269,7 @@ def sample(
         CAPACITY=min(GROUPED_TOKENS // cut.group, triton.next_power_of_2(cut.num_groups)),
         TOKENS=TOKENS,
         SLOW_BLOCK=SLOW_BLOCK,
-        num_warps=32 if is_filtered else 1,  # the more, the shorter the code: it comes from memory at every step
+        num_warps=CHOOSE_WARPS if is_filtered else 1,
         **used,
     )
     return token_ids
