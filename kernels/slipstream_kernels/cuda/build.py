@@ -10,16 +10,20 @@ from __future__ import annotations
 import argparse
 import ctypes
 import hashlib
+import logging
 import os
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
+LOG = logging.getLogger(__name__)
 SOURCE_FOLDER = Path(__file__).resolve().parent
 ARCHITECTURE = "sm_90a"
 FLAGS = (
@@ -31,6 +35,7 @@ FLAGS = (
     "-gencode=arch=compute_90a,code=sm_90a",
 )
 MAX_COMPILE_S = 180
+MAX_HEAVY_COMPILE_S = 900  # of a source on CUTLASS: a minute of one idle core
 
 
 class KernelBuildError(RuntimeError):
@@ -56,14 +61,23 @@ def find_nvcc() -> Path | None:
     return next((path for path in candidates if os.access(path, os.X_OK)), None)
 
 
-def build(source: str, defines: Sequence[str], folder: Path | None = None) -> Path:
+def build(
+    source: str,
+    defines: Sequence[str],
+    folder: Path | None = None,
+    *,
+    flags: Sequence[str] = (),
+    headers: Callable[[], Path] | None = None,
+) -> Path:
     """Return the library of `source` (a file beside this one) compiled with `defines`, building it if need be.
 
-    Raises KernelBuildError if there is no nvcc, or it fails or takes longer than MAX_COMPILE_S.
+    flags: more of the compiler's options.  headers: where a library's headers are (cutlass.include_folder), asked only
+    when something is compiled.
+    Raises KernelBuildError if there is no nvcc, or it fails or takes longer than MAX_COMPILE_S (MAX_HEAVY_COMPILE_S).
     """
-    flags = _flags(defines)
+    options = _options(defines, flags)
     folder = folder or cache_folder()
-    library = folder / _library_name(source, flags)
+    library = folder / _library_name(source, options)
     if library.exists():
         return library
     nvcc = find_nvcc()
@@ -71,67 +85,96 @@ def build(source: str, defines: Sequence[str], folder: Path | None = None) -> Pa
         raise KernelBuildError(
             f"nvcc: not on PATH, in /usr/local/cuda*/bin or in the package nvidia-cuda-nvcc; {source} cannot be built"
         )
+    includes = [f"-I{SOURCE_FOLDER / 'include'}", *([] if headers is None else [f"-I{headers()}"])]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise KernelBuildError(f"{folder}: cannot hold built kernels: {error}; set XDG_CACHE_HOME") from error
+    if headers is not None:
+        LOG.info("building %s (%s): about a minute, once", source, " ".join(defines))
+    started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         # Built aside and moved into place, so that another process never loads half a library.
         built = Path(scratch) / library.name
-        _compile([str(nvcc), *flags, f"-I{SOURCE_FOLDER / 'include'}", "-o", str(built), str(SOURCE_FOLDER / source)])
+        command = [str(nvcc), *options, *includes, "-o", str(built), str(SOURCE_FOLDER / source)]
+        _compile(command, MAX_COMPILE_S if headers is None else MAX_HEAVY_COMPILE_S)
         os.replace(built, library)
+    LOG.info("built %s in %.0f s", library.name, time.monotonic() - started)
     return library
 
 
 @cache
-def load(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
+def load(
+    source: str, defines: tuple[str, ...], flags: tuple[str, ...] = (), headers: Callable[[], Path] | None = None
+) -> ctypes.CDLL:
     """Build if need be, and load into this process."""
-    return ctypes.CDLL(str(build(source, defines)))
+    return ctypes.CDLL(str(build(source, defines, flags=flags, headers=headers)))
 
 
 @cache
-def missing(source: str, defines: tuple[str, ...]) -> str | None:
+def missing(source: str, defines: tuple[str, ...], flags: tuple[str, ...] = ()) -> str | None:
     """Why `source` can be neither loaded from the cache nor built here; None if it can."""
-    if find_nvcc() is not None or (cache_folder() / _library_name(source, _flags(defines))).exists():
+    if find_nvcc() is not None or is_built(source, defines, flags):
         return None
     return "nvcc is not installed, and no library built before is in the cache"
 
 
-def _flags(defines: Sequence[str]) -> tuple[str, ...]:
-    return (*FLAGS, *(f"-D{define}" for define in defines))
+def is_built(source: str, defines: Sequence[str], flags: Sequence[str] = ()) -> bool:
+    """Whether the library is in the cache."""
+    return (cache_folder() / _library_name(source, _options(defines, flags))).exists()
 
 
-def _library_name(source: str, flags: Sequence[str]) -> str:
-    return f"{Path(source).stem}-{ARCHITECTURE}-{_digest(source, flags)}.so"
+def _options(defines: Sequence[str], flags: Sequence[str]) -> tuple[str, ...]:
+    return (*FLAGS, *flags, *(f"-D{define}" for define in defines))
 
 
-def _compile(command: list[str]) -> None:
+def _library_name(source: str, options: Sequence[str]) -> str:
+    return f"{Path(source).stem}-{ARCHITECTURE}-{_digest(source, options)}.so"
+
+
+def _compile(command: list[str], max_seconds: int) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=MAX_COMPILE_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=max_seconds, check=False)
     except subprocess.TimeoutExpired as error:
-        raise KernelBuildError(f"nvcc: no result after {MAX_COMPILE_S} s: {' '.join(command)}") from error
+        raise KernelBuildError(f"nvcc: no result after {max_seconds} s: {' '.join(command)}") from error
     if done.returncode != 0:
         raise KernelBuildError(f"nvcc: {' '.join(command)}\n{done.stdout}{done.stderr}")
 
 
-def _digest(source: str, flags: Sequence[str]) -> str:
-    digest = hashlib.sha256("\0".join(flags).encode())
-    headers = sorted((SOURCE_FOLDER / "include").glob("*.*h"))
-    for path in [SOURCE_FOLDER / source, *headers]:
+def _digest(source: str, options: Sequence[str]) -> str:
+    digest = hashlib.sha256("\0".join(options).encode())
+    for path in _files_of(SOURCE_FOLDER / source):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:20]
 
 
+def _files_of(source: Path) -> list[Path]:
+    """The source and those of our headers that it includes, directly or not: a change elsewhere rebuilds nothing."""
+    found = [source]
+    for path in found:
+        for name in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE):
+            header = SOURCE_FOLDER / "include" / name
+            if header.exists() and header not in found:
+                found.append(header)
+    return [source, *sorted(found[1:])]
+
+
 def _main() -> None:
-    from slipstream_kernels.cuda import decode_attention, prefill_attention
+    from slipstream_kernels.cuda import cutlass, decode_attention, int4_stream, prefill_attention, stream_mm, w4a8_gemm
 
     parser = argparse.ArgumentParser(description="Build all variants of the CUDA kernels into the user's cache folder.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     jobs = parser.parse_args().jobs
-    kernels = (prefill_attention, decode_attention)
-    wanted = [(kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    kernels = (prefill_attention, decode_attention, stream_mm, int4_stream)
+    wanted = [partial(build, kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
+    if (reason := cutlass.missing()) is not None:
+        LOG.warning("without W4A8 products of many tokens: %s", reason)
+    else:
+        heavy = partial(build, w4a8_gemm.SOURCE, flags=cutlass.FLAGS, headers=cutlass.include_folder)
+        wanted = [*(partial(heavy, defines) for defines in w4a8_gemm.variants()), *wanted]
     with ThreadPoolExecutor(jobs) as pool:
-        for library in pool.map(lambda job: build(*job), wanted):
+        for library in pool.map(lambda job: job(), wanted):
             print(library)
 
 

@@ -1,0 +1,137 @@
+"""What the CUDA kernels of 4-bit weights compute, instruction by instruction, on the CPU: codecs by their bits, sums in
+the order of groups and CTAs.  Tests compare it with the reference, and the GPU's tests compare the kernels with it."""
+
+from __future__ import annotations
+
+import torch
+from slipstream_kernels import int4_layout
+from slipstream_kernels.fp8 import E4M3, Fp8Rows
+from slipstream_kernels.integer import Int4Weight
+
+TILE_ROWS, BLOCK = 128, 128
+
+
+def byte_perm(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
+    """CUDA's __byte_perm on int64 tensors that hold 32-bit words; selectors without their sign bit."""
+    both = low | (high << 32)
+    out = torch.zeros_like(both + selector)
+    for byte in range(4):
+        index = (selector >> (4 * byte)) & 0xF
+        assert (index < 8).all()
+        out |= ((both >> (8 * index)) & 0xFF) << (8 * byte)
+    return out
+
+
+def fp16_of(bits: torch.Tensor) -> torch.Tensor:
+    return (bits & 0xFFFF).to(torch.uint16).view(torch.float16)
+
+
+def bf16_of(bits: torch.Tensor) -> torch.Tensor:
+    return (bits & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
+
+
+def expand_fp16(word: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Codec<__half>::expand of int4_codec.cuh: the eight code - zero of a word, nibble by nibble, as fp32."""
+    low, high = 0xE400 + zero, 0xD400 + 16 * zero
+    out = []
+    for i in range(8):
+        half = (word >> (16 * (i // 4))) >> (8 * (i % 4 // 2))
+        if i % 2 == 0:
+            out.append(fp16_of((half & 0x000F) | 0x6400) + fp16_of(low))
+        else:
+            exact = fp16_of((half & 0x00F0) | 0x6400).float() * fp16_of(torch.tensor(0x2C00)).float()
+            out.append((exact + fp16_of(high).float()).half())
+    return torch.stack(out, dim=-1).float()
+
+
+def expand_bf16(word: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Codec<__nv_bfloat16>::expand: the same in bf16."""
+    low = bf16_of(0xC300 + zero)
+    out = [bf16_of(((word >> (4 * i)) & 0xF) | 0x4300) + low for i in range(8)]
+    return torch.stack(out, dim=-1).float()
+
+
+def table_words(word: torch.Tensor) -> list[torch.Tensor]:
+    """table_of of w4a8_mainloop.cuh: four words of four e4m3 numbers each."""
+    scale, zero = fp16_of(word).float(), (word >> 16).float()
+    entries = torch.stack([(code - zero) * scale for code in range(16)], dim=-1).to(E4M3).view(torch.uint8).long()
+    return [sum(entries[..., 4 * part + i] << (8 * i) for i in range(4)) for part in range(4)]
+
+
+def look_up(word: torch.Tensor, table: list[torch.Tensor]) -> torch.Tensor:
+    """The eight e4m3 numbers of a word of codes, as the main loop's byte permutations find them; fp32 [..., 8]."""
+    index, choice = word & 0x77777777, ((word & 0x88888888) | 0x64206420) >> 1
+    out = []
+    for shift in (0, 16):
+        low = byte_perm(table[0], table[1], (index >> shift) & 0xFFFF)
+        high = byte_perm(table[2], table[3], (index >> shift) & 0xFFFF)
+        four = byte_perm(low, high, (choice >> shift) & 0xFFFF)
+        out += [((four >> (8 * i)) & 0xFF).to(torch.uint8).view(E4M3).float() for i in range(4)]
+    return torch.stack(out, dim=-1)
+
+
+def words_of_codes(weight: Int4Weight) -> torch.Tensor:
+    """A repacked weight's words [strips of 64, blocks, 4 x 16 rows, 4 x 32 columns, lane, row half] as int64."""
+    strips, blocks = weight.packed.shape[:2]
+    return weight.packed.view(strips, blocks, 4, 4, 32, 2).long() & 0xFFFFFFFF
+
+
+def in_rows(values: torch.Tensor) -> torch.Tensor:
+    """Values of the words of codes, [.., 8 nibbles], back in rows and columns: [out_features, in_features]."""
+    strips, blocks = values.shape[:2]
+    axes = values.view(strips, blocks, 4, 4, 8, 4, 2, 2, 4)  # r16, c32, row, c4, r8, c16, c
+    return axes.permute(0, 2, 6, 4, 1, 3, 7, 5, 8).reshape(64 * strips, 128 * blocks)
+
+
+def words_of_groups(weight: Int4Weight) -> torch.Tensor:
+    """The scale word of each row and column of 32, in the order of words_of_codes: [.., lane, row half]."""
+    words = weight.scales if weight.scales.dim() == 3 else weight.scales[..., None]  # [groups, out, per block]
+    rows = words.transpose(0, 1).flatten(1).long() & 0xFFFFFFFF
+    columns = rows.repeat_interleave(weight.in_features // 32 // rows.shape[1], dim=1)
+    strips, blocks = weight.packed.shape[:2]
+    axes = columns.view(strips, 4, 2, 8, blocks, 4)  # strip, r16, r8, row, block, c32
+    return axes.permute(0, 4, 1, 5, 3, 2)[..., :, None, :].expand(-1, -1, -1, -1, -1, 4, -1).flatten(4, 5)
+
+
+def stream_operand(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    """code - zero of each weight, [out_features, in_features] fp32, as the streaming kernel's codec makes it."""
+    expand = expand_bf16 if dtype == torch.bfloat16 else expand_fp16
+    return in_rows(expand(words_of_codes(weight), words_of_groups(weight) >> 16))
+
+
+def table_operand(weight: Int4Weight) -> torch.Tensor:
+    """The e4m3 number that stands for each weight in w4a8_gemm, without the channel scale; fp32."""
+    return in_rows(look_up(words_of_codes(weight), table_words(words_of_groups(weight))))
+
+
+def stream(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, num_ctas: int) -> torch.Tensor:
+    """int4_stream: sums of a group in fp32, times its scale, added along a CTA's run of blocks, then CTA by CTA."""
+    assert weight.zeros is not None
+    rows = x.values.float() if isinstance(x, Fp8Rows) else x.float()
+    operand = stream_operand(weight, torch.float16 if isinstance(x, Fp8Rows) else x.dtype)
+    scales, _ = int4_layout.unpack_scales(weight.scales, torch.ones_like(weight.zeros))
+    group = weight.in_features if scales.shape[1] == 1 else weight.group_size
+    width = min(group, BLOCK)
+    blocks, tiles = weight.in_features // BLOCK, -(-weight.out_features // TILE_ROWS)
+    out = torch.zeros(rows.shape[0], weight.out_features)
+    starts = [tiles * blocks * cta // num_ctas for cta in range(num_ctas + 1)]
+    for tile in range(tiles):
+        features = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
+        for cta in range(num_ctas):
+            sums = torch.zeros_like(out[:, features])
+            for block in range(max(starts[cta], tile * blocks), min(starts[cta + 1], (tile + 1) * blocks)):
+                column = (block - tile * blocks) * BLOCK
+                for start in range(column, column + BLOCK, width):
+                    part = rows[:, start : start + width] @ operand[features, start : start + width].t()
+                    sums += part * scales[features, start // group]
+            out[:, features] += sums
+    token = x.scales if isinstance(x, Fp8Rows) else 1.0
+    y = out * token * weight.zeros
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+def table(x: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """w4a8_gemm: products of the table's e4m3 numbers, scaled and biased at the end."""
+    assert weight.zeros is not None
+    y = (x.values.float() @ table_operand(weight).t()) * x.scales * weight.zeros
+    return (y if bias is None else y + bias.float()).to(x.dtype)
