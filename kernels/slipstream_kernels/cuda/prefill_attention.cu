@@ -6,22 +6,26 @@
 // and those of the other warpgroup, which takes turns with it (FlashAttention-3, arXiv:2407.08608). Keys are walked
 // from the last tile, the only ones with a mask, to the first. Rows are (token, query head of one kv head) pairs.
 //
-// Built once per SLIPSTREAM_TYPE (__half, __nv_bfloat16), SLIPSTREAM_HEAD_DIM, SLIPSTREAM_SOFT_CAP, SLIPSTREAM_ALIBI.
+// Built once per SLIPSTREAM_TYPE (__half, __nv_bfloat16), SLIPSTREAM_KV (KvType), SLIPSTREAM_HEAD_DIM,
+// SLIPSTREAM_SOFT_CAP and SLIPSTREAM_ALIBI.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
 
 #include <algorithm>
 
+#include <type_traits>
+
+#include "prefill_convert.cuh"
 #include "prefill_load.cuh"
 #include "prefill_softmax.cuh"
 
 // Warpgroups and keys of a tile: what the registers hold without spilling. Measured: docs/LOG.md, 2026-11-21.
 #ifndef SLIPSTREAM_WARPGROUPS
-#define SLIPSTREAM_WARPGROUPS (SLIPSTREAM_HEAD_DIM == 64 ? 3 : 2)
+#define SLIPSTREAM_WARPGROUPS (SLIPSTREAM_HEAD_DIM == 64 && SLIPSTREAM_KV == 0 ? 3 : 2)
 #endif
 #ifndef SLIPSTREAM_KEYS
-#define SLIPSTREAM_KEYS (SLIPSTREAM_HEAD_DIM == 64 ? 128 : 192)
+#define SLIPSTREAM_KEYS (SLIPSTREAM_HEAD_DIM == 128 && SLIPSTREAM_KV == 0 ? 192 : 128)
 #endif
 #ifndef SLIPSTREAM_TURNS
 #define SLIPSTREAM_TURNS 0
@@ -36,6 +40,7 @@ constexpr int kPrivateBarrier = 5;
 template <typename SHAPE>
 struct Multiplier {
   using Element = typename SHAPE::Element;
+  using Operand = typename SHAPE::Operand;
   static constexpr int kScores = SHAPE::kKeys / 2;
   static constexpr int kOutputs = SHAPE::kHeadDim / 2;
 
@@ -67,11 +72,7 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ bool receive() {
-    wait_barrier(memory.work_full(slot.stage), slot.parity);
-    work = *memory.work(slot.stage);
-    __syncwarp();
-    release(memory.work_empty(slot.stage));
-    slot.advance();
+    work = memory.receive(slot);
     return work.head >= 0;
   }
 
@@ -81,6 +82,7 @@ struct Multiplier {
     for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
     if (work.begin_tile >= work.end_tile) return;
     facts.load<SHAPE::kHasAlibi>(p, work, warpgroup);
+    facts.scale = p.scale * head_scale(p.key_scale);
     const int first_position = work.seq_len - work.query_len + (work.first_row >> p.pack_log2);
     const int last_position = work.seq_len - work.query_len + ((work.first_row + SHAPE::kRows - 1) >> p.pack_log2);
     // Tiles in [whole_begin, whole_end) hide no key from any row.
@@ -100,10 +102,16 @@ struct Multiplier {
     value_place.advance();
   }
 
+  __device__ __forceinline__ float head_scale(const float* scales) const {
+    if (SHAPE::kKvType != KvType::kFp8E4m3 || scales == nullptr) return 1.0f;
+    return scales[(work.head << p.pack_log2) / (p.num_q_heads / p.num_kv_heads)];
+  }
+
   // The last tile's scores: nothing to overlap them with.
   __device__ __forceinline__ void begin() {
     wait_barrier(memory.query_full(), query_place.parity);
     query_place.advance();
+    if constexpr (!std::is_same_v<Element, Operand>) convert_queries();
     wait_barrier(memory.key_full(key_place.stage), key_place.parity);
     multiply_scores();
     wait_for_products<0>();
@@ -115,7 +123,8 @@ struct Multiplier {
     float rescale[2];
     follow(tile, true, rescale);
     pack_probs();
-    if (work.seq_len % (1 << p.block_size_log2) != 0 && work.seq_len < work.end_tile * SHAPE::kKeys) clear_tail(tile);
+    const bool has_tail = work.seq_len % (1 << p.block_size_log2) != 0 && work.seq_len < work.end_tile * SHAPE::kKeys;
+    if (!SHAPE::kIsQuantized && has_tail) clear_tail(tile);
   }
 
   __device__ __forceinline__ void step(int tile, bool is_masked) {
@@ -139,8 +148,13 @@ struct Multiplier {
     pin(probs);
     release(memory.value_empty(value_place.stage));
     value_place.advance();
+#ifdef SLIPSTREAM_LAZY
+    if (__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f))
+#endif
+    {
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[i / 2 % 2];
+      for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[i / 2 % 2];
+    }
     pack_probs();
   }
 
@@ -160,8 +174,8 @@ struct Multiplier {
     for (int k = 0; k < SHAPE::kHeadDim / 16; ++k) {
       const uint64_t query = queries + ((k / 4 * SHAPE::kQuerySlab + k % 4 * 32) >> 4);
       const uint64_t key = keys + ((k / 4 * SHAPE::kKeySlab + k % 4 * 32) >> 4);
-      if (k == 0) multiply_rows<Element, false>(scores, query, key);
-      else multiply_rows<Element, true>(scores, query, key);
+      if (k == 0) multiply_rows<Operand, false>(scores, query, key);
+      else multiply_rows<Operand, true>(scores, query, key);
     }
     commit_products();
   }
@@ -173,7 +187,7 @@ struct Multiplier {
     begin_products();
 #pragma unroll
     for (int k = 0; k < SHAPE::kKeys / 16; ++k) {
-      multiply_columns<Element>(out, probs + 4 * k, values + ((k * 16 * kSwizzleBytes) >> 4));
+      multiply_columns<Operand>(out, probs + 4 * k, values + ((k * 16 * kSwizzleBytes) >> 4));
     }
     commit_products();
   }
@@ -181,7 +195,21 @@ struct Multiplier {
   // Probabilities in the layout of a wgmma operand in registers: pairs of the accumulator's columns.
   __device__ __forceinline__ void pack_probs() {
 #pragma unroll
-    for (int i = 0; i < kScores / 2; ++i) probs[i] = pack<Element>(scores[2 * i], scores[2 * i + 1]);
+    for (int i = 0; i < kScores / 2; ++i) probs[i] = pack<Operand>(scores[2 * i], scores[2 * i + 1]);
+  }
+
+  // This warpgroup's rows from bf16 to fp16, where they lie.
+  __device__ __forceinline__ void convert_queries() {
+    for (int i = threadIdx.x % 128; i < 64 * 8 * SHAPE::kSlabs; i += 128) {
+      const int slab = i / (64 * 8), part = i % (64 * 8);
+      auto* words = reinterpret_cast<uint4*>(memory.pointer(
+          memory.queries() + slab * SHAPE::kQuerySlab + warpgroup * 64 * kSwizzleBytes + part * 16));
+      const uint4 old = *words;
+      const auto convert = [](uint32_t w) { return pack<Operand>(__uint_as_float(w << 16), __uint_as_float(w & ~0xffffu)); };
+      *words = make_uint4(convert(old.x), convert(old.y), convert(old.z), convert(old.w));
+    }
+    fence_shared_for_engines();
+    sync_threads(kPrivateBarrier + warpgroup, 128);
   }
 
   // Slots of the last block that the sequence has not reached may hold NaN, which a probability of 0 would not stop.
@@ -191,7 +219,7 @@ struct Multiplier {
     const int block_mask = (1 << p.block_size_log2) - 1;
     const int first = work.seq_len - tile * SHAPE::kKeys;
     const int end = min(((work.seq_len + block_mask) & ~block_mask) - tile * SHAPE::kKeys, SHAPE::kKeys);
-    char* values = memory.base + (memory.values(value_place.stage) - memory.address);
+    char* values = memory.pointer(memory.values(value_place.stage));
     for (int i = threadIdx.x % 128; i < (end - first) * 8 * SHAPE::kSlabs; i += 128) {
       const int row = first + i / 8 / SHAPE::kSlabs, slab = i / 8 % SHAPE::kSlabs;
       *reinterpret_cast<uint4*>(values + slab * SHAPE::kKeySlab + row * kSwizzleBytes + i % 8 * 16) = uint4{};
@@ -206,7 +234,7 @@ struct Multiplier {
     bool is_row[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      inverse[r] = state.inverse(r);
+      inverse[r] = state.inverse(r) * head_scale(p.value_scale);
       const int row = work.first_row + warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
       const int token = row >> p.pack_log2, head = (work.head << p.pack_log2) + (row & ((1 << p.pack_log2) - 1));
       is_row[r] = token < work.query_len;
@@ -259,7 +287,11 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     lower_registers<SHAPE::kLoadRegisters>();
-    if (threadIdx.x / 32 == 0) PrefillLoader<SHAPE>{p, maps, memory}.run();
+    if (threadIdx.x / 32 == 0) {
+      PrefillLoader<SHAPE>{p, maps, memory}.run();
+    } else if constexpr (SHAPE::kIsQuantized) {
+      PrefillConverter<SHAPE>{p, memory, static_cast<int>(threadIdx.x) - 32}.run();
+    }
   } else {
     raise_registers<SHAPE::kRegisters>();
     Multiplier<SHAPE>{p, memory, warpgroup - 1}.run();
@@ -281,29 +313,34 @@ struct Extent {
   uint32_t box[3];
 };
 
-inline bool encode(CUtensorMap* map, const void* data, const Extent& extent) {
+inline bool encode(CUtensorMap* map, CUtensorMapDataType type, const void* data, const Extent& extent) {
   static const Encode encode_tiled = find_encode();
   if (encode_tiled == nullptr) return false;
-  constexpr auto kType = __is_same(SLIPSTREAM_TYPE, __half) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                            : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const bool is_raw = type == CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const uint32_t ones[3] = {1, 1, 1};
-  return encode_tiled(map, kType, 3, const_cast<void*>(data), extent.dims, extent.strides, extent.box, ones,
-                      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+  return encode_tiled(map, type, 3, const_cast<void*>(data), extent.dims, extent.strides, extent.box, ones,
+                      CU_TENSOR_MAP_INTERLEAVE_NONE, is_raw ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
+                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 template <typename SHAPE>
 bool encode_maps(const PrefillParams& p, PrefillMaps* maps) {
-  const uint64_t dim = SHAPE::kHeadDim, width = 2;
+  constexpr bool kIsHalf = std::is_same_v<typename SHAPE::Element, __half>;
+  constexpr auto kType = kIsHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  constexpr auto kCacheType = SHAPE::kIsQuantized ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : kType;
+  // Elements of a row of the cache, and their bytes; quantised ones count in bytes.
+  constexpr uint64_t kRow = SHAPE::kIsQuantized ? SHAPE::kSlabs * SHAPE::kRawRowBytes : SHAPE::kHeadDim;
+  constexpr uint64_t kRowBytes = SHAPE::kSlabs * SHAPE::kRawRowBytes;
   const uint64_t part_rows = 1 << std::min(p.block_size_log2, kMaxPartRowsLog2);
   const uint64_t num_parts = p.num_blocks * p.num_kv_heads * ((1 << p.block_size_log2) / part_rows);
   const uint32_t pack = 1 << p.pack_log2;
-  const Extent cache{{dim, part_rows, num_parts}, {dim * width, part_rows * dim * width},
-                     {64, static_cast<uint32_t>(part_rows), 1}};
-  const Extent q{{dim, static_cast<uint64_t>(p.num_q_heads), static_cast<uint64_t>(p.num_tokens)},
-                 {p.q_head_stride * width, p.q_token_stride * width}, {64, pack, SHAPE::kRows / pack}};
-  return encode(&maps->q, p.q, q) && encode(&maps->keys, p.key_cache, cache) &&
-         encode(&maps->values, p.value_cache, cache);
+  const Extent cache{{kRow, part_rows, num_parts}, {kRowBytes, part_rows * kRowBytes},
+                     {static_cast<uint32_t>(kRow) / SHAPE::kSlabs, static_cast<uint32_t>(part_rows), 1}};
+  const Extent q{{SHAPE::kHeadDim, static_cast<uint64_t>(p.num_q_heads), static_cast<uint64_t>(p.num_tokens)},
+                 {p.q_head_stride * sizeof(uint16_t), p.q_token_stride * sizeof(uint16_t)},
+                 {64, pack, SHAPE::kRows / pack}};
+  return encode(&maps->q, kType, p.q, q) && encode(&maps->keys, kCacheType, p.key_cache, cache) &&
+         encode(&maps->values, kCacheType, p.value_cache, cache);
 }
 
 template <typename SHAPE>
@@ -325,7 +362,7 @@ cudaError_t launch(const PrefillParams& p, cudaStream_t stream) {
 
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_prefill_attention(const PrefillParams* params, void* stream) {
-  using Shape = slipstream::PrefillShape<SLIPSTREAM_TYPE, SLIPSTREAM_HEAD_DIM, SLIPSTREAM_KEYS, SLIPSTREAM_WARPGROUPS,
+  using Shape = slipstream::PrefillShape<SLIPSTREAM_TYPE, static_cast<slipstream::KvType>(SLIPSTREAM_KV), SLIPSTREAM_HEAD_DIM, SLIPSTREAM_KEYS, SLIPSTREAM_WARPGROUPS,
                                          SLIPSTREAM_SOFT_CAP, SLIPSTREAM_ALIBI>;
   return slipstream::launch<Shape>(*params, static_cast<cudaStream_t>(stream));
 }

@@ -12,15 +12,18 @@ import torch
 
 from slipstream_kernels.attention_call import AttentionCall
 from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE
 
 SOURCE = "prefill_attention.cu"
 HEAD_DIMS = (64, 128)
+KV_TYPES = {torch.bfloat16: 0, torch.float16: 0, FP8_DTYPE: 1, INT8_DTYPE: 2, INT4_DTYPE: 3}
 TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Keys and values that may be in use at once, of the L2 cache's 50 to 60 MB.
 SECTION_BYTES = 32 << 20
 
 POINTERS = (
-    "q", "key_cache", "value_cache", "out", "block_tables", "query_start_loc", "seq_lens", "alibi_slopes", "counters",
+    "q", "key_cache", "value_cache", "key_scale", "value_scale", "out", "block_tables", "query_start_loc", "seq_lens",
+    "alibi_slopes", "counters",
 )  # fmt: skip
 STRIDES = ("q_token_stride", "q_head_stride", "table_stride", "num_blocks")
 COUNTS = (
@@ -51,8 +54,6 @@ def refusal(call: AttentionCall) -> str | None:
         return "the GPU is not a Hopper (compute capability 9.0)"
     if q.dtype not in TYPES:
         return f"q is {q.dtype}, not bfloat16 or float16"
-    if call.key_cache.dtype != q.dtype:
-        return f"the cache is {call.key_cache.dtype}, not q's {q.dtype}"
     if q.shape[2] not in HEAD_DIMS:
         return f"head_dim {q.shape[2]} is not one of {HEAD_DIMS}"
     block_size = call.key_cache.shape[2]
@@ -79,13 +80,18 @@ def paged_attention(call: AttentionCall) -> None:
 
 def defines(call: AttentionCall) -> tuple[str, ...]:
     """The macros that choose the variant of the kernel for a call."""
-    return variant(call.q.dtype, call.q.shape[2], call.soft_cap is not None, call.alibi_slopes is not None)
+    return variant(
+        call.q.dtype, call.key_cache.dtype, call.q.shape[2], call.soft_cap is not None, call.alibi_slopes is not None
+    )
 
 
-def variant(dtype: torch.dtype, head_dim: int, has_soft_cap: bool = False, has_alibi: bool = False) -> tuple[str, ...]:
+def variant(
+    query: torch.dtype, cache: torch.dtype, head_dim: int, has_soft_cap: bool = False, has_alibi: bool = False
+) -> tuple[str, ...]:
     """The macros of one variant of the kernel."""
     return (
-        f"SLIPSTREAM_TYPE={TYPES[dtype]}",
+        f"SLIPSTREAM_TYPE={TYPES[query]}",
+        f"SLIPSTREAM_KV={KV_TYPES[cache]}",
         f"SLIPSTREAM_HEAD_DIM={head_dim}",
         f"SLIPSTREAM_SOFT_CAP={int(has_soft_cap)}",
         f"SLIPSTREAM_ALIBI={int(has_alibi)}",
@@ -93,9 +99,9 @@ def variant(dtype: torch.dtype, head_dim: int, has_soft_cap: bool = False, has_a
 
 
 def variants() -> list[tuple[str, ...]]:
-    """All variants, for building ahead of time."""
-    flags = (False, True)
-    return [variant(t, dim, cap, alibi) for t in TYPES for dim in HEAD_DIMS for cap in flags for alibi in flags]
+    """Those worth building ahead of time: of all types and head dims, without soft cap and ALiBi."""
+    quantized = (FP8_DTYPE, INT8_DTYPE, INT4_DTYPE)
+    return [variant(query, cache, dim) for query in TYPES for cache in (query, *quantized) for dim in HEAD_DIMS]
 
 
 @lru_cache
@@ -116,9 +122,10 @@ def _params(call: AttentionCall) -> PrefillParams:
     num_blocks, num_kv_heads, block_size, _ = call.key_cache.shape
     group = num_q_heads // num_kv_heads
     tensors = {
-        "q": call.q, "key_cache": call.key_cache, "value_cache": call.value_cache, "out": call.out,
-        "block_tables": call.block_tables, "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens,
-        "alibi_slopes": call.alibi_slopes, "counters": _counters(call.q.device),
+        "q": call.q, "key_cache": call.key_cache, "value_cache": call.value_cache, "key_scale": call.key_scale,
+        "value_scale": call.value_scale, "out": call.out, "block_tables": call.block_tables,
+        "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "alibi_slopes": call.alibi_slopes,
+        "counters": _counters(call.q.device),
     }  # fmt: skip
     pack_log2 = min((group & -group).bit_length() - 1, 6)
     return PrefillParams(

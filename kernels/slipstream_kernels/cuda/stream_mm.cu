@@ -15,13 +15,13 @@
 namespace slipstream {
 
 template <typename SHAPE>
-__global__ void __launch_bounds__(SHAPE::kThreads, 2) stream_mm_kernel(const __grid_constant__ StreamParams p) {
+__global__ void __launch_bounds__(SHAPE::kThreads, TUNE_CTAS) stream_mm_kernel(const __grid_constant__ StreamParams p) {
   extern __shared__ __align__(128) char memory[];
   const uint32_t ring = shared_address(memory), barriers = ring + SHAPE::kBarrierOffset;
   start_dependents();
   if (threadIdx.x == 0) {
     for (int slot = 0; slot < SHAPE::kSlots; ++slot) {
-      init_barrier(barriers + 8 * slot, SHAPE::kProducers);
+      init_barrier(barriers + 8 * slot, 1);
       init_barrier(barriers + 8 * (slot + SHAPE::kSlots), SHAPE::kWarps);
     }
     publish_barriers();
@@ -67,6 +67,10 @@ template <int TILES>
 cudaError_t launch_tiles(const StreamParams& params, cudaStream_t stream) {
   if (params.columns == 1) return launch_gated<TILES, 1>(params, stream);
   if (params.columns == 2) return launch_gated<TILES, 2>(params, stream);
+  if (params.columns == 4) return launch_gated<TILES, 4>(params, stream);
+  if constexpr (TILES <= 3) {
+    if (params.columns == 8) return launch_gated<TILES, 8>(params, stream);
+  }
   return cudaErrorInvalidValue;
 }
 

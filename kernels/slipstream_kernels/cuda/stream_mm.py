@@ -18,9 +18,10 @@ from slipstream_kernels.fp8 import E4M3
 LOG = logging.getLogger(__name__)
 SOURCE = "stream_mm.cu"
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-MAX_TOKENS = 16
+MAX_TOKENS = 32
 MAX_CHOSEN_TOKENS = 0  # of the engine's own choice: none before it is measured
 SPAN_BYTES = 64  # of a weight row, what one warp multiplies at once
+COLUMNS = (1, 2, 4)  # of 8 tokens each, that are compiled
 TILES = (2, 3, 4)  # 16-row tiles of one pass that are compiled
 
 POINTERS = ("x", "weight", "scale", "bias", "out")
@@ -105,7 +106,7 @@ def stream_mm(
         is_dependent=launches_dependently(x.device),
         prefetch_slots=0,
         tiles=tiles_of(num_units, num_ctas, gated),
-        columns=1 if x.shape[0] <= 8 else 2,
+        columns=next(count for count in COLUMNS if x.shape[0] <= 8 * count),
         is_gated=gated,
     )
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)

@@ -46,8 +46,10 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, ui
           to), "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z) : "memory");
 }
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+// Copies `bytes` contiguous bytes, a multiple of 16 as are both addresses.
+__device__ __forceinline__ void copy_bytes(uint32_t to, const void* from, uint32_t barrier, int bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // Orders this thread's ordinary writes to shared memory before later reads by tensor cores or the copy engine.

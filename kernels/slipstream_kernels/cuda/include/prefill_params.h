@@ -8,6 +8,8 @@ struct PrefillParams {
   const void* q;                // [num_tokens, num_q_heads, head_dim], strides below
   const void* key_cache;        // [num_blocks, num_kv_heads, block_size, head_dim]
   const void* value_cache;
+  const float* key_scale;       // fp8: [num_kv_heads] or null; int8, int4: [num_blocks, num_kv_heads, block_size]
+  const float* value_scale;
   void* out;                    // [num_tokens, num_q_heads, head_dim]
   const int32_t* block_tables;  // [num_requests, max_blocks]
   const int32_t* query_start_loc;

@@ -16,6 +16,7 @@ struct RowFacts {
   int row[2];        // of the tile
   int position[2];   // of its query; at or past the sequence's end for rows that do not exist
   float slope[2];    // ALiBi, base 2
+  float scale;       // of raw products, the cache's per-head scale included
 
   template <bool HAS_ALIBI>
   __device__ __forceinline__ void load(const PrefillParams& p, const Work& work, int warpgroup) {
@@ -36,11 +37,11 @@ template <bool HAS_SOFT_CAP, bool HAS_ALIBI, int N>
 __device__ __forceinline__ float finish_scores(const PrefillParams& p, const RowFacts& facts, int first_key,
                                                float (&s)[N]) {
   if constexpr (HAS_SOFT_CAP) {
-    const float inner = 2.0f * kLog2E * p.scale / p.soft_cap;
+    const float inner = 2.0f * kLog2E * facts.scale / p.soft_cap;
 #pragma unroll
     for (int i = 0; i < N; ++i) s[i] = p.soft_cap - __fdividef(2.0f * p.soft_cap, exp2_fast(s[i] * inner) + 1.0f);
   }
-  const float factor = (HAS_SOFT_CAP ? 1.0f : p.scale) * kLog2E;
+  const float factor = (HAS_SOFT_CAP ? 1.0f : facts.scale) * kLog2E;
   if constexpr (HAS_ALIBI) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {

@@ -44,9 +44,9 @@ struct Epilogue {
       sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
     }
     const int tile = fragment / SHAPE::kColumns, token = fragment % SHAPE::kColumns * 8 + lane % 4 * 2;
-    const int low = unit_of<SHAPE>(pass, tile, lane / 4), high = unit_of<SHAPE>(pass, tile, lane / 4 + 8);
+    const int low = unit_of<SHAPE>(pass, tile, 0, lane / 4), high = unit_of<SHAPE>(pass, tile, 1, lane / 4);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) sum[e] = scaled(e < 2 ? low : high, e < 2 ? 0 : 8, pass, sum[e]);
+    for (int e = 0; e < 4; ++e) sum[e] = scaled(e < 2 ? low : high, e / 2, pass, sum[e]);
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       if (token + e >= p.num_tokens) continue;
@@ -60,9 +60,9 @@ struct Epilogue {
     }
   }
 
-  __device__ __forceinline__ float scaled(int unit, int row, const UnitRange& pass, float sum) const {
+  __device__ __forceinline__ float scaled(int unit, int half, const UnitRange& pass, float sum) const {
     if (unit >= pass.end) return 0.0f;
-    const int weight = weight_row<SHAPE>(p, unit, row);
+    const int weight = weight_row<SHAPE>(p, unit, half);
     sum *= SHAPE::Format::kUnit;
     if constexpr (SHAPE::Format::kIsScaled) sum *= __ldg(static_cast<const float*>(p.scale) + weight);
     if (p.bias != nullptr) sum += to_float(static_cast<const T*>(p.bias)[weight]);

@@ -1,0 +1,28 @@
+// Arguments of slipstream_int4_stream, as cuda/int4_stream.py fills them. Pointers are device pointers.
+// Pointers first, then 64-bit, then 32-bit fields: no padding on either side.
+#pragma once
+
+#include <cstdint>
+
+namespace slipstream {
+
+struct Int4StreamParams {
+  const void* x;                // [num_tokens, in_features] bf16, fp16 or e4m3, row stride below
+  const float* token_scale;     // [num_tokens], or null: 1
+  const uint4* codes;           // in the order of w4a8_layout.cuh
+  const uint32_t* words;        // [groups of 128 or 1][out_features][1], or [..][..][2] of groups of 64
+  const float* channel_scale;   // [out_features]
+  const void* bias;             // [out_features] of the result's type, or null
+  void* out;                    // [num_tokens, out_features]
+  float* partials;              // two tiles of sums for each CTA
+  int32_t* arrivals;            // zeros, one for each tile; left zero
+  int64_t x_row_stride;         // elements, a multiple of 16 bytes
+  int32_t num_tokens, out_features, in_features;
+  int32_t columns;              // the variant: num_tokens rounded up
+  int32_t groups_per_block;     // 1 (128 or whole rows), 2 (64): the variant
+  int32_t is_channelwise;       // words have one row of groups
+  int32_t out_is_half;          // of e4m3 rows: fp16, else bf16
+  int32_t num_ctas, is_dependent;
+};
+
+}  // namespace slipstream

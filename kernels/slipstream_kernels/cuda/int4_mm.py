@@ -1,0 +1,96 @@
+"""int4_mm in CUDA, for repacked weights: the choice of a kernel by the kind of rows and their number.  Hopper only.
+
+Up to 64 tokens the weights' bytes are the bound and one kernel serves all rows (int4_stream). Beyond, FP8 rows go to
+CUTLASS (w4a8_gemm); 16-bit rows are multiplied 64 at a time as long as that is faster than to write the weights out in
+16 bits once and multiply those by the library (docs/LOG.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+
+from slipstream_kernels import int4_layout
+from slipstream_kernels.cuda import int4_stream, w4a8_gemm
+from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.int4_stream import MAX_TOKENS, Int4StreamParams
+from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.integer import Int4Weight
+
+LOG = logging.getLogger(__name__)
+DEQUANTISE = "int4_dequantise.cu"
+MAX_STREAMED_TOKENS = 4 * MAX_TOKENS  # of 16-bit rows
+
+
+def refusal(weight: Int4Weight) -> str | None:
+    """Why this version cannot serve a canonical weight; None if it can."""
+    device = weight.packed.device
+    if device.type != "cuda":
+        return f"the weight is on {device}"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "the GPU is not a Hopper (compute capability 9.0)"
+    sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
+    if sizes is not None or weight.out_features > int4_stream.MAX_TILES * int4_stream.TILE_ROWS:
+        return sizes or f"out_features: {weight.out_features} are too many"
+    return missing(int4_stream.SOURCE, int4_stream.defines(torch.bfloat16))
+
+
+def int4_mm(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """See ops.int4_mm; weight is repacked."""
+    rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
+    if x.dtype not in w4a8_gemm.OUTPUTS:
+        raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which a repacked weight is multiplied by")
+    num_tokens = rows.shape[0]
+    bias = None if bias is None else bias.to(x.dtype)
+    if num_tokens > MAX_TOKENS and isinstance(x, Fp8Rows) and _many_rows_refusal(x.dtype) is None:
+        out = torch.empty((num_tokens, weight.out_features), dtype=x.dtype, device=rows.device)
+        w4a8_gemm.w4a8_gemm(x, weight, bias, out)
+        return out
+    if num_tokens > MAX_STREAMED_TOKENS:
+        plain = (rows.float() * scales).to(x.dtype) if scales is not None else rows
+        return F.linear(plain, dequantise(weight, x.dtype), bias)
+    if rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
+        rows = rows.contiguous()
+    out = torch.empty((num_tokens, weight.out_features), dtype=x.dtype, device=rows.device)
+    for start in range(0, num_tokens, MAX_TOKENS):
+        part = slice(start, start + MAX_TOKENS)
+        int4_stream.int4_stream(rows[part], None if scales is None else scales[part], weight, bias, out[part])
+    return out
+
+
+def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    """[out_features, in_features] of bf16 or fp16 of a repacked weight."""
+    assert weight.zeros is not None
+    device = weight.packed.device
+    out = torch.empty((weight.out_features, weight.in_features), dtype=dtype, device=device)
+    params = Int4StreamParams(
+        codes=weight.packed.data_ptr(),
+        words=weight.scales.data_ptr(),
+        channel_scale=weight.zeros.data_ptr(),
+        out=out.data_ptr(),
+        out_features=weight.out_features,
+        in_features=weight.in_features,
+        groups_per_block=2 if weight.scales.dim() == 3 else 1,
+        is_channelwise=weight.scales.shape[0] == 1,
+        out_is_half=dtype == torch.float16,
+    )
+    library = load(DEQUANTISE, ())
+    with torch.cuda.device(device):
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        error = library.slipstream_int4_dequantise(ctypes.byref(params), stream)
+    if error != 0:
+        library.slipstream_error_text.restype = ctypes.c_char_p
+        raise RuntimeError(f"int4_dequantise: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+    return out
+
+
+@lru_cache
+def _many_rows_refusal(dtype: torch.dtype) -> str | None:
+    reason = w4a8_gemm.refusal(dtype)
+    if reason is not None:
+        LOG.warning("products of more than %d FP8 rows with 4-bit weights run in 16 bits: %s", MAX_TOKENS, reason)
+    return reason
