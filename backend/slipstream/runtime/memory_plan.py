@@ -71,16 +71,16 @@ class MemoryPlan:
         return self.num_blocks // -(-self.max_model_len // self.block_size)
 
     def __str__(self) -> str:
-        rows = (
+        rows = [
             ("free device memory", self.free_bytes, ""),
             ("weights", self.weight_bytes, ""),
             ("workspace (activations, logits)", self.workspace_bytes, ""),
             ("KV pool", self.pool_bytes, f"{self.num_blocks} blocks x {self.block_size} tokens"),
             ("  per token", self.block_bytes // self.block_size, ""),
-        )
+        ]
         if self.num_host_blocks:
             host_bytes = self.num_host_blocks * self.block_bytes
-            rows += (("host memory behind the KV pool", host_bytes, f"{self.num_host_blocks} blocks"),)
+            rows.append(("host memory behind the KV pool", host_bytes, f"{self.num_host_blocks} blocks"))
         lines = [f"  {name:<32}{_size(num_bytes):>12}  {note}".rstrip() for name, num_bytes, note in rows]
         held = f"holds {self.num_full_sequences} sequences of max_model_len={self.max_model_len} tokens"
         return "\n".join(["memory plan", *lines, f"  {held}"])
