@@ -50,11 +50,14 @@ def run_pack(args: argparse.Namespace) -> None:
 
 
 def run_train(args: argparse.Namespace) -> None:
-    from demo_model.network import NetworkConfig
+    from dataclasses import replace
+
+    from demo_model.network import PRESETS
     from demo_model.train import TrainConfig, train
 
     vocab_size = json.loads((args.data / "packed" / "index.json").read_text())["vocab_size"]
-    network = NetworkConfig(vocab_size=vocab_size, num_layers=args.layers)
+    preset = PRESETS[args.preset]
+    network = replace(preset, vocab_size=vocab_size, num_layers=args.layers or preset.num_layers)
     config = TrainConfig(
         packed_dir=args.data / "packed",
         out_dir=args.out or args.data / "run",
@@ -110,7 +113,8 @@ def add_train_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-windows", type=int, default=128, help="windows per update")
     parser.add_argument("--micro-windows", type=int, default=128, help="windows per forward pass")
     parser.add_argument("--window-tokens", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--preset", choices=("demo", "draft"), default="demo", help="sizes of the network")
+    parser.add_argument("--layers", type=int, default=0, help="instead of the preset's")
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--adam-lr", type=float, default=0.003)
     parser.add_argument("--no-compile", action="store_true", help="skip torch.compile (short trials, CPUs)")

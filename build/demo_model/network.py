@@ -57,6 +57,13 @@ class NetworkConfig:
         }
 
 
+# Sizes by name: the demo model, and the small one that drafts for it.
+PRESETS = {
+    "demo": NetworkConfig(),
+    "draft": NetworkConfig(hidden_size=256, intermediate_size=704, num_layers=2, num_q_heads=4),
+}
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, in float32.  Source: arXiv:1910.07467."""
 

@@ -69,7 +69,9 @@ def pack(tokenizer: Tokenizer, data_dir: Path, every: int = 1) -> dict[str, dict
     out_dir.mkdir(parents=True, exist_ok=True)
     index: dict[str, dict[str, object]] = {}
     for split in SPLITS:
-        ids, num_bytes = encode_corpus(tokenizer, data_dir / "corpus" / f"{split}.jsonl", every if split == "train" else 1)
+        ids, num_bytes = encode_corpus(
+            tokenizer, data_dir / "corpus" / f"{split}.jsonl", every if split == "train" else 1
+        )
         index[split] = {
             "num_tokens": len(ids),
             "num_bytes": num_bytes,

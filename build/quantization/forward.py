@@ -45,15 +45,16 @@ def window_logits(decoder: Decoder, windows: Tensor, kv_dtype: str, schedule: Sc
         batch = batch.to(decoder.placement.device)
         parts = []
         for start in range(0, window_tokens, schedule.step_tokens):
-            step = _step(batch, start, min(start + schedule.step_tokens, window_tokens), blocks)
+            step = window_step(batch, start, min(start + schedule.step_tokens, window_tokens))
             logits = decoder.logits(decoder.forward(step, caches)).float()
             parts.append(logits.view(batch.shape[0], -1, logits.shape[-1]))
         yield from torch.cat(parts, dim=1)
 
 
-def _step(windows: Tensor, start: int, end: int, blocks: int) -> ForwardBatch:
-    """Tokens start to end of every window; window i owns the i-th run of blocks."""
+def window_step(windows: Tensor, start: int, end: int) -> ForwardBatch:
+    """Tokens start to end of every window [num_windows, window_tokens]; window i owns the i-th run of blocks."""
     num_windows, device, query_len = windows.shape[0], windows.device, end - start
+    blocks = -(-windows.shape[1] // BLOCK_SIZE)
     tables = torch.arange(num_windows * blocks, dtype=torch.int32, device=device).view(num_windows, blocks)
     positions = torch.arange(start, end, device=device).repeat(num_windows)
     first_slots = torch.arange(num_windows, device=device) * blocks * BLOCK_SIZE

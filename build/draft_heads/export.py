@@ -1,0 +1,62 @@
+"""Write trained heads as checkpoints in their published layouts, with what their training measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from draft_heads.heads import MTP, Eagle, Medusa
+
+CHOICES_FILE = "medusa_choices.json"
+
+
+def export(head: Medusa | MTP | Eagle, record: dict[str, Any], out_dir: Path, model_dir: Path) -> Path:
+    """bf16 tensors, a config.json, training.json and, for Medusa, the tree for the accuracies measured."""
+    out_dir.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        name: (value.detach().to(torch.bfloat16) if value.is_floating_point() else value).contiguous().cpu()
+        for name, value in head.checkpoint().items()
+    }
+    path = out_dir / "model.safetensors"
+    save_file(tensors, str(path), metadata={"format": "pt"})
+    path.chmod(0o644)
+    _write(out_dir / "config.json", _config(head, model_dir))
+    _write(out_dir / "training.json", record)
+    if isinstance(head, Medusa):
+        (out_dir / CHOICES_FILE).write_text(json.dumps(best_choices(record["ranks"], 63)) + "\n")
+    return path
+
+
+def best_choices(ranks: list[list[float]], num_nodes: int) -> list[list[int]]:
+    """The tree of nodes likeliest to be taken, likeliest first; ranks[head][rank]: how often that guess is right.
+
+    A path is worth the product of its guesses' rates. A node is worth no more than its parent, so growing the best leaf
+    by one node at a time gives the best tree of every size. Source: arXiv:2401.10774, section 2.3.3.
+    """
+    chosen: list[list[int]] = []
+    frontier = [(rate, [rank]) for rank, rate in enumerate(ranks[0])]
+    while frontier and len(chosen) < num_nodes:
+        value, path = max(frontier, key=lambda node: node[0])
+        frontier.remove((value, path))
+        chosen.append(path)
+        if len(path) < len(ranks):
+            frontier += [(value * rate, [*path, rank]) for rank, rate in enumerate(ranks[len(path)])]
+    return chosen
+
+
+def _config(head: Medusa | MTP | Eagle, model_dir: Path) -> dict[str, Any]:
+    if isinstance(head, Medusa):
+        return {"medusa_num_heads": len(head.heads), "medusa_num_layers": len(head.heads[0].blocks)}
+    config = json.loads((model_dir / "config.json").read_text())
+    config["num_hidden_layers"] = 1
+    if isinstance(head, Eagle):
+        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(head.vocabulary)}
+    return config
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=1) + "\n")

@@ -1,0 +1,132 @@
+"""Runs an unquantised decoder over calibration text layer by layer, and records what its linear layers see.
+
+One layer at a time, so that a layer is quantised on the inputs that the quantised layers before it give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
+from slipstream.nn.decoder import Decoder, DecoderLayer
+from slipstream.nn.linear import Linear
+from slipstream.nn.placement import Placement
+from slipstream.nn.quant.input_form import Activation, InputForm
+from slipstream.nn.quant.method import Weights
+from slipstream.nn.quant.unquantized import Unquantized
+from slipstream.nn.spec import read_spec
+from slipstream.nn.weights import load_checkpoint
+from torch import Tensor
+
+from quantization.forward import BLOCK_SIZE, empty_caches, window_step
+
+
+@dataclass
+class InputStatistics:
+    """Of a linear layer's inputs: gram = sum of x xᵀ [in, in] fp32, largest magnitude per feature, tokens seen."""
+
+    gram: Tensor
+    largest: Tensor
+    num_tokens: int = 0
+
+    def add(self, x: Tensor) -> None:
+        wide = x.float()
+        self.gram.addmm_(wide.t(), wide)
+        torch.maximum(self.largest, wide.abs().amax(0), out=self.largest)
+        self.num_tokens += x.shape[0]
+
+    def rescaled(self, factors: Tensor) -> InputStatistics:
+        """As if every input feature had been divided by its factor."""
+        gram = self.gram / (factors[:, None] * factors)
+        return InputStatistics(gram, self.largest / factors, self.num_tokens)
+
+
+@dataclass
+class Recorder(Unquantized):
+    """Unquantised weights that stay as they were loaded; while `seen` is set, their inputs are shown to it."""
+
+    seen: dict[int, InputStatistics] = field(default_factory=dict)
+
+    def finish(self, weights: Weights) -> None:
+        """Not packed: they will be changed."""
+
+    def apply(self, weights: Weights, x: Activation) -> Tensor:
+        assert isinstance(x, Tensor)
+        statistics = self.seen.get(id(weights))
+        if statistics is not None:
+            statistics.add(x)
+        return torch.nn.functional.linear(x, weights["weight"], weights.get("bias"))
+
+    def apply_gated(self, weights: Weights, x: Activation, form: InputForm) -> Activation:
+        return form.silu_mul(self.apply(weights, x))
+
+
+def load_recorded(model: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """The checkpoint with a Recorder as the method of its layers. Raises ConfigError as loading does."""
+    spec = read_spec(model)
+    if spec.stored_format is not None:
+        raise ValueError(f"{model}: is quantised already ({spec.stored_format.method})")
+    _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, device, dtype), None)
+    placement = Placement(device, dtype, Recorder(), Unquantized())
+    decoder = Decoder(spec, placement, backend(spec), spec.max_model_len)
+    load_checkpoint(decoder, model)
+    return decoder
+
+
+@dataclass
+class _Batch:
+    """A batch of windows on its way through the layers."""
+
+    windows: Tensor
+    hidden: Tensor
+    residual: Tensor | None = None
+
+
+class LayerWalk:
+    """windows: [num_windows, window_tokens]. `layer` is the one that `record` and `pass_on` run."""
+
+    def __init__(self, decoder: Decoder, windows: Tensor, batch_windows: int) -> None:
+        self.decoder = decoder
+        blocks = -(-windows.shape[1] // BLOCK_SIZE)
+        self.cache = empty_caches(decoder, batch_windows * blocks, "auto")[0]
+        self.batches = []
+        for batch in windows.split(batch_windows):
+            on_device = batch.to(decoder.placement.device)
+            self.batches.append(_Batch(on_device, decoder.embedding(on_device.reshape(-1))))
+
+    @torch.inference_mode()
+    def record(self, layer: DecoderLayer, linear: Linear) -> InputStatistics:
+        """What one linear of the layer sees, with the layer's weights as they are now."""
+        with recording(linear) as statistics:
+            for batch in self.batches:
+                self._run(layer, batch)
+        return statistics
+
+    @torch.inference_mode()
+    def pass_on(self, layer: DecoderLayer, look: Callable[[LayerCache], None] = lambda cache: None) -> None:
+        """Make the layer's outputs the next one's inputs. look: is shown the cache after each batch."""
+        for batch in self.batches:
+            batch.hidden, batch.residual = self._run(layer, batch)
+            look(self.cache)
+
+    def _run(self, layer: DecoderLayer, batch: _Batch) -> tuple[Tensor, Tensor]:
+        step = self.decoder.backend.plan(window_step(batch.windows, 0, batch.windows.shape[1]))
+        return layer(batch.hidden, batch.residual, step, self.cache)
+
+
+@contextmanager
+def recording(linear: Linear) -> Iterator[InputStatistics]:
+    """Statistics of the linear's inputs while the context is open."""
+    method, weight = linear.method, linear.weights["weight"]
+    assert isinstance(method, Recorder)
+    size = linear.spec.in_features
+    gram, largest = torch.zeros(size, size, device=weight.device), torch.zeros(size, device=weight.device)
+    statistics = method.seen[id(linear.weights)] = InputStatistics(gram, largest)
+    try:
+        yield statistics
+    finally:
+        del method.seen[id(linear.weights)]

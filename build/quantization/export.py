@@ -1,0 +1,104 @@
+"""Writes a quantised checkpoint beside the full one: its own tensors, what folding changed, and the rest as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.models.family import FAMILIES
+from slipstream.nn.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, read_headers
+from torch import Tensor
+
+from quantization.folding import rows_of
+from quantization.plan import Plan
+from quantization.quantizer import Stored
+
+SHARD_BYTES = 4 << 30
+NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+
+
+class ShardWriter:
+    """Tensors in files of at most `shard_bytes`, so that the host never holds more than one of them."""
+
+    def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
+        self.folder, self.shard_bytes = folder, shard_bytes
+        self.tensors: dict[str, Tensor] = {}
+        self.shards: list[list[str]] = []
+        self.total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """The tensor is copied to the host."""
+        held = sum(known.nbytes for known in self.tensors.values())
+        if self.tensors and held + tensor.nbytes > self.shard_bytes:
+            self._flush()
+        self.tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self.total_bytes += tensor.nbytes
+
+    def close(self) -> None:
+        """Write what is left, and the index if there are several files."""
+        self._flush()
+        count = len(self.shards)
+        if count == 1:
+            self._path(0).rename(self.folder / SINGLE_FILE)
+            return
+        weight_map = {}
+        for number, names in enumerate(self.shards):
+            file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+            self._path(number).rename(self.folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        index = {"metadata": {"total_size": self.total_bytes}, "weight_map": weight_map}
+        (self.folder / INDEX_FILE).write_text(json.dumps(index, indent=1) + "\n")
+
+    def _flush(self) -> None:
+        save_file(self.tensors, self._path(len(self.shards)), {"format": "pt"})
+        self.shards.append(list(self.tensors))
+        self.tensors = {}
+
+    def _path(self, number: int) -> Path:
+        return self.folder / f"part-{number}.safetensors"
+
+
+def write_checkpoint(model: Path, output: Path, decoder: Decoder, plan: Plan, stored: Stored) -> int:
+    """Run `stored` to its end and write everything into `output`. Returns the bytes of all tensors."""
+    output.mkdir(parents=True, exist_ok=True)
+    names = FAMILIES.get(decoder.spec.architecture).names
+    writer = ShardWriter(output)
+    for part, layer, tensors in stored:
+        module = names["q"].rpartition(".")[0] if part == "attention" else names[part]
+        for suffix, tensor in tensors.items():
+            writer.add(f"{module.format(layer=layer)}.{suffix}", tensor)
+    changed = _changed(decoder, names, plan)
+    for name, header in read_headers(checkpoint_files(model)).items():
+        if name not in changed:
+            with safe_open(header.file, framework="pt") as file:
+                writer.add(name, file.get_tensor(name))
+        elif (value := changed[name]) is not None:
+            writer.add(name, value.to(decoder.spec.dtype))
+    writer.close()
+    for path in model.iterdir():
+        if path.is_file() and path.suffix not in NOT_COPIED and path.name not in ("config.json", INDEX_FILE):
+            shutil.copy(path, output / path.name)
+    config = json.loads((model / "config.json").read_text())
+    (output / "config.json").write_text(json.dumps({**config, "quantization_config": plan.config()}, indent=2) + "\n")
+    return writer.total_bytes
+
+
+def _changed(decoder: Decoder, names: Mapping[str, str], plan: Plan) -> dict[str, torch.Tensor | None]:
+    """Tensors of the full checkpoint that are replaced, by what; None: stored under other names already."""
+    changed: dict[str, Tensor | None] = {f"{names['lm_head']}.weight": None} if plan.with_head else {}
+    for index, layer in enumerate(decoder.layers):
+        for module, norm in layer.norms():
+            changed[f"{names[module].format(layer=index)}.weight"] = norm.weight
+        for linear in layer.linears():
+            for part, _ in linear.spec.parts:
+                module = names[part].format(layer=index)
+                changed[f"{module}.weight"] = None
+                if "bias" in linear.weights:
+                    changed[f"{module}.bias"] = linear.weights["bias"][rows_of(linear, part)]
+    return changed

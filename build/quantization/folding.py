@@ -1,0 +1,50 @@
+"""Factors per input feature of a linear layer, folded into what makes that input: the model computes the same.
+
+A norm's weight makes the inputs of qkv and gate_up; the rows of v those of o; the rows of up those of down.
+"""
+
+from __future__ import annotations
+
+from slipstream.nn.decoder import DecoderLayer
+from slipstream.nn.linear import Linear
+from slipstream.nn.spec import DecoderSpec
+from torch import Tensor
+
+
+def shared(spec: DecoderSpec, layer: DecoderLayer, linear: Linear, factors: Tensor) -> Tensor:
+    """The factors [in], made equal (geometric mean) where input features come from one row: heads that share a v."""
+    if linear is not layer.attention.o:
+        return factors
+    heads = factors.log().view(spec.num_kv_heads, -1, spec.head_dim)
+    return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1).exp()
+
+
+def fold(spec: DecoderSpec, layer: DecoderLayer, linear: Linear, factors: Tensor) -> None:
+    """Multiply the linear's columns by `factors` (as `shared` gave them) and divide their source by them."""
+    linear.weights["weight"].mul_(factors)
+    if linear is layer.attention.qkv:
+        layer.input_norm.weight.div_(factors)
+    elif linear is layer.mlp.gate_up:
+        layer.post_attention_norm.weight.div_(factors)
+    elif linear is layer.mlp.down:
+        _divide_rows(layer.mlp.gate_up, "up", factors)
+    else:
+        per_head = factors.view(spec.num_kv_heads, -1, spec.head_dim)[:, 0].reshape(-1)
+        _divide_rows(layer.attention.qkv, "v", per_head)
+
+
+def rows_of(linear: Linear, part: str) -> slice:
+    """Where a part lies in its merged layer."""
+    start = 0
+    for name, rows in linear.spec.parts:
+        if name == part:
+            return slice(start, start + rows)
+        start += rows
+    raise KeyError(part)
+
+
+def _divide_rows(source: Linear, part: str, factors: Tensor) -> None:
+    rows = rows_of(source, part)
+    source.weights["weight"][rows].div_(factors[:, None])
+    if "bias" in source.weights:
+        source.weights["bias"][rows].div_(factors)

@@ -1,0 +1,117 @@
+"""What to make of a model: method, algorithms, format; which of them go together; what config.json then says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quantization.grids import Grid, fp8_block_grid, fp8_grid, int4_grid, int8_grid
+
+METHODS = ("fp8", "block_wise_fp8", "wint8", "w8a8_int8", "wint4", "w4a8_fp8")
+ALGORITHMS = ("awq", "gptq", "smoothquant")
+FORMATS = ("compressed-tensors", "awq", "gptq")
+INT4_METHODS = ("wint4", "w4a8_fp8")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """algorithms: any of ALGORITHMS, applied as they are named there. group_size: 0 is one group a row.
+
+    has_zeros: 4-bit weights with zero-points. smoothing: SmoothQuant's strength.
+    """
+
+    method: str
+    algorithms: tuple[str, ...] = ()
+    format: str = "compressed-tensors"
+    group_size: int = 128
+    has_zeros: bool = False
+    smoothing: float = 0.5
+    with_head: bool = False
+    with_kv_scales: bool = False
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot be made."""
+        for kind, value, accepted in (
+            ("method", self.method, METHODS), ("format", self.format, FORMATS),
+            *(("algorithm", name, ALGORITHMS) for name in self.algorithms),
+        ):  # fmt: skip
+            if value not in accepted:
+                raise ValueError(f"{kind}: {value!r} is not one of {', '.join(accepted)}")
+        if self.format != "compressed-tensors" and self.method != "wint4":
+            raise ValueError(f"format: {self.format} checkpoints hold wint4 only, not {self.method}")
+        if self.format == "awq" and not self.has_zeros:
+            raise ValueError("format: awq checkpoints hold zero-points; add --zeros")
+        if self.format == "awq" and self.with_head:
+            raise ValueError("format: awq checkpoints leave lm_head alone")
+        if self.has_zeros and self.method != "wint4":
+            raise ValueError(f"zeros: only of wint4, not of {self.method}")
+        if "awq" in self.algorithms and self.method not in INT4_METHODS:
+            raise ValueError(f"algorithm: awq is for {', '.join(INT4_METHODS)}, not {self.method}")
+        if "smoothquant" in self.algorithms and self.method != "w8a8_int8":
+            raise ValueError(f"algorithm: smoothquant is for w8a8_int8, not {self.method}")
+
+    @property
+    def needs_text(self) -> bool:
+        return bool(self.algorithms) or self.with_kv_scales
+
+    def scale_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        """Of stored scales: AWQ and GPTQ readers expect float16."""
+        return model_dtype if self.format == "compressed-tensors" else torch.float16
+
+    def grid(self, weight: Tensor, importance: Tensor | None, model_dtype: torch.dtype) -> Grid:
+        """weight: [out, in] fp32. importance: [in], mean squares of the inputs."""
+        scale_dtype = self.scale_dtype(model_dtype)
+        if self.method in INT4_METHODS:
+            return int4_grid(weight, self.group_size, self.has_zeros, importance, scale_dtype)
+        if self.method in ("wint8", "w8a8_int8"):
+            return int8_grid(weight, scale_dtype)
+        return (fp8_grid if self.method == "fp8" else fp8_block_grid)(weight, scale_dtype)
+
+    def config(self) -> dict[str, object]:
+        """quantization_config of config.json."""
+        if self.format == "compressed-tensors":
+            return self._compressed_tensors()
+        common = {"quant_method": self.format, "bits": 4, "group_size": self.group_size or -1}
+        if self.format == "awq":
+            return {**common, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+        sym = not self.has_zeros
+        return {**common, "sym": sym, "desc_act": False, "checkpoint_format": "gptq", "lm_head": self.with_head}
+
+    def _compressed_tensors(self) -> dict[str, object]:
+        weights, inputs, stored = _SCHEMES[self.method]
+        weights = {"dynamic": False, "symmetric": not self.has_zeros, **weights}
+        if self.method in INT4_METHODS:
+            grouped = {"strategy": "group", "group_size": self.group_size}
+            weights |= grouped if self.group_size else {"strategy": "channel"}
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": stored}
+        scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": stored,
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": [] if self.with_head else ["lm_head"],
+            "kv_cache_scheme": scheme if self.with_kv_scales else None,
+        }
+
+
+def _token(kind: str) -> dict[str, object]:
+    return {"num_bits": 8, "type": kind, "strategy": "token", "symmetric": True, "dynamic": True}
+
+
+# method -> weights, input_activations, format of compressed-tensors
+_BLOCKS = {"strategy": "block", "block_structure": [128, 128]}
+_SCHEMES: dict[str, tuple[dict[str, object], dict[str, object] | None, str]] = {
+    "fp8": ({"num_bits": 8, "type": "float", "strategy": "channel"}, _token("float"), "float-quantized"),
+    "block_wise_fp8": (
+        {"num_bits": 8, "type": "float", **_BLOCKS},
+        {**_token("float"), "strategy": "group", "group_size": 128},
+        "float-quantized",
+    ),
+    "wint8": ({"num_bits": 8, "type": "int", "strategy": "channel"}, None, "pack-quantized"),
+    "w8a8_int8": ({"num_bits": 8, "type": "int", "strategy": "channel"}, _token("int"), "int-quantized"),
+    "wint4": ({"num_bits": 4, "type": "int"}, None, "pack-quantized"),
+    "w4a8_fp8": ({"num_bits": 4, "type": "int"}, _token("float"), "pack-quantized"),
+}

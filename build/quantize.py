@@ -1,0 +1,96 @@
+#!/usr/bin/env python3
+"""Makes a quantised checkpoint of an unquantised one, with calibration on text where the algorithm needs it.
+
+    python build/quantize.py --model MODEL --output OUT --method wint4 --algorithm gptq --text calibration.txt
+    python build/quantize.py --model MODEL --output OUT --method wint4 --algorithm awq --zeros --format awq --text TEXT
+    python build/quantize.py --model MODEL --output OUT --method w8a8_int8 --algorithm smoothquant --text TEXT
+    python build/quantize.py --model MODEL --output OUT --method fp8 --kv-scales --text TEXT
+
+Algorithms may be joined, as in "awq,gptq". Without one, weights are rounded to the best of a grid of scales, which is
+what `quantization` in config.pbtxt does at load. Formats: docs/quantization.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from quantization.calibration import LayerWalk, load_recorded
+from quantization.export import write_checkpoint
+from quantization.plan import ALGORITHMS, FORMATS, METHODS, Plan
+from quantization.quantizer import Quantizer
+from quantization.text import cut_windows, read_token_ids
+from slipstream.nn.load import resolve_device, resolve_dtype
+from slipstream.nn.spec import read_spec
+
+CHANNEL = -1
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """Raises ValueError for what cannot be made, before anything is read."""
+    plan = Plan(
+        method=args.method,
+        algorithms=tuple(name for name in args.algorithm.split(",") if name),
+        format=args.format,
+        group_size=0 if args.group_size == CHANNEL else args.group_size,
+        has_zeros=args.zeros,
+        smoothing=args.smoothing,
+        with_head=args.lm_head,
+        with_kv_scales=args.kv_scales,
+    )
+    plan.check()
+    if plan.needs_text and args.text is None:
+        raise ValueError(f"text: {args.algorithm or 'KV scales'} needs a calibration text")
+    if plan.with_head and read_spec(args.model).tie_word_embeddings:
+        raise ValueError("lm-head: it is the embedding table here; set quantize_lm_head when loading instead")
+    return plan
+
+
+def quantize(args: argparse.Namespace) -> int:
+    """Returns the bytes of the tensors that were written."""
+    plan = make_plan(args)
+    spec = read_spec(args.model)
+    device = resolve_device(args.device)
+    decoder = load_recorded(args.model, device, resolve_dtype(args.dtype, spec, device))
+    walk = None
+    if plan.needs_text:
+        windows = cut_windows(read_token_ids(args.text, args.model, "train"), args.num_tokens, args.window_tokens)
+        walk = LayerWalk(decoder, windows, args.batch_windows)
+    return write_checkpoint(args.model, args.output, decoder, plan, Quantizer(decoder, plan, walk).run())
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="the unquantised checkpoint")
+    parser.add_argument("--output", type=Path, required=True, help="a folder for the quantised one")
+    parser.add_argument("--method", required=True, choices=METHODS)
+    parser.add_argument("--algorithm", default="", help=f"{', '.join(ALGORITHMS)}, with commas between; none: rounding")
+    parser.add_argument("--format", default="compressed-tensors", choices=FORMATS)
+    parser.add_argument("--group-size", type=int, default=128, help=f"of 4-bit weights; {CHANNEL}: one group a row")
+    parser.add_argument("--zeros", action="store_true", help="zero-points, of wint4")
+    parser.add_argument("--smoothing", type=float, default=0.5, help="SmoothQuant's strength")
+    parser.add_argument("--lm-head", action="store_true", help="quantise lm_head too")
+    parser.add_argument("--kv-scales", action="store_true", help="store scales of an FP8 KV cache")
+    parser.add_argument("--text", type=Path, help="a UTF-8 file, or a folder of packed shards")
+    parser.add_argument("--num-tokens", type=int, default=32768, help="tokens of text, spread over all of it")
+    parser.add_argument("--window-tokens", type=int, default=512)
+    parser.add_argument("--batch-windows", type=int, default=16)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args, start = parse_arguments(), time.perf_counter()
+    try:
+        size = quantize(args)
+    except ValueError as error:  # ConfigError is one
+        raise SystemExit(str(error)) from error
+    print(f"{args.output}: {size / 1e6:.1f} MB of tensors in {time.perf_counter() - start:.1f} s")
+
+
+if __name__ == "__main__":
+    torch.set_grad_enabled(False)
+    main()
