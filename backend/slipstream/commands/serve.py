@@ -1,10 +1,145 @@
-"""Not written yet."""
+"""Start tritonserver, with a model repository or with one checkpoint.
+
+    slipstream serve --model-repository model_repository
+    slipstream serve --model /models/Llama-3.1-8B-Instruct --set max_num_seqs=128 --openai-port 9000
+
+--model writes a repository of one model, `llm`, for the time that the server runs; --set gives it parameters of
+docs/configuration.md. --openai-port also starts the OpenAI gateway and the chat page, once the models are ready.
+What follows a lone -- goes to tritonserver as it is. Ctrl-C drains and stops everything.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+from slipstream.core.errors import ConfigError
+
+SOURCE_TREE = Path(__file__).resolve().parents[3]
+CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None: ...
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--model-repository", type=Path, metavar="DIR", help="folders of models, each with config.pbtxt")
+    what.add_argument("--model", metavar="FOLDER_OR_ID", help="a checkpoint folder, or a Hugging Face id")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter for --model (repeatable)"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface (%(default)s)")
+    parser.add_argument("--http-port", type=int, default=8000, help="(%(default)s)")
+    parser.add_argument("--grpc-port", type=int, default=8001, help="(%(default)s)")
+    parser.add_argument("--metrics-port", type=int, default=8002, help="(%(default)s)")
+    parser.add_argument("--openai-port", type=int, metavar="PORT", help="start the OpenAI gateway there as well")
+    parser.add_argument(
+        "--tritonserver", type=Path, metavar="FILE", help="the server to start, if it is not found by itself"
+    )
+    parser.add_argument("server_arguments", nargs="*", metavar="-- ARGUMENT", help="further arguments of tritonserver")
+
+
+def find_tritonserver() -> tuple[Path | None, str]:
+    """(the server, where it was found), or (None, where it was looked for)."""
+    launcher = SOURCE_TREE / "install/tritonserver"
+    if launcher.is_file():
+        return launcher, "the install tree that `make assemble` made"
+    on_path = shutil.which("tritonserver")
+    if on_path:
+        return Path(on_path), "PATH"
+    if CONTAINER.is_file():
+        return CONTAINER, "the official container's place"
+    return None, f"neither {launcher} (make assemble) nor in PATH nor {CONTAINER}"
+
+
+def write_repository(folder: Path, model: str, settings: list[str]) -> Path:
+    """A repository of one model, `llm`. Raises ConfigError for a checkpoint that is not there."""
+    from slipstream.nn.checkpoint_path import resolve_checkpoint
+
+    parameters = {"model": str(resolve_checkpoint(model).resolve())}
+    for text in settings:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigError("--set", text, "accepted: NAME=VALUE with a name of docs/configuration.md")
+        parameters[name] = value
+    (folder / "llm/1").mkdir(parents=True)
+    lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()]
+    (folder / "llm/config.pbtxt").write_text("\n".join(['name: "llm"', 'backend: "slipstream"', *lines]) + "\n")
+    return folder
+
+
+def server_command(server: Path, repository: Path, arguments: argparse.Namespace) -> list[str]:
+    """Explicit mode with every model loaded: that is what makes readiness honest (docs/operations.md)."""
+    command = [str(server), f"--model-repository={repository}", "--model-control-mode=explicit", "--load-model=*"]
+    for name in ("http", "grpc", "metrics"):
+        command += [f"--{name}-address={arguments.host}", f"--{name}-port={getattr(arguments, f'{name}_port')}"]
+    return [*command, *arguments.server_arguments]
+
+
 def run(arguments: argparse.Namespace) -> int:
-    return 1
+    server, place = (arguments.tritonserver, "--tritonserver") if arguments.tritonserver else find_tritonserver()
+    if server is None:
+        raise ConfigError("tritonserver", "", f"not found: {place}; `slipstream doctor` says more")
+    if not server.is_file():
+        raise ConfigError("--tritonserver", str(server), "no such file")
+    if arguments.set and not arguments.model:
+        raise ConfigError("--set", arguments.set[0], "needs --model; a repository has its parameters in config.pbtxt")
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        if arguments.model:
+            repository = write_repository(Path(folder), arguments.model, arguments.set)
+        else:
+            repository = arguments.model_repository or SOURCE_TREE / "model_repository"
+        if not repository.is_dir():
+            raise ConfigError("--model-repository", str(repository), "no such folder")
+        return supervise(server_command(server, repository, arguments), repository, arguments)
+
+
+def supervise(command: list[str], repository: Path, arguments: argparse.Namespace) -> int:
+    """Run the server, and behind it the gateway, until the server ends. Returns its exit status."""
+    print(" ".join(command), flush=True)
+    server = subprocess.Popen(command)
+    signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGTERM))
+    gateway = None
+    try:
+        if arguments.openai_port is not None and wait_until_ready(server, arguments):
+            gateway = subprocess.Popen(gateway_command(repository, arguments))
+        return wait(server)
+    finally:
+        if gateway is not None:
+            gateway.send_signal(signal.SIGTERM)
+            gateway.wait()
+
+
+def wait(server: subprocess.Popen[bytes]) -> int:
+    while True:
+        try:
+            return server.wait()
+        except KeyboardInterrupt:  # the terminal sent SIGINT to the server as well: it drains
+            continue
+
+
+def wait_until_ready(server: subprocess.Popen[bytes], arguments: argparse.Namespace) -> bool:
+    """False when the server ends before it is ready."""
+    host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
+    while server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"http://{host}:{arguments.http_port}/v2/health/ready", timeout=5):
+                return True
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            time.sleep(0.2)
+    return False
+
+
+def gateway_command(repository: Path, arguments: argparse.Namespace) -> list[str]:
+    host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
+    command = [sys.executable, "-m", "slipstream.cli", "serve-openai", "--host", arguments.host]
+    command += ["--triton", f"{host}:{arguments.grpc_port}", "--port", str(arguments.openai_port)]
+    command += ["--model-repository", os.fspath(repository)]
+    return [*command, "--metrics-url", f"http://{host}:{arguments.metrics_port}/metrics"]

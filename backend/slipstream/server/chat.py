@@ -13,12 +13,12 @@ from slipstream.server import logprobs as logprob_forms
 from slipstream.server.catalog import Model
 from slipstream.server.errors import ApiError
 from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for
+from slipstream.server.generation import Generation, Response
 from slipstream.server.sampling import UNLIMITED_TOKENS, sampling_parameters
 from slipstream.server.schemas import ChatRequest, Message
 from slipstream.server.sse import TextEvents, event
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event
 from slipstream.server.tools.select import ToolUse, plan_tools
-from slipstream.server.triton import Generation, Response
 from slipstream.server.usage import Usage
 
 
@@ -147,7 +147,8 @@ class ChatWriter:
         self._num_choices = request.n or 1
         self._num_top = (request.top_logprobs or 0) if request.logprobs else None
         self._usage = Usage(model.has_speculation) if wants_usage(request) else None
-        self._has_running_usage = bool(self._usage and request.stream_options.continuous_usage_stats)
+        options = request.stream_options
+        self._has_running_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         if self._usage is not None:
             self._head["usage"] = None
         self._parsers = [tools.make_parser() for _ in range(self._num_choices)] if tools.make_parser else []

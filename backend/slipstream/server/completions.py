@@ -14,10 +14,10 @@ from slipstream.server import logprobs as logprob_forms
 from slipstream.server.catalog import Model
 from slipstream.server.errors import ApiError
 from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for
+from slipstream.server.generation import Generation, Response
 from slipstream.server.sampling import sampling_parameters
 from slipstream.server.schemas import CompletionRequest
 from slipstream.server.sse import TextEvents, event
-from slipstream.server.triton import Generation, Response
 from slipstream.server.usage import Usage
 
 PromptValue = str | Sequence[int]

@@ -17,11 +17,12 @@ from starlette.requests import Request as HttpRequest
 
 from slipstream.server.catalog import Catalog, Model
 from slipstream.server.errors import ApiError
+from slipstream.server.generation import Generation, Response
 from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
 from slipstream.server.pace import Pace
 from slipstream.server.sse import EventStream, Writer
-from slipstream.server.triton import GenerateStream, Generation, Response, TritonLink
+from slipstream.server.triton import GenerateStream, TritonLink
 from slipstream.server.usage import COUNTS, DRAFT_COUNTS
 
 CLIENT_GONE = 499  # nginx's number; nobody sees it but the metrics

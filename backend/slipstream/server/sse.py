@@ -15,8 +15,9 @@ from starlette.responses import Response as HttpResponse
 from starlette.types import Receive, Scope, Send
 
 from slipstream.server.errors import ApiError, error_body
+from slipstream.server.generation import Response
 from slipstream.server.pace import Pace
-from slipstream.server.triton import GenerateStream, Response
+from slipstream.server.triton import GenerateStream
 
 logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.server.triton import Response
+from slipstream.server.generation import Response
 
 COUNTS = ("num_input_tokens", "num_output_tokens")
 DRAFT_COUNTS = ("total_draft_tokens", "total_accepted_draft_tokens")

@@ -1,0 +1,199 @@
+"""What `slipstream doctor` looks at, a function per subject. Each returns findings, raises nothing, changes nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slipstream.commands.serve import SOURCE_TREE, find_tritonserver
+from slipstream.core.errors import SlipstreamError
+
+GIB = 1 << 30
+PORTS = {8000: "Triton's HTTP", 8001: "Triton's gRPC", 8002: "Triton's metrics", 9000: "the gateway"}
+ENGINE_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "xgrammar", "numpy")
+GATEWAY_PACKAGES = ("fastapi", "uvicorn", "httptools", "jinja2", "tritonclient")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """state: "ok", "note" (works without it, or less well) or "missing" (nothing is served without it)."""
+
+    subject: str
+    state: str
+    text: str
+    advice: str = ""
+
+
+def machine() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    text = f"{platform.machine()}, {cores} cores, {memory / GIB:.0f} GiB, Python {platform.python_version()}"
+    found = [Finding("machine", "ok" if cores > 1 else "note", text)]
+    version = sys.version_info[:2]
+    if not (3, 10) <= version <= (3, 13):
+        found.append(Finding("python", "missing", f"{version[0]}.{version[1]} is not supported", "use 3.10 to 3.13"))
+    return found
+
+
+def storage() -> list[Finding]:
+    found = []
+    for path, least, use in ((Path("/dev/shm"), 0.0625, "tensors of Python models"), (Path.cwd(), 5, "checkpoints")):
+        if not path.exists():
+            found.append(Finding(str(path), "note", f"is not there ({use})"))
+            continue
+        free = shutil.disk_usage(path).free / GIB
+        state = "ok" if free >= least else "note"
+        found.append(
+            Finding("shared memory" if "shm" in str(path) else "disk", state, f"{free:.1f} GiB free in {path}")
+        )
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    advice = "" if soft >= 4096 else "ulimit -n 65536: every stream is a file"
+    found.append(Finding("open files", "ok" if soft >= 4096 else "note", f"at most {soft}", advice))
+    return found
+
+
+def gpu() -> list[Finding]:
+    if shutil.which("nvidia-smi") is None:
+        text = "none: nvidia-smi is not installed; models run on the CPU, which is for development and small models"
+        return [Finding("gpu", "note", text)]
+    query = ["nvidia-smi", "--query-gpu=name,compute_cap,memory.total,driver_version", "--format=csv,noheader"]
+    reply = _output(query)
+    if reply is None:
+        return [Finding("gpu", "note", "nvidia-smi fails: the driver does not run", "dmesg | grep -i nvrm")]
+    return [_gpu(line) for line in reply.splitlines() if line.strip()]
+
+
+def _gpu(line: str) -> Finding:
+    name, capability, memory, driver = (part.strip() for part in line.split(","))
+    text = f"{name}, compute capability {capability}, {memory}, driver {driver}"
+    if capability.startswith("9."):
+        return Finding("gpu", "ok", text)
+    advice = "the kernels in CUDA are for Hopper (9.0): Triton-lang kernels and torch serve on this one, slower"
+    return Finding("gpu", "note", text, advice)
+
+
+def cuda() -> list[Finding]:
+    nvcc = shutil.which("nvcc") or next((p for p in ("/usr/local/cuda/bin/nvcc",) if Path(p).exists()), None)
+    reply = _output([nvcc, "--version"]) if nvcc else None
+    if reply is None:
+        return [
+            Finding(
+                "nvcc", "note", "not found: kernels in CUDA cannot be built", "install the CUDA toolkit 12.4 or later"
+            )
+        ]
+    release = next((line.strip() for line in reply.splitlines() if "release" in line), reply.strip())
+    return [Finding("nvcc", "ok", f"{nvcc}, {release}")]
+
+
+def packages() -> list[Finding]:
+    found = []
+    for name in ENGINE_PACKAGES:
+        version = _version(name)
+        if version is None:
+            found.append(Finding(name, "missing", "not installed", "pip install slipstream"))
+    versions = ", ".join(f"{name} {_version(name)}" for name in ENGINE_PACKAGES if _version(name))
+    found.append(Finding("engine", "ok", versions))
+    absent = [name for name in GATEWAY_PACKAGES if _version(name) is None]
+    if absent:
+        advice = "pip install 'slipstream[gateway]', for serve-openai"
+        found.append(Finding("gateway", "note", f"not installed: {', '.join(absent)}", advice))
+    else:
+        found.append(Finding("gateway", "ok", ", ".join(f"{name} {_version(name)}" for name in GATEWAY_PACKAGES)))
+    return [*found, *_torch()]
+
+
+def _torch() -> list[Finding]:
+    """In a process of its own: importing torch takes seconds, and a broken CUDA may end the process."""
+    if _version("torch") is None:
+        return []
+    code = "import torch; print(torch.version.cuda, torch.cuda.is_available(), torch.cuda.device_count())"
+    reply = _output([sys.executable, "-c", code], timeout_s=120)
+    if reply is None:
+        return [
+            Finding("torch", "missing", "installed, but it cannot be imported", f"{sys.executable} -c 'import torch'")
+        ]
+    built, available, count = reply.split()
+    if available == "True":
+        return [Finding("torch", "ok", f"sees {count} GPU(s), built for CUDA {built}")]
+    has_gpu = shutil.which("nvidia-smi") is not None
+    text = "a build without CUDA" if built == "None" else f"built for CUDA {built}, but it sees no GPU"
+    advice = "install torch's CUDA build" if has_gpu and built == "None" else ""
+    return [Finding("torch", "note", text, advice)]
+
+
+def server() -> list[Finding]:
+    path, place = find_tritonserver()
+    if path is None:
+        advice = "make assemble (from PyPI's nvidia-pytriton), or run in the official container"
+        return [Finding("tritonserver", "missing", place, advice)]
+    found = [Finding("tritonserver", "ok", f"{path} ({place})")]
+    folders = [SOURCE_TREE / "install/backends/slipstream", Path("/opt/tritonserver/backends/slipstream")]
+    built = next((folder for folder in folders if (folder / "libtriton_slipstream.so").exists()), None)
+    if built is None:
+        text = f"libtriton_slipstream.so is not in {' or '.join(map(str, folders))}"
+        return [*found, Finding("backend", "missing", text, "make assemble")]
+    launcher = built / "slipstream-engine"
+    if not os.access(launcher, os.X_OK):
+        return [*found, Finding("backend", "missing", f"{launcher} cannot be executed", "make assemble")]
+    return [*found, Finding("backend", "ok", str(built))]
+
+
+def ports() -> list[Finding]:
+    taken = {port: use for port, use in PORTS.items() if _is_taken(port)}
+    if not taken:
+        return [Finding("ports", "ok", f"{', '.join(map(str, PORTS))} are free")]
+    text = "; ".join(f"{port} ({use}) is in use" for port, use in taken.items())
+    return [Finding("ports", "note", text, "a server may run already; others are chosen with --http-port and so on")]
+
+
+def _is_taken(port: int) -> bool:
+    with socket.socket() as one:
+        one.settimeout(0.5)
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+def models(repository: Path) -> list[Finding]:
+    """Every model of a repository whose backend is ours."""
+    from slipstream.runtime.validate import validate
+
+    if not repository.is_dir():
+        return [Finding("models", "missing", f"{repository} is no folder")]
+    found = []
+    for config in sorted(repository.glob("*/config.pbtxt")):
+        if '"slipstream"' not in config.read_text("utf-8", "replace"):
+            continue
+        try:
+            report = validate(config.parent)
+            found.append(Finding(config.parent.name, "ok", str(report).strip().splitlines()[-1]))
+        except SlipstreamError as error:
+            found.append(Finding(config.parent.name, "missing", str(error)))
+    return found or [Finding("models", "note", f"{repository} has no model with backend slipstream")]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _output(command: list[str], timeout_s: float = 20) -> str | None:
+    """What a command prints, None if it fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+ALL: tuple[Callable[[], list[Finding]], ...] = (machine, storage, gpu, cuda, packages, server, ports)

@@ -1,0 +1,63 @@
+"""One streamed generation over gRPC for the terminal's verbs: tritonclient alone, none of the gateway's packages."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any
+
+from slipstream.core.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from slipstream.server.generation import Generation, Response
+
+
+def connect(url: str) -> tuple[Any, Any]:
+    """(channel, stub). Call it on the event loop that uses them."""
+    try:
+        import grpc
+        from tritonclient.grpc import service_pb2_grpc
+    except ImportError as error:
+        raise ConfigError("tritonclient", error.name, "not installed; pip install 'tritonclient[grpc]'") from None
+    channel = grpc.aio.insecure_channel(url, options=[("grpc.max_receive_message_length", -1)])
+    return channel, service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
+async def generate(stub: Any, generation: Generation) -> AsyncIterator[Response]:
+    """The responses, as they come. Leaving the loop cancels. Raises RequestError with the server's words."""
+    import grpc
+
+    from slipstream.server.generation import Response
+
+    call = stub.ModelStreamInfer(metadata=(("triton_grpc_error", "true"),))
+    positions: dict[str, int] = {}
+    try:
+        await call.write(generation.to_proto())
+        await call.done_writing()
+        while True:
+            message = await call.read()
+            if message is grpc.aio.EOF:
+                break
+            if message.error_message:
+                raise RequestError("the server says", message.error_message)
+            found = message.infer_response
+            positions = positions or {output.name: index for index, output in enumerate(found.outputs)}
+            if found.raw_output_contents:
+                yield Response(positions, found.raw_output_contents)
+        if await call.code() is not grpc.StatusCode.OK:
+            raise RequestError("the server says", await call.details() or str(await call.code()))
+    except grpc.aio.AioRpcError as error:
+        raise RequestError("the server says", error.details() or str(error.code())) from None
+    finally:
+        call.cancel()
+
+
+async def model_parameters(stub: Any, model: str) -> dict[str, str]:
+    """The parameters of a model's config.pbtxt. Raises RequestError if there is no such model or no server."""
+    import grpc
+    from tritonclient.grpc import service_pb2
+
+    try:
+        reply = await stub.ModelConfig(service_pb2.ModelConfigRequest(name=model), timeout=10)
+    except grpc.aio.AioRpcError as error:
+        raise RequestError("the server says", error.details() or str(error.code())) from None
+    return {name: value.string_value for name, value in reply.config.parameters.items()}
