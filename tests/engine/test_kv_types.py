@@ -89,6 +89,9 @@ def test_refusals_name_what_is_accepted(tiny_llama: Path) -> None:
         resolve_kv_dtype("int8", odd, cuda, float32, 16)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8': .*blocks of 8 .*>= 16"):
         resolve_kv_dtype("int8", replace(odd, head_dim=64), cuda, float32, 8)
+    assert resolve_kv_dtype("int8", replace(odd, head_dim=64), cuda, float32, 16) == torch.int8
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='int4': .*blocks of 16 .*>= 32"):
+        resolve_kv_dtype("int4", replace(odd, head_dim=64), cuda, float32, 16)
 
 
 @pytest.mark.parametrize(("word", "meant"), [("fp8", "fp8_e4m3"), ("FP8", "fp8_e4m3"), ("INT8", "int8")])
@@ -113,7 +116,7 @@ def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_graph_is_eager_and_gpu_is_cpu(kv_type: str, wide_heads: Path, prompts: Texts) -> None:
     """fp32 weights: on the GPU the paged kernels read what rope_write_kv wrote, in graphs or not."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    cache = {"dtype": kv_type, "block_size": 16}
+    cache = {"dtype": kv_type, "block_size": 32}
     eager, graphs = (
         make_engine(wide_heads, {"device": "cuda", "dtype": "float32", "cuda_graphs": mode}, cache)
         for mode in ("off", "1,4,16")
@@ -128,7 +131,7 @@ def test_graph_is_eager_and_gpu_is_cpu(kv_type: str, wide_heads: Path, prompts: 
 def test_decode_rows_beside_a_prompt_are_as_alone(kv_type: str, wide_heads: Path) -> None:
     """bf16, the split-KV kernel for the decodes and the prefill kernel for the chunk, in one step and apart."""
     model = {"device": "cuda", "dtype": "bfloat16", "cuda_graphs": "off"}
-    engine = make_engine(wide_heads, model, {"dtype": kv_type, "block_size": 16}, {"overlap_scheduling": "off"})
+    engine = make_engine(wide_heads, model, {"dtype": kv_type, "block_size": 32}, {"overlap_scheduling": "off"})
     for index in range(5):
         engine.submit(Request([5 + index] * (9 + 20 * index), GREEDY))
     for _ in range(3):

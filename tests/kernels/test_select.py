@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from decode_cases import make_case
 from dense_attention import make_batch
 from slipstream_kernels import ops
 
@@ -22,11 +23,14 @@ def test_asked_for_but_unsupported_is_an_error_with_the_reason() -> None:
         ops.select("rms_norm", "cuda", torch.zeros(1))
 
 
-def test_triton_refuses_head_dims_it_has_no_tile_for() -> None:
+def test_triton_refuses_what_it_has_no_tile_for() -> None:
     batch = make_batch([1], [3], 2, 1, 48, 16, torch.float32, CPU)
     with pytest.raises(ValueError, match="head_dim 48 is not one of"):
         ops.paged_attention(*batch.tensors(), max_query_len=1, scale=1.0, backend="triton")
     assert ops.paged_attention(*batch.tensors(), max_query_len=1, scale=1.0, backend="auto").isfinite().all()
+    case = make_case([1], [3], (2, 1, 64, 16), torch.float32, torch.uint8)
+    with pytest.raises(ValueError, match="block_size 16 is not a power of two >= 32"):
+        ops.paged_attention(*case.tensors(), **case.keywords(), backend="triton")
 
 
 @pytest.mark.parametrize(

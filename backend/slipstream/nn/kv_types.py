@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.ops.paged_attention import TRITON_HEAD_DIMS
+from slipstream_kernels.ops.paged_attention import TRITON_HEAD_DIMS, triton_min_block_size
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.spec import DecoderSpec
 
 FIELD = "kv_cache_dtype"
 QUANTIZED = ops.QUANTIZED_KV_DTYPES
-MIN_BLOCK_SIZE = 16  # of the GPU kernels: a tile of keys is 16 tokens at least
 
 
 def resolve_kv_dtype(
@@ -33,12 +32,16 @@ def resolve_kv_dtype(
     return QUANTIZED[name]
 
 
-def gpu_geometry_refusal(head_dim: int, block_size: int) -> str | None:
-    """Why no GPU kernel attends to such a cache, so that the reference must; None if one does."""
+def gpu_geometry_refusal(head_dim: int, block_size: int, kv_dtype: torch.dtype | None = None) -> str | None:
+    """Why no GPU kernel attends to such a cache, so that the reference must; None if one does.
+
+    kv_dtype: None for the model's own.
+    """
     if head_dim not in TRITON_HEAD_DIMS:
         return f"attention of head_dim {head_dim} is the reference's, accepted: {TRITON_HEAD_DIMS}"
-    if block_size < MIN_BLOCK_SIZE:
-        return f"attention over blocks of {block_size} is the reference's, accepted: >= {MIN_BLOCK_SIZE}"
+    smallest = triton_min_block_size(kv_dtype)
+    if block_size < smallest:
+        return f"attention over blocks of {block_size} is the reference's, accepted: >= {smallest}"
     return None
 
 
@@ -50,4 +53,4 @@ def _refusal(name: str, head_dim: int, device: torch.device, block_size: int) ->
     if name == "fp8_e4m3" and torch.cuda.get_device_capability(device) < (8, 9):
         major, minor = torch.cuda.get_device_capability(device)
         return f"FP8 needs compute capability 8.9, this GPU has {major}.{minor}"
-    return gpu_geometry_refusal(head_dim, block_size)
+    return gpu_geometry_refusal(head_dim, block_size, QUANTIZED[name])

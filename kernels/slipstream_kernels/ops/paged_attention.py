@@ -7,7 +7,7 @@ import importlib
 import torch
 
 from slipstream_kernels.attention_call import AttentionCall
-from slipstream_kernels.kv_cache import KvCache, check_kv_cache
+from slipstream_kernels.kv_cache import INT4_DTYPE, KvCache, check_kv_cache
 from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
 
 TRITON_HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -92,6 +92,15 @@ def _run(call: AttentionCall, backend: str) -> None:
     select("paged_attention", backend, call.q, _triton_refusal(call.q, call.key_cache)).paged_attention(call)
 
 
+def triton_min_block_size(kv_dtype: torch.dtype | None) -> int:
+    """Tokens of the smallest tile of keys, which lies within one block.
+
+    Of int4 Triton-lang (3.6) keeps 8 neighbouring tokens to a thread, four threads to a product: with 16 tokens the
+    product of probabilities and values is wrong.
+    """
+    return 32 if kv_dtype == INT4_DTYPE else 16
+
+
 def _check_tensors(
     q: torch.Tensor,
     key_cache: torch.Tensor,
@@ -151,7 +160,7 @@ def _check_options(
 def _triton_refusal(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
     if q.shape[2] not in TRITON_HEAD_DIMS:
         return f"head_dim {q.shape[2]} is not one of {TRITON_HEAD_DIMS}"
-    block_size = key_cache.shape[2]
-    if block_size < 16 or block_size & (block_size - 1):
-        return f"block_size {block_size} is not a power of two >= 16"
+    block_size, smallest = key_cache.shape[2], triton_min_block_size(key_cache.dtype)
+    if block_size < smallest or block_size & (block_size - 1):
+        return f"block_size {block_size} is not a power of two >= {smallest}"
     return None
