@@ -6,7 +6,7 @@ One layer at a time, so that a layer is quantised on the inputs that the quantis
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,12 +99,13 @@ class LayerWalk:
             self.batches.append(_Batch(on_device, decoder.embedding(on_device.reshape(-1))))
 
     @torch.inference_mode()
-    def record(self, layer: DecoderLayer, linear: Linear) -> InputStatistics:
-        """What one linear of the layer sees, with the layer's weights as they are now."""
-        with recording(linear) as statistics:
+    def record(self, layer: DecoderLayer) -> dict[Linear, InputStatistics]:
+        """What each linear of the layer sees, with the layer's weights as they are now."""
+        with ExitStack() as stack:
+            seen = {linear: stack.enter_context(recording(linear)) for linear in layer.linears()}
             for batch in self.batches:
                 self._run(layer, batch)
-        return statistics
+        return seen
 
     @torch.inference_mode()
     def pass_on(self, layer: DecoderLayer, look: Callable[[LayerCache], None] = lambda cache: None) -> None:

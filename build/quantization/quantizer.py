@@ -35,54 +35,54 @@ class Quantizer:
     def run(self) -> Stored:
         """Quantise layer after layer; its tensors are on the decoder's device."""
         for index, layer in enumerate(tqdm(self.decoder.layers, "quantise", unit="layer")):
-            self._scale(layer)
-            grids = {}
-            for linear in layer.linears():
-                grids[linear] = self._round(layer, linear)
-            ranges = _KvRanges()
-            if self.walk is not None:
-                self.walk.pass_on(layer, ranges.look)
-            for linear, grid_of_part in grids.items():
-                for part, grid in grid_of_part.items():
-                    yield part, index, self._stored(linear, part, grid)
-            if self.plan.with_kv_scales:
-                yield "attention", index, ranges.scales()
+            yield from self._layer(index, layer)
         if self.plan.with_head and isinstance(self.decoder.lm_head, Linear):
             yield "lm_head", 0, self._head(self.decoder.lm_head)
 
-    def _scale(self, layer: DecoderLayer) -> None:
-        """Fold AWQ's or SmoothQuant's factors in, from the last linear to the first: each changes rows before it."""
-        if self.walk is None or not {"awq", "smoothquant"} & set(self.plan.algorithms):
-            return
-        for linear in reversed(layer.linears()):
-            inputs = self.walk.record(layer, linear)
-            weight = linear.weights["weight"].float()
-            factors = self._factors(layer, linear, weight, inputs)
-            fold(self.decoder.spec, layer, linear, factors.to(linear.weights["weight"].dtype))
+    def _layer(self, index: int, layer: DecoderLayer) -> Stored:
+        """A layer's linears are all fitted to what the full layer gives them, after the quantised layers before it."""
+        inputs: dict[Linear, InputStatistics] = {}
+        if self.walk is not None and self.plan.algorithms:
+            inputs = self.walk.record(layer)
+        if {"awq", "smoothquant"} & set(self.plan.algorithms):
+            for linear in reversed(layer.linears()):  # each changes rows of one before it
+                inputs[linear] = self._scale(layer, linear, inputs[linear])
+        grids = {linear: self._round(linear, inputs.get(linear)) for linear in layer.linears()}
+        ranges = _KvRanges()
+        if self.walk is not None:
+            self.walk.pass_on(layer, ranges.look)
+        for linear, grid_of_part in grids.items():
+            for part, grid in grid_of_part.items():
+                yield part, index, self._stored(linear, part, grid)
+        if self.plan.with_kv_scales:
+            yield "attention", index, ranges.scales()
 
-    def _factors(self, layer: DecoderLayer, linear: Linear, weight: Tensor, inputs: InputStatistics) -> Tensor:
-        def common(factors: Tensor) -> Tensor:
-            return shared(self.decoder.spec, layer, linear, factors)
-
-        if "smoothquant" in self.plan.algorithms:
-            return common(smoothing_factors(weight, inputs, self.plan.smoothing))
+    def _scale(self, layer: DecoderLayer, linear: Linear, inputs: InputStatistics) -> InputStatistics:
+        """Fold AWQ's or SmoothQuant's factors into the linear and its source. Returns what the linear sees then."""
+        weight, spec = linear.weights["weight"].float(), self.decoder.spec
         every = torch.arange(weight.shape[1], device=weight.device)
+
+        def common(factors: Tensor) -> Tensor:
+            return shared(spec, layer, linear, factors)
 
         def quantised(scaled: Tensor, seen: InputStatistics) -> Tensor:
             return self._grid(scaled, seen).nearest(every, scaled)
 
-        return awq_factors(weight, inputs, quantised, common)
+        if "smoothquant" in self.plan.algorithms:
+            factors = common(smoothing_factors(weight, inputs, self.plan.smoothing))
+        else:
+            factors = awq_factors(weight, inputs, quantised, common)
+        fold(spec, layer, linear, factors.to(linear.weights["weight"].dtype))
+        return inputs.rescaled(factors)
 
-    def _round(self, layer: DecoderLayer, linear: Linear) -> dict[str, Grid]:
-        """Put the linear's weights onto grids, one per part, on the inputs that the layer's linears before it give."""
-        has_feedback = self.walk is not None and "gptq" in self.plan.algorithms
-        inputs = self.walk.record(layer, linear) if self.walk is not None and self.plan.algorithms else None
+    def _round(self, linear: Linear, inputs: InputStatistics | None) -> dict[str, Grid]:
+        """Put the linear's weights onto grids, one per part."""
         grids = {}
         for part, _ in linear.spec.parts:
             rows = linear.weights["weight"][rows_of(linear, part)]
             weight = rows.float()
             grids[part] = self._grid(weight, inputs)
-            if has_feedback and inputs is not None:
+            if inputs is not None and "gptq" in self.plan.algorithms:
                 held = round_by_feedback(weight, inputs.gram, grids[part])
             else:
                 held = grids[part].nearest(torch.arange(weight.shape[1], device=weight.device), weight)

@@ -48,7 +48,7 @@ def _int8_mm_kernel(
         elif INTERPRETING:  # fp32 holds the sum of 128 products exactly
             acc += dot(w, x).to(tl.int32)
         else:
-            acc = tl.dot(w, x, acc)
+            acc = tl.dot(w, x, acc, out_dtype=tl.int32)
     y = acc.to(tl.float32)
     scales = tl.load(scales_ptr + features, mask=feature_mask, other=0.0)[:, None]
     if IS_INT8:
