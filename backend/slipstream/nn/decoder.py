@@ -76,14 +76,16 @@ class Decoder:
         step = self.backend.plan(batch)
         hidden = self.embedding(batch.token_ids)
         residual: Tensor | None = None
-        features: list[Tensor] = []
+        features: dict[int, Tensor] = {}
         for index, (layer, cache) in enumerate(zip(self.layers, kv_caches)):
             if index in self.feature_layers:
-                features.append(hidden if residual is None else hidden + residual)
+                features[index] = hidden if residual is None else hidden + residual
             hidden, residual = layer(hidden, residual, step, cache)
         assert residual is not None
         final = self.final_norm.add(hidden, residual, PLAIN)[0]
-        return torch.cat([final, *features], dim=-1) if features else final
+        if not features:
+            return final
+        return torch.cat([final, *(features[index] for index in self.feature_layers)], dim=-1)
 
     def final(self, hidden: Tensor) -> Tensor:
         """The final hidden states among rows of `forward`."""

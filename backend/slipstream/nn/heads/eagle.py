@@ -94,6 +94,8 @@ class EagleHead:
         is_third = any(name.startswith("midlayer.") for name in tensors)
         tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
         tensors.pop("t2d", None)  # the same map the other way round
+        if is_third and target.spec.num_layers < NUM_FEATURES:
+            raise ConfigError(FIELD, str(folder), f"EAGLE-3 reads {NUM_FEATURES} layers of a model: this one has fewer")
         head = tensors.get("lm_head.weight")
         if is_third and head is None:
             raise ConfigError(FIELD, str(folder), "lacks lm_head.weight")

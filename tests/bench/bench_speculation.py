@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""Speed of speculation against plain decoding on the same engine build: tokens per step, acceptance, speed-up.
+
+    python tests/bench/bench_speculation.py --model models/slipstream-demo-code --methods ngram --texts held_out.jsonl
+    python tests/bench/bench_speculation.py --shape llama3-8b --methods medusa mtp --profile medusa --concurrency 1 2 4
+
+With a checkpoint, acceptance is real: prompts are the beginnings of held-out texts, or texts to repeat with small edits
+(--task edit). With --shape, weights are random and acceptance is simulated: drafts cost what they cost, and of each
+verification as many are taken as a profile's rates by position say. One JSON object per line, then a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+from shapes import SHAPES
+from slipstream.core.config_parse import config_from_values
+from slipstream.core.drafts import children_of_rows
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.runtime import verify
+from slipstream.runtime.engine import Engine
+
+TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "slipstream-demo-code"
+# Rates at which the draft at each position is taken, given that those before it were.
+# medusa: top-1 rates of Medusa-1's heads on Vicuna-7B with its 63-node tree (arXiv:2401.10774, figures 4 and 6: a tree
+# takes 2.5 to 2.6 tokens a step); mtp: DeepSeek-V3's report, 85-90 % for the second token (arXiv:2412.19437, 5.4.3),
+# falling as one module is used again; eagle: EAGLE-3's table of acceptance on Llama-3.1-8B (arXiv:2503.01840).
+PROFILES = {
+    "medusa": [0.75, 0.65, 0.55, 0.45],
+    "mtp": [0.87, 0.75, 0.65],
+    "eagle": [0.82, 0.80, 0.78, 0.77, 0.76],
+    "none": [0.0],
+}
+
+
+class SimulatedVerification(verify.Verification):
+    """Takes drafts by a profile instead of by the model's word, along first children."""
+
+    rates: ClassVar[list[float]] = []
+    dice = random.Random(0)
+
+    def verdicts(self, sampled: Any) -> list[verify.Verdict]:
+        verdicts = []
+        for row, first in zip(self._scheduled, self.first_rows):
+            children = children_of_rows(row.request.draft_parents[: row.num_drafts], row.num_drafts)
+            place, rows, token_ids = 0, [0], []
+            while children[place] and len(rows) <= len(self.rates) and self.dice.random() < self.rates[len(rows) - 1]:
+                place = self.dice.choice(children[place][:2])
+                rows.append(place)
+                token_ids.append(row.request.draft_token_ids[place - 1])
+            verdicts.append(verify.Verdict([*token_ids, sampled.token_ids[first + place]], rows))
+        return verdicts
+
+
+def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, float]:
+    """Decode all prompts at once; timed from when all are prefilled, so that prompts do not count."""
+    requests = [Request(list(prompt), wanted) for prompt, wanted in zip(prompts, params)]
+    for request in requests:
+        engine.submit(request)
+    while engine.has_work and any(request.num_output_tokens == 0 for request in requests):
+        engine.step()
+    first = sum(request.num_output_tokens for request in requests)
+    start, num_steps = time.perf_counter(), 0
+    while engine.has_work:
+        num_steps += bool(engine.step())
+    seconds = time.perf_counter() - start
+    assert engine.error is None, engine.error
+    made = sum(request.num_output_tokens for request in requests) - first
+    drafted = sum(request.num_drafted_tokens for request in requests)
+    accepted = sum(request.num_accepted_tokens for request in requests)
+    return {
+        "tok_s": made / seconds,
+        "tokens_per_step": made / max(1, num_steps) / len(prompts),
+        "acceptance": accepted / max(1, drafted),
+        "steps": num_steps,
+    }
+
+
+def read_prompts(arguments: argparse.Namespace, engine: Engine, count: int) -> tuple[list[list[int]], list[int]]:
+    """Token ids, and how many tokens to make of each."""
+    if arguments.shape:
+        dice = random.Random(0)
+        top = min(engine.spec.vocab_size, 30000)
+        prompts = [[dice.randrange(10, top) for _ in range(arguments.input_len)] for _ in range(count)]
+        return prompts, [arguments.output_len] * count
+    with arguments.texts.open() as lines:
+        texts = [json.loads(line)["text"] for line in lines]
+    encoded = [engine.tokenizer.encode(text) for text in texts if len(text) > 4 * arguments.input_len]
+    chosen = [encoded[(7 * place) % len(encoded)] for place in range(count)]
+    if arguments.task == "edit":
+        return [edit_prompt(ids[: arguments.input_len], place) for place, ids in enumerate(chosen)], [
+            min(arguments.output_len, arguments.input_len - 32)
+        ] * count
+    return [ids[: arguments.input_len] for ids in chosen], [arguments.output_len] * count
+
+
+def edit_prompt(token_ids: list[int], seed: int) -> list[int]:
+    """A text, and its beginning again with one token in fifty another: what an editor repeats with small edits."""
+    dice = random.Random(seed)
+    again = [dice.choice(token_ids) if dice.random() < 0.02 else token for token in token_ids[:32]]
+    return [*token_ids, *again]
+
+
+def make_engine(arguments: argparse.Namespace, method: str) -> Engine:
+    values: dict[str, object] = {
+        "model": str(arguments.model),
+        "max_num_seqs": max(arguments.concurrency),
+        "enable_prefix_caching": False,
+        **dict(option.split("=", 1) for option in arguments.options),
+    }
+    if arguments.shape:
+        values |= {"load_format": "dummy", "tokenizer": str(TOKENIZER)}
+        values.setdefault("max_model_len", arguments.input_len + arguments.output_len + 64)
+    if method != "plain":
+        name, *paths = method.split(":")
+        values["speculative_method"] = name
+        field = {"medusa": "medusa_heads", "mtp": "mtp_module", "eagle": "eagle_head", "draft_model": "draft_model"}
+        if paths:
+            values[field[name]] = paths[0]
+        if len(paths) > 1:
+            values["num_draft_tokens"] = paths[1]
+        values["speculation_throttle"] = arguments.throttle
+    return Engine(config_from_values(values))
+
+
+def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
+    if arguments.shape:
+        SimulatedVerification.rates = PROFILES[arguments.profile]
+        verify_class = SimulatedVerification
+        import slipstream.runtime.runner as runner
+
+        runner.Verification = verify_class  # type: ignore[misc]
+    records = []
+    for method in ("plain", *arguments.methods):
+        engine = make_engine(arguments, method)
+        for temperature in arguments.temperatures:
+            for count in arguments.concurrency:
+                prompts, lengths = read_prompts(arguments, engine, count)
+                params = [
+                    SamplingParams(max_tokens=length, temperature=temperature, seed=place, ignore_eos=True)
+                    for place, length in enumerate(lengths)
+                ]
+                run(engine, prompts[:1] if count == 1 else prompts, [*params])  # warm
+                best = max((run(engine, prompts, params) for _ in range(arguments.repeats)), key=lambda r: r["tok_s"])
+                record = {"method": method.split(":")[0], "temperature": temperature, "concurrency": count}
+                records.append({**record, **{key: round(value, 3) for key, value in best.items()}})
+                print(json.dumps(records[-1]), flush=True)
+        engine.close()
+        del engine
+        _empty_device()
+    return records
+
+
+def _empty_device() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    plain = {(r["temperature"], r["concurrency"]): r["tok_s"] for r in records if r["method"] == "plain"}
+    lines = ["method       T    conc  tok/s     x plain  tokens/step  accepted"]
+    for r in records:
+        ratio = r["tok_s"] / plain[r["temperature"], r["concurrency"]]
+        lines.append(
+            f"{r['method']:<12} {r['temperature']:<4} {r['concurrency']:>4}  {r['tok_s']:>8.1f}  {ratio:>6.2f}"
+            f"  {r['tokens_per_step']:>10.2f}  {r['acceptance']:>8.3f}"
+        )
+    return "\n".join(lines)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--shape", choices=tuple(SHAPES), help="random weights of this shape, acceptance simulated")
+    parser.add_argument("--methods", nargs="+", default=["ngram"], help="method[:folder[:num_draft_tokens]]")
+    parser.add_argument("--profile", choices=tuple(PROFILES), default="medusa")
+    parser.add_argument("--texts", type=Path, help='JSON lines with a "text" each')
+    parser.add_argument("--task", choices=("continue", "edit"), default="continue")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
+    parser.add_argument("--input-len", type=int, default=256)
+    parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--throttle", choices=("auto", "off"), default="off")
+    parser.add_argument("--options", nargs="*", default=[], help="further parameters, name=value")
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.shape:
+            (Path(folder) / "config.json").write_text(json.dumps(SHAPES[arguments.shape].config()))
+            arguments.model = Path(folder)
+        records = measure(arguments)
+    print(table(records))
+    if arguments.out:
+        arguments.out.write_text("\n".join(map(json.dumps, records)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
