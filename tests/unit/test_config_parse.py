@@ -38,6 +38,9 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "tokenizer": "/tokenizer",
         "model": "/elsewhere",
         "quantization_group_size": "64",
+        "speculative_method": "ngram",
+        "eagle_top_k": "8",
+        "ngram_max": "3",
     }
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])

@@ -25,7 +25,8 @@ from slipstream.core.wire_messages import Request as WireRequest
 
 _OUTPUTS = {spec.name: spec for spec in OUTPUTS}
 _NEED_LOGPROBS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
-_DIRECT = frozenset(FIELD_NAMES) - {"guide", "logit_bias"}
+_SPECULATION = ("speculative_method", "speculative_acceptance")
+_DIRECT = frozenset(FIELD_NAMES) - {"guide", "logit_bias", "reference_ids", *_SPECULATION}
 _LISTS = {name: name for name in ("stop", "stop_token_ids", "bad_words", "logit_bias")} | {
     "stop_words_ids": "stop_words_list",
     "bad_words_ids": "bad_words_list",
@@ -228,6 +229,7 @@ def _sampling_params(
         check_list(name, settings.get(target, ()))
     fields["logit_bias"] = _logit_bias(settings, tokenizer)
     fields["guide"] = _guide(settings)
+    fields.update(_speculation(settings, config, tokenizer))
     return SamplingParams(**fields)
 
 
@@ -243,6 +245,19 @@ def _logit_bias(settings: Settings, tokenizer: TextCodec) -> tuple[tuple[int, fl
     for token_id, bias in pairs:
         total[token_id] = total.get(token_id, 0.0) + bias
     return tuple(total.items())
+
+
+def _speculation(settings: Settings, config: EngineConfig, tokenizer: TextCodec) -> dict[str, Any]:
+    """An empty method or acceptance is the server's; of a reference only as much is read as a sequence may have."""
+    fields: dict[str, Any] = {name: settings[name] or None for name in _SPECULATION if name in settings}
+    text, token_ids = settings.get("reference_text", ""), settings.get("reference_ids", ())
+    if text and token_ids:
+        raise RequestError("reference_text", "given together with reference_ids, accepted: one of them")
+    if text:
+        limit = config.model.max_model_len * tokenizer.max_token_bytes
+        token_ids = tokenizer.encode(text[:limit] if limit else text, False)
+    most = config.model.max_model_len or len(token_ids)
+    return {**fields, "reference_ids": tuple(token_ids[:most])}
 
 
 _GUIDES = {"json": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}  # vLLM's word -> ours
