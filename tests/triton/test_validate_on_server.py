@@ -13,6 +13,7 @@ BAD = {
     "unknown_key": {"max_num_seq": "4"},
     "placeholder": {"max_num_seqs": "${max_num_seqs}"},
     "combination": {"num_blocks": "64", "memory_bytes": "1000000"},
+    "kv_type_not_the_models": {"kv_cache_dtype": "float16", "device": "cpu"},
     "pool_too_small": {"num_blocks": "2", "device": "cpu"},
 }
 

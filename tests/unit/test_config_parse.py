@@ -169,6 +169,8 @@ def test_validate_accepts_what_would_load(tmp_path: Path, capsys: pytest.Capture
         ('name: "other"\nbackend: "slipstream"\n', "name='other': accepted: the folder's name, 'llm'"),
         ('backend: "slipstream"\ninstance_group { count: 2 }\n', "instance_group=2: accepted: 1 instance"),
         ('backend: "slipstream"\n' + parameters(modell="x"), "modell='x': unknown parameter; did you mean model"),
+        ('backend: "slipstream"\n' + parameters(model="/m", kv_cache_dtype="fp7"),
+         "kv_cache_dtype='fp7': accepted: auto, .*fp8_e4m3, int8, int4"),
         ('backend: "slipstream"\n' + parameters(model="${model}"), "model='\\${model}': an unfilled placeholder"),
         ('backend: "slipstream"\ninput { name: "text" data_type: TYPE_STRING dims: 1 }\n' + parameters(model="/m"),
          "input text='text': no tensor of the generate task"),
@@ -204,7 +206,9 @@ def test_validate_gives_the_arithmetic_of_a_cache_that_is_too_small(tmp_path: Pa
     with pytest.raises(ConfigError, match=r"^num_blocks=2: .*2 blocks x 64 tokens cannot hold one sequence"):
         validate(write_model(tmp_path / "llm", text))
     fits = 'backend: "slipstream"\n' + parameters(model=str(checkpoint), device="cpu", memory_bytes="100000000")
-    assert "holds" in validate(write_model(tmp_path / "fits", fits))
+    assert "holds 5 sequences" in validate(write_model(tmp_path / "fits", fits))
+    eight_bits = validate(write_model(tmp_path / "eight", fits + parameters(kv_cache_dtype="fp8")))
+    assert "holds 23 sequences" in eight_bits and "cache.dtype = fp8_e4m3" in eight_bits
 
 
 def test_validate_holds_the_tensors_against_the_model_without_reading_them(tmp_path: Path) -> None:
