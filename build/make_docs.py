@@ -1,4 +1,4 @@
-"""Write the tables of docs/contracts.md, configuration.md and operations.md from the code, between their markers.
+"""Write the tables of docs/contracts.md, configuration.md and metrics.md from the code, between their markers.
 
     python build/make_docs.py          # rewrite
     python build/make_docs.py --check  # exit 1 if a page is out of date
@@ -20,6 +20,7 @@ from slipstream.core.config_table import FOREIGN, PARAMETERS
 from slipstream.core.contract import DETOKENIZE, GENERATE, TOKENIZE
 from slipstream.core.stats import METRICS, MetricKind
 from slipstream.core.tensor_spec import TYPE_NAMES, InputSpec, OutputSpec, Use
+from slipstream.server.metrics import FAMILIES, PREFIX
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -104,6 +105,15 @@ def metrics() -> str:
     return table(("metric", "kind", "labels", "meaning"), rows.values())
 
 
+def gateway_metrics() -> str:
+    rows = []
+    for family in FAMILIES:
+        labels = ", ".join(part.partition("=")[0] for part in family.labels[0].split(",") if part)
+        unit = "histogram, seconds" if family.kind == "histogram" else family.kind
+        rows.append((f"`{PREFIX}{family.name}`", unit, labels, family.help))
+    return table(("metric", "kind", "labels", "meaning"), rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "generate inputs": lambda: inputs(GENERATE.inputs),
     "generate unserved": lambda: unserved(GENERATE.inputs),
@@ -117,8 +127,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "parameters": parameters,
     "foreign parameters": foreign,
     "metrics": metrics,
+    "gateway metrics": gateway_metrics,
 }
-PAGES = ("contracts.md", "configuration.md", "operations.md")
+PAGES = ("contracts.md", "configuration.md", "metrics.md")
 _MARKED = re.compile(r"<!-- table: (?P<name>[a-z ]+) -->\n.*?<!-- end of table -->", re.S)
 
 
