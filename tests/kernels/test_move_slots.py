@@ -1,0 +1,90 @@
+"""move_slots: the reference against a loop, triton against the reference, for every type of cache."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from slipstream_kernels import ops
+from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, KvCache, empty_kv_cache
+
+DTYPES = (torch.float32, torch.bfloat16, FP8_DTYPE, INT8_DTYPE, INT4_DTYPE)
+NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_DIM = 9, 3, 8, 64
+
+
+def caches(dtype: torch.dtype, device: torch.device, num_layers: int = 3) -> list[KvCache]:
+    generator = torch.Generator().manual_seed(0)
+    made = [empty_kv_cache((NUM_BLOCKS, NUM_HEADS, BLOCK_SIZE, HEAD_DIM), dtype, device) for _ in range(num_layers)]
+    for cache in made:
+        for tensor in cache.block_tensors:
+            drawn = torch.randint(0, 120, tensor.shape, generator=generator)
+            tensor.copy_(drawn.to(torch.float32).to(tensor.dtype))
+    return made
+
+
+def moves(seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Per request, sources and targets in two blocks of its own, as accepted branches of a tree move."""
+    dice = random.Random(seed)
+    sources, targets = [], []
+    for request in range(4):
+        blocks = [2 * request + 1, 2 * request]
+        first = dice.randrange(BLOCK_SIZE)
+        rows = sorted(dice.sample(range(1, BLOCK_SIZE), dice.randrange(1, 5)))
+        places = [(first + row, first + 1 + place) for place, row in enumerate(rows) if row != place + 1]
+        slot = lambda place, blocks=blocks: blocks[place // BLOCK_SIZE] * BLOCK_SIZE + place % BLOCK_SIZE  # noqa: E731
+        sources.append([slot(source) for source, _ in places])
+        targets.append([slot(target) for _, target in places])
+    return sources, targets
+
+
+def move(made: list[KvCache], seed: int, device: torch.device, backend: str) -> None:
+    sources, targets = moves(seed)
+    starts = [0]
+    for part in sources:
+        starts.append(starts[-1] + len(part))
+    flat = [
+        torch.tensor([slot for one in part for slot in one], dtype=torch.int64, device=device)
+        for part in (sources, targets)
+    ]
+    ops.move_slots(made, *flat, torch.tensor(starts, dtype=torch.int32, device=device), backend=backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_slots_are_moved_one_after_another(dtype: torch.dtype, seed: int) -> None:
+    made, expected = caches(dtype, torch.device("cpu")), caches(dtype, torch.device("cpu"))
+    move(made, seed, torch.device("cpu"), "reference")
+    moved = 0
+    for source, target in ((s, t) for pair in zip(*moves(seed)) for s, t in zip(*pair)):
+        moved += 1
+        for cache in expected:
+            for tensor in cache.block_tensors:
+                row = tensor[source // BLOCK_SIZE, :, source % BLOCK_SIZE].clone()
+                tensor[target // BLOCK_SIZE, :, target % BLOCK_SIZE] = row
+    assert moved > 0
+    assert_same(made, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_triton_is_the_reference(dtype: torch.dtype, device: torch.device) -> None:
+    made, expected = caches(dtype, device), caches(dtype, device)
+    for seed in range(3):
+        move(made, seed, device, "triton")
+        move(expected, seed, device, "reference")
+    assert_same(made, expected)
+
+
+def assert_same(made: list[KvCache], expected: list[KvCache]) -> None:
+    for one, other in zip(made, expected):
+        for tensor, like in zip(one.block_tensors, other.block_tensors):
+            assert torch.equal(tensor.view(torch.uint8), like.view(torch.uint8))
+
+
+def test_bad_arguments_are_named() -> None:
+    made = caches(torch.float32, torch.device("cpu"))
+    one = torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="targets"):
+        ops.move_slots(made, one, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(ValueError, match="starts"):
+        ops.move_slots(made, one, one, torch.zeros(2, dtype=torch.int64))
