@@ -95,14 +95,15 @@ def _append(x, cache_ptr, scale_ptr, rows, heads, is_head,
         y = x.to(tl.float32)
         scale = tl.max(tl.abs(y), axis=1) / LARGEST
         tl.store(scale_ptr + rows, scale, mask=is_head)
-        y = y / tl.maximum(scale, 1e-30)[:, None]
-        # 1.5 * 2^23 leaves no room for a fraction: to nearest even.
-        codes = ((y + 12582912.0) - 12582912.0).to(tl.int32)
-        codes = tl.minimum(tl.maximum(codes, -127 if FORMAT == INT8 else -7), 127 if FORMAT == INT8 else 7)
+        # Rounded by adding a number so large (1.5 * 2^23) that no place is left for a fraction: the low bits of the sum
+        # are the integer, to nearest even.  No value is beyond LARGEST, so nothing is to be cut off.
+        y = y * (1.0 / tl.maximum(scale, 1e-30))[:, None]
         if FORMAT == INT8:
-            tl.store(cache_ptr + (rows * HEAD_DIM)[:, None] + dims[None, :], codes.to(tl.int8), mask=mask)
+            codes = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+            tl.store(cache_ptr + (rows * HEAD_DIM)[:, None] + dims[None, :], codes, mask=mask)
         else:
-            low, high = tl.split(tl.reshape(codes + 8, (HEADS, DIM_PADDED // 2, 2)))
+            codes = (y + 12582920.0).to(tl.int32, bitcast=True) & 15
+            low, high = tl.split(tl.reshape(codes, (HEADS, DIM_PADDED // 2, 2)))
             places = tl.arange(0, DIM_PADDED // 2)
             mask = is_head[:, None] & (places < HEAD_DIM // 2)[None, :]
             bytes_ = (low | (high << 4)).to(tl.uint8)
