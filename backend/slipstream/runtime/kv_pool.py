@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,8 @@ from torch import Tensor
 from slipstream.nn.attention import LayerCache
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.memory_plan import Hardware, MemoryPlan
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,10 +51,13 @@ def allocate_pool(
         )
         for i in range(spec.num_layers)
     ]
+    given = {i: scales for i, scales in enumerate(head_scales) if scales is not None}
     if hardware.kv_dtype == ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]:
-        for i, scales in enumerate(head_scales):
-            if scales is not None:
-                layers[i] = replace(layers[i], key_scale=scales[0], value_scale=scales[1])
+        for i, (key_scale, value_scale) in given.items():
+            layers[i] = replace(layers[i], key_scale=key_scale, value_scale=value_scale)
+        logger.info("FP8 KV cache with the checkpoint's scales in %d of %d layers", len(given), spec.num_layers)
+    elif given:
+        logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype=fp8_e4m3 would use")
     return KVPool(layers, [store.flatten(2).view(torch.int32) for store in stores])
 
 
