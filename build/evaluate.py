@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -105,18 +106,22 @@ def main() -> None:
     for result in evaluate(args, windows, reference, schedule):
         results.append(result)
         print(table([result], reference.measures).splitlines()[-1], f"{result.seconds:.1f} s", flush=True)
-    text = table(results, reference.measures)
-    print(text)
+    print(table(results, reference.measures))
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        about = {
-            "model": str(args.model),
-            "num_tokens": windows.numel(),
-            "arguments": {k: str(v) for k, v in vars(args).items()},
-        }
-        write_json(results, about, args.output / "evaluation.json")
-        (args.output / "evaluation.md").write_text(text + "\n")
-        draw(results, reference.measures, args.output / "evaluation.png")
+        save(args, results, reference.measures, windows.numel())
+
+
+def save(args: argparse.Namespace, results: list[Result], reference: Measures, num_tokens: int) -> None:
+    """Table, JSON and plot; without matplotlib, no plot."""
+    args.output.mkdir(parents=True, exist_ok=True)
+    arguments = {name: str(value) for name, value in vars(args).items()}
+    about = {"num_tokens": num_tokens, "reference": asdict(reference), "arguments": arguments}
+    write_json(results, about, args.output / "evaluation.json")
+    (args.output / "evaluation.md").write_text(table(results, reference) + "\n")
+    try:
+        draw(results, reference, args.output / "evaluation.png")
+    except ImportError as error:
+        print(f"no plot: {error}; pip install slipstream[tools]")
 
 
 if __name__ == "__main__":

@@ -19,10 +19,13 @@ from pathlib import Path
 import torch
 from quantization.calibration import LayerWalk, load_recorded
 from quantization.export import write_checkpoint
-from quantization.plan import ALGORITHMS, FORMATS, METHODS, Plan
+from quantization.plan import ALGORITHMS, FORMATS, INT4_METHODS, METHODS, Plan
 from quantization.quantizer import Quantizer
 from quantization.text import cut_windows, read_token_ids
+from slipstream.core.config import ModelConfig
+from slipstream.core.errors import ConfigError
 from slipstream.nn.load import resolve_device, resolve_dtype
+from slipstream.nn.quant import choose_method, linear_bytes
 from slipstream.nn.spec import read_spec
 
 CHANNEL = -1
@@ -45,7 +48,20 @@ def make_plan(args: argparse.Namespace) -> Plan:
         raise ValueError(f"text: {args.algorithm or 'KV scales'} needs a calibration text")
     if plan.with_head and read_spec(args.model).tie_word_embeddings:
         raise ValueError("lm-head: it is the embedding table here; set quantize_lm_head when loading instead")
+    check_shapes(plan, args.model)
     return plan
+
+
+def check_shapes(plan: Plan, model: Path) -> None:
+    """Raises ConfigError unless the method holds the model's layers, as loading the result would."""
+    group_size = (plan.group_size or CHANNEL) if plan.method in INT4_METHODS else 0
+    spec = read_spec(model)
+    if spec.stored_format is not None:
+        raise ValueError(f"model: {model} is quantised already, in {spec.stored_format.method}")
+    config = ModelConfig(quantization=plan.method, quantization_group_size=group_size)
+    _, method, _ = choose_method(config, spec)
+    for linear in spec.layer_linears:
+        linear_bytes(method, linear, spec.dtype)
 
 
 def quantize(args: argparse.Namespace) -> int:
@@ -86,7 +102,7 @@ def main() -> None:
     args, start = parse_arguments(), time.perf_counter()
     try:
         size = quantize(args)
-    except ValueError as error:  # ConfigError is one
+    except (ValueError, ConfigError) as error:
         raise SystemExit(str(error)) from error
     print(f"{args.output}: {size / 1e6:.1f} MB of tensors in {time.perf_counter() - start:.1f} s")
 

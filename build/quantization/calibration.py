@@ -68,10 +68,9 @@ class Recorder(Unquantized):
 def load_recorded(model: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
     """The checkpoint with a Recorder as the method of its layers. Raises ConfigError as loading does."""
     spec = read_spec(model)
-    if spec.stored_format is not None:
-        raise ValueError(f"{model}: is quantised already ({spec.stored_format.method})")
     _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, device, dtype), None)
-    placement = Placement(device, dtype, Recorder(), Unquantized())
+    recorder = Recorder()
+    placement = Placement(device, dtype, recorder, Unquantized() if spec.tie_word_embeddings else recorder)
     decoder = Decoder(spec, placement, backend(spec), spec.max_model_len)
     load_checkpoint(decoder, model)
     return decoder

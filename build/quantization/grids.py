@@ -56,10 +56,11 @@ class Int8Grid:
 
 @dataclass(frozen=True)
 class Fp8Grid:
-    """scales: [out, in / width] fp32, of `width` columns each; blocks of rows are repeated rows."""
+    """scales: [out, in / width] fp32, of `width` columns and `height` rows each (repeated for each of those rows)."""
 
     scales: Tensor
     width: int
+    height: int = 1
 
     def codes(self, columns: Tensor, weight: Tensor) -> Tensor:
         """e4m3."""
@@ -104,7 +105,7 @@ def fp8_grid(weight: Tensor, scale_dtype: torch.dtype) -> Fp8Grid:
 def fp8_block_grid(weight: Tensor, scale_dtype: torch.dtype) -> Fp8Grid:
     """One scale per 128 x 128."""
     scales = _stored(ops.quantize_fp8_blocks(weight)[1], scale_dtype)
-    return Fp8Grid(scales.repeat_interleave(BLOCK, 0)[: weight.shape[0]], BLOCK)
+    return Fp8Grid(scales.repeat_interleave(BLOCK, 0)[: weight.shape[0]], BLOCK, BLOCK)
 
 
 def _stored(scales: Tensor, dtype: torch.dtype) -> Tensor:

@@ -46,28 +46,23 @@ def write_json(results: list[Result], about: dict[str, object], path: Path) -> N
 
 
 def draw(results: list[Result], reference: Measures, path: Path) -> None:
-    """Bytes of weights against divergence (logarithmic), a colour per KV type; needs matplotlib."""
+    """Divergence (logarithmic) of every kind of weights, a colour per KV type; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    names = list(dict.fromkeys(result.weights for result in results))
+    figure, axes = pyplot.subplots(figsize=(8, 1.5 + 0.3 * len(names)), layout="constrained")
     for kv in dict.fromkeys(result.kv for result in results):
         chosen = [result for result in results if result.kv == kv and result.measures.divergence > 0]
-        sizes = [result.weight_bytes / 1e6 for result in chosen]
-        axes.scatter(sizes, [result.measures.divergence for result in chosen], label=f"KV cache {kv}", s=22)
-        for size, result in zip(sizes, chosen):
-            if kv == results[0].kv:
-                axes.annotate(
-                    result.weights,
-                    (size, result.measures.divergence),
-                    fontsize=8,
-                    xytext=(4, 4),
-                    textcoords="offset points",
-                )
-    axes.set(yscale="log", xlabel="weights, MB", ylabel="KL to the unquantised model, nats a token")
-    axes.set_title(f"perplexity of the unquantised model: {reference.perplexity:.3f}")
+        places = [names.index(result.weights) for result in chosen]
+        axes.scatter([result.measures.divergence for result in chosen], places, label=f"KV cache {kv}", s=28)
+    axes.set(
+        xscale="log", xlabel="KL to the unquantised model, nats a token", yticks=range(len(names)), yticklabels=names
+    )
+    axes.invert_yaxis()
+    axes.set_title(f"perplexity of the unquantised model: {reference.perplexity:.3f}", fontsize=10)
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path, dpi=140)

@@ -6,7 +6,7 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from quantization.grids import BLOCK, Fp8Grid, Grid, Int4Grid, Int8Grid
+from quantization.grids import Fp8Grid, Grid, Int4Grid, Int8Grid
 
 GPTQ_V1_ONES = 0x11111111  # version 1 of the format stores zero-points less one
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # the column that the n-th nibble of a word holds
@@ -30,8 +30,8 @@ def stored_tensors(weight: Tensor, grid: Grid, layout: str, scale_dtype: torch.d
         words = (values.view(torch.uint8) ^ 128).view(torch.int32)
         return {"weight_packed": words, "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
     assert isinstance(grid, Fp8Grid)
-    scales = grid.scales if grid.width != BLOCK else grid.scales[::BLOCK]
-    return {"weight": grid.codes(columns, weight), "weight_scale": scales.to(scale_dtype)}
+    scales = grid.scales[:: grid.height].to(scale_dtype)
+    return {"weight": grid.codes(columns, weight), "weight_scale": scales}
 
 
 def _words(codes: Tensor) -> Tensor:

@@ -1,0 +1,224 @@
+"""build/quantize.py, build/evaluate.py: what they write loads here and in transformers, and is close to the model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from quantized_checkpoints import PROMPT, load, logits, make_full, rms_error
+from safetensors.torch import load_file
+from slipstream.core.errors import ConfigError
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
+import evaluate
+import quantize
+from quantization.calibration import LayerWalk, load_recorded
+from quantization.export import ShardWriter
+from quantization.folding import fold, shared
+from quantization.gptq import round_by_feedback
+from quantization.grids import int4_grid
+from quantization.measures import compare
+from quantization.text import cut_windows
+
+needs_library = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="needs compressed-tensors (dev)")
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With two query heads for each head of keys and values."""
+    return make_full(tmp_path_factory.mktemp("full"), num_key_value_heads=2, head_dim=64)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed text as build/train_demo_model.py writes it, of invented ids."""
+    folder = tmp_path_factory.mktemp("text")
+    index = {}
+    for seed, split in enumerate(("train", "held_out")):
+        ids = torch.randint(96, (2048,), generator=torch.Generator().manual_seed(seed)).short().numpy().tobytes()
+        (folder / f"{split}.xz").write_bytes(lzma.compress(ids))
+        index[split] = {"shards": [f"{split}.xz"], "num_bytes": 1, "sha256": hashlib.sha256(ids).hexdigest()}
+    (folder / "index.json").write_text(json.dumps(index))
+    return folder
+
+
+def make(full: Path, text: Path, output: Path, *arguments: str) -> Path:
+    common = ["--model", str(full), "--output", str(output), "--device", "cpu", "--num-tokens", "512"]
+    quantize.quantize(quantize.parse_arguments([*common, "--text", str(text), "--window-tokens", "64", *arguments]))
+    return output
+
+
+COMPRESSED = [
+    ("fp8", "", 1e-4),
+    ("block_wise_fp8", "gptq", 1e-4),
+    ("wint8", "gptq", 1e-4),
+    ("w8a8_int8", "smoothquant", 0.05),  # rows are scaled by amax / 127 here, by amax / 127.5 there
+    ("wint4", "gptq", 1e-4),
+    ("wint4", "awq,gptq", 1e-4),
+    ("w4a8_fp8", "awq", 1e-4),
+]
+
+
+@needs_library
+@pytest.mark.parametrize(("method", "algorithm", "bound"), COMPRESSED)
+def test_compressed_tensors_load_here_and_in_transformers(
+    full: Path, text: Path, tmp_path: Path, method: str, algorithm: str, bound: float
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    made = make(full, text, tmp_path / "made", "--method", method, "--algorithm", algorithm)
+    decoder = load(made)
+    assert decoder.spec.stored_format is not None and decoder.spec.stored_format.method == method
+    ours = logits(decoder)
+    assert 0.002 < rms_error(ours, logits(load(full))) < 0.4
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)(torch.tensor([PROMPT])).logits[0]
+    assert rms_error(ours, theirs) < bound
+
+
+@pytest.mark.parametrize(
+    ("packing", "algorithm", "zeros"), [("awq", "awq", True), ("gptq", "gptq", True), ("gptq", "awq,gptq", False)]
+)
+def test_awq_and_gptq_hold_what_compressed_tensors_hold(
+    full: Path, text: Path, tmp_path: Path, packing: str, algorithm: str, zeros: bool
+) -> None:
+    arguments = ["--method", "wint4", "--group-size", "32", "--algorithm", algorithm, *["--zeros"] * zeros]
+    made = load(make(full, text, tmp_path / packing, *arguments, "--format", packing))
+    assert made.spec.stored_format is not None and made.spec.stored_format.packing == packing
+    other = load(make(full, text, tmp_path / "other", *arguments))
+    # scales are float16 here, float32 there
+    assert rms_error(logits(made), logits(other)) < 0.15
+    assert 0.01 < rms_error(logits(made), logits(load(full))) < 0.4
+
+
+def test_feedback_lowers_the_error_of_outputs() -> None:
+    torch.manual_seed(0)
+    weight, mix = torch.randn(48, 128), torch.randn(128, 128)
+    x = torch.randn(1000, 128) @ mix
+    grid = int4_grid(weight, 64, False, None, torch.float16)
+    rounded, fed = grid.nearest(torch.arange(128), weight), round_by_feedback(weight, x.t() @ x, grid)
+    torch.testing.assert_close(grid.nearest(torch.arange(128), fed), fed)
+    errors = [((held - weight) @ x.t()).square().mean() for held in (rounded, fed)]
+    assert errors[1] < 0.7 * errors[0]
+
+
+def test_folding_changes_nothing(full: Path) -> None:
+    decoder = load_recorded(full, torch.device("cpu"), torch.float32)
+    before = logits(decoder)
+    for layer in decoder.layers:
+        for linear in reversed(layer.linears()):
+            factors = torch.rand(linear.spec.in_features) + 0.5
+            fold(decoder.spec, layer, linear, shared(decoder.spec, layer, linear, factors))
+    assert rms_error(logits(decoder), before) < 1e-5
+
+
+def test_a_walk_records_what_linears_see(full: Path) -> None:
+    decoder = load_recorded(full, torch.device("cpu"), torch.float32)
+    windows = torch.randint(96, (3, 32))
+    walk = LayerWalk(decoder, windows, batch_windows=2)
+    seen = walk.record(decoder.layers[0])[decoder.layers[0].attention.qkv]
+    hidden = decoder.embedding(windows.reshape(-1))
+    x = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * decoder.layers[0].input_norm.weight
+    torch.testing.assert_close(seen.gram, x.t() @ x, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(seen.largest, x.abs().amax(0), rtol=1e-3, atol=1e-3)
+    assert seen.num_tokens == 96
+
+
+def test_head_and_kv_scales(full: Path, text: Path, tmp_path: Path) -> None:
+    made = make(full, text, tmp_path, "--method", "wint4", "--lm-head", "--kv-scales")
+    tensors = load_file(made / "model.safetensors")
+    assert {f"model.layers.{i}.self_attn.{name}_scale" for i in range(2) for name in "kv"} <= set(tensors)
+    assert all(1e-4 < tensors[name] < 1 for name in tensors if name.endswith(("k_scale", "v_scale")))
+    assert "packed" in load(made).lm_head.weights
+    assert (made / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--method", "fp8", "--format", "gptq"], "format: gptq checkpoints hold wint4 only, not fp8"),
+        (["--method", "wint4", "--format", "awq"], "format: awq checkpoints hold zero-points"),
+        (["--method", "w4a8_fp8", "--zeros"], "zeros: only of wint4"),
+        (["--method", "fp8", "--algorithm", "awq"], "awq is for wint4, w4a8_fp8, not fp8"),
+        (["--method", "wint4", "--algorithm", "smoothquant"], "smoothquant is for w8a8_int8"),
+        (["--method", "wint4", "--algorithm", "hqq"], "algorithm: 'hqq' is not one of awq, gptq, smoothquant"),
+        (["--method", "wint4", "--num-tokens", "4096"], None),
+        (["--method", "wint4", "--algorithm", "gptq", "--num-tokens", "4096"], "the text has 2048 tokens, asked for"),
+    ],
+)
+def test_plans_that_cannot_be_made(full: Path, text: Path, tmp_path: Path, arguments: list[str], named: str) -> None:
+    if named is None:
+        assert (make(full, text, tmp_path, *arguments) / "model.safetensors").exists()  # plain rounding needs no text
+        return
+    with pytest.raises(ValueError, match=named):
+        make(full, text, tmp_path, *arguments)
+
+
+def test_models_that_cannot_be_quantised_so(full: Path, text: Path, tmp_path: Path) -> None:
+    made = make(full, text, tmp_path / "made", "--method", "wint8")
+    with pytest.raises(ValueError, match="is quantised already, in wint8"):
+        make(made, text, tmp_path / "again", "--method", "wint4")
+    narrow = make_full(tmp_path / "narrow", num_key_value_heads=2)
+    with pytest.raises(ConfigError, match="k has 64 outputs, not a multiple of 128"):
+        make(narrow, text, tmp_path / "blocks", "--method", "block_wise_fp8")
+    assert not (tmp_path / "again").exists() and not (tmp_path / "blocks").exists()
+
+
+def test_shards(full: Path, tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path, shard_bytes=100_000)
+    tensors = load_file(full / "model.safetensors")
+    for name, tensor in tensors.items():
+        writer.add(name, tensor)
+    writer.close()
+    (tmp_path / "config.json").write_text((full / "config.json").read_text())
+    assert len(list(tmp_path.glob("model-*-of-*.safetensors"))) > 3
+    assert torch.equal(logits(load(tmp_path)), logits(load(full)))
+
+
+def test_measures_are_those_of_the_definition() -> None:
+    torch.manual_seed(0)
+    windows, p = torch.randint(7, (2, 5)), torch.randn(2, 5, 7)
+    q = p + 0.3 * torch.randn(2, 5, 7)
+    same, other = compare(windows, p, p), compare(windows, q, p)
+    assert same.divergence == 0 and same.agreement == 1
+    log_p, log_q = p[:, :-1].log_softmax(-1), q[:, :-1].log_softmax(-1)
+    loss = torch.nn.functional.nll_loss(log_q.flatten(0, 1), windows[:, 1:].flatten())
+    assert other.perplexity == pytest.approx(loss.exp().item(), rel=1e-5)
+    assert other.divergence == pytest.approx((log_p.exp() * (log_p - log_q)).sum(-1).mean().item(), rel=1e-4)
+
+
+def test_evaluation_of_weights_and_caches(
+    full: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = make(full, text, tmp_path / "made", "--method", "wint4", "--algorithm", "gptq")
+    output = tmp_path / "results"
+    arguments = [
+        "--model", str(full), "--text", str(text), "--weights", f"none,wint4:64,w4a8_fp8,mine={made},wint4:48",
+        "--kv", "auto,int8", "--num-tokens", "256", "--window-tokens", "64", "--batch-windows", "3",
+        "--step-tokens", "40", "--device", "cpu", "--output", str(output),
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *arguments])
+    evaluate.main()
+    printed = capsys.readouterr().out
+    assert "left out: wint4:48: " in printed and "| none | auto |" in printed
+    results = json.loads((output / "evaluation.json").read_text())["results"]
+    assert [(result["weights"], result["kv"]) for result in results] == [
+        (weights, kv) for weights in ("none", "wint4:64", "w4a8_fp8", "mine") for kv in ("auto", "int8")
+    ]
+    divergences = [result["measures"]["divergence"] for result in results]
+    assert divergences[0] == pytest.approx(0, abs=1e-9) and all(d > 1e-5 for d in divergences[1:])
+    assert (output / "evaluation.png").stat().st_size > 1000
+
+
+def test_windows_cover_the_text() -> None:
+    windows = cut_windows(torch.arange(100), 30, 10)
+    assert windows[:, 0].tolist() == [0, 45, 90] and windows.shape == (3, 10)
+    assert cut_windows(torch.arange(10), 10, 10).shape == (1, 10)
+    with pytest.raises(ValueError, match="has 9 tokens"):
+        cut_windows(torch.arange(9), 10, 10)
