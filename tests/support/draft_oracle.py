@@ -25,7 +25,7 @@ class Oracle:
         self.requests: set[Request] = set()
 
     def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
-        self.num_calls += 1
+        self.num_calls += bool(wishes)
         self.requests |= {wish.request for wish in wishes}
         return [self._drafts(wish) for wish in wishes]
 

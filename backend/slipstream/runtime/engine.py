@@ -92,7 +92,8 @@ class Engine:
             target = self._runner.model
         self._speculator = Speculator(Surroundings(config, hardware, self.memory_plan, target))
         if isinstance(self._runner, ModelRunner):
-            self._runner.start(config, self.memory_plan, self.start_up)
+            drafts = self._speculator
+            self._runner.start(config, self.memory_plan, self.start_up, drafts.num_drafts, drafts.has_trees)
         self.start_up.log()
         self.stats = Stats()
         plan, settings = self.memory_plan, config.cache
@@ -109,6 +110,7 @@ class Engine:
         self._num_arriving = 0  # sequences in the inbox
         self._wake = threading.Condition()
         self._gauges_due = 0.0
+        self._decoded_at = 0.0  # time.monotonic() of the last decode step, if no other step came after it
 
     # ---- any thread
 
@@ -216,23 +218,37 @@ class Engine:
         outputs += committed
         self._add_logprobs(committed, sampled)
         self._advance_guides(committed)
-        self._propose(flight, sampled)
+        if not self._speculator.is_empty:
+            self._measure_decode(flight.step, sampled)
+            self._propose(flight, sampled)
 
     def _propose(self, flight: _Flight, sampled: StepSample) -> None:
-        if self._speculates(flight.step):
-            rows = flight.step.requests
+        speculates, rows = self._speculates(flight.step), flight.step.requests
+        if speculates or self._speculator.keeps_up:
             computed = [
                 ComputedTokens(row.request, row.num_computed_tokens, kept)
                 for row, kept in zip(rows, computed_rows(flight.step, sampled))
             ]
-            self._speculator.propose(rows, StepResult(flight.hidden, computed), self.scheduler)
+            # a step that others have run ahead of has lost its hidden states: graphs write them over
+            hidden = flight.hidden if speculates else None
+            self._speculator.propose(rows, StepResult(hidden, computed), self.scheduler)
 
     def _speculates(self, step: ScheduledStep) -> bool:
         """Whether any request of a step may draft after it: then nothing can be scheduled before it is read."""
         planner = self.scheduler.planner
-        if self._speculator.is_empty:
-            return False
-        return any(row.num_drafts or planner.num_drafts(row.request) for row in step.requests)
+        return not self._speculator.is_empty and any(
+            row.num_drafts or planner.num_drafts(row.request) for row in step.requests
+        )
+
+    def _measure_decode(self, step: ScheduledStep, sampled: StepSample) -> None:
+        """Tell the planner how long a step of decodes took, counted from the step before it."""
+        rows, now = step.requests, time.monotonic()
+        is_decode = all(row.num_scheduled_tokens == 1 + row.num_drafts for row in rows)
+        if is_decode and self._decoded_at:
+            tokens_per_request = sum(map(len, sampled.token_ids)) / len(rows)
+            is_speculating = self._speculates(step)
+            self.scheduler.planner.measure(len(rows), now - self._decoded_at, tokens_per_request, is_speculating)
+        self._decoded_at = now if is_decode else 0.0
 
     def _num_kept_ahead(self, step: ScheduledStep) -> int:
         return self._num_ahead if step.requests and not self._speculates(step) else 0

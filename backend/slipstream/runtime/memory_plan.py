@@ -15,6 +15,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.kv_types import resolve_kv_dtype
 from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
 from slipstream.nn.spec import DecoderSpec
+from slipstream.runtime.draft_memory import draft_memory
 from slipstream.runtime.logprobs import MAX_PROMPT_ROWS
 
 MIB = 1 << 20
@@ -56,6 +57,7 @@ class MemoryPlan:
     num_blocks: int
     max_model_len: int
     num_host_blocks: int = 0
+    draft_block_bytes: int = 0  # of the drafter's cache, per block of the pool
 
     @property
     def pool_bytes(self) -> int:
@@ -78,6 +80,8 @@ class MemoryPlan:
             ("KV pool", self.pool_bytes, f"{self.num_blocks} blocks x {self.block_size} tokens"),
             ("  per token", self.block_bytes // self.block_size, ""),
         ]
+        if self.draft_block_bytes:
+            rows.append(("KV pool of the drafter", self.num_blocks * self.draft_block_bytes, ""))
         if self.num_host_blocks:
             host_bytes = self.num_host_blocks * self.block_bytes
             rows.append(("host memory behind the KV pool", host_bytes, f"{self.num_host_blocks} blocks"))
@@ -113,13 +117,16 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     max_model_len = resolve_max_model_len(config, spec)
     block_bytes = spec.kv_bytes_per_token(hardware.kv_dtype) * config.cache.block_size
     held_bytes = 0 if is_null else weight_bytes(config.model, spec, hardware.dtype)
+    drafting = draft_memory(config, spec, hardware.dtype, hardware.kv_dtype)
+    draft_block_bytes = drafting.kv_bytes_per_token * config.cache.block_size
+    held_bytes += drafting.weight_bytes
     workspace_bytes = 0 if is_null else _workspace_bytes(spec, config, hardware.dtype)
     budget = _pool_budget(config.cache, free_bytes - held_bytes - workspace_bytes, hardware.device)
     blocks_per_sequence = -(-max_model_len // config.cache.block_size)
     num_blocks = config.cache.num_blocks
     if not num_blocks:
         enough = 2 * config.scheduler.max_num_seqs * blocks_per_sequence  # every sequence, and as much prefix cache
-        num_blocks = enough if is_null else min(budget // block_bytes, enough)
+        num_blocks = enough if is_null else min(budget // (block_bytes + draft_block_bytes), enough)
     plan = MemoryPlan(
         free_bytes=free_bytes,
         weight_bytes=held_bytes,
@@ -129,6 +136,7 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
         num_blocks=max(0, num_blocks),
         max_model_len=max_model_len,
         num_host_blocks=0 if is_null else _num_host_blocks(config.cache, block_bytes),
+        draft_block_bytes=draft_block_bytes,
     )
     if not is_null:
         _check_memory_bytes(plan, config.cache)

@@ -29,6 +29,20 @@ class Speculator:
     def is_empty(self) -> bool:
         return not self._proposers
 
+    @property
+    def num_drafts(self) -> int:
+        """The most drafts of a request that asks for no number."""
+        return min(max((proposer.num_drafts for proposer in self._proposers.values()), default=0), MAX_DRAFT_TOKENS)
+
+    @property
+    def has_trees(self) -> bool:
+        return any(proposer.drafts_trees for proposer in self._proposers.values())
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether a proposer must hear of every step: it has a cache of its own."""
+        return any(proposer.num_scratch_slots for proposer in self._proposers.values())
+
     def resolve(self, params: SamplingParams) -> Speculation | None:
         """How a request speculates. Raises RequestError for a method that is not loaded or cannot serve it."""
         if not self._proposers or params.num_draft_tokens == 0 or params.speculative_method == NO_SPECULATION:
