@@ -233,3 +233,22 @@ def test_validate_holds_the_tensors_against_the_model_without_reading_them(tmp_p
     (broken / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))
     with pytest.raises(ConfigError, match=r"^model=.*missing from the checkpoint"):
         validate(folder)
+
+
+def test_a_draft_is_named_by_the_model_that_serves_it(tmp_path: Path) -> None:
+    """`draft_model` is a checkpoint, or the name of a model beside this one, whose checkpoint it is then."""
+    llm, draft, checkpoint = tmp_path / "llm", tmp_path / "draft", tmp_path / "checkpoint"
+    for folder in (llm, draft, checkpoint):
+        folder.mkdir()
+    served = draft / "config.pbtxt"
+    served.write_text('backend: "slipstream"\nparameters { key: "model" value { string_value: "../checkpoint" } }\n')
+    for value in ("draft", "../checkpoint", str(checkpoint)):
+        config = parse_parameters({"model": "/m", "draft_model": value, "speculative_method": "draft_model"}, llm)
+        assert config.speculation.draft_model == str(checkpoint)
+        assert config.speculation.loaded == ("draft_model",)
+    for text in ('backend: "slipstream"\n', 'parameters { key: "model" value { string_value: "../nowhere" } }\n'):
+        served.write_text(text)
+        with pytest.raises(ConfigError, match="draft_model"):
+            parse_parameters({"model": "/m", "draft_model": "draft"}, llm)
+    with pytest.raises(ConfigError, match="speculative_method"):
+        parse_parameters({"model": "/m", "speculative_method": "medusa,magic"}, llm)

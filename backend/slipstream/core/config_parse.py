@@ -22,6 +22,8 @@ from slipstream.core.wire_messages import Config as WireConfig
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
 _TOKENS = "max_tokens_in_paged_kv_cache"  # TensorRT-LLM's size of the cache, in tokens: num_blocks * block_size
 _BY_NAME = {name: parameter for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)}
+_HEAD_FOLDERS = ("medusa_heads", "mtp_module", "eagle_head")
+_MODEL_PARAMETER = re.compile(r'key:\s*"model"\s*,?\s*value:?\s*\{\s*string_value:\s*"([^"]*)"')
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -51,7 +53,11 @@ def parse_parameters(
         model=_resolve("model", model, model_dir),
         tokenizer=_resolve("tokenizer", config.model.tokenizer, model_dir),
     )
-    config = replace(config, model=resolved, serving=replace(config.serving, max_batch_size=max_batch_size))
+    speculation = config.speculation
+    paths = {name: _resolve(name, getattr(speculation, name), model_dir) for name in _HEAD_FOLDERS}
+    speculation = replace(speculation, draft_model=_resolve_draft(speculation.draft_model, model_dir), **paths)
+    serving = replace(config.serving, max_batch_size=max_batch_size)
+    config = replace(config, model=resolved, speculation=speculation, serving=serving)
     check(config)
     return config
 
@@ -198,6 +204,19 @@ def _resolve(name: str, value: str, model_dir: Path) -> str:
             name, value, f"no such folder: {found}; accepted: a path relative to {model_dir}, or an absolute one"
         )
     return value
+
+
+def _resolve_draft(value: str, model_dir: Path) -> str:
+    """The checkpoint of a draft: named as any, or by the model of the repository that serves it."""
+    served = model_dir.parent / value / "config.pbtxt"
+    if not value or "/" in value or not served.is_file():
+        return _resolve("draft_model", value, model_dir)
+    found = _MODEL_PARAMETER.search(served.read_text())
+    if found is None:
+        raise ConfigError(
+            "draft_model", value, f"{served} has no parameter `model`, whose checkpoint would be the draft"
+        )
+    return _resolve("draft_model", found.group(1), served.parent)
 
 
 # ---------------------------------------------------------------- combinations
