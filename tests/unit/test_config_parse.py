@@ -39,6 +39,7 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "model": "/elsewhere",
         "quantization_group_size": "64",
         "speculative_method": "ngram",
+        **dict.fromkeys(("draft_model", "medusa_heads", "mtp_module", "eagle_head"), "/folder"),
         "eagle_top_k": "8",
         "ngram_max": "3",
     }
