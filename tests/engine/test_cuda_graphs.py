@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from engine_driver import GREEDY, make_engine, run_all
+from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
+from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
-from slipstream.runtime.cuda_graphs import DEFAULT_SIZES, DecodeGraphs, graph_sizes
+from slipstream.runtime.batch import StepArrays
+from slipstream.runtime.cuda_graphs import DEFAULT_SIZES, GraphShape, StepGraphs, graph_shapes, graph_sizes
 from slipstream.runtime.engine import Engine
 from tiny_model import make_tiny_llama
 
@@ -39,11 +42,70 @@ def test_what_cannot_be_captured_runs_without_or_is_refused() -> None:
         graph_sizes("1,2", 256, CUDA, "it reads the host")
 
 
-def test_a_step_takes_the_next_larger_size() -> None:
-    graphs = DecodeGraphs((1, 4, 8), 16, 100, lambda batch: batch.token_ids, CPU)
-    assert [graphs.size_for(count, count) for count in (1, 2, 4, 5, 8, 9)] == [1, 4, 4, 8, 8, None]
-    assert graphs.size_for(2, 5) is None
-    assert DecodeGraphs((), 16, 100, lambda batch: batch.token_ids, CPU).size_for(1, 1) is None
+def test_shapes_are_of_decodes_of_drafts_and_of_short_prompts() -> None:
+    plain = graph_shapes((1, 2, 8))
+    assert [shape for shape in plain if shape.max_query_len == 1] == [GraphShape(n, 1, n) for n in (1, 2, 8)]
+    assert {(shape.num_tokens, shape.num_requests) for shape in plain if shape.max_query_len == 64} == {
+        (16, 1), (32, 1), (64, 1), (16, 8), (32, 8), (64, 8), (128, 8), (256, 8), (512, 8),
+    }  # fmt: skip
+    drafted = set(graph_shapes((1, 100), 5, True)) - set(graph_shapes((1, 100)))
+    sizes = {(shape.num_tokens, shape.num_requests) for shape in drafted}
+    assert sizes == {(2, 1), (4, 1), (6, 1), (200, 100), (400, 100)}
+    assert all(shape.is_tree and shape.max_query_len == 6 for shape in drafted)
+    assert graph_shapes(()) == []
+
+
+def _step(lengths: list[int], num_decodes: int | None = None, tree: bool = False) -> StepArrays:
+    """Requests of so many tokens after ten that are cached, all sampled."""
+    total, ends = sum(lengths), np.cumsum(lengths)
+    return StepArrays(
+        token_ids=np.arange(total) + 100,
+        positions=np.concatenate([10 + np.arange(length) for length in lengths]),
+        query_start_loc=np.concatenate([[0], ends]).astype(np.int32),
+        seq_lens=10 + np.array(lengths, dtype=np.int32),
+        block_tables=np.arange(len(lengths) * 2, dtype=np.int32).reshape(len(lengths), 2),
+        slot_mapping=np.arange(total) + 1000,
+        logits_indices=ends - 1,
+        max_query_len=max(lengths),
+        max_seq_len=10 + max(lengths),
+        num_decode_requests=len(lengths) if num_decodes is None else num_decodes,
+        num_decode_tokens=total,
+        max_decode_query_len=max(lengths),
+        pending=[],
+        tree_mask=np.arange(total) if tree else None,
+    )
+
+
+def _graphs(shapes: list[GraphShape]) -> StepGraphs:
+    return StepGraphs(shapes, 16, 100, lambda batch: batch.token_ids, CPU)
+
+
+def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
+    graphs = _graphs(graph_shapes((1, 4, 8), 3, True))
+    found = [graphs.shape_for(_step([1] * count)) for count in (1, 2, 4, 5, 8, 9)]
+    assert found == [GraphShape(n, 1, n) for n in (1, 4, 4, 8, 8)] + [None]
+    assert graphs.shape_for(_step([3, 1])) == GraphShape(8, 4, 4, True)  # two drafts and none
+    assert graphs.shape_for(_step([3, 1], tree=True)) == GraphShape(8, 4, 4, True)
+    assert graphs.shape_for(_step([4, 4, 4])) == GraphShape(16, 4, 4, True)
+    assert graphs.shape_for(_step([1, 1, 20])) == GraphShape(32, 64, 4)
+    assert graphs.shape_for(_step([1, 1, 20], tree=True)) is None
+    assert graphs.shape_for(_step([1, 65])) is None and graphs.shape_for(_step([1, 20], num_decodes=1)) is None
+    assert _graphs([]).shape_for(_step([1])) is None
+
+
+def test_padding_writes_nothing_and_sees_nothing() -> None:
+    graphs = _graphs(graph_shapes((1, 4), 3, True))
+    graphs.load(GraphShape(16, 4, 4, True), _step([4, 4, 4, 4]))  # leaves something everywhere
+    batch = graphs.load(GraphShape(8, 4, 4, True), _step([3, 1]))
+    assert batch.token_ids.tolist() == [100, 101, 102, 103, 0, 0, 0, 0]
+    assert batch.positions.tolist() == [10, 11, 12, 10, 0, 0, 0, 0]
+    assert batch.slot_mapping.tolist() == [1000, 1001, 1002, 1003, -1, -1, -1, -1]
+    assert batch.query_start_loc.tolist() == [0, 3, 4, 5, 6] and batch.seq_lens.tolist() == [13, 11, 0, 0]
+    assert batch.block_tables[:2, :2].tolist() == [[0, 1], [2, 3]] and batch.logits_indices.tolist() == [2, 3]
+    assert batch.tree_mask is not None and batch.tree_mask.tolist() == [1, 3, 7, 1, 1, 1, 1, 1]
+    full = graphs.load(GraphShape(4, 1, 4), _step([1, 1, 1]))
+    assert full.query_start_loc.tolist() == [0, 1, 2, 3, 4] and full.tree_mask is None
+    assert full.num_decode_requests == 4 and full.num_decode_tokens == 4 and full.max_query_len == 1
 
 
 def _texts(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
@@ -85,7 +147,7 @@ def test_hidden_states_of_a_padded_graph_are_those_of_its_eager_step(checkpoint:
     step = engine.scheduler.schedule()
     with torch.inference_mode():
         inputs = runner.build(step)
-        assert inputs.graph_size == 8
+        assert inputs.graph == GraphShape(8, 1, 8)
         replayed = runner.forward(inputs)[:5].clone()
         eager = runner._run_model(inputs.batch)[:5]  # writes the same keys and values once more
     assert torch.equal(replayed, eager) and torch.isfinite(eager).all()
@@ -95,7 +157,28 @@ def test_hidden_states_of_a_padded_graph_are_those_of_its_eager_step(checkpoint:
 @needs_cuda
 def test_defaults_on_a_gpu(checkpoint: Path, prompts: list[list[int]]) -> None:
     engine = make_engine(checkpoint, {"device": "cuda", "dtype": "bfloat16"}, BLOCKS_OF_16)
-    assert engine._num_ahead == 1 and set(engine._runner._graphs._graphs) == {1, 2, 4, 8, 16, 24, 32, 48, 64}
+    assert engine._num_ahead == 1 and set(engine._runner._graphs._graphs) == set(
+        graph_shapes((1, 2, 4, 8, 16, 24, 32, 48, 64))
+    )
     assert {"plan", "weights", "KV pool", "warm-up", "graphs"} <= set(engine.start_up.seconds)
     first = _texts(engine, prompts)
     assert _texts(engine, prompts) == first
+
+
+@needs_cuda
+@pytest.mark.parametrize("method", ["ngram", "none"])
+def test_drafts_and_short_prompts_in_graphs_say_what_they_say_without(checkpoint: Path, method: str) -> None:
+    """Prompts of up to 64 tokens arrive while others decode or verify; in fp32, so that the batch does not matter."""
+    torch.backends.cuda.matmul.allow_tf32 = False
+    speculation = {} if method == "none" else {"speculation": SpeculationConfig(methods=method, num_draft_tokens=3)}
+    prompts = [[5 + index, 9, 5 + index, 9] * (1 + 3 * index) for index in range(6)]
+    texts = []
+    for graphs in ("off", "1,4,8"):
+        engine = make_engine(checkpoint, {**IN_FP32, "cuda_graphs": graphs}, BLOCKS_OF_16, **speculation)
+        told: dict[Request, Told] = {}
+        for prompt in prompts:
+            told[engine.submit(Request(prompt, GREEDY))[0]] = Told()
+            run_steps(engine, told, 3)
+        run_steps(engine, told)
+        texts.append([entry.token_ids for entry in told.values()])
+    assert texts[0] == texts[1] and all(len(text) == GREEDY.max_tokens for text in texts[0])

@@ -15,6 +15,7 @@ WRONG = 5  # a token that no test's text holds for long
 class Oracle:
     """texts: handle, sequence index -> output. is_tree: branches of wrong tokens before each right one."""
 
+    drafts_trees = True
     num_scratch_slots = 3
     num_drafts = 6
 

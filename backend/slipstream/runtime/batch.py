@@ -121,15 +121,19 @@ class BatchBuilder:
         sampled: of the step before, if that is not committed yet.
         """
         arrays = self.arrays(step, sampled)
+        batch = self.tensors(arrays)
+        fill_pending(batch.token_ids, arrays.pending, sampled)
+        return batch
+
+    def tensors(self, arrays: StepArrays) -> ForwardBatch:
+        """The same on the device, without the tokens that are pending."""
         names = [field.name for field in fields(StepArrays) if field.type == "np.ndarray"]
         tensors: dict[str, Any] = dict(zip(names, pack([getattr(arrays, name) for name in names], self._device)))
         numbers: dict[str, Any] = {
             field.name: getattr(arrays, field.name) for field in fields(StepArrays) if field.type == "int"
         }
         tree_mask = None if arrays.tree_mask is None else pack([arrays.tree_mask], self._device)[0]
-        batch = ForwardBatch(**tensors, **numbers, tree_mask=tree_mask)
-        fill_pending(batch.token_ids, arrays.pending, sampled)
-        return batch
+        return ForwardBatch(**tensors, **numbers, tree_mask=tree_mask)
 
     def arrays(self, step: ScheduledStep, sampled: SampledTokens | None = None) -> StepArrays:
         scheduled = step.requests

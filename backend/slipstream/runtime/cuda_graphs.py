@@ -1,31 +1,57 @@
-"""Decode steps captured as CUDA graphs at start: one launch in place of some hundred. Engine thread.
+"""Steps captured as CUDA graphs at start: one launch in place of some hundred. Engine thread.
 
-One graph per number of requests; a step of fewer is padded with requests of no tokens (seq_len 0, slot -1), which write
-nothing and attend to nothing. All graphs read the same static tensors. Knows tensors only: no requests, no model.
+A graph has room for a number of tokens and of requests, and takes every step that fits: decode, verification of drafts,
+short prompts among them. Lengths are data; what is left over is padded with tokens that write nothing (slot -1) and
+requests that see nothing (seq_len 0). All graphs read the same static tensors. Knows tensors only: no requests, no
+model.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from slipstream.core.errors import ConfigError
-from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.runtime.batch import StepArrays
 
 logger = logging.getLogger(__name__)
 
 # Numbers of requests to capture for. Up to 64 a row costs little beside the weights; above, steps of 32 at most.
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# Tokens of the largest graph of more than one token a request: above, the products take longer than their launches.
+MAX_TOKENS = 512
+# The fewest tokens of a step with a prompt that is worth a graph of its own.
+MIN_PROMPT_TOKENS = 16
+
+
+@dataclass(frozen=True, order=True)
+class GraphShape:
+    """What a graph has room for. max_query_len: tokens of one request; is_tree: drafts may be trees."""
+
+    num_tokens: int
+    max_query_len: int
+    num_requests: int
+    is_tree: bool = False
+
+    def holds(self, step: StepArrays) -> bool:
+        """Prompts of more than MAX_DECODE_QUERY_LEN tokens never fit: their attention is shaped by their lengths."""
+        return (
+            len(step.token_ids) <= self.num_tokens
+            and len(step.seq_lens) <= self.num_requests
+            and step.max_query_len <= self.max_query_len
+            and step.num_decode_requests == len(step.seq_lens)
+            and (self.is_tree or step.tree_mask is None)
+        )
 
 
 def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: str | None = None) -> tuple[int, ...]:
-    """Sizes to capture, ascending. wanted: "auto", "off" or a list like "1,2,4"; a CPU has none.
+    """Numbers of requests to capture for, ascending. wanted: "auto", "off" or a list like "1,2,4"; a CPU has none.
 
     refusal: why this model's steps cannot be captured; then "auto" has none, and a list raises ConfigError.
     """
@@ -42,102 +68,164 @@ def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: s
     return (*(size for size in DEFAULT_SIZES if size < largest), largest)
 
 
-class DecodeGraphs:
-    """forward: a batch of static tensors -> hidden states [T, H], whose kernels depend on its sizes alone."""
+def graph_shapes(sizes: Sequence[int], num_drafts: int = 0, has_trees: bool = False) -> list[GraphShape]:
+    """The graphs for these numbers of requests, ascending: decode, verification, and steps with short prompts.
+
+    num_drafts: the most drafts of a request, 0 without speculation. has_trees: they may be trees.
+    """
+    shapes = {GraphShape(size, 1, size) for size in sizes}
+    lengths = {1 + num_drafts, *(length for length in (2, 4, 8, 16, 32) if length <= num_drafts)} if num_drafts else ()
+    for size in sizes:
+        for length in lengths:  # on average: a request has as many drafts as there are good ones
+            if size * length <= MAX_TOKENS:
+                shapes.add(GraphShape(size * length, 1 + num_drafts, size, has_trees))
+    for size in _thinned(sizes):
+        num_tokens = MIN_PROMPT_TOKENS
+        while num_tokens <= min(MAX_TOKENS, size * MAX_DECODE_QUERY_LEN):
+            if num_tokens > size:
+                shapes.add(GraphShape(num_tokens, MAX_DECODE_QUERY_LEN, size))
+            num_tokens *= 2
+    return sorted(shapes)
+
+
+def _thinned(sizes: Sequence[int]) -> list[int]:
+    """The sizes that are at least four times the one before, and the largest."""
+    kept: list[int] = []
+    for size in sizes:
+        if not kept or size >= 4 * kept[-1] or size == sizes[-1]:
+            kept.append(size)
+    return kept
+
+
+class StepGraphs:
+    """forward: a batch of static tensors -> hidden states [T, H], whose kernels depend on the shape alone."""
 
     def __init__(
         self,
-        sizes: tuple[int, ...],
+        shapes: Sequence[GraphShape],
         max_blocks: int,
         max_seq_len: int,
         forward: Callable[[ForwardBatch], torch.Tensor],
         device: torch.device,
     ) -> None:
-        self._sizes = sizes
-        self._max_seq_len = max_seq_len
+        self._shapes = sorted(shapes)
         self._forward = forward
-        largest = max(sizes, default=0)
-        # token_ids, positions, slot_mapping: int64, then seq_lens: int32, then this step's block tables as they come
-        self._num_fixed_bytes = largest * (3 * 8 + 4)
-        self._static = torch.zeros(self._num_fixed_bytes + largest * max_blocks * 4, dtype=torch.uint8, device=device)
-        long = self._static[: largest * 24].view(torch.int64).view(3, largest)
-        self._token_ids, self._positions, self._slot_mapping = long
-        self._seq_lens = self._static[largest * 24 : self._num_fixed_bytes].view(torch.int32)
-        self._arriving_tables = self._static[self._num_fixed_bytes :].view(torch.int32)
-        self._block_tables = torch.zeros(largest, max_blocks, dtype=torch.int32, device=device)
-        self._query_start_loc = torch.arange(largest + 1, dtype=torch.int32, device=device)
-        self._slot_mapping.fill_(-1)
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._max_seq_len = max_seq_len
+        self._static = StaticTensors(self._shapes, max_blocks, device)
+        self._graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
-    def size_for(self, num_requests: int, num_tokens: int) -> int | None:
-        """The graph that takes such a step, or None: it is no pure decode, or larger than all graphs."""
-        if num_requests != num_tokens or not self._sizes or num_requests > self._sizes[-1]:
-            return None
-        return self._sizes[bisect_left(self._sizes, num_requests)]
+    def shape_for(self, step: StepArrays) -> GraphShape | None:
+        """The smallest graph that takes such a step, or None."""
+        return next((shape for shape in self._shapes if shape.holds(step)), None)
 
     def warm_up(self) -> None:
-        """Each size once without a graph: compiles kernels, lets libraries choose theirs."""
-        for size in reversed(self._sizes):
-            self._forward(self._batch(size))
+        """Each shape once without a graph: compiles kernels, lets libraries choose theirs."""
+        for shape in reversed(self._shapes):
+            self._forward(self._batch(shape))
 
     def capture(self) -> None:
         """Record all graphs, the largest first, in one memory pool. The caller holds inference_mode."""
-        if not self._sizes:
+        if not self._shapes:
             return
         start = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self._sizes):
+        for shape in reversed(self._shapes):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                hidden = self._forward(self._batch(size))
-            self._graphs[size] = (graph, hidden)
+                hidden = self._forward(self._batch(shape))
+            self._graphs[shape] = (graph, hidden)
         torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-        logger.info("captured decode graphs for %s requests in %.2f s", ", ".join(map(str, self._sizes)), seconds)
+        decodes = [str(shape.num_requests) for shape in self._shapes if shape.max_query_len == 1]
+        logger.info(
+            "captured %d graphs in %.2f s: decode steps of %s requests, others of up to %d tokens",
+            len(self._shapes), time.perf_counter() - start, ", ".join(decodes), self._shapes[-1].num_tokens,
+        )  # fmt: skip
 
-    def load(self, size: int, arrays: StepArrays) -> ForwardBatch:
-        """Copy a step into the static tensors, padded to `size`; one copy from the host and one on the device.
+    def load(self, shape: GraphShape, step: StepArrays) -> ForwardBatch:
+        """Copy a step into the static tensors. The batch is of the shape, but for its logits_indices, which are the
+        step's; it is good until the next `load`."""
+        self._static.load(shape, step)
+        return self._batch(shape, len(step.logits_indices))
 
-        The returned batch's tensors are of `size` requests, and good until the next `load`. Its logits_indices are all
-        rows: a step in which some do not sample selects them itself.
-        """
-        count = len(arrays.token_ids)
-        largest, (_, width) = self._sizes[-1], arrays.block_tables.shape
-        num_bytes = self._num_fixed_bytes + count * width * 4
-        staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        view = staging.numpy()
-        long = view[: largest * 24].view(np.int64).reshape(3, largest)
-        for row, (values, padding) in enumerate(
-            ((arrays.token_ids, 0), (arrays.positions, 0), (arrays.slot_mapping, -1))
-        ):
-            long[row, :count] = values
-            long[row, count:] = padding
-        seq_lens = view[largest * 24 : self._num_fixed_bytes].view(np.int32)
-        seq_lens[:count] = arrays.seq_lens
-        seq_lens[count:] = 0
-        view[self._num_fixed_bytes :].view(np.int32).reshape(count, width)[:] = arrays.block_tables
-        self._static[:num_bytes].copy_(staging, non_blocking=True)
-        self._block_tables[:count, :width].copy_(self._arriving_tables[: count * width].view(count, width))
-        return self._batch(size)
-
-    def replay(self, size: int) -> torch.Tensor:
-        """[size, H]: good until the next replay of any size."""
-        graph, hidden = self._graphs[size]
+    def replay(self, shape: GraphShape) -> torch.Tensor:
+        """[num_tokens, H]: good until the next replay of any shape."""
+        graph, hidden = self._graphs[shape]
         graph.replay()
         return hidden
 
-    def _batch(self, size: int) -> ForwardBatch:
+    def _batch(self, shape: GraphShape, num_logits: int = 1) -> ForwardBatch:
+        static, num_tokens, num_requests = self._static, shape.num_tokens, shape.num_requests
         return ForwardBatch(
-            token_ids=self._token_ids[:size],
-            positions=self._positions[:size],
-            query_start_loc=self._query_start_loc[: size + 1],
-            seq_lens=self._seq_lens[:size],
-            block_tables=self._block_tables[:size],
-            slot_mapping=self._slot_mapping[:size],
-            logits_indices=self._query_start_loc[:size],
-            max_query_len=1,
+            token_ids=static.token_ids[:num_tokens],
+            positions=static.positions[:num_tokens],
+            query_start_loc=static.query_start_loc[: num_requests + 1],
+            seq_lens=static.seq_lens[:num_requests],
+            block_tables=static.block_tables[:num_requests],
+            slot_mapping=static.slot_mapping[:num_tokens],
+            logits_indices=static.logits_indices[:num_logits],
+            max_query_len=shape.max_query_len,
             max_seq_len=self._max_seq_len,
-            num_decode_requests=size,
-            num_decode_tokens=size,
-            max_decode_query_len=1,
+            num_decode_requests=num_requests,
+            num_decode_tokens=num_tokens,
+            max_decode_query_len=shape.max_query_len,
+            tree_mask=static.tree_mask[:num_tokens] if shape.is_tree else None,
         )
+
+
+class StaticTensors:
+    """What the graphs read. They arrive by one copy from the host; block tables, which it brings as wide as the step
+    needs them, are spread by one on the device."""
+
+    def __init__(self, shapes: Sequence[GraphShape], max_blocks: int, device: torch.device) -> None:
+        self._num_tokens = max((shape.num_tokens for shape in shapes), default=0)
+        self._num_requests = max((shape.num_requests for shape in shapes), default=0)
+        self._num_words = 5 * self._num_tokens  # of 64 bits; then 32-bit ones: starts and lengths, then tables
+        self._num_fixed_bytes = self._num_words * 8 + (2 * self._num_requests + 1) * 4
+        num_bytes = self._num_fixed_bytes + self._num_requests * max_blocks * 4
+        self._arriving = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        words = self._arriving[: self._num_words * 8].view(torch.int64).view(5, self._num_tokens)
+        self.token_ids, self.positions, self.slot_mapping, self.logits_indices, self.tree_mask = words
+        self.slot_mapping.fill_(-1)
+        self.tree_mask.fill_(1)
+        halves = self._arriving[self._num_words * 8 :].view(torch.int32)
+        self.query_start_loc = halves[: self._num_requests + 1]
+        self.seq_lens = halves[self._num_requests + 1 : 2 * self._num_requests + 1]
+        self._arriving_tables = halves[2 * self._num_requests + 1 :]
+        self.block_tables = torch.zeros(self._num_requests, max_blocks, dtype=torch.int32, device=device)
+
+    def load(self, shape: GraphShape, step: StepArrays) -> None:
+        count, width = step.block_tables.shape
+        num_bytes = self._num_fixed_bytes + count * width * 4
+        staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._arriving.is_cuda)
+        view = staging.numpy()
+        words = view[: self._num_words * 8].view(np.int64).reshape(5, self._num_tokens)
+        tree_mask = step.tree_mask if step.tree_mask is not None else _chain_masks(step) if shape.is_tree else None
+        for row, (values, padding) in enumerate(
+            (
+                (step.token_ids, 0),
+                (step.positions, 0),
+                (step.slot_mapping, -1),
+                (step.logits_indices, 0),
+                (() if tree_mask is None else tree_mask, 1),
+            )
+        ):
+            words[row, : len(values)] = values
+            words[row, len(values) : shape.num_tokens] = padding
+        halves = view[self._num_words * 8 :].view(np.int32)
+        starts, seq_lens = halves[: self._num_requests + 1], halves[self._num_requests + 1 : 2 * self._num_requests + 1]
+        starts[: count + 1] = step.query_start_loc
+        # Requests that pad have a token each, as long as there are any, and see nothing.
+        padding_starts = step.query_start_loc[-1] + np.arange(1, self._num_requests - count + 1)
+        starts[count + 1 :] = np.minimum(padding_starts, shape.num_tokens)
+        seq_lens[:count] = step.seq_lens
+        seq_lens[count:] = 0
+        halves[2 * self._num_requests + 1 :].reshape(count, width)[:] = step.block_tables
+        self._arriving[:num_bytes].copy_(staging, non_blocking=True)
+        self.block_tables[:count, :width].copy_(self._arriving_tables[: count * width].view(count, width))
+
+
+def _chain_masks(step: StepArrays) -> np.ndarray:
+    """The mask words of rows that see all rows before them."""
+    starts = step.query_start_loc.astype(np.int64)
+    rows = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+    return (~np.uint64(0) >> (np.uint64(63) - rows.astype(np.uint64))).view(np.int64)

@@ -23,8 +23,7 @@ from slipstream.nn.load import load_model
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.batch import BatchBuilder, SampledTokens, fill_pending
 from slipstream.runtime.compaction import Compaction
-from slipstream.runtime.cuda_graphs import DecodeGraphs, graph_sizes
-from slipstream.runtime.host_copy import to_device
+from slipstream.runtime.cuda_graphs import GraphShape, StepGraphs, graph_shapes, graph_sizes
 from slipstream.runtime.kv_offload import HostBlocks
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.logprobs import PromptLogprobs
@@ -39,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepInput:
-    """A step's tensors. graph_size: of the CUDA graph whose tensors they are, padded to it; None: run eagerly."""
+    """A step's tensors. graph: the shape of the CUDA graph whose tensors they are, padded to it; None: run eagerly."""
 
     batch: ForwardBatch
-    graph_size: int | None = None
+    graph: GraphShape | None = None
 
 
 class Runner(Protocol):
@@ -84,12 +83,18 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs()
         self._finish(phases, "KV pool")
 
-    def start(self, config: EngineConfig, plan: MemoryPlan, phases: StartUp) -> None:
-        """Warm up and capture graphs; before the first step, and after whoever wants features of the model said so."""
+    def start(
+        self, config: EngineConfig, plan: MemoryPlan, phases: StartUp, num_drafts: int = 0, has_trees: bool = False
+    ) -> None:
+        """Warm up and capture graphs; before the first step, and after whoever wants features of the model said so.
+
+        num_drafts: the most that a request will have; has_trees: they may be trees.
+        """
         device = self._device
         refusal = self._model.backend.graph_refusal(plan.block_size)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
-        self._graphs = DecodeGraphs(sizes, self._builder.max_blocks, plan.max_model_len, self._run_model, device)
+        shapes = graph_shapes(sizes, num_drafts, has_trees)
+        self._graphs = StepGraphs(shapes, self._builder.max_blocks, plan.max_model_len, self._run_model, device)
         with torch.inference_mode():
             self._warm_up()
             self._finish(phases, "warm-up")
@@ -106,20 +111,18 @@ class ModelRunner:
         if step.copies:
             assert self._host_blocks is not None
             self._host_blocks.run(step.copies)
-        size = self._graphs.size_for(len(step.requests), step.num_scheduled_tokens)
-        if size is None:
-            return StepInput(self._builder.build(step, self._sampled))
         arrays = self._builder.arrays(step, self._sampled)
-        batch = self._graphs.load(size, arrays)
+        shape = self._graphs.shape_for(arrays)
+        batch = self._builder.tensors(arrays) if shape is None else self._graphs.load(shape, arrays)
         fill_pending(batch.token_ids, arrays.pending, self._sampled)
-        return StepInput(batch, size)
+        return StepInput(batch, shape)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInput | None) -> torch.Tensor:
         """[T, hidden_size]: final hidden states of the batch's tokens; their keys and values are in the pool then."""
         assert inputs is not None
-        if inputs.graph_size is not None:
-            return self._graphs.replay(inputs.graph_size)
+        if inputs.graph is not None:
+            return self._graphs.replay(inputs.graph)
         return self._run_model(inputs.batch)
 
     @torch.inference_mode()
@@ -137,9 +140,6 @@ class ModelRunner:
             hidden, positions = hidden[: len(requests)], positions[: len(requests)]
         else:
             rows = inputs.batch.logits_indices
-            if inputs.graph_size is not None:
-                last = [index for index, row in enumerate(step.requests) if row.samples]
-                rows = to_device(last, torch.int64, self._device)
             hidden, positions = hidden[rows], positions[rows]
         tokens = self._sampler.sample(
             requests, self._model.lm_head(self._model.final(hidden)), positions, self._sampled

@@ -35,6 +35,8 @@ _DRAFT_SALT = 0x2545F4914F6CDD1D
 
 @PROPOSERS.register("draft_model")
 class DraftModelProposer:
+    drafts_trees = False
+
     def __init__(self, surroundings: Surroundings) -> None:
         config, hardware, plan = surroundings.config, surroundings.hardware, surroundings.plan
         assert surroundings.target is not None

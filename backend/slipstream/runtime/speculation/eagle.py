@@ -63,6 +63,8 @@ class _Tree:
 
 @PROPOSERS.register("eagle")
 class EagleProposer:
+    drafts_trees = True
+
     def __init__(self, surroundings: Surroundings) -> None:
         config, target = surroundings.config, surroundings.target
         assert target is not None

@@ -62,6 +62,7 @@ def parse_choices(text: str) -> Choices:
 
 @PROPOSERS.register("medusa")
 class MedusaProposer:
+    drafts_trees = True
     num_scratch_slots = 0
 
     def __init__(self, surroundings: Surroundings) -> None:

@@ -28,6 +28,8 @@ NUM_DRAFTS = 3
 
 @PROPOSERS.register("mtp")
 class MTPProposer:
+    drafts_trees = False
+
     def __init__(self, surroundings: Surroundings) -> None:
         config, target = surroundings.config, surroundings.target
         assert target is not None

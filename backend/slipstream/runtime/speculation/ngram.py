@@ -57,6 +57,7 @@ class NgramIndex:
 class NgramProposer:
     """Keeps an index per request for its own text, and one for its reference."""
 
+    drafts_trees = False
     num_scratch_slots = 0
 
     def __init__(self, surroundings: Surroundings) -> None:

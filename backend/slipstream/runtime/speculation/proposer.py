@@ -76,8 +76,10 @@ class Surroundings:
 
 class Proposer(Protocol):
     """num_drafts: per step, where nobody says. num_scratch_slots: cache slots past a request's tokens that drafting
-    writes, and that the engine must have found blocks for.
+    writes, and that the engine must have found blocks for. drafts_trees: whether some drafts are trees.
     """
+
+    drafts_trees: bool
 
     num_drafts: int
     num_scratch_slots: int
