@@ -3,8 +3,8 @@
 A type is named by the dtype of its tensors: any float type as it is; float8_e4m3fn; int8; and uint8 for int4, two
 values to a byte: dim 2n is the low nibble of byte n, dim 2n + 1 the high one, and a nibble is the value plus 8.
 A value is what is stored * scale.  fp8: one scale per kv head, given from outside, or 1.  int8, int4: one fp32 scale
-per token and head, written with the token (fp32 and not fp16: 1.5 % more bytes for int8 at head_dim 128, and no range
-to think of).
+per token and head, written with the token; int4's may be negative (fp32 and not fp16: 1.5 % more bytes for int8 at
+head_dim 128, and no range to think of).
 """
 
 from __future__ import annotations

@@ -90,6 +90,8 @@ def _random_cache(
         low, high = (-127, 128) if dtype == torch.int8 else (0, 256)
         cache = torch.randint(low, high, (*shape[:3], width), generator=generator).to(dtype)
         scale = (0.2 + torch.rand(shape[:3], generator=generator)) * (1.7 / 127 if dtype == torch.int8 else 1.7 / 7)
+        if dtype == torch.uint8:  # as int4 is written
+            scale *= torch.randint(0, 2, shape[:3], generator=generator) * 2 - 1
         return cache, scale.masked_fill(~owned[:, None].expand(shape[:3]), float("nan"))
     values = torch.randn(shape, generator=generator)
     if dtype == FP8:

@@ -27,7 +27,7 @@ def rope_write_kv(
     of a fused qkv are fine; they are not changed.  positions: [num_tokens] int64, each < max_pos.
     slot_mapping: [num_tokens] int64, slot = block * block_size + offset; -1 writes nothing.  Slots must be distinct.
     rope None: positions enter elsewhere (ALiBi).  Formats of the cache: kv_cache.py; fp8 saturates at 448 * scale, int8
-    and int4 are rounded to nearest, scaled by absmax / 127 and absmax / 7 of each token's head.
+    and int4 are rounded to nearest, in steps of 1/127 and 1/8 of the largest magnitude of each token's head.
     Computed in fp32; rotated heads are rounded to q's dtype, then stored.
     Returns the queries, [num_tokens, num_q_heads, head_dim] contiguous, dtype of q (q itself without rope and norms).
     """

@@ -91,18 +91,22 @@ def _append(x, cache_ptr, scale_ptr, rows, heads, is_head,
         y = tl.minimum(tl.maximum(y, -448.0), 448.0)
         tl.store(cache_ptr + (rows * HEAD_DIM)[:, None] + dims[None, :], to_e4m3(y), mask=mask)
     else:
-        LARGEST: tl.constexpr = 127.0 if FORMAT == INT8 else 7.0
         y = x.to(tl.float32)
-        scale = tl.max(tl.abs(y), axis=1) / LARGEST
+        if FORMAT == INT8:
+            scale = tl.max(tl.abs(y), axis=1) / 127.0
+        else:
+            # The largest magnitude is stored as -8, and the scale takes on its sign: reference/quantized_kv.py.
+            highest, lowest = tl.max(y, axis=1), tl.min(y, axis=1)
+            scale = tl.where(-lowest > highest, lowest, highest) / -8.0
         tl.store(scale_ptr + rows, scale, mask=is_head)
         # Rounded by adding a number so large (1.5 * 2^23) that no place is left for a fraction: the low bits of the sum
-        # are the integer, to nearest even.  No value is beyond LARGEST, so nothing is to be cut off.
-        y = y * (1.0 / tl.maximum(scale, 1e-30))[:, None]
+        # are the integer, to nearest even.
+        y = y * (1.0 / tl.where(tl.abs(scale) < 1e-30, 1e-30, scale))[:, None]
         if FORMAT == INT8:
             codes = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
             tl.store(cache_ptr + (rows * HEAD_DIM)[:, None] + dims[None, :], codes, mask=mask)
         else:
-            codes = (y + 12582920.0).to(tl.int32, bitcast=True) & 15
+            codes = (tl.minimum(y, 7.0) + 12582920.0).to(tl.int32, bitcast=True) & 15
             low, high = tl.split(tl.reshape(codes, (HEADS, DIM_PADDED // 2, 2)))
             places = tl.arange(0, DIM_PADDED // 2)
             mask = is_head[:, None] & (places < HEAD_DIM // 2)[None, :]
