@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from decode_cases import FP8, make_case, oracle
 from dense_attention import PagedBatch, dense_attention, make_batch
 from slipstream_kernels.attention_call import AttentionCall
 from slipstream_kernels.cuda import build
@@ -31,12 +32,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("head_dim", cuda_prefill.HEAD_DIMS)
-def test_compiles_without_spills_or_serialised_products(head_dim, tmp_path) -> None:
+@pytest.mark.parametrize("cache, head_dim", [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.int8, 128)], ids=str)
+def test_compiles_without_spills_or_serialised_products(cache, head_dim, tmp_path) -> None:
     nvcc = build.find_nvcc()
     if nvcc is None:
         pytest.skip("no nvcc")
-    defines = cuda_prefill.variant(torch.bfloat16, head_dim)
+    defines = cuda_prefill.variant(torch.bfloat16, cache, head_dim)
     command = [str(nvcc), *build.FLAGS, *(f"-D{define}" for define in defines), "-Xptxas=-v"]
     command += [f"-I{build.SOURCE_FOLDER / 'include'}", "-o", str(tmp_path / "kernel.so")]
     command += [str(build.SOURCE_FOLDER / cuda_prefill.SOURCE)]
@@ -115,6 +116,19 @@ def test_edges_of_tiles_and_blocks(hopper, geometry, dtype) -> None:
 def test_options(hopper, head_dim, option) -> None:
     batch = make_batch([300, 77, 1], [420, 77, 300], 8, 2, head_dim, 64, torch.bfloat16, hopper, seed=2)
     assert_right(batch, OPTIONS[option])
+
+
+@pytest.mark.parametrize("kv_dtype", [FP8, torch.int8, torch.uint8], ids=str)
+@pytest.mark.parametrize("geometry", [(8, 2, 128, 64), (4, 4, 64, 16), (5, 1, 128, 128)], ids=str)
+def test_quantised_caches(hopper, geometry, kv_dtype) -> None:
+    """make_case leaves NaN, where a type has it, in every slot and scale that no request owns."""
+    dtype = torch.float16 if geometry[1] == 1 else torch.bfloat16
+    case = make_case([33, 129, 5, 1], [33, 190, 200, 0], geometry, dtype, kv_dtype, seed=7)
+    moved = case.to(hopper)
+    out = torch.full_like(moved.q, float("nan"))
+    paged_attention(*moved.tensors(), **moved.keywords(), out=out, backend="cuda")
+    rtol, atol = ATTENTION[dtype]
+    torch.testing.assert_close(out.cpu().double(), oracle(case), rtol=rtol, atol=atol)
 
 
 def test_many_requests_share_the_tiles(hopper) -> None:

@@ -2,9 +2,9 @@
 // Contract: ops/paged_attention.py.
 //
 // A CTA has one loading warp (prefill_load.cuh) and warpgroups of 64 query rows each. While a warpgroup computes the
-// softmax of one tile of scores, the tensor cores multiply the scores of its next tile and the values of its last one,
-// and those of the other warpgroup, which takes turns with it (FlashAttention-3, arXiv:2407.08608). Keys are walked
-// from the last tile, the only ones with a mask, to the first. Rows are (token, query head of one kv head) pairs.
+// softmax of one tile of scores, the tensor cores multiply the values of its last one, and what the other warpgroups
+// ask for (FlashAttention-3, arXiv:2407.08608; their turns by barriers gained nothing here). Keys are walked from the
+// last tile, which has a mask, to the first. Rows are (token, query head of one kv head) pairs.
 //
 // Built once per SLIPSTREAM_TYPE (__half, __nv_bfloat16), SLIPSTREAM_KV (KvType), SLIPSTREAM_HEAD_DIM,
 // SLIPSTREAM_SOFT_CAP and SLIPSTREAM_ALIBI.
@@ -20,22 +20,10 @@
 #include "prefill_load.cuh"
 #include "prefill_softmax.cuh"
 
-// Warpgroups and keys of a tile: what the registers hold without spilling. Measured: docs/LOG.md, 2026-11-21.
-#ifndef SLIPSTREAM_WARPGROUPS
-#define SLIPSTREAM_WARPGROUPS (SLIPSTREAM_HEAD_DIM == 64 && SLIPSTREAM_KV == 0 ? 3 : 2)
-#endif
-#ifndef SLIPSTREAM_KEYS
-#define SLIPSTREAM_KEYS (SLIPSTREAM_HEAD_DIM == 128 && SLIPSTREAM_KV == 0 ? 192 : 128)
-#endif
-#ifndef SLIPSTREAM_TURNS
-#define SLIPSTREAM_TURNS 0
-#endif
-
 namespace slipstream {
 
-// Named barriers: one turn and one private barrier per warpgroup.
-constexpr int kTurnBarrier = 1;
-constexpr int kPrivateBarrier = 5;
+// Named barriers: one per warpgroup.
+constexpr int kWarpgroupBarrier = 1;
 
 template <typename SHAPE>
 struct Multiplier {
@@ -58,7 +46,6 @@ struct Multiplier {
   uint32_t probs[kScores / 2];
 
   __device__ __forceinline__ void run() {
-    if (SLIPSTREAM_TURNS && warpgroup == SHAPE::kWarpgroups - 1) arrive_threads(kTurnBarrier, 256);
 #pragma unroll 1
     while (receive()) {
       attend();
@@ -129,13 +116,9 @@ struct Multiplier {
 
   __device__ __forceinline__ void step(int tile, bool is_masked) {
     wait_barrier(memory.key_full(key_place.stage), key_place.parity);
-    if (SLIPSTREAM_TURNS) sync_threads(kTurnBarrier + warpgroup, 256);
     multiply_scores();
     wait_barrier(memory.value_full(value_place.stage), value_place.parity);
     multiply_values();
-    if (SLIPSTREAM_TURNS) {
-      arrive_threads(kTurnBarrier + (warpgroup + 1 == SHAPE::kWarpgroups ? 0 : warpgroup + 1), 256);
-    }
     wait_for_products<1>();
     pin(scores);
     if (tile == work.begin_tile) release(memory.query_empty());
@@ -148,13 +131,8 @@ struct Multiplier {
     pin(probs);
     release(memory.value_empty(value_place.stage));
     value_place.advance();
-#ifdef SLIPSTREAM_LAZY
-    if (__any_sync(~0u, rescale[0] != 1.0f || rescale[1] != 1.0f))
-#endif
-    {
 #pragma unroll
-      for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[i / 2 % 2];
-    }
+    for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[i / 2 % 2];
     pack_probs();
   }
 
@@ -205,11 +183,13 @@ struct Multiplier {
       auto* words = reinterpret_cast<uint4*>(memory.pointer(
           memory.queries() + slab * SHAPE::kQuerySlab + warpgroup * 64 * kSwizzleBytes + part * 16));
       const uint4 old = *words;
-      const auto convert = [](uint32_t w) { return pack<Operand>(__uint_as_float(w << 16), __uint_as_float(w & ~0xffffu)); };
+      const auto convert = [](uint32_t pair) {
+        return pack<Operand>(__uint_as_float(pair << 16), __uint_as_float(pair & ~0xffffu));
+      };
       *words = make_uint4(convert(old.x), convert(old.y), convert(old.z), convert(old.w));
     }
     fence_shared_for_engines();
-    sync_threads(kPrivateBarrier + warpgroup, 128);
+    sync_threads(kWarpgroupBarrier + warpgroup, 128);
   }
 
   // Slots of the last block that the sequence has not reached may hold NaN, which a probability of 0 would not stop.
@@ -225,7 +205,7 @@ struct Multiplier {
       *reinterpret_cast<uint4*>(values + slab * SHAPE::kKeySlab + row * kSwizzleBytes + i % 8 * 16) = uint4{};
     }
     fence_shared_for_engines();
-    sync_threads(kPrivateBarrier + warpgroup, 128);
+    sync_threads(kWarpgroupBarrier + warpgroup, 128);
   }
 
   __device__ __forceinline__ void store() const {
@@ -287,14 +267,15 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1)
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
     lower_registers<SHAPE::kLoadRegisters>();
-    if (threadIdx.x / 32 == 0) {
-      PrefillLoader<SHAPE>{p, maps, memory}.run();
-    } else if constexpr (SHAPE::kIsQuantized) {
-      PrefillConverter<SHAPE>{p, memory, static_cast<int>(threadIdx.x) - 32}.run();
+    if (threadIdx.x / 32 == 0) PrefillLoader<SHAPE>{p, maps, memory}.run();
+  } else if (warpgroup < SHAPE::kFirstMultiplier) {
+    if constexpr (SHAPE::kIsQuantized) {
+      lower_registers<SHAPE::kConvertRegisters>();
+      PrefillConverter<SHAPE>{memory}.run();
     }
   } else {
     raise_registers<SHAPE::kRegisters>();
-    Multiplier<SHAPE>{p, memory, warpgroup - 1}.run();
+    Multiplier<SHAPE>{p, memory, warpgroup - SHAPE::kFirstMultiplier}.run();
   }
 }
 
@@ -362,8 +343,8 @@ cudaError_t launch(const PrefillParams& p, cudaStream_t stream) {
 
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_prefill_attention(const PrefillParams* params, void* stream) {
-  using Shape = slipstream::PrefillShape<SLIPSTREAM_TYPE, static_cast<slipstream::KvType>(SLIPSTREAM_KV), SLIPSTREAM_HEAD_DIM, SLIPSTREAM_KEYS, SLIPSTREAM_WARPGROUPS,
-                                         SLIPSTREAM_SOFT_CAP, SLIPSTREAM_ALIBI>;
+  using Shape = slipstream::PrefillShape<SLIPSTREAM_TYPE, static_cast<slipstream::KvType>(SLIPSTREAM_KV),
+                                         SLIPSTREAM_HEAD_DIM, SLIPSTREAM_SOFT_CAP, SLIPSTREAM_ALIBI>;
   return slipstream::launch<Shape>(*params, static_cast<cudaStream_t>(stream));
 }
 

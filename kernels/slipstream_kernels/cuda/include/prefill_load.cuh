@@ -133,19 +133,18 @@ struct PrefillLoader {
     constexpr int kRowBytes = SHAPE::kIsQuantized ? SHAPE::kRawRowBytes : kSwizzleBytes;
     constexpr int kRowElements = SHAPE::kIsQuantized ? SHAPE::kRawRowBytes : 64;
     const int lane = threadIdx.x % 32, chunk = lane % num_chunks(), slab = lane / num_chunks();
-    const int scale_bytes = 4 << chunk_rows_log2();
-    const bool has_scales = SHAPE::kHasTokenScales && slab == 0 && place >= 0;
-    const int num_scale_chunks = SHAPE::kHasTokenScales ? __popc(__ballot_sync(~0u, has_scales)) : 0;
     wait_barrier(empty, parity ^ 1);
-    if (lane == 0) arrive_expecting(full, SHAPE::kSlabs * kSlab + num_scale_chunks * scale_bytes);
+    if (lane == 0) arrive_expecting(full, SHAPE::kIsQuantized ? SHAPE::kRawBytes : SHAPE::kStageBytes);
     __syncwarp();
     if (slab < SHAPE::kSlabs) {
       const int chunk_bytes = kRowBytes << chunk_rows_log2();
       copy_box(to + slab * kSlab + chunk * chunk_bytes, map, full, kRowElements * slab, 0, place);
     }
-    if (has_scales) {
-      copy_bytes(to + SHAPE::kScaleOffset + chunk * scale_bytes,
-                 scales + (static_cast<int64_t>(place) << chunk_rows_log2()), full, scale_bytes);
+    if (SHAPE::kHasTokenScales && slab == 0) {
+      // Any scales will do past the end of the sequence, where they are not used.
+      const int64_t first = static_cast<int64_t>(max(place, 0)) << chunk_rows_log2();
+      const int bytes = sizeof(float) << chunk_rows_log2();
+      copy_bytes(to + SHAPE::kScaleOffset + chunk * bytes, scales + first, full, bytes);
     }
     __syncwarp();
   }
