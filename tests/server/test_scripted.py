@@ -95,6 +95,18 @@ def test_a_conversation_with_calls_reaches_the_template(fake_client: openai.Open
         ),
         (["UNAVAILABLE", "the engine was killed; it is being restarted"], openai.InternalServerError, "unavailable"),
         (["INTERNAL", "a bug"], openai.InternalServerError, "internal_error"),
+        (["", "top_k: got -7, accepted: ..."], openai.BadRequestError, None),
+        (["", "nonsense: unknown sampling parameter; did you mean"], openai.BadRequestError, None),
+        (["", "prompt: has 600 tokens, accepted: ..."], openai.BadRequestError, "context_length_exceeded"),
+        (["", "4 requests are waiting; max_waiting_requests=4"], openai.RateLimitError, "rate_limit_exceeded"),
+        (
+            ["", "the engine of model 'llm' was killed; it is being restarted"],
+            openai.InternalServerError,
+            "unavailable",
+        ),
+        (["", "the model is being unloaded"], openai.InternalServerError, "unavailable"),
+        (["", "Request for unknown model: 'x' is not found"], openai.NotFoundError, "model_not_found"),
+        (["", "KeyError: 'x'"], openai.InternalServerError, "internal_error"),
     ],
 )
 def test_faults_before_the_first_token(
@@ -116,9 +128,7 @@ def test_a_fault_in_mid_stream_is_an_event(fake_client: openai.OpenAI) -> None:
     assert text == "ab"
 
 
-def test_going_away_cancels_before_and_after_the_first_token(
-    fake_client: openai.OpenAI, fake_triton: FakeTriton
-) -> None:
+def test_going_away_cancels_early_and_late(fake_client: openai.OpenAI, fake_triton: FakeTriton) -> None:
     fake_triton.cancelled.clear()
     with pytest.raises(openai.APITimeoutError):
         ask(fake_client, "plain", {"pieces": [], "hang": True}, stream=True, timeout=0.3)

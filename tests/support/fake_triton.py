@@ -47,8 +47,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     # ------------------------------------------------------------ the service (names are those of the protocol)
 
-    def ServerReady(self, request: Any, context: Any) -> Any:
-        return service_pb2.ServerReadyResponse(ready=True)
+    def ServerLive(self, request: Any, context: Any) -> Any:
+        return service_pb2.ServerLiveResponse(live=True)
 
     def RepositoryIndex(self, request: Any, context: Any) -> Any:
         reply = service_pb2.RepositoryIndexResponse()
@@ -106,7 +106,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 self.cancelled.wait(20)
             if "fail" in script:
                 code, message = script["fail"]
-                context.abort(grpc.StatusCode[code], message)
+                if code:
+                    context.abort(grpc.StatusCode[code], message)
+                yield service_pb2.ModelStreamInferResponse(error_message=message)
 
     def _reply(self, names: list[str], piece: str, reason: str) -> Any:
         values = {

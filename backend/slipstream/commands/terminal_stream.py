@@ -28,7 +28,7 @@ async def generate(stub: Any, generation: Generation) -> AsyncIterator[Response]
 
     from slipstream.server.generation import Response
 
-    call = stub.ModelStreamInfer(metadata=(("triton_grpc_error", "true"),))
+    call = stub.ModelStreamInfer()
     positions: dict[str, int] = {}
     try:
         await call.write(generation.to_proto())
@@ -38,7 +38,10 @@ async def generate(stub: Any, generation: Generation) -> AsyncIterator[Response]
             if message is grpc.aio.EOF:
                 break
             if message.error_message:
-                raise RequestError("the server says", message.error_message)
+                error = message.error_message
+                while message is not grpc.aio.EOF and message.infer_response.parameters:  # see server/triton.py, _drain
+                    message = await call.read()
+                raise RequestError("the server says", error)
             found = message.infer_response
             positions = positions or {output.name: index for index, output in enumerate(found.outputs)}
             if found.raw_output_contents:

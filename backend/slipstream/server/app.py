@@ -42,6 +42,7 @@ _SECURITY = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
 }
+_STREAMED = {**_ERRORS, 200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 _TICK_S = 0.25
 _CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
@@ -80,11 +81,11 @@ def create_app(options: GatewayOptions, metrics_file: Path | None = None) -> Fas
 
 
 def _add_generation(app: FastAPI) -> None:
-    @app.post("/v1/chat/completions", responses=_ERRORS)
+    @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await chat(request.app.state.gateway, body, request)
 
-    @app.post("/v1/completions", responses=_ERRORS)
+    @app.post("/v1/completions", responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await complete(request.app.state.gateway, body, request)
 
@@ -118,14 +119,14 @@ def _add_operations(app: FastAPI, options: GatewayOptions, metrics: Metrics) -> 
     async def ready(request: Request) -> Response:
         """Triton answers and at least one model is ready."""
         gateway = request.app.state.gateway
-        if not await gateway.link.is_ready():
-            raise ApiError(503, f"Triton at {options.triton_url} is not ready", code="unavailable")
+        if not await gateway.link.is_live():
+            raise ApiError(503, f"Triton at {options.triton_url} does not answer", code="unavailable")
         names = [model.name for model in await gateway.catalog.all()]
         if not names:
             raise ApiError(503, "no model is ready", code="unavailable")
         return JSONResponse({"status": "ready", "models": names})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
         """The gateway's own, and Triton's behind them if the gateway was told where they are."""
         text = metrics.render()

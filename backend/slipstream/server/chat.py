@@ -101,7 +101,7 @@ def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: R
     entries = response.texts("logprobs") if request.logprobs else []
     choices = []
     for index, (text, reason) in enumerate(zip(texts, reasons)):
-        check_time_out(text, reason)
+        check_time_out(text, reason, request.timeout_ms)
         message, has_calls = whole_message(text, tools)
         choice: dict[str, Any] = {"index": index, "message": message, "logprobs": None}
         if request.logprobs:

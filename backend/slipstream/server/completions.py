@@ -95,7 +95,7 @@ def whole_answer(
         usage.add(response, number, is_prompt_new=True)
         texts, reasons = response.texts("text_output"), response.texts("finish_reason")
         for sequence, (text, reason) in enumerate(zip(texts, reasons)):
-            check_time_out(text, reason)
+            check_time_out(text, reason, request.timeout_ms)
             choice: dict[str, Any] = {"index": len(choices), "text": text, "logprobs": None}
             if request.logprobs is not None:
                 choice["logprobs"] = _logprobs(request, response, sequence)

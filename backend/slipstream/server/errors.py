@@ -11,6 +11,8 @@ from typing import Any
 import grpc
 from starlette.exceptions import HTTPException
 
+from slipstream.core.client_settings import names
+
 RETRY_AFTER_S = 1
 _FIELD = re.compile(r"([A-Za-z_][\w.]{0,63}): ")
 _NAMES = {
@@ -18,6 +20,11 @@ _NAMES = {
     "input_ids": "prompt",
     "guided_decoding_guide": "structured_outputs",
 }  # ours -> OpenAI's
+_SETTINGS = frozenset({"prompt", "eos_token_ids", "bad_words_ids", "stop_words_ids", "guided_decoding", *names()})
+_UNKNOWN_SETTING = re.compile(r"\S+: unknown (?:sampling|request) parameter")
+_AWAY = re.compile(
+    r"max_waiting_requests=|being (?:restarted|unloaded)|was unloaded|shutting down|no available version"
+)
 _FULL = re.compile(r"max_waiting_requests=")
 _TOO_LONG = re.compile(r"the prompt has \d+ bytes|^prompt: has \d+ tokens")
 
@@ -58,6 +65,20 @@ def model_not_found(name: str, known: list[str]) -> ApiError:
     return ApiError(
         404, f"The model {name!r} does not exist; there are: {names}", code="model_not_found", param="model"
     )
+
+
+def from_text(message: str) -> ApiError:
+    """An error inside a stream, which has a text and no code: whose fault it is, by the forms that our texts have.
+
+    Codes could be had by the metadata `triton_grpc_error`, but each error then risks the whole server: 2.51 aborts on a
+    reference count of gRPC (docs/LOG.md).
+    """
+    field = _FIELD.match(message)
+    if (field and field.group(1).partition(".")[0] in _SETTINGS) or _UNKNOWN_SETTING.match(message):
+        return from_grpc(grpc.StatusCode.INVALID_ARGUMENT, message)
+    if _AWAY.search(message):
+        return from_grpc(grpc.StatusCode.UNAVAILABLE, message)
+    return from_grpc(grpc.StatusCode.INTERNAL, message)
 
 
 def from_grpc(status: grpc.StatusCode, message: str) -> ApiError:

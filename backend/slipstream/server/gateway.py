@@ -133,7 +133,9 @@ def finish_reason(reason: str) -> str:
     return "stop"
 
 
-def check_time_out(text: str, reason: str) -> None:
-    """Raises ApiError for a request that timed out before it had any text."""
+def check_time_out(text: str, reason: str, timeout_ms: int | None) -> None:
+    """Raises ApiError for a request that timed out before it had any text: by its own wish, or the model's limit."""
     if reason == "timeout" and not text:
+        if timeout_ms:
+            raise ApiError(408, f"no token was made within timeout_ms={timeout_ms}", code="timeout", param="timeout_ms")
         raise ApiError(503, "the request timed out before it was served", code="timeout", retry_after_s=1)

@@ -87,6 +87,7 @@ class Metrics:
             self._all = memoryview(mmap.mmap(file.fileno(), 0)).cast("d")
             fcntl.flock(file, fcntl.LOCK_EX)
             self._row = self._take_row()
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing would not: the map keeps a duplicate of the descriptor
 
     def _take_row(self) -> memoryview[float]:
         for start in range(0, len(self._all), _ROW):

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from slipstream.server.errors import ApiError, from_grpc
+from slipstream.server.errors import ApiError, from_grpc, from_text
 from slipstream.server.generation import Generation, Response
 
 UNARY_TIMEOUT_S = 10.0
@@ -24,7 +24,6 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_reconnect_backoff_ms", 2000),
 ]
-_STREAM_METADATA = (("triton_grpc_error", "true"),)  # errors come as gRPC status codes, not as text alone
 
 
 class GenerateStream:
@@ -63,12 +62,23 @@ class GenerateStream:
                 await self._check_end()
                 return None
             if message.error_message:
-                raise from_grpc(grpc.StatusCode.INTERNAL, message.error_message)
+                await self._drain(message)
+                raise from_text(message.error_message)
             response = message.infer_response
             if response.raw_output_contents:  # else the empty last one
                 if not self._positions:
                     self._positions = {output.name: index for index, output in enumerate(response.outputs)}
                 return Response(self._positions, response.raw_output_contents)
+
+    async def _drain(self, message: service_pb2.ModelStreamInferResponse) -> None:
+        """Wait for the end of a request whose last response was an error, before anybody cancels its stream.
+
+        Server 2.51 loses track of a request that is cancelled while it ends: its model is then never unloaded.
+        """
+        parameters = message.infer_response.parameters
+        if not parameters or parameters["triton_final_response"].bool_param:
+            while message is not grpc.aio.EOF:
+                message = await self._call.read()
 
     async def _check_end(self) -> None:
         code = await self._call.code()
@@ -96,11 +106,11 @@ class TritonLink:
         await self._channel.close()
 
     def generate(self, generation: Generation) -> GenerateStream:
-        return GenerateStream(self._stub.ModelStreamInfer(metadata=_STREAM_METADATA), generation.to_proto())
+        return GenerateStream(self._stub.ModelStreamInfer(), generation.to_proto())
 
-    async def is_ready(self) -> bool:
+    async def is_live(self) -> bool:
         try:
-            return (await self._unary(self._stub.ServerReady, service_pb2.ServerReadyRequest())).ready
+            return (await self._unary(self._stub.ServerLive, service_pb2.ServerLiveRequest())).live
         except ApiError:
             return False
 

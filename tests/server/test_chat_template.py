@@ -1,0 +1,80 @@
+"""Chat templates: what Hugging Face's renderer makes of them, refusals, and nothing that reaches the interpreter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from slipstream.core.errors import ConfigError
+from slipstream.server.chat_template import ChatTemplate, load_template
+from slipstream.server.errors import ApiError
+
+QWEN = (
+    "{%- if tools %}{{- '<tools>' }}{%- for tool in tools %}{{- tool | tojson }}{%- endfor %}"
+    "{{- '</tools>' }}{%- endif %}\n"
+    "{%- for message in messages %}\n    {%- if loop.index > 9 %}{% break %}{% endif %}\n"
+    "    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}\n{%- endfor %}\n"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+TALK = [{"role": "user", "content": "hi <é>"}, {"role": "assistant", "content": "yes"}]
+TOOLS = [{"type": "function", "function": {"name": "f", "description": "<b> & 'é'"}}]
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_as_hugging_face_renders_it(demo_model: Path, tools: list | None, add_generation_prompt: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(demo_model))
+    for source in (QWEN, tokenizer.chat_template):
+        expected = tokenizer.apply_chat_template(
+            TALK, tools=tools, chat_template=source, add_generation_prompt=add_generation_prompt, tokenize=False
+        )
+        ours = ChatTemplate(source, {"bos_token": tokenizer.bos_token})
+        assert ours.render(TALK, tools, add_generation_prompt) == expected
+
+
+def test_the_last_message_is_continued() -> None:
+    text = ChatTemplate(QWEN, {}).render(TALK, continue_final_message=True)
+    assert text.endswith("<|im_start|>assistant\nyes")
+    with pytest.raises(ApiError, match="continue_final_message"):
+        ChatTemplate("{{ messages | length }}", {}).render(TALK, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content }}", "has no"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{{ messages.append(1) }}", "SecurityError|not safely|unsafe"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe|SecurityError"),
+        ("{{ cycler.__init__.__globals__ }}", "unsafe|SecurityError"),
+    ],
+)
+def test_refusals_are_the_clients_to_read(source: str, words: str) -> None:
+    with pytest.raises(ApiError, match=words) as error:
+        ChatTemplate(source, {}).render(TALK)
+    assert error.value.status_code == 400 and error.value.param == "messages"
+
+
+def test_a_template_that_cannot_be_read() -> None:
+    with pytest.raises(ConfigError, match="line 2"):
+        ChatTemplate("x\n{% for %}", {})
+
+
+def test_where_templates_lie(tmp_path: Path) -> None:
+    assert load_template(tmp_path) is None
+    settings = {"bos_token": {"content": "<s>"}, "chat_template": [{"name": "rag", "template": "r"}]}
+    settings["chat_template"].append({"name": "default", "template": "{{ bos_token }}!"})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert load_template(tmp_path).render([]) == "<s>!"
+    (tmp_path / "chat_template.jinja").write_text("file {{ eos_token }}")
+    (tmp_path / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    assert load_template(tmp_path).render([]) == "file </s>"
+    own = tmp_path / "own.jinja"
+    own.write_text("{% generation %}mine{% endgeneration %}")
+    assert load_template(tmp_path, own).render([]) == "mine"
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_template(tmp_path)

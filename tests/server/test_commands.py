@@ -1,0 +1,138 @@
+"""The verbs of `slipstream`: help that can be read, answers to wrong arguments, and each against the real server."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from llm_server import LlmServer, missing_server
+from slipstream.cli import VERBS, main
+from slipstream.commands import examinations
+from triton_server import HOST, free_ports
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def slipstream(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slipstream.cli", *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main([verb, "--help"])
+    shown = capsys.readouterr().out
+    assert done.value.code == 0 and f"usage: slipstream {verb}" in shown
+    assert shown.count(f"slipstream {verb}") >= 1 and len(shown) > 400, "what it does, not only its options"
+
+
+def test_light_verbs_need_no_torch() -> None:
+    code = "import sys, slipstream.cli; slipstream.cli.build_parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    code = "import sys, slipstream.server.serve; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["bench", "--concurrency", "1,x"], "--concurrency='1,x': accepted: integers"),
+        (["bench", "--output-tokens", "0"], "--output-tokens=0: accepted: 1 or more"),
+        (["bench", "--url", "127.0.0.1:1", "--concurrency", "1"], "onnect"),
+        (["chat", "--url", "127.0.0.1:1"], "onnect"),
+        (["serve", "--set", "a=b"], "needs --model"),
+        (["serve", "--model", "/nowhere"], "no such folder"),
+        (["serve", "--model-repository", "/nowhere"], "no such folder"),
+        (["serve", "--tritonserver", "/nowhere"], "no such file"),
+        (["serve-openai", "--alias", "x"], "--alias='x': accepted: NAME=VALUE"),
+        (["serve-openai", "--checkpoint", "llm=/nowhere"], "no such folder"),
+        (["serve-openai", "--api-key-file", "/nowhere"], "cannot be read"),
+        (["serve-openai", "--workers", "0"], "workers=0: accepted: an integer of at least 1"),
+        (["serve-openai", "--send-timeout-s", "0"], "send_timeout_s=0.0: accepted"),
+        (["validate", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    assert words in capfd.readouterr().err
+
+
+def test_bench(llm_server: LlmServer, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    arguments = ["--url", llm_server.grpc_url, "--concurrency", "1,3", "--requests", "3", "--output-tokens", "5"]
+    done = slipstream("bench", *arguments, "--input-tokens", "8", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(file.read_text())
+    assert [row["concurrency"] for row in rows] == [1, 3] and all(row["failed"] == 0 for row in rows)
+    assert all(row["tpot_ms_p50"] > 0 and 0 < row["ttft_ms_p50"] <= row["ttft_ms_p99"] for row in rows)
+    assert done.stdout.count("\n|") == 3, "a header, a rule and a line per level"
+    refused = slipstream("bench", *arguments, "--input-tokens", "5000")
+    assert refused.returncode == 1 and "accepted: at most 2047" in refused.stderr
+
+
+def test_chat(llm_server: LlmServer) -> None:
+    asked = ["chat", "--url", llm_server.grpc_url, "--max-tokens", "6", "--temperature", "0"]
+    done = slipstream(*asked, text="add two numbers\n/new\nadd two numbers\n/quit\n")
+    assert done.returncode == 0, done.stderr
+    _, first, _, second, _ = done.stdout.split(">>> ")
+    assert first == second and first.strip(), "/new forgets"
+    assert "plain transcript" not in done.stderr and "6 tokens" in done.stderr
+    plain = slipstream(*asked, "--checkpoint", "/nowhere", text="x\n")
+    assert "plain transcript" in plain.stderr and plain.returncode == 0
+
+
+def get_when_there(url: str, timeout_s: float = 60) -> bytes:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=10) as reply:
+                return reply.read()
+        except OSError:
+            assert time.monotonic() < deadline, f"nobody answers at {url}"
+            time.sleep(0.1)
+
+
+def test_serve_with_a_checkpoint_and_the_gateway(demo_model: Path) -> None:
+    if missing_server():
+        pytest.skip(missing_server())
+    ports = dict(zip(("http", "grpc", "metrics", "openai"), free_ports(4)))
+    command = [sys.executable, "-m", "slipstream.cli", "serve", "--model", str(demo_model), "--set", "load_format=null"]
+    command += [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
+    command += ["--", "--exit-timeout-secs=5"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    try:
+        assert json.loads(get_when_there(f"http://{HOST}:{ports['openai']}/ready"))["models"] == ["llm"]
+    finally:
+        server.terminate()
+        output, _ = server.communicate(timeout=30)
+    assert server.returncode == 0, output[-2000:]
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    main(["doctor", "--model-repository", str(ROOT / "model_repository"), "--json"])
+    found = {finding["subject"]: finding for finding in json.loads(capsys.readouterr().out)}
+    assert {"machine", "disk", "gpu", "nvcc", "engine", "gateway", "tritonserver", "ports", "llm"} <= set(found)
+    assert found["llm"]["state"] == "ok", found["llm"]
+    nothing = ([examinations.Finding("tritonserver", "missing", "not there", "make assemble")],)
+    monkeypatch.setattr(examinations, "ALL", tuple(lambda found=found: found for found in nothing))
+    assert main(["doctor"]) == 1
+    shown = capsys.readouterr()
+    assert "MISS  tritonserver" in shown.out and "make assemble" in shown.out and "not ready to serve" in shown.err
+
+
+@pytest.mark.parametrize(
+    ("line", "state", "words"),
+    [
+        ("NVIDIA H200, 9.0, 143771 MiB, 580.10", "ok", "compute capability 9.0"),
+        ("NVIDIA A100, 8.0, 81920 MiB, 580.10", "note", "are for Hopper"),
+    ],
+)
+def test_doctor_knows_gpus(line: str, state: str, words: str) -> None:
+    finding = examinations._gpu(line)
+    assert finding.state == state and words in finding.text + finding.advice
