@@ -50,7 +50,7 @@ def refusal(call: AttentionCall) -> str | None:
     q = call.q
     if not q.is_cuda:
         return f"q is on {q.device}"
-    if torch.cuda.get_device_capability(q.device) != (9, 0):
+    if not _is_hopper(q.device):
         return "the GPU is not a Hopper (compute capability 9.0)"
     if q.dtype not in TYPES:
         return f"q is {q.dtype}, not bfloat16 or float16"
@@ -102,6 +102,11 @@ def variants() -> list[tuple[str, ...]]:
     """Those worth building ahead of time: of all types and head dims, without soft cap and ALiBi."""
     quantized = (FP8_DTYPE, INT8_DTYPE, INT4_DTYPE)
     return [variant(query, cache, dim) for query in TYPES for cache in (query, *quantized) for dim in HEAD_DIMS]
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @lru_cache

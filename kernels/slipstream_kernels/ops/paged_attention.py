@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from functools import cache
+from types import ModuleType
 
 import torch
 
@@ -83,7 +85,7 @@ def paged_attention(
 
 def _run(call: AttentionCall, backend: str) -> None:
     if backend == "cuda" or (backend == "auto" and call.q.is_cuda and call.max_query_len > SHORT_QUERY_LEN):
-        cuda = importlib.import_module("slipstream_kernels.cuda.prefill_attention")
+        cuda = _cuda()
         refusal = cuda.refusal(call)
         if refusal is None:
             return cuda.paged_attention(call)
@@ -99,6 +101,11 @@ def triton_min_block_size(kv_dtype: torch.dtype | None) -> int:
     product of probabilities and values is wrong.
     """
     return 32 if kv_dtype == INT4_DTYPE else 16
+
+
+@cache
+def _cuda() -> ModuleType:
+    return importlib.import_module("slipstream_kernels.cuda.prefill_attention")
 
 
 def _check_tensors(

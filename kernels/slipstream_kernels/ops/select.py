@@ -6,6 +6,7 @@ No state is kept but Python's own cache of imported modules; triton is imported 
 from __future__ import annotations
 
 import importlib
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -37,6 +38,7 @@ def select(op: str, backend: str, tensor: torch.Tensor, triton_refusal: str | No
     return module
 
 
+@cache  # importing what is imported costs an op 5 us, and a forward pass has hundreds
 def _load(backend: str, op: str) -> ModuleType:
     return importlib.import_module(f"slipstream_kernels.{backend}.{op}")
 
