@@ -11,7 +11,7 @@ struct TokenScale {
   __half2 first, second;
 
   __device__ __forceinline__ explicit TokenScale(float scale) {
-    const bool is_small = scale < 1e-3f;
+    const bool is_small = fabsf(scale) < 1e-3f;  // of int4 it may be negative
     first = __float2half2_rn(is_small ? scale * 16384.0f : scale);
     second = __float2half2_rn(is_small ? 1.0f / 16384.0f : 1.0f);
   }
