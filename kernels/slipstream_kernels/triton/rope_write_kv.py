@@ -16,9 +16,10 @@ from slipstream_kernels.triton.dependent_launch import await_previous, dependent
 from slipstream_kernels.triton.interpreter import to_e4m3
 from slipstream_kernels.triton.kv_formats import FP8, INT8, PLAIN, kv_format
 
-# Elements that a program rotates at once: enough bytes in flight, and few enough that many programs share an SM.
+# Elements that a program rotates at once: enough bytes in flight, and few enough that many programs share an SM. With
+# two warps each thread has enough of them to be worth its addresses and angles; for few tokens four are sooner done.
 TILE_ELEMENTS = 2048
-NUM_WARPS = 4
+FEW_TOKENS = 256
 
 
 @triton.jit
@@ -211,7 +212,7 @@ def rope_write_kv(
         HAS_NORM=norms is not None,
         FORMAT=kv_format(cache.dtype),
         HAS_SCALE=cache.key_scale is not None,
-        num_warps=NUM_WARPS,
+        num_warps=4 if num_tokens <= FEW_TOKENS else 2,
         **dependent_launch(q.device),
     )
     return out
