@@ -40,11 +40,12 @@ class Load:
     repeats: int = 3
     max_events_per_s: int = 4000
     num_workers: int = 1
+    least_tokens: int = 80_000  # of a run
 
     @property
     def num_requests(self) -> int:
         """Of each stream."""
-        return max(2, 80000 // (self.num_streams * self.num_tokens))
+        return max(2, self.least_tokens // (self.num_streams * self.num_tokens))
 
     @property
     def total(self) -> int:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import openai
 import pytest
@@ -58,8 +61,16 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == "length"
-    assert chunks[-1].usage == whole.usage and not chunks[-1].choices
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens and not chunks[-1].choices
     assert len(chunks) >= 12, "tokens leave one by one"
+
+
+def test_prompt_tokens_found_in_the_cache(client: openai.OpenAI) -> None:
+    asked = {"model": "llm", "prompt": "cached = 1\n" * 60, "max_tokens": 1}
+    first, second = (client.completions.create(**asked).usage for _ in range(2))
+    assert first.prompt_tokens_details.cached_tokens == 0
+    cached = second.prompt_tokens_details.cached_tokens
+    assert second.prompt_tokens - 64 <= cached < second.prompt_tokens and cached % 64 == 0
 
 
 def test_many_prompts_and_choices(client: openai.OpenAI, greedy: Callable[..., str]) -> None:
@@ -73,7 +84,7 @@ def test_many_prompts_and_choices(client: openai.OpenAI, greedy: Callable[..., s
     for chunk in client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
-    assert texts == expected and chunk.usage == answer.usage
+    assert texts == expected and chunk.usage.total_tokens == answer.usage.total_tokens
 
 
 def test_echo(client: openai.OpenAI, greedy: Callable[..., str]) -> None:
@@ -162,6 +173,16 @@ def test_a_client_that_goes_frees_its_blocks(client: openai.OpenAI, llm_server: 
         client.completions.create(**asked, timeout=0.4)
     llm_server.wait_idle()
     assert llm_server.metric("slipstream_cancellations_total") == before + 2
+
+
+def test_the_client_example(gateway: GatewayProcess, client: openai.OpenAI, root: Path) -> None:
+    asked = {"model": "llm", "messages": [{"role": "user", "content": "add"}], "max_tokens": 8, "temperature": 0}
+    expected = client.chat.completions.create(**asked).choices[0].message.content
+    command = [sys.executable, str(root / "client_examples/openai_stream.py"), "--url", gateway.url, "--prompt", "add"]
+    done = subprocess.run([*command, "--max-tokens", "8"], capture_output=True, text=True, timeout=60)
+    assert done.stdout == expected and "8 tokens" in done.stderr
+    refused = subprocess.run([*command, "--model", "no"], capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 1 and "does not exist" in refused.stderr
 
 
 def test_metrics_are_the_gateways_and_tritons(gateway: GatewayProcess, client: openai.OpenAI) -> None:

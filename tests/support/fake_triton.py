@@ -17,7 +17,15 @@ import numpy as np
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 INPUTS = ("text_input", "input_ids", "sampling_parameters", "stream")
-OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "sequence_index", "logprobs")
+OUTPUTS = (
+    "text_output",
+    "finish_reason",
+    "num_input_tokens",
+    "num_output_tokens",
+    "kv_cache_reused_blocks",
+    "sequence_index",
+    "logprobs",
+)
 STRING, FP32 = model_config_pb2.TYPE_STRING, model_config_pb2.TYPE_FP32
 
 
@@ -116,6 +124,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             "finish_reason": string(reason),
             "num_input_tokens": (5).to_bytes(4, "little"),
             "num_output_tokens": (1).to_bytes(4, "little"),
+            "kv_cache_reused_blocks": (0).to_bytes(4, "little"),
             "sequence_index": (0).to_bytes(4, "little"),
             "logprobs": string("[]"),
         }

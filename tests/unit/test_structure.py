@@ -19,8 +19,10 @@ ALLOWED = {
     "slipstream.core": {"slipstream.core"},
     "slipstream.nn": {"slipstream.core", "slipstream.nn", "slipstream_kernels"},
     "slipstream.runtime": {"slipstream.core", "slipstream.nn", "slipstream.runtime", "slipstream_kernels"},
+    "slipstream.server": {"slipstream.core", "slipstream.server"},
     "slipstream_kernels": {"slipstream_kernels"},
 }
+HEAVY = {"torch", "transformers"}  # of which the gateway knows nothing
 STDLIB_ONLY = "slipstream.core"
 CLIENT_PACKAGES = {"tritonclient", "numpy", "google", "grpc"}
 
@@ -71,6 +73,16 @@ def test_core_is_standard_library_only() -> None:
     for path in package_files(STDLIB_ONLY):
         foreign = {n.split(".")[0] for n in imports_of(path)} - set(sys.stdlib_module_names) - {"slipstream"}
         assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
+
+
+def test_the_gateway_stands_alone() -> None:
+    """It runs where there is no PyTorch, and only the command line starts it."""
+    for path in package_files("slipstream.server"):
+        foreign = {name.split(".")[0] for name in imports_of(path)} & HEAVY
+        assert not foreign, f"{path.relative_to(ROOT)} imports {sorted(foreign)}"
+    for path in package_files("slipstream"):
+        if not module_name(path).startswith(("slipstream.server", "slipstream.commands")):
+            assert not {n for n in imports_of(path) if n.startswith("slipstream.server")}, path.relative_to(ROOT)
 
 
 def test_client_examples_import_only_tritonclient() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slipstream.core.config import CacheConfig
 from slipstream.core.errors import ConfigError
 from slipstream.server.chat_template import ChatTemplate, load_template
 from slipstream.server.errors import ApiError, model_not_found
@@ -23,6 +24,7 @@ from slipstream.server.triton import TritonLink
 REFRESH_S = 10.0
 _LENGTHS = ("max_model_len", "max_seq_len")
 _SPECULATION = "speculative_method"
+_BLOCK_SIZES = ("block_size", "tokens_per_block")
 _CHECKPOINTS = ("model", "gpt_model_path", "engine_dir")
 _TOKENIZERS = ("tokenizer", "tokenizer_dir")
 
@@ -49,6 +51,12 @@ class Model:
         """Those that the model has loaded, the first is used where a request names none."""
         methods = self.settings.get(_SPECULATION, "")
         return [] if methods in ("", "none") else [method.strip() for method in methods.split(",")]
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of its KV cache."""
+        named = next((value for name in _BLOCK_SIZES if (value := self.settings.get(name, ""))), "")
+        return int(named) if named.isdecimal() else CacheConfig().block_size
 
     @property
     def has_speculation(self) -> bool:

@@ -95,7 +95,7 @@ def for_template(message: Message, index: int) -> dict[str, Any]:
 
 
 def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: Response) -> dict[str, Any]:
-    usage = Usage(model.has_speculation)
+    usage = Usage(model.has_speculation, model.block_size)
     usage.add(response)
     texts, reasons = response.texts("text_output"), response.texts("finish_reason")
     entries = response.texts("logprobs") if request.logprobs else []
@@ -146,7 +146,7 @@ class ChatWriter:
         self._model, self._tools = model, tools
         self._num_choices = request.n or 1
         self._num_top = (request.top_logprobs or 0) if request.logprobs else None
-        self._usage = Usage(model.has_speculation) if wants_usage(request) else None
+        self._usage = Usage(model.has_speculation, model.block_size) if wants_usage(request) else None
         options = request.stream_options
         self._has_running_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         if self._usage is not None:

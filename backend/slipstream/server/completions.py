@@ -89,7 +89,7 @@ def wants_usage(request: CompletionRequest) -> bool:
 def whole_answer(
     request: CompletionRequest, model: Model, generations: Sequence[Generation], responses: Sequence[Response]
 ) -> dict[str, Any]:
-    usage = Usage(model.has_speculation)
+    usage = Usage(model.has_speculation, model.block_size)
     choices: list[dict[str, Any]] = []
     for number, (generation, response) in enumerate(zip(generations, responses)):
         usage.add(response, number, is_prompt_new=True)
@@ -139,7 +139,7 @@ class StreamedAnswer:
     def __init__(self, request: CompletionRequest, model: Model) -> None:
         self.request, self.model = request, model
         self.head = new_head("text_completion", "cmpl", model)
-        self.usage = Usage(model.has_speculation) if wants_usage(request) else None
+        self.usage = Usage(model.has_speculation, model.block_size) if wants_usage(request) else None
         if self.usage is not None:
             self.head["usage"] = None
 
