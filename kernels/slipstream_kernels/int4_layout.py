@@ -1,8 +1,8 @@
 """The order of 4-bit weights in a Hopper GPU's memory: what repack_int4 makes there, and back.  Plain torch.
 
-One order serves both kernels: few tokens (cuda/int4_stream) and many (cuda/w4a8_gemm).  It is that of
-cuda/include/w4a8_layout.cuh: blocks of 64 output x 128 input features, 4,096 bytes side by side, so that one copy
-brings any run of blocks of a strip; inside, the A fragments of matrix products as lanes hold them.
+One order of codes serves all kernels: few tokens (cuda/int4_rows, cuda/int4_stream) and many (cuda/w4a8_gemm).  It is
+that of cuda/include/w4a8_layout.cuh: strips of 16 output features along the input features, so that one copy brings a
+run of a strip; inside, the A fragments of matrix products as lanes hold them.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 
 from slipstream_kernels.integer import SYMMETRIC_ZERO, Int4Weight
 
-STRIP = 64  # output features of a block
+STRIP = 16  # output features that lie together
 DEPTH = 128  # input features of a block
-# A block's nibbles: [output / 16][input / 32][lane: row % 8, column % 16 / 4][row / 8, column / 16, column % 4]
-ROW_AXES = (4, 2, 8)  # of 64 output features: / 16, / 8, rest
+# A block's nibbles: [input / 32][lane: row % 8, column % 16 / 4][row / 8, column / 16, column % 4]
+ROW_AXES = (2, 8)  # of 16 output features: / 8, rest
 COLUMN_AXES = (4, 2, 4, 4)  # of 128 input features: / 32, / 16, / 4, rest
 LARGEST_SCALE = 16.0  # of a row, after its channel scale: (code - zero) * scale stays within e4m3's 448
 
@@ -31,12 +31,12 @@ def refusal(out_features: int, in_features: int, group_size: int) -> str | None:
 
 
 def pack_codes(packed: torch.Tensor) -> torch.Tensor:
-    """uint8 [out, in / 2] of canonical codes -> int32 [out / 64, in / 128, 1024] in the kernels' order."""
+    """uint8 [out, in / 2] of canonical codes -> int32 [out / 16, in / 128, 256] in the kernels' order."""
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
     out_features, in_features = codes.shape
     blocks = codes.view(out_features // STRIP, *ROW_AXES, in_features // DEPTH, *COLUMN_AXES)
-    # axes: strip, r16, r8, row, block, c32, c16, c4, c  ->  strip, block, r16, c32, row, c4, r8, c16, c
-    ordered = blocks.permute(0, 4, 1, 5, 3, 7, 2, 6, 8).reshape(out_features // STRIP, in_features // DEPTH, -1)
+    # axes: strip, r8, row, block, c32, c16, c4, c  ->  strip, block, c32, row, c4, r8, c16, c
+    ordered = blocks.permute(0, 3, 4, 2, 6, 1, 5, 7).reshape(out_features // STRIP, in_features // DEPTH, -1)
     return (ordered[..., 0::2] | (ordered[..., 1::2] << 4)).contiguous().view(torch.int32)
 
 
@@ -45,10 +45,9 @@ def unpack_codes(blocks: torch.Tensor) -> torch.Tensor:
     packed = blocks.contiguous().view(torch.uint8)
     strips, depth = packed.shape[:2]
     codes = torch.stack((packed & 15, packed >> 4), dim=-1)
-    r16, r8, row = ROW_AXES
-    c32, c16, c4, c = COLUMN_AXES
-    axes = codes.view(strips, depth, r16, c32, row, c4, r8, c16, c)
-    rows = axes.permute(0, 2, 6, 4, 1, 3, 7, 5, 8).reshape(strips * STRIP, depth * DEPTH)
+    (r8, row), (c32, c16, c4, c) = ROW_AXES, COLUMN_AXES
+    axes = codes.view(strips, depth, c32, row, c4, r8, c16, c)
+    rows = axes.permute(0, 5, 3, 1, 2, 6, 4, 7).reshape(strips * STRIP, depth * DEPTH)
     return (rows[:, 0::2] | (rows[:, 1::2] << 4)).contiguous()
 
 
@@ -56,11 +55,13 @@ def pack_scales(weight: Int4Weight) -> tuple[torch.Tensor, torch.Tensor]:
     """(words int32, channel scales fp32 [out_features]) of a canonical weight.
 
     A word is the fp16 scale of a row and group, divided by the row's channel scale, and its zero point above it.
-    words: [groups, out_features], of groups of 128 or the whole row; [groups / 2, out_features, 2] of groups of 64.
+    words: [2, blocks, out_features, groups of a block], blocks of 128 input features or one for whole rows.  The second
+    half holds the same words strip by strip: [out_features / 16, blocks, 16, groups]: 3 % of the weight for one copy
+    where a kernel would need eight.
     The channel scale of groups is a power of two, so that scales of fp16 or bf16 precision stay what they were as far
     as fp16 reaches (2^-28 of a row's largest); of whole rows it is the scale itself.
     """
-    scales = weight.scales
+    scales, out_features = weight.scales, weight.out_features
     if weight.group_size == weight.in_features and weight.in_features != DEPTH:
         channel, relative = scales[:, 0].contiguous(), torch.ones_like(scales)
     else:
@@ -69,15 +70,15 @@ def pack_scales(weight: Int4Weight) -> tuple[torch.Tensor, torch.Tensor]:
         relative = scales / channel[:, None]
     zeros = torch.full_like(scales, SYMMETRIC_ZERO) if weight.zeros is None else weight.zeros
     bits = relative.half().view(torch.int16).int() & 0xFFFF
-    words = bits | (zeros.int() << 16)
-    if weight.group_size == DEPTH // 2:
-        return words.unflatten(1, (-1, 2)).transpose(0, 1).contiguous(), channel
-    return words.t().contiguous(), channel
+    words = (bits | (zeros.int() << 16)).unflatten(1, (-1, 2 if weight.group_size == DEPTH // 2 else 1))
+    by_block = words.transpose(0, 1).contiguous()
+    by_strip = words.unflatten(0, (-1, STRIP)).transpose(1, 2).reshape(-1, out_features, words.shape[2])
+    return torch.stack((by_block, by_strip)), channel
 
 
 def unpack_scales(words: torch.Tensor, channel: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(scales fp32 [out_features, groups], zeros uint8 of that shape): what the kernels take for a row's group."""
-    rows = words.transpose(0, 1).flatten(1) if words.dim() == 3 else words.t()
+    rows = words[0].transpose(0, 1).flatten(1)
     relative = (rows & 0xFFFF).to(torch.int16).view(torch.float16).float()
     return relative * channel[:, None], (rows >> 16).to(torch.uint8)
 

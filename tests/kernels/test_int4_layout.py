@@ -20,11 +20,11 @@ def weight_of(out_features: int, in_features: int, group_size: int, has_zeros: b
     return Int4Weight(packed, scales, zeros, group_size, out_features, in_features)
 
 
-@pytest.mark.parametrize("sizes", [(64, 128), (192, 384), (128, 1024)])
+@pytest.mark.parametrize("sizes", [(16, 128), (48, 384), (128, 1024)])
 def test_codes_are_kept(sizes) -> None:
     packed = torch.randint(256, (sizes[0], sizes[1] // 2), dtype=torch.uint8)
     blocks = int4_layout.pack_codes(packed)
-    assert blocks.shape == (sizes[0] // 64, sizes[1] // 128, 1024) and blocks.nbytes == packed.nbytes
+    assert blocks.shape == (sizes[0] // 16, sizes[1] // 128, 256) and blocks.nbytes == packed.nbytes
     assert torch.equal(int4_layout.unpack_codes(blocks), packed)
 
 
@@ -36,6 +36,13 @@ def test_scales_of_checkpoints_are_kept(group_size, has_zeros, scale_dtype) -> N
     kept = int4_layout.canonical(int4_layout.repack(weight))
     assert torch.equal(kept.packed, weight.packed) and torch.equal(kept.scales, weight.scales)
     assert torch.equal(kept.zeros, torch.full_like(kept.zeros, 8) if weight.zeros is None else weight.zeros)
+
+
+def test_both_orders_of_words_hold_the_same() -> None:
+    by_block, by_strip = int4_layout.repack(weight_of(48, 384, 64, True)).scales
+    strips = by_strip.reshape(3, 3, 16, 2)
+    for strip in range(3):
+        assert torch.equal(strips[strip], by_block[:, 16 * strip : 16 * strip + 16])
 
 
 def test_a_row_of_zero_scales_stays_zero() -> None:
@@ -90,7 +97,7 @@ def test_the_emulated_table_product_is_near_the_reference(group_size, has_zeros)
 
 def test_what_has_no_order_is_named() -> None:
     for sizes, named in [
-        ((96, 128, 128), "out_features"),
+        ((72, 128, 128), "out_features"),
         ((64, 192, 64), "in_features"),
         ((64, 256, 32), "group_size"),
     ]:

@@ -71,26 +71,25 @@ def look_up(word: torch.Tensor, table: list[torch.Tensor]) -> torch.Tensor:
 
 
 def words_of_codes(weight: Int4Weight) -> torch.Tensor:
-    """A repacked weight's words [strips of 64, blocks, 4 x 16 rows, 4 x 32 columns, lane, row half] as int64."""
+    """A repacked weight's words [strips of 16, blocks, 4 x 32 columns, lane, row half] as int64."""
     strips, blocks = weight.packed.shape[:2]
-    return weight.packed.view(strips, blocks, 4, 4, 32, 2).long() & 0xFFFFFFFF
+    return weight.packed.view(strips, blocks, 4, 32, 2).long() & 0xFFFFFFFF
 
 
 def in_rows(values: torch.Tensor) -> torch.Tensor:
     """Values of the words of codes, [.., 8 nibbles], back in rows and columns: [out_features, in_features]."""
     strips, blocks = values.shape[:2]
-    axes = values.view(strips, blocks, 4, 4, 8, 4, 2, 2, 4)  # r16, c32, row, c4, r8, c16, c
-    return axes.permute(0, 2, 6, 4, 1, 3, 7, 5, 8).reshape(64 * strips, 128 * blocks)
+    axes = values.view(strips, blocks, 4, 8, 4, 2, 2, 4)  # c32, row, c4, r8, c16, c
+    return axes.permute(0, 5, 3, 1, 2, 6, 4, 7).reshape(16 * strips, 128 * blocks)
 
 
 def words_of_groups(weight: Int4Weight) -> torch.Tensor:
     """The scale word of each row and column of 32, in the order of words_of_codes: [.., lane, row half]."""
-    words = weight.scales if weight.scales.dim() == 3 else weight.scales[..., None]  # [groups, out, per block]
-    rows = words.transpose(0, 1).flatten(1).long() & 0xFFFFFFFF
+    rows = weight.scales[0].transpose(0, 1).flatten(1).long() & 0xFFFFFFFF
     columns = rows.repeat_interleave(weight.in_features // 32 // rows.shape[1], dim=1)
     strips, blocks = weight.packed.shape[:2]
-    axes = columns.view(strips, 4, 2, 8, blocks, 4)  # strip, r16, r8, row, block, c32
-    return axes.permute(0, 4, 1, 5, 3, 2)[..., :, None, :].expand(-1, -1, -1, -1, -1, 4, -1).flatten(4, 5)
+    axes = columns.view(strips, 2, 8, blocks, 4).permute(0, 3, 4, 2, 1)  # strip, block, c32, row, r8
+    return axes[..., :, None, :].expand(-1, -1, -1, -1, 4, -1).flatten(3, 4)
 
 
 def stream_operand(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:

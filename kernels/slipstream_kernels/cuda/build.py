@@ -160,14 +160,24 @@ def _files_of(source: Path) -> list[Path]:
 
 
 def _main() -> None:
-    from slipstream_kernels.cuda import cutlass, decode_attention, int4_stream, prefill_attention, stream_mm, w4a8_gemm
+    from slipstream_kernels.cuda import (
+        cutlass,
+        decode_attention,
+        int4_mm,
+        int4_stream,
+        prefill_attention,
+        stream_mm,
+        w4a8_gemm,
+    )
 
     parser = argparse.ArgumentParser(description="Build all variants of the CUDA kernels into the user's cache folder.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     jobs = parser.parse_args().jobs
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    kernels = (prefill_attention, decode_attention, stream_mm, int4_stream)
+    kernels = (prefill_attention, decode_attention, stream_mm)
     wanted = [partial(build, kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
+    wanted += [partial(build, *variant) for variant in int4_stream.variants()]
+    wanted.append(partial(build, int4_mm.DEQUANTISE, ()))
     if (reason := cutlass.missing()) is not None:
         LOG.warning("without W4A8 products of many tokens: %s", reason)
     else:

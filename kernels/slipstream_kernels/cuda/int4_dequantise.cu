@@ -12,21 +12,21 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float scale) {
   return pack<T>(to_float(values[0]) * scale, to_float(values[1]) * scale);
 }
 
-// codes: blocks of 64 x 128, see w4a8_layout.cuh; a fragment is 16 output x 32 input features.
+// codes: in the order of w4a8_layout.cuh.
 template <typename T>
 __global__ void dequantise_kernel(const Int4StreamParams p) {
   const int64_t index = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (index >= int64_t{p.out_features} * p.in_features / 16) return;
-  const int lane = index % 32, step = index / 32 % 4, strip16 = index / 128 % 4;
-  const int64_t block = index / 512, blocks = p.in_features / 128;
-  const int row = static_cast<int>(block / blocks) * 64 + strip16 * 16 + lane / 4;
-  const int column = static_cast<int>(block % blocks) * 128 + step * 32 + lane % 4 * 4;
+  const int lane = index % 32, fragments = p.in_features / 32;
+  const int64_t fragment = index / 32;
+  const int row = static_cast<int>(fragment / fragments) * 16 + lane / 4;
+  const int column = static_cast<int>(fragment % fragments) * 32 + lane % 4 * 4;
   const uint2 codes = reinterpret_cast<const uint2*>(p.codes)[index];
   const int groups = p.groups_per_block, group = p.is_channelwise ? 0 : column / 128;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int r = row + 8 * half;
-    const uint32_t word = p.words[(int64_t{group} * p.out_features + r) * groups + (groups == 2 ? step / 2 : 0)];
+    const uint32_t word = p.words[(int64_t{group} * p.out_features + r) * groups + (groups == 2 ? column / 64 % 2 : 0)];
     const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(word))) * p.channel_scale[r];
     uint32_t pairs[4];   // input features i and i + 16
     Codec<T>(word >> 16).expand(half ? codes.y : codes.x, pairs);

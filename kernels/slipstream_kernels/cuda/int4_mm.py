@@ -36,7 +36,7 @@ def refusal(weight: Int4Weight) -> str | None:
     sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
     if sizes is not None or weight.out_features > int4_stream.MAX_TILES * int4_stream.TILE_ROWS:
         return sizes or f"out_features: {weight.out_features} are too many"
-    return missing(int4_stream.SOURCE, int4_stream.defines(torch.bfloat16))
+    return missing(int4_stream.TILES, int4_stream.defines(torch.bfloat16))
 
 
 def int4_mm(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -64,19 +64,10 @@ def int4_mm(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | 
 
 def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     """[out_features, in_features] of bf16 or fp16 of a repacked weight."""
-    assert weight.zeros is not None
     device = weight.packed.device
     out = torch.empty((weight.out_features, weight.in_features), dtype=dtype, device=device)
     params = Int4StreamParams(
-        codes=weight.packed.data_ptr(),
-        words=weight.scales.data_ptr(),
-        channel_scale=weight.zeros.data_ptr(),
-        out=out.data_ptr(),
-        out_features=weight.out_features,
-        in_features=weight.in_features,
-        groups_per_block=2 if weight.scales.dim() == 3 else 1,
-        is_channelwise=weight.scales.shape[0] == 1,
-        out_is_half=dtype == torch.float16,
+        **int4_stream.weight_arguments(weight), out=out.data_ptr(), out_is_half=dtype == torch.float16
     )
     library = load(DEQUANTISE, ())
     with torch.cuda.device(device):

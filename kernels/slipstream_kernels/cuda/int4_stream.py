@@ -1,7 +1,8 @@
-"""Products of few tokens with 4-bit weights in CUDA: fills the kernel's arguments and launches it.  Hopper only.
+"""Products of few tokens with 4-bit weights in CUDA: chooses a kernel, fills its arguments, launches it.  Hopper only.
 
-No device value is read on the host, and the grid and workspace depend on the device and the sizes alone: CUDA-graph
-safe.  Launches on one device must follow each other (one stream): they share a workspace.
+Up to 16 tokens int4_rows: a CTA owns whole output features.  Up to 64 int4_stream: CTAs share tiles and add their sums
+through a workspace.  No device value is read on the host, and grid and workspace depend on the device and the sizes
+alone: CUDA-graph safe.  Launches on one device must follow each other (one stream).
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.integer import Int4Weight
 
-SOURCE = "int4_stream.cu"
+ROWS, TILES = "int4_rows.cu", "int4_stream.cu"
 INPUTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", E4M3: "__nv_fp8_e4m3"}
-COLUMNS = (8, 16, 32, 48, 64)  # numbers of tokens that are compiled; others are rounded up
-MAX_TOKENS = COLUMNS[-1]
-TILE_ROWS = 128  # output features of a CTA's tile
-BLOCK = 128  # input features of a block
+ROWS_COLUMNS = (8, 16)  # numbers of tokens that each kernel is compiled for; others are rounded up
+TILES_COLUMNS = (8, 16, 32, 48, 64)
+MAX_ROWS_TOKENS, MAX_TOKENS = ROWS_COLUMNS[-1], TILES_COLUMNS[-1]
+STRIP, TILE_ROWS, BLOCK = 16, 128, 128  # output features of a strip and a tile, input features of a block
 MAX_TILES = 8192
 
-POINTERS = ("x", "token_scale", "codes", "words", "channel_scale", "bias", "out", "partials", "arrivals")
+POINTERS = (
+    "x", "token_scale", "codes", "words", "strip_words", "channel_scale", "bias", "out", "partials", "arrivals",
+)  # fmt: skip
 COUNTS = (
     "num_tokens", "out_features", "in_features", "columns", "groups_per_block", "is_channelwise", "out_is_half",
     "num_ctas", "is_dependent",
@@ -56,9 +59,9 @@ def defines(dtype: torch.dtype) -> tuple[str, ...]:
     return (f"SLIPSTREAM_INPUT={INPUTS[dtype]}",)
 
 
-def variants() -> list[tuple[str, ...]]:
-    """All libraries, for building ahead of time."""
-    return [defines(dtype) for dtype in INPUTS]
+def variants() -> list[tuple[str, tuple[str, ...]]]:
+    """(source, macros) of all libraries, for building ahead of time."""
+    return [(source, defines(dtype)) for source in (ROWS, TILES) for dtype in INPUTS]
 
 
 def int4_stream(
@@ -67,22 +70,43 @@ def int4_stream(
     weight: Int4Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    *,
+    source: str | None = None,
 ) -> None:
     """out = x @ dequantised(weight).T * token_scales + bias, of at most MAX_TOKENS rows.  One launch.
 
     x: [num_tokens, in_features] bf16, fp16 or e4m3, rows at multiples of 16 bytes.  token_scales: fp32 [num_tokens].
     weight: repacked.  out: [num_tokens, out_features], contiguous, x's dtype or of e4m3 bf16 or fp16; bias too.
+    source: the kernel, else chosen by the number of tokens.
     """
     if x.shape[0] == 0:
         return
-    library = load(SOURCE, defines(x.dtype))
-    params = _params(x, token_scales, weight, bias, out)
+    source = source or (ROWS if x.shape[0] <= MAX_ROWS_TOKENS else TILES)
+    library = load(source, defines(x.dtype))
+    params = _params(x, token_scales, weight, bias, out, source == ROWS)
+    launch = library.slipstream_int4_rows if source == ROWS else library.slipstream_int4_stream
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
     with torch.cuda.device(x.device):
-        error = library.slipstream_int4_stream(ctypes.byref(params), stream)
+        error = launch(ctypes.byref(params), stream)
     if error != 0:
         library.slipstream_error_text.restype = ctypes.c_char_p
-        raise RuntimeError(f"int4_stream: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+        raise RuntimeError(f"{source}: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+
+
+def weight_arguments(weight: Int4Weight) -> dict[str, int]:
+    """The arguments that say what a repacked weight is and where."""
+    assert weight.zeros is not None
+    words, strip_words = weight.scales
+    return {
+        "codes": weight.packed.data_ptr(),
+        "words": words.data_ptr(),
+        "strip_words": strip_words.data_ptr(),
+        "channel_scale": weight.zeros.data_ptr(),
+        "out_features": weight.out_features,
+        "in_features": weight.in_features,
+        "groups_per_block": words.shape[2],
+        "is_channelwise": words.shape[0] == 1,
+    }
 
 
 @lru_cache
@@ -102,26 +126,24 @@ def _params(
     weight: Int4Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
+    by_rows: bool,
 ) -> Int4StreamParams:
-    space = workspace(x.device)
-    assert weight.zeros is not None
-    tensors = {
-        "x": x, "token_scale": token_scales, "codes": weight.packed, "words": weight.scales,
-        "channel_scale": weight.zeros, "bias": bias, "out": out, "partials": space.partials,
-        "arrivals": space.arrivals,
-    }  # fmt: skip
-    num_tokens, in_features = x.shape
-    num_blocks = -(-weight.out_features // TILE_ROWS) * (in_features // BLOCK)
+    space, num_tokens = workspace(x.device), x.shape[0]
+    num_units = weight.out_features // STRIP
+    if not by_rows:
+        num_units = -(-weight.out_features // TILE_ROWS) * (weight.in_features // BLOCK)
     return Int4StreamParams(
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
+        **weight_arguments(weight),
+        x=x.data_ptr(),
+        token_scale=None if token_scales is None else token_scales.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        partials=space.partials.data_ptr(),
+        arrivals=space.arrivals.data_ptr(),
         x_row_stride=x.stride(0),
         num_tokens=num_tokens,
-        out_features=weight.out_features,
-        in_features=in_features,
-        columns=next(columns for columns in COLUMNS if columns >= num_tokens),
-        groups_per_block=2 if weight.scales.dim() == 3 else 1,
-        is_channelwise=weight.scales.shape[0] == 1,
+        columns=next(count for count in (ROWS_COLUMNS if by_rows else TILES_COLUMNS) if count >= num_tokens),
         out_is_half=out.dtype == torch.float16,
-        num_ctas=min(space.num_sms, num_blocks),  # every CTA has work: those of a tile are counted
+        num_ctas=min(space.num_sms, num_units),  # every CTA has work: those of a tile are counted
         is_dependent=launches_dependently(x.device),
     )

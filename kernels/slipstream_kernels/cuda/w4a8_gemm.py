@@ -100,21 +100,21 @@ def w4a8_gemm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, out:
     assert weight.zeros is not None
     device = out.device
     num_sms = _num_sms(device)
-    groups = 2 if weight.scales.dim() == 3 else 1
+    words = weight.scales[0]
     tile = choose_tile(rows.num_tokens, weight.out_features, num_sms)
-    library = load(SOURCE, defines(tile, groups, out.dtype), cutlass.FLAGS, cutlass.include_folder)
+    library = load(SOURCE, defines(tile, words.shape[2], out.dtype), cutlass.FLAGS, cutlass.include_folder)
     params = W4a8Params(
         x=rows.values.data_ptr(),
         token_scale=rows.scales.data_ptr(),
         codes=weight.packed.data_ptr(),
-        words=weight.scales.data_ptr(),
+        words=words.data_ptr(),
         channel_scale=weight.zeros.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
         num_tokens=rows.num_tokens,
         out_features=weight.out_features,
         in_features=weight.in_features,
-        tiled_group=weight.in_features if weight.scales.shape[0] == 1 else BLOCK,
+        tiled_group=weight.in_features if words.shape[0] == 1 else BLOCK,
         device=device.index or 0,
         num_sms=num_sms,
         is_dependent=launches_dependently(device),

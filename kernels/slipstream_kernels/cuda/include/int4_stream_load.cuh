@@ -22,36 +22,37 @@ struct Ring {
   __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(stage) + 8; }
 };
 
-// One block of a tile: two strips of 64 output features, of which the last tile may have one, and their words.
+// One block of a tile: eight strips of 16 output features, of which the last tile may have fewer, and their words. The
+// lanes of a warp copy a strip each.
 template <typename SHAPE>
 __device__ __forceinline__ void copy_block(const Int4StreamParams& p, const Ring<SHAPE>& ring, int stage, int tile,
                                            int block, uint64_t policy) {
-  const int blocks = p.in_features / SHAPE::kDepth, rows = min(SHAPE::kRows, p.out_features - tile * SHAPE::kRows);
-  const int word_bytes = rows * 4 * SHAPE::kGroups, strips = rows / 64;
-  arrive_expecting(ring.filled(stage), strips * SHAPE::kStripBytes + word_bytes);
-  const char* codes = reinterpret_cast<const char*>(p.codes);
-  for (int strip = 0; strip < strips; ++strip) {
-    const int64_t from = (int64_t{2 * tile + strip} * blocks + block) * SHAPE::kStripBytes;
-    copy_bulk(ring.codes(stage) + strip * SHAPE::kStripBytes, codes + from, SHAPE::kStripBytes, ring.filled(stage),
+  const int lane = threadIdx.x % 32, blocks = p.in_features / SHAPE::kDepth;
+  const int rows = min(SHAPE::kRows, p.out_features - tile * SHAPE::kRows), strips = rows / 16;
+  const int word_bytes = rows * 4 * SHAPE::kGroups;
+  if (lane == 0) arrive_expecting(ring.filled(stage), strips * SHAPE::kStripBytes + word_bytes);
+  if (lane < strips) {
+    const int64_t from = (int64_t{tile} * 8 + lane) * blocks + block;
+    copy_bulk(ring.codes(stage) + lane * SHAPE::kStripBytes,
+              reinterpret_cast<const char*>(p.codes) + from * SHAPE::kStripBytes, SHAPE::kStripBytes, ring.filled(stage),
               policy);
+  } else if (lane == 8) {
+    const int64_t group = p.is_channelwise != 0 ? 0 : block;
+    const uint32_t* words = p.words + (group * p.out_features + tile * SHAPE::kRows) * SHAPE::kGroups;
+    copy_bulk(ring.words(stage), words, word_bytes, ring.filled(stage), policy);
   }
-  const int64_t group = p.is_channelwise != 0 ? 0 : block;
-  const uint32_t* words = p.words + (group * p.out_features + tile * SHAPE::kRows) * SHAPE::kGroups;
-  copy_bulk(ring.words(stage), words, word_bytes, ring.filled(stage), policy);
 }
 
 template <typename SHAPE>
 __device__ __forceinline__ void produce_codes(const Int4StreamParams& p, const Ring<SHAPE>& ring) {
-  if (threadIdx.x % 32 == 0) {
-    const uint64_t policy = evict_first_policy();
-    RingPlace<SHAPE::kStages> place;
-    for (Share share(p, blockIdx.x); !share.is_done();) {
-      const Segment segment = share.take();
+  const uint64_t policy = evict_first_policy();
+  RingPlace<SHAPE::kStages> place;
+  for (Share share(p, blockIdx.x); !share.is_done();) {
+    const Segment segment = share.take();
 #pragma unroll 1
-      for (int block = segment.begin; block < segment.end; ++block, place.advance()) {
-        wait_barrier(ring.emptied(place.stage), place.parity ^ 1);
-        copy_block<SHAPE>(p, ring, place.stage, segment.tile, block, policy);
-      }
+    for (int block = segment.begin; block < segment.end; ++block, place.advance()) {
+      wait_barrier(ring.emptied(place.stage), place.parity ^ 1);
+      copy_block<SHAPE>(p, ring, place.stage, segment.tile, block, policy);
     }
   }
 }

@@ -16,18 +16,6 @@ __device__ __forceinline__ void await_registers() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
-
 // Where a thread is in its walk over groups: the sums of one group are multiplied by its scale while the products of the
 // next run, so there are two of everything that a group has.
 template <typename SHAPE>
@@ -70,10 +58,6 @@ struct Multiplier {
 
   __device__ __forceinline__ uint32_t word_of(int row, int group) const {
     return load_shared_4(ring.words(place.stage) + ((16 * warp + row) * SHAPE::kGroups + group) * 4);
-  }
-
-  static __device__ __forceinline__ float scale_of(uint32_t word) {
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
   }
 
   // Adds the parts in a set; after the block's last group its stage is free.

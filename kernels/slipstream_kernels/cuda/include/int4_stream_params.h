@@ -10,7 +10,8 @@ struct Int4StreamParams {
   const void* x;                // [num_tokens, in_features] bf16, fp16 or e4m3, row stride below
   const float* token_scale;     // [num_tokens], or null: 1
   const uint4* codes;           // in the order of w4a8_layout.cuh
-  const uint32_t* words;        // [groups of 128 or 1][out_features][1], or [..][..][2] of groups of 64
+  const uint32_t* words;        // [blocks of 128, or 1][out_features][groups_per_block]
+  const uint32_t* strip_words;  // the same as [out_features / 16][blocks, or 1][16][groups_per_block]
   const float* channel_scale;   // [out_features]
   const void* bias;             // [out_features] of the result's type, or null
   void* out;                    // [num_tokens, out_features]

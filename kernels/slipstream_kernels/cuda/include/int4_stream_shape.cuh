@@ -29,8 +29,8 @@ struct Int4Shape {
   static constexpr int kThreads = kConsumers + 32 * kLoaderWarps + 32;
   static constexpr int kCtasPerSm = COLUMNS <= 16 ? 2 : 1;   // beyond, sums take more registers than two CTAs have
 
-  static constexpr int kStripBytes = 64 * kDepth / 2;
-  static constexpr int kCodeBytes = 2 * kStripBytes;
+  static constexpr int kStripBytes = 16 * kDepth / 2;
+  static constexpr int kCodeBytes = kRows / 16 * kStripBytes;
   static constexpr int kWordBytes = kRows * 4 * GROUPS;
   static constexpr int kActivationBytes = COLUMNS * kDepth * 2;
   static constexpr int kStageBytes = kCodeBytes + kWordBytes + kActivationBytes;

@@ -1,0 +1,56 @@
+// Sizes of one variant of the product of 4-bit weights with at most 16 tokens, and the walk over a CTA's weights.
+//
+// A CTA owns consecutive strips of 16 output features, as even a share as can be: no sum crosses CTAs. It goes through
+// them in passes of kTiles strips; a pass goes through the input features in chunks of 8 blocks of 128, one for each of
+// the 8 multiplying warps; each (chunk, strip) is one slot of the ring. The warps' sums are added at the end of a pass.
+#pragma once
+
+#include "int4_stream_params.h"
+
+namespace slipstream {
+
+template <typename INPUT, typename OPERAND, int TILES, int COLUMNS, int GROUPS>
+struct RowsShape {
+  using Input = INPUT;      // element of x in memory
+  using Operand = OPERAND;  // of the products
+  static constexpr int kTiles = TILES, kColumns = COLUMNS, kGroups = GROUPS;   // strips of a pass; tokens / 8; groups of a block
+
+  static constexpr int kWarps = 8;   // that multiply; one more fills the ring
+  static constexpr int kThreads = 32 * (kWarps + 1);
+  static constexpr int kCtasPerSm = COLUMNS == 1 ? 2 : 1;   // as registers allow
+  static constexpr int kBlockBytes = 1024;            // of a strip
+  static constexpr int kWordBytes = 16 * 4 * GROUPS;  // of a strip's block
+  static constexpr int kWordOffset = kWarps * kBlockBytes;
+  static constexpr int kSlotBytes = kWarps * (kBlockBytes + kWordBytes);
+
+  static constexpr int kFragments = TILES * COLUMNS;
+  static constexpr int kRound = kFragments < 4 ? kFragments : 4;   // fragments summed over the warps at once
+  static constexpr int kSumBytes = kWarps * kRound * 32 * 16;
+  // Two CTAs share an SM: the next kernel's ring fills while this one ends.
+  static constexpr int kSlots = (113664 - kSumBytes) / (kSlotBytes + 16);
+  static constexpr int kSumOffset = kSlots * kSlotBytes;
+  static constexpr int kBarrierOffset = kSumOffset + kSumBytes;
+  static constexpr int kTotalBytes = kBarrierOffset + 16 * kSlots;
+  static_assert(kTotalBytes <= 113664 && kSumOffset % 16 == 0);
+};
+
+struct Strips {
+  int begin, end;
+
+  __device__ __forceinline__ int size() const { return end - begin; }
+};
+
+__device__ __forceinline__ Strips strips_of_cta(const Int4StreamParams& p) {
+  const int64_t strips = p.out_features / 16;
+  const int cta = blockIdx.x;
+  return {static_cast<int>(strips * cta / p.num_ctas), static_cast<int>(strips * (cta + 1) / p.num_ctas)};
+}
+
+__device__ __forceinline__ int num_blocks(const Int4StreamParams& p) { return p.in_features / 128; }
+
+template <typename SHAPE>
+__device__ __forceinline__ int num_chunks(const Int4StreamParams& p) {
+  return (num_blocks(p) + SHAPE::kWarps - 1) / SHAPE::kWarps;
+}
+
+}  // namespace slipstream

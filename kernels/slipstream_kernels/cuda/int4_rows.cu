@@ -1,0 +1,191 @@
+// Products of at most 16 tokens with 4-bit weights, for Hopper (sm_90a). Contract: ops/int4_mm.py.
+//
+// The bytes of the weights are the bound. One persistent CTA per SM streams an equal share of strips of output features
+// (int4_rows_shape.cuh) through a ring in shared memory, filled by bulk copies that one warp issues; 8 warps multiply 16
+// output features by 8 tokens at a time (int4_rows_multiply.cuh) and add their sums at the end. The kernel starts while
+// the one before it still runs, and fills its ring before it waits for that one's results. Built once per
+// SLIPSTREAM_INPUT: __nv_bfloat16, __half or __nv_fp8_e4m3 (multiplied as fp16, exactly).
+
+#include "bulk_copy.cuh"
+#include "dependent_launch.cuh"
+#include "int4_rows_multiply.cuh"
+
+namespace slipstream {
+
+// One copy of codes and one of words: the copy engine takes some 85 clocks for each, however small.
+template <typename SHAPE>
+__device__ __forceinline__ void fill_slot(const Int4StreamParams& p, uint32_t slot, uint32_t filled, int strip, int chunk,
+                                          uint64_t policy) {
+  const int first = chunk * SHAPE::kWarps, blocks = min(SHAPE::kWarps, num_blocks(p) - first);
+  const int word_bytes = (p.is_channelwise != 0 ? 1 : blocks) * SHAPE::kWordBytes;
+  arrive_expecting(filled, blocks * SHAPE::kBlockBytes + word_bytes);
+  const int64_t block = int64_t{strip} * num_blocks(p) + first;
+  copy_bulk(slot, reinterpret_cast<const char*>(p.codes) + block * SHAPE::kBlockBytes, blocks * SHAPE::kBlockBytes, filled,
+            policy);
+  const char* words = reinterpret_cast<const char*>(p.strip_words);
+  const int64_t group = p.is_channelwise != 0 ? strip : block;
+  copy_bulk(slot + SHAPE::kWordOffset, words + group * SHAPE::kWordBytes, word_bytes, filled, policy);
+}
+
+template <typename SHAPE>
+__device__ __forceinline__ void fill_ring(const Int4StreamParams& p, uint32_t ring, uint32_t barriers) {
+  if (threadIdx.x % 32 != 0) return;
+  const Strips cta = strips_of_cta(p);
+  const int chunks = num_chunks<SHAPE>(p);
+  const uint64_t policy = evict_first_policy();
+  RingPlace<SHAPE::kSlots> place;
+  for (int begin = cta.begin; begin < cta.end; begin += SHAPE::kTiles) {
+    const int end = min(begin + SHAPE::kTiles, cta.end);
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+#pragma unroll 1
+      for (int strip = begin; strip < end; ++strip, place.advance()) {
+        const uint32_t filled = barriers + 16 * place.stage;
+        wait_barrier(filled + 8, place.parity ^ 1);
+        fill_slot<SHAPE>(p, ring + place.stage * SHAPE::kSlotBytes, filled, strip, chunk, policy);
+      }
+    }
+  }
+}
+
+// Adds the warps' sums through shared memory, scales, biases and writes them.
+template <typename SHAPE, typename OUT>
+struct RowsEpilogue {
+  const Int4StreamParams& p;
+  float4* exchange;   // shared: [warp][fragment of the round][lane]
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  __device__ __forceinline__ void write(const Strips& pass, const RowSums<SHAPE>& sums) const {
+#pragma unroll
+    for (int first = 0; first < SHAPE::kFragments; first += SHAPE::kRound) {
+      sync_threads(1, 32 * SHAPE::kWarps);   // what the round before left is read
+#pragma unroll
+      for (int i = 0; i < SHAPE::kRound; ++i) {
+        if (first + i >= SHAPE::kFragments) continue;
+        const float(&v)[4] = sums.of[(first + i) / SHAPE::kColumns][(first + i) % SHAPE::kColumns];
+        exchange[(warp * SHAPE::kRound + i) * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
+      }
+      sync_threads(1, 32 * SHAPE::kWarps);
+      const int fragment = first + warp, strip = pass.begin + fragment / SHAPE::kColumns;
+      if (warp < SHAPE::kRound && fragment < SHAPE::kFragments && strip < pass.end) {
+        finish_fragment(strip, fragment % SHAPE::kColumns);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void finish_fragment(int strip, int column) const {
+    float sum[4] = {};
+#pragma unroll
+    for (int source = 0; source < SHAPE::kWarps; ++source) {
+      const float4 part = exchange[(source * SHAPE::kRound + warp) * 32 + lane];
+      sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int row = strip * 16 + lane / 4 + e / 2 * 8, token = column * 8 + lane % 4 * 2 + e % 2;
+      if (token >= p.num_tokens) continue;
+      float value = sum[e] * __ldg(p.channel_scale + row);
+      if (p.token_scale != nullptr) value *= p.token_scale[token];
+      if (p.bias != nullptr) value += to_float(static_cast<const OUT*>(p.bias)[row]);
+      static_cast<OUT*>(p.out)[int64_t{token} * p.out_features + row] = from_float<OUT>(value);
+    }
+  }
+};
+
+template <typename SHAPE, typename OUT>
+__device__ __forceinline__ void multiply_strips(const Int4StreamParams& p, char* memory, uint32_t ring,
+                                                uint32_t barriers) {
+  RowsConsumer<SHAPE> consumer{p, ring, barriers};
+  const RowsEpilogue<SHAPE, OUT> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset)};
+  consumer.x.load(p, consumer.warp);
+  const Strips cta = strips_of_cta(p);
+#pragma unroll 1
+  for (int begin = cta.begin; begin < cta.end; begin += SHAPE::kTiles) {
+    const Strips pass{begin, min(begin + SHAPE::kTiles, cta.end)};
+    RowSums<SHAPE> sums;
+    consumer.consume_pass(pass.size(), sums);
+    epilogue.write(pass, sums);
+  }
+}
+
+template <typename SHAPE>
+__global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtasPerSm)
+    int4_rows_kernel(const __grid_constant__ Int4StreamParams p) {
+  extern __shared__ __align__(128) char memory[];
+  const uint32_t ring = shared_address(memory), barriers = ring + SHAPE::kBarrierOffset;
+  start_dependents();
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < SHAPE::kSlots; ++slot) {
+      init_barrier(barriers + 16 * slot, 1);
+      init_barrier(barriers + 16 * slot + 8, SHAPE::kWarps);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+  if (threadIdx.x / 32 >= SHAPE::kWarps) {
+    fill_ring<SHAPE>(p, ring, barriers);
+    await_previous();
+    return;
+  }
+  await_previous();
+  using Input = typename SHAPE::Input;
+  if constexpr (sizeof(Input) == 2) {
+    multiply_strips<SHAPE, Input>(p, memory, ring, barriers);
+  } else if (p.out_is_half != 0) {
+    multiply_strips<SHAPE, __half>(p, memory, ring, barriers);
+  } else {
+    multiply_strips<SHAPE, __nv_bfloat16>(p, memory, ring, barriers);
+  }
+}
+
+using Input = SLIPSTREAM_INPUT;
+template <typename T>
+struct OperandOf {
+  using Type = T;
+};
+template <>
+struct OperandOf<__nv_fp8_e4m3> {
+  using Type = __half;
+};
+
+template <int TILES, int COLUMNS, int GROUPS>
+cudaError_t launch_variant(const Int4StreamParams& params, cudaStream_t stream) {
+  using Shape = RowsShape<Input, OperandOf<Input>::Type, TILES, COLUMNS, GROUPS>;
+  auto* kernel = int4_rows_kernel<Shape>;
+  static const cudaError_t configured =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
+  if (configured != cudaSuccess) return configured;
+  return launch_kernel(params.is_dependent != 0, dim3(params.num_ctas), Shape::kThreads, Shape::kTotalBytes, stream,
+                       kernel, params);
+}
+
+template <int TILES, int COLUMNS>
+cudaError_t launch_groups(const Int4StreamParams& params, cudaStream_t stream) {
+  if (params.groups_per_block == 1) return launch_variant<TILES, COLUMNS, 1>(params, stream);
+  if (params.groups_per_block == 2) return launch_variant<TILES, COLUMNS, 2>(params, stream);
+  return cudaErrorInvalidValue;
+}
+
+template <int TILES>
+cudaError_t launch_tiles(const Int4StreamParams& params, cudaStream_t stream) {
+  if (params.columns == 8) return launch_groups<TILES, 1>(params, stream);
+  if (params.columns == 16) return launch_groups<TILES, 2>(params, stream);
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace slipstream
+
+#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
+
+// Returns a cudaError_t; 0 is success.
+SLIPSTREAM_API int slipstream_int4_rows(const slipstream::Int4StreamParams* params, void* stream) {
+  const int strips = (params->out_features / 16 + params->num_ctas - 1) / params->num_ctas;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (strips <= 2) return slipstream::launch_tiles<2>(*params, cuda_stream);
+  if (strips == 3) return slipstream::launch_tiles<3>(*params, cuda_stream);
+  return slipstream::launch_tiles<4>(*params, cuda_stream);
+}
+
+SLIPSTREAM_API const char* slipstream_error_text(int error) {
+  return cudaGetErrorString(static_cast<cudaError_t>(error));
+}

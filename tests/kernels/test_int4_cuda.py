@@ -1,0 +1,160 @@
+"""The CUDA kernels of 4-bit weights on a Hopper GPU: every variant against the reference, and what is refused."""
+
+from __future__ import annotations
+
+import int4_emulator
+import pytest
+import torch
+from slipstream_kernels import int4_layout, ops
+from slipstream_kernels.cuda import cutlass, int4_mm, int4_stream, w4a8_gemm
+from slipstream_kernels.cuda.build import build, find_nvcc
+from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.integer import Int4Weight
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+GROUPS = [64, 128, 0]  # 0: whole rows
+KINDS = ["bf16", "fp16", "fp8"]
+# (out, in features): one strip and block; a tile that is not full; a chunk of blocks that is not full; many CTAs
+SIZES = [(16, 256), (208, 384), (320, 13696), (6160, 1024)]
+
+
+def weight_of(out_features: int, in_features: int, group_size: int, has_zeros: bool) -> Int4Weight:
+    group_size = group_size or in_features
+    groups = (out_features, in_features // group_size)
+    packed = torch.randint(256, (out_features, in_features // 2), dtype=torch.uint8, device="cuda")
+    scales = ((0.1 + torch.rand(groups, device="cuda")) * in_features**-0.5 / 4).bfloat16().float()
+    zeros = torch.randint(17, groups, dtype=torch.uint8, device="cuda") if has_zeros else None
+    return Int4Weight(packed, scales, zeros, group_size, out_features, in_features)
+
+
+def operand_of(kind: str, num_tokens: int, in_features: int) -> torch.Tensor | Fp8Rows:
+    x = torch.randn(num_tokens, in_features, device="cuda").to(torch.float16 if kind == "fp16" else torch.bfloat16)
+    return ops.quantize_fp8(x) if kind == "fp8" else x
+
+
+def relative_error(y: torch.Tensor, x: torch.Tensor | Fp8Rows, dense: torch.Tensor, bias: torch.Tensor | None) -> float:
+    rows = x.values.double() * x.scales.double() if isinstance(x, Fp8Rows) else x.double()
+    expected = rows @ dense.double().t() + (0 if bias is None else bias.double())
+    assert y.dtype == x.dtype and y.shape == expected.shape
+    return float((y.double() - expected).norm() / expected.norm())
+
+
+@needs_hopper
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_few_tokens(sizes, group_size, kind) -> None:
+    for has_zeros in (False, True):
+        weight = weight_of(*sizes, group_size, has_zeros)
+        repacked, dense = int4_layout.repack(weight), ops.dequantize_int4(weight)
+        for source, columns in ((int4_stream.ROWS, (8, 16)), (int4_stream.TILES, int4_stream.TILES_COLUMNS)):
+            for num_tokens in (1, *(count - 1 for count in columns), *columns):
+                x = operand_of(kind, num_tokens, sizes[1])
+                bias = torch.randn(sizes[0], device="cuda").to(x.dtype) if has_zeros else None
+                rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
+                out = torch.full((num_tokens, sizes[0]), torch.nan, dtype=x.dtype, device="cuda")
+                int4_stream.int4_stream(rows, scales, repacked, bias, out, source=source)
+                assert relative_error(out, x, dense, bias) < 2.5e-3, (source, num_tokens)
+    assert not int4_stream.workspace(torch.device("cuda", 0)).arrivals.any()
+
+
+@needs_hopper
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("tile", w4a8_gemm.TILES, ids=str)
+def test_many_fp8_tokens(tile, group_size, monkeypatch) -> None:
+    if (reason := w4a8_gemm.refusal(torch.bfloat16)) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(w4a8_gemm, "choose_tile", lambda *_: tile)
+    for has_zeros in (False, True):
+        weight = weight_of(336, 1024, group_size, has_zeros)
+        repacked = int4_layout.repack(weight)
+        table = int4_emulator.table_operand(repacked) * repacked.zeros[:, None]
+        for num_tokens in (1, 65, 300):
+            x = operand_of("fp8", num_tokens, 1024)
+            bias = torch.randn(336, device="cuda").to(x.dtype) if has_zeros else None
+            out = torch.full((num_tokens, 336), torch.nan, dtype=x.dtype, device="cuda")
+            w4a8_gemm.w4a8_gemm(x, repacked, bias, out)
+            assert relative_error(out, x, table, bias) < 4e-3, num_tokens
+
+
+@needs_hopper
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_operation_serves_any_number_of_tokens(kind) -> None:
+    weight = weight_of(512, 1024, 128, True)
+    repacked, dense = ops.repack_int4(weight), ops.dequantize_int4(weight)
+    assert repacked.is_repacked
+    for num_tokens in (0, 1, 16, 17, 64, 65, 256, 257, 1000):
+        x = operand_of(kind, num_tokens, 1024)
+        y = ops.int4_mm(x, repacked)
+        if num_tokens:
+            # the table's rounding: of many FP8 rows only
+            assert relative_error(y, x, dense, None) < (0.035 if kind == "fp8" and num_tokens > 64 else 3e-3)
+
+
+@needs_hopper
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_dequantise_is_the_reference(group_size) -> None:
+    for sizes in SIZES:
+        weight = weight_of(*sizes, group_size, True)
+        for dtype in (torch.bfloat16, torch.float16):
+            dense = int4_mm.dequantise(int4_layout.repack(weight), dtype)
+            assert torch.equal(dense, ops.dequantize_int4(weight).to(dtype))
+
+
+@needs_hopper
+def test_results_do_not_depend_on_who_was_last() -> None:
+    weight = int4_layout.repack(weight_of(4096, 4096, 128, True))
+    x = operand_of("bf16", 33, 4096)
+    first = ops.int4_mm(x, weight)
+    assert all(torch.equal(ops.int4_mm(x, weight), first) for _ in range(20))
+
+
+@needs_hopper
+def test_what_is_not_served() -> None:
+    weight = weight_of(64, 256, 128, False)
+    with pytest.raises(ValueError, match="x: dtype"):
+        ops.int4_mm(torch.randn(2, 256, device="cuda"), ops.repack_int4(weight))
+    with pytest.raises(ValueError, match="backend: "):
+        ops.int4_mm(operand_of("bf16", 2, 256), ops.repack_int4(weight), backend="triton")
+    for sizes in [(72, 256, 128), (64, 192, 64), (64, 256, 32)]:
+        assert not ops.repack_int4(weight_of(*sizes, False)).is_repacked
+
+
+def test_weights_of_a_cpu_stay_canonical() -> None:
+    weight = Int4Weight(torch.zeros(64, 64, dtype=torch.uint8), torch.ones(64, 1), None, 128, 64, 128)
+    assert ops.repack_int4(weight) is weight and "cpu" in str(int4_mm.refusal(weight))
+
+
+@pytest.mark.parametrize("source", [int4_stream.ROWS, int4_stream.TILES, int4_mm.DEQUANTISE])
+def test_sources_compile(source, tmp_path) -> None:
+    if find_nvcc() is None:
+        pytest.skip("nvcc is not installed")
+    defines = () if source == int4_mm.DEQUANTISE else int4_stream.defines(torch.bfloat16)
+    assert build(source, defines, tmp_path).stat().st_size > 0
+
+
+def test_one_cutlass_configuration_compiles(tmp_path) -> None:
+    """A minute of compiling, so only where somebody fetched the headers."""
+    if find_nvcc() is None or (cutlass.missing()) is not None:
+        pytest.skip(cutlass.missing() or "nvcc is not installed")
+    defines = w4a8_gemm.defines(w4a8_gemm.NARROW, 1, torch.bfloat16)
+    library = build(w4a8_gemm.SOURCE, defines, tmp_path, flags=cutlass.FLAGS, headers=cutlass.include_folder)
+    assert library.stat().st_size > 0
+
+
+def test_the_choice_of_a_tile_follows_waves() -> None:
+    assert w4a8_gemm.choose_tile(4096, 4096, 132) == w4a8_gemm.WIDE
+    assert w4a8_gemm.choose_tile(128, 4096, 132) == w4a8_gemm.NARROW
+
+
+def test_missing_headers_are_named(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CUTLASS_PATH", raising=False)
+    monkeypatch.setattr(cutlass, "find_spec", lambda _: None)
+    assert "slipstream_kernels.cuda.cutlass" in str(cutlass.missing()) and "CUTLASS_PATH" in str(cutlass.missing())
+    headers = tmp_path / "include" / "cutlass"
+    headers.mkdir(parents=True)
+    (headers / "cutlass.h").touch()
+    monkeypatch.setenv("CUTLASS_PATH", str(tmp_path))
+    assert cutlass.include_folder() == tmp_path / "include" and cutlass.missing() is None
