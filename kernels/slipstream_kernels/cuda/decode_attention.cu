@@ -190,7 +190,8 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas)
 
   count_tiles<SHAPE::kRows, SHAPE::kUnitCost, SHAPE::kThreads>(p, ends);
   const int total = ends[p.num_requests - 1];
-  const int grid = gridDim.x, share = max((total + grid - 1) / grid, SHAPE::kWarps);
+  // A warp has its first tiles on their way at once, so sharing them with fewer others costs nothing and spares merging.
+  const int grid = gridDim.x, share = max((total + grid - 1) / grid, SHAPE::kWarps * (SHAPE::kStages - 1));
   typename SHAPE::Walk walk = share_of<typename SHAPE::Walk>(cta, share, total, ends, p.num_requests);
 
   TileStream<SHAPE> stream(p, ends, walk, shared_address(ring));

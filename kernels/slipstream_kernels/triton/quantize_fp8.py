@@ -82,7 +82,7 @@ def tile_of(size: int, scheme: Fp8Scheme, max_groups: int) -> dict[str, int | bo
         "GROUPS": groups,
         "COLUMNS": columns,
         "IS_STATIC": scheme.scale is not None,
-        "num_warps": min(max(groups * columns // 512, 1), 16),
+        "num_warps": min(max(groups * columns // 512, 1), 32),
     }
 
 

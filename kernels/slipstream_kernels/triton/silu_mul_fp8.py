@@ -9,6 +9,7 @@ import triton.language as tl
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme, empty_rows
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.quantize_fp8 import GROUPS_PER_PROGRAM, store_rows, tile_columns, tile_of
+from slipstream_kernels.triton.silu_mul import silu
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def _silu_mul_fp8_kernel(
     dtype = x_ptr.dtype.element_ty
     gate = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(x_ptr + row * x_row_stride + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
-    activated = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32)
+    activated = silu(gate).to(dtype).to(tl.float32)
     y = (activated * up).to(dtype).to(tl.float32)
     store_rows(y, row, chunk, columns, mask, values_ptr, scales_ptr, scale_ptr, num_rows, SIZE, NUM_GROUPS, IS_STATIC)
 

@@ -149,10 +149,10 @@ struct Merge {
     }
   }
 
-  // Parts are loaded eight at a time: one by one, their latency was a third of a small batch's launch.
+  // Parts are loaded many at a time: one by one, their latency was a third of a small batch's launch.
   __device__ __forceinline__ void merge_parts(const Segment& segment, const Destination& to, int row, int dim) {
     if (segment.row_tile * SHAPE::kRows + row >= segment.work.query_len * p.group) return;
-    constexpr int kBatch = 8;
+    constexpr int kBatch = SHAPE::kNumN == 1 ? 16 : 8;
     float maximum = kNoMaximum, normaliser = 0.0f;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
