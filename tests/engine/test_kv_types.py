@@ -137,7 +137,7 @@ def test_decode_rows_beside_a_prompt_are_as_alone(kv_type: str, wide_heads: Path
         engine.submit(Request([5 + index] * (9 + 20 * index), GREEDY))
     for _ in range(3):
         engine.step()
-    engine.submit(Request([7, 8, 9] * 60, GREEDY))
+    engine.scheduler.add(Request([7, 8, 9] * 60, GREEDY))
     runner, step = engine._runner, engine.scheduler.schedule()
     assert [row.num_scheduled_tokens for row in step.requests] == [1] * 5 + [180]
     with torch.inference_mode():
