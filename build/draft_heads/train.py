@@ -90,7 +90,8 @@ class Trainer:
         lesson = self.teacher.read(tokens)
         with self._autocast():
             logits = self.head(lesson, self.num_positions)
-        losses = [self._loss(lesson, found, position) for position, found in enumerate(logits)]
+        probs = self._targets(lesson)
+        losses = [_loss(probs, found, position) for position, found in enumerate(logits)]
         loss = torch.stack([value * STEP_WEIGHT**position for position, value in enumerate(losses)]).sum()
         loss.backward()
         nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
@@ -102,14 +103,12 @@ class Trainer:
         self.step += 1
         return losses[0].detach()
 
-    def _loss(self, lesson: Lesson, logits: Tensor, position: int) -> Tensor:
-        """Cross-entropy against what the model itself says after token i + 1 + position, in its own probabilities."""
-        ahead = position + 1
-        target = lesson.logits[:, ahead:]
-        if isinstance(self.head, Eagle):
-            target = target[..., self.head.vocabulary.to(self.device)]
-        probs = target.float().softmax(-1).flatten(0, 1)
-        return F.cross_entropy(logits[:, : logits.shape[1] - ahead].float().flatten(0, 1), probs)
+    def _targets(self, lesson: Lesson) -> Tensor:
+        """What the model itself says after each token, over the tokens that the head can guess."""
+        logits = lesson.logits
+        if isinstance(self.head, Eagle) and len(self.head.vocabulary) < logits.shape[-1]:
+            logits = logits[..., self.head.vocabulary.to(self.device)]
+        return logits.float().softmax(-1)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, list[float]]:
@@ -216,6 +215,12 @@ def summary(trainer: Trainer) -> dict[str, Any]:
         "device": device,
         **trainer.evaluate(),
     }
+
+
+def _loss(probs: Tensor, logits: Tensor, position: int) -> Tensor:
+    """Cross-entropy of the guesses at a draft position: row i against what the model says after token i + 1 + position."""
+    ahead = position + 1
+    return F.cross_entropy(logits[:, : logits.shape[1] - ahead].float().flatten(0, 1), probs[:, ahead:].flatten(0, 1))
 
 
 class _Log:

@@ -67,9 +67,11 @@ def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) 
     while engine.has_work and any(request.num_output_tokens == 0 for request in requests):
         engine.step()
     first = sum(request.num_output_tokens for request in requests)
-    start, num_steps = time.perf_counter(), 0
+    start, num_steps, num_rows = time.perf_counter(), 0, 0
     while engine.has_work:
-        num_steps += bool(engine.step())
+        outputs = engine.step()
+        num_steps += bool(outputs)
+        num_rows += sum(bool(output.new_token_ids) for output in outputs)
     seconds = time.perf_counter() - start
     assert engine.error is None, engine.error
     made = sum(request.num_output_tokens for request in requests) - first
@@ -77,7 +79,7 @@ def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) 
     accepted = sum(request.num_accepted_tokens for request in requests)
     return {
         "tok_s": made / seconds,
-        "tokens_per_step": made / max(1, num_steps) / len(prompts),
+        "tokens_per_step": made / max(1, num_rows),
         "acceptance": accepted / max(1, drafted),
         "steps": num_steps,
     }
