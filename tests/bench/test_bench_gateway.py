@@ -1,4 +1,4 @@
-"""The gateway's benchmark still runs; its figures are for docs/LOG.md."""
+"""The gateway's benchmark still runs; its figures are for docs/LOG.md. Its direct way is test_bench_serving.py's."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ import pytest
 pytest.importorskip("uvicorn", reason="the gateway's packages are not installed")
 
 
-def test_the_gateway_benchmark_runs(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gateway_benchmark_runs(root: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(root / "tests" / "bench"))
     import bench_gateway
+    from llm_server import backends_dir, missing_server
+    from triton_server import TritonServer
 
-    try:
-        rows = bench_gateway.run(bench_gateway.Load(4, num_tokens=20, repeats=1, least_tokens=0))
-    except bench_gateway.MissingTool as missing:
-        pytest.skip(str(missing))
-    direct, single, shared = rows
-    assert direct["ratio"] == 1 and all(row["tokens_per_s"] > 0 for row in rows)
-    assert single["tokens_per_event"] == pytest.approx(1, rel=0.2) and shared["gateway_us"] >= 0
+    if missing_server():
+        pytest.skip(missing_server())
+    load = bench_gateway.Load(4, num_tokens=20, repeats=1, least_tokens=0)
+    with TritonServer(bench_gateway.write_repository(tmp_path / "repository"), backends_dir()) as server:
+        figures = bench_gateway.through_gateway(server, load, "--max-events-per-s", "0")
+    assert figures["tokens_per_s"] > 0 and figures["tokens_per_event"] == pytest.approx(1, rel=0.2)

@@ -22,7 +22,7 @@ from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
 from slipstream.server.pace import Pace
 from slipstream.server.sse import EventStream, Writer
-from slipstream.server.triton import GenerateStream, TritonLink
+from slipstream.server.triton import GenerateStream, TritonLink, together
 from slipstream.server.usage import COUNTS, DRAFT_COUNTS
 
 CLIENT_GONE = 499  # nginx's number; nobody sees it but the metrics
@@ -41,7 +41,7 @@ class Gateway:
         """The one response of each request. Raises ApiError."""
         streams = [self.link.generate(generation) for generation in generations]
         async with self._attended(http, streams):
-            return list(await asyncio.gather(*(_whole(stream) for stream in streams)))
+            return await together([_whole(stream) for stream in streams])
 
     async def stream(
         self,
@@ -57,7 +57,7 @@ class Gateway:
         streams = [self.link.generate(generation) for generation in generations]
         try:
             async with self._attended(http, streams, keep=True):
-                first = await asyncio.gather(*(_first(stream) for stream in streams))
+                first = await together([_first(stream) for stream in streams])
         except BaseException:
             for _ in generations:
                 self.pace.leave()

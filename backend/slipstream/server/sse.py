@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from slipstream.server.errors import ApiError, error_body
 from slipstream.server.generation import Response
 from slipstream.server.pace import Pace
-from slipstream.server.triton import GenerateStream
+from slipstream.server.triton import GRACE_S, GenerateStream
 
 logger = logging.getLogger(__name__)
 DONE = b"data: [DONE]\n\n"
@@ -84,6 +84,7 @@ class EventStream(HttpResponse):
         try:
             await asyncio.gather(*tasks)
         finally:  # nobody may send once the error or the end is sent
+            await asyncio.wait(tasks, timeout=GRACE_S)
             self.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -7,10 +7,10 @@ and ending it is the cancel that Triton passes on to the engine. Knows nothing o
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
@@ -19,6 +19,8 @@ from slipstream.server.errors import ApiError, from_grpc, from_text
 from slipstream.server.generation import Generation, Response
 
 UNARY_TIMEOUT_S = 10.0
+GRACE_S = 0.25
+Result = TypeVar("Result")
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -89,6 +91,19 @@ class GenerateStream:
         """End the request in Triton; a pending read() raises CancelledError."""
         self.is_cancelled = True
         self._call.cancel()
+
+
+async def together(parts: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """All results, in order. After the first ApiError the others have a moment to end by themselves.
+
+    A fault of the whole request is theirs too, and must not be cancelled while it is being said (see _drain).
+    """
+    tasks = [asyncio.ensure_future(part) for part in parts]
+    try:
+        return await asyncio.gather(*tasks)
+    except ApiError:
+        await asyncio.wait(tasks, timeout=GRACE_S)
+        raise
 
 
 @dataclass
