@@ -8,9 +8,11 @@ model.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -129,11 +131,12 @@ class StepGraphs:
             return
         start = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
-        for shape in reversed(self._shapes):
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                hidden = self._forward(self._batch(shape))
-            self._graphs[shape] = (graph, hidden)
+        with _uncollected():
+            for shape in reversed(self._shapes):
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    hidden = self._forward(self._batch(shape))
+                self._graphs[shape] = (graph, hidden)
         torch.cuda.synchronize()
         decodes = [str(shape.num_requests) for shape in self._shapes if shape.max_query_len == 1]
         logger.info(
@@ -222,6 +225,19 @@ class StaticTensors:
         halves[2 * self._num_requests + 1 :].reshape(count, width)[:] = step.block_tables
         self._arriving[:num_bytes].copy_(staging, non_blocking=True)
         self.block_tables[:count, :width].copy_(self._arriving_tables[: count * width].view(count, width))
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile: to destroy an engine's graphs and pinned memory ends a capture with an error."""
+    gc.collect()
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _chain_masks(step: StepArrays) -> np.ndarray:
