@@ -117,6 +117,11 @@ KERNELS = [
     ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("fp8e4nv")}, {**ROPE_SHAPE, "FORMAT": 1}, 4),
     ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("i8")}, {**ROPE_SHAPE, "FORMAT": 2}, 4),
     ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("u8")}, {**ROPE_SHAPE, "FORMAT": 3}, 4),
+    (
+        "move_slots", "_move_kernel",
+        {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "starts": "*i32"},
+        {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "WIDTH": 20, "WIDTH_PADDED": 32}, 1,
+    ),
     ("silu_mul", "_silu_mul_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_token_stride": "i32", "size": "i32"},
      {"BLOCK": 1024}, 4),
     ("quantize_fp8", "_quantize_fp8_kernel", FP8_ROWS, FP8_TILE, 8),
