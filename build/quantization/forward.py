@@ -29,7 +29,8 @@ def empty_caches(decoder: Decoder, num_blocks: int, kv_dtype: str) -> list[Layer
     spec, placement = decoder.spec, decoder.placement
     dtype = resolve_kv_dtype(kv_dtype, spec, placement.device, placement.dtype, BLOCK_SIZE)
     shape = (num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
-    return [ops.empty_kv_cache(shape, dtype, placement.device) for _ in range(spec.num_layers)]
+    scales = [layer.attention.kv_scales for layer in decoder.layers]
+    return [ops.empty_kv_cache(shape, dtype, placement.device, of_layer) for of_layer in scales]
 
 
 @torch.inference_mode()
