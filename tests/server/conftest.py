@@ -33,6 +33,13 @@ def gateway(llm_server: LlmServer) -> Iterator[GatewayProcess]:
 
 
 @pytest.fixture(scope="session")
+def drafting(llm_server: LlmServer) -> Iterator[str]:
+    """A model that drafts by prompt lookup."""
+    with llm_server.variant("drafting", {"speculative_method": "ngram"}) as name:
+        yield name
+
+
+@pytest.fixture(scope="session")
 def client(gateway: GatewayProcess) -> openai.OpenAI:
     openai = pytest.importorskip("openai")
     return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="not-needed", max_retries=0, timeout=60)

@@ -28,7 +28,7 @@ TOOL = {"type": "function", "function": {"name": "set_kind", "parameters": SCHEM
 
 
 def test_models(client: openai.OpenAI) -> None:
-    assert {model.id for model in client.models.list()} == {"llm", "gpt-4o"}
+    assert {"llm", "gpt-4o"} <= {model.id for model in client.models.list()}
     assert client.models.retrieve("llm").owned_by == "slipstream"
     with pytest.raises(openai.NotFoundError) as error:
         client.models.retrieve("llama-9")
@@ -161,6 +161,30 @@ def test_forced_tool_calls(client: openai.OpenAI, choice: object) -> None:
             name += part.function.name or ""
             arguments += part.function.arguments or ""
     assert name == "set_kind" and json.loads(arguments) == json.loads(call.function.arguments)
+
+
+def test_speculation_belongs_to_the_request(client: openai.OpenAI, drafting: str) -> None:
+    text = "a = 1\nb = 2\n" * 6
+    asked = {"model": drafting, "messages": [{"role": "user", "content": text}], "max_tokens": 32, "temperature": 0}
+    assert client.models.retrieve(drafting).speculative_methods == ["ngram"]
+
+    def drafts(**options: object) -> tuple[str, int]:
+        answer = client.chat.completions.create(**asked, **options)
+        details = answer.usage.completion_tokens_details
+        drafted = details.accepted_prediction_tokens + details.rejected_prediction_tokens
+        return answer.choices[0].message.content, drafted
+
+    plain, none = drafts(extra_body={"speculation": {"speculative_method": "none"}})
+    assert none == 0
+    assert drafts(extra_body={"speculation": {"num_draft_tokens": 4}}) == (plain, pytest.approx(60, abs=60))
+    prediction = {"type": "content", "content": plain}
+    predicted = client.chat.completions.create(**asked, prediction=prediction)
+    assert predicted.choices[0].message.content == plain
+    assert predicted.usage.completion_tokens_details.accepted_prediction_tokens > 8, "it knew what comes"
+    ignored = client.chat.completions.create(**asked | {"model": "llm"}, prediction=prediction)
+    assert ignored.choices[0].message.content == plain and ignored.usage.completion_tokens_details is None
+    with pytest.raises(openai.BadRequestError, match="medusa"):
+        drafts(extra_body={"speculation": {"speculative_method": "medusa"}})
 
 
 def test_a_client_that_goes_frees_its_blocks(client: openai.OpenAI, llm_server: LlmServer) -> None:

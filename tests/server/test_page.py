@@ -35,7 +35,8 @@ def page(browser: Browser, gateway: GatewayProcess) -> Iterator[Page]:
     opened.on("pageerror", lambda error: faults.append(str(error)))
     opened.on("console", lambda message: faults.append(message.text) if message.type == "error" else None)
     opened.goto(gateway.url)
-    opened.wait_for_selector("#model option", state="attached")
+    opened.wait_for_selector("#model option[value=llm]", state="attached")
+    opened.select_option("#model", "llm")
     yield opened
     opened.close()
     assert not [fault for fault in faults if "status of 400" not in fault]  # what test_an_error_is_shown provokes
@@ -68,6 +69,24 @@ def test_a_talk(page: Page) -> None:
     assert wait_for_answer(page) and page.locator("article").count() == 4
     page.click("#clear")
     assert page.locator("article").count() == 0 and page.is_visible("#hint")
+
+
+def test_speculation_is_chosen_and_shown(page: Page, drafting: str) -> None:
+    page.reload()
+    page.wait_for_selector(f"#model option[value={drafting}]", state="attached")
+    page.select_option("#model", drafting)
+    assert page.is_visible("#speculation") and page.locator("#method option").all_text_contents()[-1] == "off"
+    sent: list[dict] = []
+    page.on("request", lambda request: sent.append(request.post_data_json) if request.method == "POST" else None)
+    page.fill("#drafts", "3")
+    say(page, "a = 1\nb = 2\n" * 6, 24)
+    wait_for_answer(page)
+    assert sent[-1]["speculation"] == {"num_draft_tokens": 3}
+    assert page.text_content("#acceptance").rstrip().endswith(tuple("0123456789")), "a share, of a number of drafts"
+    page.select_option("#method", "none")
+    say(page, "again", 8)
+    wait_for_answer(page)
+    assert sent[-1]["speculation"] == {"speculative_method": "none"} and page.text_content("#acceptance") == "none made"
 
 
 def test_stop_frees_the_cache(page: Page, llm_server: LlmServer) -> None:

@@ -15,7 +15,7 @@ from slipstream.server.errors import ApiError
 from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for
 from slipstream.server.generation import Generation, Response
 from slipstream.server.sampling import UNLIMITED_TOKENS, sampling_parameters
-from slipstream.server.schemas import ChatRequest, Message
+from slipstream.server.schemas import ChatRequest, Message, TextPart
 from slipstream.server.sse import TextEvents, event
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event
 from slipstream.server.tools.select import ToolUse, plan_tools
@@ -47,6 +47,9 @@ def make_generation(request: ChatRequest, model: Model, tools: ToolUse) -> Gener
         raise ApiError(400, "top_logprobs: needs logprobs=true", param="top_logprobs")
     if request.logprobs:
         sampling["logprobs"] = request.top_logprobs or 0
+    if request.prediction is not None and "ngram" in model.speculative_methods:  # elsewhere it is a hint without use
+        sampling["reference_text"] = plain_text(request.prediction.content)
+        sampling.setdefault("speculative_method", "ngram")
     sampling["add_special_tokens"] = False  # the template writes them
     usage = not request.stream or wants_usage(request)
     outputs = outputs_for(
@@ -76,11 +79,15 @@ def render(request: ChatRequest, model: Model, tools: ToolUse) -> str:
     )
 
 
+def plain_text(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 def for_template(message: Message, index: int) -> dict[str, Any]:
     """A message as templates expect it: text in one piece, a call's arguments as an object."""
     body = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
-        body["content"] = "".join(part.text for part in message.content)
+        body["content"] = plain_text(message.content)
     body.setdefault("content", "")
     for number, call in enumerate(body.get("tool_calls", [])):
         try:

@@ -109,6 +109,13 @@ class TextPart(Strict):
     text: Text
 
 
+class Prediction(Strict):
+    """OpenAI's predicted outputs: text that the answer will mostly repeat."""
+
+    type: Literal["content"]
+    content: Text | Annotated[list[TextPart], Field(max_length=MAX_MESSAGES)]
+
+
 class Message(BaseModel):
     """Keys beyond these (`reasoning_content`, ...) go to the template as they are."""
 
@@ -132,6 +139,7 @@ class ChatRequest(Sampling):
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
     reasoning_effort: str | None = None  # to the template, as the next
     chat_template_kwargs: dict[str, JsonValue] | None = None
     add_generation_prompt: bool = True
