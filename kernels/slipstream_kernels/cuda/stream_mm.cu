@@ -15,7 +15,7 @@
 namespace slipstream {
 
 template <typename SHAPE>
-__global__ void __launch_bounds__(SHAPE::kThreads, TUNE_CTAS) stream_mm_kernel(const __grid_constant__ StreamParams p) {
+__global__ void __launch_bounds__(SHAPE::kThreads, 1) stream_mm_kernel(const __grid_constant__ StreamParams p) {
   extern __shared__ __align__(128) char memory[];
   const uint32_t ring = shared_address(memory), barriers = ring + SHAPE::kBarrierOffset;
   start_dependents();
@@ -35,10 +35,10 @@ __global__ void __launch_bounds__(SHAPE::kThreads, TUNE_CTAS) stream_mm_kernel(c
   Consumer<SHAPE> consumer{p, ring, barriers};
   const Epilogue<SHAPE> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset)};
   consumer.x.load(p, consumer.first_column(0));
-  const UnitRange cta = units_of_cta(p);
+  const UnitRange cta = units_of_cta(p, blockIdx.x);
 #pragma unroll 1
   for (int begin = cta.begin; begin < cta.end; begin += SHAPE::kUnitsPerPass) {
-    const UnitRange pass{begin, min(begin + SHAPE::kUnitsPerPass, cta.end)};
+    const UnitRange pass = pass_at<SHAPE>(begin, cta);
     Sums<SHAPE> sums;
     sums.clear();
     consumer.consume_pass(pass, sums);
@@ -67,10 +67,6 @@ template <int TILES>
 cudaError_t launch_tiles(const StreamParams& params, cudaStream_t stream) {
   if (params.columns == 1) return launch_gated<TILES, 1>(params, stream);
   if (params.columns == 2) return launch_gated<TILES, 2>(params, stream);
-  if (params.columns == 4) return launch_gated<TILES, 4>(params, stream);
-  if constexpr (TILES <= 3) {
-    if (params.columns == 8) return launch_gated<TILES, 8>(params, stream);
-  }
   return cudaErrorInvalidValue;
 }
 

@@ -18,11 +18,14 @@ from slipstream_kernels.fp8 import E4M3
 LOG = logging.getLogger(__name__)
 SOURCE = "stream_mm.cu"
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-MAX_TOKENS = 32
-MAX_CHOSEN_TOKENS = 0  # of the engine's own choice: none before it is measured
+MAX_TOKENS = 16
+# Up to so many tokens it is faster than what else there is, in a chain of dependent launches on one H200 (docs/LOG.md).
+MAX_CHOSEN_TOKENS = {torch.bfloat16: 16, torch.float16: 16, E4M3: 8}
 SPAN_BYTES = 64  # of a weight row, what one warp multiplies at once
-COLUMNS = (1, 2, 4)  # of 8 tokens each, that are compiled
-TILES = (2, 3, 4)  # 16-row tiles of one pass that are compiled
+COLUMNS = (1, 2)  # of 8 tokens each, that are compiled
+TILES = (2, 3, 4)  # 16-row tiles of one pass, that are compiled
+# Of several passes: the more tiles, the fewer reads of the activations; narrow weights have theirs in more registers.
+TILES_OF_PASSES = {torch.bfloat16: 4, torch.float16: 4, E4M3: 2}
 
 POINTERS = ("x", "weight", "scale", "bias", "out")
 STRIDES = ("x_row_stride", "out_row_stride", "scale_row_stride")
@@ -65,7 +68,7 @@ def _max_tokens(device: torch.device, dtype: torch.dtype, in_features: int, by_b
     reason = _refusal(device, operand, dtype, in_features) or missing(SOURCE, defines(operand, dtype, by_blocks))
     if reason is not None:
         LOG.info("stream_mm does not serve weights of %s with %d columns: %s", dtype, in_features, reason)
-    return MAX_CHOSEN_TOKENS if reason is None else 0
+    return MAX_CHOSEN_TOKENS[dtype] if reason is None else 0
 
 
 def _refusal(device: torch.device, operand: torch.dtype, weight: torch.dtype, in_features: int) -> str | None:
@@ -105,7 +108,7 @@ def stream_mm(
         num_ctas=num_ctas,
         is_dependent=launches_dependently(x.device),
         prefetch_slots=0,
-        tiles=tiles_of(num_units, num_ctas, gated),
+        tiles=tiles_of(num_units, num_ctas, gated, weight.dtype),
         columns=next(count for count in COLUMNS if x.shape[0] <= 8 * count),
         is_gated=gated,
     )
@@ -118,11 +121,11 @@ def stream_mm(
     return out
 
 
-def tiles_of(num_units: int, num_ctas: int, gated: bool) -> int:
-    """16-row tiles of a pass: the fewest that make one pass of a CTA's units, else the most."""
+def tiles_of(num_units: int, num_ctas: int, gated: bool, weight: torch.dtype) -> int:
+    """16-row tiles of a pass: as few as make one pass of a CTA's units; if too many, what several passes take."""
     units = -(-num_units // num_ctas)
     tiles = -(-units // (8 if gated else 16))
-    return next((count for count in TILES if count >= tiles), TILES[-1])
+    return next((count for count in TILES if count >= tiles), TILES_OF_PASSES[weight])
 
 
 def _by_blocks(scales: torch.Tensor | None) -> bool:

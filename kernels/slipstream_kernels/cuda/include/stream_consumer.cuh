@@ -3,7 +3,7 @@
 #pragma once
 
 #include "hopper_copy.cuh"
-#include "stream_shape.cuh"
+#include "stream_walk.cuh"
 #include "warp_mma.cuh"
 
 namespace slipstream {
@@ -21,18 +21,19 @@ __device__ __forceinline__ uint4 load_global_16(const void* from) {
   return v;
 }
 
-// One warp's activations of a chunk as operands: lane l holds those of token l / 4 of each column.
+// One warp's activations of a chunk: lane l holds those of token l / 4 of each column.
 template <typename SHAPE>
 struct Activations {
   using Format = typename SHAPE::Format;
   static constexpr int kVectors = Format::kElements / 8;
-  uint32_t pairs[SHAPE::kSpans][SHAPE::kColumns][Format::kSteps][2];
+  uint4 raw[SHAPE::kSpans][SHAPE::kColumns][kVectors];                 // of the next chunk, on their way
+  uint32_t pairs[SHAPE::kSpans][SHAPE::kColumns][Format::kSteps][2];   // of this one, as operands
+  float factors[SHAPE::kColumns][2];                                   // for sums of tokens 2 (l % 4) + 0, 1
 
   // first: the warp's first column. Tokens and columns that do not exist are zero.
   __device__ __forceinline__ void load(const StreamParams& p, int first) {
     const int lane = threadIdx.x % 32;
     using T = typename SHAPE::Operand;
-    uint4 raw[SHAPE::kSpans][SHAPE::kColumns][kVectors];
 #pragma unroll
     for (int span = 0; span < SHAPE::kSpans; ++span) {
 #pragma unroll
@@ -46,11 +47,43 @@ struct Activations {
         }
       }
     }
+  }
+
+  __device__ __forceinline__ void arrange() {
+#pragma unroll
+    for (int column = 0; column < SHAPE::kColumns; ++column) {
+      uint32_t scale = 0;
+      if constexpr (Format::kIsRescaled) scale = rescale(column);
+#pragma unroll
+      for (int span = 0; span < SHAPE::kSpans; ++span) {
+        Format::arrange(raw[span][column], scale, pairs[span][column]);
+      }
+    }
+  }
+
+ private:
+  // The power of two, as two bf16, that brings the largest of this lane's token to 2^14..2^15; sets `factors`.
+  __device__ __forceinline__ uint32_t rescale(int column) {
+    constexpr uint32_t kMagnitude = 0x7fff7fffu, kLargestField = 253;
+    uint32_t two = 0;
 #pragma unroll
     for (int span = 0; span < SHAPE::kSpans; ++span) {
 #pragma unroll
-      for (int column = 0; column < SHAPE::kColumns; ++column) Format::arrange(raw[span][column], pairs[span][column]);
+      for (int i = 0; i < kVectors; ++i) {
+        const uint4& v = raw[span][column][i];
+        two = __vmaxu2(__vmaxu2(__vmaxu2(two, v.x & kMagnitude), __vmaxu2(v.y & kMagnitude, v.z & kMagnitude)),
+                       v.w & kMagnitude);
+      }
     }
+    uint32_t largest = max(two & 0xffffu, two >> 16);
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+    largest = max(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+    // Exponent fields: of the largest, 127 + 14 - that of the scale around 127, and the inverse's.
+    const uint32_t field = min(268u - (largest >> 7), kLargestField);
+    const float inverse = __uint_as_float((254u - field) << 23);
+#pragma unroll
+    for (int e = 0; e < 2; ++e) factors[column][e] = __shfl_sync(0xffffffffu, inverse, threadIdx.x % 4 * 8 + 4 * e);
+    return field << 23 | field << 7;
   }
 };
 
@@ -88,11 +121,11 @@ struct RowScales {
 };
 
 // The products of kGroup spans: of 16 rows of weights that lie in two slots, and all tokens.
-// from: shared addresses of the first span in rows l / 4 of the halves, plus 16 (l % 4). sums: one per chain.
+// from: shared addresses of the first span in rows l / 4 of the halves, plus 16 (l % 4).
 template <typename SHAPE>
 __device__ __forceinline__ void multiply_group(const uint32_t (&from)[2], int num_spans,
                                                const uint32_t (*x)[SHAPE::kColumns][SHAPE::Format::kSteps][2],
-                                               float (*sums)[SHAPE::kColumns][4]) {
+                                               float (&sums)[2][SHAPE::kColumns][4]) {
   using Format = typename SHAPE::Format;
   uint4 raw[SHAPE::kGroup][2];
 #pragma unroll
@@ -111,7 +144,8 @@ __device__ __forceinline__ void multiply_group(const uint32_t (&from)[2], int nu
       const uint32_t operand[4] = {rows[0][step][0], rows[1][step][0], rows[0][step][1], rows[1][step][1]};
 #pragma unroll
       for (int column = 0; column < SHAPE::kColumns; ++column) {
-        multiply_add<typename SHAPE::Operand>(sums[step % SHAPE::kChains][column], operand, x[span][column][step][0],
+        // Two sums for even and odd steps halve the chain of dependent products.
+        multiply_add<typename Format::Product>(sums[step % 2][column], operand, x[span][column][step][0],
                                               x[span][column][step][1]);
       }
     }
@@ -123,7 +157,7 @@ struct Consumer {
   const StreamParams& p;
   uint32_t ring, barriers;   // shared addresses
   RingPlace<SHAPE::kSlots> place;
-  Activations<SHAPE> x;      // of the chunk that comes next
+  Activations<SHAPE> x;
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   __device__ __forceinline__ int first_column(int chunk) const {
@@ -134,12 +168,13 @@ struct Consumer {
     const int chunks = num_chunks<SHAPE>(p), tiles = tiles_of_pass<SHAPE>(pass);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
+      x.arrange();
+      // One chunk ahead: the latency of L2 passes while this chunk is multiplied.
+      x.load(p, first_column(chunk + 1 == chunks ? 0 : chunk + 1));
 #pragma unroll
       for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
         if (tile < tiles) consume_tile(pass, tile, first_column(chunk), sums.of[tile]);
       }
-      // The latency of L2 is small beside the ring's depth.
-      x.load(p, first_column(chunk + 1 == chunks ? 0 : chunk + 1));
     }
   }
 
@@ -165,18 +200,16 @@ struct Consumer {
         scales.load(p, pass, tile, column + span * SHAPE::kSpanElements);
       }
       const uint32_t from[2] = {low + span * SHAPE::kSpanBytes, high + span * SHAPE::kSpanBytes};
-      if constexpr (SHAPE::kChains == 1) {
-        multiply_group<SHAPE>(from, num_spans - span, &x.pairs[span], &sums);
-        continue;
-      }
       float parts[2][SHAPE::kColumns][4] = {};
       multiply_group<SHAPE>(from, num_spans - span, &x.pairs[span], parts);
 #pragma unroll
       for (int n = 0; n < SHAPE::kColumns; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float part = parts[0][n][e] + parts[1][n][e];
-          sums[n][e] += SHAPE::Format::kIsScaledInside ? part * scales.of[e / 2] : part;
+          float part = parts[0][n][e] + parts[1][n][e];
+          if constexpr (SHAPE::Format::kIsRescaled) part *= x.factors[n][e % 2];
+          if constexpr (SHAPE::Format::kIsScaledInside) part *= scales.of[e / 2];
+          sums[n][e] += part;
         }
       }
     }

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "stream_consumer.cuh"
-#include "stream_shape.cuh"
+#include "stream_walk.cuh"
 
 namespace slipstream {
 
@@ -63,7 +63,6 @@ struct Epilogue {
   __device__ __forceinline__ float scaled(int unit, int half, const UnitRange& pass, float sum) const {
     if (unit >= pass.end) return 0.0f;
     const int weight = weight_row<SHAPE>(p, unit, half);
-    sum *= SHAPE::Format::kUnit;
     if constexpr (SHAPE::Format::kIsScaled) sum *= __ldg(static_cast<const float*>(p.scale) + weight);
     if (p.bias != nullptr) sum += to_float(static_cast<const T*>(p.bias)[weight]);
     return sum;

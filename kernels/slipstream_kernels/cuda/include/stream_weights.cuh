@@ -4,9 +4,10 @@
 // kSteps products of 16; which of them form one product is free as long as the activations are arranged alike, so a
 // lane's 16 bytes and its kElements activations are both contiguous in memory.
 //
-// A format has: Operand; kElements (weights in 16 bytes); kSteps = kElements / 4; kGroupSpans, how many spans are
-// multiplied at once; kUnit, a factor that the products lack; expand(); arrange(); kIsScaled: by one fp32 number per
-// row, at the end; kIsScaledInside: by load_scale(), one per row and group of spans.
+// A format has: Operand, the type of activations and results; Product, that of operands; kElements (weights in 16
+// bytes); kSteps = kElements / 4; kGroupSpans, how many spans are multiplied at once; expand(); arrange(); kIsScaled: by
+// one fp32 number per row, at the end; kIsScaledInside: by load_scale(), one per row and group of spans; kIsRescaled:
+// activations are multiplied by powers of two to fit Product.
 #pragma once
 
 #include "stream_params.h"
@@ -18,9 +19,9 @@ namespace slipstream {
 template <typename T>
 struct PlainWeights {
   using Operand = T;
+  using Product = T;
   static constexpr int kElements = 8, kSteps = 2, kGroupSpans = 2;
-  static constexpr float kUnit = 1.0f;
-  static constexpr bool kIsScaled = false, kIsScaledInside = false;
+  static constexpr bool kIsScaled = false, kIsScaledInside = false, kIsRescaled = false;
 
   // pairs[step]: this lane's two registers of one row for each product.
   static __device__ __forceinline__ void expand(const uint4& raw, uint32_t (&pairs)[kSteps][2]) {
@@ -28,51 +29,52 @@ struct PlainWeights {
   }
 
   // The same of one token's kElements activations.
-  static __device__ __forceinline__ void arrange(const uint4 (&x)[1], uint32_t (&pairs)[kSteps][2]) {
+  static __device__ __forceinline__ void arrange(const uint4 (&x)[1], uint32_t, uint32_t (&pairs)[kSteps][2]) {
     expand(x[0], pairs);
   }
 };
 
-// e4m3, expanded exactly by moving bits: in both formats a number is sign, exponent, fraction with another bias, so
-// shifted into place it is too small by a power of two, also if it is subnormal: 2^-8 in fp16, 2^-120 in bf16. There
-// the activations are enlarged by 2^60, so that sums stay far from both ends of fp32. The rest is left to the end.
+// e4m3, expanded exactly to fp16: one instruction for two weights, and Hopper has none to bf16 (moving the bits into a
+// bf16's place takes 7 for four, and made products of 1 to 8 tokens slower by up to a fifth). So bf16 activations become
+// fp16 too: those of one token in a warp's columns of a chunk are multiplied by a power of two that brings the largest
+// to 2^14..2^15, and the sum is multiplied by its inverse. What has not more than 8 bits of fraction stays exact down
+// to 2^-32 of the largest; no magnitude overflows, and no token sees another.
 template <typename T>
 struct Fp8Weights {
   using Operand = T;
-  static constexpr bool kIsHalf = __is_same(T, __half);
+  using Product = __half;
   static constexpr int kElements = 16, kSteps = 4, kGroupSpans = 2;
-  static constexpr float kUnit = kIsHalf ? 0x1p8f : 0x1p60f;
   static constexpr bool kIsScaled = true, kIsScaledInside = false;
+  static constexpr bool kIsRescaled = __is_same(T, __nv_bfloat16);
 
-  // Bytes 0 and 2 of a word make one register, 1 and 3 the other.
   static __device__ __forceinline__ void expand(const uint4& raw, uint32_t (&pairs)[kSteps][2]) {
-    constexpr int kShift = kIsHalf ? 1 : 4;
-    constexpr uint32_t kMask = 0x7f007f00u >> kShift;
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const uint32_t word = words[step];
-      pairs[step][0] = (word << (8 - kShift) & kMask) | (word << 8 & 0x80008000u);
-      pairs[step][1] = (word >> kShift & kMask) | (word & 0x80008000u);
+      asm("{.reg .b16 low, high;\n"
+          "mov.b32 {low, high}, %2;\n"
+          "cvt.rn.f16x2.e4m3x2 %0, low;\n"
+          "cvt.rn.f16x2.e4m3x2 %1, high;}"
+          : "=r"(pairs[step][0]), "=r"(pairs[step][1]) : "r"(words[step]));
     }
   }
 
-  static __device__ __forceinline__ void arrange(const uint4 (&x)[2], uint32_t (&pairs)[kSteps][2]) {
+  static __device__ __forceinline__ void arrange(const uint4 (&x)[2], uint32_t scale, uint32_t (&pairs)[kSteps][2]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const uint4& half = x[step / 2];
-      const uint32_t low = step % 2 ? half.z : half.x, high = step % 2 ? half.w : half.y;
-      pairs[step][0] = enlarge(__byte_perm(low, high, 0x5410));
-      pairs[step][1] = enlarge(__byte_perm(low, high, 0x7632));
+      pairs[step][0] = narrow(step % 2 ? half.z : half.x, scale);
+      pairs[step][1] = narrow(step % 2 ? half.w : half.y, scale);
     }
   }
 
  private:
-  static __device__ __forceinline__ uint32_t enlarge(uint32_t pair) {
-    if constexpr (kIsHalf) return pair;
-    uint32_t enlarged;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(enlarged) : "r"(pair), "r"(0x5d805d80u));  // 2^60
-    return enlarged;
+  // scale: a power of two, twice, of type T.
+  static __device__ __forceinline__ uint32_t narrow(uint32_t pair, uint32_t scale) {
+    if constexpr (!kIsRescaled) return pair;
+    uint32_t scaled;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(scaled) : "r"(pair), "r"(scale));
+    return pack<__half>(__uint_as_float(scaled << 16), __uint_as_float(scaled & 0xffff0000u));
   }
 };
 

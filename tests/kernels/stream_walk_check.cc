@@ -1,0 +1,61 @@
+// Walks the weights of one product as every CTA's producers do, and prints "bad: …" unless each byte of each row is
+// brought exactly once. Arguments: out_features in_features num_ctas; one line "rows R slots S" per variant.
+
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "stream_walk.cuh"
+
+struct Bits16 {
+  using Operand = short;
+  static constexpr int kElements = 8, kSteps = 2, kGroupSpans = 2;
+  static constexpr bool kIsScaledInside = false;
+};
+struct Bits8 {
+  using Operand = short;
+  static constexpr int kElements = 16, kSteps = 4, kGroupSpans = 2;
+  static constexpr bool kIsScaledInside = false;
+};
+
+template <typename FORMAT, int TILES, int COLUMNS, bool IS_GATED>
+void check(int out_features, int in_features, int num_ctas) {
+  using Shape = slipstream::StreamShape<FORMAT, TILES, COLUMNS, IS_GATED>;
+  StreamParams p{};
+  p.num_units = IS_GATED ? out_features / 2 : out_features;
+  p.in_features = in_features;
+  p.num_ctas = num_ctas;
+  const long row_bytes = in_features * 16L / FORMAT::kElements;
+  std::vector<int> brought(out_features * (row_bytes / 16));
+  long slots = 0;
+  for (int cta = 0; cta < num_ctas; ++cta) {
+    for (slipstream::SlotWalk<Shape> walk(p, cta); !walk.is_done(); walk.advance(), ++slots) {
+      for (int row = 0; row < walk.num_rows(); ++row) {
+        const long first = walk.offset(row) / 16;
+        for (unsigned i = 0; i < walk.chunk_bytes() / 16; ++i) ++brought[first + i];
+      }
+    }
+  }
+  for (size_t i = 0; i < brought.size(); ++i) {
+    if (brought[i] != 1) {
+      std::printf("bad: bytes %zu of row %zu brought %d times\n", i * 16 % row_bytes, i * 16 / row_bytes, brought[i]);
+      return;
+    }
+  }
+  std::printf("tiles %d columns %d gated %d: %ld slots\n", TILES, COLUMNS, IS_GATED, slots);
+}
+
+template <typename FORMAT>
+void check_all(int out_features, int in_features, int num_ctas) {
+  check<FORMAT, 2, 1, false>(out_features, in_features, num_ctas);
+  check<FORMAT, 3, 2, false>(out_features, in_features, num_ctas);
+  check<FORMAT, 4, 4, false>(out_features, in_features, num_ctas);
+  check<FORMAT, 2, 1, true>(out_features, in_features, num_ctas);
+  check<FORMAT, 4, 2, true>(out_features, in_features, num_ctas);
+}
+
+int main(int, char** arguments) {
+  const int out_features = std::atoi(arguments[1]), in_features = std::atoi(arguments[2]);
+  check_all<Bits16>(out_features, in_features, std::atoi(arguments[3]));
+  check_all<Bits8>(out_features, in_features, std::atoi(arguments[3]));
+}

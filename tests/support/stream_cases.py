@@ -1,0 +1,73 @@
+"""Operands of weight-streaming products, and what the product is in fp64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from slipstream_kernels import ops
+from slipstream_kernels.reference.scaled_mm import dequantize_weight
+from tolerances import SCALED_MM
+
+
+@dataclass(frozen=True)
+class Case:
+    """weights: "plain" (of dtype), "channel" or "block" (e4m3 and its scales)."""
+
+    num_tokens: int
+    out_features: int
+    in_features: int
+    weights: str
+    gated: bool
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Drawn:
+    what: Case
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
+
+
+def draw_case(what: Case, device: torch.device) -> Drawn:
+    """Random operands; the weight's rows differ in scale."""
+    x = torch.randn(what.num_tokens, what.in_features, device=device).to(what.dtype)
+    weight = torch.randn(what.out_features, what.in_features, device=device) / what.in_features**0.5
+    weight *= torch.logspace(-1, 0.5, what.out_features, device=device)[:, None]
+    bias = torch.randn(what.out_features, device=device).to(what.dtype)
+    if what.weights == "plain":
+        return Drawn(what, (x, weight.to(what.dtype), None, bias))
+    if what.weights == "channel":
+        rows = ops.quantize_fp8(weight)
+        return Drawn(what, (x, rows.values, rows.scales.view(-1), bias))
+    values, blocks = ops.quantize_fp8_blocks(weight)
+    scales = ops.block_scales(what.out_features, what.in_features, device)
+    scales[:, : blocks.shape[1]] = blocks
+    return Drawn(what, (x, values, scales, bias))
+
+
+def exact(case: Drawn) -> torch.Tensor:
+    """The product in fp64 from the same operands."""
+    y, _ = _sums(case)
+    if case.what.gated:
+        gate, up = y.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+    return y
+
+
+def tolerance(case: Drawn, expected: torch.Tensor) -> torch.Tensor:
+    """What rounding may do: of the result to its dtype, and of the sums to fp32, in units of their terms' size."""
+    rtol, atol = SCALED_MM["cpu", torch.float32 if case.what.dtype == torch.float32 else torch.bfloat16]
+    y, size = _sums(case)
+    limit = atol * size
+    if case.what.gated:
+        gate, up = y.chunk(2, dim=-1)
+        gate_limit, up_limit = limit.chunk(2, dim=-1)
+        limit = 1.1 * gate_limit * up.abs() + (gate.abs() + gate_limit) * up_limit
+    return rtol * expected.abs() + limit
+
+
+def _sums(case: Drawn) -> tuple[torch.Tensor, torch.Tensor]:
+    x, weight, scales, bias = case.operands
+    wide = weight.double() if scales is None else dequantize_weight(weight, scales).double()
+    size = (x.double().square() @ wide.square().t()).sqrt()
+    return x.double() @ wide.t() + bias.double(), size
