@@ -9,6 +9,7 @@ import pytest
 import torch
 from quantized_checkpoints import Tensors, linear_names, load, logits, make_full, rms_error
 from safetensors.torch import load_file, save_file
+from slipstream import LLM, SamplingParams
 from slipstream.core.config import ModelConfig
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.errors import ConfigError
@@ -88,6 +89,17 @@ def test_planned_bytes(full: Path, tmp_path: Path, method: str, head: bool, tied
         expected += int(per_row * linear.in_features * linear.out_features) + scales - already
     assert weight_bytes(model, decoder.spec, torch.bfloat16) == expected
     assert logits(decoder).std() > 0.3
+
+
+def test_engine_serves_them(demo_model: Path) -> None:
+    """With a head of its own, quantised too, in place of the tied table."""
+    prompts = ["def read_file(path):\n", "import os\n\n\nclass Stack:\n    def __init__(self", "for i in range("]
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    fields = {"quantization": "wint4", "quantization_group_size": 64, "quantize_lm_head": True}
+    with LLM(str(demo_model), device="cpu", num_blocks=64, **fields) as llm:
+        texts = [completion.text for completion in llm.generate(prompts, params)]
+        assert texts == [llm.generate(prompt, params)[0].text for prompt in prompts]
+    assert all(text.strip() for text in texts)
 
 
 @pytest.mark.parametrize(
