@@ -229,7 +229,7 @@ class StaticTensors:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile: to destroy an engine's graphs and pinned memory ends a capture with an error."""
+    """No garbage is collected meanwhile: destroying an engine's graphs and pinned memory ends a capture with an error."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

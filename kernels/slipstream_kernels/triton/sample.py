@@ -23,15 +23,16 @@ from slipstream_kernels.triton.token_groups import (
     listed,
     load_chunk,
     load_group_keys,
-    load_groups,
     ordered,
+    pack_tokens,
     store_group_maxima,
     unordered,
 )
 
-# Tokens of the groups that pass two reads of a filtered row, enough for a nucleus of 1,500, and room from the floor up.
+# Tokens of the groups that pass two has room for, of a filtered row, and room for those from the floor up.  So many
+# groups are taken (MOST) that these are about 1,600, whatever the size of the vocabulary.
 GROUPED_TOKENS = 16384
-TOKENS = 4096
+TOKENS = 2048
 SLOW_BLOCK = 2048
 CHUNK_LAUNCH = {"num_warps": 8, "maxnreg": 64}
 CHOOSE_WARPS = 16
@@ -89,7 +90,7 @@ def _chunk_kernel(
 
 @triton.jit
 def _candidates(logits_row, group_maxima_row, scratch, maximum, top_k, vocab_size, NUM_GROUPS: tl.constexpr,
-                GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr,
+                GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr,
                 TOKENS: tl.constexpr):  # fmt: skip
     """([TOKENS] logits, ids, floor): every token from floor up; -inf pads.  LOWEST: every possible token; inf: none.
 
@@ -98,23 +99,12 @@ def _candidates(logits_row, group_maxima_row, scratch, maximum, top_k, vocab_siz
     keys = load_group_keys(group_maxima_row, NUM_GROUPS, GROUPS_PADDED)
     num_possible = tl.sum((keys > MINUS_INFINITY).to(tl.int32), axis=0)
     # k groups from the floor up have k tokens from the floor up: where the k-th largest is, nothing below matters.
-    enough = tl.where((top_k > 0) & (top_k < CAPACITY * 7 // 8), top_k, CAPACITY * 7 // 8)
-    key, count = find_floor(keys, ordered(maximum), tl.minimum(enough, num_possible), CAPACITY)
+    enough = tl.where((top_k > 0) & (top_k < MOST * 7 // 8), top_k, MOST * 7 // 8)
+    key, count = find_floor(keys, ordered(maximum), tl.minimum(enough, num_possible), MOST)
     kept = keys >= key
     groups = listed(kept, tl.cumsum(kept.to(tl.int32), axis=0) - 1, scratch, count, CAPACITY)
     floor = tl.where(count >= num_possible, LOWEST, unordered(key))
-    x, ids = load_groups(logits_row, groups, vocab_size, GROUP)
-    # Most of a group lies below the floor: what does not is packed, for the searches that follow.
-    kept = (x >= floor).to(tl.int32)
-    kept_in_groups = tl.sum(kept, axis=1)
-    before = tl.cumsum(kept_in_groups, axis=0) - kept_in_groups
-    places = before[:, None] + tl.cumsum(kept, axis=1) - 1
-    tl.debug_barrier()
-    fits = (kept > 0) & (places < TOKENS)
-    tl.store(scratch + places, ids, mask=fits)
-    tl.store(scratch + TOKENS + places, x.to(tl.int32, bitcast=True), mask=fits)
-    tl.debug_barrier()
-    num_kept = tl.sum(kept_in_groups, axis=0)
+    num_kept = pack_tokens(logits_row, groups, floor, scratch, vocab_size, GROUP, TOKENS)
     slots = tl.arange(0, TOKENS)
     ids = tl.load(scratch + slots, mask=slots < num_kept, other=-1, cache_modifier=".cg")
     x = tl.load(scratch + TOKENS + slots, mask=slots < num_kept, other=0, cache_modifier=".cg")
@@ -135,7 +125,7 @@ def _choose_among(x, ids, floor, chunk_maxima, sums, maximum, inverse_t, top_k, 
         ones = tl.where(x_kept, 1.0, 0.0)
         knows_total = is_enough | (tl.sum(ones) >= top_k)
         is_enough = knows_total
-        cut = find_cut(keys, ones, cut, highest, top_k.to(tl.float32), True)
+        cut = find_cut(keys, ones, cut, highest, top_k.to(tl.float32))
     if top_p < 1:
         weights = tl.where(x_kept & (keys >= cut), tl.exp(z), 0.0)
         mass = tl.sum(weights)
@@ -144,7 +134,7 @@ def _choose_among(x, ids, floor, chunk_maxima, sums, maximum, inverse_t, top_k, 
             shift = tl.where(chunk_maxima == float("-inf"), float("-inf"), (chunk_maxima - maximum) * inverse_t)
             total = tl.sum(tl.where(shift > float("-inf"), sums * tl.exp(shift), 0.0))
         is_enough = is_enough | (mass >= top_p * total)
-        cut = find_cut(keys, weights, cut, highest, top_p * total, False)
+        cut = find_cut(keys, weights, cut, highest, top_p * total)
     lowest_z = tl.where(min_p > 0, tl.log(min_p), float("-inf"))
     is_enough = (is_enough | ((floor - maximum) * inverse_t <= lowest_z)) & knows_total & (floor <= maximum)
     scores = race(z, x_kept & (keys >= cut) & (z >= lowest_z), ids, seed, position)
@@ -182,7 +172,7 @@ def _choose_kernel(
     logits_ptr, out_ptr, maxima_ptr, sums_ptr, winners_ptr, group_maxima_ptr, scratch_ptr,
     temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, row_stride, vocab_size,
     NUM_CHUNKS: tl.constexpr, CHUNKS_PADDED: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr,
-    GROUP: tl.constexpr, CAPACITY: tl.constexpr, TOKENS: tl.constexpr, SLOW_BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, TOKENS: tl.constexpr, SLOW_BLOCK: tl.constexpr,
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows): from what the chunks left to one token."""
@@ -211,7 +201,7 @@ def _choose_kernel(
         seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
         logits_row = logits_ptr + row * row_stride
         x, ids, floor = _candidates(logits_row, group_maxima_ptr + row * NUM_GROUPS, scratch_ptr + row * 2 * TOKENS,
-                                    maximum, top_k, vocab_size, NUM_GROUPS, GROUPS_PADDED, GROUP, CAPACITY,
+                                    maximum, top_k, vocab_size, NUM_GROUPS, GROUPS_PADDED, GROUP, CAPACITY, MOST,
                                     TOKENS)  # fmt: skip
         token_id, is_enough = _choose_among(x, ids, floor, maxima, sums, maximum, inverse_t, top_k, top_p, min_p,
                                             seed, position, vocab_size)  # fmt: skip
@@ -246,6 +236,7 @@ def sample(
     maxima, sums = torch.empty(2, num_rows, cut.num_chunks, dtype=torch.float32, device=device)
     winners = torch.empty(num_rows, cut.num_chunks, dtype=torch.int32, device=device)
     scratch = torch.empty(num_rows, 2 * TOKENS if is_filtered else 1, dtype=torch.int32, device=device)
+    capacity = min(GROUPED_TOKENS // cut.group, triton.next_power_of_2(cut.num_groups))
     left = (maxima, sums, winners, cut.maxima(logits) if is_filtered else maxima)
     options = (temperature, top_k, top_p, min_p, seeds, positions, logits.stride(0), vocab_size)
     used = {
@@ -266,7 +257,8 @@ def sample(
         CHUNKS_PADDED=triton.next_power_of_2(cut.num_chunks),
         NUM_GROUPS=cut.num_groups,
         GROUPS_PADDED=triton.next_power_of_2(cut.num_groups),
-        CAPACITY=min(GROUPED_TOKENS // cut.group, triton.next_power_of_2(cut.num_groups)),
+        CAPACITY=capacity,
+        MOST=cut.num_groups if vocab_size <= TOKENS else min(capacity * 3 // 4, cut.num_groups * 3 // 5),
         TOKENS=TOKENS,
         SLOW_BLOCK=SLOW_BLOCK,
         num_warps=CHOOSE_WARPS if is_filtered else 1,

@@ -57,26 +57,40 @@ def first_of_least(scores, ids, vocab_size):
 
 
 @triton.jit
-def find_cut(keys, weights, low, high, target, COUNT: tl.constexpr):
-    """The largest key in [low, high] at or above which the weights reach target; low if none does.
+def _add_pairs(mass, count, other_mass, other_count):
+    return mass + other_mass, count + other_count
 
-    COUNT: weights are 0 or 1, which tells when a single key is left and saves half of the turns.
+
+@triton.jit
+def _mass_and_count(weights, chosen):
+    """Sum of the weights chosen, and how many they are; compiled, one reduction: its latency is what a search takes."""
+    weights = tl.where(chosen, weights, 0.0)
+    if INTERPRETING:  # which takes a function of its caller's element by element
+        mass, count = tl.sum(weights, axis=0), tl.sum(chosen.to(tl.int32), axis=0)
+    else:
+        mass, count = tl.reduce((weights, chosen.to(tl.int32)), 0, _add_pairs)
+    return mass, count
+
+
+@triton.jit
+def find_cut(keys, weights, low, high, target):
+    """The largest key in [low, high] at or above which the weights (0: not there) reach target; low if none does.
+
+    Ends when one key is left between the borders: their tokens are counted on the way, with the same sum.
     """
-    low_mass, high_mass = 2.0, 0.0
-    if COUNT:
-        low_mass = tl.sum(tl.where(keys >= low, weights, 0.0))
-        low_mass = tl.where(low_mass >= target, low_mass, float("inf"))
-    while (low < high) & (low_mass - high_mass > 1.0):
+    is_there = weights > 0.0
+    mass, low_count = _mass_and_count(weights, is_there & (keys >= low))
+    is_reached, high_count = mass >= target, tl.full((), 0, tl.int32)
+    first, high = low, tl.where(is_reached, high, low)
+    while (low < high) & (low_count - high_count > 1):
         middle = low + (high - low + 1) // 2
-        mass = tl.sum(tl.where(keys >= middle, weights, 0.0))
-        is_reached = mass >= target
-        low, high = tl.where(is_reached, middle, low), tl.where(is_reached, high, middle - 1)
-        if COUNT:
-            low_mass, high_mass = tl.where(is_reached, mass, low_mass), tl.where(is_reached, high_mass, mass)
-    if COUNT:
-        left = tl.where((keys <= high) & (weights > 0.0), keys ^ 0x80000000, 0x80000000).to(tl.int32, bitcast=True)
-        low = tl.maximum(low, tl.max(left).to(tl.uint32, bitcast=True) ^ 0x80000000)
-    return low
+        mass, count = _mass_and_count(weights, is_there & (keys >= middle))
+        is_enough = mass >= target
+        low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle - 1)
+        low_count, high_count = tl.where(is_enough, count, low_count), tl.where(is_enough, high_count, count)
+    # The tokens of [low, high] share a key: it is the cut.
+    left = tl.where(is_there & (keys <= high), keys ^ 0x80000000, 0x80000000).to(tl.int32, bitcast=True)
+    return tl.where(is_reached, tl.maximum(low, tl.max(left, axis=0).to(tl.uint32, bitcast=True) ^ 0x80000000), first)
 
 
 @triton.jit

@@ -115,3 +115,27 @@ def load_groups(row_ptr, groups, vocab_size, GROUP: tl.constexpr):
     ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     is_token = (groups >= 0)[:, None] & (ids < vocab_size)
     return tl.load(row_ptr + ids, mask=is_token, other=float("-inf")).to(tl.float32), ids
+
+
+@triton.jit
+def pack_tokens(row_ptr, groups, floor, scratch_ptr, vocab_size, GROUP: tl.constexpr, CAPACITY: tl.constexpr):
+    """Leave the ids and fp32 logits of the groups' tokens from floor up, at most CAPACITY of each behind each other.
+
+    Returns how many there are.  Ends with a barrier.  Four tokens at a time: what a thread holds whole of any type.
+    """
+    num_kept = tl.full((), 0, tl.int32)
+    tl.debug_barrier()  # the scratch has been read before
+    for first in tl.static_range(0, GROUP, 4):
+        ids = groups[:, None] * GROUP + first + tl.arange(0, 4)[None, :]
+        is_token = (groups >= 0)[:, None] & (ids < vocab_size)
+        x = tl.load(row_ptr + ids, mask=is_token, other=float("-inf")).to(tl.float32)
+        kept = (x >= floor).to(tl.int32)
+        kept_of_groups = tl.sum(kept, axis=1)
+        up_to = num_kept + tl.cumsum(kept_of_groups, axis=0)
+        places = (up_to - kept_of_groups)[:, None] + tl.cumsum(kept, axis=1) - 1
+        fits = (kept > 0) & (places < CAPACITY)
+        tl.store(scratch_ptr + places, ids, mask=fits)
+        tl.store(scratch_ptr + CAPACITY + places, x.to(tl.int32, bitcast=True), mask=fits)
+        num_kept += tl.sum(kept_of_groups, axis=0)
+    tl.debug_barrier()
+    return num_kept
