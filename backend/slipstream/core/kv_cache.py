@@ -207,11 +207,11 @@ class KVCacheManager:
         arrived = iter(new_blocks)
         block_ids = []
         for found in prefix:
-            block = found.device_block
-            if block is None:
-                block = next(arrived)
-                self.pool.publish(block, found.block_hash)
-            block_ids.append(block)
+            if found.device_block is None:
+                block_ids.append(next(arrived))
+                self.pool.publish(block_ids[-1], found.block_hash)
+            else:
+                block_ids.append(found.device_block)
         return block_ids
 
 

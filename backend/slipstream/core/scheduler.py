@@ -19,7 +19,7 @@ from operator import attrgetter
 from slipstream.core.admission import check_fits
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
 from slipstream.core.errors import CapacityError, ConfigError
-from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.kv_cache import FoundBlock, KVCacheManager
 from slipstream.core.latencies import note_times
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request, RequestStatus
@@ -311,7 +311,7 @@ class Scheduler:
             return num_owed + self._worst_blocks(request) - self.cache.num_blocks_for(request.num_tokens)
         return len(self._running) if request.num_preemptions else 0
 
-    def _start(self, request: Request, prefix: list[int]) -> None:
+    def _start(self, request: Request, prefix: list[FoundBlock]) -> None:
         num_cached = self.cache.admit(request, prefix)
         self.stats.add(Metric.PREFIX_QUERIES, request.num_tokens if self.cache.enable_prefix_caching else 0)
         self.stats.add(Metric.PREFIX_HITS, num_cached)
