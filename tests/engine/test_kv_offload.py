@@ -33,7 +33,7 @@ def checkpoints(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> d
 def _small(checkpoint: Path, device: str, **cache: object) -> Engine:
     """Room for one of the long prompts and its output, hardly more."""
     dtype = "float32" if device == "cpu" else "bfloat16"
-    sizes = {"num_blocks": 20} if device == "cpu" else {"num_blocks": 12, "block_size": 16}
+    sizes = {"num_blocks": 20} if device == "cpu" else {"num_blocks": 7, "block_size": 32}
     model = {"device": device, "dtype": dtype, "max_model_len": 128}
     return make_engine(checkpoint, model=model, cache={**sizes, **cache})
 
