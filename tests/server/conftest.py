@@ -27,7 +27,7 @@ def gateway(llm_server: LlmServer) -> Iterator[GatewayProcess]:
 
     arguments = ["--metrics-url", llm_server.metrics_url, "--alias", "gpt-4o=llm"]
     arguments += ["--max-body-bytes", str(MAX_BODY_BYTES), "--log-level", "warning"]
-    arguments += ["--header-timeout-s", "1", "--body-timeout-s", "1.5", "--send-timeout-s", "1"]
+    arguments += ["--header-timeout-s", "0.7", "--body-timeout-s", "1", "--send-timeout-s", "1"]
     with GatewayProcess(llm_server.grpc_url, arguments) as running:
         yield running
 
@@ -79,6 +79,7 @@ def fake_gateway(fake_triton: FakeTriton) -> Iterator[GatewayProcess]:
     from gateway import GatewayProcess
 
     arguments = ["--api-key", "sk-right", "--api-key", "sk-also", "--embedding-model", "encoder"]
+    arguments += ["--embedding-model", "batched_encoder"]
     with GatewayProcess(fake_triton.url, [*arguments, "--workers", "2", "--send-timeout-s", "1"]) as running:
         yield running
 

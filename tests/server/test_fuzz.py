@@ -12,7 +12,7 @@ import pytest
 from gateway import GatewayProcess
 from llm_server import LlmServer
 
-SECONDS = 8
+SECONDS = 5
 CHECKS = ",".join(
     (
         "not_a_server_error",

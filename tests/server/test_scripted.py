@@ -195,6 +195,9 @@ def test_embeddings(fake_client: openai.OpenAI, fake_gateway: GatewayProcess) ->
     raw = fake_client.embeddings.with_raw_response.create(model="encoder", input="x", encoding_format="base64")
     vector = np.frombuffer(base64.b64decode(json.loads(raw.text)["data"][0]["embedding"]), np.float32)
     assert vector.tolist() == [1.0, 0.0, 0.5]
+    texts = ["x" * length for length in range(20)]  # the model takes eight at once
+    many = fake_client.embeddings.create(model="batched_encoder", input=texts)
+    assert [entry.embedding[0] for entry in many.data] == list(range(20))
     with pytest.raises(openai.BadRequestError, match="dimensions"):
         fake_client.embeddings.create(model="encoder", input="x", dimensions=2)
     with pytest.raises(openai.NotFoundError):

@@ -47,7 +47,13 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--alias", action="append", default=[], metavar="NAME=MODEL", help="a further public name (repeatable)"
     )
-    group.add_argument("--embedding-model", default="", metavar="MODEL", help="Triton model behind /v1/embeddings")
+    group.add_argument(
+        "--embedding-model",
+        action="append",
+        default=[],
+        metavar="MODEL",
+        help="Triton model behind /v1/embeddings (repeatable)",
+    )
     group.add_argument(
         "--tool-parser",
         default="auto",
@@ -103,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
         model_repository=arguments.model_repository,
         checkpoints={name: Path(folder) for name, folder in map(_checkpoint, arguments.checkpoint)},
         aliases=dict(_pair("--alias", text) for text in arguments.alias),
-        embedding_model=arguments.embedding_model,
+        embedding_models=tuple(arguments.embedding_model),
         tool_parser=arguments.tool_parser,
         chat_template=arguments.chat_template,
         api_keys=tuple(arguments.api_key) + _keys(arguments.api_key_file),

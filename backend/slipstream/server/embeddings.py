@@ -1,11 +1,12 @@
-"""POST /v1/embeddings: by the encoder model of Triton that the gateway was told of.
+"""POST /v1/embeddings: by the encoder models of Triton that the gateway was told of.
 
-The model is any that takes texts in one BYTES input and gives one vector per text in an FP32 output, named `embedding`
+Such a model is any that takes texts in one BYTES input and gives one vector per text in an FP32 output, named `embedding`
 or `embeddings` if there are several; both with or without a batch dimension.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 from typing import Any
 
@@ -22,14 +23,14 @@ _BYTES, _FP32 = "TYPE_STRING", "TYPE_FP32"
 
 
 async def embed(gateway: Gateway, request: EmbeddingRequest) -> JSONResponse:
-    served = gateway.options.embedding_model
+    served = gateway.options.embedding_models
     if not served:
         raise ApiError(404, "no embeddings are served here: start the gateway with --embedding-model", param="model")
-    asked = gateway.options.aliases.get(request.model, request.model)
-    if asked != served:
-        raise model_not_found(request.model, [served])
+    model = gateway.options.aliases.get(request.model, request.model)
+    if model not in served:
+        raise model_not_found(request.model, list(served))
     texts = [request.input] if isinstance(request.input, str) else request.input
-    vectors, num_tokens = await _vectors(gateway, served, texts)
+    vectors, num_tokens = await _vectors(gateway, model, texts)
     if request.dimensions not in (None, vectors.shape[1]):
         message = f"dimensions: got {request.dimensions}, accepted: {vectors.shape[1]}, what this model gives"
         raise ApiError(400, message, param="dimensions")
@@ -48,21 +49,26 @@ def _encoded(vector: np.ndarray, form: str) -> Any:
 async def _vectors(gateway: Gateway, model: str, texts: list[str]) -> tuple[np.ndarray, int]:
     """[num_texts, dimension] float32, and the number of tokens if the model says it."""
     config = await gateway.link.config(model)
+    size = config.max_batch_size or len(texts)
+    batches = [texts[at : at + size] for at in range(0, len(texts), size)]
+    parts = await asyncio.gather(*(_batch(gateway, config, batch) for batch in batches))
+    return np.concatenate([vectors for vectors, _ in parts]), sum(count for _, count in parts)
+
+
+async def _batch(gateway: Gateway, config: Any, texts: list[str]) -> tuple[np.ndarray, int]:
     text_input, output = _tensors(config)
-    request = service_pb2.ModelInferRequest(model_name=model)
-    has_batch = config.max_batch_size > 0
-    shape = [len(texts), 1] if has_batch else [len(texts)]
+    request = service_pb2.ModelInferRequest(model_name=config.name)
+    shape = [len(texts), 1] if config.max_batch_size else [len(texts)]
     request.inputs.add(name=text_input, datatype="BYTES", shape=shape)
     encoded = [text.encode("utf-8") for text in texts]
     request.raw_input_contents.append(b"".join(len(data).to_bytes(4, "little") + data for data in encoded))
-    names = [output] + [entry.name for entry in config.output if entry.name == "num_input_tokens"]
-    for name in names:
+    for name in [output, *(entry.name for entry in config.output if entry.name == "num_input_tokens")]:
         request.outputs.add(name=name)
     response = await gateway.link.infer(request)
     found = {entry.name: response.raw_output_contents[index] for index, entry in enumerate(response.outputs)}
     vectors = np.frombuffer(found[output], dtype="<f4")
     if vectors.size == 0 or vectors.size % len(texts):
-        raise ApiError(500, f"the model {model!r} gave {vectors.size} numbers for {len(texts)} texts")
+        raise ApiError(500, f"the model {config.name!r} gave {vectors.size} numbers for {len(texts)} texts")
     counts = np.frombuffer(found.get("num_input_tokens", b""), dtype="<i4")
     return vectors.reshape(len(texts), -1), int(counts.sum())
 

@@ -28,7 +28,7 @@ class GatewayOptions:
     model_repository: Path | None = None
     checkpoints: Mapping[str, Path] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    embedding_model: str = ""
+    embedding_models: tuple[str, ...] = ()
     tool_parser: str = "auto"
     chat_template: Path | None = None
     api_keys: tuple[str, ...] = ()
