@@ -8,12 +8,15 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import numpy as np
 import openai
 import pytest
 from fake_triton import FakeTriton
 from gateway import GatewayProcess
+from slipstream.server.catalog import Catalog
+from slipstream.server.options import GatewayOptions
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("f", "g")]
 HERMES = ["Let me see.\n<tool", '_call>\n{"name": "f", "argum', 'ents": {"a": [1, "}"]}}\n</tool_call', ">"]
@@ -212,3 +215,24 @@ def test_workers_share_their_counts(fake_gateway: GatewayProcess) -> None:
     first = fake_gateway.metrics()[name]
     time.sleep(0.1)
     assert first >= 8 and fake_gateway.metrics()[name] == first + 1, "whichever worker answers knows all"
+
+
+def test_where_the_checkpoint_lies(tmp_path: Path) -> None:
+    """config.pbtxt's paths count from the model's folder; what the command line says comes first."""
+    folders = {name: tmp_path / name for name in ("models/a", "repository/llm", "given")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+    (folders["models/a"] / "tokenizer.json").touch()
+    found = [
+        Catalog(GatewayOptions(**options), link=None)._folder("llm", {"model": model})
+        for options, model in (
+            ({}, "../../models/a"),
+            ({"model_repository": tmp_path / "repository"}, "../../models/a"),
+            ({"model_repository": tmp_path / "repository"}, "../../models/none"),
+            ({"checkpoints": {"": folders["given"]}}, "org/never-downloaded"),
+            ({"checkpoints": {"llm": folders["given"]}}, str(folders["models/a"])),
+            ({}, str(folders["models/a"] / "tokenizer.json")),
+        )
+    ]
+    here = folders["models/a"]
+    assert found == [None, here, None, folders["given"], folders["given"], here]

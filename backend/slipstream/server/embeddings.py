@@ -1,7 +1,7 @@
 """POST /v1/embeddings: by the encoder models of Triton that the gateway was told of.
 
-Such a model is any that takes texts in one BYTES input and gives one vector per text in an FP32 output, named `embedding`
-or `embeddings` if there are several; both with or without a batch dimension.
+Such a model takes texts in one BYTES input and gives one vector per text in an FP32 output, named `embedding` or
+`embeddings` if there are several; both with or without a batch dimension.
 """
 
 from __future__ import annotations
