@@ -16,6 +16,8 @@ import json
 import random
 import tempfile
 import time
+from bisect import bisect
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,22 +30,23 @@ from slipstream.runtime import verify
 from slipstream.runtime.engine import Engine
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "slipstream-demo-code"
-# Rates at which the draft at each position is taken, given that those before it were.
-# medusa: top-1 rates of Medusa-1's heads on Vicuna-7B with its 63-node tree (arXiv:2401.10774, figures 4 and 6: a tree
-# takes 2.5 to 2.6 tokens a step); mtp: DeepSeek-V3's report, 85-90 % for the second token (arXiv:2412.19437, 5.4.3),
-# falling as one module is used again; eagle: EAGLE-3's table of acceptance on Llama-3.1-8B (arXiv:2503.01840).
-PROFILES = {
-    "medusa": [0.75, 0.65, 0.55, 0.45],
-    "mtp": [0.87, 0.75, 0.65],
-    "eagle": [0.82, 0.80, 0.78, 0.77, 0.76],
-    "none": [0.0],
+# Per draft position, how often the guess of each rank is right, given that those before it were: assumptions after
+# published figures. medusa: heads of Medusa-1 on Vicuna-7B (arXiv:2401.10774: next-next token about 60 % top-1, over
+# 80 % top-5; the published tree then takes some 2.5 tokens a step). mtp: DeepSeek-V3's 85-90 % for the second token
+# (arXiv:2412.19437, 5.4.3), falling as one module is used again. eagle: about EAGLE-3 on Llama-3.1-8B
+# (arXiv:2503.01840).
+_TAIL = [0.03, 0.025, 0.02, 0.015, 0.012, 0.01, 0.01]
+PROFILES: dict[str, list[list[float]]] = {
+    "medusa": [[0.60, 0.11, 0.05, *_TAIL], [0.48, 0.10, 0.05, *_TAIL], [0.42, 0.09, 0.05, *_TAIL], [0.38, 0.08, 0.04]],
+    "mtp": [[0.87], [0.75], [0.65]],
+    "eagle": [[0.76, 0.08, 0.03, 0.02]] * 6,
 }
 
 
 class SimulatedVerification(verify.Verification):
     """Takes drafts by a profile instead of by the model's word, along first children."""
 
-    rates: ClassVar[list[float]] = []
+    rates: ClassVar[list[list[float]]] = []
     dice = random.Random(0)
 
     def verdicts(self, sampled: Any) -> list[verify.Verdict]:
@@ -51,12 +54,19 @@ class SimulatedVerification(verify.Verification):
         for row, first in zip(self._scheduled, self.first_rows):
             children = children_of_rows(row.request.draft_parents[: row.num_drafts], row.num_drafts)
             place, rows, token_ids = 0, [0], []
-            while children[place] and len(rows) <= len(self.rates) and self.dice.random() < self.rates[len(rows) - 1]:
-                place = self.dice.choice(children[place][:2])
+            while (rank := self._right_rank(len(rows) - 1)) < len(children[place]):
+                place = children[place][rank]
                 rows.append(place)
                 token_ids.append(row.request.draft_token_ids[place - 1])
             verdicts.append(verify.Verdict([*token_ids, sampled.token_ids[first + place]], rows))
         return verdicts
+
+    def _right_rank(self, depth: int) -> int:
+        """Which of a node's guesses, likeliest first, is right; a large number for none."""
+        if depth >= len(self.rates):
+            return 1 << 30
+        found = bisect(list(accumulate(self.rates[depth])), self.dice.random())
+        return found if found < len(self.rates[depth]) else 1 << 30
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, float]:

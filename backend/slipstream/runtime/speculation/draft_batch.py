@@ -1,7 +1,8 @@
 """Batches for a drafting model or head, over the block tables of the requests it drafts for. Engine thread.
 
 A drafter's cache has as many blocks as the model's, addressed by the same tables, so that growing, sharing and freeing
-blocks is decided once, by core/kv_cache.py.
+blocks is decided once, by core/kv_cache.py. The first batch of a draft is built on the host; the rows of further levels
+follow from it on the device, so that a whole draft can be one CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ import torch
 
 from slipstream.core.request import Request
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
-from slipstream.runtime.batch import TABLE_STEP, BlockTables, num_short_queries
-from slipstream.runtime.host_copy import pack
+from slipstream.runtime.batch import TABLE_STEP, BlockTables, StepArrays, num_short_queries
 
 
 @dataclass(frozen=True)
 class Span:
-    """`count` tokens of a request from slot `start` on."""
+    """`count` tokens of a request from slot `start` on, all of them in blocks of the request."""
 
     request: Request
     start: int
@@ -28,62 +28,91 @@ class Span:
 
 
 class DraftBatches:
-    """One per drafter. num_positions: the longest sequence; a token past the blocks of its request writes nothing."""
+    """One per drafter. num_positions: the longest sequence. num_more: slots after a span that further levels write."""
 
-    def __init__(self, block_size: int, num_positions: int, max_num_seqs: int, device: torch.device) -> None:
-        self._block_size = block_size
-        self._num_positions = num_positions
-        self._device = device
-        max_blocks = -(-(num_positions // block_size + 1) // TABLE_STEP) * TABLE_STEP
-        self._tables = BlockTables(2 * max_num_seqs, max_blocks)
+    def __init__(
+        self, block_size: int, num_positions: int, max_num_seqs: int, device: torch.device, num_more: int
+    ) -> None:
+        self.block_size = block_size
+        self.num_positions = num_positions
+        self._num_more = num_more
+        self.max_blocks = -(-(num_positions // block_size + 1) // TABLE_STEP) * TABLE_STEP
+        self._tables = BlockTables(2 * max_num_seqs, self.max_blocks)
         self._table_step = 1 if device.type == "cpu" else TABLE_STEP
 
-    def build(
-        self,
-        spans: Sequence[Span],
-        token_ids: torch.Tensor,
-        depths: Sequence[int] | None = None,
-        tree_mask: torch.Tensor | None = None,
-    ) -> ForwardBatch:
-        """token_ids: [sum of counts] int64 on the device, span by span; logits_indices are the last rows of the spans.
-
-        depths, tree_mask: of each row, of spans that are trees below their first slot: its position is start + depth.
-        """
+    def arrays(self, spans: Sequence[Span], token_ids: Sequence[int], rows: Sequence[int] = ()) -> StepArrays:
+        """token_ids: span by span; rows: put into logits_indices, whatever the drafter means by them."""
         starts = np.array([span.start for span in spans], dtype=np.int64)
         counts = np.array([span.count for span in spans], dtype=np.int64)
-        tables = self._tables.gather([span.request for span in spans], self._table_step)
+        tables = self._wide(self._tables.gather([span.request for span in spans], self._table_step), starts + counts)
         ends = np.cumsum(counts)
         of_row = np.repeat(np.arange(len(spans)), counts)
         places = np.arange(ends[-1]) - (ends - counts)[of_row] + starts[of_row]
-        num_slots = np.array([len(span.request.block_ids) * self._block_size for span in spans], dtype=np.int64)
-        inside = places < num_slots[of_row]
-        columns = np.where(inside, places // self._block_size, 0)
-        slots = np.where(inside, tables[of_row, columns].astype(np.int64) * self._block_size, -1)
-        slots = np.where(inside, slots + places % self._block_size, -1)
-        positions = places if depths is None else starts[of_row] + np.array(depths, dtype=np.int64)
-        seq_lens = np.minimum(starts + counts, num_slots)  # what is past the blocks is a lone row that nobody reads
-        arrays = [
-            np.minimum(positions, self._num_positions - 1),
-            np.concatenate([[0], ends]).astype(np.int32),
-            seq_lens.astype(np.int32),
-            tables,
-            slots,
-            ends - 1,
-        ]
-        positions_of, starts_of, lens_of, tables_of, slots_of, last_rows = pack(arrays, self._device)
+        blocks = tables[of_row, places // self.block_size].astype(np.int64)
         num_decodes = num_short_queries(counts)
-        return ForwardBatch(
-            token_ids=token_ids,
-            positions=positions_of,
-            query_start_loc=starts_of,
-            seq_lens=lens_of,
-            block_tables=tables_of,
-            slot_mapping=slots_of,
-            logits_indices=last_rows,
+        return StepArrays(
+            token_ids=np.array(token_ids, dtype=np.int64),
+            positions=places,
+            query_start_loc=np.concatenate([[0], ends]).astype(np.int32),
+            seq_lens=(starts + counts).astype(np.int32),
+            block_tables=tables,
+            slot_mapping=blocks * self.block_size + places % self.block_size,
+            logits_indices=np.array(rows, dtype=np.int64),
             max_query_len=int(counts.max()),
-            max_seq_len=int(seq_lens.max()),
+            max_seq_len=int((starts + counts).max()),
             num_decode_requests=num_decodes,
             num_decode_tokens=int(ends[num_decodes - 1]) if num_decodes else 0,
             max_decode_query_len=min(int(counts[:num_decodes].max(initial=0)), MAX_DECODE_QUERY_LEN),
+            pending=[],
+        )
+
+    def rows_after(
+        self,
+        batch: ForwardBatch,
+        token_ids: torch.Tensor,
+        depths: torch.Tensor,
+        first: int = 0,
+        tree_mask: torch.Tensor | None = None,
+    ) -> ForwardBatch:
+        """Rows behind the last of each request of `batch`, in slots `first`, … after it, worked out on the device.
+
+        token_ids, tree_mask: [num_requests * n], depths: [n], of each row below the first level. A request whose blocks
+        end before its last row, and one that pads, has no rows: it computes nothing that counts.
+        """
+        last = (batch.query_start_loc[1:].long() - 1).clamp(min=0)
+        starts = batch.positions[last] + 1
+        num_requests, num_rows, size = len(starts), len(depths), self.block_size
+        places = starts[:, None] + first + torch.arange(num_rows, device=starts.device)
+        width = batch.block_tables.shape[1]
+        columns = places // size
+        blocks = batch.block_tables.gather(1, columns.clamp(max=width - 1)).long()
+        is_there = (blocks >= 0) & (columns < width) & (batch.seq_lens > 0)[:, None]
+        is_whole = is_there.all(dim=1)
+        slots = torch.where(is_whole[:, None], blocks * size + places % size, -1)
+        seq_lens = torch.where(is_whole, starts + first + num_rows, 0).int()
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=(starts[:, None] + depths).clamp(max=self.num_positions - 1).flatten(),
+            query_start_loc=torch.arange(num_requests + 1, dtype=torch.int32, device=starts.device) * num_rows,
+            seq_lens=seq_lens,
+            block_tables=batch.block_tables,
+            slot_mapping=slots.flatten(),
+            logits_indices=last[:0],
+            max_query_len=num_rows,
+            max_seq_len=min(self.num_positions, batch.max_seq_len + first + num_rows),
+            num_decode_requests=num_requests,
+            num_decode_tokens=num_requests * num_rows,
+            max_decode_query_len=num_rows,
             tree_mask=tree_mask,
         )
+
+    def _wide(self, tables: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Tables as wide as the slots of further levels reach: what is not there must read -1, not an old entry."""
+        needed = min(self.max_blocks, -(-(int(ends.max()) + self._num_more) // self.block_size))
+        missing = needed - tables.shape[1]
+        return tables if missing <= 0 else np.pad(tables, ((0, 0), (0, missing)), constant_values=-1)
+
+
+def last_rows(batch: ForwardBatch) -> torch.Tensor:
+    """The last row of each request, [num_requests] int64; of one that pads, any row."""
+    return (batch.query_start_loc[1:].long() - 1).clamp(min=0)

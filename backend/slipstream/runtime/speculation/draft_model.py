@@ -8,7 +8,7 @@ Sources: arXiv:2211.17192, arXiv:2302.01318; common noise: arXiv:2408.07978.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -18,12 +18,15 @@ from slipstream.core.config import EngineConfig, ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.load import load_model, resolve_dtype
 from slipstream.nn.spec import read_spec
+from slipstream.runtime.batch import StepArrays
 from slipstream.runtime.host_copy import HostCopy, to_device
 from slipstream.runtime.kv_pool import allocate_pool
-from slipstream.runtime.speculation.draft_batch import DraftBatches, Span
+from slipstream.runtime.speculation.draft_batch import DraftBatches, Span, last_rows
+from slipstream.runtime.speculation.draft_graphs import DraftGraphs
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
 from slipstream.runtime.speculation.seen_tokens import SeenTokens
 from slipstream.runtime.speculation.vocabulary import VocabularyMap
@@ -50,15 +53,16 @@ class DraftModelProposer:
         own = replace(hardware, dtype=self._model.placement.dtype, kv_dtype=self._model.placement.dtype)
         self._caches = allocate_pool(spec, own, plan).layers
         self._words = VocabularyMap.between(config.model, model, surroundings.target.spec.vocab_size, hardware.device)
-        self._batches = DraftBatches(
-            plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, hardware.device
-        )
         self._seen = SeenTokens(plan.num_blocks, plan.block_size)
         self._fed: dict[int, tuple[int, list[int]]] = {}  # by request: drafts that were fed, and from which place on
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._is_sampled = config.speculation.draft_sampling == "sampled"
         self.num_drafts = config.speculation.num_draft_tokens or NUM_DRAFTS
         self.num_scratch_slots = self.num_drafts
+        seats = config.scheduler.max_num_seqs
+        self._batches = DraftBatches(plan.block_size, plan.max_model_len, seats, self._device, self.num_drafts)
+        refusal = self._model.backend.graph_refusal(plan.block_size)
+        self._graphs = DraftGraphs(self._draft, self._batches, surroundings, 1 + self.num_drafts, refusal=refusal)
 
     @staticmethod
     def refusal(params: SamplingParams) -> str | None:
@@ -68,23 +72,20 @@ class DraftModelProposer:
     def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
         if not wishes:
             return []
-        logits = self._catch_up(wishes)
-        num_levels = max(min(wish.num_drafts, wish.depth) for wish in wishes)
-        levels, probs = [], []
-        for level in range(num_levels):
-            token_ids, q = self._choose(wishes, logits, level)
-            levels.append(token_ids)
-            probs.append(q)
-            if level + 1 < num_levels:
-                spans = [Span(wish.request, wish.request.num_tokens + level, 1) for wish in wishes]
-                logits = self._forward(spans, self._words.to_draft(token_ids))
-        (found,) = HostCopy((torch.stack(levels, dim=1),)).lists()
+        arrays = self._catch_up(wishes)
+        probs: list[torch.Tensor] = []
+        if self._is_sampled and not all(wish.request.params.is_greedy for wish in wishes):
+            choose = lambda logits, level: self._choose(wishes, logits, level, probs)  # noqa: E731
+            tokens = self._chain(self._graphs.tensors(arrays), choose)
+        else:
+            tokens = self._graphs.run(arrays)
+        (found,) = HostCopy((tokens,)).lists()
         answers = []
         for row, (wish, chain) in enumerate(zip(wishes, found)):
             count = min(wish.num_drafts, wish.depth)
-            self._fed[wish.request.request_id] = wish.request.num_tokens, chain[: num_levels - 1]
-            drawn_from = torch.stack([q[row] for q in probs[:count] if q is not None]) if _rejects(wish) else None
-            answers.append(Drafts(chain[:count], [], drawn_from if self._is_sampled else None))
+            self._fed[wish.request.request_id] = wish.request.num_tokens, chain[:-1]
+            drawn_from = torch.stack([q[row] for q in probs[:count]]) if probs and _rejects(wish) else None
+            answers.append(Drafts(chain[:count], [], drawn_from))
         return answers
 
     def forget(self, requests: Sequence[Request]) -> None:
@@ -94,28 +95,23 @@ class DraftModelProposer:
 
     # ---- parts
 
-    def _catch_up(self, wishes: Sequence[Wish]) -> torch.Tensor:
-        """Compute what the draft has not seen of each request; the logits after its last token, [R, target's vocab]."""
+    def _catch_up(self, wishes: Sequence[Wish]) -> StepArrays:
+        """Compute what the draft has not seen of each request, but for one batch that reaches the last token of all."""
         missing = [Span(w.request, start := self._known(w.request), w.request.num_tokens - start) for w in wishes]
-        rows: list[torch.Tensor | None] = [None] * len(wishes)
-        while True:
-            budget = self._max_tokens
-            spans, places = [], []
-            for place, span in enumerate(missing):
-                count = min(span.count, budget)
-                if count > 0:
-                    spans.append(Span(span.request, span.start, count))
-                    places.append(place)
-                    budget -= count
-            if not spans:
-                break
-            token_ids = [t for s in spans for t in s.request.token_ids[s.start : s.start + s.count]]
-            logits = self._forward(spans, self._words.to_draft(to_device(token_ids, torch.int64, self._device)))
-            for row, (place, span) in enumerate(zip(places, spans)):
-                self._seen.follow(span.request, span.start, span.count)
-                rows[place] = logits[row]
-                missing[place] = Span(span.request, span.start + span.count, missing[place].count - span.count)
-        return torch.stack([row for row in rows if row is not None])
+        budget = max(self._max_tokens, len(wishes))
+        while sum(span.count for span in missing) > budget:
+            place = max(range(len(missing)), key=lambda place: missing[place].count)
+            span = missing[place]
+            part = Span(span.request, span.start, min(span.count - 1, budget))
+            self._forward(self._graphs.tensors(self._arrays([part])))
+            missing[place] = Span(span.request, span.start + part.count, span.count - part.count)
+        return self._arrays(missing)
+
+    def _arrays(self, spans: Sequence[Span]) -> StepArrays:
+        for span in spans:
+            self._seen.follow(span.request, span.start, span.count)
+        tokens = [token for span in spans for token in span.request.token_ids[span.start : span.start + span.count]]
+        return self._batches.arrays(spans, tokens)
 
     def _known(self, request: Request) -> int:
         """Tokens whose cache is right; those drafts that were fed and taken are among them."""
@@ -127,19 +123,32 @@ class DraftModelProposer:
             end += 1
         return max(0, min(end, request.num_tokens - 1))
 
-    def _forward(self, spans: Sequence[Span], token_ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the last row of each span, over the target's vocabulary."""
-        batch = self._batches.build(spans, token_ids)
-        hidden = self._model.forward(batch, self._caches)
-        return self._words.logits(self._model.logits(hidden[batch.logits_indices]))
+    def _draft(self, batch: ForwardBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """The likeliest chain of each request, [num_requests, num_drafts]."""
+        return self._chain(batch, lambda logits, level: ops.greedy(logits))
+
+    def _chain(self, batch: ForwardBatch, choose: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        """choose: logits over the target's vocabulary and the level -> a token of the target per request."""
+        levels = [choose(self._logits(self._forward(batch)[last_rows(batch)]), 0)]
+        for level in range(1, self.num_drafts):
+            depth = torch.full_like(levels[0][:1], level - 1)
+            rows = self._batches.rows_after(batch, levels[-1], depth, level - 1)
+            levels.append(choose(self._logits(self._forward(rows)), level))
+        return torch.stack(levels, dim=1)
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """batch: of the target's tokens."""
+        batch = replace(batch, token_ids=self._words.to_draft(batch.token_ids))
+        return self._model.forward(batch, self._caches)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._words.logits(self._model.logits(hidden))
 
     def _choose(
-        self, wishes: Sequence[Wish], logits: torch.Tensor, level: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A token per request, and the probabilities that it was drawn from where they are needed."""
+        self, wishes: Sequence[Wish], logits: torch.Tensor, level: int, probs: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """A token drawn per request; to `probs` goes what they were drawn from, where that is needed."""
         params = [wish.request.params for wish in wishes]
-        if not self._is_sampled or all(p.is_greedy for p in params):
-            return logits.argmax(dim=-1), None
         floats = lambda values: to_device(values, torch.float32, self._device)  # noqa: E731
         filters = (
             floats([p.temperature for p in params]),
@@ -155,9 +164,9 @@ class DraftModelProposer:
             to_device([seed - (1 << 64) if seed >= 1 << 63 else seed for seed in seeds], torch.int64, self._device),
             to_device(positions, torch.int64, self._device),
         )
-        if not any(map(_rejects, wishes)):
-            return token_ids, None
-        return token_ids, ops.token_probs(logits, filters[0].clamp(min=1e-5), *filters[1:])
+        if any(map(_rejects, wishes)):
+            probs.append(ops.token_probs(logits, filters[0].clamp(min=1e-5), *filters[1:]))
+        return token_ids
 
 
 def draft_config(config: EngineConfig) -> ModelConfig:

@@ -16,11 +16,13 @@ from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.heads.eagle import FIELD, EagleHead
-from slipstream.runtime.host_copy import HostCopy, to_device
+from slipstream.runtime.host_copy import HostCopy
 from slipstream.runtime.kv_pool import allocate_pool
-from slipstream.runtime.speculation.draft_batch import Span
+from slipstream.runtime.speculation.draft_batch import last_rows
+from slipstream.runtime.speculation.draft_graphs import DraftGraphs
 from slipstream.runtime.speculation.follower import Follower
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
 
@@ -76,7 +78,6 @@ class EagleProposer:
         else:
             raise ConfigError(FIELD, "", "needed for speculative_method eagle: the folder of the head")
         target.feature_layers = self._head.feature_layers
-        self._device = surroundings.hardware.device
         self._top_k, self._depth = speculation.eagle_top_k, speculation.eagle_depth
         num_fed = self._top_k * (self._depth - 1)
         if num_fed >= MAX_DRAFT_TOKENS:
@@ -86,7 +87,11 @@ class EagleProposer:
         self.num_drafts = speculation.num_draft_tokens or chain
         self.num_scratch_slots = num_fed + 1
         (self._cache,) = allocate_pool(self._head.spec, surroundings.hardware, surroundings.plan).layers
-        self._follower = Follower("eagle", surroundings)
+        self._follower = Follower("eagle", surroundings, self.num_scratch_slots)
+        width = target.spec.hidden_size * (1 + len(target.feature_layers))
+        refusal = self._head.backend.graph_refusal(surroundings.plan.block_size)
+        batches = self._follower.batches
+        self._graphs = DraftGraphs(self._draft, batches, surroundings, 1 + self._depth, width, refusal)
 
     @staticmethod
     def refusal(params: SamplingParams) -> str | None:
@@ -95,58 +100,49 @@ class EagleProposer:
     @torch.inference_mode()
     def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
         followed = self._follower.follow(result)
-        drafts = [Drafts() for _ in wishes]
         if followed is None:
-            return drafts
-        assert result.hidden is not None
-        features = self._head.first_features(result.hidden[to_device(followed.rows, torch.int64, self._device)])
-        out = self._head.forward(followed.batch, features, self._cache)
-        live = [place for place, wish in enumerate(wishes) if wish.has_scratch and wish.computed in followed.last_rows]
-        if live:
-            chosen = [wishes[place] for place in live]
-            ends = [followed.last_rows[wish.computed] for wish in chosen]
-            for place, tree in zip(live, self._trees(chosen, out[to_device(ends, torch.int64, self._device)])):
-                drafts[place] = tree
-        return drafts
+            return [Drafts() for _ in wishes]
+        nodes = self._graphs.run(followed.arrays, result.hidden)
+        if not wishes:
+            return []
+        (found,) = HostCopy((nodes,)).lists()
+        return [
+            _drafts(wish, *found[followed.order[wish.computed]])
+            if wish.has_scratch and wish.computed in followed.order
+            else Drafts()
+            for wish in wishes
+        ]
 
     def forget(self, requests: Sequence[Request]) -> None:
         self._follower.forget(requests)
 
-    def _trees(self, wishes: Sequence[Wish], features: torch.Tensor) -> list[Drafts]:
-        """features: the head's output at each request's last row, [num_requests, size]."""
+    def _draft(self, batch: ForwardBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """hidden: the model's, for each row. Returns the nodes of each request's tree, as _Tree.best does."""
+        assert hidden is not None
+        out = self._head.forward(batch, self._head.first_features(hidden), self._cache)
+        features = out[last_rows(batch)]
         tokens, log_probs = self._guess(features)
         tree = _Tree(tokens, log_probs)
         num_requests, top_k = tokens.shape
         fed_tokens = tokens  # [num_requests, rows fed so far]
         fed_features = features[:, None].expand(-1, top_k, -1)
-        bits = torch.arange(top_k, device=self._device).expand_as(tokens)
+        bits = torch.arange(top_k, device=tokens.device).expand_as(tokens)
         masks = torch.ones_like(tokens) << bits
-        for level in range(1, min(self._depth, max(wish.depth for wish in wishes))):
-            out = self._feed(wishes, level, fed_tokens, fed_features, masks)[:, -top_k:]
+        for level in range(1, self._depth):
+            depths = torch.arange(level * top_k, device=tokens.device) // top_k
+            flat = fed_tokens.flatten(), depths, 0, masks.flatten()
+            rows = self._follower.batches.rows_after(batch, *flat)
+            out = self._head.forward(rows, fed_features.flatten(0, 1), self._cache).unflatten(0, (num_requests, -1))
+            out = out[:, -top_k:]
             tokens, log_probs = (part.unflatten(0, (num_requests, top_k)) for part in self._guess(out.flatten(0, 1)))
             parents = tree.grow(tokens, log_probs)
-            rows = level * top_k + bits
-            masks = torch.cat([masks, masks[:, -top_k:].gather(1, parents) | (torch.ones_like(rows) << rows)], dim=1)
+            places = level * top_k + bits
+            own = torch.ones_like(places) << places
+            masks = torch.cat([masks, masks[:, -top_k:].gather(1, parents) | own], dim=1)
             fed_tokens = torch.cat([fed_tokens, tree.tokens.gather(1, tree.beams)], dim=1)
             of_parents = out.gather(1, parents[..., None].expand(-1, -1, out.shape[2]))
             fed_features = torch.cat([fed_features, of_parents], dim=1)
-        (found,) = HostCopy((tree.best(max(wish.num_drafts for wish in wishes)),)).lists()
-        return [_drafts(wish, *nodes) for wish, nodes in zip(wishes, found)]
-
-    def _feed(
-        self,
-        wishes: Sequence[Wish],
-        level: int,
-        tokens: torch.Tensor,
-        features: torch.Tensor,
-        masks: torch.Tensor,
-    ) -> torch.Tensor:
-        """The head over all beams of `level` levels: [num_requests, rows, size]."""
-        num_rows = tokens.shape[1]
-        spans = [Span(wish.request, wish.request.num_tokens - 1, num_rows) for wish in wishes]
-        depths = [row // self._top_k for row in range(num_rows)] * len(wishes)
-        batch = self._follower.batches.build(spans, tokens.flatten(), depths, masks.flatten())
-        return self._head.forward(batch, features.flatten(0, 1), self._cache).unflatten(0, (-1, num_rows))
+        return tree.best(self.num_drafts)
 
     def _guess(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest tokens after each row and their log-probabilities, [rows, top_k] each."""

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from slipstream.core.request import Request, RequestStatus
-from slipstream.nn.batch import ForwardBatch
-from slipstream.runtime.host_copy import to_device
+from slipstream.runtime.batch import StepArrays
 from slipstream.runtime.speculation.draft_batch import DraftBatches, Span
 from slipstream.runtime.speculation.proposer import ComputedTokens, StepResult, Surroundings
 from slipstream.runtime.speculation.seen_tokens import SeenTokens
@@ -17,24 +14,23 @@ from slipstream.runtime.speculation.seen_tokens import SeenTokens
 
 @dataclass(frozen=True)
 class Followed:
-    """batch: what the head must compute to keep up; rows: of the step's hidden states, row by row of the batch.
+    """arrays: what the head must compute to keep up; its logits_indices are the rows of the step's hidden states.
 
-    last_rows: place in StepResult.computed -> the request's last row in the batch.
+    order: place in StepResult.computed -> the request's place in the batch.
     """
 
-    batch: ForwardBatch
-    rows: list[int]
-    last_rows: dict[int, int]
+    arrays: StepArrays
+    order: dict[int, int]
 
 
 class Follower:
-    """method: requests of which are followed."""
+    """method: requests of which are followed. num_more: slots after a request's tokens that drafting writes."""
 
-    def __init__(self, method: str, surroundings: Surroundings) -> None:
-        config, plan = surroundings.config, surroundings.plan
+    def __init__(self, method: str, surroundings: Surroundings, num_more: int) -> None:
+        config, plan, device = surroundings.config, surroundings.plan, surroundings.hardware.device
         self._method = method
-        self._device = surroundings.hardware.device
-        self.batches = DraftBatches(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, self._device)
+        seats = config.scheduler.max_num_seqs
+        self.batches = DraftBatches(plan.block_size, plan.max_model_len, seats, device, num_more)
         self._seen = SeenTokens(plan.num_blocks, plan.block_size)
 
     def follow(self, result: StepResult) -> Followed | None:
@@ -42,18 +38,15 @@ class Follower:
         spans: list[Span] = []
         rows: list[int] = []
         token_ids: list[int] = []
-        last_rows: dict[int, int] = {}
+        order: dict[int, int] = {}
         for place, computed in enumerate(result.computed):
             if self._goes_on(computed, result.hidden is not None):
                 count = len(computed.rows)
+                order[place] = len(spans)
                 spans.append(Span(computed.request, computed.start, count))
                 token_ids += computed.request.token_ids[computed.start + 1 : computed.start + 1 + count]
                 rows += computed.rows
-                last_rows[place] = len(rows) - 1
-        if not spans:
-            return None
-        batch = self.batches.build(spans, to_device(token_ids, torch.int64, self._device))
-        return Followed(batch, rows, last_rows)
+        return Followed(self.batches.arrays(spans, token_ids, rows), order) if spans else None
 
     def forget(self, requests: Sequence[Request]) -> None:
         self._seen.forget(requests)

@@ -10,16 +10,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from slipstream_kernels import ops
 
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.mtp import FIELD, MTPModule
-from slipstream.runtime.host_copy import HostCopy, to_device
+from slipstream.runtime.host_copy import HostCopy
 from slipstream.runtime.kv_pool import allocate_pool
-from slipstream.runtime.speculation.draft_batch import Span
+from slipstream.runtime.speculation.draft_batch import last_rows
+from slipstream.runtime.speculation.draft_graphs import DraftGraphs
 from slipstream.runtime.speculation.follower import Follower
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
 
@@ -35,11 +38,14 @@ class MTPProposer:
         assert target is not None
         self._target = target
         self._module = _load(surroundings, target)
-        self._device = surroundings.hardware.device
         self.num_drafts = config.speculation.num_draft_tokens or NUM_DRAFTS
         self.num_scratch_slots = self.num_drafts
         (self._cache,) = allocate_pool(self._module.spec, surroundings.hardware, surroundings.plan).layers
-        self._follower = Follower("mtp", surroundings)
+        self._follower = Follower("mtp", surroundings, self.num_drafts)
+        width = target.spec.hidden_size * (1 + len(target.feature_layers))
+        refusal = self._module.backend.graph_refusal(surroundings.plan.block_size)
+        batches = self._follower.batches
+        self._graphs = DraftGraphs(self._draft, batches, surroundings, 1 + self.num_drafts, width, refusal)
 
     @staticmethod
     def refusal(params: SamplingParams) -> str | None:
@@ -50,33 +56,31 @@ class MTPProposer:
         followed = self._follower.follow(result)
         if followed is None:
             return [Drafts() for _ in wishes]
-        assert result.hidden is not None
-        rows = to_device(followed.rows, torch.int64, self._device)
-        out = self._module.forward(followed.batch, self._target.final(result.hidden[rows]), self._cache)
-        live = [place for place, wish in enumerate(wishes) if wish.computed in followed.last_rows]
-        if not live:
-            return [Drafts() for _ in wishes]
-        chosen = [wishes[place] for place in live]
-        ends = [followed.last_rows[wish.computed] for wish in chosen]
-        chains = self._chains(chosen, out[to_device(ends, torch.int64, self._device)])
-        drafts = [Drafts() for _ in wishes]
-        for place, wish, chain in zip(live, chosen, zip(*chains)):
-            drafts[place] = Drafts(list(chain[: min(wish.num_drafts, wish.depth)]))
-        return drafts
+        tokens = self._graphs.run(followed.arrays, result.hidden)
+        if not wishes:
+            return []
+        (chains,) = HostCopy((tokens,)).lists()
+        return [
+            Drafts(chains[followed.order[wish.computed]][: min(wish.num_drafts, wish.depth)])
+            if wish.computed in followed.order
+            else Drafts()
+            for wish in wishes
+        ]
 
     def forget(self, requests: Sequence[Request]) -> None:
         self._follower.forget(requests)
 
-    def _chains(self, wishes: Sequence[Wish], hidden: torch.Tensor) -> list[list[int]]:
-        """hidden: the module's output at each request's last row. Returns all requests' drafts, level by level."""
-        levels = [self._module.logits(hidden).argmax(dim=-1)]
-        for level in range(1, max(min(wish.num_drafts, wish.depth) for wish in wishes)):
-            spans = [Span(wish.request, wish.request.num_tokens - 2 + level, 1) for wish in wishes]
-            batch = self._follower.batches.build(spans, levels[-1])
-            hidden = self._module.forward(batch, hidden, self._cache)
-            levels.append(self._module.logits(hidden).argmax(dim=-1))
-        (found,) = HostCopy((torch.stack(levels),)).lists()
-        return found
+    def _draft(self, batch: ForwardBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+        """hidden: the model's, for each row. Returns the drafts of each request, [num_requests, num_drafts]."""
+        assert hidden is not None
+        out = self._module.forward(batch, self._target.final(hidden), self._cache)[last_rows(batch)]
+        levels = [ops.greedy(self._module.logits(out))]
+        for level in range(1, self.num_drafts):
+            depth = torch.full_like(levels[0][:1], level - 1)
+            rows = self._follower.batches.rows_after(batch, levels[-1], depth, level - 1)
+            out = self._module.forward(rows, out, self._cache)
+            levels.append(ops.greedy(self._module.logits(out)))
+        return torch.stack(levels, dim=1)
 
 
 def _load(surroundings: Surroundings, target: Decoder) -> MTPModule:
