@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 
 from slipstream_kernels.decode_call import DecodeCall
 from slipstream_kernels.kv_cache import KvCache, check_kv_cache
-from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride
+from slipstream_kernels.ops.select import load_module, require_float, require_shape, require_unit_stride
 from slipstream_kernels.reference import decode_attention as reference
 
 BACKENDS = ("auto", "reference", "cuda")
@@ -89,7 +87,7 @@ def _run(call: DecodeCall, backend: str) -> None:
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     if backend == "cuda" or (backend == "auto" and call.q.is_cuda):
-        cuda = importlib.import_module("slipstream_kernels.cuda.decode_attention")
+        cuda = load_module("cuda", "decode_attention")
         refusal = cuda.refusal(call)
         if refusal is None:
             return cuda.decode_attention(call)

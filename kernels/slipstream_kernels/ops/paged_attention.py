@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
-from types import ModuleType
-
 import torch
 
 from slipstream_kernels.attention_call import AttentionCall
 from slipstream_kernels.kv_cache import INT4_DTYPE, KvCache, check_kv_cache
-from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
+from slipstream_kernels.ops.select import load_module, require_float, require_shape, require_unit_stride, select
 
 TRITON_HEAD_DIMS = (64, 80, 96, 128, 256)
 # Calls of longer queries than decode and draft rows go to the CUDA kernel, where it can run.
@@ -85,7 +81,7 @@ def paged_attention(
 
 def _run(call: AttentionCall, backend: str) -> None:
     if backend == "cuda" or (backend == "auto" and call.q.is_cuda and call.max_query_len > SHORT_QUERY_LEN):
-        cuda = _cuda()
+        cuda = load_module("cuda", "prefill_attention")
         refusal = cuda.refusal(call)
         if refusal is None:
             return cuda.paged_attention(call)
@@ -101,11 +97,6 @@ def triton_min_block_size(kv_dtype: torch.dtype | None) -> int:
     product of probabilities and values is wrong.
     """
     return 32 if kv_dtype == INT4_DTYPE else 16
-
-
-@cache
-def _cuda() -> ModuleType:
-    return importlib.import_module("slipstream_kernels.cuda.prefill_attention")
 
 
 def _check_tensors(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from types import ModuleType
 
 import torch
 
 from slipstream_kernels.fp8 import BLOCK, E4M3, Fp8Rows
-from slipstream_kernels.ops.select import require_shape, select
+from slipstream_kernels.ops.select import load_module, require_shape, select
 
 # Rows up to which our own kernel is faster than the library on an H200 (docs/LOG.md); above it weights are read once
 # for many rows and cuBLAS is at the peak.
@@ -65,7 +64,7 @@ def _choose(backend: str, rows: Fp8Rows, weight: torch.Tensor) -> ModuleType:
     is_aligned = all(size % LIBRARY_ALIGNMENT == 0 for size in weight.shape)
     prefers_library = rows.values.is_cuda and rows.num_tokens > MAX_OWN_ROWS and is_aligned
     if backend == "library" or (backend == "auto" and prefers_library):
-        return importlib.import_module("slipstream_kernels.library.scaled_mm")
+        return load_module("library", "scaled_mm")
     return select("scaled_mm", backend, rows.values)
 
 

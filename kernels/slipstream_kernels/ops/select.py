@@ -23,14 +23,14 @@ def select(op: str, backend: str, tensor: torch.Tensor, triton_refusal: str | No
     cannot run.
     """
     if backend == "reference":
-        return _load("reference", op)
+        return load_module("reference", op)
     if backend == "auto":
-        return _load("triton" if tensor.is_cuda and triton_refusal is None else "reference", op)
+        return load_module("triton" if tensor.is_cuda and triton_refusal is None else "reference", op)
     if backend != "triton":
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     if triton_refusal is not None:
         raise ValueError(f"backend: triton cannot run {op}: {triton_refusal}")
-    module = _load("triton", op)
+    module = load_module("triton", op)
     if not tensor.is_cuda and not _is_interpreting():
         raise ValueError(
             f"backend: triton cannot run {op} on {tensor.device}: needs CUDA, or TRITON_INTERPRET=1 before import"
@@ -38,8 +38,9 @@ def select(op: str, backend: str, tensor: torch.Tensor, triton_refusal: str | No
     return module
 
 
-@cache  # importing what is imported costs an op 5 us, and a forward pass has hundreds
-def _load(backend: str, op: str) -> ModuleType:
+@cache
+def load_module(backend: str, op: str) -> ModuleType:
+    """The implementation, kept: importing what is imported takes 5 us, and a forward pass has hundreds of ops."""
     return importlib.import_module(f"slipstream_kernels.{backend}.{op}")
 
 

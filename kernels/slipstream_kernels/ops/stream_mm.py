@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 
 from slipstream_kernels.fp8 import BLOCK, E4M3
-from slipstream_kernels.ops.select import FLOAT_DTYPES, require_float, require_shape, require_unit_stride
+from slipstream_kernels.ops.select import FLOAT_DTYPES, load_module, require_float, require_shape, require_unit_stride
 
 BACKENDS = ("auto", "reference", "cuda")
 
@@ -42,13 +40,13 @@ def stream_mm(
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     if backend == "cuda" or (backend == "auto" and x.is_cuda):
-        cuda = importlib.import_module("slipstream_kernels.cuda.stream_mm")
+        cuda = load_module("cuda", "stream_mm")
         refusal = cuda.refusal(x, weight, scales)
         if refusal is None:
             return cuda.stream_mm(x, weight, scales, bias, gated)
         if backend == "cuda":
             raise ValueError(f"backend: cuda cannot run stream_mm: {refusal}")
-    return importlib.import_module("slipstream_kernels.reference.stream_mm").stream_mm(x, weight, scales, bias, gated)
+    return load_module("reference", "stream_mm").stream_mm(x, weight, scales, bias, gated)
 
 
 def max_streamed_tokens(weight: torch.Tensor, scales: torch.Tensor | None = None) -> int:
@@ -58,7 +56,7 @@ def max_streamed_tokens(weight: torch.Tensor, scales: torch.Tensor | None = None
     """
     if not weight.is_cuda:
         return 0
-    return int(importlib.import_module("slipstream_kernels.cuda.stream_mm").max_tokens(weight, scales))
+    return int(load_module("cuda", "stream_mm").max_tokens(weight, scales))
 
 
 def _check_weight(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -> None:
