@@ -2,11 +2,11 @@
 """Speed of speculation against plain decoding on the same engine build: tokens per step, acceptance, speed-up.
 
     python tests/bench/bench_speculation.py --model models/slipstream-demo-code --methods ngram --texts held_out.jsonl
-    python tests/bench/bench_speculation.py --shape llama3-8b --methods medusa mtp --profile medusa --concurrency 1 2 4
+    python tests/bench/bench_speculation.py --shape llama3-8b --methods medusa mtp --concurrency 1 2 4
 
 With a checkpoint, acceptance is real: prompts are the beginnings of held-out texts, or texts to repeat with small edits
 (--task edit). With --shape, weights are random and acceptance is simulated: drafts cost what they cost, and of each
-verification as many are taken as a profile's rates by position say. One JSON object per line, then a table.
+verification as many are taken as the method's rates (PROFILES) say. One JSON object per line, then a table.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import random
 import tempfile
 import time
 from bisect import bisect
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,7 +27,7 @@ from slipstream.core.config_parse import config_from_values
 from slipstream.core.drafts import children_of_rows
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime import verify
+from slipstream.runtime import runner, verify
 from slipstream.runtime.engine import Engine
 
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "slipstream-demo-code"
@@ -37,7 +38,7 @@ TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "slipstream-demo-co
 # (arXiv:2503.01840).
 _TAIL = [0.03, 0.025, 0.02, 0.015, 0.012, 0.01, 0.01]
 PROFILES: dict[str, list[list[float]]] = {
-    "medusa": [[0.60, 0.11, 0.05, *_TAIL], [0.48, 0.10, 0.05, *_TAIL], [0.42, 0.09, 0.05, *_TAIL], [0.38, 0.08, 0.04]],
+    "medusa": [[0.57, 0.10, 0.05, *_TAIL], [0.41, 0.09, 0.05, *_TAIL], [0.34, 0.08, 0.04, *_TAIL], [0.30, 0.07, 0.04]],
     "mtp": [[0.87], [0.75], [0.65]],
     "eagle": [[0.76, 0.08, 0.03, 0.02]] * 6,
 }
@@ -144,13 +145,10 @@ def make_engine(arguments: argparse.Namespace, method: str) -> Engine:
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
     if arguments.shape:
-        SimulatedVerification.rates = PROFILES[arguments.profile]
-        verify_class = SimulatedVerification
-        import slipstream.runtime.runner as runner
-
-        runner.Verification = verify_class  # type: ignore[misc]
+        runner.Verification = SimulatedVerification  # type: ignore[misc]
     records = []
     for method in ("plain", *arguments.methods):
+        SimulatedVerification.rates = PROFILES.get(method.split(":")[0], [])
         engine = make_engine(arguments, method)
         for temperature in arguments.temperatures:
             for count in arguments.concurrency:
@@ -159,7 +157,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
                     SamplingParams(max_tokens=length, temperature=temperature, seed=place, ignore_eos=True)
                     for place, length in enumerate(lengths)
                 ]
-                run(engine, prompts[:1] if count == 1 else prompts, [*params])  # warm
+                run(engine, prompts, [replace(wanted, max_tokens=8) for wanted in params])  # warm
                 best = max((run(engine, prompts, params) for _ in range(arguments.repeats)), key=lambda r: r["tok_s"])
                 record = {"method": method.split(":")[0], "temperature": temperature, "concurrency": count}
                 records.append({**record, **{key: round(value, 3) for key, value in best.items()}})
@@ -197,7 +195,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--shape", choices=tuple(SHAPES), help="random weights of this shape, acceptance simulated")
     parser.add_argument("--methods", nargs="+", default=["ngram"], help="method[:folder[:num_draft_tokens]]")
-    parser.add_argument("--profile", choices=tuple(PROFILES), default="medusa")
     parser.add_argument("--texts", type=Path, help='JSON lines with a "text" each')
     parser.add_argument("--task", choices=("continue", "edit"), default="continue")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
