@@ -13,7 +13,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-
 #include <type_traits>
 
 #include "prefill_convert.cuh"

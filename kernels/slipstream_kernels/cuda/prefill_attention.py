@@ -12,7 +12,7 @@ import torch
 
 from slipstream_kernels.attention_call import AttentionCall
 from slipstream_kernels.cuda.build import load, missing
-from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE
+from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
 
 SOURCE = "prefill_attention.cu"
 HEAD_DIMS = (64, 128)
@@ -61,7 +61,15 @@ def refusal(call: AttentionCall) -> str | None:
         return f"block_size {block_size} is not a power of two >= 16"
     if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
         return "q's heads do not begin at multiples of 16 bytes"
+    if any(tensor.data_ptr() % 16 for tensor in _copied(call)):
+        return "the cache does not begin at a multiple of 16 bytes"
     return missing(SOURCE, defines(call))
+
+
+def _copied(call: AttentionCall) -> list[torch.Tensor]:
+    """What the copy engine reads besides q."""
+    scales = (call.key_scale, call.value_scale) if call.key_cache.dtype in TOKEN_SCALED_DTYPES else ()
+    return [call.key_cache, call.value_cache, *(scale for scale in scales if scale is not None)]
 
 
 def paged_attention(call: AttentionCall) -> None:

@@ -1,6 +1,8 @@
 // What a variant of the prefill kernel is, and where its shared memory and barriers lie.
 #pragma once
 
+#include <type_traits>
+
 #include "hopper_copy.cuh"
 #include "hopper_mma.cuh"
 #include "kv_format.cuh"
