@@ -192,6 +192,23 @@ def test_models_in_every_state(fake_client: openai.OpenAI) -> None:
     assert fake_client.completions.create(model="bare", prompt='{"pieces": ["ok"]}').choices[0].text == "ok"
 
 
+def test_too_many_at_once(fake_triton: FakeTriton) -> None:
+    fake_triton.cancelled.clear()
+    with GatewayProcess(fake_triton.url, ["--max-concurrent-requests", "2", "--no-page"]) as small:
+        client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="x", max_retries=0, timeout=30)
+        held = [ask(client, "plain", {"pieces": ["a"], "hang": True}, stream=True) for _ in range(2)]
+        with pytest.raises(openai.RateLimitError) as error:
+            ask(client, "plain", {})
+        assert error.value.response.headers["retry-after"] == "1" and "accepted: 2" in error.value.message
+        assert client.models.list().data and small.get("/")[0] == 404, "only what generates is counted; no page"
+        held[0].close()
+        deadline = time.monotonic() + 5
+        while small.metrics()["slipstream_gateway_requests_in_flight"] > 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert ask(client, "plain", {"pieces": ["there is room"]}).choices[0].message.content == "there is room"
+        held[1].close()
+
+
 def test_embeddings(fake_client: openai.OpenAI, fake_gateway: GatewayProcess) -> None:
     answer = fake_client.embeddings.create(model="encoder", input=["a b c", "four"])  # the client asks for base64
     assert [entry.embedding for entry in answer.data] == [[5.0, 2.0, 0.5], [4.0, 0.0, 0.5]]

@@ -6,6 +6,7 @@ and go while the gateway runs.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from dataclasses import dataclass, field
@@ -75,6 +76,7 @@ class Catalog:
         self._models: dict[str, Model] = {}
         self._states: dict[str, str] = {}
         self._refreshed = -REFRESH_S
+        self._refreshing: asyncio.Task[None] | None = None
 
     async def all(self) -> list[Model]:
         """Every model that is ready and generates text, aliases included."""
@@ -97,6 +99,11 @@ class Catalog:
         now = time.monotonic()
         if now - self._refreshed < (0.2 if force else REFRESH_S):
             return
+        if self._refreshing is None or self._refreshing.done():  # one for all requests that wait for it
+            self._refreshing = asyncio.create_task(self._ask())
+        await asyncio.shield(self._refreshing)
+
+    async def _ask(self) -> None:
         ready: dict[str, Model] = {}
         states: dict[str, str] = {}
         by_target = {model.triton_name: model for model in self._models.values()}
@@ -107,7 +114,7 @@ class Catalog:
                     ready[entry.name] = model
             elif entry.state and entry.reason != "unloaded":
                 states[entry.name] = f"{entry.state.lower()} {entry.reason}".strip()
-        self._states, self._refreshed = states, now
+        self._states, self._refreshed = states, time.monotonic()
         self._models = {name: self._named(name, model) for name, model in ready.items()}
         for alias, target in self._options.aliases.items():
             if target in ready:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -25,6 +26,8 @@ from slipstream.server.usage import Usage
 async def chat(gateway: Gateway, request: ChatRequest, http: HttpRequest) -> HttpResponse:
     model = await gateway.catalog.find(request.model)
     tools = plan_tools(request, model.tool_format)
+    if request.logprobs:
+        await asyncio.to_thread(model.token_bytes.prepare)
     generation = make_generation(request, model, tools)
     if request.stream:
         writer = ChatWriter(request, model, tools)

@@ -68,7 +68,7 @@ class Guard:
         if length.isdigit() and (len(length) > 12 or int(length) > self._max_body_bytes):
             raise self._too_large()
         if endpoint in ("chat", "completions", "embeddings"):
-            num_before = self._metrics.get("requests_in_flight") - 1
+            num_before = self._metrics.total("requests_in_flight") - 1
             if num_before >= self._max_requests:
                 message = (
                     f"{num_before:.0f} requests are being answered, accepted: {self._max_requests}; try again later"

@@ -106,8 +106,9 @@ class Metrics:
     def set(self, name: str, value: float) -> None:
         self._row[_OFFSETS[name]] = value
 
-    def get(self, name: str) -> float:
-        return self._row[_OFFSETS[name]]
+    def total(self, name: str) -> float:
+        """Of all workers; for a family without labels."""
+        return sum(self._all[_OFFSETS[name] :: _ROW].tolist())
 
     def count_request(self, endpoint: str, status: int) -> None:
         column = STATUSES.index(status) if status in STATUSES else len(STATUSES)

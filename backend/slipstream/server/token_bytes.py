@@ -18,6 +18,10 @@ class TokenBytes:
     def __init__(self, folder: Path | None) -> None:
         self._file = folder / "tokenizer.json" if folder is not None else None
 
+    def prepare(self) -> None:
+        """Build the table, which takes up to a second: on another thread than the event loop's."""
+        _ = self._table
+
     def of(self, token_id: int, text: str) -> list[int]:
         table = self._table
         piece = table.pieces[token_id] if table is not None and token_id < len(table.pieces) else text
