@@ -1,0 +1,189 @@
+"""Which drafts are taken: the walk through chains and trees, the lossy modes by hand, and χ² on what is drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import make_engine, run_steps
+from slipstream.core.config import SpeculationConfig
+from slipstream.core.drafts import children_of_rows, row_depths, row_masks, row_paths
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.speculation import DraftPlanner, Speculation
+from slipstream.core.step import ScheduledRequest
+from slipstream.runtime.sampler import Draws, Sampled
+from slipstream.runtime.verify import Verdict, Verification
+from tiny_model import make_tiny_llama
+
+TREE = [-1, -1, 0, 2, 0, 1]  # two first guesses; the first has two children, one of them a child; the second has one
+TOKENS = [10, 11, 12, 13, 14, 15]
+
+
+def scheduled(acceptance: str, parents: list[int], tokens: list[int], temperature: float = 1.0) -> ScheduledRequest:
+    request = Request([1, 2, 3], SamplingParams(temperature=temperature), seed=1)
+    request.speculation = Speculation("ngram", 8, acceptance)
+    request.draft_token_ids, request.draft_parents = list(tokens), list(parents)
+    return ScheduledRequest(request, 2, 1 + len(tokens), True, len(tokens))
+
+
+def verdict(
+    drawn: list[int], parents: list[int] = TREE, tokens: list[int] = TOKENS, dead: tuple[int, ...] = ()
+) -> Verdict:
+    verification = Verification([scheduled("exact", parents, tokens)], SpeculationConfig())
+    (found,) = verification.verdicts(Sampled(drawn, dead_rows=set(dead)))
+    return found
+
+
+def test_shapes_of_a_tree() -> None:
+    assert row_depths(TREE, 6) == [0, 1, 1, 2, 3, 2, 2]
+    assert row_paths(TREE, TOKENS)[4] == (10, 12, 13)
+    assert children_of_rows(TREE, 6) == [[1, 2], [3, 5], [6], [4], [], [], []]
+    assert [bin(mask) for mask in row_masks(TREE, 6)[3:5]] == ["0b1011", "0b11011"]
+    assert row_masks([], 63)[63] == -1 and row_depths([], 3) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("drawn", "token_ids", "rows"),
+    [
+        ([9, 0, 0, 0, 0, 0, 0], [9], [0]),
+        ([10, 9, 0, 0, 0, 0, 0], [10, 9], [0, 1]),
+        ([10, 12, 0, 13, 7, 0, 0], [10, 12, 13, 7], [0, 1, 3, 4]),
+        ([10, 14, 0, 13, 7, 8, 0], [10, 14, 8], [0, 1, 5]),
+        ([11, 12, 15, 0, 0, 0, 6], [11, 15, 6], [0, 2, 6]),
+    ],
+)
+def test_the_walk_follows_what_was_drawn(drawn: list[int], token_ids: list[int], rows: list[int]) -> None:
+    assert verdict(drawn) == Verdict(token_ids, rows)
+
+
+def test_a_dead_row_is_not_entered() -> None:
+    """A guide says that nothing may follow the draft: its token is the last one then."""
+    assert verdict([10, 12, 0, 13, 7, 0, 0], dead=(3,)) == Verdict([10, 12], [0, 1])
+
+
+def judged(mode: str, probs: list[list[float]], parents: list[int], tokens: list[int], drawn: list[int]) -> list[int]:
+    config = SpeculationConfig(typical_threshold=0.2, typical_alpha=0.5, acceptance_top_p=0.6, acceptance_window=2)
+    verification = Verification([scheduled(mode, parents, tokens)], config)
+    logits = torch.tensor(probs).log()
+    rows = len(probs)
+    draws = Draws(torch.ones(rows), None, None, None, torch.zeros(rows, dtype=torch.int64))
+    assert verification.needs_judge
+    token_ids, columns = verification.judge(logits, draws, torch.arange(rows), torch.tensor(drawn))
+    (found,) = verification.verdicts(Sampled(token_ids.tolist(), judged=[column.tolist() for column in columns]))
+    return found.token_ids
+
+
+def test_typical_takes_what_is_likely_enough() -> None:
+    sure, unsure = [0.1, 0.8, 0.1], [0.34, 0.33, 0.33]
+    # entropy of `sure` is 0.64: floor min(0.2, 0.5 * 0.53) = 0.2; of `unsure` 1.1: min(0.2, 0.17) = 0.17
+    assert judged("typical", [sure, sure, sure], [], [1, 1], [0, 0, 2]) == [1, 1, 2]
+    assert judged("typical", [sure, sure, sure], [], [0, 1], [2, 0, 2]) == [2]
+    assert judged("typical", [unsure, unsure, sure], [], [2, 1], [0, 0, 2]) == [2, 1, 2]
+
+
+def test_typical_takes_the_longest_way() -> None:
+    even = [0.25, 0.25, 0.25, 0.25]
+    parents, tokens = [-1, -1, 1], [0, 1, 2]
+    assert judged("typical", [even] * 4, parents, tokens, [3, 3, 3, 0]) == [1, 2, 0]
+
+
+def test_top_p_window() -> None:
+    peaked, second = [0.7, 0.2, 0.1], [0.2, 0.7, 0.1]
+    assert judged("top_p_window", [peaked, peaked, peaked], [], [0, 0], [1, 1, 2]) == [0, 0, 2], "in the top 60 %"
+    assert judged("top_p_window", [peaked, peaked, peaked], [], [1, 0], [2, 1, 2]) == [2], "one match is no window"
+    rows = [peaked, second, peaked, peaked]
+    assert judged("top_p_window", rows, [], [1, 1, 0], [2, 2, 2, 2]) == [1, 1, 0, 2], "second, then two likeliest"
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "sampling"),
+    [("exact", "greedy"), ("exact", "sampled"), ("rejection", "greedy"), ("rejection", "sampled")],
+)
+def test_lossless_modes_keep_the_distribution(tiny_llama: Path, tmp_path: Path, acceptance: str, sampling: str) -> None:
+    """Two-sample χ² over the first three tokens of 1,500 seeds, against plain decoding with other seeds."""
+    draft = make_tiny_llama(tmp_path / "draft", seed=0)  # the model's own weights, made a little different
+    config = SpeculationConfig(
+        "draft_model", throttle="off", draft_model=str(draft), draft_sampling=sampling, acceptance=acceptance
+    )
+    _disturb(draft)
+    plain, drafting = make_engine(tiny_llama), make_engine(tiny_llama, speculation=config)
+    expected, _ = _counts(plain, 10_000)
+    found, accepted = _counts(drafting, 20_000)
+    assert accepted > 300, "drafts that are never taken prove nothing"
+    cells = [key for key in expected | found if expected[key] + found[key] >= 10]
+    statistic = sum((expected[key] - found[key]) ** 2 / (expected[key] + found[key]) for key in cells)
+    rest = [sum(count for key, count in counts.items() if key not in cells) for counts in (expected, found)]
+    statistic += (rest[0] - rest[1]) ** 2 / max(1, sum(rest))
+    degrees = len(cells)
+    assert degrees > 8 and statistic < degrees + 4 * (2 * degrees) ** 0.5
+
+
+def _disturb(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    noisy = {
+        name: tensor + 0.01 * torch.randn(tensor.shape, generator=generator) if tensor.dim() == 2 else tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(noisy, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _counts(engine: object, first_seed: int) -> tuple[Counter[tuple[int, ...]], int]:
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
+    for start in range(0, 1500, 64):
+        requests = [
+            Request(
+                [5, 6, 7, 8],
+                SamplingParams(max_tokens=3, temperature=4.0, top_k=4, seed=first_seed + place, ignore_eos=True),
+            )
+            for place in range(start, min(1500, start + 64))
+        ]
+        for request in requests:
+            engine.submit(request)  # type: ignore[attr-defined]
+        run_steps(engine, {})  # type: ignore[arg-type]
+        counts.update(tuple(request.output_token_ids) for request in requests)
+        accepted += sum(request.num_accepted_tokens for request in requests)
+    return counts, accepted
+
+
+def test_the_planner_keeps_rows_free_and_does_not_flap() -> None:
+    planner = DraftPlanner(free_tokens=64)
+    request = Request([1], SamplingParams())
+    request.speculation = Speculation("ngram", 7, "exact")
+
+    def drafts(num_running: int) -> int:
+        planner.begin_step(num_running)
+        return planner.num_drafts(request)
+
+    assert [drafts(count) for count in (1, 8, 16, 32)] == [7, 7, 3, 1]
+    assert [drafts(count) for count in (33, 32, 30, 21)] == [0, 0, 0, 2], "room for two, to begin again"
+    assert drafts(32) == 1
+    request.speculation = None
+    assert drafts(1) == 0
+
+
+def test_the_planner_pauses_what_is_slower_than_plain_steps() -> None:
+    planner = DraftPlanner(is_adaptive=True)
+    request = Request([1], SamplingParams())
+    request.speculation = Speculation("ngram", 4, "exact")
+    for _ in range(40):
+        planner.measure(8, 0.010, 1.0, is_speculating=False)
+        planner.measure(8, 0.015, 2.0, is_speculating=True)  # 7.5 ms a token
+    planner.begin_step(8)
+    assert planner.num_drafts(request) == 4
+    for _ in range(200):
+        planner.measure(8, 0.025, 2.0, is_speculating=True)
+    planner.begin_step(9)
+    assert planner.num_drafts(request) == 0, "about the same load"
+    planner.begin_step(40)
+    assert planner.num_drafts(request) == 4, "another load"
+    for _ in range(1100):
+        planner.measure(8, 0.010, 1.0, is_speculating=False)
+    planner.begin_step(8)
+    assert planner.num_drafts(request) == 4, "tried again"
