@@ -20,7 +20,7 @@ from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-SEEDED = SamplingParams(max_tokens=24, temperature=0.9, seed=5, ignore_eos=True, top_k=50)
+SEEDED = SamplingParams(max_tokens=16, temperature=0.9, seed=5, ignore_eos=True, top_k=50)
 METHODS = ("ngram", "same_draft", "other_draft", "medusa", "medusa_pt", "mtp", "eagle", "eagle3", "eagle_chain")
 
 
@@ -58,14 +58,15 @@ def test_text_is_that_of_plain_decoding(
     engine = make_engine(
         eight_layers,
         scheduler={"max_num_batched_tokens": 40},
-        cache={"num_blocks": 60},  # some are preempted
+        cache={"num_blocks": 34},  # some are preempted
         model={"max_model_len": 128},
         speculation=settings(method, eight_layers, tmp_path),
     )
-    for params in (GREEDY, SEEDED):
-        expected = [told.token_ids for told in run_all(plain, prompts, params)]
-        for _ in range(2):  # the second time from the prefix cache
-            assert [told.token_ids for told in run_all(engine, prompts, params)] == expected
+    some = prompts[1::2]
+    for params, times in ((GREEDY, 2), (SEEDED, 1)):  # the second time from the prefix cache
+        expected = [told.token_ids for told in run_all(plain, some, params)]
+        for _ in range(times):
+            assert [told.token_ids for told in run_all(engine, some, params)] == expected
 
 
 def drafted(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Request]:
