@@ -61,7 +61,7 @@ def fake_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeTriton
     from fake_triton import FakeTriton
 
     folder = tmp_path_factory.mktemp("checkpoints")
-    signs = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>", "plain": ""}
+    signs = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>", "plain": "", "guarded": ""}
     models = {}
     for name, sign in signs.items():
         template = "{# " + sign + " #}{{ messages[-1]['content'] }}"

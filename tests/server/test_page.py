@@ -148,3 +148,21 @@ def contrast(one: str, other: str) -> float:
 
     light, dark = sorted((luminance(one), luminance(other)), reverse=True)
     return (light + 0.05) / (dark + 0.05)
+
+
+def test_a_key_and_a_verdict(browser: Browser, fake_gateway: GatewayProcess) -> None:
+    """Before the scripted stand-in, which wants a key and has a guarded model."""
+    page = browser.new_page()
+    page.goto(fake_gateway.url)
+    page.wait_for_selector("#problem:not([hidden])")
+    assert "API key" in page.text_content("#problem")
+    page.fill("#key", "sk-right")
+    page.press("#key", "Tab")
+    page.wait_for_selector("#model option[value=guarded]", state="attached")
+    assert page.is_hidden("#problem")
+    page.select_option("#model", "guarded")
+    say(page, '{"pieces": ["a", "b"], "reason": "content_filter"}')
+    assert wait_for_answer(page) == "ab"
+    assert page.text_content("#safety") == "flagged: violence"
+    assert "ended by the safety model" in page.inner_text("article.assistant")
+    page.close()

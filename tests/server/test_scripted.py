@@ -178,7 +178,9 @@ def test_right_keys_and_open_paths(fake_gateway: GatewayProcess) -> None:
 
 def test_models_in_every_state(fake_client: openai.OpenAI) -> None:
     names = {model.id for model in fake_client.models.list()}
-    assert names == {"hermes", "mistral", "llama3", "plain", "bare", "broken"}, "no encoders, nothing that loads"
+    assert names == {"hermes", "mistral", "llama3", "plain", "guarded", "bare", "broken"}, (
+        "no encoders, nothing that loads"
+    )
     for name, status, words in (
         ("loading", 503, "not ready: loading"),
         ("dead", 503, "no weights"),
@@ -190,6 +192,17 @@ def test_models_in_every_state(fake_client: openai.OpenAI) -> None:
             ask(fake_client, name, {})
         assert error.value.status_code == status and words in error.value.message
     assert fake_client.completions.create(model="bare", prompt='{"pieces": ["ok"]}').choices[0].text == "ok"
+
+
+def test_verdicts_of_a_guarded_model(fake_client: openai.OpenAI) -> None:
+    script = {"pieces": ["a", "b"], "reason": "content_filter"}
+    verdict = {"flagged": True, "categories": ["violence"]}
+    whole = ask(fake_client, "guarded", script)
+    assert whole.safety == verdict and whole.choices[0].finish_reason == "content_filter"
+    chunks = list(ask(fake_client, "guarded", script, stream=True))
+    assert [chunk.safety for chunk in chunks if hasattr(chunk, "safety")] == [verdict]
+    assert chunks[-1].choices[0].finish_reason == "content_filter"
+    assert not hasattr(ask(fake_client, "guarded", {"pieces": ["fine"]}), "safety")
 
 
 def test_too_many_at_once(fake_triton: FakeTriton) -> None:

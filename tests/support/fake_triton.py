@@ -71,7 +71,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         if request.name in self.models:
             for name in INPUTS:
                 config.input.add(name=name, optional=True)
-            for name in OUTPUTS:
+            for name in (*OUTPUTS, "safety") if request.name == "guarded" else OUTPUTS:
                 config.output.add(name=name)
             for key, value in self.models[request.name].items():
                 config.parameters[key].string_value = value
@@ -127,6 +127,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             "kv_cache_reused_blocks": (0).to_bytes(4, "little"),
             "sequence_index": (0).to_bytes(4, "little"),
             "logprobs": string("[]"),
+            "safety": string('{"flagged": true, "categories": ["violence"]}' if reason == "content_filter" else ""),
         }
         reply = service_pb2.ModelStreamInferResponse()
         for name in names:

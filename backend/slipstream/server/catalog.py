@@ -46,6 +46,7 @@ class Model:
     tool_format: ToolFormat | None = None
     token_bytes: TokenBytes = field(default_factory=lambda: TokenBytes(None))
     settings: dict[str, str] = field(default_factory=dict)
+    has_safety: bool = False  # it has an output `safety`: a JSON object as text, "" while there is no verdict
 
     @property
     def speculative_methods(self) -> list[str]:
@@ -134,11 +135,11 @@ class Catalog:
             if error.status_code >= 503:
                 raise
             return None
-        tensors = {entry.name for entry in config.input}
-        if not {"text_input", "sampling_parameters"} <= tensors or "text_output" not in {o.name for o in config.output}:
+        inputs, outputs = ({entry.name for entry in entries} for entries in (config.input, config.output))
+        if not {"text_input", "sampling_parameters"} <= inputs or "text_output" not in outputs:
             return None
         settings = {key: value.string_value for key, value in config.parameters.items()}
-        model = Model(name, name, int(time.time()), settings=settings)
+        model = Model(name, name, int(time.time()), settings=settings, has_safety="safety" in outputs)
         folder = self._folder(name, settings)
         if folder is None:
             model.no_template = (

@@ -13,7 +13,7 @@ from starlette.responses import Response as HttpResponse
 from slipstream.server import logprobs as logprob_forms
 from slipstream.server.catalog import Model
 from slipstream.server.errors import ApiError
-from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for
+from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for, safety_of
 from slipstream.server.generation import Generation, Response
 from slipstream.server.sampling import UNLIMITED_TOKENS, sampling_parameters
 from slipstream.server.schemas import ChatRequest, Message, TextPart
@@ -121,7 +121,8 @@ def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: R
         ended = finish_reason(reason)
         choice["finish_reason"] = "tool_calls" if has_calls and ended == "stop" else ended
         choices.append(choice)
-    return {**new_head("chat.completion", "chatcmpl", model), "choices": choices, "usage": usage.to_json()}
+    head = {**new_head("chat.completion", "chatcmpl", model), **safety_of(model, response)}
+    return {**head, "choices": choices, "usage": usage.to_json()}
 
 
 def whole_message(text: str, tools: ToolUse) -> tuple[dict[str, Any], bool]:
@@ -191,6 +192,8 @@ class ChatWriter:
             data = self._chunk(_choice(index, {"content": text}))
         elif text:
             data = self._texts[index].make(text)
+        if verdict := safety_of(self._model, response):
+            data += event({**self._head, "choices": [], **verdict})
         return data + self._finish(index, reason) if reason else data
 
     def _logprobs(self, response: Response) -> dict[str, Any] | None:

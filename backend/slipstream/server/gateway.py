@@ -7,6 +7,7 @@ cancelled, and Triton tells the engine.
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -121,6 +122,8 @@ def outputs_for(model: Model, *, stream: bool, n: int, usage: bool, logprobs: bo
             names += DRAFT_COUNTS
     if logprobs:
         names.append("logprobs")
+    if model.has_safety:
+        names.append("safety")
     if stream and n > 1:
         names.append("sequence_index")
     return tuple(names)
@@ -130,7 +133,13 @@ def finish_reason(reason: str) -> str:
     """In OpenAI's words. A time-out cut the text short, as a length does. Raises ApiError for an ended request."""
     if reason in ("timeout", "length"):
         return "length"
-    return "stop"
+    return reason if reason == "content_filter" else "stop"
+
+
+def safety_of(model: Model, response: Response) -> dict[str, Any]:
+    """The verdict of a guarded model, as a further key of the answer; nothing while there is none."""
+    text = response.text("safety") if model.has_safety else ""
+    return {"safety": json.loads(text)} if text else {}
 
 
 def check_time_out(text: str, reason: str, timeout_ms: int | None) -> None:
