@@ -1,0 +1,90 @@
+"""Times the fused elementwise ops on a GPU from one row to thousands: microseconds, share of the copy rate.
+
+`python -m slipstream_kernels.bench_elementwise`.  Launches sit in a CUDA graph that walks over several inputs, so they
+begin early (dependent_launch.py), as in an engine's step.  Few rows are found in the L2, as there, where the kernel
+before has just written them; thousands are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from slipstream_kernels import ops
+from slipstream_kernels.bench_decode import copy_tbps
+
+COLD_BYTES = 256 << 20
+LAUNCHES = 64
+REPLAYS = 9
+LAUNCH_BOUND_ROWS = 64  # up to here a share of the bandwidth says nothing
+
+Run = Callable[[int], object]
+
+
+def cases(num_rows: int, hidden_size: int, intermediate_size: int) -> dict[str, tuple[Run, int]]:
+    """name -> (one launch over the i-th input, bytes read and written).  bf16; fp8 with a scale per row or group."""
+    sets = min(LAUNCHES, max(2, COLD_BYTES // (num_rows * hidden_size * 2)))
+    x, residual = torch.randn(2, sets, num_rows, hidden_size, device="cuda").bfloat16().unbind(0)
+    gated = torch.randn(max(2, sets // 4), num_rows, 2 * intermediate_size, device="cuda").bfloat16()
+    weight = torch.ones(hidden_size, device="cuda").bfloat16()
+    by_row, by_group = ops.Fp8Scheme(), ops.Fp8Scheme(group_size=128)
+    norm_bytes, silu_bytes = num_rows * hidden_size, num_rows * intermediate_size
+
+    def norm(scheme: ops.Fp8Scheme | None) -> Run:
+        if scheme is None:
+            return lambda i: ops.rms_norm(x[i % sets], weight, 1e-5, residual[i % sets])
+        return lambda i: ops.rms_norm_fp8(x[i % sets], weight, 1e-5, residual[i % sets], scheme)
+
+    return {
+        "residual + rms_norm": (norm(None), 8 * norm_bytes),
+        "residual + rms_norm, fp8 by row": (norm(by_row), 7 * norm_bytes),
+        "residual + rms_norm, fp8 by group": (norm(by_group), 7 * norm_bytes),
+        "silu_mul": (lambda i: ops.silu_mul(gated[i % len(gated)]), 6 * silu_bytes),
+        "silu_mul, fp8 by row": (lambda i: ops.silu_mul_fp8(gated[i % len(gated)], by_row), 5 * silu_bytes),
+        "silu_mul, fp8 by group": (lambda i: ops.silu_mul_fp8(gated[i % len(gated)], by_group), 5 * silu_bytes),
+        "quantize_fp8 by row": (lambda i: ops.quantize_fp8(x[i % sets], by_row), 3 * norm_bytes),
+    }
+
+
+def microseconds(run: Run, num_launches: int) -> float:
+    """Of one launch: the median of replays of a graph of them."""
+    run(0)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(num_launches):
+            run(index)
+    times = []
+    for _ in range(REPLAYS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / num_launches)
+    return median(times[1:])
+
+
+def main() -> None:
+    """Print a line per op and number of rows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default="1,8,32,64,4096,8192", help="numbers of rows, with commas")
+    parser.add_argument("--hidden-size", type=int, default=4096)
+    parser.add_argument("--intermediate-size", type=int, default=14336)
+    arguments = parser.parse_args()
+    copy_rate = copy_tbps() * 1e6  # bytes per microsecond
+    torch.cuda.empty_cache()
+    print(f"{torch.cuda.get_device_name()}: copy {copy_rate / 1e6:.2f} TB/s")
+    for num_rows in map(int, arguments.rows.split(",")):
+        for name, (run, num_bytes) in cases(num_rows, arguments.hidden_size, arguments.intermediate_size).items():
+            is_small = num_rows <= LAUNCH_BOUND_ROWS
+            us = microseconds(run, LAUNCHES if is_small else 8)
+            share = "" if is_small else f"{100 * num_bytes / us / copy_rate:5.0f} %"
+            print(f"{num_rows:6} rows  {name:36} {us:8.2f} us {share}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
