@@ -110,6 +110,7 @@ def test_a_conversation_with_calls_reaches_the_template(fake_client: openai.Open
         ),
         (["", "the model is being unloaded"], openai.InternalServerError, "unavailable"),
         (["", "Request for unknown model: 'x' is not found"], openai.NotFoundError, "model_not_found"),
+        (["", "Request for unknown model: 'x' has no available versions"], openai.InternalServerError, "unavailable"),
         (["", "KeyError: 'x'"], openai.InternalServerError, "internal_error"),
     ],
 )
@@ -220,6 +221,21 @@ def test_too_many_at_once(fake_triton: FakeTriton) -> None:
             time.sleep(0.05)
         assert ask(client, "plain", {"pieces": ["there is room"]}).choices[0].message.content == "there is room"
         held[1].close()
+
+
+def test_a_model_that_was_there_a_moment_ago(fake_triton: FakeTriton) -> None:
+    fake_triton.models["brief"] = dict(fake_triton.models["plain"])
+    with GatewayProcess(fake_triton.url) as running:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=30)
+        assert ask(client, "brief", {"pieces": ["x"]}).choices
+        del fake_triton.models["brief"]
+        fake_triton.states["brief"] = ("UNAVAILABLE", "unloaded")
+        time.sleep(0.3)
+        client.models.list()  # asks Triton again
+        with pytest.raises(openai.InternalServerError, match="perhaps to be restarted") as error:
+            ask(client, "brief", {})
+        assert error.value.status_code == 503
+    del fake_triton.states["brief"]
 
 
 def test_embeddings(fake_client: openai.OpenAI, fake_gateway: GatewayProcess) -> None:

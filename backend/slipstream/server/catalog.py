@@ -23,6 +23,7 @@ from slipstream.server.tools.select import ToolFormat, select_format
 from slipstream.server.triton import TritonLink
 
 REFRESH_S = 10.0
+RESTART_S = 60.0  # an engine that is started again is an unloaded model for a while, on servers before 26.03
 _LENGTHS = ("max_model_len", "max_seq_len")
 _SPECULATION = "speculative_method"
 _BLOCK_SIZES = ("block_size", "tokens_per_block")
@@ -76,6 +77,7 @@ class Catalog:
         self._options, self._link = options, link
         self._models: dict[str, Model] = {}
         self._states: dict[str, str] = {}
+        self._last_ready: dict[str, float] = {}  # by Triton's name
         self._refreshed = -REFRESH_S
         self._refreshing: asyncio.Task[None] | None = None
 
@@ -91,8 +93,11 @@ class Catalog:
         if model is not None:
             return model
         target = self._options.aliases.get(name, name)
-        if self._states.get(target):
-            message = f"The model {name!r} is not ready: {self._states[target]}"
+        state = self._states.get(target, "")
+        if not state and time.monotonic() - self._last_ready.get(target, -RESTART_S) < RESTART_S:
+            state = "it was unloaded a moment ago, perhaps to be restarted"
+        if state:
+            message = f"The model {name!r} is not ready: {state}"
             raise ApiError(503, message, code="unavailable", retry_after_s=1)
         raise model_not_found(name, list(self._models))
 
@@ -116,6 +121,7 @@ class Catalog:
             elif entry.state and entry.reason != "unloaded":
                 states[entry.name] = f"{entry.state.lower()} {entry.reason}".strip()
         self._states, self._refreshed = states, time.monotonic()
+        self._last_ready |= dict.fromkeys(ready, self._refreshed)
         self._models = {name: self._named(name, model) for name, model in ready.items()}
         for alias, target in self._options.aliases.items():
             if target in ready:

@@ -88,7 +88,8 @@ def from_grpc(status: grpc.StatusCode, message: str) -> ApiError:
         code = "context_length_exceeded" if _TOO_LONG.search(message) else None
         param = field.group(1) if field else None
         return ApiError(400, message, code=code, param=_NAMES.get(param, param) if param else None)
-    if status is grpc.StatusCode.NOT_FOUND or "unknown model" in message:
+    is_unknown = "unknown model" in message and status is not grpc.StatusCode.UNAVAILABLE
+    if status is grpc.StatusCode.NOT_FOUND or is_unknown:
         return ApiError(404, message, code="model_not_found", param="model")
     if status is grpc.StatusCode.UNAVAILABLE:
         if _FULL.search(message):
