@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface (%(default)s)")
     parser.add_argument("--port", type=int, default=9000, help="0 takes any free one (%(default)s)")
     parser.add_argument(
-        "--workers", type=int, default=1, help="processes; one sends some 15 000 events/s (%(default)s)"
+        "--workers", type=int, default=1, help="processes; one sends some 13 000 events/s (%(default)s)"
     )
     _add_models(parser.add_argument_group("models"))
     _add_access(parser.add_argument_group("access and limits"))
