@@ -135,7 +135,7 @@ def make_engine(arguments: argparse.Namespace, method: str) -> Engine:
         name, *paths = method.split(":")
         values["speculative_method"] = name
         field = {"medusa": "medusa_heads", "mtp": "mtp_module", "eagle": "eagle_head", "draft_model": "draft_model"}
-        if paths:
+        if paths and paths[0]:
             values[field[name]] = paths[0]
         if len(paths) > 1:
             values["num_draft_tokens"] = paths[1]

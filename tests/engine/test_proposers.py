@@ -164,3 +164,20 @@ def test_a_request_chooses_among_the_methods_loaded(tiny_llama: Path, tmp_path: 
         with pytest.raises(RequestError, match=next(iter(wrong))):
             engine.submit(Request([3, 4], SamplingParams(**wrong)))  # type: ignore[arg-type]
     assert torch.is_inference_mode_enabled() is False
+
+
+def test_a_draft_model_computes_each_token_once(eight_layers: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
+    """What was drafted and taken is in its cache already, and nothing is computed twice but what was rejected."""
+    engine = make_engine(eight_layers, speculation=settings("other_draft", eight_layers, tmp_path))
+    proposer = engine._speculator._proposers["draft_model"]
+    spans: list[tuple[int, int]] = []
+    arrays = proposer._batches.arrays  # type: ignore[attr-defined]
+
+    def note(chosen: list[object], *rest: object) -> object:
+        spans.extend((span.start, span.count) for span in chosen)  # type: ignore[attr-defined]
+        return arrays(chosen, *rest)
+
+    proposer._batches.arrays = note  # type: ignore[attr-defined]
+    (request,) = drafted(engine, prompts[7:8])
+    assert spans[0] == (0, len(prompts[7]) + 1) and len(spans) > 10
+    assert all(count <= 1 + 4 for _, count in spans[1:])

@@ -161,9 +161,9 @@ def test_the_planner_keeps_rows_free_and_does_not_flap() -> None:
         planner.begin_step(num_running)
         return planner.num_drafts(request)
 
-    assert [drafts(count) for count in (1, 8, 16, 32)] == [7, 7, 3, 1]
-    assert [drafts(count) for count in (33, 32, 30, 21)] == [0, 0, 0, 2], "room for two, to begin again"
-    assert drafts(32) == 1
+    assert [drafts(count) for count in (1, 8, 16, 21)] == [7, 7, 3, 2]
+    assert [drafts(count) for count in (22, 21, 17, 16)] == [0, 0, 0, 3], "room for three, to begin again"
+    assert drafts(21) == 2
     request.speculation = None
     assert drafts(1) == 0
 

@@ -22,7 +22,6 @@ from slipstream.core.wire_messages import Config as WireConfig
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
 _TOKENS = "max_tokens_in_paged_kv_cache"  # TensorRT-LLM's size of the cache, in tokens: num_blocks * block_size
 _BY_NAME = {name: parameter for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)}
-_HEAD_FOLDERS = ("medusa_heads", "mtp_module", "eagle_head")
 _MODEL_PARAMETER = re.compile(r'key:\s*"model"\s*,?\s*value:?\s*\{\s*string_value:\s*"([^"]*)"')
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
@@ -54,8 +53,13 @@ def parse_parameters(
         tokenizer=_resolve("tokenizer", config.model.tokenizer, model_dir),
     )
     speculation = config.speculation
-    paths = {name: _resolve(name, getattr(speculation, name), model_dir) for name in _HEAD_FOLDERS}
-    speculation = replace(speculation, draft_model=_resolve_draft(speculation.draft_model, model_dir), **paths)
+    speculation = replace(
+        speculation,
+        draft_model=_resolve_draft(speculation.draft_model, model_dir),
+        medusa_heads=_resolve("medusa_heads", speculation.medusa_heads, model_dir),
+        mtp_module=_resolve("mtp_module", speculation.mtp_module, model_dir),
+        eagle_head=_resolve("eagle_head", speculation.eagle_head, model_dir),
+    )
     serving = replace(config.serving, max_batch_size=max_batch_size)
     config = replace(config, model=resolved, speculation=speculation, serving=serving)
     check(config)

@@ -16,6 +16,7 @@ from slipstream.core.stats import Metric, Stats, accepted_metric, drafted_metric
 _LEAST_STEPS = 32  # measured steps before a speed is believed
 _LEAST_GAIN = 1.0  # of tokens per second, below which speculation pauses
 _REST_STEPS = 1024  # plain steps after which a paused speculation is tried again
+_MOST_GROWTH = 3.0
 _WEIGHT = 0.05  # of a new measurement in a running mean
 
 
@@ -36,6 +37,9 @@ class _Mean:
     count: int = 0
 
     def add(self, value: float) -> None:
+        """What takes far longer than before (something was compiled, another process ran) counts as a little longer."""
+        if self.count:
+            value = min(value, _MOST_GROWTH * self.value)
         self.count += 1
         self.value += (value - self.value) * max(_WEIGHT, 1.0 / self.count)
 
@@ -80,6 +84,12 @@ class DraftPlanner:
         wanted = request.speculation
         return 0 if wanted is None else min(wanted.num_draft_tokens, self._num_most)
 
+    def expect(self, num_running: int, seconds: float) -> None:
+        """What a plain step of so many requests takes at least, before any was seen."""
+        load = self._load(num_running)
+        load.plain.add(seconds)
+        load.plain.count = max(load.plain.count, _LEAST_STEPS)
+
     def measure(self, num_running: int, seconds: float, tokens_per_request: float, is_speculating: bool) -> None:
         """A decode step of so many requests took so long; tokens_per_request: that each got, on average."""
         load = self._load(num_running)
@@ -96,7 +106,8 @@ class DraftPlanner:
         if not self._free_tokens:
             return 1 << 30
         num_free = self._free_tokens // max(1, num_running) - 1
-        self._is_full = num_free < (2 if self._is_full else 1)  # it takes room for two to begin again
+        # one draft alone does not pay for the verification's overhead; it takes room for three to begin again
+        self._is_full = num_free < (3 if self._is_full else 2)
         return 0 if self._is_full else num_free
 
     def _load(self, num_running: int) -> _Load:

@@ -25,6 +25,11 @@ class Compaction:
         self._block_size = block_size
         self._device = device
 
+    def warm_up(self) -> None:
+        """Compile what `keep` runs; a slot is put where it lies."""
+        zero = to_device([0], torch.int64, self._device)
+        ops.move_slots(self._caches, zero, zero, to_device([0, 1], torch.int32, self._device))
+
     def keep(self, verified: Sequence[tuple[ScheduledRequest, list[int]]]) -> None:
         """verified: requests of a step, and which of each one's rows hold, the first always among them."""
         sources: list[int] = []

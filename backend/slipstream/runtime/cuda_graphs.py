@@ -144,6 +144,20 @@ class StepGraphs:
             len(self._shapes), time.perf_counter() - start, ", ".join(decodes), self._shapes[-1].num_tokens,
         )  # fmt: skip
 
+    def time_decodes(self) -> dict[int, float]:
+        """Seconds of a decode step by its number of requests, with nothing in the cache: what it takes at least."""
+        seconds = {}
+        for shape in self._shapes:
+            if shape.max_query_len == 1:
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                self.replay(shape)
+                start.record()
+                self.replay(shape)
+                end.record()
+                end.synchronize()
+                seconds[shape.num_requests] = start.elapsed_time(end) / 1e3
+        return seconds
+
     def load(self, shape: GraphShape, step: StepArrays) -> ForwardBatch:
         """Copy a step into the static tensors. The batch is of the shape, but for its logits_indices, which are the
         step's; it is good until the next `load`."""

@@ -91,16 +91,18 @@ class Engine:
             self._runner = ModelRunner(config, self.spec, hardware, self.memory_plan, self.start_up)
             target = self._runner.model
         self._speculator = Speculator(Surroundings(config, hardware, self.memory_plan, target))
+        planner = make_planner(config.speculation, hardware)
         if isinstance(self._runner, ModelRunner):
             drafts = self._speculator
             self._runner.start(config, self.memory_plan, self.start_up, drafts.num_drafts, drafts.has_trees)
+            for num_requests, seconds in self._runner.decode_seconds.items():
+                planner.expect(num_requests, seconds)
         self.start_up.log()
         self.stats = Stats()
         plan, settings = self.memory_plan, config.cache
         cache = KVCacheManager(
             plan.num_blocks, settings.block_size, settings.enable_prefix_caching, plan.num_host_blocks
         )
-        planner = make_planner(config.speculation, hardware)
         self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats, planner)
         self._num_ahead = 1 if overlaps(config.scheduler.overlap_scheduling, hardware.device.type) else 0
         self._flights: deque[_Flight] = deque()

@@ -81,6 +81,7 @@ class ModelRunner:
         self._compaction = Compaction(self._kv_caches, plan.block_size, device)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
+        self.decode_seconds: dict[int, float] = {}  # of a decode step of so many requests, where it was measured
         self._finish(phases, "KV pool")
 
     def start(
@@ -97,9 +98,12 @@ class ModelRunner:
         self._graphs = StepGraphs(shapes, self._builder.max_blocks, plan.max_model_len, self._run_model, device)
         with torch.inference_mode():
             self._warm_up()
+            if has_trees and device.type == "cuda":
+                self._compaction.warm_up()
             self._finish(phases, "warm-up")
             self._graphs.capture()
         self._finish(phases, "graphs")
+        self.decode_seconds = self._graphs.time_decodes() if num_drafts else {}
 
     @property
     def model(self) -> Decoder:

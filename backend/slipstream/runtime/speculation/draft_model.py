@@ -115,13 +115,15 @@ class DraftModelProposer:
 
     def _known(self, request: Request) -> int:
         """Tokens whose cache is right; those drafts that were fed and taken are among them."""
-        end = self._seen.seen(request)
+        seen = end = self._seen.seen(request)
         start, fed = self._fed.pop(request.request_id, (0, []))
         for token_id in fed if start == end else ():
             if end >= request.num_tokens - 1 or request.token_ids[end] != token_id:
                 break
             end += 1
-        return max(0, min(end, request.num_tokens - 1))
+        if end > seen:
+            self._seen.follow(request, seen, end - seen)
+        return min(end, request.num_tokens - 1)
 
     def _draft(self, batch: ForwardBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         """The likeliest chain of each request, [num_requests, num_drafts]."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from slipstream_kernels import ops
 
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
@@ -146,9 +147,10 @@ class EagleProposer:
 
     def _guess(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest tokens after each row and their log-probabilities, [rows, top_k] each."""
-        log_probs = torch.log_softmax(self._head.logits(features).float(), dim=-1)
-        best = log_probs.topk(self._top_k, dim=-1)
-        return self._head.token_ids(best.indices), best.values
+        logits = self._head.logits(features)
+        nobody = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        best = ops.top_logprobs(logits, self._top_k, nobody)
+        return self._head.token_ids(best.token_ids), best.values
 
 
 def _drafts(wish: Wish, places: list[int], tokens: list[int], parents: list[int]) -> Drafts:

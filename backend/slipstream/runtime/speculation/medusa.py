@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from slipstream_kernels import ops
 
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
@@ -94,7 +95,10 @@ class MedusaProposer:
         assert result.hidden is not None
         rows = to_device([result.computed[wish.computed].rows[-1] for wish in wishes], torch.int64, self._device)
         logits = self._heads.logits(self._target.final(result.hidden[rows]))
-        best = logits.topk(self._num_ranks, dim=-1).indices.transpose(0, 1).contiguous()
+        num_heads, num_requests, _ = logits.shape
+        nobody = torch.zeros(num_heads * num_requests, dtype=torch.int64, device=self._device)
+        ranked = ops.top_logprobs(logits.flatten(0, 1), self._num_ranks, nobody).token_ids
+        best = ranked.unflatten(0, (num_heads, num_requests)).transpose(0, 1).contiguous()
         (found,) = HostCopy((best,)).lists()
         return [self._tree(wish, ranked) for wish, ranked in zip(wishes, found)]
 
