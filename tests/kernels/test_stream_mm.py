@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ needs_hopper = pytest.mark.skipif(
 )
 FORMATS = ("plain", "channel", "block")
 # out, in: several passes and a last one that is not full; rows that end inside a chunk; fewer rows than SMs
-SHAPES = [(4096, 4096), (6144, 4096), (1000, 4224), (128, 128), (28672, 1024)]
+SHAPES = [(6144, 4096), (1000, 4224), (128, 128), (28672, 1024)]
 TOKENS = (1, 3, 8, 9, 16)
 
 
@@ -40,14 +41,24 @@ def test_reference_is_right(weights: str, gated: bool, dtype: torch.dtype) -> No
 def test_cuda_is_right_for_every_variant(
     dtype: torch.dtype, weights: str, gated: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for tiles, num_tokens, (out_features, in_features) in itertools.product(cuda_stream.TILES, TOKENS, SHAPES):
-        monkeypatch.setattr(cuda_stream, "tiles_of", lambda *_, tiles=tiles: tiles)
+    for num_tokens, (out_features, in_features), is_queued in itertools.product(TOKENS, SHAPES, (False, True)):
         case = draw_case(Case(num_tokens, out_features, in_features, weights, gated, dtype), torch.device("cuda"))
-        poison(case)
-        y = ops.stream_mm(*case.operands, gated=gated, backend="cuda")
         expected = exact(case)
-        error = (y.double() - expected).abs() - tolerance(case, expected)
-        assert (error <= 0).all(), f"tiles {tiles}, {case.what}: {error.max()} at {error.argmax()}"
+        for variant in variants(num_tokens, in_features, is_queued):
+            monkeypatch.setattr(cuda_stream, "choose", lambda *_, variant=variant: variant)
+            poison(case)
+            y = ops.stream_mm(*case.operands, gated=gated, backend="cuda")
+            error = (y.double() - expected).abs() - tolerance(case, expected)
+            assert (error <= 0).all(), f"{variant}, {case.what}: {error.max()} at {error.argmax()}"
+
+
+def variants(num_tokens: int, in_features: int, is_queued: bool) -> Iterator[cuda_stream.Variant]:
+    """All that can serve such a product."""
+    for tiles in cuda_stream.SHARED_TILES:
+        yield cuda_stream.Variant(tiles, -(-num_tokens // 8), False, is_queued)
+    if num_tokens <= cuda_stream.MAX_HELD_TOKENS and in_features <= cuda_stream.MAX_HELD_FEATURES:
+        for tiles in cuda_stream.HELD_TILES:
+            yield cuda_stream.Variant(tiles, 1, True, is_queued)
 
 
 def poison(case) -> None:
@@ -155,13 +166,15 @@ def test_is_chosen_on_hopper_only() -> None:
     assert "x is on cpu" in (cuda_stream.refusal(weight, weight, None) or "")
 
 
-def test_tiles_make_one_pass_where_they_can() -> None:
-    for num_units, gated in itertools.product((16, 4096, 6144, 14336, 128256), (False, True)):
-        units = -(-num_units // 132)
-        for dtype, tiles_of_passes in cuda_stream.TILES_OF_PASSES.items():
-            tiles = cuda_stream.tiles_of(num_units, 132, gated, dtype)
-            makes_one_pass = tiles * (8 if gated else 16) >= units
-            assert tiles in cuda_stream.TILES and (makes_one_pass or tiles == tiles_of_passes)
+def test_choice_is_compiled_and_in_one_pass_where_it_can_be() -> None:
+    for num_tokens, num_units, in_features, gated in itertools.product(
+        (1, 8, 9, 16), (16, 4096, 6144, 14336, 128256), (1024, 4096, 14336), (False, True)
+    ):
+        variant = cuda_stream.choose(num_tokens, num_units, in_features, gated, 132)
+        assert variant in variants(num_tokens, in_features, variant.is_queued)
+        makes_one_pass = variant.tiles * (8 if gated else 16) * 132 >= num_units
+        assert makes_one_pass or variant.tiles == cuda_stream.TILES_OF_PASSES
+        assert not (makes_one_pass and variant.is_queued)
 
 
 @pytest.mark.parametrize("shape", [(4096, 4096, 132), (6144, 4096, 132), (1000, 4160, 7), (130, 128, 132)])

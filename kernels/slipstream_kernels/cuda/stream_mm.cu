@@ -1,10 +1,10 @@
 // Products of few tokens with large weights, for Hopper (sm_90a): y = x W^T. Contract: ops/stream_mm.py.
 //
-// The bytes of W are the bound. One persistent CTA per SM streams an equal share of whole weight rows (stream_shape.cuh)
-// through a ring in shared memory, filled by bulk copies that two warps issue (stream_producer.cuh); 8 warps multiply
-// 16 weight rows by 8 tokens at a time (stream_consumer.cuh) and add their sums at the end (stream_epilogue.cuh). The
-// kernel starts while the one before it still runs, and fills its ring before it waits for that one's results: weights
-// are nobody's output. Built once per SLIPSTREAM_OPERAND (__half, __nv_bfloat16) and SLIPSTREAM_WEIGHTS (a format of
+// The bytes of W are the bound. One persistent CTA per SM streams whole weight rows, an equal share of them or what it
+// takes from a queue (stream_shape.cuh, stream_passes.cuh), through a ring in shared memory, filled by bulk copies that
+// two warps issue (stream_producer.cuh); 8 warps multiply 16 weight rows by 8 tokens at a time (stream_consumer.cuh) and
+// add their sums at the end (stream_epilogue.cuh). The kernel starts while the one before it still runs, and fills its
+// ring before it waits for that one's results: weights are nobody's output. Built once per SLIPSTREAM_OPERAND (__half, __nv_bfloat16) and SLIPSTREAM_WEIGHTS (a format of
 // stream_weights.cuh).
 
 #include "dependent_launch.cuh"
@@ -15,30 +15,35 @@
 namespace slipstream {
 
 template <typename SHAPE>
+__device__ __forceinline__ void init_barriers(uint32_t barriers, uint32_t mailbox) {
+  for (int slot = 0; slot < SHAPE::kSlots; ++slot) {
+    init_barrier(barriers + 8 * slot, 1);
+    init_barrier(barriers + 8 * (slot + SHAPE::kSlots), SHAPE::kWarps);
+  }
+  for (int entry = 0; entry < SHAPE::kMail; ++entry) init_barrier(mailbox + 8 * entry, 1);
+  publish_barriers();
+}
+
+template <typename SHAPE>
 __global__ void __launch_bounds__(SHAPE::kThreads, 1) stream_mm_kernel(const __grid_constant__ StreamParams p) {
   extern __shared__ __align__(128) char memory[];
   const uint32_t ring = shared_address(memory), barriers = ring + SHAPE::kBarrierOffset;
+  const uint32_t mailbox = ring + SHAPE::kMailboxOffset;
   start_dependents();
-  if (threadIdx.x == 0) {
-    for (int slot = 0; slot < SHAPE::kSlots; ++slot) {
-      init_barrier(barriers + 8 * slot, 1);
-      init_barrier(barriers + 8 * (slot + SHAPE::kSlots), SHAPE::kWarps);
-    }
-    publish_barriers();
-  }
+  if (threadIdx.x == 0) init_barriers<SHAPE>(barriers, mailbox);
   __syncthreads();
+  PassSource<SHAPE> passes{p, mailbox, reinterpret_cast<int*>(memory + SHAPE::kMailboxOffset + 8 * SHAPE::kMail)};
   if (threadIdx.x / 32 >= SHAPE::kWarps) {
-    produce<SHAPE>(p, ring, barriers);
+    produce<SHAPE>(p, ring, barriers, passes);
     return;
   }
   await_previous();
   Consumer<SHAPE> consumer{p, ring, barriers};
   const Epilogue<SHAPE> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset)};
-  consumer.x.load(p, consumer.first_column(0));
-  const UnitRange cta = units_of_cta(p, blockIdx.x);
+  consumer.load();
+  UnitRange pass;
 #pragma unroll 1
-  for (int begin = cta.begin; begin < cta.end; begin += SHAPE::kUnitsPerPass) {
-    const UnitRange pass = pass_at<SHAPE>(begin, cta);
+  while (passes.next(pass)) {
     Sums<SHAPE> sums;
     sums.clear();
     consumer.consume_pass(pass, sums);
@@ -46,9 +51,9 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) stream_mm_kernel(const __g
   }
 }
 
-template <int TILES, int COLUMNS, bool IS_GATED>
+template <int TILES, int COLUMNS, bool IS_GATED, bool IS_HELD>
 cudaError_t launch_variant(const StreamParams& params, cudaStream_t stream) {
-  using Shape = StreamShape<SLIPSTREAM_WEIGHTS<SLIPSTREAM_OPERAND>, TILES, COLUMNS, IS_GATED>;
+  using Shape = StreamShape<SLIPSTREAM_WEIGHTS<SLIPSTREAM_OPERAND>, TILES, COLUMNS, IS_GATED, IS_HELD>;
   auto* kernel = stream_mm_kernel<Shape>;
   static const cudaError_t configured =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
@@ -57,16 +62,19 @@ cudaError_t launch_variant(const StreamParams& params, cudaStream_t stream) {
                        kernel, params);
 }
 
-template <int TILES, int COLUMNS>
+template <int TILES, int COLUMNS, bool IS_HELD>
 cudaError_t launch_gated(const StreamParams& params, cudaStream_t stream) {
-  if (params.is_gated != 0) return launch_variant<TILES, COLUMNS, true>(params, stream);
-  return launch_variant<TILES, COLUMNS, false>(params, stream);
+  if (params.is_gated != 0) return launch_variant<TILES, COLUMNS, true, IS_HELD>(params, stream);
+  return launch_variant<TILES, COLUMNS, false, IS_HELD>(params, stream);
 }
 
 template <int TILES>
 cudaError_t launch_tiles(const StreamParams& params, cudaStream_t stream) {
-  if (params.columns == 1) return launch_gated<TILES, 1>(params, stream);
-  if (params.columns == 2) return launch_gated<TILES, 2>(params, stream);
+  if constexpr (TILES <= 3) {
+    if (params.is_held != 0) return launch_gated<TILES, 1, true>(params, stream);
+  }
+  if (params.columns == 1) return launch_gated<TILES, 1, false>(params, stream);
+  if (params.columns == 2) return launch_gated<TILES, 2, false>(params, stream);
   return cudaErrorInvalidValue;
 }
 

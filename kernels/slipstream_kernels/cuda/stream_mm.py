@@ -1,6 +1,6 @@
 """The weight-streaming product in CUDA: chooses a variant, fills its arguments, launches it.  Hopper only.
 
-No device value is read on the host and there is no workspace: CUDA-graph safe, on any stream.
+No device value is read on the host: CUDA-graph safe.  Launches on one device must follow each other (one stream).
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
@@ -22,17 +23,25 @@ MAX_TOKENS = 16
 # Up to so many tokens it is faster than what else there is, in a chain of dependent launches on one H200 (docs/LOG.md).
 MAX_CHOSEN_TOKENS = {torch.bfloat16: 16, torch.float16: 16, E4M3: 8}
 SPAN_BYTES = 64  # of a weight row, what one warp multiplies at once
-COLUMNS = (1, 2)  # of 8 tokens each, that are compiled
-TILES = (2, 3, 4)  # 16-row tiles of one pass, that are compiled
-# Of several passes: the more tiles, the fewer reads of the activations; narrow weights have theirs in more registers.
-TILES_OF_PASSES = {torch.bfloat16: 4, torch.float16: 4, E4M3: 2}
+MAX_HELD_TOKENS, MAX_HELD_FEATURES = 8, 4096  # activations that fit in the registers of a CTA
+SHARED_TILES, HELD_TILES = (2, 3, 4), (2, 3)  # 16-row tiles of one pass, that are compiled
+TILES_OF_PASSES = 2  # of several passes
+MIN_QUEUED_PASSES = 6  # of a CTA: fewer are too coarse to even out what memory serves unevenly
 
-POINTERS = ("x", "weight", "scale", "bias", "out")
+POINTERS = ("x", "weight", "scale", "bias", "out", "queue")
 STRIDES = ("x_row_stride", "out_row_stride", "scale_row_stride")
 COUNTS = (
-    "num_tokens", "num_units", "in_features", "num_ctas", "is_dependent", "prefetch_slots", "tiles", "columns",
-    "is_gated",
+    "num_tokens", "num_units", "in_features", "num_ctas", "is_dependent", "tiles", "columns", "is_gated", "is_held",
 )  # fmt: skip
+
+
+class Variant(NamedTuple):
+    """tiles: of 16 rows, in a pass.  columns: of 8 tokens.  held: activations read once.  queued: passes are drawn."""
+
+    tiles: int
+    columns: int
+    is_held: bool
+    is_queued: bool
 
 
 class StreamParams(ctypes.Structure):
@@ -93,12 +102,14 @@ def stream_mm(
         return out
     library = load(SOURCE, defines(x.dtype, weight.dtype, _by_blocks(scales)))
     num_ctas = num_sms(x.device)
+    variant = choose(x.shape[0], num_units, x.shape[1], gated, num_ctas)
     params = StreamParams(
         x=x.data_ptr(),
         weight=weight.data_ptr(),
         scale=None if scales is None else scales.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
+        queue=queue(x.device).data_ptr() if variant.is_queued else None,
         x_row_stride=x.stride(0),
         out_row_stride=out.stride(0),
         scale_row_stride=scales.stride(0) if scales is not None and _by_blocks(scales) else 0,
@@ -107,10 +118,10 @@ def stream_mm(
         in_features=x.shape[1],
         num_ctas=num_ctas,
         is_dependent=launches_dependently(x.device),
-        prefetch_slots=0,
-        tiles=tiles_of(num_units, num_ctas, gated, weight.dtype),
-        columns=next(count for count in COLUMNS if x.shape[0] <= 8 * count),
+        tiles=variant.tiles,
+        columns=variant.columns,
         is_gated=gated,
+        is_held=variant.is_held,
     )
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
     with torch.cuda.device(x.device):
@@ -121,11 +132,16 @@ def stream_mm(
     return out
 
 
-def tiles_of(num_units: int, num_ctas: int, gated: bool, weight: torch.dtype) -> int:
-    """16-row tiles of a pass: as few as make one pass of a CTA's units; if too many, what several passes take."""
-    units = -(-num_units // num_ctas)
-    tiles = -(-units // (8 if gated else 16))
-    return next((count for count in TILES if count >= tiles), TILES_OF_PASSES[weight])
+def choose(num_tokens: int, num_units: int, in_features: int, gated: bool, num_ctas: int) -> Variant:
+    """One pass of as few tiles as a CTA's units need; if too many, small passes from the queue, or shares."""
+    columns = -(-num_tokens // 8)
+    is_held = num_tokens <= MAX_HELD_TOKENS and in_features <= MAX_HELD_FEATURES
+    compiled = HELD_TILES if is_held else SHARED_TILES
+    units_per_tile = 8 if gated else 16
+    needed = -(-num_units // (num_ctas * units_per_tile))
+    if needed <= compiled[-1]:
+        return Variant(max(needed, compiled[0]), columns, is_held, is_queued=False)
+    return Variant(TILES_OF_PASSES, columns, is_held, is_queued=needed >= TILES_OF_PASSES * MIN_QUEUED_PASSES)
 
 
 def _by_blocks(scales: torch.Tensor | None) -> bool:
@@ -148,6 +164,14 @@ def variants() -> list[tuple[str, ...]]:
         for operand in OPERANDS.values()
         for name in names
     ]
+
+
+@lru_cache
+def queue(device: torch.device) -> torch.Tensor:
+    """What CTAs draw passes from: zeros between launches, which follow each other on one stream.  Made on first use."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("stream_mm: first use on this device lies inside a graph capture; run it once before")
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 @lru_cache

@@ -21,14 +21,19 @@ __device__ __forceinline__ uint4 load_global_16(const void* from) {
   return v;
 }
 
-// One warp's activations of a chunk: lane l holds those of token l / 4 of each column.
+// One warp's activations of a chunk as operands: lane l holds those of token l / 4 of each column.
+template <typename SHAPE>
+struct Operands {
+  uint32_t pairs[SHAPE::kSpans][SHAPE::kColumns][SHAPE::Format::kSteps][2];
+  float factors[SHAPE::kColumns][2];   // for sums of tokens 2 (l % 4) + 0, 1
+};
+
+// The same as they lie in memory, on their way.
 template <typename SHAPE>
 struct Activations {
   using Format = typename SHAPE::Format;
   static constexpr int kVectors = Format::kElements / 8;
-  uint4 raw[SHAPE::kSpans][SHAPE::kColumns][kVectors];                 // of the next chunk, on their way
-  uint32_t pairs[SHAPE::kSpans][SHAPE::kColumns][Format::kSteps][2];   // of this one, as operands
-  float factors[SHAPE::kColumns][2];                                   // for sums of tokens 2 (l % 4) + 0, 1
+  uint4 raw[SHAPE::kSpans][SHAPE::kColumns][kVectors];
 
   // first: the warp's first column. Tokens and columns that do not exist are zero.
   __device__ __forceinline__ void load(const StreamParams& p, int first) {
@@ -49,21 +54,21 @@ struct Activations {
     }
   }
 
-  __device__ __forceinline__ void arrange() {
+  __device__ __forceinline__ void arrange(Operands<SHAPE>& operands) const {
 #pragma unroll
     for (int column = 0; column < SHAPE::kColumns; ++column) {
       uint32_t scale = 0;
-      if constexpr (Format::kIsRescaled) scale = rescale(column);
+      if constexpr (Format::kIsRescaled) scale = rescale(column, operands.factors[column]);
 #pragma unroll
       for (int span = 0; span < SHAPE::kSpans; ++span) {
-        Format::arrange(raw[span][column], scale, pairs[span][column]);
+        Format::arrange(raw[span][column], scale, operands.pairs[span][column]);
       }
     }
   }
 
  private:
-  // The power of two, as two bf16, that brings the largest of this lane's token to 2^14..2^15; sets `factors`.
-  __device__ __forceinline__ uint32_t rescale(int column) {
+  // The power of two, as two bf16, that brings the largest of this lane's token to 2^14..2^15. factors: its inverses.
+  __device__ __forceinline__ uint32_t rescale(int column, float (&factors)[2]) const {
     constexpr uint32_t kMagnitude = 0x7fff7fffu, kLargestField = 253;
     uint32_t two = 0;
 #pragma unroll
@@ -82,7 +87,7 @@ struct Activations {
     const uint32_t field = min(268u - (largest >> 7), kLargestField);
     const float inverse = __uint_as_float((254u - field) << 23);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) factors[column][e] = __shfl_sync(0xffffffffu, inverse, threadIdx.x % 4 * 8 + 4 * e);
+    for (int e = 0; e < 2; ++e) factors[e] = __shfl_sync(0xffffffffu, inverse, threadIdx.x % 4 * 8 + 4 * e);
     return field << 23 | field << 7;
   }
 };
@@ -157,23 +162,41 @@ struct Consumer {
   const StreamParams& p;
   uint32_t ring, barriers;   // shared addresses
   RingPlace<SHAPE::kSlots> place;
-  Activations<SHAPE> x;
+  Activations<SHAPE> coming;   // unless they are held: the next chunk's
+  Operands<SHAPE> held[SHAPE::kHeldChunks];
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   __device__ __forceinline__ int first_column(int chunk) const {
     return chunk * SHAPE::kChunkElements + warp * SHAPE::kSliceElements;
   }
 
-  __device__ __forceinline__ void consume_pass(const UnitRange& pass, Sums<SHAPE>& sums) {
-    const int chunks = num_chunks<SHAPE>(p), tiles = tiles_of_pass<SHAPE>(pass);
-#pragma unroll 1
-    for (int chunk = 0; chunk < chunks; ++chunk) {
-      x.arrange();
-      // One chunk ahead: the latency of L2 passes while this chunk is multiplied.
-      x.load(p, first_column(chunk + 1 == chunks ? 0 : chunk + 1));
+  // Call once, when the activations can be read.
+  __device__ __forceinline__ void load() {
+    if constexpr (SHAPE::kIsHeld) {
+      Activations<SHAPE> all[SHAPE::kHeldChunks];
 #pragma unroll
-      for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
-        if (tile < tiles) consume_tile(pass, tile, first_column(chunk), sums.of[tile]);
+      for (int chunk = 0; chunk < SHAPE::kHeldChunks; ++chunk) all[chunk].load(p, first_column(chunk));
+#pragma unroll
+      for (int chunk = 0; chunk < SHAPE::kHeldChunks; ++chunk) all[chunk].arrange(held[chunk]);
+    } else {
+      coming.load(p, first_column(0));
+    }
+  }
+
+  __device__ __forceinline__ void consume_pass(const UnitRange& pass, Sums<SHAPE>& sums) {
+    const int chunks = num_chunks<SHAPE>(p);
+    if constexpr (SHAPE::kIsHeld) {
+#pragma unroll
+      for (int chunk = 0; chunk < SHAPE::kHeldChunks; ++chunk) {
+        if (chunk < chunks) consume_chunk(pass, chunk, held[chunk], sums);
+      }
+    } else {
+#pragma unroll 1
+      for (int chunk = 0; chunk < chunks; ++chunk) {
+        coming.arrange(held[0]);
+        // One chunk ahead: the latency of L2 passes while this chunk is multiplied.
+        coming.load(p, first_column(chunk + 1 == chunks ? 0 : chunk + 1));
+        consume_chunk(pass, chunk, held[0], sums);
       }
     }
   }
@@ -185,7 +208,16 @@ struct Consumer {
            warp * SHAPE::kSpans * SHAPE::kSpanBytes + lane % 4 * 16;
   }
 
-  __device__ __forceinline__ void consume_tile(const UnitRange& pass, int tile, int column,
+  __device__ __forceinline__ void consume_chunk(const UnitRange& pass, int chunk, const Operands<SHAPE>& x,
+                                                Sums<SHAPE>& sums) {
+    const int tiles = tiles_of_pass<SHAPE>(pass);
+#pragma unroll
+    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
+      if (tile < tiles) consume_tile(pass, tile, first_column(chunk), x, sums.of[tile]);
+    }
+  }
+
+  __device__ __forceinline__ void consume_tile(const UnitRange& pass, int tile, int column, const Operands<SHAPE>& x,
                                                float (&sums)[SHAPE::kColumns][4]) {
     const uint32_t low = await_slot(), first = barriers + 8 * (place.stage + SHAPE::kSlots);
     place.advance();

@@ -1,22 +1,23 @@
 // Sizes of one variant of the streaming product.
 //
-// A CTA owns consecutive units of the output (weight rows, or pairs of gate and up rows), as even a share as can be, so
-// that all SMs stream the same number of bytes and no sum crosses CTAs. It goes through them in passes of kTiles tiles of
-// 16 rows; a pass goes through the columns in chunks of kChunkBytes; each half (8 rows) of a (chunk, tile) is one slot
-// of the ring.
+// A CTA makes passes of kTiles tiles of 16 rows: of consecutive units of the output (weight rows, or pairs of gate and up
+// rows), so that no sum crosses CTAs. They are of its share of all units, as even as can be to one row, or of a queue,
+// where there are many: memory serves SMs unevenly, by up to a third. A pass goes through the columns in chunks of
+// kChunkBytes; each half (8 rows) of a (chunk, tile) is one slot of the ring.
 #pragma once
 
 #include "stream_params.h"
 
 namespace slipstream {
 
-template <typename FORMAT, int TILES, int COLUMNS, bool IS_GATED>
+template <typename FORMAT, int TILES, int COLUMNS, bool IS_GATED, bool IS_HELD>
 struct StreamShape {
   using Format = FORMAT;
   using Operand = typename FORMAT::Operand;
   static constexpr int kTiles = TILES;              // 16-row tiles of a pass: share one read of the activations
   static constexpr int kColumns = COLUMNS;          // 8-token columns
   static constexpr bool kIsGated = IS_GATED;
+  static constexpr bool kIsHeld = IS_HELD;          // activations are read once, not once per pass
   static constexpr int kUnitsPerTile = IS_GATED ? 8 : 16;
   static constexpr int kUnitsPerPass = TILES * kUnitsPerTile;
 
@@ -32,6 +33,7 @@ struct StreamShape {
   static constexpr int kSpanElements = 4 * FORMAT::kElements;
   static constexpr int kSliceElements = kSpans * kSpanElements;
   static constexpr int kChunkElements = kWarps * kSliceElements;
+  static constexpr int kHeldChunks = IS_HELD ? 4096 / kChunkElements : 1;
   // 64 bytes of padding put the two rows that a quarter of a warp reads at once into different banks.
   static constexpr int kRowPitch = kChunkBytes + 64;
   static constexpr int kSlotBytes = 8 * kRowPitch;    // half a tile
@@ -45,7 +47,9 @@ struct StreamShape {
   static constexpr int kSlots = (kMaxBytes - kSumBytes) / (kSlotBytes + 16);
   static constexpr int kSumOffset = kSlots * kSlotBytes;
   static constexpr int kBarrierOffset = kSumOffset + kSumBytes;
-  static constexpr int kTotalBytes = kBarrierOffset + 2 * kSlots * 8;
+  static constexpr int kMailboxOffset = kBarrierOffset + 2 * kSlots * 8;
+  static constexpr int kMail = 8;   // passes on their way from the queue: more than the ring can hold
+  static constexpr int kTotalBytes = kMailboxOffset + kMail * (8 + 4);
 };
 
 }  // namespace slipstream

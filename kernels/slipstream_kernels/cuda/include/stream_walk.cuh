@@ -54,24 +54,30 @@ __device__ __forceinline__ int weight_row(const StreamParams& p, int unit, int h
   return SHAPE::kIsGated ? unit + half * p.num_units : unit;
 }
 
+// The pass of that number, of all passes of all CTAs.
+template <typename SHAPE>
+__device__ __forceinline__ UnitRange pass_of_index(const StreamParams& p, int index) {
+  return pass_at<SHAPE>(index * SHAPE::kUnitsPerPass, {0, p.num_units});
+}
+
+template <typename SHAPE>
+__device__ __forceinline__ int num_passes(const StreamParams& p) {
+  return (p.num_units + SHAPE::kUnitsPerPass - 1) / SHAPE::kUnitsPerPass;
+}
+
 // Where the next slot's weights lie. A slot is half a tile; halves without rows are skipped here as by the consumers.
 template <typename SHAPE>
 struct SlotWalk {
   const StreamParams& p;
-  UnitRange cta, pass;
+  UnitRange pass;
   int chunk = 0, slot = 0;   // slot: of the chunk
 
-  __device__ __forceinline__ SlotWalk(const StreamParams& params, int cta_index)
-      : p(params), cta(units_of_cta(params, cta_index)), pass(pass_at<SHAPE>(cta.begin, cta)) {}
+  __device__ __forceinline__ SlotWalk(const StreamParams& params, const UnitRange& range) : p(params), pass(range) {}
 
-  __device__ __forceinline__ bool is_done() const { return pass.begin >= cta.end; }
+  __device__ __forceinline__ bool is_done() const { return chunk >= num_chunks<SHAPE>(p); }
 
   __device__ __forceinline__ void advance() {
-    if (++slot < 2 * tiles_of_pass<SHAPE>(pass)) return;
-    slot = 0;
-    if (++chunk < num_chunks<SHAPE>(p)) return;
-    chunk = 0;
-    pass = pass_at<SHAPE>(pass.end, cta);
+    if (++slot == 2 * tiles_of_pass<SHAPE>(pass)) slot = 0, ++chunk;
   }
 
   __device__ __forceinline__ int64_t row_bytes() const {
