@@ -26,9 +26,10 @@ def stream_mm(
     weight: [out_features, in_features], contiguous, of x's dtype, or e4m3 with scales: fp32 [out_features], or
     `block_scales`.  With an e4m3 weight x is not quantised: only the weight's own error remains.
     bias: [out_features] of x's dtype.  backend: "cuda" (Hopper, ValueError if it cannot run), "reference", "auto".
-    The sum of a row of y is that of 8 interleaved parts of the columns, whatever else is in the batch: it does not
-    depend on num_tokens.  There is no Triton-lang version: what this adds over its matmul, weights that are fetched
-    before the kernel before has ended, and whole rows per SM, Triton-lang cannot say.
+    A row of y does not depend on the other rows, nor on their number but for being up to 8, or 9 to 16 (the order of
+    sums).  Calls on one device must be ordered, on one stream, with one call before any graph capture.
+    There is no Triton-lang version: what this adds over its matmul, weights that are fetched before the kernel before
+    has ended, and whole rows per SM, Triton-lang cannot say.
     """
     _check_weight(x, weight, scales)
     if bias is not None:
