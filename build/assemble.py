@@ -67,6 +67,8 @@ def write_server_launcher(path: Path, triton: Path, backends: Path) -> None:
     text = (
         "#!/bin/sh\n# Written by build/assemble.py: the tritonserver of nvidia-pytriton with this tree's backends.\n"
         f'LD_LIBRARY_PATH="{search}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}}"\nexport LD_LIBRARY_PATH\n'
+        # Python models run in the environment of the first python3 in PATH
+        f'PATH="{Path(sys.prefix) / "bin"}:$PATH"\nexport PATH\n'
         f'exec "{triton / "bin/tritonserver"}" --backend-directory="{backends}" "$@"\n'
     )
     write_if_changed(path, text, 0o755)

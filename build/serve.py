@@ -2,6 +2,7 @@
 
 python build/serve.py                              # model_repository on ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics)
 python build/serve.py --model /path/or/hub-id      # the same repository with another checkpoint
+python build/serve.py --encoders                   # also safety, quality, embedding and the guarded pipelines
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ from slipstream.nn.checkpoint_path import resolve_checkpoint
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER = ROOT / "install/tritonserver"
 REPOSITORY = ROOT / "model_repository"
+LLM_MODELS = ("llm", "preprocessing", "postprocessing", "ensemble")
+ENCODER_MODELS = (
+    "safety",
+    "quality",
+    "embedding",
+    "guarded",
+    "guarded_ensemble",
+)  # `make encoders` installs their weights
 CHECKPOINT_PARAMETERS = ("model", "tokenizer_dir")
 
 
@@ -60,13 +69,13 @@ def free_address(host: str = "127.0.0.1") -> Address:
     return Address(host, *ports)
 
 
-def server_command(repository: Path, address: Address, *extra: str) -> list[str]:
-    """Explicit mode with every model loaded: ready only when all of them are, and a failed one can be asked why."""
+def server_command(repository: Path, address: Address, *extra: str, models: tuple[str, ...] = LLM_MODELS) -> list[str]:
+    """Explicit mode with the models named: ready only when all of them are, and a failed one can be asked why."""
     return [
         str(LAUNCHER),
         f"--model-repository={repository}",
         "--model-control-mode=explicit",
-        "--load-model=*",
+        *(f"--load-model={name}" for name in models),
         f"--http-address={address.host}",
         f"--http-port={address.http}",
         f"--grpc-address={address.host}",
@@ -153,12 +162,14 @@ def main() -> int:
     parser.add_argument("--http-port", type=int, default=8000)
     parser.add_argument("--grpc-port", type=int, default=8001)
     parser.add_argument("--metrics-port", type=int, default=8002)
+    parser.add_argument("--encoders", action="store_true", help="also load safety, quality, embedding and guarded")
     arguments, extra = parser.parse_known_args()
+    models = LLM_MODELS + (ENCODER_MODELS if arguments.encoders else ())
     address = Address(arguments.host, arguments.http_port, arguments.grpc_port, arguments.metrics_port)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         repository = repository_for(arguments.model, Path(folder)) if arguments.model else REPOSITORY
         print(banner(address), flush=True)
-        process = subprocess.Popen(server_command(repository, address, *extra))
+        process = subprocess.Popen(server_command(repository, address, *extra, models=models))
         signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
         try:
             return process.wait()

@@ -6,7 +6,9 @@ written into the same repository and loaded while their test runs.
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -47,8 +49,16 @@ class LlmServer(TritonServer):
         shutil.copytree(ROOT / "model_repository", self.repository)
         for path in self.repository.glob("*/config.pbtxt"):
             path.write_text(path.read_text().replace("../../models/slipstream-demo-code", str(checkpoint)))
+        # the Python backend's stub takes the environment of the first python3 in PATH: this one, which has the project
+        path = {"PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ.get('PATH', '')}"}
         super().__init__(
-            self.repository, backends, control_mode="explicit", load_models=MODELS, start_timeout_s=120, **options
+            self.repository,
+            backends,
+            control_mode="explicit",
+            load_models=MODELS,
+            start_timeout_s=120,
+            env=path,
+            **options,
         )
 
     def add_variant(self, name: str, parameters: Mapping[str, object], model: Path | str | None = None) -> None:

@@ -20,6 +20,7 @@ ALLOWED = {
     "slipstream.nn": {"slipstream.core", "slipstream.nn", "slipstream_kernels"},
     "slipstream.runtime": {"slipstream.core", "slipstream.nn", "slipstream.runtime", "slipstream_kernels"},
     "slipstream.server": {"slipstream.core", "slipstream.server"},
+    "slipstream.encoders": {"slipstream.core", "slipstream.encoders"},
     "slipstream_kernels": {"slipstream_kernels"},
 }
 HEAVY = {"torch", "transformers"}  # of which the gateway knows nothing
@@ -83,6 +84,12 @@ def test_the_gateway_stands_alone() -> None:
     for path in package_files("slipstream"):
         if not module_name(path).startswith(("slipstream.server", "slipstream.commands")):
             assert not {n for n in imports_of(path) if n.startswith("slipstream.server")}, path.relative_to(ROOT)
+
+
+def test_nothing_of_the_package_imports_the_encoders() -> None:
+    for path in package_files("slipstream"):
+        if not module_name(path).startswith("slipstream.encoders"):
+            assert not {n for n in imports_of(path) if n.startswith("slipstream.encoders")}, path.relative_to(ROOT)
 
 
 def test_client_examples_import_only_tritonclient() -> None:

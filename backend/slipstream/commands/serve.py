@@ -25,6 +25,8 @@ from pathlib import Path
 from slipstream.core.errors import ConfigError
 
 SOURCE_TREE = Path(__file__).resolve().parents[3]
+# of this tree's repository; its encoder models load when they are named, as their weights are a package of their own
+OWN_MODELS = ("llm", "preprocessing", "postprocessing", "ensemble")
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 
 
@@ -34,6 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", metavar="FOLDER_OR_ID", help="a checkpoint folder, or a Hugging Face id")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter for --model (repeatable)"
+    )
+    parser.add_argument(
+        "--load", action="append", default=[], metavar="MODEL", help="load only this model (repeatable); default: all"
     )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface (%(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, help="(%(default)s)")
@@ -76,8 +81,10 @@ def write_repository(folder: Path, model: str, settings: list[str]) -> Path:
 
 
 def server_command(server: Path, repository: Path, arguments: argparse.Namespace) -> list[str]:
-    """Explicit mode with every model loaded: that is what makes readiness honest (docs/operations.md)."""
-    command = [str(server), f"--model-repository={repository}", "--model-control-mode=explicit", "--load-model=*"]
+    """Explicit mode with the models loaded by name: that is what makes readiness honest (docs/operations.md)."""
+    command = [str(server), f"--model-repository={repository}", "--model-control-mode=explicit"]
+    is_ours = repository.resolve() == (SOURCE_TREE / "model_repository").resolve()
+    command += [f"--load-model={name}" for name in arguments.load or (OWN_MODELS if is_ours else ("*",))]
     for name in ("http", "grpc", "metrics"):
         command += [f"--{name}-address={arguments.host}", f"--{name}-port={getattr(arguments, f'{name}_port')}"]
     return [*command, *arguments.server_arguments]

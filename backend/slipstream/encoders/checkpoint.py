@@ -1,0 +1,127 @@
+"""What an encoder checkpoint in Hugging Face's layout is (kind, pooling, labels, limits), read before any weight."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.errors import ConfigError
+
+PACKAGE = "package:"
+CLASSIFIER, SENTENCE = "classifier", "sentence"
+_POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """kind: `classifier` gives one logit per label, `sentence` one vector of `width` (normalised) per text."""
+
+    folder: Path
+    kind: str
+    width: int
+    max_tokens: int
+    pooling: str
+    labels: tuple[str, ...]
+    is_multi_label: bool
+    input_names: tuple[str, ...]
+
+
+def find_checkpoint(name: str, base: Path) -> Path:
+    """The folder of `package:<installed package>/<folder>`, of a path (relative ones count from base) or of a hub id.
+
+    Raises ConfigError that says which of these was tried.
+    """
+    if name.startswith(PACKAGE):
+        return _in_package(name)
+    folder = (base / name).resolve()
+    if folder.is_dir():
+        return folder
+    if name.count("/") == 1 and not name.startswith((".", "/")):
+        return _from_hub(name)
+    raise ConfigError("model", name, f"no such folder: {folder}")
+
+
+def _in_package(name: str) -> Path:
+    package, _, inner = name.removeprefix(PACKAGE).partition("/")
+    spec = importlib.util.find_spec(package) if package.isidentifier() else None
+    if spec is None or not spec.submodule_search_locations:
+        told = f"the Python package {package!r} is not installed; `make encoders` installs the default encoder"
+        raise ConfigError("model", name, told)
+    folder = Path(next(iter(spec.submodule_search_locations))) / inner
+    if not folder.is_dir():
+        raise ConfigError("model", name, f"the package {package!r} has no folder {inner!r}")
+    return folder
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.txt", "*.safetensors", "1_Pooling/*"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the hub's client raises many kinds; all of them mean that there is no checkpoint
+        raise ConfigError("model", name, f"neither a folder nor reachable on the hub ({error})") from error
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Raises ConfigError when the files are not those of an encoder that is served here."""
+    config = _json(folder / "config.json")
+    architecture = str((config.get("architectures") or ["?"])[0])
+    is_classifier = architecture.endswith("ForSequenceClassification")
+    if not is_classifier and not (folder / "1_Pooling/config.json").is_file() and not architecture.endswith("Model"):
+        accepted = "accepted: a ...ForSequenceClassification, or a sentence encoder (...Model, 1_Pooling/config.json)"
+        raise ConfigError("model", architecture, accepted)
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError("model", str(folder), "no tokenizer.json; save the checkpoint with a fast tokenizer")
+    labels = config.get("id2label") or {}
+    return Checkpoint(
+        folder=folder,
+        kind=CLASSIFIER if is_classifier else SENTENCE,
+        width=len(labels) if is_classifier else int(config["hidden_size"]),
+        max_tokens=_max_tokens(folder, config),
+        pooling=_pooling(folder),
+        labels=tuple(str(labels[key]) for key in sorted(labels, key=int)) if is_classifier else (),
+        is_multi_label=config.get("problem_type") == "multi_label_classification",
+        input_names=(
+            "input_ids",
+            "attention_mask",
+            *(["token_type_ids"] if config.get("type_vocab_size", 0) > 1 else []),
+        ),
+    )
+
+
+def _max_tokens(folder: Path, config: dict[str, Any]) -> int:
+    """The sentence encoder's own limit, else the positions (RoBERTa's first two are not for tokens)."""
+    sentence = folder / "sentence_bert_config.json"
+    if sentence.is_file():
+        return int(_json(sentence)["max_seq_length"])
+    positions = int(config.get("max_position_embeddings", 512))
+    return positions - 2 if config.get("model_type") in ("roberta", "xlm-roberta", "camembert") else positions
+
+
+def _pooling(folder: Path) -> str:
+    path = folder / "1_Pooling/config.json"
+    if not path.is_file():
+        return "mean"
+    config = _json(path)
+    asked = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
+    if len(asked) != 1 or asked[0] not in _POOLINGS:
+        raise ConfigError("model", ", ".join(asked), f"pooling; accepted: one of {', '.join(_POOLINGS)}")
+    return _POOLINGS[asked[0]]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            "model", str(path.parent), f"no {path.name}: not a checkpoint in Hugging Face's layout"
+        ) from None
+    except ValueError as error:
+        raise ConfigError("model", str(path), f"not JSON: {error}") from None
+    if not isinstance(loaded, dict):
+        raise ConfigError("model", str(path), "a JSON object is wanted")
+    return loaded

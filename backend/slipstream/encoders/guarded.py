@@ -1,0 +1,150 @@
+"""The guarded pipeline: safety of the prompt, the LLM's stream through the window, quality at the end.
+
+Pure order of things; who checks, generates and sends is behind `Parts`, so that tests drive it without Triton.
+One `Pipeline` serves one request and belongs to that request's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from slipstream.encoders.window import HoldBackWindow, WindowSettings
+
+OPEN, CLOSED = "open", "closed"
+NO_QUALITY = -1.0
+
+
+class EncoderFailure(Exception):
+    """The safety or quality model is not there, or answered with an error."""
+
+
+class LlmFailure(Exception):
+    """The LLM answered with an error; the text and Triton's code go to the client."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of the LLM (may be ""); finish_reason is "" before the end."""
+
+    text: str
+    finish_reason: str = ""
+
+
+@dataclass(frozen=True)
+class Unsafe:
+    categories: tuple[str, ...]
+    score: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response to the client. block_reason: "", prompt, answer or encoder_failure."""
+
+    text: str = ""
+    finish_reason: str = ""
+    block_reason: str = ""
+    unsafe: Unsafe = Unsafe((), 0.0)
+    quality_score: float = NO_QUALITY
+    quality_checks: str = "{}"
+    is_checked: bool = True
+    is_last: bool = False
+
+
+class Parts(Protocol):
+    """What the pipeline calls. `pieces` ends early, without error, once `stop` was called."""
+
+    def check(self, texts: Sequence[str]) -> Unsafe | None: ...  # the worst; None: all safe. Raises EncoderFailure
+    def pieces(self) -> Iterator[Piece]: ...  # Raises LlmFailure. Gives an empty piece now and then while waiting
+    def stop(self) -> None: ...
+    def judge(self, answer: str) -> tuple[float, str]: ...  # score, checks as JSON. Raises EncoderFailure
+    def is_cancelled(self) -> bool: ...
+    def send(self, answer: Answer) -> None: ...
+
+
+class Pipeline:
+    def __init__(self, parts: Parts, window: WindowSettings, on_failure: str, is_streaming: bool) -> None:
+        self._parts = parts
+        self._window = HoldBackWindow(window)
+        self._on_failure = on_failure
+        self._is_streaming = is_streaming
+        self._released: list[str] = []
+        self._unsent: list[str] = []
+        self._is_checked = True
+
+    def run(self, prompt: str) -> None:
+        """Raises LlmFailure; everything else ends in an answer, or in silence after a cancellation."""
+        blocked = self._blocked([prompt], "prompt")
+        if blocked is not None:
+            self._parts.send(blocked)
+            return
+        finish_reason = ""
+        for piece in self._parts.pieces():
+            if self._parts.is_cancelled():
+                self._parts.stop()
+                return
+            self._window.push(piece.text)
+            finish_reason = piece.finish_reason or finish_reason
+            if self._stopped_by_check(is_end=False):
+                return
+        if self._parts.is_cancelled() or self._stopped_by_check(is_end=True):
+            return
+        self._finish(prompt, finish_reason)
+
+    def _stopped_by_check(self, is_end: bool) -> bool:
+        """Check what is due and send what may leave; True when the answer ended here, blocked."""
+        windows = self._window.due(is_end)
+        if not windows and not is_end:
+            return False
+        blocked = self._blocked(windows, "answer")
+        if blocked is not None:
+            self._parts.stop()
+            self._parts.send(blocked)
+            return True
+        text = self._window.passed(is_end)
+        self._released.append(text)
+        self._unsent.append(text)
+        if text and self._is_streaming and not is_end:
+            self._parts.send(Answer(text=self._take_unsent(), is_checked=self._is_checked))
+        return False
+
+    def _blocked(self, texts: Sequence[str], reason: str) -> Answer | None:
+        """The answer that ends the request, or None when these texts may pass."""
+        try:
+            unsafe = self._parts.check(texts) if texts else None
+        except EncoderFailure:
+            if self._on_failure == OPEN:
+                self._is_checked = False
+                return None
+            return Answer(finish_reason="blocked", block_reason="encoder_failure", is_checked=False, is_last=True)
+        if unsafe is None:
+            return None
+        return Answer(
+            finish_reason="blocked", block_reason=reason, unsafe=unsafe, is_checked=self._is_checked, is_last=True
+        )
+
+    def _finish(self, prompt: str, finish_reason: str) -> None:
+        score, checks = NO_QUALITY, "{}"
+        with contextlib.suppress(EncoderFailure):  # an answer is not worse for want of a mark: quality_score stays -1
+            score, checks = self._parts.judge("".join(self._released))
+        self._parts.send(
+            Answer(
+                text=self._take_unsent(),
+                finish_reason=finish_reason,
+                quality_score=score,
+                quality_checks=checks,
+                is_checked=self._is_checked,
+                is_last=True,
+            )
+        )
+
+    def _take_unsent(self) -> str:
+        text = "".join(self._unsent)
+        self._unsent.clear()
+        return text

@@ -1,0 +1,267 @@
+"""`guarded`, a decoupled BLS model of Triton's Python backend: the pipeline's parts as calls of other models.
+
+execute() only starts a thread per request. Each request has a second thread that takes the LLM's responses, so that the
+first sees a cancellation, and stops the LLM, also while no token comes (BLS calls of this server cannot be cancelled).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from slipstream.core.errors import ConfigError, RequestError
+from slipstream.encoders.guarded import CLOSED, OPEN, Answer, EncoderFailure, LlmFailure, Piece, Pipeline, Unsafe
+from slipstream.encoders.parameters import Parameters
+from slipstream.encoders.serving import read_texts, refuse, strings
+from slipstream.encoders.window import WindowSettings
+
+_log = logging.getLogger(__name__)
+_FORWARDED = ("sampling_parameters", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_words")
+_POLL_S = 0.05  # how late a cancellation may be seen
+_CHECK_ROWS = 32  # windows of one call of the safety model
+
+
+@dataclass(frozen=True)
+class GuardSettings:
+    llm: str
+    safety: str
+    quality: str
+    on_failure: str
+    window: WindowSettings
+    max_requests: int
+    max_prompt_chars: int
+
+
+def read_settings(parameters: Parameters) -> GuardSettings:
+    """Raises ConfigError."""
+    hold_back = parameters.integer("hold_back_chars", 80, 0, 100_000)
+    stride = parameters.integer("check_every_chars", 40, 1, 100_000)
+    size = parameters.integer("window_chars", 400, 1, 1_000_000)
+    if size < hold_back + stride:
+        raise ConfigError(
+            "window_chars", size, f"accepted: at least hold_back_chars + check_every_chars = {hold_back + stride}"
+        )
+    settings = GuardSettings(
+        llm=parameters.text("llm", "llm"),
+        safety=parameters.text("safety", "safety"),
+        quality=parameters.text("quality", "quality"),
+        on_failure=parameters.choice("on_encoder_failure", CLOSED, (OPEN, CLOSED)),
+        window=WindowSettings(size, hold_back, stride),
+        max_requests=parameters.integer("max_requests", 256, 1, 100_000),
+        max_prompt_chars=parameters.integer("max_prompt_chars", 200_000, 1, 1_000_000),
+    )
+    parameters.refuse_others()
+    return settings
+
+
+class GuardedModel:
+    def initialize(self, args: Mapping[str, str]) -> None:
+        self._settings = read_settings(Parameters.of_model(json.loads(args["model_config"])))
+        self._threads: set[threading.Thread] = set()
+
+    def execute(self, requests: Sequence[Any]) -> None:
+        self._threads = {thread for thread in self._threads if thread.is_alive()}
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                if len(self._threads) >= self._settings.max_requests:
+                    raise _Full(f"{self._settings.max_requests} requests are running (max_requests)")
+                guarded = GuardedRequest(request, sender, self._settings)
+            except (_Full, RequestError) as error:
+                sender.send(_refusal(error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+                continue
+            thread = threading.Thread(target=guarded.run, daemon=True)
+            self._threads.add(thread)
+            thread.start()
+
+    def finalize(self) -> None:
+        for thread in self._threads:
+            thread.join()
+
+
+class _Full(Exception):
+    pass
+
+
+def _refusal(error: Exception) -> Any:
+    if isinstance(error, RequestError):
+        return refuse(error)
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE))
+
+
+class GuardedRequest:
+    """One request: the `Parts` of its pipeline, over BLS."""
+
+    def __init__(self, request: Any, sender: Any, settings: GuardSettings) -> None:
+        """Raises RequestError."""
+        self._sender, self._settings = sender, settings
+        self._id = f"guarded-{uuid.uuid4().hex}"
+        prompts = read_texts(request, "text_input")
+        if len(prompts) != 1 or not prompts[0]:
+            raise RequestError("text_input", "accepted: one text that is not empty")
+        self._prompt = prompts[0]
+        if len(self._prompt) > settings.max_prompt_chars:
+            told = (
+                f"has {len(self._prompt)} characters; accepted: at most {settings.max_prompt_chars} (max_prompt_chars)"
+            )
+            raise RequestError("text_input", told)
+        stream = pb_utils.get_input_tensor_by_name(request, "stream")
+        self._is_streaming = stream is not None and bool(stream.as_numpy().reshape(-1)[0])
+        self._inputs = {"text_input": strings([prompts])[0], "stream": np.array([True])}
+        self._inputs.update({"exclude_input_in_output": np.array([True]), "return_finish_reason": np.array([True])})
+        for name in _FORWARDED:
+            tensor = pb_utils.get_input_tensor_by_name(request, name)
+            if tensor is not None:
+                self._inputs[name] = tensor.as_numpy().copy()  # the request's memory is gone once execute returned
+        self._parameters = json.loads(request.parameters() or "{}")
+        self._responses: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_stopped = False
+        self._looked_at = 0.0
+        self._was_cancelled = False
+
+    def run(self) -> None:
+        """The thread of the request: every way out of it sends the final flag."""
+        try:
+            Pipeline(self, self._settings.window, self._settings.on_failure, self._is_streaming).run(self._prompt)
+        except LlmFailure as failure:
+            error = pb_utils.TritonError(str(failure), failure.code or pb_utils.TritonError.INTERNAL)
+            self._sender.send(pb_utils.InferenceResponse(error=error))
+        except Exception as failure:  # the top of the thread
+            _log.exception("a guarded request failed")
+            self.stop()
+            self._sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(f"guarded: {failure}")))
+        finally:
+            self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    # ------------------------------------------------------------ the pipeline's parts
+
+    def check(self, texts: Sequence[str]) -> Unsafe | None:
+        worst: Unsafe | None = None
+        for start in range(0, len(texts), _CHECK_ROWS):
+            rows = strings([[text] for text in texts[start : start + _CHECK_ROWS]])
+            found = _call(self._settings.safety, {"text": rows}, ("flagged", "categories", "scores"))
+            for row in np.flatnonzero(found["flagged"].reshape(-1)):
+                names = tuple(name.decode() for name in found["categories"][row] if name)
+                unsafe = Unsafe(names, float(found["scores"][row].max()))
+                worst = unsafe if worst is None or unsafe.score > worst.score else worst
+        return worst
+
+    def judge(self, answer: str) -> tuple[float, str]:
+        tensors = {"prompt": strings([[self._prompt]]), "answer": strings([[answer]])}
+        found = _call(self._settings.quality, tensors, ("score", "checks"))
+        return float(found["score"].reshape(-1)[0]), found["checks"].reshape(-1)[0].decode()
+
+    def pieces(self) -> Iterator[Piece]:
+        taker = threading.Thread(target=self._take, daemon=True)
+        taker.start()
+        while True:
+            try:
+                response = self._responses.get(timeout=_POLL_S)
+            except queue.Empty:
+                yield Piece("")
+                continue
+            if response is None or self._is_stopped:
+                return
+            yield self._piece(response)
+
+    def stop(self) -> None:
+        """End the LLM's request by its id, and wait for it: asked again until its stream has ended."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            self._ask_to_stop()
+            with_end = time.monotonic() + 0.5
+            while time.monotonic() < with_end:
+                try:
+                    if self._responses.get(timeout=_POLL_S) is None:
+                        return
+                except queue.Empty:
+                    continue
+
+    def is_cancelled(self) -> bool:
+        """Asked at most every 50 ms: each question is a message to the server (40 us)."""
+        now = time.monotonic()
+        if not self._was_cancelled and now - self._looked_at > _POLL_S:
+            self._looked_at = now
+            self._was_cancelled = self._sender.is_cancelled()
+        return self._was_cancelled
+
+    def send(self, answer: Answer) -> None:
+        tensors = {
+            "text_output": strings([[answer.text]])[0],
+            "finish_reason": strings([[answer.finish_reason]])[0],
+            "blocked": np.array([bool(answer.block_reason)]),
+            "block_reason": strings([[answer.block_reason]])[0],
+            "block_categories": np.array([name.encode() for name in answer.unsafe.categories], dtype=np.object_),
+            "block_score": np.array([answer.unsafe.score], np.float32),
+            "safety_checked": np.array([answer.is_checked]),
+            "quality_score": np.array([answer.quality_score], np.float32),
+            "quality_checks": strings([[answer.quality_checks]])[0],
+        }
+        self._sender.send(pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in tensors.items()]))
+
+    # ------------------------------------------------------------ the LLM
+
+    def _take(self) -> None:
+        """The second thread: the LLM's responses into the queue, None at the end."""
+        try:
+            call = pb_utils.InferenceRequest(
+                model_name=self._settings.llm,
+                request_id=self._id,
+                requested_output_names=["text_output", "finish_reason"],
+                inputs=[pb_utils.Tensor(name, value) for name, value in self._inputs.items()],
+                parameters=self._parameters,
+            )
+            for response in call.exec(decoupled=True):
+                self._responses.put(response)
+        except Exception as error:  # the top of the thread; the model may be gone
+            self._responses.put(LlmFailure(str(error)))
+        self._responses.put(None)
+
+    def _piece(self, response: Any) -> Piece:
+        if isinstance(response, LlmFailure):
+            raise response
+        if response.has_error():
+            raise LlmFailure(response.error().message(), response.error().code())
+        outputs = {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in response.output_tensors()}
+        text = b"".join(outputs.get("text_output", np.array([], dtype=np.object_))).decode("utf-8", "replace")
+        reasons = [reason.decode() for reason in outputs.get("finish_reason", []) if reason]
+        return Piece(text, reasons[-1] if reasons else "")
+
+    def _ask_to_stop(self) -> None:
+        tensors = [pb_utils.Tensor("stop", np.array([True]))]
+        call = pb_utils.InferenceRequest(
+            model_name=self._settings.llm, request_id=self._id, requested_output_names=[], inputs=tensors
+        )
+        for _ in call.exec(decoupled=True):
+            pass
+
+
+def _call(model: str, tensors: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Another model's answer.  Raises EncoderFailure when there is none."""
+    call = pb_utils.InferenceRequest(
+        model_name=model,
+        requested_output_names=list(outputs),
+        inputs=[pb_utils.Tensor(name, value) for name, value in tensors.items()],
+    )
+    try:
+        response = call.exec()
+    except pb_utils.TritonModelException as error:  # not loaded
+        _log.warning("%s: %s", model, error)
+        raise EncoderFailure(str(error)) from error
+    if response.has_error():
+        _log.warning("%s: %s", model, response.error().message())
+        raise EncoderFailure(response.error().message())
+    return {name: pb_utils.get_output_tensor_by_name(response, name).as_numpy() for name in outputs}

@@ -1,0 +1,65 @@
+"""The parameters of a config.pbtxt, read with an error that names the parameter and what is accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from slipstream.core.errors import ConfigError
+
+# Triton's own keys for the Python backend, which it puts among the model's
+_OF_TRITON = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", "TRITON_BATCH_STRATEGY_PATH"}
+
+
+class Parameters:
+    """Read each known one, then call `refuse_others`: what nobody read is a spelling mistake."""
+
+    def __init__(self, given: Mapping[str, str]) -> None:
+        self._given = {name: value.strip() for name, value in given.items()}
+        self._known: set[str] = set()
+
+    @classmethod
+    def of_model(cls, config: Mapping[str, object]) -> Parameters:
+        """config: the model configuration as Triton gives it, from JSON."""
+        given = config.get("parameters")
+        entries = given if isinstance(given, dict) else {}
+        return cls({name: str(entry["string_value"]) for name, entry in entries.items()})
+
+    def text(self, name: str, default: str) -> str:
+        self._known.add(name)
+        value = self._given.get(name, default)
+        if "${" in value:
+            raise ConfigError(name, value, "a placeholder that was not filled in")
+        return value
+
+    def choice(self, name: str, default: str, accepted: tuple[str, ...]) -> str:
+        value = self.text(name, default)
+        if value not in accepted:
+            raise ConfigError(name, value, f"accepted: {', '.join(accepted)}")
+        return value
+
+    def integer(self, name: str, default: int, lowest: int, highest: int) -> int:
+        value = self.text(name, str(default))
+        accepted = f"accepted: a whole number from {lowest} to {highest}"
+        try:
+            number = int(value)
+        except ValueError:
+            raise ConfigError(name, value, accepted) from None
+        if not lowest <= number <= highest:
+            raise ConfigError(name, value, accepted)
+        return number
+
+    def number(self, name: str, default: float, lowest: float, highest: float) -> float:
+        value = self.text(name, str(default))
+        accepted = f"accepted: a number from {lowest:g} to {highest:g}"
+        try:
+            number = float(value)
+        except ValueError:
+            raise ConfigError(name, value, accepted) from None
+        if not lowest <= number <= highest:  # also false for nan
+            raise ConfigError(name, value, accepted)
+        return number
+
+    def refuse_others(self) -> None:
+        others = sorted(set(self._given) - self._known - _OF_TRITON)
+        if others:
+            raise ConfigError(others[0], self._given[others[0]], f"unknown; accepted: {', '.join(sorted(self._known))}")

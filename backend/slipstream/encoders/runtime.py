@@ -1,0 +1,70 @@
+"""The three ways to run an encoder, behind one protocol; asked for and not there is an error, never another one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from slipstream.core.errors import ConfigError
+from slipstream.encoders.checkpoint import Checkpoint
+
+RUNTIMES = ("torch", "onnxruntime", "tensorrt")
+FILES = {"onnxruntime": "model.onnx", "tensorrt": "model.plan"}
+
+
+class Runtime(Protocol):
+    """Runs batches: int64 [num_texts, num_tokens] by input name -> float32 [num_texts, width]."""
+
+    def run(self, batch: Mapping[str, np.ndarray]) -> np.ndarray: ...
+
+
+@dataclass(frozen=True)
+class RuntimeSettings:
+    """engine: folder with model.onnx or model.plan; num_threads 0: as many as the runtime likes."""
+
+    name: str
+    device: str
+    num_threads: int
+    engine: Path | None
+
+
+def installed() -> list[str]:
+    return [name for name in RUNTIMES if importlib.util.find_spec(name) is not None]
+
+
+def open_runtime(settings: RuntimeSettings, checkpoint: Checkpoint) -> Runtime:
+    """Raises ConfigError when the runtime, its file or the device is not there."""
+    if settings.name not in RUNTIMES:
+        raise ConfigError("runtime", settings.name, f"accepted: {', '.join(RUNTIMES)}")
+    if importlib.util.find_spec(settings.name) is None:
+        raise ConfigError(
+            "runtime", settings.name, f"not installed; installed here: {', '.join(installed()) or 'none'}"
+        )
+    if settings.name == "torch":
+        from slipstream.encoders.torch_runtime import TorchRuntime
+
+        return TorchRuntime(checkpoint, settings.device, settings.num_threads)
+    path = _engine_file(settings)
+    if settings.name == "onnxruntime":
+        from slipstream.encoders.onnx_runtime import OnnxRuntime
+
+        return OnnxRuntime(path, checkpoint, settings.device, settings.num_threads)
+    from slipstream.encoders.tensorrt_runtime import TensorRtRuntime
+
+    return TensorRtRuntime(path, checkpoint)
+
+
+def _engine_file(settings: RuntimeSettings) -> Path:
+    name = FILES[settings.name]
+    how = f"runtime={settings.name} needs a folder with {name}: build/build_encoder.py makes it"
+    if settings.engine is None:
+        raise ConfigError("engine", "", how)
+    path = settings.engine / name
+    if not path.is_file():
+        raise ConfigError("engine", str(settings.engine), how)
+    return path

@@ -1,0 +1,170 @@
+"""The safety, quality and embedding models of Triton's Python backend: one encoder run per batch of requests.
+
+Belongs to the one thread of a model instance. Imported by model.py files inside the backend's stub process only.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from slipstream.core.errors import RequestError
+from slipstream.encoders.checkpoint import SENTENCE
+from slipstream.encoders.encoder import Encoder, open_encoder
+from slipstream.encoders.parameters import Parameters
+from slipstream.encoders.quality import QualityJudge, open_quality
+from slipstream.encoders.safety import SafetyJudge, Verdict, open_safety
+
+_log = logging.getLogger(__name__)
+_MAX_CHARS = 1_000_000
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+Tensors = Mapping[str, np.ndarray]
+
+
+def read_texts(request: Any, name: str) -> list[str]:
+    """The texts of a BYTES input, one per row.  Raises RequestError."""
+    tensor = pb_utils.get_input_tensor_by_name(request, name)
+    if tensor is None:
+        raise RequestError(name, "is missing")
+    texts = [_decode(name, value) for value in tensor.as_numpy().reshape(-1)]
+    for text in texts:
+        if len(text) > _MAX_CHARS:
+            raise RequestError(name, f"has {len(text)} characters; accepted: at most {_MAX_CHARS}")
+    return texts
+
+
+def _decode(name: str, value: Any) -> str:
+    try:
+        return value.decode("utf-8") if isinstance(value, bytes) else str(value)
+    except UnicodeDecodeError as error:
+        raise RequestError(name, f"is not UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def strings(values: Sequence[Sequence[str]]) -> np.ndarray:
+    """[rows, columns] of BYTES."""
+    rows = [[text.encode("utf-8") for text in row] for row in values]
+    return np.array(rows, dtype=np.object_).reshape(len(rows), -1)
+
+
+def refuse(error: RequestError) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG))
+
+
+def answer(
+    requests: Sequence[Any],
+    read: Callable[[Any], list[Item]],
+    compute: Callable[[list[Item]], Sequence[Result]],
+    write: Callable[[list[Result]], Tensors],
+) -> list[Any]:
+    """One response per request: all good requests' rows in one compute call, a bad request's error to it alone."""
+    rows: list[Item] = []
+    spans: list[tuple[int, int] | RequestError] = []
+    for request in requests:
+        try:
+            own = read(request)
+            spans.append((len(rows), len(rows) + len(own)))
+            rows += own
+        except RequestError as error:
+            spans.append(error)
+    try:
+        results = compute(rows) if rows else []
+    except Exception as error:  # the top of the loop: every request gets an answer
+        _log.exception("an encoder run failed")
+        failure = pb_utils.TritonError(f"the encoder failed: {error}", pb_utils.TritonError.INTERNAL)
+        return [pb_utils.InferenceResponse(error=failure) for _ in requests]
+    responses = []
+    for span in spans:
+        if isinstance(span, RequestError):
+            responses.append(refuse(span))
+            continue
+        tensors = write(list(results[span[0] : span[1]]))
+        responses.append(pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in tensors.items()]))
+    return responses
+
+
+def opened(args: Mapping[str, str]) -> tuple[Parameters, Path]:
+    return Parameters.of_model(json.loads(args["model_config"])), Path(args["model_repository"])
+
+
+class SafetyModel:
+    """text [n, 1] -> flagged, safe_text [n, 1], categories (padded with ""), scores, score_names [n, C]."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        parameters, folder = opened(args)
+        self._withheld = parameters.text("withheld_text", "[withheld]")
+        self._judge: SafetyJudge = open_safety(parameters, folder)
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        return answer(requests, lambda request: read_texts(request, "text"), self._judged, self._write)
+
+    def _judged(self, texts: list[str]) -> list[tuple[str, Verdict]]:
+        return list(zip(texts, self._judge.judge(texts)))
+
+    def _write(self, results: list[tuple[str, Verdict]]) -> Tensors:
+        names = self._judge.names
+        verdicts = [verdict for _, verdict in results]
+        safe = [[self._withheld if verdict.is_flagged else text] for text, verdict in results]
+        return {
+            "flagged": np.array([[verdict.is_flagged] for verdict in verdicts]),
+            "categories": strings([[*v.categories, *[""] * (len(names) - len(v.categories))] for v in verdicts]),
+            "scores": np.stack([verdict.scores for verdict in verdicts]),
+            "score_names": strings([names] * len(verdicts)),
+            "safe_text": strings(safe),
+        }
+
+
+class QualityModel:
+    """prompt (optional), answer [n, 1] -> score [n, 1], checks [n, 1] (JSON)."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        self._judge: QualityJudge = open_quality(*opened(args))
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        return answer(requests, self._read, self._judge.judge, self._write)
+
+    @staticmethod
+    def _read(request: Any) -> list[tuple[str, str]]:
+        answers = read_texts(request, "answer")
+        if pb_utils.get_input_tensor_by_name(request, "prompt") is None:
+            return [("", answer) for answer in answers]
+        prompts = read_texts(request, "prompt")
+        if len(prompts) != len(answers):
+            raise RequestError("answer", f"has {len(answers)} rows, prompt has {len(prompts)}; accepted: as many")
+        return list(zip(prompts, answers))
+
+    @staticmethod
+    def _write(results: list[tuple[float, dict[str, float]]]) -> Tensors:
+        return {
+            "score": np.array([[score] for score, _ in results], np.float32),
+            "checks": strings([[json.dumps(checks)] for _, checks in results]),
+        }
+
+
+class EmbeddingModel:
+    """text [n, 1] -> embedding [n, width], num_input_tokens [n, 1]."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        parameters, folder = opened(args)
+        self._encoder: Encoder = open_encoder(parameters, folder, (SENTENCE,))
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        return answer(requests, lambda request: read_texts(request, "text"), self._embed, self._write)
+
+    def _embed(self, texts: list[str]) -> list[tuple[np.ndarray, int]]:
+        vectors, counts = self._encoder.embed(texts)
+        return list(zip(vectors, counts))
+
+    @staticmethod
+    def _write(results: list[tuple[np.ndarray, int]]) -> Tensors:
+        return {
+            "embedding": np.stack([vector for vector, _ in results]),
+            "num_input_tokens": np.array([[count] for _, count in results], np.int32),
+        }
