@@ -6,7 +6,7 @@ import int4_emulator
 import pytest
 import torch
 from slipstream_kernels import int4_layout, ops
-from slipstream_kernels.cuda import cutlass, int4_mm, int4_stream, w4a8_gemm
+from slipstream_kernels.cuda import cutlass, int4_mm, int4_stream, int8_gemm, w4a8_gemm
 from slipstream_kernels.cuda.build import build, find_nvcc
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
@@ -55,7 +55,9 @@ def test_few_tokens(sizes, group_size, kind) -> None:
                 rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
                 out = torch.full((num_tokens, sizes[0]), torch.nan, dtype=x.dtype, device="cuda")
                 int4_stream.int4_stream(rows, scales, repacked, bias, out, source=source)
-                assert relative_error(out, x, dense, bias) < 2.5e-3, (source, num_tokens)
+                # The tiles' 16-bit operands are rounded once after they are scaled.
+                limit = 5e-3 if source == int4_stream.TILES and kind == "bf16" else 3e-3
+                assert relative_error(out, x, dense, bias) < limit, (source, num_tokens)
     assert not int4_stream.workspace(torch.device("cuda", 0)).arrivals.any()
 
 
@@ -89,7 +91,7 @@ def test_the_operation_serves_any_number_of_tokens(kind) -> None:
         y = ops.int4_mm(x, repacked)
         if num_tokens:
             # the table's rounding: of many FP8 rows only
-            assert relative_error(y, x, dense, None) < (0.035 if kind == "fp8" and num_tokens > 64 else 3e-3)
+            assert relative_error(y, x, dense, None) < (0.035 if kind == "fp8" and num_tokens > 64 else 5e-3)
 
 
 @needs_hopper
@@ -121,6 +123,28 @@ def test_what_is_not_served() -> None:
         assert not ops.repack_int4(weight_of(*sizes, False)).is_repacked
 
 
+@needs_hopper
+@pytest.mark.parametrize("tile", int8_gemm.TILES, ids=str)
+@pytest.mark.parametrize("sizes", [(1, 64, 128), (130, 208, 384), (300, 4096, 1024)], ids=str)
+def test_many_int8_tokens_are_exact(sizes, tile, monkeypatch) -> None:
+    num_tokens, out_features, in_features = sizes
+    rows = ops.quantize_int8(torch.randn(num_tokens, in_features, device="cuda").bfloat16())
+    values = torch.randint(-127, 128, (out_features, in_features), device="cuda").to(torch.int8)
+    scales, bias = torch.rand(out_features, device="cuda") / 100, torch.randn(out_features, device="cuda").bfloat16()
+    if (reason := int8_gemm.refusal(rows, values)) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(int8_gemm, "_tile", lambda *_: tile)
+    y = ops.int8_mm(rows, values, scales, bias, backend="cuda").float()
+    expected = ops.int8_mm(rows, values, scales, bias, backend="reference").float()
+    assert ((y - expected).abs() <= 2**-8 * expected.abs() + 1e-4).all()  # two products in another order
+
+
+def test_int8_weights_of_a_cpu_are_not_for_cutlass() -> None:
+    rows = ops.quantize_int8(torch.randn(2, 64))
+    with pytest.raises(ValueError, match="backend: cuda cannot run int8_mm: the weight is on cpu"):
+        ops.int8_mm(rows, torch.zeros(16, 64, dtype=torch.int8), torch.ones(16), backend="cuda")
+
+
 def test_weights_of_a_cpu_stay_canonical() -> None:
     weight = Int4Weight(torch.zeros(64, 64, dtype=torch.uint8), torch.ones(64, 1), None, 128, 64, 128)
     assert ops.repack_int4(weight) is weight and "cpu" in str(int4_mm.refusal(weight))
@@ -144,8 +168,8 @@ def test_one_cutlass_configuration_compiles(tmp_path) -> None:
 
 
 def test_the_choice_of_a_tile_follows_waves() -> None:
-    assert w4a8_gemm.choose_tile(4096, 4096, 132) == w4a8_gemm.WIDE
-    assert w4a8_gemm.choose_tile(128, 4096, 132) == w4a8_gemm.NARROW
+    for choose, module in ((w4a8_gemm.choose_tile, w4a8_gemm), (int8_gemm._tile, int8_gemm)):
+        assert choose(4096, 4096, 132) == module.WIDE and choose(128, 4096, 132) == module.NARROW
 
 
 def test_missing_headers_are_named(monkeypatch, tmp_path) -> None:

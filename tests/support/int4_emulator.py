@@ -92,10 +92,23 @@ def words_of_groups(weight: Int4Weight) -> torch.Tensor:
     return axes[..., :, None, :].expand(-1, -1, -1, -1, 4, -1).flatten(3, 4)
 
 
-def stream_operand(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    """code - zero of each weight, [out_features, in_features] fp32, as the streaming kernel's codec makes it."""
+def codec_operand(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    """code - zero of each weight, [out_features, in_features] fp32, as the codec of `dtype` makes it."""
     expand = expand_bf16 if dtype == torch.bfloat16 else expand_fp16
     return in_rows(expand(words_of_codes(weight), words_of_groups(weight) >> 16))
+
+
+def scaled_operand(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    """ScaledCodec of int4_stream_multiply.cuh: the same times the group's scale, both in `dtype`, rounded once."""
+    scale = fp16_of(words_of_groups(weight)).to(dtype)[..., None].expand(*words_of_codes(weight).shape, 8)
+    return (codec_operand(weight, dtype).to(dtype) * in_rows(scale.float()).to(dtype)).float()
+
+
+def nibble_operand(weight: Int4Weight) -> torch.Tensor:
+    """What a nibble in the low bits of e4m3 stands for: code / 512."""
+    words = words_of_codes(weight)
+    nibbles = torch.stack([(words >> (4 * i)) & 0xF for i in range(8)], dim=-1)
+    return in_rows(nibbles.to(torch.uint8).view(E4M3).float())
 
 
 def table_operand(weight: Int4Weight) -> torch.Tensor:
@@ -103,29 +116,61 @@ def table_operand(weight: Int4Weight) -> torch.Tensor:
     return in_rows(look_up(words_of_codes(weight), table_words(words_of_groups(weight))))
 
 
-def stream(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, num_ctas: int) -> torch.Tensor:
-    """int4_stream: sums of a group in fp32, times its scale, added along a CTA's run of blocks, then CTA by CTA."""
-    assert weight.zeros is not None
-    rows = x.values.float() if isinstance(x, Fp8Rows) else x.float()
-    operand = stream_operand(weight, torch.float16 if isinstance(x, Fp8Rows) else x.dtype)
-    scales, _ = int4_layout.unpack_scales(weight.scales, torch.ones_like(weight.zeros))
-    group = weight.in_features if scales.shape[1] == 1 else weight.group_size
-    width = min(group, BLOCK)
-    blocks, tiles = weight.in_features // BLOCK, -(-weight.out_features // TILE_ROWS)
-    out = torch.zeros(rows.shape[0], weight.out_features)
-    starts = [tiles * blocks * cta // num_ctas for cta in range(num_ctas + 1)]
-    for tile in range(tiles):
+def rows(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """int4_rows: sums of half a block in fp32, times the group's scale, added in turns to the sums of 8 warps."""
+    values = x.values.float() if isinstance(x, Fp8Rows) else x.float()
+    operand = codec_operand(weight, torch.float16 if isinstance(x, Fp8Rows) else x.dtype)
+    scales = _relative_scales(weight)
+    warps = torch.zeros(8, values.shape[0], weight.out_features)
+    for start in range(0, weight.in_features, BLOCK // 2):
+        part = values[:, start : start + BLOCK // 2] @ operand[:, start : start + BLOCK // 2].t()
+        warps[start // BLOCK % 8] += part * scales[:, start * scales.shape[1] // weight.in_features]
+    return _finish(warps.sum(0), x, weight, bias)
+
+
+def tiles(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, num_ctas: int) -> torch.Tensor:
+    """int4_stream: sums of every second block of a CTA's run, then of both halves, then of the CTAs in their order."""
+    values = x.values.float() if isinstance(x, Fp8Rows) else x.float()
+    product = _fp8_blocks(values, weight) if isinstance(x, Fp8Rows) else _plain_blocks(values, weight, x.dtype)
+    blocks, num_tiles = weight.in_features // BLOCK, -(-weight.out_features // TILE_ROWS)
+    out = torch.zeros(values.shape[0], weight.out_features)
+    starts = [num_tiles * blocks * cta // num_ctas for cta in range(num_ctas + 1)]
+    for tile in range(num_tiles):
         features = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
         for cta in range(num_ctas):
-            sums = torch.zeros_like(out[:, features])
-            for block in range(max(starts[cta], tile * blocks), min(starts[cta + 1], (tile + 1) * blocks)):
-                column = (block - tile * blocks) * BLOCK
-                for start in range(column, column + BLOCK, width):
-                    part = rows[:, start : start + width] @ operand[features, start : start + width].t()
-                    sums += part * scales[features, start // group]
-            out[:, features] += sums
-    token = x.scales if isinstance(x, Fp8Rows) else 1.0
-    y = out * token * weight.zeros
+            first, last = max(starts[cta] - tile * blocks, 0), min(starts[cta + 1] - tile * blocks, blocks)
+            halves = [product[first + half : max(last, first) : 2, :, features].sum(0) for half in range(2)]
+            out[:, features] += halves[0] + halves[1]
+    return _finish(out, x, weight, bias)
+
+
+def _plain_blocks(values: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    operand = scaled_operand(weight, dtype).unflatten(1, (-1, BLOCK))
+    return torch.einsum("tbk,nbk->btn", values.unflatten(1, (-1, BLOCK)), operand)
+
+
+def _fp8_blocks(values: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
+    """scale * 512 * (sum of activation * code / 512 - zero / 512 * sum of activations), group by group."""
+    words = weight.scales[0].transpose(0, 1).flatten(1).long() & 0xFFFFFFFF
+    width = min(weight.in_features // words.shape[1], BLOCK)
+    words = words.repeat_interleave(weight.in_features // width // words.shape[1], dim=1)
+    grouped, operand = values.unflatten(1, (-1, width)), nibble_operand(weight).unflatten(1, (-1, width))
+    parts = torch.einsum("tgk,ngk->gtn", grouped, operand)
+    zeros, totals = (words >> 16).float().t()[:, None] / 512, grouped.sum(-1).t()[..., None]
+    sums = 512 * fp16_of(words).float().t()[:, None] * (parts - zeros * totals)
+    return sums.unflatten(0, (-1, BLOCK // width)).sum(1)
+
+
+def _relative_scales(weight: Int4Weight) -> torch.Tensor:
+    assert weight.zeros is not None
+    return int4_layout.unpack_scales(weight.scales, torch.ones_like(weight.zeros))[0]
+
+
+def _finish(
+    sums: torch.Tensor, x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None
+) -> torch.Tensor:
+    assert weight.zeros is not None
+    y = sums * (x.scales if isinstance(x, Fp8Rows) else 1.0) * weight.zeros
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 

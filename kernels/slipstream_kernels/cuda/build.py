@@ -165,6 +165,7 @@ def _main() -> None:
         decode_attention,
         int4_mm,
         int4_stream,
+        int8_gemm,
         prefill_attention,
         stream_mm,
         w4a8_gemm,
@@ -181,8 +182,9 @@ def _main() -> None:
     if (reason := cutlass.missing()) is not None:
         LOG.warning("without W4A8 products of many tokens: %s", reason)
     else:
-        heavy = partial(build, w4a8_gemm.SOURCE, flags=cutlass.FLAGS, headers=cutlass.include_folder)
-        wanted = [*(partial(heavy, defines) for defines in w4a8_gemm.variants()), *wanted]
+        heavy = partial(build, flags=cutlass.FLAGS, headers=cutlass.include_folder)
+        gemms = [(kernel.SOURCE, defines) for kernel in (w4a8_gemm, int8_gemm) for defines in kernel.variants()]
+        wanted = [*(partial(heavy, *gemm) for gemm in gemms), *wanted]
     with ThreadPoolExecutor(jobs) as pool:
         for library in pool.map(lambda job: job(), wanted):
             print(library)

@@ -8,6 +8,7 @@ needed only where kernels are built.  A checkout that CUTLASS_PATH names (the fo
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -53,6 +54,14 @@ def include_folder() -> Path:
     if headers is None:
         raise KernelBuildError(f"CUTLASS's headers were not found: {_advice()}")
     return headers
+
+
+def error_text(library: ctypes.CDLL, error: int) -> str:
+    """What a library built with CUTLASS returned: a CUDA error, or minus a status of CUTLASS."""
+    if error < 0:
+        return f"CUTLASS status {-error}"
+    library.slipstream_error_text.restype = ctypes.c_char_p
+    return f"CUDA error {error}: {library.slipstream_error_text(error).decode()}"
 
 
 def fetch() -> Path:

@@ -23,7 +23,7 @@ from slipstream_kernels.integer import Int4Weight
 
 LOG = logging.getLogger(__name__)
 DEQUANTISE = "int4_dequantise.cu"
-MAX_STREAMED_TOKENS = 4 * MAX_TOKENS  # of 16-bit rows
+MAX_STREAMED_TOKENS = 2 * MAX_TOKENS  # of 16-bit rows
 
 
 def refusal(weight: Int4Weight) -> str | None:
@@ -36,6 +36,8 @@ def refusal(weight: Int4Weight) -> str | None:
     sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
     if sizes is not None or weight.out_features > int4_stream.MAX_TILES * int4_stream.TILE_ROWS:
         return sizes or f"out_features: {weight.out_features} are too many"
+    if weight.in_features > int4_stream.MAX_IN_FEATURES:
+        return f"in_features: {weight.in_features} are more than {int4_stream.MAX_IN_FEATURES}"
     return missing(int4_stream.TILES, int4_stream.defines(torch.bfloat16))
 
 

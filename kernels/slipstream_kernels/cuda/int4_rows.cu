@@ -1,6 +1,6 @@
 // Products of at most 16 tokens with 4-bit weights, for Hopper (sm_90a). Contract: ops/int4_mm.py.
 //
-// The bytes of the weights are the bound. One persistent CTA per SM streams an equal share of strips of output features
+// The bytes of the weights are the bound. One or two persistent CTAs per SM stream equal shares of strips of output features
 // (int4_rows_shape.cuh) through a ring in shared memory, filled by bulk copies that one warp issues; 8 warps multiply 16
 // output features by 8 tokens at a time (int4_rows_multiply.cuh) and add their sums at the end. The kernel starts while
 // the one before it still runs, and fills its ring before it waits for that one's results. Built once per
@@ -166,11 +166,13 @@ cudaError_t launch_groups(const Int4StreamParams& params, cudaStream_t stream) {
   return cudaErrorInvalidValue;
 }
 
-template <int TILES>
+template <int COLUMNS>
 cudaError_t launch_tiles(const Int4StreamParams& params, cudaStream_t stream) {
-  if (params.columns == 8) return launch_groups<TILES, 1>(params, stream);
-  if (params.columns == 16) return launch_groups<TILES, 2>(params, stream);
-  return cudaErrorInvalidValue;
+  const int num_sms = params.num_ctas / params.ctas_per_sm, of_sm = (params.out_features / 16 + num_sms - 1) / num_sms;
+  const int strips = (of_sm + params.ctas_per_sm - 1) / params.ctas_per_sm;
+  if (strips <= 2) return launch_groups<2, COLUMNS>(params, stream);
+  if (strips == 3) return launch_groups<3, COLUMNS>(params, stream);
+  return launch_groups<4, COLUMNS>(params, stream);
 }
 
 }  // namespace slipstream
@@ -179,11 +181,12 @@ cudaError_t launch_tiles(const Int4StreamParams& params, cudaStream_t stream) {
 
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_int4_rows(const slipstream::Int4StreamParams* params, void* stream) {
-  const int strips = (params->out_features / 16 + params->num_ctas - 1) / params->num_ctas;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (strips <= 2) return slipstream::launch_tiles<2>(*params, cuda_stream);
-  if (strips == 3) return slipstream::launch_tiles<3>(*params, cuda_stream);
-  return slipstream::launch_tiles<4>(*params, cuda_stream);
+  const int of_sm = params->ctas_per_sm;
+  if (of_sm < 1 || of_sm > 2 || params->num_ctas < of_sm || params->num_ctas % of_sm != 0) return cudaErrorInvalidValue;
+  if (params->columns == 8) return slipstream::launch_tiles<1>(*params, cuda_stream);
+  if (params->columns == 16) return slipstream::launch_tiles<2>(*params, cuda_stream);
+  return cudaErrorInvalidValue;
 }
 
 SLIPSTREAM_API const char* slipstream_error_text(int error) {

@@ -1,11 +1,10 @@
-// Products of few tokens with 4-bit weights, for Hopper (sm_90a). Contract: ops/int4_mm.py.
+// Products of up to 64 tokens with 4-bit weights, for Hopper (sm_90a). Contract: ops/int4_mm.py.
 //
 // The bytes of the weights are the bound. One persistent CTA per SM streams an equal share of the blocks
-// (int4_stream_shape.cuh) through a ring in shared memory; a warp issues bulk copies of codes and scales, loader warps
-// bring activations (int4_stream_load.cuh), two warpgroups multiply 64 output features each (int4_stream_multiply.cuh)
-// and add and write sums (int4_stream_epilogue.cuh). The kernel starts while the one before it still runs, and fills
-// its ring with weights before it waits for that one's results. Built once per SLIPSTREAM_INPUT: __nv_bfloat16, __half
-// or __nv_fp8_e4m3 (multiplied as fp16, exactly).
+// (int4_stream_shape.cuh) through a ring in shared memory, which one warp fills by bulk copies (int4_stream_load.cuh);
+// four warpgroups multiply (int4_stream_multiply.cuh) and add and write sums (int4_stream_epilogue.cuh). A small kernel
+// before puts the activations in order; this one starts while that still runs, and fills its ring with weights
+// meanwhile. Built once per SLIPSTREAM_INPUT: __nv_bfloat16, __half or __nv_fp8_e4m3.
 
 #include <cuda_fp8.h>
 
@@ -16,15 +15,24 @@
 namespace slipstream {
 
 template <typename SHAPE>
-__device__ __forceinline__ void multiply_share(const Int4StreamParams& p, const Ring<SHAPE>& ring, int* flag) {
+__global__ void __launch_bounds__(256) arrange_kernel(const __grid_constant__ Int4StreamParams p) {
+  start_dependents();
+  await_previous();
+  arrange_block<SHAPE>(p);
+}
+
+template <typename SHAPE>
+__device__ __forceinline__ void multiply_share(const Int4StreamParams& p, const Ring<SHAPE>& ring, char* memory) {
   const int thread = threadIdx.x;
-  Multiplier<SHAPE> multiplier{ring, thread / 32, thread % 32, {}, {}};
-  const Epilogue4<SHAPE> epilogue{p, flag, thread};
+  Multiplier<SHAPE> multiplier{ring, thread / 32 % SHAPE::kStrips, thread / SHAPE::kWriters, thread % 32};
+  const TileEpilogue<SHAPE> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset),
+                                     reinterpret_cast<int*>(memory + SHAPE::kBarrierOffset + 16 * SHAPE::kStages), thread};
   for (Share share(p, blockIdx.x); !share.is_done();) {
     const Segment segment = share.take();
     float sums[SHAPE::kSums] = {};
     multiplier.consume(segment.end - segment.begin, sums);
-    if (!epilogue.collect(segment, share.blocks, sums)) continue;
+    epilogue.join(sums);
+    if (thread >= SHAPE::kWriters || !epilogue.collect(segment, share.blocks, sums)) continue;
     using Input = typename SHAPE::Input;
     if constexpr (sizeof(Input) == 2) {
       epilogue.template write<Input>(segment.tile, sums);
@@ -37,50 +45,38 @@ __device__ __forceinline__ void multiply_share(const Int4StreamParams& p, const 
 }
 
 template <typename SHAPE>
-__global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtasPerSm)
-    int4_stream_kernel(const __grid_constant__ Int4StreamParams p) {
+__global__ void __launch_bounds__(SHAPE::kThreads, 1) int4_stream_kernel(const __grid_constant__ Int4StreamParams p) {
   extern __shared__ __align__(128) char memory[];
   const Ring<SHAPE> ring{shared_address(memory)};
   start_dependents();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < SHAPE::kStages; ++stage) {
-      init_barrier(ring.filled(stage), 1 + SHAPE::kLoaderWarps);
+      init_barrier(ring.filled(stage), 1);
       init_barrier(ring.emptied(stage), SHAPE::kConsumerWarps);
     }
     publish_barriers();
   }
   __syncthreads();
-  const int loader = static_cast<int>(threadIdx.x) - SHAPE::kConsumers;
-  if (loader >= 32 * SHAPE::kLoaderWarps) {
-    produce_codes<SHAPE>(p, ring);
-    await_previous();
+  if (threadIdx.x >= SHAPE::kConsumers) {
+    fill_stages<SHAPE>(p, ring);
     return;
   }
   await_previous();
-  if (loader >= 0) {
-    load_activations<SHAPE>(p, ring, loader);
-  } else {
-    multiply_share<SHAPE>(p, ring, reinterpret_cast<int*>(memory + SHAPE::kBarrierOffset + 16 * SHAPE::kStages));
-  }
+  multiply_share<SHAPE>(p, ring, memory);
 }
 
 using Input = SLIPSTREAM_INPUT;
-template <typename T>
-struct OperandOf {
-  using Type = T;
-};
-template <>
-struct OperandOf<__nv_fp8_e4m3> {
-  using Type = __half;
-};
-
 template <int COLUMNS, int GROUPS>
 cudaError_t launch_variant(const Int4StreamParams& params, cudaStream_t stream) {
-  using Shape = Int4Shape<Input, OperandOf<Input>::Type, COLUMNS, GROUPS>;
+  using Shape = Int4Shape<Input, Input, COLUMNS, GROUPS>;
   auto* kernel = int4_stream_kernel<Shape>;
   static const cudaError_t configured =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
   if (configured != cudaSuccess) return configured;
+  const int threads = COLUMNS * 4 < 256 ? COLUMNS * 4 : 256;
+  const cudaError_t arranged = launch_kernel(params.is_dependent != 0, dim3(params.in_features / Shape::kDepth), threads, 0,
+                                             stream, arrange_kernel<Shape>, params);
+  if (arranged != cudaSuccess) return arranged;
   return launch_kernel(params.is_dependent != 0, dim3(params.num_ctas), Shape::kThreads, Shape::kTotalBytes, stream,
                        kernel, params);
 }
@@ -100,7 +96,6 @@ cudaError_t launch_groups(const Int4StreamParams& params, cudaStream_t stream) {
 SLIPSTREAM_API int slipstream_int4_stream(const slipstream::Int4StreamParams* params, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   switch (params->columns) {
-    case 8: return slipstream::launch_groups<8>(*params, cuda_stream);
     case 16: return slipstream::launch_groups<16>(*params, cuda_stream);
     case 32: return slipstream::launch_groups<32>(*params, cuda_stream);
     case 48: return slipstream::launch_groups<48>(*params, cuda_stream);

@@ -21,17 +21,19 @@ from slipstream_kernels.integer import Int4Weight
 ROWS, TILES = "int4_rows.cu", "int4_stream.cu"
 INPUTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", E4M3: "__nv_fp8_e4m3"}
 ROWS_COLUMNS = (8, 16)  # numbers of tokens that each kernel is compiled for; others are rounded up
-TILES_COLUMNS = (8, 16, 32, 48, 64)
+TILES_COLUMNS = (16, 32, 48, 64)
 MAX_ROWS_TOKENS, MAX_TOKENS = ROWS_COLUMNS[-1], TILES_COLUMNS[-1]
 STRIP, TILE_ROWS, BLOCK = 16, 128, 128  # output features of a strip and a tile, input features of a block
-MAX_TILES = 8192
+SHARED_STRIPS = 4  # of an SM, from which on two CTAs share them: below, the next launch's CTAs come up instead
+MAX_TILES, MAX_IN_FEATURES = 8192, 1 << 16  # what the workspace has room for
 
 POINTERS = (
-    "x", "token_scale", "codes", "words", "strip_words", "channel_scale", "bias", "out", "partials", "arrivals",
+    "x", "token_scale", "codes", "words", "strip_words", "channel_scale", "bias", "out", "arranged", "partials",
+    "arrivals",
 )  # fmt: skip
 COUNTS = (
     "num_tokens", "out_features", "in_features", "columns", "groups_per_block", "is_channelwise", "out_is_half",
-    "num_ctas", "is_dependent",
+    "num_ctas", "ctas_per_sm", "is_dependent",
 )  # fmt: skip
 
 
@@ -50,6 +52,7 @@ class Workspace:
     """What the CTAs of one launch exchange."""
 
     num_sms: int
+    arranged: torch.Tensor
     partials: torch.Tensor
     arrivals: torch.Tensor
 
@@ -117,7 +120,8 @@ def workspace(device: torch.device) -> Workspace:
     num_sms = torch.cuda.get_device_properties(device).multi_processor_count
     # A CTA leaves at most two tiles' sums: of the tile that it goes on with, and of the one that it begins.
     partials = torch.empty(2 * num_sms * TILE_ROWS * MAX_TOKENS, dtype=torch.float32, device=device)
-    return Workspace(num_sms, partials, torch.zeros(MAX_TILES, dtype=torch.int32, device=device))
+    arranged = torch.empty(MAX_IN_FEATURES * MAX_TOKENS, dtype=torch.bfloat16, device=device)
+    return Workspace(num_sms, arranged, partials, torch.zeros(MAX_TILES, dtype=torch.int32, device=device))
 
 
 def _params(
@@ -129,21 +133,26 @@ def _params(
     by_rows: bool,
 ) -> Int4StreamParams:
     space, num_tokens = workspace(x.device), x.shape[0]
-    num_units = weight.out_features // STRIP
-    if not by_rows:
-        num_units = -(-weight.out_features // TILE_ROWS) * (weight.in_features // BLOCK)
+    strips, ctas_per_sm = weight.out_features // STRIP, 1
+    if by_rows:
+        ctas_per_sm = 2 if num_tokens <= ROWS_COLUMNS[0] and strips > SHARED_STRIPS * space.num_sms else 1
+        num_ctas = ctas_per_sm * min(space.num_sms, strips)
+    else:  # every CTA has work: those of a tile are counted
+        num_ctas = min(space.num_sms, -(-weight.out_features // TILE_ROWS) * (weight.in_features // BLOCK))
     return Int4StreamParams(
         **weight_arguments(weight),
         x=x.data_ptr(),
         token_scale=None if token_scales is None else token_scales.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
+        arranged=space.arranged.data_ptr(),
         partials=space.partials.data_ptr(),
         arrivals=space.arrivals.data_ptr(),
         x_row_stride=x.stride(0),
         num_tokens=num_tokens,
         columns=next(count for count in (ROWS_COLUMNS if by_rows else TILES_COLUMNS) if count >= num_tokens),
         out_is_half=out.dtype == torch.float16,
-        num_ctas=min(space.num_sms, num_units),  # every CTA has work: those of a tile are counted
+        num_ctas=num_ctas,
+        ctas_per_sm=ctas_per_sm,
         is_dependent=launches_dependently(x.device),
     )

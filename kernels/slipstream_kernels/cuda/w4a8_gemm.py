@@ -45,6 +45,7 @@ class Tile:
 WIDE = Tile(128, 256, 2)
 NARROW = Tile(128, 128, 2)
 TILES = (WIDE, NARROW)
+NARROW_COST = 0.75  # time of a narrow tile, of a wide one's (docs/LOG.md)
 
 
 def defines(tile: Tile, groups: int, dtype: torch.dtype) -> tuple[str, ...]:
@@ -79,7 +80,7 @@ def _missing(tile: Tile, dtype: torch.dtype) -> str | None:
 
 
 def choose_tile(num_tokens: int, out_features: int, num_sms: int) -> Tile:
-    """The tile whose waves of CTAs take the least time, by the time of one tile (docs/LOG.md)."""
+    """The tile whose waves of CTAs take the least time, by the time of one tile."""
     costs = {WIDE: 1.0, NARROW: NARROW_COST}
 
     def cost(tile: Tile) -> float:
@@ -87,9 +88,6 @@ def choose_tile(num_tokens: int, out_features: int, num_sms: int) -> Tile:
         return -(-tiles // num_sms) * costs[tile]
 
     return min(TILES, key=cost)
-
-
-NARROW_COST = 0.6  # time of a narrow tile, of a wide one's
 
 
 def w4a8_gemm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -123,14 +121,7 @@ def w4a8_gemm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, out:
     with torch.cuda.device(device):
         error = library.slipstream_w4a8_gemm(ctypes.byref(params), stream)
     if error != 0:
-        raise RuntimeError(f"w4a8_gemm: {_text(library, error)}")
-
-
-def _text(library: ctypes.CDLL, error: int) -> str:
-    if error < 0:
-        return f"CUTLASS status {-error}"
-    library.slipstream_error_text.restype = ctypes.c_char_p
-    return f"CUDA error {error}: {library.slipstream_error_text(error).decode()}"
+        raise RuntimeError(f"w4a8_gemm: {cutlass.error_text(library, error)}")
 
 
 @lru_cache

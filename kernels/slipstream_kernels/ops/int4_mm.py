@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
+from types import ModuleType
+
 import torch
 
+from slipstream_kernels import int4_layout
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
 
+LOG = logging.getLogger(__name__)
 TRITON_BLOCK = 128  # input features that triton/int4_mm.py takes at a time
 
 
@@ -20,7 +26,9 @@ def int4_mm(
     The result has x's dtype.  weight: canonical (uint8) or as repack_int4 made it for x's device.
     bias: [out_features], any float dtype.
     Codes less zero-points are exact in every type of product; group scales are applied to sums in fp32, or to weights
-    in x's dtype.  FP8 sums leave the tensor core for fp32 at least every 128 input features.
+    in x's dtype.  FP8 sums leave the tensor core for fp32 at least every 128 input features.  Except: more than 64 FP8
+    rows and a repacked weight, whose (code - zero) * scale is rounded to e4m3 (2 to 3 % of a result's norm).
+    backend: "cuda" is what a repacked weight of a GPU is multiplied by.
     """
     rows = x.values if isinstance(x, Fp8Rows) else x
     _check_rows(x, weight.in_features)
@@ -28,7 +36,7 @@ def int4_mm(
         require_shape("bias", bias, (weight.out_features,))
     if not weight.is_repacked:
         check_int4(weight)
-    return select("int4_mm", backend, rows, _triton_refusal(weight)).int4_mm(x, weight, bias)
+    return _choose(backend, rows, weight).int4_mm(x, weight, bias)
 
 
 def repack_int4(weight: Int4Weight) -> Int4Weight:
@@ -37,7 +45,26 @@ def repack_int4(weight: Int4Weight) -> Int4Weight:
     A shape that the device's kernels do not serve stays canonical.  Raises ValueError for a weight that is not.
     """
     check_int4(weight)
-    return weight
+    if not weight.packed.is_cuda:
+        return weight
+    reason = _cuda().refusal(weight)
+    if reason is not None:
+        LOG.info("weight of %d x %d stays canonical: %s", weight.out_features, weight.in_features, reason)
+        return weight
+    return int4_layout.repack(weight)
+
+
+def _choose(backend: str, rows: torch.Tensor, weight: Int4Weight) -> ModuleType:
+    if weight.is_repacked and backend in ("auto", "cuda"):
+        return _cuda()
+    if weight.is_repacked or backend == "cuda":
+        wanted = "a weight of repack_int4" if backend == "cuda" else "a canonical weight"
+        raise ValueError(f"backend: {backend!r} takes {wanted}")
+    return select("int4_mm", backend, rows, _triton_refusal(weight))
+
+
+def _cuda() -> ModuleType:
+    return importlib.import_module("slipstream_kernels.cuda.int4_mm")
 
 
 def check_int4(weight: Int4Weight) -> None:

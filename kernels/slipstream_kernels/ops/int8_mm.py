@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+from types import ModuleType
+
 import torch
 
 from slipstream_kernels.integer import Int8Rows
 from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
+
+MIN_CUDA_ROWS = 65  # below, the Triton-lang kernel is the faster (docs/LOG.md)
 
 
 def int8_mm(
@@ -20,7 +25,7 @@ def int8_mm(
 
     x: [num_tokens, in_features] fp32, bf16 or fp16, last dimension contiguous (W8A16, accumulated in fp32); or int8
     rows scaled per token (W8A8, accumulated exactly in int32).  values: int8 [out_features, in_features], contiguous.
-    scales: fp32 [out_features].  bias: [out_features], any float dtype.
+    scales: fp32 [out_features].  bias: [out_features], any float dtype.  backend: "cuda" is CUTLASS, of int8 rows.
     """
     if values.dtype != torch.int8 or values.dim() != 2 or not values.is_contiguous():
         raise ValueError(f"values: {values.dtype} {tuple(values.shape)}, expected contiguous int8 of two dimensions")
@@ -39,4 +44,20 @@ def int8_mm(
             raise ValueError(f"x.values: dtype {x.values.dtype}, expected int8")
     else:
         require_float("x", x)
+    if isinstance(x, Int8Rows) and _prefers_cuda(x, values, backend):
+        return _cuda().int8_gemm(x, values, scales, bias)
     return select("int8_mm", backend, rows).int8_mm(x, values, scales, bias)
+
+
+def _prefers_cuda(rows: Int8Rows, values: torch.Tensor, backend: str) -> bool:
+    """Whether many int8 rows go to CUTLASS; raises ValueError where that is asked for and cannot be."""
+    if backend == "cuda":
+        if (reason := _cuda().refusal(rows, values)) is not None:
+            raise ValueError(f"backend: cuda cannot run int8_mm: {reason}")
+        return True
+    is_candidate = backend == "auto" and values.is_cuda and rows.num_tokens >= MIN_CUDA_ROWS
+    return is_candidate and _cuda().refusal(rows, values) is None
+
+
+def _cuda() -> ModuleType:
+    return importlib.import_module("slipstream_kernels.cuda.int8_gemm")

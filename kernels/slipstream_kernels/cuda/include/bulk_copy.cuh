@@ -12,6 +12,13 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
+// L2 keeps lines under this policy longest: every CTA reads the same activations.
+__device__ __forceinline__ uint64_t keep_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Copies `bytes` (a multiple of 16, as both addresses) and counts them on `barrier`.
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier,
                                           uint64_t policy) {

@@ -104,18 +104,11 @@ struct RowsConsumer {
     const int chunks = num_chunks<SHAPE>(p);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
+      const int block = chunk * SHAPE::kWarps + warp;
       const BlockOperands<SHAPE> now(x);
       // Read one chunk ahead: the latency of L2 passes while this chunk is multiplied.
-      x.load(p, (chunk + 1 == chunks ? 0 : chunk + 1) * SHAPE::kWarps + warp);
-      const bool has_block = chunk * SHAPE::kWarps + warp < num_blocks(p);
-      Codes codes[2];   // of a slot, and of the next
-      codes[0] = take_slot();
-#pragma unroll
-      for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
-        if (tile >= num_strips) break;
-        if (tile + 1 < num_strips) codes[(tile + 1) % 2] = take_slot();
-        if (has_block) multiply(codes[tile % 2], now, sums.of[tile]);
-      }
+      x.load(p, chunk + 1 == chunks ? warp : block + SHAPE::kWarps);
+      multiply_chunk(num_strips, block < num_blocks(p), now, sums);
     }
   }
 
@@ -125,6 +118,18 @@ struct RowsConsumer {
     uint2 eights[4];
     uint32_t words[SHAPE::kGroups][2];
   };
+
+  __device__ __forceinline__ void multiply_chunk(int num_strips, bool has_block, const BlockOperands<SHAPE>& now,
+                                                 RowSums<SHAPE>& sums) {
+    Codes codes[2];   // of a slot, and of the next
+    codes[0] = take_slot();
+#pragma unroll
+    for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
+      if (tile >= num_strips) break;
+      if (tile + 1 < num_strips) codes[(tile + 1) % 2] = take_slot();
+      if (has_block) multiply(codes[tile % 2], now, sums.of[tile]);
+    }
+  }
 
   __device__ __forceinline__ Codes take_slot() {
     const uint32_t filled = barriers + 16 * place.stage, slot = ring + place.stage * SHAPE::kSlotBytes;

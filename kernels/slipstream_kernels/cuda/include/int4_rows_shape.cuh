@@ -1,6 +1,6 @@
 // Sizes of one variant of the product of 4-bit weights with at most 16 tokens, and the walk over a CTA's weights.
 //
-// A CTA owns consecutive strips of 16 output features, as even a share as can be: no sum crosses CTAs. It goes through
+// A CTA owns consecutive strips of 16 output features: no sum crosses CTAs. It goes through
 // them in passes of kTiles strips; a pass goes through the input features in chunks of 8 blocks of 128, one for each of
 // the 8 multiplying warps; each (chunk, strip) is one slot of the ring. The warps' sums are added at the end of a pass.
 #pragma once
@@ -26,7 +26,7 @@ struct RowsShape {
   static constexpr int kFragments = TILES * COLUMNS;
   static constexpr int kRound = kFragments < 4 ? kFragments : 4;   // fragments summed over the warps at once
   static constexpr int kSumBytes = kWarps * kRound * 32 * 16;
-  // Two CTAs share an SM: the next kernel's ring fills while this one ends.
+  // Two CTAs share an SM: of one launch, their latencies overlap; of two, the next one's ring fills while this one ends.
   static constexpr int kSlots = (113664 - kSumBytes) / (kSlotBytes + 16);
   static constexpr int kSumOffset = kSlots * kSlotBytes;
   static constexpr int kBarrierOffset = kSumOffset + kSumBytes;
@@ -40,10 +40,14 @@ struct Strips {
   __device__ __forceinline__ int size() const { return end - begin; }
 };
 
+// An SM's even share of the strips; two CTAs that run on it at once divide it: c and c + num_ctas / 2.
 __device__ __forceinline__ Strips strips_of_cta(const Int4StreamParams& p) {
   const int64_t strips = p.out_features / 16;
-  const int cta = blockIdx.x;
-  return {static_cast<int>(strips * cta / p.num_ctas), static_cast<int>(strips * (cta + 1) / p.num_ctas)};
+  const int num_sms = p.num_ctas / p.ctas_per_sm, sm = blockIdx.x % num_sms;
+  const int begin = static_cast<int>(strips * sm / num_sms), end = static_cast<int>(strips * (sm + 1) / num_sms);
+  if (p.ctas_per_sm == 1) return {begin, end};
+  const int middle = begin + (end - begin + 1) / 2;
+  return static_cast<int>(blockIdx.x) < num_sms ? Strips{begin, middle} : Strips{middle, end};
 }
 
 __device__ __forceinline__ int num_blocks(const Int4StreamParams& p) { return p.in_features / 128; }

@@ -8,11 +8,24 @@
 namespace slipstream {
 
 template <typename SHAPE>
-struct Epilogue4 {
+struct TileEpilogue {
   static constexpr int kSums = SHAPE::kSums;
   const Int4StreamParams& p;
-  int* flag;      // shared: whether this CTA came last
-  int thread;     // of the consumers
+  float4* exchange;   // shared: sums of the warpgroups that multiply second blocks
+  int* flag;          // shared: whether this CTA came last
+  int thread;         // of the consumers; the first half write
+
+  // Adds the sums of second blocks to those of first blocks, in the registers of the writers.
+  __device__ __forceinline__ void join(float (&sums)[kSums]) const {
+    const bool is_writer = thread < SHAPE::kWriters;
+    float4* mine = exchange + thread % SHAPE::kWriters;
+    sync_threads(2, SHAPE::kConsumers);   // what the segment before left is read
+    if (!is_writer) leave(mine, sums);
+    sync_threads(2, SHAPE::kConsumers);
+    if (!is_writer) return;
+#pragma unroll
+    for (int i = 0; i < kSums / 4; ++i) accumulate(mine[i * SHAPE::kWriters], i, sums);
+  }
 
   // Adds what the other CTAs of the tile have, if this one is the last of them. False: another CTA will write.
   __device__ __forceinline__ bool collect(const Segment& segment, int blocks, float (&sums)[kSums]) const {
@@ -21,17 +34,18 @@ struct Epilogue4 {
     const int first = Share::cta_of(p, start), last = Share::cta_of(p, start + blocks - 1);
     leave(part(blockIdx.x, segment.begin == 0), sums);
     __threadfence();
-    sync_threads(1, SHAPE::kConsumers);
+    sync_threads(1, SHAPE::kWriters);
     if (thread == 0) {
       const int before = atomicAdd(p.arrivals + segment.tile, 1);
       *flag = before == last - first;
       if (*flag) p.arrivals[segment.tile] = 0;
       __threadfence();
     }
-    sync_threads(1, SHAPE::kConsumers);
+    sync_threads(1, SHAPE::kWriters);
     if (*flag == 0) return false;
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] = 0.0f;
+#pragma unroll 4
     for (int cta = first; cta <= last; ++cta) add(part(cta, cta == first), sums);
     return true;
   }
@@ -74,23 +88,24 @@ struct Epilogue4 {
 
   // A CTA leaves at most two tiles' sums: of the tile that it begins (and does not end), and of one that it goes on with.
   __device__ __forceinline__ float4* part(int cta, bool is_begun) const {
-    const int64_t index = int64_t{2 * cta + (is_begun ? 1 : 0)} * SHAPE::kConsumers * (kSums / 4);
+    const int64_t index = int64_t{2 * cta + (is_begun ? 1 : 0)} * SHAPE::kWriters * (kSums / 4);
     return reinterpret_cast<float4*>(p.partials) + index + thread;
   }
 
-  __device__ __forceinline__ void leave(float4* to, const float (&sums)[kSums]) const {
+  static __device__ __forceinline__ void leave(float4* to, const float (&sums)[kSums]) {
 #pragma unroll
     for (int i = 0; i < kSums / 4; ++i) {
-      __stcg(to + i * SHAPE::kConsumers, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
+      to[i * SHAPE::kWriters] = make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
     }
   }
 
-  __device__ __forceinline__ void add(const float4* from, float (&sums)[kSums]) const {
+  static __device__ __forceinline__ void accumulate(const float4& v, int i, float (&sums)[kSums]) {
+    sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
+  }
+
+  static __device__ __forceinline__ void add(const float4* from, float (&sums)[kSums]) {
 #pragma unroll
-    for (int i = 0; i < kSums / 4; ++i) {
-      const float4 v = __ldcg(from + i * SHAPE::kConsumers);
-      sums[4 * i] += v.x, sums[4 * i + 1] += v.y, sums[4 * i + 2] += v.z, sums[4 * i + 3] += v.w;
-    }
+    for (int i = 0; i < kSums / 4; ++i) accumulate(__ldcg(from + i * SHAPE::kWriters), i, sums);
   }
 };
 

@@ -15,7 +15,8 @@ struct Int4StreamParams {
   const float* channel_scale;   // [out_features]
   const void* bias;             // [out_features] of the result's type, or null
   void* out;                    // [num_tokens, out_features]
-  float* partials;              // two tiles of sums for each CTA
+  void* arranged;               // int4_stream: x in the order of its stages
+  float* partials;              // int4_stream: two tiles of sums for each CTA
   int32_t* arrivals;            // zeros, one for each tile; left zero
   int64_t x_row_stride;         // elements, a multiple of 16 bytes
   int32_t num_tokens, out_features, in_features;
@@ -23,7 +24,7 @@ struct Int4StreamParams {
   int32_t groups_per_block;     // 1 (128 or whole rows), 2 (64): the variant
   int32_t is_channelwise;       // words have one row of groups
   int32_t out_is_half;          // of e4m3 rows: fp16, else bf16
-  int32_t num_ctas, is_dependent;
+  int32_t num_ctas, ctas_per_sm, is_dependent;
 };
 
 }  // namespace slipstream

@@ -18,27 +18,27 @@ struct Int4Shape {
   static constexpr int kRows = 128, kDepth = 128;
   static constexpr int kSums = COLUMNS / 2;   // of a thread
 
-  static constexpr int kConsumerWarps = 8;    // two warpgroups, 64 rows each
-  // Loader threads bring items of 32 activations of a token; those of the next blocks are in their registers.
-  static constexpr int kLoaderWarps = COLUMNS <= 16 ? 1 : COLUMNS == 64 ? 4 : COLUMNS / 8;
-  static constexpr int kItems = COLUMNS / 8 / kLoaderWarps;
-  static constexpr int kBlocksAhead = (sizeof(INPUT) == 1 ? 6 : 4) / kItems;
-  // Sums of a group are scaled while the next group is multiplied, where registers suffice for both.
-  static constexpr int kSets = COLUMNS <= 32 && GROUPS == 1 ? 2 : 1;
-  static constexpr int kConsumers = 32 * kConsumerWarps;
-  static constexpr int kThreads = kConsumers + 32 * kLoaderWarps + 32;
-  static constexpr int kCtasPerSm = COLUMNS <= 16 ? 2 : 1;   // beyond, sums take more registers than two CTAs have
+  // A stage is two blocks along the input features: two warpgroups multiply the first, 64 rows each, two the second.
+  static constexpr int kBlocks = 2;
+  static constexpr int kConsumerWarps = 16;
+  static constexpr int kConsumers = 32 * kConsumerWarps, kWriters = kConsumers / 2;
+  static constexpr int kThreads = kConsumers + 32;
 
-  static constexpr int kStripBytes = 16 * kDepth / 2;
-  static constexpr int kCodeBytes = kRows / 16 * kStripBytes;
-  static constexpr int kWordBytes = kRows * 4 * GROUPS;
-  static constexpr int kActivationBytes = COLUMNS * kDepth * 2;
-  static constexpr int kStageBytes = kCodeBytes + kWordBytes + kActivationBytes;
-  // Two CTAs share an SM: the next kernel's ring fills while this one ends.
-  static constexpr int kStages = (kCtasPerSm == 2 ? 110 : 200) * 1024 / kStageBytes;
-  static constexpr int kBarrierOffset = kStages * kStageBytes;
+  static constexpr int kStrips = kRows / 16;
+  static constexpr int kBlockBytes = 16 * kDepth / 2;   // of a strip
+  static constexpr int kCodeBytes = kStrips * kBlocks * kBlockBytes;
+  static constexpr int kWordBytes = kRows * 4 * GROUPS;   // of a block
+  // Of a block: activations, and with e4m3 products their sum over each group, fp32.
+  static constexpr bool kIsFp8 = sizeof(OPERAND) == 1;
+  static constexpr int kValueBytes = COLUMNS * kDepth * int(sizeof(OPERAND));
+  static constexpr int kActivationBytes = kValueBytes + (kIsFp8 ? COLUMNS * 4 * GROUPS : 0);
+  static constexpr int kStageBytes = kCodeBytes + kBlocks * (kWordBytes + kActivationBytes);
+  static constexpr int kSumBytes = kWriters * kSums * 4;
+  static constexpr int kStages = (226 * 1024 - kSumBytes) / (kStageBytes + 16);
+  static constexpr int kSumOffset = kStages * kStageBytes;
+  static constexpr int kBarrierOffset = kSumOffset + kSumBytes;
   static constexpr int kTotalBytes = kBarrierOffset + 16 * kStages + 16;
-  static_assert(kTotalBytes <= (kCtasPerSm == 2 ? 113664 : 232448));
+  static_assert(kTotalBytes <= 232448 && kStages >= 3);
 };
 
 // A run of one tile's blocks that one CTA takes.
