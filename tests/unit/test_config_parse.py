@@ -250,6 +250,8 @@ def test_a_draft_is_named_by_the_model_that_serves_it(tmp_path: Path) -> None:
     for text in ('backend: "slipstream"\n', 'parameters { key: "model" value { string_value: "../nowhere" } }\n'):
         served.write_text(text)
         with pytest.raises(ConfigError, match="draft_model"):
-            parse_parameters({"model": "/m", "draft_model": "draft"}, llm)
+            parse_parameters({"model": "/m", "draft_model": "draft", "speculative_method": "draft_model"}, llm)
+    named_only = parse_parameters({"model": "/m", "draft_model": "draft"}, llm)
+    assert named_only.speculation.draft_model == "draft", "a draft that is named and not used is not looked for"
     with pytest.raises(ConfigError, match="speculative_method"):
         parse_parameters({"model": "/m", "speculative_method": "medusa,magic"}, llm)

@@ -14,7 +14,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.config import EngineConfig
+from slipstream.core.config import EngineConfig, SpeculationConfig
 from slipstream.core.config_table import FOREIGN, PARAMETERS, Parameter
 from slipstream.core.errors import ConfigError
 from slipstream.core.wire_messages import Config as WireConfig
@@ -55,7 +55,7 @@ def parse_parameters(
     speculation = config.speculation
     speculation = replace(
         speculation,
-        draft_model=_resolve_draft(speculation.draft_model, model_dir),
+        draft_model=_resolve_draft(speculation, model_dir),
         medusa_heads=_resolve("medusa_heads", speculation.medusa_heads, model_dir),
         mtp_module=_resolve("mtp_module", speculation.mtp_module, model_dir),
         eagle_head=_resolve("eagle_head", speculation.eagle_head, model_dir),
@@ -210,8 +210,14 @@ def _resolve(name: str, value: str, model_dir: Path) -> str:
     return value
 
 
-def _resolve_draft(value: str, model_dir: Path) -> str:
-    """The checkpoint of a draft: named as any, or by the model of the repository that serves it."""
+def _resolve_draft(speculation: SpeculationConfig, model_dir: Path) -> str:
+    """The checkpoint of a draft: named as any, or by the model of the repository that serves it.
+
+    One that no method loaded needs is left as it is named: the repository may lack it.
+    """
+    value = speculation.draft_model
+    if "draft_model" not in speculation.loaded:
+        return value
     served = model_dir.parent / value / "config.pbtxt"
     if not value or "/" in value or not served.is_file():
         return _resolve("draft_model", value, model_dir)
