@@ -14,10 +14,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from slipstream_kernels.cuda.build import KernelBuildError, cache_folder
+from slipstream_kernels.cuda.build import KernelBuildError, cache_folder, load
 
 PACKAGE, VERSION = "nvidia-cutlass", "4.2.0.0"
 HEADERS = "cutlass_library/source/include/"  # in the package
@@ -54,6 +56,13 @@ def include_folder() -> Path:
     if headers is None:
         raise KernelBuildError(f"CUTLASS's headers were not found: {_advice()}")
     return headers
+
+
+@cache
+def load_all(source: str, variants: tuple[tuple[str, ...], ...]) -> tuple[ctypes.CDLL, ...]:
+    """The libraries of some variants; those that must be built are built at once, so that none has to be later."""
+    with ThreadPoolExecutor(len(variants)) as pool:
+        return tuple(pool.map(lambda defines: load(source, defines, FLAGS, include_folder), variants))
 
 
 def error_text(library: ctypes.CDLL, error: int) -> str:

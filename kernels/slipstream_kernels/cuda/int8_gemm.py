@@ -1,6 +1,6 @@
 """W8A8 products of many tokens on CUTLASS: exact int32 sums, scaled and biased in the epilogue.  Hopper only.
 
-A configuration is a library of its own, a minute of compiling: built on first use with a line in the log, or ahead by
+A configuration is a library of its own, a minute of compiling: all are built on first use with a line in the log, or by
 `python -m slipstream_kernels.cuda.build`.  No device value is read on the host and there is no workspace: CUDA-graph
 safe, on any stream.
 """
@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 
 from slipstream_kernels.cuda import cutlass
-from slipstream_kernels.cuda.build import is_built, load, missing
+from slipstream_kernels.cuda.build import is_built, missing
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.integer import Int8Rows
 
@@ -79,9 +79,8 @@ def int8_gemm(rows: Int8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: 
         return out
     bias = None if bias is None else bias.to(rows.dtype)
     num_sms = _num_sms(device)
-    library = load(
-        SOURCE, defines(_tile(num_tokens, out_features, num_sms), rows.dtype), cutlass.FLAGS, cutlass.include_folder
-    )
+    libraries = cutlass.load_all(SOURCE, tuple(defines(tile, rows.dtype) for tile in TILES))
+    library = libraries[TILES.index(_tile(num_tokens, out_features, num_sms))]
     params = Int8GemmParams(
         x=rows.values.data_ptr(),
         token_scale=rows.scales.data_ptr(),

@@ -1,6 +1,6 @@
 """W4A8 products of many tokens on CUTLASS: chooses a configuration, fills its arguments, launches it.  Hopper only.
 
-A configuration is a library of its own, a minute of compiling: built on first use with a line in the log, or ahead by
+A configuration is a library of its own, a minute of compiling: all are built on first use with a line in the log, or by
 `python -m slipstream_kernels.cuda.build`.  No device value is read on the host and there is no workspace: CUDA-graph
 safe, on any stream.
 """
@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from slipstream_kernels.cuda import cutlass
-from slipstream_kernels.cuda.build import is_built, load, missing
+from slipstream_kernels.cuda.build import is_built, missing
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
@@ -100,7 +100,8 @@ def w4a8_gemm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, out:
     num_sms = _num_sms(device)
     words = weight.scales[0]
     tile = choose_tile(rows.num_tokens, weight.out_features, num_sms)
-    library = load(SOURCE, defines(tile, words.shape[2], out.dtype), cutlass.FLAGS, cutlass.include_folder)
+    libraries = cutlass.load_all(SOURCE, tuple(defines(each, words.shape[2], out.dtype) for each in TILES))
+    library = libraries[TILES.index(tile)]
     params = W4a8Params(
         x=rows.values.data_ptr(),
         token_scale=rows.scales.data_ptr(),
