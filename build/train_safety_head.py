@@ -4,7 +4,8 @@
     python build/train_safety_head.py --model FOLDER_OR_ID   # for another sentence encoder
 
 build/safety_texts has a file per category, and two without any: benign.txt, and lookalike.txt (harmless texts with the
-words of harmful ones). Every third line of a file is held out. Thresholds maximise F1 on five-fold scores of the training texts.
+words of harmful ones). Every third line of a file is held out. Thresholds maximise F1 on five-fold scores of the
+training texts.
 """
 
 from __future__ import annotations

@@ -17,7 +17,9 @@ class EncoderModule(torch.nn.Module):
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()
         from transformers import AutoModel, AutoModelForSequenceClassification
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # a server's log is no terminal
         self.is_classifier = checkpoint.kind == CLASSIFIER
         kind = AutoModelForSequenceClassification if self.is_classifier else AutoModel
         self.pooling = checkpoint.pooling
