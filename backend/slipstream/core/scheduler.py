@@ -282,6 +282,10 @@ class Scheduler:
         if cache.host is not None:
             cache.host.record(stats)
 
+    def most_slots(self, request: Request) -> int:
+        """Slots that a request may hold while it drafts: past its own end too, unless its blocks are promised."""
+        return request.stop_conditions.max_len if self._never_evicts else self.max_model_len
+
     # ---- parts
 
     def _may_run_ahead(self, request: Request) -> bool:

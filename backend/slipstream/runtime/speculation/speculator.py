@@ -96,7 +96,7 @@ def _wish(row: ScheduledRequest, place: int, method: str, scheduler: Scheduler, 
     num_drafts = min(scheduler.planner.num_drafts(request), num_left)
     if num_drafts <= 0:
         return None
-    num_slots, num_most = request.num_tokens + num_scratch_slots, request.stop_conditions.max_len
+    num_slots, num_most = request.num_tokens + num_scratch_slots, scheduler.most_slots(request)
     if num_scratch_slots and not scheduler.cache.allocate(request, min(num_slots, num_most)):
         return None
     return Wish(request, num_drafts, num_left, place, num_slots <= num_most)
