@@ -162,6 +162,7 @@ class ModelRunner:
             verification.requests,
             self._model.lm_head(self._model.final(hidden[batch.logits_indices])),
             batch.positions[batch.logits_indices],
+            self._sampled,  # of requests that do not draft: their last token may still be on the device alone
             paths=verification.paths,
             judge=verification.judge if verification.needs_judge else None,
         )
