@@ -196,6 +196,21 @@ def group(weights: dict[str, object], inputs: dict[str, object] | None, **fields
 
 
 CHANNEL4, CHANNEL8 = {**INT4, "strategy": "channel"}, {**INT8, "strategy": "channel"}
+ONLINE = {"targets": ["re:.*down_proj$"], "location": "input"}
+ROTATIONS = {"config_groups": {"R4": {"type": "hadamard", "apply": [ONLINE]}}}  # as SpinQuant writes it
+
+
+def with_outputs(stored: dict[str, object]) -> dict[str, object]:
+    """Quantised outputs too, as of attention's q, k and v."""
+    parts = stored["config_groups"]["group_0"]
+    return {**stored, "config_groups": {"group_0": {**parts, "output_activations": {**TOKEN, "type": "int"}}}}
+
+
+def test_rotations_and_outputs_that_say_nothing_are_read(full: Path, tmp_path: Path) -> None:
+    stored = group(CHANNEL4, None, transform_config={})
+    stored["config_groups"]["group_0"]["output_activations"] = None
+    store(full, tmp_path, stored, lambda tensors: None)
+    assert read_spec(tmp_path).stored_format.method == "wint4"
 
 
 @pytest.mark.parametrize(
@@ -216,6 +231,11 @@ CHANNEL4, CHANNEL8 = {**INT4, "strategy": "channel"}, {**INT8, "strategy": "chan
         (group({**INT4, "num_bits": 3, "strategy": "channel"}, None), "int 3 with activations none"),
         (group(CHANNEL4, None, format="marlin-24"), "format='marlin-24'"),
         (group(CHANNEL4, None, sparsity_config={"format": "sparse-24-bitmask"}), "sparsity_config format="),
+        (
+            group(CHANNEL4, None, transform_config=ROTATIONS),
+            r"transform_config=.*rotations .* accepted: absent or empty",
+        ),
+        (with_outputs(group(CHANNEL4, None)), r"group_0 output_activations=.* accepted: absent or null"),
         (group(CHANNEL4, None, ignore=["re:.*down_proj"]), "leaves model.layers.0.mlp.down_proj"),
     ],
 )

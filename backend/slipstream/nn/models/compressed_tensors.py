@@ -18,6 +18,8 @@ FORMATS = (*FLOAT_FORMATS, *INT_FORMATS, *PACKED_FORMATS)
 def read_compressed_tensors(section: HFConfig, quantized_head: bool) -> StoredFormat:
     """Raises ConfigError for formats, strategies and combinations that are not served."""
     section.choice("format", FORMATS)
+    if section.section("transform_config") is not None:
+        raise section.error("transform_config", "rotations (QuIP, SpinQuant) are not served; accepted: absent or empty")
     sparsity = section.section("sparsity_config")
     if sparsity is not None:
         sparsity.choice("format", ("dense",), "dense")
@@ -27,6 +29,8 @@ def read_compressed_tensors(section: HFConfig, quantized_head: bool) -> StoredFo
     weights = None if group is None else group.section("weights")
     if group is None or weights is None or group.strings("targets") != ["Linear"]:
         raise section.error("config_groups", "must be one group with weights, for Linear")
+    if group.section("output_activations") is not None:
+        raise group.error("output_activations", "outputs are not quantised when served; accepted: absent or null")
     inputs = group.section("input_activations")
     kinds = tuple("none" if part is None else _kind(part) for part in (weights, inputs))
     if kinds == ("float 8", "float 8"):
