@@ -7,11 +7,13 @@ waits for them on the device. Knows tensors only: neither requests nor hashes.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from slipstream.core.errors import ConfigError
 from slipstream.core.host_cache import BlockCopies
 from slipstream.runtime.host_copy import to_device
 from slipstream.runtime.kv_pool import KVPool
@@ -29,10 +31,10 @@ class HostBlocks:
         device = pool.parts[0].device
         block_bytes = sum(part.shape[0] * part.shape[2] * part.element_size() for part in pool.parts)
         self._chunk_size = max(1, CHUNK_BYTES // block_bytes)
-        self._host = [
-            torch.empty((num_blocks, part.shape[0], part.shape[2]), dtype=part.dtype, pin_memory=device.type == "cuda")
-            for part in pool.parts
-        ]
+        self._host = [torch.empty((num_blocks, part.shape[0], part.shape[2]), dtype=part.dtype) for part in pool.parts]
+        if device.type == "cuda":
+            _pin(self._host)
+            weakref.finalize(self, _unpin, self._host)
         self._road: _DirectRoad | _CudaRoad
         self._road = _CudaRoad(self._host, self._chunk_size, device) if device.type == "cuda" else _DirectRoad()
 
@@ -54,6 +56,21 @@ class HostBlocks:
 
     def _blocks(self, pairs: Pairs) -> Tensor:
         return to_device([block for block, _ in pairs], torch.int64, self._parts[0].device)
+
+
+def _pin(tensors: Sequence[Tensor]) -> None:
+    """Register plain memory with the driver: pin_memory=True would round each tensor up to a power of two."""
+    for tensor in tensors:
+        num_bytes = tensor.numel() * tensor.element_size()
+        error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, 0)
+        if int(error) != 0:
+            reason = f"the driver does not pin {num_bytes} bytes (CUDA error {int(error)}); accepted: less"
+            raise ConfigError("kv_cache_host_memory_bytes", num_bytes, reason)
+
+
+def _unpin(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
 class _DirectRoad:
