@@ -232,7 +232,7 @@ class Engine:
                 for row, kept in zip(rows, computed_rows(flight.step, sampled))
             ]
             # a step that others have run ahead of has lost its hidden states: graphs write them over
-            hidden = flight.hidden if speculates else None
+            hidden = flight.hidden if speculates and self._flights[-1] is flight else None
             self._speculator.propose(rows, StepResult(hidden, computed), self.scheduler)
 
     def _speculates(self, step: ScheduledStep) -> bool:

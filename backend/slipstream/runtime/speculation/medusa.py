@@ -90,9 +90,10 @@ class MedusaProposer:
 
     @torch.inference_mode()
     def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
+        if result.hidden is None:
+            return [Drafts() for _ in wishes]
         if not wishes:
             return []
-        assert result.hidden is not None
         rows = to_device([result.computed[wish.computed].rows[-1] for wish in wishes], torch.int64, self._device)
         logits = self._heads.logits(self._target.final(result.hidden[rows]))
         num_heads, num_requests, _ = logits.shape

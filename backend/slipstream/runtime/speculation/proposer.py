@@ -34,7 +34,7 @@ class ComputedTokens:
 
 @dataclass(frozen=True)
 class StepResult:
-    """hidden: [T, width of Decoder.forward], None where nothing computes. computed: in the order of the step."""
+    """hidden: [T, width of Decoder.forward], None if a later step has run over them. computed: in the step's order."""
 
     hidden: torch.Tensor | None
     computed: list[ComputedTokens]
