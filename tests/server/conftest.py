@@ -57,14 +57,14 @@ def write_checkpoint(folder: Path, template: str) -> Path:
 
 @pytest.fixture(scope="session")
 def fake_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeTriton]:
-    """Models whose prompt is the last message alone; the comment in the template says the tool format."""
+    """Models whose prompt is the last message alone, and `extra` if given; the comment in the template says the tool format."""
     from fake_triton import FakeTriton
 
     folder = tmp_path_factory.mktemp("checkpoints")
     signs = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>", "plain": "", "guarded": ""}
     models = {}
     for name, sign in signs.items():
-        template = "{# " + sign + " #}{{ messages[-1]['content'] }}"
+        template = "{# " + sign + " #}{{ messages[-1]['content'] }}{{ extra }}"
         models[name] = {"model": str(write_checkpoint(folder / name, template))}
     models["bare"] = {"model": "../elsewhere"}
     models["broken"] = {"model": str(write_checkpoint(folder / "broken", "{% for %}"))}

@@ -146,6 +146,24 @@ def test_going_away_cancels_early_and_late(fake_client: openai.OpenAI, fake_trit
     assert fake_triton.cancelled.wait(5)
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_half_a_surrogate_leaves_no_stream_behind(
+    fake_gateway: GatewayProcess, fake_triton: FakeTriton, stream: bool
+) -> None:
+    """It is found only when the prompt is written for Triton; streams counted for ever make all others coarse."""
+    chat = {"model": "plain", "messages": [{"role": "user", "content": "{}"}], "stream": stream}
+    body = json.dumps({**chat, "chat_template_kwargs": {"extra": "\ud800"}}).encode()
+    num_requests = len(fake_triton.requests)
+    headers = {"Authorization": "Bearer sk-right", "content-type": "application/json"}
+    for _ in range(3):
+        with pytest.raises(urllib.error.HTTPError) as error:
+            urllib.request.urlopen(urllib.request.Request(f"{fake_gateway.url}/v1/chat/completions", body, headers))
+        assert error.value.code == 400 and "valid Unicode" in json.loads(error.value.read())["error"]["message"]
+    time.sleep(0.6)  # the count is told four times a second
+    assert fake_gateway.metrics()["slipstream_gateway_streams_in_flight"] == 0
+    assert len(fake_triton.requests) == num_requests
+
+
 def test_a_client_that_never_reads(fake_gateway: GatewayProcess, fake_triton: FakeTriton) -> None:
     """Its answer fills every buffer between; then it is cut off, and the request is cancelled."""
     fake_triton.cancelled.clear()

@@ -40,7 +40,7 @@ class Gateway:
 
     async def run(self, http: HttpRequest, generations: Sequence[Generation]) -> list[Response]:
         """The one response of each request. Raises ApiError."""
-        streams = [self.link.generate(generation) for generation in generations]
+        streams = self.link.generate(generations)
         async with self._attended(http, streams):
             return await together([_whole(stream) for stream in streams])
 
@@ -53,10 +53,10 @@ class Gateway:
     ) -> EventStream:
         """An answer whose first responses are there already, so that what is wrong with a request has its status."""
         interval = max(self.pace.enter() for _ in generations)
-        for generation in generations:
-            interval = generation.sampling.setdefault("stream_interval", interval)
-        streams = [self.link.generate(generation) for generation in generations]
-        try:
+        try:  # whatever fails from here on, also while the requests are written, must leave the pace again
+            for generation in generations:
+                interval = generation.sampling.setdefault("stream_interval", interval)
+            streams = self.link.generate(generations)
             async with self._attended(http, streams, keep=True):
                 first = await together([_first(stream) for stream in streams])
         except BaseException:

@@ -57,9 +57,9 @@ class EventStream(HttpResponse):
         self._pace, self._interval = pace, interval
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         watcher = asyncio.create_task(self._cancel_on_disconnect(receive))
         try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._write_all(send)
             await _body(send, self._last() + DONE, more=False)
         except ApiError as error:

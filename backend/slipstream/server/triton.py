@@ -120,8 +120,10 @@ class TritonLink:
     async def close(self) -> None:
         await self._channel.close()
 
-    def generate(self, generation: Generation) -> GenerateStream:
-        return GenerateStream(self._stub.ModelStreamInfer(), generation.to_proto())
+    def generate(self, generations: Sequence[Generation]) -> list[GenerateStream]:
+        """A stream for each, opened only when all are valid. Raises UnicodeEncodeError for half a surrogate."""
+        requests = [generation.to_proto() for generation in generations]
+        return [GenerateStream(self._stub.ModelStreamInfer(), request) for request in requests]
 
     async def is_live(self) -> bool:
         try:
