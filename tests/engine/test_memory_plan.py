@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import make_engine
-from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.runtime.memory_plan import Hardware, free_device_memory, plan_memory
@@ -75,6 +75,35 @@ def test_refusals_show_the_arithmetic(spec: DecoderSpec, cache: dict[str, object
     assert caught.value.field == field
     for words in says:
         assert words in str(caught.value)
+
+
+def _drafting(tiny_llama: Path, **cache: object) -> EngineConfig:
+    """The model as its own draft: each block of the cache costs as much again."""
+    speculation = SpeculationConfig(methods="draft_model", draft_model=str(tiny_llama))
+    return replace(_config(**cache), speculation=speculation)
+
+
+def test_blocks_that_fit_only_without_the_drafters_are_refused(tiny_llama: Path, spec: DecoderSpec) -> None:
+    plan = plan_memory(spec, _drafting(tiny_llama, num_blocks=16), CPU, GIB)
+    assert plan.draft_block_bytes == plan.block_bytes > 0
+    room = GIB - plan.weight_bytes - plan.workspace_bytes
+    num_blocks = room // plan.block_bytes - 1
+    assert plan_memory(spec, _config(num_blocks=num_blocks), CPU, GIB).num_blocks == num_blocks, "fits without a draft"
+    size = f"{num_blocks * 2 * plan.block_bytes / GIB:.2f} GiB"
+    with pytest.raises(ConfigError, match=f"{size} does not fit .* of it the drafter's.; accepted: at most") as caught:
+        plan_memory(spec, _drafting(tiny_llama, num_blocks=num_blocks), CPU, GIB)
+    most = int(str(caught.value).rpartition(" ")[2])
+    assert plan_memory(spec, _drafting(tiny_llama, num_blocks=most), CPU, GIB).num_blocks == most
+
+
+def test_the_pool_counts_the_drafters_blocks(tiny_llama: Path, spec: DecoderSpec) -> None:
+    plan = plan_memory(spec, _drafting(tiny_llama, num_blocks=512), CPU, GIB)
+    assert plan.pool_bytes == 2 * 512 * plan.block_bytes
+    table = {line.strip().split("  ")[0]: line for line in str(plan).splitlines()}
+    assert f"{plan.pool_bytes / (1 << 20):.1f} MiB" in table["KV pool"]
+    assert f"{plan.pool_bytes / 2 / (1 << 20):.1f} MiB" in table["of it the drafter's"]
+    with pytest.raises(ConfigError, match=f"memory_bytes at least {16 * 2 * plan.block_bytes}, or"):
+        plan_memory(spec, _drafting(tiny_llama, memory_bytes=20_000), CPU, GIB)
 
 
 def test_no_memory_at_all(spec: DecoderSpec) -> None:

@@ -60,8 +60,13 @@ class MemoryPlan:
     draft_block_bytes: int = 0  # of the drafter's cache, per block of the pool
 
     @property
+    def bytes_per_block(self) -> int:
+        """A block of the model's cache and its twin in the drafter's."""
+        return self.block_bytes + self.draft_block_bytes
+
+    @property
     def pool_bytes(self) -> int:
-        return self.num_blocks * self.block_bytes
+        return self.num_blocks * self.bytes_per_block
 
     @property
     def pool_tokens(self) -> int:
@@ -78,10 +83,10 @@ class MemoryPlan:
             ("weights", self.weight_bytes, ""),
             ("workspace (activations, logits)", self.workspace_bytes, ""),
             ("KV pool", self.pool_bytes, f"{self.num_blocks} blocks x {self.block_size} tokens"),
-            ("  per token", self.block_bytes // self.block_size, ""),
+            ("  per token", self.bytes_per_block // self.block_size, ""),
         ]
         if self.draft_block_bytes:
-            rows.append(("KV pool of the drafter", self.num_blocks * self.draft_block_bytes, ""))
+            rows.append(("  of it the drafter's", self.num_blocks * self.draft_block_bytes, ""))
         if self.num_host_blocks:
             host_bytes = self.num_host_blocks * self.block_bytes
             rows.append(("host memory behind the KV pool", host_bytes, f"{self.num_host_blocks} blocks"))
@@ -183,7 +188,7 @@ def _check(plan: MemoryPlan, cache: CacheConfig, budget: int, blocks_per_sequenc
             "num_blocks",
             cache.num_blocks,
             f"a KV pool of {_size(plan.pool_bytes)} does not fit ({_bytes_sum(plan)}); "
-            f"accepted: at most {max(0, budget) // plan.block_bytes}",
+            f"accepted: at most {max(0, budget) // plan.bytes_per_block}",
         )
 
 
@@ -199,13 +204,15 @@ def _advice(plan: MemoryPlan, cache: CacheConfig, blocks_per_sequence: int) -> s
     if cache.num_blocks:
         return f"accepted: num_blocks at least {blocks_per_sequence}, or {shorter}"
     if cache.memory_bytes:
-        return f"accepted: memory_bytes at least {blocks_per_sequence * plan.block_bytes}, or {shorter}"
+        return f"accepted: memory_bytes at least {blocks_per_sequence * plan.bytes_per_block}, or {shorter}"
     return f"accepted: {shorter}, or more free memory"
 
 
 def _bytes_sum(plan: MemoryPlan) -> str:
     free, weights, workspace = _size(plan.free_bytes), _size(plan.weight_bytes), _size(plan.workspace_bytes)
-    return f"{free} free - {weights} weights - {workspace} workspace, {_size(plan.block_bytes)} per block"
+    block, drafter = _size(plan.bytes_per_block), f", {_size(plan.draft_block_bytes)} of it the drafter's"
+    per_block = f"{block} per block{drafter if plan.draft_block_bytes else ''}"
+    return f"{free} free - {weights} weights - {workspace} workspace, {per_block}"
 
 
 def _pool_budget(cache: CacheConfig, remaining_bytes: int, device: torch.device) -> int:
