@@ -55,6 +55,15 @@ def test_tool_calls(fake_client: openai.OpenAI, model: str, pieces: list[str], c
     assert (text or None, names, json.loads(arguments), reason) == (content, ["f"], {"a": [1, "}"]}, "tool_calls")
 
 
+def test_ids_that_the_model_writes(fake_client: openai.OpenAI) -> None:
+    script = {"pieces": ["[TOOL_CALLS]", "f", "[CALL_ID]", "abc123def", "[ARGS]", "{}"]}
+    [call] = ask(fake_client, "mistral", script, tools=TOOLS).choices[0].message.tool_calls
+    assert (call.id, call.function.name, call.function.arguments) == ("abc123def", "f", "{}")
+    chunks = ask(fake_client, "mistral", script, tools=TOOLS, stream=True)
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or []]
+    assert (parts[0].id, parts[0].function.name) == ("abc123def", "f")
+
+
 def test_plain_text_with_tools_at_hand(fake_client: openai.OpenAI) -> None:
     for model in ("hermes", "llama3", "mistral"):
         choice = ask(fake_client, model, {"pieces": ["1 < 2, ", "so [TOOL] it is"]}, tools=TOOLS).choices[0]

@@ -49,6 +49,8 @@ CASES: list[tuple[Callable[[], ToolParser], str, str, list[tuple[str, object]]]]
     (MistralParser, f'[TOOL_CALLS][{{"name": "f", "arguments": {A_TEXT}}}, {{"name": "g"}}]', "", [("f", A), ("g", B)]),
     (MistralParser, f"So:[TOOL_CALLS]f[ARGS]{A_TEXT}[TOOL_CALLS]g[ARGS]{{}}", "So:", [("f", A), ("g", B)]),
     (MistralParser, f"[TOOL_CALLS]f{A_TEXT}", "", [("f", A)]),
+    (MistralParser, f"[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{A_TEXT}", "", [("f", A)]),
+    (MistralParser, "[TOOL_CALLS]f[CALL_ID]abc123def{}[TOOL_CALLS]g[ARGS]{}", "", [("f", B), ("g", B)]),
     (MistralParser, "[TOOL] [1, 2]", "[TOOL] [1, 2]", []),
     (lambda: NamedParser("f"), A_TEXT, "", [("f", A)]),
     (
@@ -99,6 +101,12 @@ def test_no_text_breaks_a_parser(make: Callable[[], ToolParser], text: str) -> N
         for piece in pieces:
             parser.feed(piece)
         parser.finish()
+
+
+def test_the_id_of_the_model_is_kept() -> None:
+    text = "[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{}[TOOL_CALLS]g [CALL_ID] 9 [ARGS] {}[TOOL_CALLS]f[ARGS]{}"
+    starts = [event for event in MistralParser().feed(text) if isinstance(event, CallStart)]
+    assert starts == [CallStart("f", "abc123def"), CallStart("g", "9"), CallStart("f")]
 
 
 def test_arguments_leave_before_the_call_is_whole() -> None:

@@ -136,7 +136,7 @@ def whole_message(text: str, tools: ToolUse) -> tuple[dict[str, Any], bool]:
             content += found.text
         elif isinstance(found, CallStart):
             function = {"name": found.name, "arguments": ""}
-            calls.append({"id": tools.make_id(), "type": "function", "function": function})
+            calls.append({"id": found.call_id or tools.make_id(), "type": "function", "function": function})
         else:
             calls[-1]["function"]["arguments"] += found.text
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
@@ -220,8 +220,8 @@ class ChatWriter:
         number = self._num_calls[index]
         self._num_calls[index] += 1
         function = {"name": found.name, "arguments": ""}
-        call = {"index": number, "id": self._tools.make_id(), "type": "function", "function": function}
-        return {"tool_calls": [call]}
+        call_id = found.call_id or self._tools.make_id()
+        return {"tool_calls": [{"index": number, "id": call_id, "type": "function", "function": function}]}
 
     def _finish(self, index: int, reason: str) -> bytes:
         data = self._parsed(index, self._parsers[index].finish(), None) if self._parsers else b""

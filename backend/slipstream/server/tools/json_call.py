@@ -22,7 +22,10 @@ class Content:
 
 @dataclass(frozen=True, slots=True)
 class CallStart:
+    """call_id: as the model wrote it, "" if it wrote none."""
+
     name: str
+    call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +39,19 @@ Event = Content | CallStart | CallArguments
 
 
 class JsonCall:
-    """feed() until is_done; `raw` is the text so far. name: known beforehand, then the text is the arguments alone.
+    """feed() until is_done; `raw` is the text so far. name: known beforehand (perhaps with an id), then the text is
+    the arguments alone.
 
     is_broken: this is no JSON object, or no call; nothing was emitted then and `raw` is what was said.
     """
 
-    def __init__(self, name: str = "") -> None:
+    def __init__(self, name: str = "", call_id: str = "") -> None:
         self.raw = ""
         self.is_done = False
         self.is_broken = False
         self.has_started = False
         self.name = name
+        self._call_id = call_id
         self._is_bare = bool(name)
         self._key = ARGUMENT_KEYS[0] if name else ""
         self._depth = 1 if name else 0
@@ -76,7 +81,7 @@ class JsonCall:
         events: list[Event] = []
         if not self.has_started:
             self.has_started = True
-            events.append(CallStart(self.name))
+            events.append(CallStart(self.name, self._call_id))
         if self.is_done and not self._has_arguments:
             self._arguments = "{}"
         if self._arguments:

@@ -172,9 +172,12 @@ class CallList:
 
 
 class MistralParser:
-    """`[TOOL_CALLS][{...}, ...]` (v3), or `[TOOL_CALLS]name[ARGS]{...}` and `[TOOL_CALLS]name{...}` (v11 and later)."""
+    """`[TOOL_CALLS][{...}, ...]` (v3), or `[TOOL_CALLS]name[ARGS]{...}` and `[TOOL_CALLS]name{...}` (v11 and later).
 
-    mark, arguments_mark = "[TOOL_CALLS]", "[ARGS]"
+    An id may stand behind the name: `name[CALL_ID]123456789[ARGS]{...}`.
+    """
+
+    mark, id_mark, arguments_mark = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
     def __init__(self) -> None:
         self._text = ""
@@ -204,11 +207,12 @@ class MistralParser:
         if text.startswith("["):
             self._reader = CallList()
             return True
-        name, brace, _ = text.partition("{")
+        head, brace, _ = text.partition("{")
         if not brace:
             return False
-        self._text = text[len(name) :]
-        self._reader = JsonCall(name.strip().removesuffix(self.arguments_mark).strip() or "unknown")
+        self._text = text[len(head) :]
+        name, _, call_id = head.strip().removesuffix(self.arguments_mark).partition(self.id_mark)
+        self._reader = JsonCall(name.strip() or "unknown", call_id.strip())
         return True
 
     def _read_content(self, events: list[Event]) -> bool:
