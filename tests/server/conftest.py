@@ -57,7 +57,7 @@ def write_checkpoint(folder: Path, template: str) -> Path:
 
 @pytest.fixture(scope="session")
 def fake_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeTriton]:
-    """Models whose prompt is the last message alone, and `extra` if given; the comment in the template says the tool format."""
+    """Models whose prompt is the last message and `extra`; the comment in the template says the tool format."""
     from fake_triton import FakeTriton
 
     folder = tmp_path_factory.mktemp("checkpoints")
