@@ -142,6 +142,23 @@ def test_cpp_functions_are_short() -> None:
     assert not {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES}
 
 
+def test_docstrings_of_dataclasses_name_fields_that_exist() -> None:
+    """What a line or a sentence describes as `name: ` or `name, name: ` are fields, methods or their arguments."""
+    described, strangers = 0, []
+    for path in python_files():
+        classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        for node in (c for c in classes if any("dataclass" in ast.unparse(d) for d in c.decorator_list)):
+            lists = re.findall(r"(?:^|\. )([a-z_]\w*(?:, [a-z_]\w*)*):(?= |$)", ast.get_docstring(node) or "", re.M)
+            named = {name for names in lists for name in names.split(", ")}
+            inside = [part for statement in node.body for part in ast.walk(statement)]
+            own = {part.name for part in inside if isinstance(part, ast.FunctionDef)}
+            own |= {part.arg for part in inside if isinstance(part, ast.arg)}
+            own |= {s.target.id for s in node.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)}
+            described += len(named)
+            strangers += [f"{path.relative_to(ROOT)}: {node.name} has no {name}" for name in sorted(named - own)]
+    assert described > 150 and not strangers
+
+
 def test_readme_names_only_paths_that_exist() -> None:
     readme = (ROOT / "README.md").read_text()
     tree = re.search(r"## The tree\n+```\n(.*?)```", readme, re.S)

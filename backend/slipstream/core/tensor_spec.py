@@ -60,7 +60,7 @@ class OutputSpec:
 
 @dataclass(frozen=True)
 class TaskContract:
-    """All tensors of one task. decoupled: a request may have any number of responses."""
+    """All tensors of one task. is_decoupled: a request may have any number of responses."""
 
     task: str
     inputs: tuple[InputSpec, ...]

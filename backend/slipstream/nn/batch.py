@@ -19,8 +19,8 @@ class ForwardBatch:
     query_start_loc: [R + 1] int32. seq_lens: [R] int32, tokens of each request once this step is done.
     block_tables: [R, max_blocks] int32, -1 pads. logits_indices: [S] int64, the rows of which logits are wanted.
     max_query_len, max_seq_len: upper bounds known to the host, so that no kernel choice waits for the device.
-    num_decode_requests, num_decode_tokens: the first requests, whose queries are short (at most max_decode_query_len
-    tokens: decode and verify rows), and their tokens; what follows are prompts, among which any may be short.
+    num_decode_requests, num_decode_tokens: the first requests, whose queries are short (decode and verify rows, at
+    most max_decode_query_len tokens each), and their tokens; what follows are prompts, among which any may be short.
     tree_mask: [num_decode_tokens] int64, None if the drafts of all are chains: a word per decode row, whose bits name
     the rows of its own request that it sees (core/drafts.py). positions are then those of the depth in the tree.
     """

@@ -24,7 +24,7 @@ class StepSample:
     logprobs, prompt_logprobs: by request_id, one entry per token, of those that asked; the prompt's come once, with
     the first token.
     failures: requests that went wrong by themselves, with the reason; the others of the step are sound.
-    rejected: by place in step.requests, where drafts were verified: rows of the request that hold for good.
+    kept_rows: by place in step.requests, where drafts were verified: rows of the request that hold for good.
     """
 
     token_ids: list[list[int]]
