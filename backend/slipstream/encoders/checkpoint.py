@@ -23,6 +23,7 @@ class Checkpoint:
     kind: str
     width: int
     max_tokens: int
+    vocab_size: int
     pooling: str
     labels: tuple[str, ...]
     is_multi_label: bool
@@ -82,6 +83,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         kind=CLASSIFIER if is_classifier else SENTENCE,
         width=len(labels) if is_classifier else int(config["hidden_size"]),
         max_tokens=_max_tokens(folder, config),
+        vocab_size=int(config.get("vocab_size", 0)),
         pooling=_pooling(folder),
         labels=tuple(str(labels[key]) for key in sorted(labels, key=int)) if is_classifier else (),
         is_multi_label=config.get("problem_type") == "multi_label_classification",

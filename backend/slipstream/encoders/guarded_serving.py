@@ -46,7 +46,7 @@ def read_settings(parameters: Parameters) -> GuardSettings:
     """Raises ConfigError."""
     hold_back = parameters.integer("hold_back_chars", 80, 0, 100_000)
     stride = parameters.integer("check_every_chars", 40, 1, 100_000)
-    size = parameters.integer("window_chars", 400, 1, 1_000_000)
+    size = parameters.integer("window_chars", 240, 1, 1_000_000)
     if size < hold_back + stride:
         raise ConfigError(
             "window_chars", size, f"accepted: at least hold_back_chars + check_every_chars = {hold_back + stride}"

@@ -61,7 +61,7 @@ def _language(text: str) -> str:
 
 
 def form(prompt: str, answer: str) -> float:
-    """Share of the checks of form that hold: no broken characters, closed code fences, JSON if asked for; 0 if empty."""
+    """Share of the checks of form that hold: no broken characters, closed code fences, JSON if asked; 0 if empty."""
     if not answer.strip():
         return 0.0
     checks = ["\ufffd" not in answer, answer.count("```") % 2 == 0]

@@ -1,11 +1,12 @@
 """Is a text unsafe, and in which category: by policy and head over a sentence encoder, or by a classifier's own labels.
 
-A long text is cut into overlapping pieces, because one bad sentence disappears in the mean of a long text; the text's
-score in a category is that of its worst piece.
+A text is judged as a whole, in overlapping pieces if it is long, and sentence by sentence, because one bad sentence
+disappears in the mean of a text; the text's score in a category is that of its worst part.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,13 @@ class LabelScorer:
         return (powers / powers.sum(1, keepdims=True))[:, self._columns]
 
 
+def parts_of(text: str) -> list[str]:
+    """The text, and its sentences if it has several; a fragment shorter than a dozen characters says nothing alone."""
+    sentences = [one.strip() for one in re.split(r"(?<=[.!?;:])\s+|\n+|[。！？]", text)]
+    told = [sentence for sentence in sentences if len(sentence) >= 12]
+    return [text, *dict.fromkeys(told)] if len(sentences) > 1 else [text]
+
+
 class SafetyJudge:
     def __init__(
         self, encoder: Encoder, scorer: PolicyScorer | LabelScorer, piece_tokens: int, piece_overlap: int
@@ -93,12 +101,15 @@ class SafetyJudge:
         wanted = [number for number, text in enumerate(texts) if text.strip()]
         if not wanted:
             return verdicts
-        outputs, owners = self._encoder.embed_pieces(
-            [texts[number] for number in wanted], self._piece_tokens, self._piece_overlap
-        )
-        scores = self._scorer(outputs).astype(np.float32)
-        for position, number in enumerate(wanted):
-            verdicts[number] = self._verdict(scores[owners == position].max(0))
+        parts, part_owners = [], []
+        for number in wanted:
+            own = parts_of(texts[number])
+            parts += own
+            part_owners += [number] * len(own)
+        outputs, piece_parts = self._encoder.embed_pieces(parts, self._piece_tokens, self._piece_overlap)
+        scores, owners = self._scorer(outputs).astype(np.float32), np.array(part_owners)[piece_parts]
+        for number in wanted:
+            verdicts[number] = self._verdict(scores[owners == number].max(0))
         return verdicts
 
     def _verdict(self, scores: np.ndarray) -> Verdict:

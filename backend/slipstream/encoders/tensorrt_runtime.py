@@ -71,7 +71,7 @@ class TensorRtRuntime:
         # an empty row would divide by zero in mean pooling; its result is thrown away
         shape.inputs["attention_mask"][rows:, 0] = 1
         shape.replay()
-        return shape.output[:rows].float().cpu().numpy()
+        return shape.output[:rows].cpu().numpy().copy()  # the buffer is the next run's
 
     def _shape(self, rows: int, tokens: int) -> PaddedShape:
         padded = (

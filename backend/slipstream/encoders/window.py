@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class WindowSettings:
     """All in characters. size: text of one check; hold_back: kept until more is known; stride: new text per check."""
 
-    size: int = 400
+    size: int = 240
     hold_back: int = 80
     stride: int = 40
 
