@@ -47,7 +47,7 @@ def move(made: list[KvCache], seed: int, device: torch.device, backend: str) -> 
         torch.tensor([slot for one in part for slot in one], dtype=torch.int64, device=device)
         for part in (sources, targets)
     ]
-    ops.move_slots(made, *flat, torch.tensor(starts, dtype=torch.int32, device=device), backend=backend)
+    ops.move_slots(ops.slot_table(made), *flat, torch.tensor(starts, dtype=torch.int32, device=device), backend=backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -85,6 +85,6 @@ def test_bad_arguments_are_named() -> None:
     made = caches(torch.float32, torch.device("cpu"))
     one = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="targets"):
-        ops.move_slots(made, one, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
+        ops.move_slots(ops.slot_table(made), one, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match="starts"):
-        ops.move_slots(made, one, one, torch.zeros(2, dtype=torch.int64))
+        ops.move_slots(ops.slot_table(made), one, one, torch.zeros(2, dtype=torch.int64))

@@ -21,14 +21,14 @@ class Compaction:
     """caches: of all layers, of one block size."""
 
     def __init__(self, caches: Sequence[LayerCache], block_size: int, device: torch.device) -> None:
-        self._caches = caches
+        self._table = ops.slot_table(caches)
         self._block_size = block_size
         self._device = device
 
     def warm_up(self) -> None:
         """Compile what `keep` runs; a slot is put where it lies."""
         zero = to_device([0], torch.int64, self._device)
-        ops.move_slots(self._caches, zero, zero, to_device([0, 1], torch.int32, self._device))
+        ops.move_slots(self._table, zero, zero, to_device([0, 1], torch.int32, self._device))
 
     def keep(self, verified: Sequence[tuple[ScheduledRequest, list[int]]]) -> None:
         """verified: requests of a step, and which of each one's rows hold, the first always among them."""
@@ -45,7 +45,7 @@ class Compaction:
                 starts.append(len(sources))
         if sources:
             slots = to_device(sources + targets, torch.int64, self._device).view(2, -1)
-            ops.move_slots(self._caches, slots[0], slots[1], to_device(starts, torch.int32, self._device))
+            ops.move_slots(self._table, slots[0], slots[1], to_device(starts, torch.int32, self._device))
 
     def _slot(self, request: Request, place: int) -> int:
         return request.block_ids[place // self._block_size] * self._block_size + place % self._block_size

@@ -11,7 +11,7 @@ from slipstream_kernels.ops.decode_attention import decode_attention
 from slipstream_kernels.ops.int4_mm import int4_mm, repack_int4
 from slipstream_kernels.ops.int8_mm import int8_mm
 from slipstream_kernels.ops.logprobs import TopLogprobs, top_logprobs
-from slipstream_kernels.ops.move_slots import move_slots
+from slipstream_kernels.ops.move_slots import SlotTable, move_slots, slot_table
 from slipstream_kernels.ops.paged_attention import paged_attention
 from slipstream_kernels.ops.penalties import apply_bias, apply_penalties
 from slipstream_kernels.ops.quantize_fp8 import quantize_fp8, quantize_fp8_blocks
@@ -45,6 +45,7 @@ __all__ = [
     "Int8Rows",
     "KvCache",
     "Rope",
+    "SlotTable",
     "TopLogprobs",
     "apply_bias",
     "apply_penalties",
@@ -77,6 +78,7 @@ __all__ = [
     "select",
     "silu_mul",
     "silu_mul_fp8",
+    "slot_table",
     "stream_mm",
     "token_probs",
     "top_logprobs",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -10,8 +11,42 @@ from slipstream_kernels.kv_cache import KvCache
 from slipstream_kernels.ops.select import require_shape, select
 
 
+@dataclass(frozen=True)
+class SlotTable:
+    """All tensors that have slots, by the bytes of one row, with their addresses on the device: made once, because to
+    look at some hundred tensors takes a millisecond."""
+
+    groups: tuple[SlotGroup, ...]
+
+
+@dataclass(frozen=True)
+class SlotGroup:
+    """tensors: [num_blocks, num_kv_heads, block_size, …] each, of row_bytes a slot and head. addresses: [n] int64."""
+
+    tensors: tuple[torch.Tensor, ...]
+    addresses: torch.Tensor
+    row_bytes: int
+
+
+def slot_table(caches: Sequence[KvCache]) -> SlotTable:
+    """caches: of layers of one shape and type, which stay where they are."""
+    by_width: dict[int, list[torch.Tensor]] = {}
+    for tensor in (tensor for cache in caches for tensor in cache.block_tensors):
+        by_width.setdefault(tensor.stride(2) * tensor.element_size(), []).append(tensor)
+    return SlotTable(
+        tuple(
+            SlotGroup(
+                tuple(tensors),
+                torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64).to(tensors[0].device),
+                row_bytes,
+            )
+            for row_bytes, tensors in sorted(by_width.items())
+        )
+    )
+
+
 def move_slots(
-    caches: Sequence[KvCache],
+    table: SlotTable,
     sources: torch.Tensor,
     targets: torch.Tensor,
     starts: torch.Tensor,
@@ -20,9 +55,9 @@ def move_slots(
 ) -> None:
     """Copy slot sources[i] onto slot targets[i] in every layer's cache: keys, values and their scales, of any type.
 
-    caches: of layers of one shape and type.  sources, targets: [num_moves] int64, slot = block * block_size + offset.
-    starts: [num_requests + 1] int32: moves of one request, in order, are starts[r] to starts[r + 1].  A request's moves
-    go towards its beginning (its targets ascend, and no target is a later source), and no two requests share a slot.
+    sources, targets: [num_moves] int64, slot = block * block_size + offset.  starts: [num_requests + 1] int32: moves of
+    one request, in order, are starts[r] to starts[r + 1].  A request's moves go towards its beginning (its targets
+    ascend, and no target is a later source), and no two requests share a slot.
     """
     require_shape("targets", targets, tuple(sources.shape))
     for name, tensor, dtype in (
@@ -32,7 +67,8 @@ def move_slots(
     ):
         if tensor.dim() != 1 or tensor.dtype != dtype or not tensor.is_contiguous():
             raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected contiguous {dtype} [n]")
-    if not caches or not sources.numel():
+    if not sources.numel():
         return
-    tensors = [tensor for cache in caches for tensor in cache.block_tensors]
-    select("move_slots", backend, sources).move_slots(tensors, sources, targets, starts)
+    implementation = select("move_slots", backend, sources)
+    for group in table.groups:
+        implementation.move_slots(group.tensors, group.addresses, group.row_bytes, sources, targets, starts)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
-def move_slots(tensors: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor, starts: torch.Tensor) -> None:
-    """See ops.move_slots.  tensors: [num_blocks, num_kv_heads, block_size, …]."""
+def move_slots(
+    tensors: Sequence[torch.Tensor],
+    addresses: torch.Tensor,
+    row_bytes: int,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    starts: torch.Tensor,
+) -> None:
+    """See ops.move_slots.  One group's tensors: [num_blocks, num_kv_heads, block_size, …]."""
     for tensor in tensors:
         size = tensor.shape[2]
         stored = (

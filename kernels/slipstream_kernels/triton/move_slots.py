@@ -1,6 +1,8 @@
-"""move_slots in Triton-lang: one launch for all layers, a program per request, tensor and head."""
+"""move_slots in Triton-lang: one launch for all layers of a width, a program per request, tensor and head."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -9,28 +11,27 @@ import triton.language as tl
 _NUM_WARPS = 1  # a row is at most some hundred bytes
 
 
-def move_slots(tensors: list[torch.Tensor], sources: torch.Tensor, targets: torch.Tensor, starts: torch.Tensor) -> None:
-    """See ops.move_slots.  Rows are copied as 32-bit words; tensors of one width share a launch."""
-    num_requests = starts.shape[0] - 1
-    for width in sorted({_row_words(tensor) for tensor in tensors}):
-        group = [tensor for tensor in tensors if _row_words(tensor) == width]
-        addresses = torch.tensor([tensor.data_ptr() for tensor in group], dtype=torch.int64).to(sources.device)
-        num_heads, block_size = group[0].shape[1:3]
-        _move_kernel[(num_requests, len(group) * num_heads)](
-            addresses,
-            sources,
-            targets,
-            starts,
-            NUM_HEADS=num_heads,
-            BLOCK_SIZE=block_size,
-            WIDTH=width,
-            WIDTH_PADDED=triton.next_power_of_2(width),
-            num_warps=_NUM_WARPS,
-        )
-
-
-def _row_words(tensor: torch.Tensor) -> int:
-    return tensor[0, 0, 0].numel() * tensor.element_size() // 4
+def move_slots(
+    tensors: Sequence[torch.Tensor],
+    addresses: torch.Tensor,
+    row_bytes: int,
+    sources: torch.Tensor,
+    targets: torch.Tensor,
+    starts: torch.Tensor,
+) -> None:
+    """See ops.move_slots.  Rows are copied as 32-bit words."""
+    num_heads, block_size = tensors[0].shape[1:3]
+    _move_kernel[(starts.shape[0] - 1, len(tensors) * num_heads)](
+        addresses,
+        sources,
+        targets,
+        starts,
+        NUM_HEADS=num_heads,
+        BLOCK_SIZE=block_size,
+        WIDTH=row_bytes // 4,
+        WIDTH_PADDED=triton.next_power_of_2(row_bytes // 4),
+        num_warps=_NUM_WARPS,
+    )
 
 
 @triton.jit
