@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engine_driver import make_engine, run_steps
-from slipstream.core.config import SpeculationConfig
+from slipstream.core.config import QUANTIZATIONS, EngineConfig, ModelConfig, SpeculationConfig
 from slipstream.core.drafts import children_of_rows, row_depths, row_masks, row_paths
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import DraftPlanner, Speculation
 from slipstream.core.step import ScheduledRequest
+from slipstream.nn.spec import read_spec
+from slipstream.nn.stored_format import StoredFormat
+from slipstream.runtime.memory_plan import Hardware
 from slipstream.runtime.sampler import Draws, Sampled
+from slipstream.runtime.speculation.speculator import FREE_TOKENS, make_planner
 from slipstream.runtime.verify import Verdict, Verification
 from tiny_model import make_tiny_llama
 
@@ -166,6 +171,44 @@ def test_the_planner_keeps_rows_free_and_does_not_flap() -> None:
     assert drafts(21) == 2
     request.speculation = None
     assert drafts(1) == 0
+
+
+@pytest.mark.parametrize(
+    ("quantization", "most"),  # of each of six requests: a sixth of the free rows, less the row that is there anyhow
+    [
+        ("none", 29),
+        ("fp8", 30),
+        ("block_wise_fp8", 30),
+        ("w8a8_int8", 30),
+        ("wint8", 14),
+        ("wint4", 7),
+        ("w4a8_fp8", 15),
+    ],
+)
+def test_rows_are_free_by_how_the_weights_are_held(tiny_llama: Path, quantization: str, most: int) -> None:
+    spec, gpu = read_spec(tiny_llama), Hardware(torch.device("cuda"), torch.bfloat16, torch.bfloat16)
+    asked = EngineConfig(model=ModelConfig(quantization=quantization))
+    assert drafts_of_six(make_planner(asked, spec, gpu)) == most
+    if quantization != "none":
+        stored = replace(spec, stored_format=StoredFormat(quantization, "channel"))
+        assert drafts_of_six(make_planner(EngineConfig(), stored, gpu)) == most, "auto: as the checkpoint is stored"
+    given = replace(asked, speculation=SpeculationConfig(free_tokens=60))
+    assert drafts_of_six(make_planner(given, spec, gpu)) == 9
+    cpu = Hardware(torch.device("cpu"), torch.float32, torch.float32)
+    assert drafts_of_six(make_planner(asked, spec, cpu)) == 40, "no limit"
+
+
+def test_every_quantization_has_its_free_rows(tiny_llama: Path) -> None:
+    assert set(FREE_TOKENS) == set(QUANTIZATIONS) - {"auto"}
+    gpu = Hardware(torch.device("cuda"), torch.float32, torch.float32)
+    assert drafts_of_six(make_planner(EngineConfig(), read_spec(tiny_llama), gpu)) == 3
+
+
+def drafts_of_six(planner: DraftPlanner) -> int:
+    request = Request([1], SamplingParams())
+    request.speculation = Speculation("ngram", 40, "exact")
+    planner.begin_step(6)
+    return planner.num_drafts(request)
 
 
 def test_the_planner_pauses_what_is_slower_than_plain_steps() -> None:

@@ -91,7 +91,7 @@ class Engine:
             self._runner = ModelRunner(config, self.spec, hardware, self.memory_plan, self.start_up)
             target = self._runner.model
         self._speculator = Speculator(Surroundings(config, hardware, self.memory_plan, target))
-        planner = make_planner(config.speculation, hardware)
+        planner = make_planner(config, self.spec, hardware)
         if isinstance(self._runner, ModelRunner):
             drafts = self._speculator
             self._runner.start(config, self.memory_plan, self.start_up, drafts.num_drafts, drafts.has_trees)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.core.config import NO_SPECULATION, SpeculationConfig
+import torch
+
+from slipstream.core.config import NO_SPECULATION, EngineConfig
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import RequestError
 from slipstream.core.request import Request, RequestStatus
@@ -12,6 +14,8 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.speculation import DraftPlanner, Speculation
 from slipstream.core.step import ScheduledRequest
+from slipstream.nn.quant.choose import choose_method
+from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.memory_plan import Hardware
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
 
@@ -109,16 +113,32 @@ def _give(wish: Wish, drafts: Drafts) -> None:
     request.draft_probs = drafts.probs
 
 
-# Rows of a decode step that cost about as much as one, where nobody has measured: peak FLOP/s * bytes per weight /
-# (2 * bytes per second) of one H200, by the bytes that a weight takes. docs/speculation.md.
-_FREE_TOKENS = {4: 92, 2: 184, 1: 186}
+# Rows of a decode step that cost about as much as one: peak FLOP/s * bytes per weight / (2 * bytes per second) of one
+# H200, by the layers' quantization. docs/speculation.md.
+FREE_TOKENS = {
+    "none": 184,
+    "fp8": 186,
+    "block_wise_fp8": 186,
+    "w8a8_int8": 186,
+    "wint8": 92,
+    "wint4": 48,
+    "w4a8_fp8": 97,
+}
+_FREE_TOKENS_OF_FLOAT32 = 28  # its products do not run on tensor cores
 
 
-def make_planner(config: SpeculationConfig, hardware: Hardware) -> DraftPlanner:
+def make_planner(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> DraftPlanner:
     """A CPU has no rows for free, and none are held back there: it is for development."""
-    if config.throttle == "off":
+    if config.speculation.throttle == "off":
         return DraftPlanner()
-    free_tokens = config.free_tokens
+    free_tokens = config.speculation.free_tokens
     if free_tokens == 0 and hardware.device.type == "cuda":
-        free_tokens = _FREE_TOKENS.get(hardware.dtype.itemsize, _FREE_TOKENS[2])
+        free_tokens = _free_tokens(config, spec, hardware)
     return DraftPlanner(max(0, free_tokens), is_adaptive=True)
+
+
+def _free_tokens(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> int:
+    if hardware.dtype == torch.float32:
+        return _FREE_TOKENS_OF_FLOAT32
+    method, _, _ = choose_method(config.model, spec)
+    return FREE_TOKENS[method]
