@@ -62,6 +62,7 @@ def fake_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeTriton
 
     folder = tmp_path_factory.mktemp("checkpoints")
     signs = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3": "<|python_tag|>", "plain": "", "guarded": ""}
+    signs["blocking"] = ""  # as the repository's `guarded`, where "guarded" is any model with an output `safety`
     models = {}
     for name, sign in signs.items():
         template = "{# " + sign + " #}{{ messages[-1]['content'] }}{{ extra }}"

@@ -206,7 +206,7 @@ def test_right_keys_and_open_paths(fake_gateway: GatewayProcess) -> None:
 
 def test_models_in_every_state(fake_client: openai.OpenAI) -> None:
     names = {model.id for model in fake_client.models.list()}
-    assert names == {"hermes", "mistral", "llama3", "plain", "guarded", "bare", "broken"}, (
+    assert names == {"hermes", "mistral", "llama3", "plain", "guarded", "blocking", "bare", "broken"}, (
         "no encoders, nothing that loads"
     )
     for name, status, words in (
@@ -231,6 +231,38 @@ def test_verdicts_of_a_guarded_model(fake_client: openai.OpenAI) -> None:
     assert [chunk.safety for chunk in chunks if hasattr(chunk, "safety")] == [verdict]
     assert chunks[-1].choices[0].finish_reason == "content_filter"
     assert not hasattr(ask(fake_client, "guarded", {"pieces": ["fine"]}), "safety")
+
+
+def test_a_model_that_blocks(fake_client: openai.OpenAI) -> None:
+    """`guarded` of the model repository: words of its own for the verdict, and no count of tokens."""
+    script = {"pieces": ["a", "b"], "reason": "blocked", "blocked": ["answer", "violence", "hate"]}
+    verdict = {"flagged": True, "reason": "answer", "categories": ["violence", "hate"]}
+    whole = ask(fake_client, "blocking", script)
+    choice = whole.choices[0]
+    assert (whole.safety, choice.message.content, choice.finish_reason) == (verdict, "ab", "content_filter")
+    assert whole.usage is None, "not counted is not zero"
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(ask(fake_client, "blocking", script, stream=True, stream_options=options))
+    assert [chunk.safety for chunk in chunks if hasattr(chunk, "safety")] == [verdict]
+    assert chunks[-1].choices[0].finish_reason == "content_filter" and not any(chunk.usage for chunk in chunks)
+    fine = ask(fake_client, "blocking", {"pieces": ["fine"]})
+    assert fine.choices[0].finish_reason == "stop" and not hasattr(fine, "safety")
+    text = fake_client.completions.create(model="blocking", prompt=json.dumps(script))
+    assert (text.choices[0].text, text.choices[0].finish_reason, text.usage) == ("ab", "content_filter", None)
+    no_judge = {"pieces": [""], "reason": "blocked", "blocked": ["encoder_failure"]}
+    assert ask(fake_client, "blocking", no_judge).safety["reason"] == "encoder_failure"
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "words"),
+    [({"n": 2}, "n", "accepted: 1"), ({"logprobs": 1}, "logprobs", "no output"), ({"prompt": [1]}, "prompt", "text")],
+)
+def test_what_a_model_does_not_declare(
+    fake_client: openai.OpenAI, change: dict[str, object], param: str, words: str
+) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as error:
+        fake_client.completions.create(**{"model": "blocking", "prompt": "{}", **change})
+    assert error.value.param == param
 
 
 def test_too_many_at_once(fake_triton: FakeTriton) -> None:

@@ -1,7 +1,9 @@
 """A stand-in for Triton's gRPC with scripted models, so that the gateway is tested alone: answers, faults and all.
 
 A prompt is JSON such as {"pieces": ["Hel", "lo"], "fail": ["UNAVAILABLE", "the engine died"]}: the pieces are sent one
-by one, then the request ends or fails. {"hang": true} sends no more until the client cancels.
+by one, then the request ends or fails. {"hang": true} sends no more until the client cancels. The model `blocking` has
+the tensors of model_repository/guarded; {"blocked": ["answer", "violence"]} are its last response's reason and
+categories.
 """
 
 from __future__ import annotations
@@ -10,10 +12,12 @@ import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2, service_pb2, service_pb2_grpc
 
 INPUTS = ("text_input", "input_ids", "sampling_parameters", "stream")
@@ -26,6 +30,7 @@ OUTPUTS = (
     "sequence_index",
     "logprobs",
 )
+GUARDED = Path(__file__).resolve().parents[2] / "model_repository/guarded/config.pbtxt"
 STRING, FP32 = model_config_pb2.TYPE_STRING, model_config_pb2.TYPE_FP32
 
 
@@ -67,20 +72,35 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return reply
 
     def ModelConfig(self, request: Any, context: Any) -> Any:
-        config = model_config_pb2.ModelConfig(name=request.name)
-        if request.name in self.models:
+        return service_pb2.ModelConfigResponse(config=self._config(request.name))
+
+    def _config(self, model: str) -> Any:
+        config = model_config_pb2.ModelConfig(name=model)
+        if model == "blocking":
+            config = text_format.Parse(GUARDED.read_text(), model_config_pb2.ModelConfig())
+        elif model in self.models:
             for name in INPUTS:
                 config.input.add(name=name, optional=True)
-            for name in (*OUTPUTS, "safety") if request.name == "guarded" else OUTPUTS:
+            for name in (*OUTPUTS, "safety") if model == "guarded" else OUTPUTS:
                 config.output.add(name=name)
-            for key, value in self.models[request.name].items():
-                config.parameters[key].string_value = value
         else:
-            config.max_batch_size = 8 if request.name == "batched_encoder" else 0
+            config.max_batch_size = 8 if model == "batched_encoder" else 0
             config.input.add(name="text", data_type=STRING)
             config.output.add(name="embedding", data_type=FP32)
             config.output.add(name="score", data_type=FP32)
-        return service_pb2.ModelConfigResponse(config=config)
+        for key, value in self.models.get(model, {}).items():
+            config.parameters[key].string_value = value
+        return config
+
+    def _refusal(self, request: Any) -> str:
+        """Triton's words for a tensor that the model does not declare; "" if there is none."""
+        config = self._config(request.model_name)
+        pairs = (("input", request.inputs, config.input), ("output", request.outputs, config.output))
+        for kind, asked, declared in pairs:
+            unknown = sorted({tensor.name for tensor in asked} - {tensor.name for tensor in declared})
+            if unknown:
+                return f"unexpected inference {kind} '{unknown[0]}' for model '{request.model_name}'"
+        return ""
 
     def ModelInfer(self, request: Any, context: Any) -> Any:
         """An embedding of three numbers: length of the text, number of spaces, 0.5."""
@@ -100,6 +120,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         context.add_callback(self.cancelled.set)
         for request in request_iterator:
             self.requests.append(request)
+            if refusal := self._refusal(request):
+                yield service_pb2.ModelStreamInferResponse(error_message=refusal)
+                return
             given = {tensor.name: request.raw_input_contents[i] for i, tensor in enumerate(request.inputs)}
             self.sampling.append(json.loads(given["sampling_parameters"][4:]))
             script = json.loads(given["text_input"][4:])
@@ -109,7 +132,7 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 pieces = ["".join(pieces)]
             for number, piece in enumerate(pieces):
                 is_last = number == len(pieces) - 1 and "fail" not in script and "hang" not in script
-                yield self._reply(names, piece, script.get("reason", "stop") if is_last else "")
+                yield self._reply(names, piece, script.get("reason", "stop") if is_last else "", script)
             if "hang" in script:
                 self.cancelled.wait(20)
             if "fail" in script:
@@ -118,7 +141,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                     context.abort(grpc.StatusCode[code], message)
                 yield service_pb2.ModelStreamInferResponse(error_message=message)
 
-    def _reply(self, names: list[str], piece: str, reason: str) -> Any:
+    def _reply(self, names: list[str], piece: str, reason: str, script: dict[str, Any]) -> Any:
+        why, *categories = script.get("blocked", [""]) if reason else [""]
         values = {
             "text_output": string(piece),
             "finish_reason": string(reason),
@@ -128,6 +152,9 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
             "sequence_index": (0).to_bytes(4, "little"),
             "logprobs": string("[]"),
             "safety": string('{"flagged": true, "categories": ["violence"]}' if reason == "content_filter" else ""),
+            "blocked": bytes([bool(why)]),
+            "block_reason": string(why),
+            "block_categories": b"".join(string(name) for name in categories),
         }
         reply = service_pb2.ModelStreamInferResponse()
         for name in names:

@@ -25,6 +25,7 @@ from slipstream.server.triton import TritonLink
 REFRESH_S = 10.0
 RESTART_S = 60.0  # an engine that is started again is an unloaded model for a while, on servers before 26.03
 _LENGTHS = ("max_model_len", "max_seq_len")
+_INPUTS, _OUTPUTS = {"text_input", "sampling_parameters", "stream"}, {"text_output", "finish_reason"}  # none without
 _SPECULATION = "speculative_method"
 _BLOCK_SIZES = ("block_size", "tokens_per_block")
 _CHECKPOINTS = ("model", "gpt_model_path", "engine_dir")
@@ -47,7 +48,8 @@ class Model:
     tool_format: ToolFormat | None = None
     token_bytes: TokenBytes = field(default_factory=lambda: TokenBytes(None))
     settings: dict[str, str] = field(default_factory=dict)
-    has_safety: bool = False  # it has an output `safety`: a JSON object as text, "" while there is no verdict
+    inputs: frozenset[str] = frozenset()  # both as declared: Triton refuses a request that names any other
+    outputs: frozenset[str] = frozenset()
 
     @property
     def speculative_methods(self) -> list[str]:
@@ -141,11 +143,11 @@ class Catalog:
             if error.status_code >= 503:
                 raise
             return None
-        inputs, outputs = ({entry.name for entry in entries} for entries in (config.input, config.output))
-        if not {"text_input", "sampling_parameters"} <= inputs or "text_output" not in outputs:
+        inputs, outputs = (frozenset(entry.name for entry in entries) for entries in (config.input, config.output))
+        if not (inputs >= _INPUTS and outputs >= _OUTPUTS):
             return None
         settings = {key: value.string_value for key, value in config.parameters.items()}
-        model = Model(name, name, int(time.time()), settings=settings, has_safety="safety" in outputs)
+        model = Model(name, name, int(time.time()), settings=settings, inputs=inputs, outputs=outputs)
         folder = self._folder(name, settings)
         if folder is None:
             model.no_template = (

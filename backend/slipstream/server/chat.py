@@ -105,7 +105,7 @@ def for_template(message: Message, index: int) -> dict[str, Any]:
 
 
 def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: Response) -> dict[str, Any]:
-    usage = Usage(model.has_speculation, model.block_size)
+    usage = Usage(model)
     usage.add(response)
     texts, reasons = response.texts("text_output"), response.texts("finish_reason")
     entries = response.texts("logprobs") if request.logprobs else []
@@ -157,7 +157,7 @@ class ChatWriter:
         self._model, self._tools = model, tools
         self._num_choices = request.n or 1
         self._num_top = (request.top_logprobs or 0) if request.logprobs else None
-        self._usage = Usage(model.has_speculation, model.block_size) if wants_usage(request) else None
+        self._usage = Usage(model) if wants_usage(request) else None
         options = request.stream_options
         self._has_running_usage = bool(options and options.include_usage and options.continuous_usage_stats)
         if self._usage is not None:
@@ -234,9 +234,8 @@ class ChatWriter:
         return b""
 
     def last(self) -> bytes:
-        if self._usage is None:
-            return b""
-        return event({**self._head, "choices": [], "usage": self._usage.to_json()})
+        usage = self._usage.to_json() if self._usage is not None else None
+        return event({**self._head, "choices": [], "usage": usage}) if usage is not None else b""
 
 
 def _choice(index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None) -> dict[str, Any]:

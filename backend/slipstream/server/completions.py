@@ -13,7 +13,7 @@ from starlette.responses import Response as HttpResponse
 from slipstream.server import logprobs as logprob_forms
 from slipstream.server.catalog import Model
 from slipstream.server.errors import ApiError
-from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for
+from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for, require_output
 from slipstream.server.generation import Generation, Response
 from slipstream.server.sampling import sampling_parameters
 from slipstream.server.schemas import CompletionRequest
@@ -73,10 +73,14 @@ def make_generations(request: CompletionRequest, model: Model) -> list[Generatio
         sampling["exclude_input_in_output"] = False
         if has_logprobs:
             sampling["prompt_logprobs"] = request.logprobs
+            require_output(model, "prompt_logprobs", "echo", "without logprobs only")
             outputs = (*outputs, "prompt_logprobs")
     if request.stream_interval:
         sampling["stream_interval"] = request.stream_interval
-    return [Generation(model.triton_name, prompt, dict(sampling), outputs, stream) for prompt in prompts_of(request)]
+    prompts = prompts_of(request)
+    if "input_ids" not in model.inputs and not all(isinstance(prompt, str) for prompt in prompts):
+        raise ApiError(400, f"prompt: the model {model.name!r} takes no token ids, accepted: text", param="prompt")
+    return [Generation(model.triton_name, prompt, dict(sampling), outputs, stream) for prompt in prompts]
 
 
 def wants_usage(request: CompletionRequest) -> bool:
@@ -89,7 +93,7 @@ def wants_usage(request: CompletionRequest) -> bool:
 def whole_answer(
     request: CompletionRequest, model: Model, generations: Sequence[Generation], responses: Sequence[Response]
 ) -> dict[str, Any]:
-    usage = Usage(model.has_speculation, model.block_size)
+    usage = Usage(model)
     choices: list[dict[str, Any]] = []
     for number, (generation, response) in enumerate(zip(generations, responses)):
         usage.add(response, number, is_prompt_new=True)
@@ -139,7 +143,7 @@ class StreamedAnswer:
     def __init__(self, request: CompletionRequest, model: Model) -> None:
         self.request, self.model = request, model
         self.head = new_head("text_completion", "cmpl", model)
-        self.usage = Usage(model.has_speculation, model.block_size) if wants_usage(request) else None
+        self.usage = Usage(model) if wants_usage(request) else None
         if self.usage is not None:
             self.head["usage"] = None
 
@@ -147,9 +151,8 @@ class StreamedAnswer:
         return CompletionWriter(self, number, prompt if self.request.echo and isinstance(prompt, str) else "")
 
     def last(self) -> bytes:
-        if self.usage is None:
-            return b""
-        return event({**self.head, "choices": [], "usage": self.usage.to_json()})
+        usage = self.usage.to_json() if self.usage is not None else None
+        return event({**self.head, "choices": [], "usage": usage}) if usage is not None else b""
 
 
 class CompletionWriter:

@@ -24,8 +24,9 @@ from slipstream.server.options import GatewayOptions
 from slipstream.server.pace import Pace
 from slipstream.server.sse import EventStream, Writer
 from slipstream.server.triton import GenerateStream, TritonLink, together
-from slipstream.server.usage import COUNTS, DRAFT_COUNTS
+from slipstream.server.usage import count_outputs
 
+_VERDICT = ("blocked", "block_reason", "block_categories")
 CLIENT_GONE = 499  # nginx's number; nobody sees it but the metrics
 
 
@@ -114,32 +115,56 @@ def new_head(kind: str, prefix: str, model: Model) -> dict[str, Any]:
 
 
 def outputs_for(model: Model, *, stream: bool, n: int, usage: bool, logprobs: bool) -> tuple[str, ...]:
-    """The fewest outputs that the answer needs: each costs Triton and the gateway some microseconds per token."""
+    """The fewest outputs that the answer needs: each costs Triton and the gateway some microseconds per token.
+
+    Raises ApiError where the client asks for what the model does not declare.
+    """
     names = ["text_output", "finish_reason"]
     if usage:
-        names += COUNTS
-        if model.has_speculation:
-            names += DRAFT_COUNTS
+        names += count_outputs(model)
     if logprobs:
+        require_output(model, "logprobs", "logprobs", "none")
         names.append("logprobs")
-    if model.has_safety:
+    if "safety" in model.outputs:
         names.append("safety")
-    if stream and n > 1:
-        names.append("sequence_index")
+    elif "blocked" in model.outputs:
+        names += [name for name in _VERDICT if name in model.outputs]
+    if n > 1:
+        require_output(model, "sequence_index", "n", "1")
+        names += ["sequence_index"] if stream else []
     return tuple(names)
+
+
+def require_output(model: Model, output: str, param: str, accepted: str) -> None:
+    """Raises ApiError for a setting that needs an output which the model does not declare."""
+    if output not in model.outputs:
+        message = f"{param}: the model {model.name!r} has no output {output}, accepted: {accepted}"
+        raise ApiError(400, message, param=param)
 
 
 def finish_reason(reason: str) -> str:
     """In OpenAI's words. A time-out cut the text short, as a length does. Raises ApiError for an ended request."""
     if reason in ("timeout", "length"):
         return "length"
-    return reason if reason == "content_filter" else "stop"
+    return "content_filter" if reason in ("content_filter", "blocked") else "stop"
 
 
 def safety_of(model: Model, response: Response) -> dict[str, Any]:
-    """The verdict of a guarded model, as a further key of the answer; nothing while there is none."""
-    text = response.text("safety") if model.has_safety else ""
-    return {"safety": json.loads(text)} if text else {}
+    """The verdict of a guarded model, as a further key of the answer; nothing while there is none.
+
+    It says so in an output `safety` (JSON as text), or has an output `blocked`, perhaps with the reason and categories.
+    """
+    if "safety" in model.outputs:
+        text = response.text("safety")
+        return {"safety": json.loads(text)} if text else {}
+    if "blocked" not in model.outputs or not response.integer("blocked"):
+        return {}
+    verdict: dict[str, Any] = {"flagged": True}
+    if "block_reason" in model.outputs:
+        verdict["reason"] = response.text("block_reason")
+    if "block_categories" in model.outputs:
+        verdict["categories"] = [name for name in response.texts("block_categories") if name]
+    return {"safety": verdict}
 
 
 def check_time_out(text: str, reason: str, timeout_ms: int | None) -> None:

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+from slipstream.server.catalog import Model
 from slipstream.server.generation import Response
 
 COUNTS = ("num_input_tokens", "num_output_tokens", "kv_cache_reused_blocks")
 DRAFT_COUNTS = ("total_draft_tokens", "total_accepted_draft_tokens")
 
 
-class Usage:
-    """block_size: tokens of a KV block, of which only whole ones are found in the prefix cache."""
+def count_outputs(model: Model) -> tuple[str, ...]:
+    """What a Usage reads of each response: nothing of a model that does not count its tokens."""
+    if not {"num_input_tokens", "num_output_tokens"} <= model.outputs:
+        return ()
+    names = COUNTS + DRAFT_COUNTS if model.has_speculation else COUNTS
+    return tuple(name for name in names if name in model.outputs)
 
-    def __init__(self, has_drafts: bool, block_size: int) -> None:
-        self._has_drafts, self._block_size = has_drafts, block_size
+
+class Usage:
+    """Of a model that does not count its tokens there is none: null, no guess."""
+
+    def __init__(self, model: Model) -> None:
+        names = count_outputs(model)
+        self._has_counts, self._has_cached = bool(names), "kv_cache_reused_blocks" in names
+        self._has_drafts = set(DRAFT_COUNTS) <= set(names)
+        self._block_size = model.block_size  # only whole blocks are found in the prefix cache
         self.prompt_tokens = 0
         self._cached_tokens: dict[int, int] = {}
         self.completion_tokens = 0
@@ -23,9 +35,11 @@ class Usage:
 
     def add(self, response: Response, index: int = 0, is_prompt_new: bool = False) -> None:
         """Count a response of sequence `index`; is_prompt_new: of a further prompt."""
+        if not self._has_counts:
+            return
         num_prompt = response.integer("num_input_tokens")
         self.prompt_tokens = self.prompt_tokens + num_prompt if is_prompt_new else max(self.prompt_tokens, num_prompt)
-        if is_prompt_new or index == 0:  # what its siblings find is the first sequence's
+        if self._has_cached and (is_prompt_new or index == 0):  # what its siblings find is the first sequence's
             num_cached = response.integer("kv_cache_reused_blocks") * self._block_size
             self._cached_tokens[index] = min(num_prompt, num_cached)
         self.completion_tokens += sum(response.integers("num_output_tokens"))
@@ -33,13 +47,16 @@ class Usage:
             self._drafted[index] = response.integer("total_draft_tokens")
             self._accepted[index] = response.integer("total_accepted_draft_tokens")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any] | None:
+        if not self._has_counts:
+            return None
         body: dict[str, Any] = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
         }
+        if self._has_cached:
+            body["prompt_tokens_details"] = {"cached_tokens": sum(self._cached_tokens.values())}
         if self._has_drafts:
             accepted, drafted = sum(self._accepted.values()), sum(self._drafted.values())
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}

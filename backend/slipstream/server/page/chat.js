@@ -174,7 +174,8 @@ function showNumbers(answer) {
 
 function showSafety(verdict) {
   $("safety-row").hidden = false;
-  $("safety").textContent = verdict.flagged ? `flagged: ${(verdict.categories || []).join(", ")}` : "passed";
+  const why = [verdict.reason, ...(verdict.categories || [])].filter(Boolean).join(", ");
+  $("safety").textContent = verdict.flagged ? `flagged: ${why}` : "passed";
 }
 
 function setBusy(busy) {
