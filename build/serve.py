@@ -18,7 +18,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ ENCODER_MODELS = (
     "guarded_ensemble",
 )  # `make encoders` installs their weights
 CHECKPOINT_PARAMETERS = ("model", "tokenizer_dir")
+# of `llm`: they were trained for, or share the tokenizer of, the checkpoint that model_repository names
+DRAFT_PARAMETERS = ("draft_model", "medusa_heads", "medusa_choices", "mtp_module", "eagle_head")
 
 
 @dataclass(frozen=True)
@@ -124,20 +126,33 @@ def is_ready(address: Address) -> bool:
 
 
 def repository_for(model: str, folder: Path) -> Path:
-    """A copy of model_repository that names another checkpoint: a folder, or a hub id (downloaded here, and once)."""
+    """A copy of model_repository whose language models have another checkpoint: a folder, or a hub id (downloaded here,
+    and once). Encoders and the draft keep theirs; `llm` no longer names what drafts for the checkpoint it had.
+    """
     try:
         named = str(resolve_checkpoint(model).resolve())
     except ConfigError as error:
         raise SystemExit(str(error)) from None
     repository = folder / "model_repository"
     shutil.copytree(REPOSITORY, repository)
-    for path in repository.glob("*/config.pbtxt"):
-        text = path.read_text()
-        for key in CHECKPOINT_PARAMETERS:
-            pattern = rf'(key: "{key}"\s+value \{{ string_value: ")[^"]*'
-            text = re.sub(pattern, lambda match: match.group(1) + named, text)
-        path.write_text(text)
+    (folder / "models").symlink_to(ROOT / "models")  # where the relative paths of the others lead
+    for path in (repository / name / "config.pbtxt" for name in LLM_MODELS):
+        path.write_text(with_checkpoint(path.read_text(), named))
     return repository
+
+
+def with_checkpoint(config: str, checkpoint: str) -> str:
+    """A config.pbtxt that names another checkpoint, and of ways to draft only ngram, which needs none."""
+    for key in DRAFT_PARAMETERS:
+        config = re.sub(rf'parameters \{{ key: "{key}"\s+value \{{ string_value: "[^"]*" \}} \}}\n?', "", config)
+    for key in CHECKPOINT_PARAMETERS:
+        config = _with_value(config, key, lambda _: checkpoint)
+    return _with_value(config, "speculative_method", lambda methods: "ngram" if "ngram" in methods else "")
+
+
+def _with_value(config: str, key: str, change: Callable[[str], str]) -> str:
+    pattern = rf'(key: "{key}"\s+value \{{ string_value: ")([^"]*)'
+    return re.sub(pattern, lambda match: match.group(1) + change(match.group(2)), config)
 
 
 def banner(address: Address) -> str:

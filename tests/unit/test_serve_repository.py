@@ -1,0 +1,68 @@
+"""`make serve MODEL=...`: which models get the other checkpoint, and what `llm` gives up with its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from slipstream.core.config_parse import parse_parameters
+
+ROOT = Path(__file__).resolve().parents[2]
+PARAMETER = re.compile(r'^parameters \{ key: "(\w+)" value \{ string_value: "([^"]*)" \} \}$', re.M)
+
+
+@pytest.fixture(scope="module")
+def serve() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("build_serve", ROOT / "build/serve.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "another"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    return folder
+
+
+def parameters(repository: Path, model: str) -> dict[str, str]:
+    return dict(PARAMETER.findall((repository / model / "config.pbtxt").read_text()))
+
+
+def test_only_language_models_get_another_checkpoint(serve: ModuleType, checkpoint: Path, tmp_path: Path) -> None:
+    repository = serve.repository_for(str(checkpoint), tmp_path)
+    assert parameters(repository, "llm")["model"] == str(checkpoint)
+    for model in ("preprocessing", "postprocessing"):
+        assert parameters(repository, model)["tokenizer_dir"] == str(checkpoint)
+    others = {path.parent.name for path in serve.REPOSITORY.glob("*/config.pbtxt")} - set(serve.LLM_MODELS)
+    assert {"draft", "safety", "quality", "embedding"} <= others
+    for model in others:
+        assert parameters(repository, model) == parameters(serve.REPOSITORY, model)
+    draft = parse_parameters(parameters(repository, "draft"), repository / "draft")
+    assert Path(draft.model.model) == ROOT / "models/slipstream-demo-draft", "its relative path leads there still"
+
+
+def test_llm_gives_up_what_drafted_for_its_own_checkpoint(serve: ModuleType, checkpoint: Path, tmp_path: Path) -> None:
+    assert parameters(serve.REPOSITORY, "llm")["draft_model"] == "draft"
+    repository = serve.repository_for(str(checkpoint), tmp_path)
+    assert "draft_model" not in parameters(repository, "llm")
+    assert not parse_parameters(parameters(repository, "llm"), repository / "llm").speculation.draft_model
+
+
+@pytest.mark.parametrize(("methods", "left"), [("eagle,ngram", "ngram"), ("draft_model", ""), ("ngram", "ngram")])
+def test_ways_to_draft_that_need_no_checkpoint_stay(serve: ModuleType, methods: str, left: str) -> None:
+    given = {"speculative_method": methods, "ngram_max": "3", "eagle_head": "x", "medusa_heads": "y", "model": "z"}
+    lines = "\n".join(
+        f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in given.items()
+    )
+    found = dict(PARAMETER.findall(serve.with_checkpoint(lines, "/another")))
+    assert found == {"speculative_method": left, "ngram_max": "3", "model": "/another"}
