@@ -28,6 +28,8 @@ ATTENTION_SHAPE = {
 PLAIN = {"BLOCK_M": 128, "MIN_QUERY_LEN": 1, "HAS_WINDOW": False, "HAS_ALIBI": False, "HAS_SOFT_CAP": False}
 SHORT = {"NUM_TILES": 1, "MAX_QUERY_LEN": 16, "NUM_ROWS": 16}
 
+MOVES = {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "starts": "*i32"}
+
 FP8_ROWS = {
     "x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*bf16", "summed_ptr": "*bf16", "values_ptr": "*fp8e4nv",
     "scales_ptr": "*fp32", "scale_ptr": "*fp32", "x_row_stride": "i32", "residual_row_stride": "i32",
@@ -160,6 +162,7 @@ KERNELS = [
          "num_biases": "i32"},
         {"BLOCK": 1024}, 4,
     ),
+    ("move_slots", "_move_kernel", MOVES, {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "WIDTH": 64, "WIDTH_PADDED": 64}, 1),
     ("sample", "_chunk_kernel", SAMPLE, SAMPLE_SHAPE, 8),
     ("sample", "_choose_kernel", SAMPLE, SAMPLE_SHAPE, 32),
     ("greedy", "_greedy_chunk_kernel", SAMPLE, SAMPLE_SHAPE, 8),
