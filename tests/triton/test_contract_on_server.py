@@ -52,6 +52,8 @@ ORDINARY: dict[str, Any] = {
     "exclude_input_in_output": True,
     "bias_words": ["return"],
     "bias_weights": [1.0],
+    "speculative_method": "none",
+    "speculative_acceptance": "exact",
 }
 # tensors that mean something only together with others
 COMPANIONS: dict[str, dict[str, Any]] = {
