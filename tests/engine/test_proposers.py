@@ -52,15 +52,16 @@ def eight_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_text_is_that_of_plain_decoding(
-    eight_layers: Path, tmp_path: Path, prompts: list[list[int]], method: str
+    tiny_llama: Path, eight_layers: Path, tmp_path: Path, prompts: list[list[int]], method: str
 ) -> None:
-    plain = make_engine(eight_layers, model={"max_model_len": 128})
+    model = eight_layers if method == "eagle3" else tiny_llama
+    plain = make_engine(model, model={"max_model_len": 128})
     engine = make_engine(
-        eight_layers,
+        model,
         scheduler={"max_num_batched_tokens": 40},
         cache={"num_blocks": 34},  # some are preempted
         model={"max_model_len": 128},
-        speculation=settings(method, eight_layers, tmp_path),
+        speculation=settings(method, model, tmp_path),
     )
     some = prompts[1::2]
     for params, times in ((GREEDY, 2), (SEEDED, 1)):  # the second time from the prefix cache
