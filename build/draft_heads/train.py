@@ -218,7 +218,7 @@ def summary(trainer: Trainer) -> dict[str, Any]:
 
 
 def _loss(probs: Tensor, logits: Tensor, position: int) -> Tensor:
-    """Cross-entropy of the guesses at a draft position: row i against what the model says after token i + 1 + position."""
+    """Cross-entropy of guesses at a draft position: row i against what the model says after token i + 1 + position."""
     ahead = position + 1
     return F.cross_entropy(logits[:, : logits.shape[1] - ahead].float().flatten(0, 1), probs[:, ahead:].flatten(0, 1))
 

@@ -243,7 +243,7 @@ class StaticTensors:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile: destroying an engine's graphs and pinned memory ends a capture with an error."""
+    """Collect no garbage meanwhile: destroying an engine's graphs and pinned memory ends a capture with an error."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()
