@@ -179,6 +179,6 @@ def test_a_draft_model_computes_each_token_once(eight_layers: Path, tmp_path: Pa
         return arrays(chosen, *rest)
 
     proposer._batches.arrays = note  # type: ignore[attr-defined]
-    (request,) = drafted(engine, prompts[7:8])
+    drafted(engine, prompts[7:8])
     assert spans[0] == (0, len(prompts[7]) + 1) and len(spans) > 10
     assert all(count <= 1 + 4 for _, count in spans[1:])
