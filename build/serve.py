@@ -3,6 +3,8 @@
 python build/serve.py                              # model_repository on ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics)
 python build/serve.py --model /path/or/hub-id      # the same repository with another checkpoint
 python build/serve.py --encoders                   # also safety, quality, embedding and the guarded pipelines
+
+`slipstream serve`, which starts the server for both, serves a checkpoint by itself: `llm` and nothing beside it.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from slipstream.commands.serve import OWN_MODELS, server_command, supervise
 from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCHER = ROOT / "install/tritonserver"
 REPOSITORY = ROOT / "model_repository"
-LLM_MODELS = ("llm", "preprocessing", "postprocessing", "ensemble")
 ENCODER_MODELS = (
     "safety",
     "quality",
@@ -71,28 +73,14 @@ def free_address(host: str = "127.0.0.1") -> Address:
     return Address(host, *ports)
 
 
-def server_command(repository: Path, address: Address, *extra: str, models: tuple[str, ...] = LLM_MODELS) -> list[str]:
-    """Explicit mode with the models named: ready only when all of them are, and a failed one can be asked why."""
-    return [
-        str(LAUNCHER),
-        f"--model-repository={repository}",
-        "--model-control-mode=explicit",
-        *(f"--load-model={name}" for name in models),
-        f"--http-address={address.host}",
-        f"--http-port={address.http}",
-        f"--grpc-address={address.host}",
-        f"--grpc-port={address.grpc}",
-        f"--metrics-address={address.host}",
-        f"--metrics-port={address.metrics}",
-        *extra,
-    ]
-
-
 @contextmanager
 def running_server(repository: Path, address: Address, log_path: Path, timeout_s: float) -> Iterator[None]:
     """A server whose log goes to a file.  Raises SystemExit with the end of the log when it does not become ready."""
+    ports = {"http_port": address.http, "grpc_port": address.grpc, "metrics_port": address.metrics}
+    wanted = argparse.Namespace(host=address.host, **ports, load=OWN_MODELS, server_arguments=[])
     with log_path.open("wb") as log:
-        process = subprocess.Popen(server_command(repository, address), stdout=log, stderr=subprocess.STDOUT)
+        command = server_command(LAUNCHER, repository, wanted)
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         deadline = time.monotonic() + timeout_s
         while not is_ready(address):
@@ -136,7 +124,7 @@ def repository_for(model: str, folder: Path) -> Path:
     repository = folder / "model_repository"
     shutil.copytree(REPOSITORY, repository)
     (folder / "models").symlink_to(ROOT / "models")  # where the relative paths of the others lead
-    for path in (repository / name / "config.pbtxt" for name in LLM_MODELS):
+    for path in (repository / name / "config.pbtxt" for name in OWN_MODELS):
         path.write_text(with_checkpoint(path.read_text(), named))
     return repository
 
@@ -179,17 +167,13 @@ def main() -> int:
     parser.add_argument("--metrics-port", type=int, default=8002)
     parser.add_argument("--encoders", action="store_true", help="also load safety, quality, embedding and guarded")
     arguments, extra = parser.parse_known_args()
-    models = LLM_MODELS + (ENCODER_MODELS if arguments.encoders else ())
+    arguments.load = OWN_MODELS + (ENCODER_MODELS if arguments.encoders else ())
+    arguments.server_arguments, arguments.openai_port = extra, None
     address = Address(arguments.host, arguments.http_port, arguments.grpc_port, arguments.metrics_port)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         repository = repository_for(arguments.model, Path(folder)) if arguments.model else REPOSITORY
         print(banner(address), flush=True)
-        process = subprocess.Popen(server_command(repository, address, *extra, models=models))
-        signal.signal(signal.SIGTERM, lambda *_: process.send_signal(signal.SIGTERM))
-        try:
-            return process.wait()
-        except KeyboardInterrupt:  # the terminal sent SIGINT to the server as well
-            return process.wait()
+        return supervise(server_command(LAUNCHER, repository, arguments), repository, arguments)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_only_language_models_get_another_checkpoint(serve: ModuleType, checkpoi
     assert parameters(repository, "llm")["model"] == str(checkpoint)
     for model in ("preprocessing", "postprocessing"):
         assert parameters(repository, model)["tokenizer_dir"] == str(checkpoint)
-    others = {path.parent.name for path in serve.REPOSITORY.glob("*/config.pbtxt")} - set(serve.LLM_MODELS)
+    others = {path.parent.name for path in serve.REPOSITORY.glob("*/config.pbtxt")} - set(serve.OWN_MODELS)
     assert {"draft", "safety", "quality", "embedding"} <= others
     for model in others:
         assert parameters(repository, model) == parameters(serve.REPOSITORY, model)
