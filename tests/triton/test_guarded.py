@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -173,6 +174,26 @@ def test_unsafe_text_never_leaves_however_it_is_split(server: LlmServer, size: i
     answer = scripted(server, [text[i : i + size] for i in range(0, len(text), size)])
     assert answer.last("block_reason") == b"answer" and answer.last("finish_reason") == b"blocked"
     assert text.startswith(answer.text) and len(answer.text) <= 2 * len(safe), "a part of the threat left"
+
+
+def test_an_answer_blocked_after_the_llm_ended_waits_for_nobody(server: LlmServer) -> None:
+    """Once it waited half a minute for the end of a stream whose end it had seen."""
+    started = time.monotonic()
+    assert scripted(server, ["Well. ", THREAT]).last("block_reason") == b"answer"
+    assert time.monotonic() - started < 15
+
+
+@pytest.mark.parametrize("settings", [{"n": 2}, {"best_of": "3"}, {"num_return_sequences": 2}])
+def test_several_sequences_are_refused(server: LlmServer, settings: dict[str, Any]) -> None:
+    """Their tokens come mixed: what the safety model would see is a text that nobody wrote."""
+    [name] = settings
+    asked = {"text_input": "Hello", "sampling_parameters": json.dumps(settings)}
+    assert f"{name}: got" in grpc_infer(server.grpc_url, "guarded_scripted", asked).error
+    [value] = settings.values()
+    assert (
+        f"{name}: got"
+        in grpc_infer(server.grpc_url, "guarded_scripted", {"text_input": "Hello"}, parameters={name: value}).error
+    )
 
 
 @pytest.mark.parametrize("model", ["guarded_open", "guarded_closed"])

@@ -27,6 +27,7 @@ from slipstream.encoders.window import WindowSettings
 
 _log = logging.getLogger(__name__)
 _FORWARDED = ("sampling_parameters", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_words")
+_SEQUENCE_COUNTS = ("n", "best_of", "num_return_sequences", "sampling_param_best_of")
 _POLL_S = 0.05  # how late a cancellation may be seen
 _CHECK_ROWS = 32  # windows of one call of the safety model
 
@@ -99,6 +100,20 @@ def _refusal(error: Exception) -> Any:
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE))
 
 
+def _refuse_several(parameters: Mapping[str, Any], sampling: np.ndarray | None) -> None:
+    """Raise RequestError for more than one sequence: their tokens come mixed, and nobody would have checked either."""
+    settings = dict(parameters)
+    if sampling is not None:
+        try:
+            given = json.loads(sampling.reshape(-1)[0])
+        except ValueError as error:
+            raise RequestError("sampling_parameters", f"is no JSON ({error}); accepted: a JSON object") from None
+        settings.update(given if isinstance(given, dict) else {})
+    for name in _SEQUENCE_COUNTS:
+        if str(settings.get(name, 1)) != "1":
+            raise RequestError(name, f"got {settings[name]}; accepted: 1, because each answer is checked by itself")
+
+
 class GuardedRequest:
     """One request: the `Parts` of its pipeline, over BLS."""
 
@@ -124,7 +139,9 @@ class GuardedRequest:
             if tensor is not None:
                 self._inputs[name] = tensor.as_numpy().copy()  # the request's memory is gone once execute returned
         self._parameters = json.loads(request.parameters() or "{}")
-        self._responses: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        _refuse_several(self._parameters, self._inputs.get("sampling_parameters"))
+        self._responses: queue.SimpleQueue[Piece | LlmFailure | None] = queue.SimpleQueue()
+        self._has_ended = True  # no stream of the LLM is open
         self._is_stopped = False
         self._looked_at = 0.0
         self._was_cancelled = False
@@ -162,6 +179,7 @@ class GuardedRequest:
         return float(found["score"].reshape(-1)[0]), found["checks"].reshape(-1)[0].decode()
 
     def pieces(self) -> Iterator[Piece]:
+        self._has_ended = False
         taker = threading.Thread(target=self._take, daemon=True)
         taker.start()
         while True:
@@ -170,13 +188,16 @@ class GuardedRequest:
             except queue.Empty:
                 yield Piece("")
                 continue
-            if response is None or self._is_stopped:
+            if response is None:
+                self._has_ended = True
                 return
-            yield self._piece(response)
+            if isinstance(response, LlmFailure):
+                raise response
+            yield response
 
     def stop(self) -> None:
         """End the LLM's request by its id, and wait for it: asked again until its stream has ended."""
-        if self._is_stopped:
+        if self._has_ended or self._is_stopped:
             return
         self._is_stopped = True
         deadline = time.monotonic() + 30
@@ -225,20 +246,11 @@ class GuardedRequest:
                 parameters=self._parameters,
             )
             for response in call.exec(decoupled=True):
-                self._responses.put(response)
+                # read here: a response that another thread reads while the next one comes can hang the stub
+                self._responses.put(_piece(response))
         except Exception as error:  # the top of the thread; the model may be gone
             self._responses.put(LlmFailure(str(error)))
         self._responses.put(None)
-
-    def _piece(self, response: Any) -> Piece:
-        if isinstance(response, LlmFailure):
-            raise response
-        if response.has_error():
-            raise LlmFailure(response.error().message(), response.error().code())
-        outputs = {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in response.output_tensors()}
-        text = b"".join(outputs.get("text_output", np.array([], dtype=np.object_))).decode("utf-8", "replace")
-        reasons = [reason.decode() for reason in outputs.get("finish_reason", []) if reason]
-        return Piece(text, reasons[-1] if reasons else "")
 
     def _ask_to_stop(self) -> None:
         tensors = [pb_utils.Tensor("stop", np.array([True]))]
@@ -247,6 +259,15 @@ class GuardedRequest:
         )
         for _ in call.exec(decoupled=True):
             pass
+
+
+def _piece(response: Any) -> Piece | LlmFailure:
+    if response.has_error():
+        return LlmFailure(response.error().message(), response.error().code())
+    outputs = {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in response.output_tensors()}
+    text = b"".join(outputs.get("text_output", np.array([], dtype=np.object_))).decode("utf-8", "replace")
+    reasons = [reason.decode() for reason in outputs.get("finish_reason", []) if reason]
+    return Piece(text, reasons[-1] if reasons else "")
 
 
 def _call(model: str, tensors: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> dict[str, np.ndarray]:
