@@ -33,6 +33,7 @@ def copy_guarded(server: LlmServer, name: str, **parameters: str) -> None:
     (other / "1").mkdir(parents=True)
     (other / "1/model.py").write_text((own / "1/model.py").read_text())
     head = (own / "config.pbtxt").read_text().split("parameters {")[0].replace('name: "guarded"', f'name: "{name}"')
+    head = head.replace("count: 8", "count: 1")
     lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()]
     (other / "config.pbtxt").write_text("\n".join([head, *lines]) + "\n")
 

@@ -1,7 +1,8 @@
 """`guarded`, a decoupled BLS model of Triton's Python backend: the pipeline's parts as calls of other models.
 
-execute() only starts a thread per request. Each request has a second thread that takes the LLM's responses, so that the
-first sees a cancellation, and stops the LLM, also while no token comes (BLS calls of this server cannot be cancelled).
+A process, one instance of the model, runs one request at a time: several BLS requests in one process crash the stub of
+server 2.51, or hang it, once in a hundred (docs/LOG.md). A second thread takes the LLM's responses, so that the first
+sees a cancellation, and stops the LLM, also while no token comes (BLS calls of this server cannot be cancelled).
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ class GuardSettings:
     quality: str
     on_failure: str
     window: WindowSettings
-    max_requests: int
     max_prompt_chars: int
 
 
@@ -58,7 +58,6 @@ def read_settings(parameters: Parameters) -> GuardSettings:
         quality=parameters.text("quality", "quality"),
         on_failure=parameters.choice("on_encoder_failure", CLOSED, (OPEN, CLOSED)),
         window=WindowSettings(size, hold_back, stride),
-        max_requests=parameters.integer("max_requests", 256, 1, 100_000),
         max_prompt_chars=parameters.integer("max_prompt_chars", 200_000, 1, 1_000_000),
     )
     parameters.refuse_others()
@@ -68,36 +67,16 @@ def read_settings(parameters: Parameters) -> GuardSettings:
 class GuardedModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         self._settings = read_settings(Parameters.of_model(json.loads(args["model_config"])))
-        self._threads: set[threading.Thread] = set()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        self._threads = {thread for thread in self._threads if thread.is_alive()}
         for request in requests:
             sender = request.get_response_sender()
             try:
-                if len(self._threads) >= self._settings.max_requests:
-                    raise _Full(f"{self._settings.max_requests} requests are running (max_requests)")
                 guarded = GuardedRequest(request, sender, self._settings)
-            except (_Full, RequestError) as error:
-                sender.send(_refusal(error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            except RequestError as error:
+                sender.send(refuse(error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 continue
-            thread = threading.Thread(target=guarded.run, daemon=True)
-            self._threads.add(thread)
-            thread.start()
-
-    def finalize(self) -> None:
-        for thread in self._threads:
-            thread.join()
-
-
-class _Full(Exception):
-    pass
-
-
-def _refusal(error: Exception) -> Any:
-    if isinstance(error, RequestError):
-        return refuse(error)
-    return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), pb_utils.TritonError.UNAVAILABLE))
+            guarded.run()
 
 
 def _refuse_several(parameters: Mapping[str, Any], sampling: np.ndarray | None) -> None:
@@ -147,13 +126,13 @@ class GuardedRequest:
         self._was_cancelled = False
 
     def run(self) -> None:
-        """The thread of the request: every way out of it sends the final flag."""
+        """To the end of the request: every way out sends the final flag."""
         try:
             Pipeline(self, self._settings.window, self._settings.on_failure, self._is_streaming).run(self._prompt)
         except LlmFailure as failure:
             error = pb_utils.TritonError(str(failure), failure.code or pb_utils.TritonError.INTERNAL)
             self._sender.send(pb_utils.InferenceResponse(error=error))
-        except Exception as failure:  # the top of the thread
+        except Exception as failure:  # the top of the request
             _log.exception("a guarded request failed")
             self.stop()
             self._sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(f"guarded: {failure}")))
