@@ -29,6 +29,20 @@ def held_back(text: str, mark: str) -> int:
     return length + len(body) - len(body.rstrip())
 
 
+def _read_up_to(mark: str, text: str, events: list[Event]) -> tuple[bool, str]:
+    """Tell the content before `mark`. Returns whether the mark is there, and what lies behind it; if it is not, the end
+    of the text that may begin one."""
+    before, found, after = text.partition(mark)
+    if found:
+        if before.strip():
+            events.append(Content(before.rstrip()))
+        return True, after
+    ready = len(before) - held_back(before, mark)
+    if before[:ready]:
+        events.append(Content(before[:ready]))
+    return False, before[ready:]
+
+
 class HermesParser:
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, text around them."""
 
@@ -70,17 +84,10 @@ class HermesParser:
                 self._text = self._text if self._is_behind_call else ""
                 return False
             self._is_behind_call, self._text = False, start.removeprefix(self.end)
-        before, mark, after = self._text.partition(self.begin)
-        if mark:
-            self._call, self._text = JsonCall(), after
-            if before.strip():
-                events.append(Content(before.rstrip()))
-            return True
-        ready = len(before) - held_back(before, self.begin)
-        if before[:ready]:
-            events.append(Content(before[:ready]))
-            self._text = before[ready:]
-        return False
+        is_found, self._text = _read_up_to(self.begin, self._text, events)
+        if is_found:
+            self._call = JsonCall()
+        return is_found
 
     def finish(self) -> list[Event]:
         call, self._call = self._call, None
@@ -216,17 +223,8 @@ class MistralParser:
         return True
 
     def _read_content(self, events: list[Event]) -> bool:
-        before, mark, after = self._text.partition(self.mark)
-        if mark:
-            self._text, self._is_calling = after, True
-            if before.strip():
-                events.append(Content(before.rstrip()))
-            return True
-        ready = len(before) - held_back(before, self.mark)
-        if before[:ready]:
-            events.append(Content(before[:ready]))
-            self._text = before[ready:]
-        return False
+        self._is_calling, self._text = _read_up_to(self.mark, self._text, events)
+        return self._is_calling
 
     def finish(self) -> list[Event]:
         return [Content(self._text)] if self._text.strip() and self._reader is None else []
