@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.device import count_sms, is_hopper
 from slipstream_kernels.decode_call import DecodeCall
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE
@@ -64,7 +65,7 @@ def refusal(call: DecodeCall) -> str | None:
     """Why this version cannot take the call; None if it can."""
     if not call.q.is_cuda:
         return f"q is on {call.q.device}"
-    if torch.cuda.get_device_capability(call.q.device) != (9, 0):
+    if not is_hopper(call.q.device):
         return "the GPU is not a Hopper (compute capability 9.0)"
     if call.q.dtype not in QUERY_TYPES:
         return f"q is {call.q.dtype}, not bfloat16 or float16"
@@ -112,7 +113,7 @@ def workspace(device: torch.device) -> Workspace:
     """The device's workspace, made on first use: run a step before capturing CUDA graphs."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("decode_attention: first use on this device lies inside a graph capture; run it once before")
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = count_sms(device)
     grid = MAX_CTAS_PER_SM * num_sms
     # A CTA leaves at most two parts: of the unit that came to it from another, and of the one that it hands on.
     rows = 2 * grid * MAX_ROWS

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from slipstream_kernels import int4_layout
 from slipstream_kernels.cuda import int4_stream, w4a8_gemm
 from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.device import is_hopper
 from slipstream_kernels.cuda.int4_stream import MAX_TOKENS, Int4StreamParams
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
@@ -31,7 +32,7 @@ def refusal(weight: Int4Weight) -> str | None:
     device = weight.packed.device
     if device.type != "cuda":
         return f"the weight is on {device}"
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    if not is_hopper(device):
         return "the GPU is not a Hopper (compute capability 9.0)"
     sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
     if sizes is not None or weight.out_features > int4_stream.MAX_TILES * int4_stream.TILE_ROWS:

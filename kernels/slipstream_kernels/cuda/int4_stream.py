@@ -14,6 +14,7 @@ from functools import lru_cache
 import torch
 
 from slipstream_kernels.cuda.build import load
+from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.integer import Int4Weight
@@ -117,7 +118,7 @@ def workspace(device: torch.device) -> Workspace:
     """The device's workspace, made on first use: run a step before capturing CUDA graphs."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("int4_stream: first use on this device lies inside a graph capture; run it once before")
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    num_sms = count_sms(device)
     # A CTA leaves at most two tiles' sums: of the tile that it goes on with, and of the one that it begins.
     partials = torch.empty(2 * num_sms * TILE_ROWS * MAX_TOKENS, dtype=torch.float32, device=device)
     arranged = torch.empty(MAX_IN_FEATURES * MAX_TOKENS, dtype=torch.bfloat16, device=device)

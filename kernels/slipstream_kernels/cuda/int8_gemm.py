@@ -14,6 +14,7 @@ import torch
 
 from slipstream_kernels.cuda import cutlass
 from slipstream_kernels.cuda.build import is_built, missing
+from slipstream_kernels.cuda.device import count_sms, is_hopper
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.integer import Int8Rows
 
@@ -55,7 +56,7 @@ def refusal(rows: Int8Rows, weight: torch.Tensor) -> str | None:
     """Why this version cannot multiply these; None if it can."""
     if not weight.is_cuda:
         return f"the weight is on {weight.device}"
-    if torch.cuda.get_device_capability(weight.device) != (9, 0):
+    if not is_hopper(weight.device):
         return "the GPU is not a Hopper (compute capability 9.0)"
     if rows.dtype not in OUTPUTS:
         return f"results are {rows.dtype}, not bfloat16 or float16"
@@ -78,7 +79,7 @@ def int8_gemm(rows: Int8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: 
     if not num_tokens:
         return out
     bias = None if bias is None else bias.to(rows.dtype)
-    num_sms = _num_sms(device)
+    num_sms = count_sms(device)
     libraries = cutlass.load_all(SOURCE, tuple(defines(tile, rows.dtype) for tile in TILES))
     library = libraries[TILES.index(_tile(num_tokens, out_features, num_sms))]
     params = Int8GemmParams(
@@ -111,8 +112,3 @@ def _tile(num_tokens: int, out_features: int, num_sms: int) -> tuple[int, int, i
         return -(-tiles // num_sms) * (1.0 if tile == WIDE else NARROW_COST)
 
     return min(TILES, key=cost)
-
-
-@lru_cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

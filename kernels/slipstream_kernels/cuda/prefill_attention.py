@@ -12,6 +12,7 @@ import torch
 
 from slipstream_kernels.attention_call import AttentionCall
 from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.device import count_sms, is_hopper
 from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
 
 SOURCE = "prefill_attention.cu"
@@ -50,7 +51,7 @@ def refusal(call: AttentionCall) -> str | None:
     q = call.q
     if not q.is_cuda:
         return f"q is on {q.device}"
-    if not _is_hopper(q.device):
+    if not is_hopper(q.device):
         return "the GPU is not a Hopper (compute capability 9.0)"
     if q.dtype not in TYPES:
         return f"q is {q.dtype}, not bfloat16 or float16"
@@ -113,16 +114,6 @@ def variants() -> list[tuple[str, ...]]:
 
 
 @lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
-@lru_cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@lru_cache
 def _counters(device: torch.device) -> torch.Tensor:
     """The device's work counters, made on first use: run a step before capturing CUDA graphs."""
     if torch.cuda.is_current_stream_capturing():
@@ -154,7 +145,7 @@ def _params(call: AttentionCall) -> PrefillParams:
         block_size_log2=block_size.bit_length() - 1,
         heads_per_section=_heads_per_section(call) * (group >> pack_log2),
         sliding_window=call.sliding_window or 0,
-        num_sms=_num_sms(call.q.device),
+        num_sms=count_sms(call.q.device),
         scale=call.scale,
         soft_cap=call.soft_cap or 0.0,
         pack_log2=pack_log2,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.device import count_sms, is_hopper
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import E4M3
 
@@ -83,7 +84,7 @@ def _max_tokens(device: torch.device, dtype: torch.dtype, in_features: int, by_b
 def _refusal(device: torch.device, operand: torch.dtype, weight: torch.dtype, in_features: int) -> str | None:
     if device.type != "cuda":
         return f"x is on {device}"
-    if torch.cuda.get_device_capability(device) != (9, 0):
+    if not is_hopper(device):
         return "the GPU is not a Hopper (compute capability 9.0)"
     if operand not in OPERANDS:
         return f"x is {operand}, not bfloat16 or float16"
@@ -101,7 +102,7 @@ def stream_mm(
     if not x.shape[0]:
         return out
     library = load(SOURCE, defines(x.dtype, weight.dtype, _by_blocks(scales)))
-    num_ctas = num_sms(x.device)
+    num_ctas = count_sms(x.device)  # one per SM
     variant = choose(x.shape[0], num_units, x.shape[1], gated, num_ctas)
     params = StreamParams(
         x=x.data_ptr(),
@@ -172,9 +173,3 @@ def queue(device: torch.device) -> torch.Tensor:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("stream_mm: first use on this device lies inside a graph capture; run it once before")
     return torch.zeros(2, dtype=torch.int32, device=device)
-
-
-@lru_cache
-def num_sms(device: torch.device) -> int:
-    """CTAs of a launch: one per SM."""
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -15,6 +15,7 @@ import torch
 
 from slipstream_kernels.cuda import cutlass
 from slipstream_kernels.cuda.build import is_built, missing
+from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
@@ -97,7 +98,7 @@ def w4a8_gemm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, out:
     """
     assert weight.zeros is not None
     device = out.device
-    num_sms = _num_sms(device)
+    num_sms = count_sms(device)
     words = weight.scales[0]
     tile = choose_tile(rows.num_tokens, weight.out_features, num_sms)
     libraries = cutlass.load_all(SOURCE, tuple(defines(each, words.shape[2], out.dtype) for each in TILES))
@@ -123,8 +124,3 @@ def w4a8_gemm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, out:
         error = library.slipstream_w4a8_gemm(ctypes.byref(params), stream)
     if error != 0:
         raise RuntimeError(f"w4a8_gemm: {cutlass.error_text(library, error)}")
-
-
-@lru_cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

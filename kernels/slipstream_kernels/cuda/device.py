@@ -1,0 +1,17 @@
+"""What the host side of a kernel asks of its GPU at every call: asked of the driver once per device."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+
+@lru_cache
+def is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@lru_cache
+def count_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
