@@ -7,7 +7,6 @@ level, one layer over a few rows, so that a branch needs no cache of its own. So
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,17 +14,15 @@ from slipstream_kernels import ops
 
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
-from slipstream.core.request import Request
-from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.heads.eagle import FIELD, EagleHead
-from slipstream.runtime.host_copy import HostCopy
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.speculation.draft_batch import last_rows
 from slipstream.runtime.speculation.draft_graphs import DraftGraphs
 from slipstream.runtime.speculation.follower import Follower
-from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
+from slipstream.runtime.speculation.following import FollowingProposer
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
 NUM_DRAFTS = 15
 
@@ -65,7 +62,7 @@ class _Tree:
 
 
 @PROPOSERS.register("eagle")
-class EagleProposer:
+class EagleProposer(FollowingProposer):
     drafts_trees = True
 
     def __init__(self, surroundings: Surroundings) -> None:
@@ -94,28 +91,8 @@ class EagleProposer:
         batches = self._follower.batches
         self._graphs = DraftGraphs(self._draft, batches, surroundings, 1 + self._depth, width, refusal)
 
-    @staticmethod
-    def refusal(params: SamplingParams) -> str | None:
-        return None
-
-    @torch.inference_mode()
-    def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
-        followed = self._follower.follow(result)
-        if followed is None:
-            return [Drafts() for _ in wishes]
-        nodes = self._graphs.run(followed.arrays, result.hidden)
-        if not wishes:
-            return []
-        (found,) = HostCopy((nodes,)).lists()
-        return [
-            _drafts(wish, *found[followed.order[wish.computed]])
-            if wish.has_scratch and wish.computed in followed.order
-            else Drafts()
-            for wish in wishes
-        ]
-
-    def forget(self, requests: Sequence[Request]) -> None:
-        self._follower.forget(requests)
+    def _drafts(self, wish: Wish, guesses: list[list[int]]) -> Drafts:
+        return _cut(wish, *guesses) if wish.has_scratch else Drafts()
 
     def _draft(self, batch: ForwardBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         """hidden: the model's, for each row. Returns the nodes of each request's tree, as _Tree.best does."""
@@ -153,7 +130,7 @@ class EagleProposer:
         return self._head.token_ids(best.token_ids), best.values
 
 
-def _drafts(wish: Wish, places: list[int], tokens: list[int], parents: list[int]) -> Drafts:
+def _cut(wish: Wish, places: list[int], tokens: list[int], parents: list[int]) -> Drafts:
     """Nodes by falling level order, cut to what the request may have; a node without its parent falls away."""
     rows: dict[int, int] = {}
     depths: dict[int, int] = {-1: 0}

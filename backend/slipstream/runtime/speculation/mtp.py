@@ -6,31 +6,28 @@ through it too. A request that it has not followed from its beginning (speculati
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from slipstream_kernels import ops
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.request import Request
-from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.mtp import FIELD, MTPModule
-from slipstream.runtime.host_copy import HostCopy
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.speculation.draft_batch import last_rows
 from slipstream.runtime.speculation.draft_graphs import DraftGraphs
 from slipstream.runtime.speculation.follower import Follower
-from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
+from slipstream.runtime.speculation.following import FollowingProposer
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
 NUM_DRAFTS = 3
 
 
 @PROPOSERS.register("mtp")
-class MTPProposer:
+class MTPProposer(FollowingProposer):
     drafts_trees = False
 
     def __init__(self, surroundings: Surroundings) -> None:
@@ -47,28 +44,8 @@ class MTPProposer:
         batches = self._follower.batches
         self._graphs = DraftGraphs(self._draft, batches, surroundings, 1 + self.num_drafts, width, refusal)
 
-    @staticmethod
-    def refusal(params: SamplingParams) -> str | None:
-        return None
-
-    @torch.inference_mode()
-    def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
-        followed = self._follower.follow(result)
-        if followed is None:
-            return [Drafts() for _ in wishes]
-        tokens = self._graphs.run(followed.arrays, result.hidden)
-        if not wishes:
-            return []
-        (chains,) = HostCopy((tokens,)).lists()
-        return [
-            Drafts(chains[followed.order[wish.computed]][: min(wish.num_drafts, wish.depth)])
-            if wish.computed in followed.order
-            else Drafts()
-            for wish in wishes
-        ]
-
-    def forget(self, requests: Sequence[Request]) -> None:
-        self._follower.forget(requests)
+    def _drafts(self, wish: Wish, guesses: list[int]) -> Drafts:
+        return Drafts(guesses[: min(wish.num_drafts, wish.depth)])
 
     def _draft(self, batch: ForwardBatch, hidden: torch.Tensor | None) -> torch.Tensor:
         """hidden: the model's, for each row. Returns the drafts of each request, [num_requests, num_drafts]."""
