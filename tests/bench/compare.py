@@ -18,24 +18,33 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
-from llm_server import missing_server  # noqa: E402
 from measures import RATIO_KEYS, Record, figure_of, read_records, time_ratio  # noqa: E402
 
-# format -> (KV type, bytes per weight, bytes per cached number)
+
+class Format(NamedTuple):
+    """What the engines run under one name of a table."""
+
+    quantization: str
+    kv_cache_dtype: str
+    weight_bytes: float
+    kv_bytes: float
+    rival: str  # of bench_vllm.py; its KV cache is ours, but for INT8, which it has not
+
+
 FORMATS = {
-    "none": ("auto", 2.0, 2.0),
-    "fp8": ("fp8", 1.0, 1.0),
-    "w4a8_fp8": ("fp8", 0.5195, 1.0),
-    "wint4": ("auto", 0.5195, 2.0),
-    "wint8": ("int8", 1.0, 1.0),
-    "w8a8_int8": ("int8", 1.0, 1.0),
+    "none": Format("none", "auto", 2.0, 2.0, "none"),
+    "fp8": Format("fp8", "fp8", 1.0, 1.0, "fp8"),
+    "w4a8_fp8": Format("w4a8_fp8", "fp8", 0.5195, 1.0, "w4a8_fp8"),
+    "wint4": Format("wint4", "auto", 0.5195, 2.0, "wint4"),
+    "wint4-fp8kv": Format("wint4", "fp8", 0.5195, 1.0, "wint4-marlin"),
+    "wint8": Format("wint8", "int8", 1.0, 1.0, "wint8"),
+    "w8a8_int8": Format("w8a8_int8", "int8", 1.0, 1.0, "w8a8_int8"),
 }
-VLLM_KV_TYPES = {"auto": "auto", "fp8": "fp8", "int8": "auto"}  # it has no INT8 cache
 OURS, SERVED, RIVAL = "slipstream", "slipstream+triton", "vllm"
 FIGURES = {"decode": ("tpot_ms", "ms/token"), "prefill": ("ttft_ms", "ms"), "throughput": ("out_tok_s", "tokens/s")}
 
@@ -43,17 +52,23 @@ FIGURES = {"decode": ("tpot_ms", "ms/token"), "prefill": ("ttft_ms", "ms"), "thr
 def why_absent(engine: str) -> str:
     """Why an engine cannot run here; "" if it can."""
     if engine == SERVED:
+        missing = [name for name in ("psutil", "tritonclient") if importlib.util.find_spec(name) is None]
+        if missing:
+            return f"{' and '.join(missing)} not installed"
+        from llm_server import missing_server
+
         return missing_server()
     return "vLLM is not installed" if engine == RIVAL and importlib.util.find_spec("vllm") is None else ""
 
 
 def command(engine: str, name: str, arguments: argparse.Namespace, out: Path) -> list[str]:
-    kv_type, weight_bytes, kv_bytes = FORMATS[name]
+    form = FORMATS[name]
     common = ["--shape", arguments.shape, "--out", str(out), *arguments.rest]
-    common += ["--weight-bytes", str(weight_bytes), "--kv-bytes", str(kv_bytes)]
+    common += ["--weight-bytes", str(form.weight_bytes), "--kv-bytes", str(form.kv_bytes)]
     if engine == RIVAL:
-        return ["bench_vllm.py", *common, "--format", name, "--kv-cache-dtype", VLLM_KV_TYPES[kv_type]]
-    common += ["--set", f"quantization={name}", "--set", f"kv_cache_dtype={kv_type}"]
+        kv_type = "fp8" if form.kv_cache_dtype == "fp8" else "auto"
+        return ["bench_vllm.py", *common, "--format", form.rival, "--kv-cache-dtype", kv_type]
+    common += ["--set", f"quantization={form.quantization}", "--set", f"kv_cache_dtype={form.kv_cache_dtype}"]
     for pair in arguments.set:
         common += ["--set", pair]
     return ["bench_engine.py" if engine == OURS else "bench_triton.py", *common]
