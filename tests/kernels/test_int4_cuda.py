@@ -62,6 +62,23 @@ def test_few_tokens(sizes, group_size, kind) -> None:
 
 
 @needs_hopper
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("sizes", [(32, 256), (416, 384), (12320, 1024)], ids=str)
+def test_gated(sizes, group_size, kind) -> None:
+    weight = weight_of(*sizes, group_size, True)
+    repacked, half = int4_layout.repack(weight), sizes[0] // 2
+    for num_tokens in (1, 8, 9, 16):
+        x = operand_of(kind, num_tokens, sizes[1])
+        bias = torch.randn(sizes[0], device="cuda").to(x.dtype)
+        out = ops.int4_mm(x, repacked, bias, gated=True).double()
+        rows = x.values.double() * x.scales.double() if isinstance(x, Fp8Rows) else x.double()
+        y = rows @ ops.dequantize_int4(weight).double().t() + bias.double()
+        expected = torch.nn.functional.silu(y[:, :half]) * y[:, half:]
+        assert out.shape == expected.shape and (out - expected).norm() / expected.norm() < 5e-3, num_tokens
+
+
+@needs_hopper
 @pytest.mark.parametrize("group_size", GROUPS)
 @pytest.mark.parametrize("tile", w4a8_gemm.TILES, ids=str)
 def test_many_fp8_tokens(tile, group_size, monkeypatch) -> None:

@@ -25,6 +25,7 @@ from slipstream_kernels.integer import Int4Weight
 LOG = logging.getLogger(__name__)
 DEQUANTISE = "int4_dequantise.cu"
 MAX_STREAMED_TOKENS = 2 * MAX_TOKENS  # of 16-bit rows
+MAX_PLAIN_TOKENS = int4_stream.MAX_ROWS_TOKENS  # so many 16-bit rows take no longer than FP8 rows
 
 
 def refusal(weight: Int4Weight) -> str | None:
@@ -42,11 +43,22 @@ def refusal(weight: Int4Weight) -> str | None:
     return missing(int4_stream.TILES, int4_stream.defines(torch.bfloat16))
 
 
+def can_gate(num_tokens: int, weight: Int4Weight) -> bool:
+    """Whether int4_mm_gated takes such a product."""
+    return num_tokens <= int4_stream.MAX_ROWS_TOKENS and weight.out_features % (2 * int4_stream.STRIP) == 0
+
+
+def int4_mm_gated(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """silu(first half of the columns of int4_mm) * second half, in one launch."""
+    rows, scales = _aligned(x)
+    out = torch.empty((rows.shape[0], weight.out_features // 2), dtype=x.dtype, device=rows.device)
+    int4_stream.int4_stream(rows, scales, weight, None if bias is None else bias.to(x.dtype), out, gated=True)
+    return out
+
+
 def int4_mm(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """See ops.int4_mm; weight is repacked."""
-    rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
-    if x.dtype not in w4a8_gemm.OUTPUTS:
-        raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which a repacked weight is multiplied by")
+    rows, scales = _aligned(x)
     num_tokens = rows.shape[0]
     bias = None if bias is None else bias.to(x.dtype)
     if num_tokens > MAX_TOKENS and isinstance(x, Fp8Rows) and _many_rows_refusal(x.dtype) is None:
@@ -56,13 +68,21 @@ def int4_mm(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | 
     if num_tokens > MAX_STREAMED_TOKENS:
         plain = (rows.float() * scales).to(x.dtype) if scales is not None else rows
         return F.linear(plain, dequantise(weight, x.dtype), bias)
-    if rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
-        rows = rows.contiguous()
     out = torch.empty((num_tokens, weight.out_features), dtype=x.dtype, device=rows.device)
     for start in range(0, num_tokens, MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
         int4_stream.int4_stream(rows[part], None if scales is None else scales[part], weight, bias, out[part])
     return out
+
+
+def _aligned(x: torch.Tensor | Fp8Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(rows that begin at multiples of 16 bytes, their scales if any)."""
+    if x.dtype not in w4a8_gemm.OUTPUTS:
+        raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which a repacked weight is multiplied by")
+    rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
+    if rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
+        rows = rows.contiguous()
+    return rows, scales
 
 
 def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:

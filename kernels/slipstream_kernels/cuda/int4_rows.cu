@@ -30,7 +30,7 @@ __device__ __forceinline__ void fill_slot(const Int4StreamParams& p, uint32_t sl
 template <typename SHAPE>
 __device__ __forceinline__ void fill_ring(const Int4StreamParams& p, uint32_t ring, uint32_t barriers) {
   if (threadIdx.x % 32 != 0) return;
-  const Strips cta = strips_of_cta(p);
+  const Strips cta = strips_of_cta<SHAPE>(p);
   const int chunks = num_chunks<SHAPE>(p);
   const uint64_t policy = evict_first_policy();
   RingPlace<SHAPE::kSlots> place;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void fill_ring(const Int4StreamParams& p, uint32_t ri
       for (int strip = begin; strip < end; ++strip, place.advance()) {
         const uint32_t filled = barriers + 16 * place.stage;
         wait_barrier(filled + 8, place.parity ^ 1);
-        fill_slot<SHAPE>(p, ring + place.stage * SHAPE::kSlotBytes, filled, strip, chunk, policy);
+        fill_slot<SHAPE>(p, ring + place.stage * SHAPE::kSlotBytes, filled, strip_of_turn<SHAPE>(p, strip), chunk, policy);
       }
     }
   }
@@ -65,29 +65,52 @@ struct RowsEpilogue {
         exchange[(warp * SHAPE::kRound + i) * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
       }
       sync_threads(1, 32 * SHAPE::kWarps);
-      const int fragment = first + warp, strip = pass.begin + fragment / SHAPE::kColumns;
-      if (warp < SHAPE::kRound && fragment < SHAPE::kFragments && strip < pass.end) {
-        finish_fragment(strip, fragment % SHAPE::kColumns);
-      }
+      finish_round(pass, first);
     }
   }
 
  private:
-  __device__ __forceinline__ void finish_fragment(int strip, int column) const {
+  // A warp finishes a fragment; gated, a fragment of a gate's strip and that of the up strip, which is the next.
+  __device__ __forceinline__ void finish_round(const Strips& pass, int first) const {
+    constexpr int kFinished = SHAPE::kRound / SHAPE::kUnit;
+    const int mine = SHAPE::kColumns == 1 ? SHAPE::kUnit * warp : warp;
+    const int fragment = first + mine, turn = pass.begin + fragment / SHAPE::kColumns, column = fragment % SHAPE::kColumns;
+    if (warp >= kFinished || fragment >= SHAPE::kFragments || turn >= pass.end) return;
+    const int row = strip_of_turn<SHAPE>(p, turn) * 16;
+    float values[4];
+    finish_fragment(mine, row, column, values);
+    if constexpr (SHAPE::kIsGated) {
+      float up[4];
+      finish_fragment(mine + SHAPE::kColumns, row + p.out_features / 2, column, up);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) values[e] = values[e] / (1.0f + __expf(-values[e])) * up[e];
+    }
+    const int width = p.out_features / SHAPE::kUnit;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int token = token_of(column, e);
+      if (token < p.num_tokens) {
+        static_cast<OUT*>(p.out)[int64_t{token} * width + row + lane / 4 + e / 2 * 8] = from_float<OUT>(values[e]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ int token_of(int column, int e) const { return column * 8 + lane % 4 * 2 + e % 2; }
+
+  // The sum over the warps of a fragment of the round, of rows of the weight from `row` on, scaled and biased.
+  __device__ __forceinline__ void finish_fragment(int index, int row, int column, float (&values)[4]) const {
     float sum[4] = {};
 #pragma unroll
     for (int source = 0; source < SHAPE::kWarps; ++source) {
-      const float4 part = exchange[(source * SHAPE::kRound + warp) * 32 + lane];
+      const float4 part = exchange[(source * SHAPE::kRound + index) * 32 + lane];
       sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int row = strip * 16 + lane / 4 + e / 2 * 8, token = column * 8 + lane % 4 * 2 + e % 2;
-      if (token >= p.num_tokens) continue;
-      float value = sum[e] * __ldg(p.channel_scale + row);
-      if (p.token_scale != nullptr) value *= p.token_scale[token];
-      if (p.bias != nullptr) value += to_float(static_cast<const OUT*>(p.bias)[row]);
-      static_cast<OUT*>(p.out)[int64_t{token} * p.out_features + row] = from_float<OUT>(value);
+      const int at = row + lane / 4 + e / 2 * 8, token = token_of(column, e);
+      values[e] = sum[e] * __ldg(p.channel_scale + at);
+      if (p.token_scale != nullptr && token < p.num_tokens) values[e] *= p.token_scale[token];
+      if (p.bias != nullptr) values[e] += to_float(static_cast<const OUT*>(p.bias)[at]);
     }
   }
 };
@@ -98,7 +121,7 @@ __device__ __forceinline__ void multiply_strips(const Int4StreamParams& p, char*
   RowsConsumer<SHAPE> consumer{p, ring, barriers};
   const RowsEpilogue<SHAPE, OUT> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset)};
   consumer.x.load(p, consumer.warp);
-  const Strips cta = strips_of_cta(p);
+  const Strips cta = strips_of_cta<SHAPE>(p);
 #pragma unroll 1
   for (int begin = cta.begin; begin < cta.end; begin += SHAPE::kTiles) {
     const Strips pass{begin, min(begin + SHAPE::kTiles, cta.end)};
@@ -148,9 +171,9 @@ struct OperandOf<__nv_fp8_e4m3> {
   using Type = __half;
 };
 
-template <int TILES, int COLUMNS, int GROUPS>
+template <int TILES, int COLUMNS, int GROUPS, bool IS_GATED>
 cudaError_t launch_variant(const Int4StreamParams& params, cudaStream_t stream) {
-  using Shape = RowsShape<Input, OperandOf<Input>::Type, TILES, COLUMNS, GROUPS>;
+  using Shape = RowsShape<Input, OperandOf<Input>::Type, TILES, COLUMNS, GROUPS, IS_GATED>;
   auto* kernel = int4_rows_kernel<Shape>;
   static const cudaError_t configured =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
@@ -159,20 +182,31 @@ cudaError_t launch_variant(const Int4StreamParams& params, cudaStream_t stream) 
                        kernel, params);
 }
 
-template <int TILES, int COLUMNS>
+template <int TILES, int COLUMNS, bool IS_GATED>
 cudaError_t launch_groups(const Int4StreamParams& params, cudaStream_t stream) {
-  if (params.groups_per_block == 1) return launch_variant<TILES, COLUMNS, 1>(params, stream);
-  if (params.groups_per_block == 2) return launch_variant<TILES, COLUMNS, 2>(params, stream);
+  if (params.groups_per_block == 1) return launch_variant<TILES, COLUMNS, 1, IS_GATED>(params, stream);
+  if (params.groups_per_block == 2) return launch_variant<TILES, COLUMNS, 2, IS_GATED>(params, stream);
   return cudaErrorInvalidValue;
+}
+
+// The most strips that one CTA has.
+int strips_of_largest(const Int4StreamParams& params, int unit) {
+  const int num_sms = params.num_ctas / params.ctas_per_sm, units = params.out_features / (16 * unit);
+  const int of_sm = (units + num_sms - 1) / num_sms;
+  return (of_sm + params.ctas_per_sm - 1) / params.ctas_per_sm * unit;
 }
 
 template <int COLUMNS>
 cudaError_t launch_tiles(const Int4StreamParams& params, cudaStream_t stream) {
-  const int num_sms = params.num_ctas / params.ctas_per_sm, of_sm = (params.out_features / 16 + num_sms - 1) / num_sms;
-  const int strips = (of_sm + params.ctas_per_sm - 1) / params.ctas_per_sm;
-  if (strips <= 2) return launch_groups<2, COLUMNS>(params, stream);
-  if (strips == 3) return launch_groups<3, COLUMNS>(params, stream);
-  return launch_groups<4, COLUMNS>(params, stream);
+  if (params.is_gated != 0) {
+    if (params.out_features % 32 != 0) return cudaErrorInvalidValue;
+    if (strips_of_largest(params, 2) <= 2) return launch_groups<2, COLUMNS, true>(params, stream);
+    return launch_groups<4, COLUMNS, true>(params, stream);
+  }
+  const int strips = strips_of_largest(params, 1);
+  if (strips <= 2) return launch_groups<2, COLUMNS, false>(params, stream);
+  if (strips == 3) return launch_groups<3, COLUMNS, false>(params, stream);
+  return launch_groups<4, COLUMNS, false>(params, stream);
 }
 
 }  // namespace slipstream

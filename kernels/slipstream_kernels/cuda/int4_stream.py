@@ -34,7 +34,7 @@ POINTERS = (
 )  # fmt: skip
 COUNTS = (
     "num_tokens", "out_features", "in_features", "columns", "groups_per_block", "is_channelwise", "out_is_half",
-    "num_ctas", "ctas_per_sm", "is_dependent",
+    "num_ctas", "ctas_per_sm", "is_dependent", "is_gated",
 )  # fmt: skip
 
 
@@ -76,18 +76,22 @@ def int4_stream(
     out: torch.Tensor,
     *,
     source: str | None = None,
+    gated: bool = False,
 ) -> None:
     """out = x @ dequantised(weight).T * token_scales + bias, of at most MAX_TOKENS rows.  One launch.
 
     x: [num_tokens, in_features] bf16, fp16 or e4m3, rows at multiples of 16 bytes.  token_scales: fp32 [num_tokens].
     weight: repacked.  out: [num_tokens, out_features], contiguous, x's dtype or of e4m3 bf16 or fp16; bias too.
-    source: the kernel, else chosen by the number of tokens.
+    source: the kernel, else chosen by the number of tokens.  gated: out = silu(first half) * second half of columns,
+    of at most MAX_ROWS_TOKENS rows and an even number of strips.
     """
     if x.shape[0] == 0:
         return
     source = source or (ROWS if x.shape[0] <= MAX_ROWS_TOKENS else TILES)
+    assert source == ROWS or not gated
     library = load(source, defines(x.dtype))
     params = _params(x, token_scales, weight, bias, out, source == ROWS)
+    params.is_gated = gated
     launch = library.slipstream_int4_rows if source == ROWS else library.slipstream_int4_stream
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
     with torch.cuda.device(x.device):

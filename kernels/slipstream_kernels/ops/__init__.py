@@ -8,7 +8,7 @@ from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
 from slipstream_kernels.ops.decode_attention import decode_attention
-from slipstream_kernels.ops.int4_mm import int4_mm, repack_int4
+from slipstream_kernels.ops.int4_mm import int4_mm, max_plain_int4_tokens, repack_int4
 from slipstream_kernels.ops.int8_mm import int8_mm
 from slipstream_kernels.ops.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.ops.move_slots import SlotTable, move_slots, slot_table
@@ -58,6 +58,7 @@ __all__ = [
     "int4_weight",
     "int8_mm",
     "kv_row_bytes",
+    "max_plain_int4_tokens",
     "max_streamed_tokens",
     "move_slots",
     "pack_int4",

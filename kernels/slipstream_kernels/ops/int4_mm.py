@@ -12,15 +12,23 @@ from slipstream_kernels import int4_layout
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
+from slipstream_kernels.ops.silu_mul import silu_mul
 
 LOG = logging.getLogger(__name__)
 TRITON_BLOCK = 128  # input features that triton/int4_mm.py takes at a time
 
 
 def int4_mm(
-    x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None = None, *, backend: str = "auto"
+    x: torch.Tensor | Fp8Rows,
+    weight: Int4Weight,
+    bias: torch.Tensor | None = None,
+    *,
+    gated: bool = False,
+    backend: str = "auto",
 ) -> torch.Tensor:
     """Return x @ dequantised(weight).T + bias as [num_tokens, out_features], accumulated in fp32.
+
+    gated: the first half of y's columns gates the second: returns silu(y[:, :half]) * y[:, half:].
 
     x: [num_tokens, in_features] fp32, bf16 or fp16, last dimension contiguous; or rows of e4m3 scaled per token (W4A8).
     The result has x's dtype.  weight: canonical (uint8) or as repack_int4 made it for x's device.
@@ -36,7 +44,24 @@ def int4_mm(
         require_shape("bias", bias, (weight.out_features,))
     if not weight.is_repacked:
         check_int4(weight)
-    return _choose(backend, rows, weight).int4_mm(x, weight, bias)
+    module = _choose(backend, rows, weight)
+    if not gated:
+        return module.int4_mm(x, weight, bias)
+    if weight.out_features % 2:
+        raise ValueError(f"weight: {weight.out_features} output features, gated products need pairs")
+    if weight.is_repacked and module.can_gate(rows.shape[0], weight):
+        return module.int4_mm_gated(x, weight, bias)
+    return silu_mul(module.int4_mm(x, weight, bias))
+
+
+def max_plain_int4_tokens(weight: Int4Weight) -> int:
+    """Up to how many tokens 16-bit rows are multiplied as fast as FP8 rows, which then need not be made; 0: never.
+
+    weight: canonical.  Measured on one H200 (docs/LOG.md).
+    """
+    if not weight.packed.is_cuda or _cuda().refusal(weight) is not None:
+        return 0
+    return int(_cuda().MAX_PLAIN_TOKENS)
 
 
 def repack_int4(weight: Int4Weight) -> Int4Weight:

@@ -87,7 +87,10 @@ class Int4:
         weights.update(ops.repack_int4(self._weight(weights, in_features)).tensors())
 
     def input_form(self, weights: Weights) -> InputForm[Activation]:
-        return input_form.Fp8(ops.Fp8Scheme()) if self.fp8_inputs and not self._has_order else PLAIN
+        if not self.fp8_inputs or self._has_order:
+            return PLAIN
+        in_features = 2 * weights["packed"].shape[1]
+        return input_form.Fp8(ops.Fp8Scheme(), ops.max_plain_int4_tokens(self._weight(weights, in_features)))
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         assert not isinstance(x, ops.Int8Rows)
@@ -98,7 +101,9 @@ class Int4:
         return ops.int4_mm(x, self._weight(weights, rows.shape[1]), weights.get("bias"))
 
     def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
-        return form.silu_mul(self.apply(weights, x))
+        if not isinstance(x, Tensor) or self._has_order:
+            return form.silu_mul(self.apply(weights, x))
+        return form.cast(ops.int4_mm(x, self._weight(weights, x.shape[1]), weights.get("bias"), gated=True))
 
     @property
     def _has_order(self) -> bool:

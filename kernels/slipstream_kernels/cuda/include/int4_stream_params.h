@@ -25,6 +25,7 @@ struct Int4StreamParams {
   int32_t is_channelwise;       // words have one row of groups
   int32_t out_is_half;          // of e4m3 rows: fp16, else bf16
   int32_t num_ctas, ctas_per_sm, is_dependent;
+  int32_t is_gated;             // int4_rows: out = silu(first half of the rows) * second half
 };
 
 }  // namespace slipstream
