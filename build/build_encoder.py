@@ -22,7 +22,7 @@ import numpy as np
 from slipstream.core.errors import ConfigError
 from slipstream.encoders.checkpoint import Checkpoint, find_checkpoint, read_checkpoint
 from slipstream.encoders.encoder import DEFAULT_MODEL, Encoder
-from slipstream.encoders.runtime import Runtime
+from slipstream.encoders.runtime import Runtime, RuntimeSettings
 
 TOLERANCE = 1e-4  # of vectors of length 1, or of logits
 CHECKED_SHAPES = ((1, 3), (1, 17), (4, 64), (7, 128))
@@ -53,7 +53,8 @@ def export_onnx(checkpoint: Checkpoint, path: Path) -> None:
     import torch
     from slipstream.encoders.torch_runtime import EncoderModule
 
-    module = EncoderModule(checkpoint)
+    # eager attention: the export of the fused one has shapes that depend on the mask
+    module = EncoderModule(checkpoint, attention="eager")
     example = tuple(torch.ones(2, 8, dtype=torch.int64) for _ in checkpoint.input_names)
     rows, tokens = (
         torch.export.Dim("rows", min=1, max=4096),
@@ -79,7 +80,8 @@ def largest_difference(checkpoint: Checkpoint, path: Path) -> float:
     from slipstream.encoders.onnx_runtime import OnnxRuntime
     from slipstream.encoders.torch_runtime import TorchRuntime
 
-    exported, reference = OnnxRuntime(path, checkpoint, "cpu", 0), TorchRuntime(checkpoint, "cpu", 0)
+    exported = OnnxRuntime(path, checkpoint, RuntimeSettings("onnxruntime", device="cpu"))
+    reference = TorchRuntime(checkpoint, RuntimeSettings("torch", device="cpu"))
     random, worst = np.random.default_rng(0), 0.0
     for rows, tokens in CHECKED_SHAPES:
         batch = random_batch(checkpoint, rows, min(tokens, checkpoint.max_tokens), random)
@@ -167,8 +169,8 @@ def measure(checkpoint: Checkpoint, output: Path) -> None:
     sentence = "How do I reset the password of my own account when I have lost the phone that gets the codes? "
     texts = [f"{number} {sentence * (1 + number % 3)}" for number in range(48)]
     runtimes: dict[str, Runtime] = {
-        "torch": TorchRuntime(checkpoint, "cpu", 0),
-        "onnxruntime": OnnxRuntime(output / "model.onnx", checkpoint, "cpu", 0),
+        "torch": TorchRuntime(checkpoint, RuntimeSettings("torch", device="cpu")),
+        "onnxruntime": OnnxRuntime(output / "model.onnx", checkpoint, RuntimeSettings("onnxruntime", device="cpu")),
     }
     for name, runtime in runtimes.items():
         encoder = Encoder(checkpoint, runtime)

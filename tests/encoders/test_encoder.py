@@ -13,11 +13,14 @@ import numpy as np
 import pytest
 import torch
 from slipstream.core.errors import ConfigError
+from slipstream.encoders.checkpoint import read_checkpoint
 from slipstream.encoders.encoder import Encoder, open_encoder
 from slipstream.encoders.parameters import Parameters
 from slipstream.encoders.quality import open_quality
+from slipstream.encoders.runtime import RuntimeSettings
 from slipstream.encoders.safety import open_safety
-from tiny_encoders import write_encoder
+from slipstream.encoders.torch_runtime import TorchRuntime
+from tiny_encoders import FAMILIES, write_encoder, write_family
 
 BOTH = ("sentence", "classifier")
 TEXTS = ["the cat sat on the mat", "hello", "a dog", "", "kill you " * 5]
@@ -60,6 +63,54 @@ def test_batch_is_single_and_order_is_kept(sentence: Path) -> None:
     np.testing.assert_allclose(together, alone, atol=1e-5)
 
 
+def test_both_ways_to_write_a_pooling(sentence: Path, tmp_path: Path) -> None:
+    """Older sentence-transformers write a key per mode, newer ones one key."""
+    pooled = write_encoder(tmp_path / "cls", pooling="cls")
+    expected = open_tiny(pooled).embed(TEXTS)[0]
+    assert np.abs(expected - open_tiny(sentence).embed(TEXTS)[0]).max() > 0.01, "the same weights, pooled otherwise"
+    (pooled / "1_Pooling/config.json").write_text(json.dumps({"embedding_dimension": 16, "pooling_mode": "cls"}))
+    np.testing.assert_array_equal(open_tiny(pooled).embed(TEXTS)[0], expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_checkpoints(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each as a classifier with default labels: texts together as alone by transformers, to the last position."""
+    from slipstream.encoders import torch_runtime
+    from transformers import AutoModelForSequenceClassification
+
+    folder = write_family(tmp_path / family, family)
+    texts = [*TEXTS, "cat " * 200]
+    encoder = open_tiny(folder)
+    logits, counts = encoder.embed(texts)
+    assert encoder.checkpoint.labels == ("LABEL_0", "LABEL_1") and counts[-1] == 32 == encoder.checkpoint.max_tokens
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for row, text in enumerate(texts):
+        ids = torch.tensor([encoder._tokenizer.encode(text).ids])
+        with torch.inference_mode():
+            np.testing.assert_allclose(logits[row], model(input_ids=ids).logits[0].numpy(), atol=1e-5)
+    monkeypatch.setattr(torch_runtime, "captured", lambda compute, pool: compute)
+    encoder._runtime._has_graphs, encoder._runtime._pool = True, None
+    np.testing.assert_allclose(encoder.embed(texts)[0], logits, atol=1e-5)
+
+
+def test_padded_static_shapes_give_what_exact_shapes_give(
+    sentence: Path, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU's CUDA graphs read and write, replayed here by computing again."""
+    from slipstream.encoders import torch_runtime
+
+    monkeypatch.setattr(torch_runtime, "captured", lambda compute, pool: compute)
+    random_batch = load_tool(root).random_batch
+    checkpoint = read_checkpoint(sentence)
+    plain, padded = (TorchRuntime(checkpoint, RuntimeSettings("torch", "cpu", 1)) for _ in range(2))
+    padded._has_graphs, padded._pool = True, None
+    random = np.random.default_rng(0)
+    for rows, tokens in ((1, 3), (5, 17), (3, 32), (1, 3), (6, 20)):
+        batch = random_batch(checkpoint, rows, tokens, random)
+        np.testing.assert_allclose(padded.run(batch), plain.run(batch), atol=1e-5)
+    assert sorted(padded._shapes._shapes) == [(1, 16), (4, 32), (8, 32)]
+
+
 def test_every_token_of_a_long_text_is_in_a_piece(sentence: Path) -> None:
     encoder = open_tiny(sentence)
     _, owners = encoder.embed_pieces(["cat " * 100, "dog"], piece_tokens=16, overlap=4)
@@ -86,6 +137,10 @@ def test_a_classifiers_labels_are_the_categories(classifier: Path) -> None:
         ({"runtime": "onnxruntime"}, r"engine='': runtime=onnxruntime needs a folder with model.onnx"),
         ({"runtime": "onnxruntime", "engine": "nowhere"}, r"engine=.*build/build_encoder.py"),
         ({"device": "tpu"}, r"device='tpu': accepted: auto, cpu, cuda"),
+        ({"dtype": "int8"}, r"dtype='int8': accepted: auto, float32, float16, bfloat16"),
+        ({"cuda_graphs": "yes"}, r"cuda_graphs='yes': accepted: auto, on, off"),
+        ({"cuda_graphs": "on", "device": "cpu"}, r"cuda_graphs='on': there is no GPU to capture on"),
+        ({"runtime": "onnxruntime", "dtype": "float16"}, r"dtype='float16': accepted with runtime=onnxruntime: auto"),
         ({"num_threads": "many"}, r"num_threads='many': accepted: a whole number from 0 to 1024"),
         ({"modle": "x"}, r"modle='x': unknown; accepted: .*model"),
         ({"model": "${MODEL}"}, r"model='\$\{MODEL\}': a placeholder"),
@@ -115,12 +170,20 @@ def test_wrong_checkpoints_are_refused(sentence: Path, classifier: Path, tmp_pat
         open_safety(Parameters({"model": str(classifier), "unsafe_labels": "rude"}), classifier)
     with pytest.raises(ConfigError, match="pooling_mode_max_tokens"):
         open_tiny(write_encoder(tmp_path / "max", pooling="max"))
+    (tmp_path / "max/modules.json").write_text('[{"type": "sentence_transformers.models.Dense"}]')
+    with pytest.raises(ConfigError, match=r"model='Dense': a module of modules\.json; accepted: Transformer, Pooling"):
+        open_tiny(tmp_path / "max")
+    (tmp_path / "max/modules.json").unlink()
     (tmp_path / "max/tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"no tokenizer\.json"):
         open_tiny(tmp_path / "max")
     (tmp_path / "max/config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (tmp_path / "max/1_Pooling/config.json").unlink()
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
+        open_tiny(tmp_path / "max")
+    (tmp_path / "max/config.json").write_text(json.dumps({"architectures": ["OwnModel"], "model_type": "own"}))
+    (tmp_path / "max/tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"transformers cannot read its config\.json"):
         open_tiny(tmp_path / "max")
     (tmp_path / "max/config.json").write_text("{")
     with pytest.raises(ConfigError, match="not JSON"):
@@ -196,7 +259,6 @@ def test_tensorrt_around_a_stand_in(
 ) -> None:
     """Building (profile, FP16, timing cache) and running (padding, a context per shape) by the documented calls."""
     from fake_tensorrt import FakeTensorRt
-    from slipstream.encoders.checkpoint import read_checkpoint
 
     fake = FakeTensorRt()
     fake.__spec__ = SimpleNamespace(name="tensorrt")  # find_spec asks for it
@@ -212,7 +274,7 @@ def test_tensorrt_around_a_stand_in(
     sys.modules.pop("slipstream.encoders.tensorrt_runtime", None)
     from slipstream.encoders import tensorrt_runtime
 
-    monkeypatch.setattr(tensorrt_runtime, "capture", lambda context: context.run)
+    monkeypatch.setattr(tensorrt_runtime, "captured", lambda compute: fake.contexts[-1].run)
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="PyTorch sees no GPU"):
             tensorrt_runtime.TensorRtRuntime(plan, checkpoint)
@@ -220,7 +282,7 @@ def test_tensorrt_around_a_stand_in(
     for rows, tokens in ((1, 5), (3, 32), (9, 7), (1, 4)):
         batch = build_encoder.random_batch(checkpoint, rows, tokens, np.random.default_rng(rows))
         np.testing.assert_array_equal(runtime.run(batch), batch["input_ids"].sum(1, keepdims=True).repeat(16, 1))
-    assert sorted(context.shape for context in fake.contexts) == [(1, 32), (4, 32)]
+    assert sorted(context.shape for context in fake.contexts) == [(1, 16), (4, 16), (4, 32)]
     with pytest.raises(ConfigError, match="at most 32 tokens"):
         runtime.run({name: np.ones((1, 33), np.int64) for name in checkpoint.input_names})
     fake.is_readable = False

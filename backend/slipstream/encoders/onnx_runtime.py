@@ -10,18 +10,21 @@ import onnxruntime
 
 from slipstream.core.errors import ConfigError
 from slipstream.encoders.checkpoint import Checkpoint
+from slipstream.encoders.runtime import RuntimeSettings
 
 _PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 
 
 class OnnxRuntime:
-    def __init__(self, path: Path, checkpoint: Checkpoint, device: str, num_threads: int) -> None:
+    def __init__(self, path: Path, checkpoint: Checkpoint, settings: RuntimeSettings) -> None:
+        device = settings.device
         available = onnxruntime.get_available_providers()
         if device == "cuda" and _PROVIDERS["cuda"] not in available:
             raise ConfigError("device", device, f"this onnxruntime has no CUDA; it has {', '.join(available)}")
         is_gpu = device == "cuda" or (device == "auto" and _PROVIDERS["cuda"] in available)
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = num_threads
+        options.intra_op_num_threads = settings.num_threads
+        self.max_rows = 256 if is_gpu else 32  # as of the torch runtime
         try:
             self._session = onnxruntime.InferenceSession(
                 str(path), options, providers=[_PROVIDERS["cuda"], _PROVIDERS["cpu"]] if is_gpu else [_PROVIDERS["cpu"]]

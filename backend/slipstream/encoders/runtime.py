@@ -18,19 +18,29 @@ FILES = {"onnxruntime": "model.onnx", "tensorrt": "model.plan"}
 
 
 class Runtime(Protocol):
-    """Runs batches: int64 [num_texts, num_tokens] by input name -> float32 [num_texts, width]."""
+    """Runs batches: int64 [num_texts, num_tokens] by input name -> float32 [num_texts, width].
+
+    max_rows: texts of one run, beyond which a second run is better.
+    """
+
+    max_rows: int
 
     def run(self, batch: Mapping[str, np.ndarray]) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """engine: folder with model.onnx or model.plan; num_threads 0: as many as the runtime likes."""
+    """engine: folder with model.onnx or model.plan; num_threads 0: as many as the runtime likes.
+
+    dtype, cuda_graphs: of `torch`; `auto` is float16 and graphs on a GPU, float32 on a CPU.
+    """
 
     name: str
-    device: str
-    num_threads: int
-    engine: Path | None
+    device: str = "auto"
+    num_threads: int = 0
+    engine: Path | None = None
+    dtype: str = "auto"
+    cuda_graphs: str = "auto"
 
 
 def installed() -> list[str]:
@@ -41,6 +51,8 @@ def open_runtime(settings: RuntimeSettings, checkpoint: Checkpoint) -> Runtime:
     """Raises ConfigError when the runtime, its file or the device is not there."""
     if settings.name not in RUNTIMES:
         raise ConfigError("runtime", settings.name, f"accepted: {', '.join(RUNTIMES)}")
+    if settings.name != "torch":
+        _refuse_torchs(settings)
     if importlib.util.find_spec(settings.name) is None:
         raise ConfigError(
             "runtime", settings.name, f"not installed; installed here: {', '.join(installed()) or 'none'}"
@@ -48,15 +60,22 @@ def open_runtime(settings: RuntimeSettings, checkpoint: Checkpoint) -> Runtime:
     if settings.name == "torch":
         from slipstream.encoders.torch_runtime import TorchRuntime
 
-        return TorchRuntime(checkpoint, settings.device, settings.num_threads)
+        return TorchRuntime(checkpoint, settings)
     path = _engine_file(settings)
     if settings.name == "onnxruntime":
         from slipstream.encoders.onnx_runtime import OnnxRuntime
 
-        return OnnxRuntime(path, checkpoint, settings.device, settings.num_threads)
+        return OnnxRuntime(path, checkpoint, settings)
     from slipstream.encoders.tensorrt_runtime import TensorRtRuntime
 
     return TensorRtRuntime(path, checkpoint)
+
+
+def _refuse_torchs(settings: RuntimeSettings) -> None:
+    """An exported file has its type, and how it runs is its runtime's."""
+    for name, value in (("dtype", settings.dtype), ("cuda_graphs", settings.cuda_graphs)):
+        if value != "auto":
+            raise ConfigError(name, value, f"accepted with runtime={settings.name}: auto")
 
 
 def _engine_file(settings: RuntimeSettings) -> Path:

@@ -1,0 +1,51 @@
+"""The encoder benchmark runs, on a tiny checkpoint: its rows are there and its texts have the lengths asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from slipstream.encoders.encoder import Encoder
+from tiny_encoders import write_encoder
+
+sys.path.insert(0, str(Path(__file__).parent))
+import bench_encoders
+
+
+def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_encoder(tmp_path / "tiny")
+    given = ["--no-onnx", "--model", str(model), "--batches", "1,4", "--tokens", "3-6,8", "--seconds", "0"]
+    bench_encoders.main([*given, "--devices", "cpu", "--threads", "1"])
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[2:]]
+    assert [row[1:3] for row in rows] == [["3-6", "1"], ["3-6", "4"], ["8", "1"], ["8", "4"]]
+    assert all(float(row[4]) > 0 for row in rows) and rows[0][5] == rows[2][5] == "1.0"
+
+
+def test_an_absent_gpu_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    model = write_encoder(tmp_path / "tiny")
+    bench_encoders.main(["--no-onnx", "--model", str(model), "--devices", "cuda"])
+    assert capsys.readouterr().out.count("PyTorch sees no GPU here") == 4
+
+
+def test_lengths() -> None:
+    assert str(bench_encoders.parse_lengths("20-60")) == "20-60"
+    for text in ("2", "9-3", "1-2-3"):
+        with pytest.raises(argparse.ArgumentTypeError, match="accepted: such as 20-60"):
+            bench_encoders.parse_lengths(text)
+
+
+def test_texts_have_their_lengths(tmp_path: Path) -> None:
+    from slipstream.encoders.checkpoint import read_checkpoint
+    from slipstream.encoders.runtime import RuntimeSettings, open_runtime
+
+    checkpoint = read_checkpoint(write_encoder(tmp_path / "tiny"))
+    encoder = Encoder(checkpoint, open_runtime(RuntimeSettings("torch", "cpu"), checkpoint))
+    counts = encoder.embed(bench_encoders.draw_texts(encoder, 50, bench_encoders.Lengths(5, 9)))[1]
+    assert set(np.unique(counts)) == {5, 6, 7, 8, 9}
