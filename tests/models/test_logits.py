@@ -72,6 +72,29 @@ def test_decode_rows_attend_apart_from_prompts(
     assert_equal_to_reference(checkpoint, forward.run([4]))
 
 
+@pytest.mark.parametrize("has_decode_kernel", [False, True], ids=["paged", "split"])
+def test_last_rows_alone(
+    served: tuple[TinyCheckpoint, Decoder], has_decode_kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer leaves out rows that nobody reads, and even so the caches are whole for the next step."""
+    checkpoint, decoder = served
+    if has_decode_kernel:
+        monkeypatch.setattr(decoder, "backend", SplitKVAttention(decoder.spec))
+        monkeypatch.setattr("slipstream.runtime.batch.MAX_DECODE_QUERY_LEN", 4)
+    whole = [checkpoint.logits(prompt) for prompt in prompts()]
+    forward = PagedForward(decoder, prompts(), block_size=8)
+    for scheduled, wanted in (
+        ({1: 12, 3: 5}, ()),
+        ({3: 1, 1: 2, 0: 30}, (3, 0)),
+        ({1: 3, 0: 9, 2: 1, 3: 7}, (1, 2, 3)),
+        ({0: 2, 3: 15}, (0, 3)),
+    ):
+        logits = forward.step_last(scheduled, wanted)
+        ends = [forward.num_computed_tokens[request] - 1 for request in wanted]
+        for row, request, end in zip(logits, wanted, ends, strict=True):
+            assert relative_error(row, whole[request][end]) <= TOLERANCE[torch.float32]
+
+
 @pytest.mark.parametrize("variant", ["llama3-gqa-rope", "llama-rope-linear", "llama-rope-yarn", "mistral-window"])
 def test_what_a_variant_changes_is_visible(variant: str, tmp_path: Path) -> None:
     """Without the scaling or the window the same weights give other logits: the tests above can fail."""

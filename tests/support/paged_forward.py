@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -62,6 +63,19 @@ class PagedForward:
         ):
             self.logits[request].append(rows)
             self.num_computed_tokens[request] += count
+
+    def step_last(self, num_scheduled_tokens: dict[int, int], wanted: Sequence[int]) -> Tensor:
+        """The same, but the last layer computes the last rows of the wanted requests alone: their logits."""
+        batch = self._batch(num_scheduled_tokens)
+        places = [place for place, request in enumerate(num_scheduled_tokens) if request in wanted]
+        batch = replace(batch, logits_indices=batch.query_start_loc[1:][places].long() - 1)
+        with torch.inference_mode():
+            hidden = self.decoder.forward_last(batch, self.kv_caches)
+            assert hidden.shape == (len(wanted), self.decoder.spec.hidden_size)
+            logits = self.decoder.logits(hidden)
+        for request, count in num_scheduled_tokens.items():
+            self.num_computed_tokens[request] += count
+        return logits
 
     def run(self, chunk_sizes: Sequence[int]) -> list[Tensor]:
         """All requests to their end, each step taking the next of the (cycled) chunk sizes from every request.

@@ -43,6 +43,18 @@ class DecoderLayer:
         normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.gate_up.input_form)
         return self.mlp(normed), residual
 
+    def last(
+        self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache, rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same for `rows` alone, those of which logits are wanted; the cache gains keys and values of all."""
+        normed, residual = self.input_norm.add(hidden, residual, self.attention.qkv.input_form)
+        attended, residual = self.attention.attend_last(normed, step, cache), residual[rows]
+        if not len(rows):  # the middle of a prompt
+            return residual, residual
+        hidden = self.attention.o(attended)
+        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.gate_up.input_form)
+        return self.mlp(normed), residual
+
     def norms(self) -> Iterator[tuple[str, RMSNorm]]:
         yield "input_norm", self.input_norm
         yield "post_attention_norm", self.post_attention_norm
@@ -86,6 +98,19 @@ class Decoder:
         if not features:
             return final
         return torch.cat([final, *(features[index] for index in self.feature_layers)], dim=-1)
+
+    def forward_last(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
+        """Final hidden states of batch.logits_indices, each its request's last row, [S, hidden_size], and no features.
+
+        Of the other rows the last layer computes keys and values only: 2.7 % fewer products of an 8B model's prompt.
+        """
+        step = self.backend.plan(batch)
+        hidden = self.embedding(batch.token_ids)
+        residual: Tensor | None = None
+        for layer, cache in zip(self.layers[:-1], kv_caches):
+            hidden, residual = layer(hidden, residual, step, cache)
+        hidden, residual = self.layers[-1].last(hidden, residual, step, kv_caches[-1], batch.logits_indices)
+        return self.final_norm.add(hidden, residual, PLAIN)[0] if len(hidden) else hidden
 
     def final(self, hidden: Tensor) -> Tensor:
         """The final hidden states among rows of `forward`."""

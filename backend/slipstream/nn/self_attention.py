@@ -34,8 +34,15 @@ class SelfAttention:
 
     def __call__(self, hidden: Activation, step: StepAttention, cache: LayerCache) -> Tensor:
         """hidden: T rows in the input form of qkv -> [T, hidden_size]. The cache gains this step's keys and values."""
+        return self.o(step.forward(*self._heads(hidden), self.turn, cache, self.layer).flatten(1))
+
+    def attend_last(self, hidden: Activation, step: StepAttention, cache: LayerCache) -> Tensor:
+        """What `o` reads, of the rows of which logits are wanted alone; the cache gains the keys and values of all."""
+        return step.forward_last(*self._heads(hidden), self.turn, cache, self.layer).flatten(1)
+
+    def _heads(self, hidden: Activation) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.qkv.apply(hidden).unflatten(1, (-1, self.head_dim)).split(self.head_counts, dim=1)
-        return self.o(step.forward(q, k, v, self.turn, cache, self.layer).flatten(1))
+        return q, k, v
 
     def load_kv_scale(self, part: str, tensor: Tensor) -> None:
         """Take a scale of all heads, or one of each, for "k", "v" or both, "kv".

@@ -21,7 +21,7 @@ from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model
 from slipstream.nn.spec import DecoderSpec
-from slipstream.runtime.batch import BatchBuilder, SampledTokens, fill_pending
+from slipstream.runtime.batch import BatchBuilder, SampledTokens, StepArrays, fill_pending
 from slipstream.runtime.compaction import Compaction
 from slipstream.runtime.cuda_graphs import GraphShape, StepGraphs, graph_shapes, graph_sizes
 from slipstream.runtime.kv_offload import HostBlocks
@@ -38,10 +38,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepInput:
-    """A step's tensors. graph: the shape of the CUDA graph whose tensors they are, padded to it; None: run eagerly."""
+    """A step's tensors. graph: the shape of the CUDA graph whose tensors they are, padded to it; None: run eagerly.
+
+    is_last_only: hidden states are computed of the rows that sample alone.
+    """
 
     batch: ForwardBatch
     graph: GraphShape | None = None
+    is_last_only: bool = False
 
 
 class Runner(Protocol):
@@ -81,6 +85,7 @@ class ModelRunner:
         self._compaction = Compaction(self._kv_caches, plan.block_size, device)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
+        self._wants_all_rows = False  # hidden states of every token, for those who draft from them
         self.decode_seconds: dict[int, float] = {}  # of a decode step of so many requests, where it was measured
         self._finish(phases, "KV pool")
 
@@ -92,6 +97,7 @@ class ModelRunner:
         num_drafts: the most that a request will have; has_trees: they may be trees.
         """
         device = self._device
+        self._wants_all_rows = num_drafts > 0
         refusal = self._model.backend.graph_refusal(plan.block_size)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         shapes = graph_shapes(sizes, num_drafts, has_trees)
@@ -119,14 +125,16 @@ class ModelRunner:
         shape = self._graphs.shape_for(arrays)
         batch = self._builder.tensors(arrays) if shape is None else self._graphs.load(shape, arrays)
         fill_pending(batch.token_ids, arrays.pending, self._sampled)
-        return StepInput(batch, shape)
+        return StepInput(batch, shape, shape is None and self._samples_last_only(step, arrays))
 
     @torch.inference_mode()
     def forward(self, inputs: StepInput | None) -> torch.Tensor:
-        """[T, hidden_size]: final hidden states of the batch's tokens; their keys and values are in the pool then."""
+        """Final hidden states, [T, hidden_size] or of those that sample; the pool has all keys and values then."""
         assert inputs is not None
         if inputs.graph is not None:
             return self._graphs.replay(inputs.graph)
+        if inputs.is_last_only:
+            return self._model.forward_last(inputs.batch, self._kv_caches)
         return self._run_model(inputs.batch)
 
     @torch.inference_mode()
@@ -144,7 +152,7 @@ class ModelRunner:
             hidden, positions = hidden[: len(requests)], positions[: len(requests)]
         else:
             rows = inputs.batch.logits_indices
-            hidden, positions = hidden[rows], positions[rows]
+            hidden, positions = hidden if inputs.is_last_only else hidden[rows], positions[rows]
         tokens = self._sampler.sample(
             requests, self._model.lm_head(self._model.final(hidden)), positions, self._sampled
         )
@@ -173,6 +181,12 @@ class ModelRunner:
     def forget(self, requests: list[Request]) -> None:
         for request in requests:
             self._prompt_logprobs.discard(request)
+
+    def _samples_last_only(self, step: ScheduledStep, arrays: StepArrays) -> bool:
+        """Whether the step has rows whose final hidden states nobody reads."""
+        if self._wants_all_rows or len(arrays.logits_indices) == len(arrays.token_ids):
+            return False
+        return all(row.request.params.prompt_logprobs is None for row in step.requests)
 
     def _run_model(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward(batch, self._kv_caches)

@@ -35,6 +35,13 @@ class StepAttention(Protocol):
         """
         ...
 
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+        """As `forward`, but only the rows of which logits are wanted attend; each must be the last of its request.
+
+        Returns [S, num_q_heads, head_dim], contiguous.
+        """
+        ...
+
 
 class AttentionBackend(Protocol):
     def plan(self, batch: ForwardBatch) -> StepAttention:

@@ -31,4 +31,5 @@ class PagedAttention:
     def plan(self, batch: ForwardBatch) -> SplitStep:
         """All rows go to the paged op, which knows no trees: a step with one sends its decode rows to the decode op."""
         decodes = None if batch.tree_mask is None else decode_rows(batch)
-        return SplitStep(batch, decodes, rows_after(batch, decodes), self._scale, self._sliding_windows)
+        prompts = rows_after(batch, decodes)
+        return SplitStep(batch, decodes, prompts, self._scale, self._sliding_windows, has_decode_kernel=False)

@@ -38,7 +38,8 @@ class SplitKVAttention:
 
     def plan(self, batch: ForwardBatch) -> SplitStep:
         decodes = decode_rows(batch)
-        return SplitStep(batch, decodes, rows_after(batch, decodes), self._scale, self._sliding_windows)
+        prompts = rows_after(batch, decodes)
+        return SplitStep(batch, decodes, prompts, self._scale, self._sliding_windows, has_decode_kernel=True)
 
 
 def _attend_once(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:

@@ -28,13 +28,17 @@ class Rows:
 
 @dataclass(frozen=True)
 class SplitStep:
-    """decodes: rows for the decode kernel, None if there are none. prompts: the others, None if there are none."""
+    """decodes: rows for the decode kernel, None if there are none. prompts: the others, None if there are none.
+
+    has_decode_kernel: whether single rows go to the decode kernel, too, where they are taken from among others.
+    """
 
     batch: ForwardBatch
     decodes: Rows | None
     prompts: Rows | None
     scale: float
     sliding_windows: tuple[int | None, ...]
+    has_decode_kernel: bool
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
         batch = self.batch
@@ -46,7 +50,24 @@ class SplitStep:
             self._attend_prompts(self.prompts, q, cache, layer, out)
         return out
 
-    def _attend_decodes(self, rows: Rows, q: Tensor, cache: LayerCache, layer: int, out: Tensor) -> None:
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+        batch = self.batch
+        q = ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, turn.rope, cache, turn.norms)
+        q = q[batch.logits_indices]
+        if q.shape[0]:
+            rows, out = last_rows(batch), torch.empty_like(q)
+            if self.has_decode_kernel:
+                self._attend_decodes(rows, q, cache, layer, out, is_prefix_settled=False)
+            else:
+                self._attend_prompts(rows, q, cache, layer, out)
+            q = out
+        return q
+
+    def _attend_decodes(
+        self, rows: Rows, q: Tensor, cache: LayerCache, layer: int, out: Tensor, is_prefix_settled: bool = True
+    ) -> None:
+        """is_prefix_settled: a step begins with the embedding, which is no kernel of ours; not for rows whose request
+        has others in this step."""
         batch = self.batch
         ops.decode_attention(
             q[rows.tokens],
@@ -62,7 +83,7 @@ class SplitStep:
             tree_mask=batch.tree_mask,
             positions=None if batch.tree_mask is None else batch.positions[rows.tokens],
             sliding_window=self.sliding_windows[layer],
-            is_prefix_settled=True,  # a step begins with the embedding, which is no kernel of ours
+            is_prefix_settled=is_prefix_settled,
             out=out[rows.tokens],
         )
 
@@ -96,6 +117,14 @@ def decode_rows(batch: ForwardBatch) -> Rows | None:
         batch.seq_lens[:count],
         batch.max_decode_query_len,
     )
+
+
+def last_rows(batch: ForwardBatch) -> Rows:
+    """The last rows of the requests of which logits are wanted, one each, as batch.logits_indices picks them."""
+    rows = batch.logits_indices
+    requests = torch.searchsorted(batch.query_start_loc, rows.to(torch.int32), right=True) - 1
+    starts = torch.arange(rows.shape[0] + 1, dtype=torch.int32, device=rows.device)
+    return Rows(slice(None), batch.block_tables[requests], starts, batch.seq_lens[requests], max_query_len=1)
 
 
 def rows_after(batch: ForwardBatch, decodes: Rows | None) -> Rows | None:
