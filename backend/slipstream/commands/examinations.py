@@ -17,6 +17,7 @@ from pathlib import Path
 
 from slipstream.commands.serve import SOURCE_TREE, find_tritonserver
 from slipstream.core.errors import SlipstreamError
+from slipstream.core.host_memory import host_memory
 
 GIB = 1 << 30
 PORTS = {8000: "Triton's HTTP", 8001: "Triton's gRPC", 8002: "Triton's metrics", 9000: "the gateway"}
@@ -36,8 +37,10 @@ class Finding:
 
 def machine() -> list[Finding]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    text = f"{platform.machine()}, {cores} cores, {memory / GIB:.0f} GiB, Python {platform.python_version()}"
+    memory = host_memory()
+    size = f"{memory.available_bytes / GIB:.1f} of {memory.total_bytes / GIB:.1f} GiB free"
+    limit = " (the limit of its container)" if memory.is_limited else ""
+    text = f"{platform.machine()}, {cores} cores, {size}{limit}, Python {platform.python_version()}"
     found = [Finding("machine", "ok" if cores > 1 else "note", text)]
     version = sys.version_info[:2]
     if not (3, 10) <= version <= (3, 13):

@@ -5,13 +5,13 @@ Runs once at load on the engine thread. `free_device_memory` is the only functio
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
 from slipstream.core.config import CacheConfig, EngineConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.host_memory import host_memory
 from slipstream.nn.kv_types import resolve_kv_dtype
 from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
 from slipstream.nn.spec import DecoderSpec
@@ -99,7 +99,7 @@ def free_device_memory(device: torch.device) -> int:
     """Bytes that this process may still take on the device."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    return _available_host_bytes()
+    return host_memory().available_bytes
 
 
 def resolve_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
@@ -154,7 +154,7 @@ def _num_host_blocks(cache: CacheConfig, block_bytes: int) -> int:
     asked = cache.host_memory_bytes
     if not asked:
         return 0
-    most = _available_host_bytes()
+    most = host_memory().available_bytes
     if not block_bytes <= asked <= most:
         accepted = f"0 (off), or from one block ({block_bytes}) to what this host has free ({most})"
         raise ConfigError("kv_cache_host_memory_bytes", asked, f"accepted: {accepted}")
@@ -227,17 +227,6 @@ def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, dtype: torch.dtype
     logits = LOGITS_COPIES * max(config.scheduler.max_num_seqs, MAX_PROMPT_ROWS) * spec.vocab_size * 4
     width = HIDDEN_COPIES * spec.hidden_size + INTERMEDIATE_COPIES * spec.intermediate_size
     return logits + config.scheduler.max_num_batched_tokens * width * dtype.itemsize
-
-
-def _available_host_bytes() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: the total is the best that sysconf knows
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _size(num_bytes: int) -> str:
