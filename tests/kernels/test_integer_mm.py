@@ -118,6 +118,33 @@ def test_a_gated_int4_product_is_two_ops_in_one(device) -> None:
     assert device.type != "cpu" or ops.max_plain_int4_tokens(weight) == 0
 
 
+def test_a_gated_int8_product_is_two_ops_in_one(device) -> None:
+    weight, x = ops.quantize_int8_weight(torch.randn(64, 128, device=device)), torch.randn(3, 128, device=device)
+    for rows in (x, ops.quantize_int8(x)):
+        y = ops.int8_mm(rows, weight.values, weight.scales, gated=True)
+        assert torch.equal(y, ops.silu_mul(ops.int8_mm(rows, weight.values, weight.scales)))
+    with pytest.raises(ValueError, match="values: 63 rows, gated"):
+        ops.int8_mm(x, weight.values[:63], weight.scales[:63], gated=True)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("gated", [False, True])
+def test_few_16_bit_rows_beside_int8_weights_are_streamed(gated) -> None:
+    weight = ops.quantize_int8_weight(torch.randn(512, 1024, device="cuda"))
+    bias = torch.randn(512, device="cuda").bfloat16()
+    assert ops.max_streamed_tokens(weight.values, weight.scales) >= 8
+    for num_tokens in (1, 8, 16, 17):
+        x = torch.randn(num_tokens, 1024, device="cuda").bfloat16()
+        y = ops.int8_mm(x, weight.values, weight.scales, bias, gated=gated).double()
+        expected = x.double() @ (weight.values.double() * weight.scales.double()[:, None]).t() + bias.double()
+        if gated:
+            gate, up = expected.chunk(2, dim=1)
+            expected = torch.nn.functional.silu(gate) * up
+        assert y.shape == expected.shape and (y - expected).norm() / expected.norm() < 5e-3
+
+
 def test_wrong_operands_are_named(device) -> None:
     weight, x = int4(16, 64, 32, True, device), torch.zeros(2, 64, device=device)
     cases = [

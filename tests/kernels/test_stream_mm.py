@@ -18,7 +18,7 @@ from stream_cases import Case, draw_case, exact, tolerance
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
-FORMATS = ("plain", "channel", "block")
+FORMATS = ("plain", "channel", "block", "int8")
 # out, in: several passes and a last one that is not full; rows that end inside a chunk; fewer rows than SMs
 SHAPES = [(6144, 4096), (1000, 4224), (128, 128), (28672, 1024)]
 TOKENS = (1, 3, 8, 9, 16)
@@ -82,6 +82,18 @@ def test_every_e4m3_code_is_exact(dtype: torch.dtype) -> None:
 
 
 @needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_int8_code_is_exact(dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda").view(torch.int8)
+    weight = torch.zeros(256, 128, dtype=torch.int8, device="cuda")
+    x = torch.zeros(1, 128, dtype=dtype, device="cuda")
+    for column in (0, 33, 77, 127):
+        weight.zero_()[:, column] = codes
+        x.zero_()[0, column] = 1.0
+        assert torch.equal(ops.stream_mm(x, weight, torch.ones(256, device="cuda"), backend="cuda")[0], codes.to(dtype))
+
+
+@needs_hopper
 @pytest.mark.parametrize("magnitude", [2.0**-100, 1e-20, 1.0, 1e5, 1e25])
 def test_fp8_weights_take_every_magnitude_of_bf16(magnitude: float) -> None:
     """Their products are in fp16; tokens differ in size by 1e6, and one is zero."""
@@ -141,7 +153,9 @@ def test_a_chain_in_a_graph_sees_what_the_kernel_before_wrote() -> None:
         ({"x": torch.zeros(64, 2).t()}, "x: last dimension"),
         ({"x": torch.zeros(2, 64, dtype=torch.int8)}, "x: dtype"),
         ({"weight": torch.zeros(32, 64).bfloat16()}, "weight: dtype torch.bfloat16, expected x's"),
-        ({"weight": torch.zeros(32, 64, dtype=torch.int8)}, "weight: dtype torch.int8, expected"),
+        ({"weight": torch.zeros(32, 64, dtype=torch.int16)}, "weight: dtype torch.int16, expected"),
+        ({"weight": torch.zeros(32, 64, dtype=torch.int8)}, "scales: a weight of torch.int8 needs"),
+        ({"weight": torch.zeros(32, 64, dtype=torch.int8), "scales": torch.ones(1, 4)}, "scales: shape"),
         ({"weight": torch.zeros(64, 32).t()}, "weight: shape"),
         ({"scales": torch.ones(32)}, "scales: a weight of torch.float32 has none"),
         ({"weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)}, "scales: a weight of torch.float8_e4m3fn needs"),

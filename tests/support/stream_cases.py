@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.reference.scaled_mm import dequantize_weight
+from slipstream_kernels.reference.scaled_mm import dequantize_rows, dequantize_weight
 from tolerances import SCALED_MM
 
 
 @dataclass(frozen=True)
 class Case:
-    """weights: "plain" (of dtype), "channel" or "block" (e4m3 and its scales)."""
+    """weights: "plain" (of dtype), "channel" or "block" (e4m3 and its scales) or "int8"."""
 
     num_tokens: int
     out_features: int
@@ -39,6 +39,9 @@ def draw_case(what: Case, device: torch.device) -> Drawn:
     if what.weights == "channel":
         rows = ops.quantize_fp8(weight)
         return Drawn(what, (x, rows.values, rows.scales.view(-1), bias))
+    if what.weights == "int8":
+        quantised = ops.quantize_int8_weight(weight)
+        return Drawn(what, (x, quantised.values, quantised.scales, bias))
     values, blocks = ops.quantize_fp8_blocks(weight)
     scales = ops.block_scales(what.out_features, what.in_features, device)
     scales[:, : blocks.shape[1]] = blocks
@@ -54,9 +57,19 @@ def exact(case: Drawn) -> torch.Tensor:
     return y
 
 
-def tolerance(case: Drawn, expected: torch.Tensor) -> torch.Tensor:
-    """What rounding may do: of the result to its dtype, and of the sums to fp32, in units of their terms' size."""
-    rtol, atol = SCALED_MM["cpu", torch.float32 if case.what.dtype == torch.float32 else torch.bfloat16]
+def quantised(case: Drawn) -> tuple[ops.Fp8Rows, Drawn]:
+    """The case with activations of e4m3 as the weight is scaled, and itself with what those stand for."""
+    x, *rest = case.operands
+    rows = ops.quantize_fp8(x, ops.Fp8Scheme(128 if case.what.weights == "block" else 0))
+    return rows, Drawn(case.what, (dequantize_rows(rows), *rest))
+
+
+def tolerance(case: Drawn, expected: torch.Tensor, sums: str = "cpu") -> torch.Tensor:
+    """What rounding may do: of the result to its dtype, and of the sums to fp32, in units of their terms' size.
+
+    sums: "cuda" if they are of FP8 tensor cores.
+    """
+    rtol, atol = SCALED_MM[sums, torch.float32 if case.what.dtype == torch.float32 else torch.bfloat16]
     y, size = _sums(case)
     limit = atol * size
     if case.what.gated:

@@ -22,7 +22,8 @@ SOURCE = "stream_mm.cu"
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 MAX_TOKENS = 16
 # Up to so many tokens it is faster than what else there is, in a chain of dependent launches on one H200 (docs/LOG.md).
-MAX_CHOSEN_TOKENS = {torch.bfloat16: 16, torch.float16: 16, E4M3: 8}
+MAX_CHOSEN_TOKENS = {torch.bfloat16: 16, torch.float16: 16, E4M3: 8, torch.int8: 16}
+EXPANDED = (E4M3, torch.int8)  # weights that are not operands as they are
 SPAN_BYTES = 64  # of a weight row, what one warp multiplies at once
 MAX_HELD_TOKENS, MAX_HELD_FEATURES = 8, 4096  # activations that fit in the registers of a CTA
 SHARED_TILES, HELD_TILES = (2, 3, 4), (2, 3)  # 16-row tiles of one pass, that are compiled
@@ -74,7 +75,7 @@ def max_tokens(weight: torch.Tensor, scales: torch.Tensor | None) -> int:
 
 @lru_cache
 def _max_tokens(device: torch.device, dtype: torch.dtype, in_features: int, by_blocks: bool) -> int:
-    operand = torch.bfloat16 if dtype == E4M3 else dtype
+    operand = torch.bfloat16 if dtype in EXPANDED else dtype
     reason = _refusal(device, operand, dtype, in_features) or missing(SOURCE, defines(operand, dtype, by_blocks))
     if reason is not None:
         LOG.info("stream_mm does not serve weights of %s with %d columns: %s", dtype, in_features, reason)
@@ -151,15 +152,14 @@ def _by_blocks(scales: torch.Tensor | None) -> bool:
 
 def defines(operand: torch.dtype, weight: torch.dtype, by_blocks: bool) -> tuple[str, ...]:
     """The macros that choose a library."""
-    name = "PlainWeights"
-    if weight == E4M3:
-        name = "BlockFp8Weights" if by_blocks else "Fp8Weights"
+    names = {E4M3: "BlockFp8Weights" if by_blocks else "Fp8Weights", torch.int8: "Int8Weights"}
+    name = names.get(weight, "PlainWeights")
     return (f"SLIPSTREAM_OPERAND={OPERANDS[operand]}", f"SLIPSTREAM_WEIGHTS={name}")
 
 
 def variants() -> list[tuple[str, ...]]:
     """All libraries, for building ahead of time."""
-    names = ("PlainWeights", "Fp8Weights", "BlockFp8Weights")
+    names = ("PlainWeights", "Fp8Weights", "BlockFp8Weights", "Int8Weights")
     return [
         (f"SLIPSTREAM_OPERAND={operand}", f"SLIPSTREAM_WEIGHTS={name}")
         for operand in OPERANDS.values()

@@ -9,6 +9,8 @@ import torch
 
 from slipstream_kernels.integer import Int8Rows
 from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
+from slipstream_kernels.ops.silu_mul import silu_mul
+from slipstream_kernels.ops.stream_mm import max_streamed_tokens, stream_mm
 
 MIN_CUDA_ROWS = 65  # below, the Triton-lang kernel is the faster (docs/LOG.md)
 
@@ -19,13 +21,17 @@ def int8_mm(
     scales: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    gated: bool = False,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Return x @ (values * scales[:, None]).T + bias as [num_tokens, out_features]; the result has x's dtype.
 
+    gated: the first half of y's columns gates the second: returns silu(y[:, :half]) * y[:, half:].
+
     x: [num_tokens, in_features] fp32, bf16 or fp16, last dimension contiguous (W8A16, accumulated in fp32); or int8
     rows scaled per token (W8A8, accumulated exactly in int32).  values: int8 [out_features, in_features], contiguous.
-    scales: fp32 [out_features].  bias: [out_features], any float dtype.  backend: "cuda" is CUTLASS, of int8 rows.
+    scales: fp32 [out_features].  bias: [out_features], any float dtype.  backend: "cuda" is CUTLASS, of int8 rows;
+    "auto" gives few 16-bit rows on a Hopper GPU to ops.stream_mm.
     """
     if values.dtype != torch.int8 or values.dim() != 2 or not values.is_contiguous():
         raise ValueError(f"values: {values.dtype} {tuple(values.shape)}, expected contiguous int8 of two dimensions")
@@ -44,9 +50,20 @@ def int8_mm(
             raise ValueError(f"x.values: dtype {x.values.dtype}, expected int8")
     else:
         require_float("x", x)
+    if gated and out_features % 2:
+        raise ValueError(f"values: {out_features} rows, gated products need pairs")
+    if not isinstance(x, Int8Rows) and backend == "auto" and _is_streamed(x, values, scales):
+        return stream_mm(x, values, scales, None if bias is None else bias.to(x.dtype), gated=gated)
     if isinstance(x, Int8Rows) and _prefers_cuda(x, values, backend):
-        return _cuda().int8_gemm(x, values, scales, bias)
-    return select("int8_mm", backend, rows).int8_mm(x, values, scales, bias)
+        y = _cuda().int8_gemm(x, values, scales, bias)
+    else:
+        y = select("int8_mm", backend, rows).int8_mm(x, values, scales, bias)
+    return silu_mul(y) if gated else y
+
+
+def _is_streamed(x: torch.Tensor, values: torch.Tensor, scales: torch.Tensor) -> bool:
+    is_operand = x.dtype in (torch.bfloat16, torch.float16) and x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0
+    return is_operand and x.shape[0] <= max_streamed_tokens(values, scales)
 
 
 def _prefers_cuda(rows: Int8Rows, values: torch.Tensor, backend: str) -> bool:

@@ -23,8 +23,8 @@ def stream_mm(
 
     gated: the first half of y's columns gates the second: returns silu(y[:, :half]) * y[:, half:], rounded once.
     x: [num_tokens, in_features] fp32, bf16 or fp16, last dimension contiguous; the result has its dtype.
-    weight: [out_features, in_features], contiguous, of x's dtype, or e4m3 with scales: fp32 [out_features], or
-    `block_scales`.  With an e4m3 weight x is not quantised: only the weight's own error remains.
+    weight: [out_features, in_features], contiguous, of x's dtype, or with scales: int8 (fp32 [out_features]) or e4m3
+    (those, or `block_scales`).  Beside such weights x is not quantised: only the weight's own error remains.
     bias: [out_features] of x's dtype.  backend: "cuda" (Hopper, ValueError if it cannot run), "reference", "auto".
     A row of y does not depend on the other rows, nor on their number but for being up to 8, or 9 to 16 (the order of
     sums).  Calls on one device must be ordered, on one stream, with one call before any graph capture.
@@ -53,7 +53,7 @@ def stream_mm(
 def max_streamed_tokens(weight: torch.Tensor, scales: torch.Tensor | None = None) -> int:
     """Up to how many tokens stream_mm is the fastest product with this weight here; 0: never.
 
-    For 16-bit weights beside 16-bit rows and for e4m3 weights.  Measured on one H200 (docs/LOG.md).
+    For 16-bit weights beside 16-bit rows and for e4m3 and int8 weights.  Measured on one H200 (docs/LOG.md).
     """
     if not weight.is_cuda:
         return 0
@@ -69,15 +69,15 @@ def _check_weight(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | 
     require_shape("x", x, (x.shape[0], in_features))
     if weight.dtype in FLOAT_DTYPES:
         if weight.dtype != x.dtype:
-            raise ValueError(f"weight: dtype {weight.dtype}, expected x's {x.dtype}, or {E4M3}")
+            raise ValueError(f"weight: dtype {weight.dtype}, expected x's {x.dtype}, {E4M3} or int8")
         if scales is not None:
             raise ValueError(f"scales: a weight of {weight.dtype} has none")
         return
-    if weight.dtype != E4M3:
-        raise ValueError(f"weight: dtype {weight.dtype}, expected {x.dtype} or {E4M3}")
+    if weight.dtype not in (E4M3, torch.int8):
+        raise ValueError(f"weight: dtype {weight.dtype}, expected {x.dtype}, {E4M3} or int8")
     if scales is None or scales.dtype != torch.float32:
-        raise ValueError(f"scales: a weight of {E4M3} needs fp32 scales")
-    if scales.dim() == 1:
+        raise ValueError(f"scales: a weight of {weight.dtype} needs fp32 scales")
+    if scales.dim() == 1 or weight.dtype == torch.int8:
         return require_shape("scales", scales, (out_features,))
     if in_features % BLOCK:
         raise ValueError(f"weight: {in_features} columns, block-wise scales need a multiple of {BLOCK}")

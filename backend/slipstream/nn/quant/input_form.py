@@ -74,19 +74,22 @@ class Fp8:
 
 @dataclass(frozen=True)
 class Int8:
-    """Rows quantised to int8, per token or by the one scale."""
+    """Rows quantised to int8, per token or by the one scale; up to max_plain_rows stay as they are, as in Fp8."""
 
     scale: Tensor | None = None
+    max_plain_rows: int = 0
 
-    def cast(self, x: Tensor) -> ops.Int8Rows:
-        return ops.quantize_int8(x, self.scale)
+    def cast(self, x: Tensor) -> Tensor | ops.Int8Rows:
+        return x if x.shape[0] <= self.max_plain_rows else ops.quantize_int8(x, self.scale)
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[ops.Int8Rows, Tensor]:
+    def rms_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
+    ) -> tuple[Tensor | ops.Int8Rows, Tensor]:
         normed, summed = PLAIN.rms_norm(x, weight, eps, residual)
-        return ops.quantize_int8(normed, self.scale), summed
+        return self.cast(normed), summed
 
-    def silu_mul(self, x: Tensor) -> ops.Int8Rows:
-        return ops.quantize_int8(ops.silu_mul(x), self.scale)
+    def silu_mul(self, x: Tensor) -> Tensor | ops.Int8Rows:
+        return self.cast(ops.silu_mul(x))
 
 
 PLAIN = Plain()

@@ -87,14 +87,19 @@ class Int8:
         """Weights are held as they are multiplied."""
 
     def input_form(self, weights: Weights) -> InputForm[Activation]:
-        return input_form.Int8(weights.get(INPUT_SCALE)) if self.int8_inputs else PLAIN
+        if not self.int8_inputs:
+            return PLAIN
+        max_plain_rows = ops.max_streamed_tokens(weights["values"], weights["scales"])
+        return input_form.Int8(weights.get(INPUT_SCALE), max_plain_rows)
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         assert not isinstance(x, ops.Fp8Rows)
         return ops.int8_mm(x, weights["values"], weights["scales"], weights.get("bias"))
 
     def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
-        return form.silu_mul(self.apply(weights, x))
+        if not isinstance(x, Tensor):
+            return form.silu_mul(self.apply(weights, x))
+        return form.cast(ops.int8_mm(x, weights["values"], weights["scales"], weights.get("bias"), gated=True))
 
 
 QUANT_METHODS.register("wint8")(Int8())
