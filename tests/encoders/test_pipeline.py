@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from slipstream.encoders.guarded import Answer, EncoderFailure, LlmFailure, Piece, Pipeline, Unsafe
+from slipstream.encoders.guarded import Answer, ClientGone, EncoderFailure, LlmFailure, Piece, Pipeline, Unsafe
 from slipstream.encoders.window import WindowSettings
 
 WINDOW = WindowSettings(size=40, hold_back=10, stride=5)
@@ -24,10 +24,14 @@ class FakeParts:
     has_quality: bool = True
     llm_fails: bool = False
     answers: list[Answer] = field(default_factory=list)
+    leaves_at_check: int = 1000
     num_stops: int = 0
     num_pieces: int = 0
 
     def check(self, texts: Sequence[str]) -> Unsafe | None:
+        self.leaves_at_check -= 1
+        if self.leaves_at_check < 0:
+            raise ClientGone
         self.checks_until_failure -= 1
         if self.checks_until_failure < 0:
             raise EncoderFailure("no encoder")
@@ -36,10 +40,10 @@ class FakeParts:
     def pieces(self) -> Iterator[Piece]:
         for text in self.texts:
             self.num_pieces += 1
-            yield Piece(text)
+            yield Piece(text, num_input_tokens=4, num_output_tokens=len(text.split()))
         if self.llm_fails:
             raise LlmFailure("out of memory")
-        yield Piece("", "stop")
+        yield Piece("", "stop", num_output_tokens=1)
 
     def stop(self) -> None:
         self.num_stops += 1
@@ -126,3 +130,20 @@ def test_an_error_of_the_llm_is_the_callers() -> None:
     with pytest.raises(LlmFailure, match="out of memory"):
         run(parts)
     assert not any(answer.is_last for answer in parts.answers)
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_every_token_is_counted_once(is_streaming: bool) -> None:
+    parts = run(FakeParts(), is_streaming=is_streaming)
+    assert sum(answer.num_output_tokens for answer in parts.answers) == 10
+    assert {answer.num_input_tokens for answer in parts.answers} == {4}
+    blocked = run(FakeParts(["fine so far, fine so far ", "then BAD things"]), is_streaming=is_streaming)
+    assert sum(answer.num_output_tokens for answer in blocked.answers) == 9, "withheld ones too"
+    unseen = run(FakeParts(), prompt="BAD").answers[-1]
+    assert (unseen.num_input_tokens, unseen.num_output_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("checks", [0, 1, 2])
+def test_one_who_leaves_during_a_check_is_told_nothing_and_stops_the_llm(checks: int) -> None:
+    parts = run(FakeParts(leaves_at_check=checks))
+    assert parts.num_stops == 1 and not any(answer.is_last for answer in parts.answers)

@@ -44,13 +44,18 @@ def test_what_cannot_be_judged_is_blocked_or_passed_on(llm_server: LlmServer, gu
         answer = ask(guarded, "guarded")
         assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == ("", "content_filter")
         assert answer.safety == {"flagged": True, "reason": "encoder_failure", "categories": []}
-        assert answer.usage is None
+        assert answer.usage.total_tokens == 0, "the LLM has not seen it"
         load(llm_server, "open")
-        expected = ask(guarded, "llm").choices[0]
+        plain = ask(guarded, "llm")
+        expected = plain.choices[0]
         answer = ask(guarded, "guarded")
+        counts = plain.usage.prompt_tokens, plain.usage.completion_tokens
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == counts and counts[1] == 8
         assert answer.choices[0].message.content == expected.message.content and not hasattr(answer, "safety")
         chunks = list(ask(guarded, "guarded", stream=True, stream_options={"include_usage": True}))
+        *chunks, last = chunks
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.message.content
         assert chunks[-1].choices[0].finish_reason == expected.finish_reason == "length"
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == counts
     finally:
         llm_server.unload("guarded")

@@ -19,9 +19,13 @@ input { name: "stream" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
 input { name: "stop" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
 input { name: "exclude_input_in_output" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
 input { name: "return_finish_reason" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
+input { name: "return_num_input_tokens" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
+input { name: "return_num_output_tokens" data_type: TYPE_BOOL dims: [ 1 ] optional: true }
 input { name: "sampling_parameters" data_type: TYPE_STRING dims: [ 1 ] optional: true }
 output { name: "text_output" data_type: TYPE_STRING dims: [ -1 ] }
 output { name: "finish_reason" data_type: TYPE_STRING dims: [ -1 ] }
+output { name: "num_input_tokens" data_type: TYPE_UINT32 dims: [ 1 ] }
+output { name: "num_output_tokens" data_type: TYPE_UINT32 dims: [ -1 ] }
 instance_group { kind: KIND_CPU count: 1 }
 """
 
@@ -46,5 +50,7 @@ class TritonPythonModel:
                 outputs = [
                     pb_utils.Tensor(name, np.array([text.encode()], dtype=np.object_)) for name, text in texts.items()
                 ]
+                counts = {"num_input_tokens": 7, "num_output_tokens": 2}  # of every piece
+                outputs += [pb_utils.Tensor(name, np.array([count], np.uint32)) for name, count in counts.items()]
                 sender.send(pb_utils.InferenceResponse(outputs))
             sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)

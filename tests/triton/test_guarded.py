@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hanging_encoder import write_hanging_encoder
 from llm_client import Answer, grpc_infer, grpc_stream, http_stream
 from llm_server import LlmServer
 from scripted_llm import write_scripted_llm
@@ -46,7 +47,18 @@ def server(llm_server: LlmServer) -> Iterator[LlmServer]:
     copy_guarded(llm_server, "guarded_open", llm="scripted", safety="no_such_model", on_encoder_failure="open")
     copy_guarded(llm_server, "guarded_closed", llm="scripted", safety="no_such_model", on_encoder_failure="closed")
     pipelines = ("guarded", "guarded_scripted", "guarded_open", "guarded_closed")
-    names = ["guarded_ensemble", "embedding", "scripted", *pipelines]  # the ensemble brings safety and quality
+    write_hanging_encoder(llm_server.repository, "hanging")
+    for policy in ("open", "closed"):
+        calls = {"llm": "scripted", "safety": "hanging", "quality": "hanging", "on_encoder_failure": policy}
+        copy_guarded(llm_server, f"impatient_{policy}", encoder_timeout_ms="400", **calls)
+    pipelines += ("impatient_open", "impatient_closed")
+    names = [
+        "guarded_ensemble",
+        "embedding",
+        "scripted",
+        "hanging",
+        *pipelines,
+    ]  # the ensemble brings safety and quality
     with ThreadPoolExecutor(2) as pool:
         for name, (status, body) in zip(names, pool.map(llm_server.load, names)):
             assert status == 200, (name, body.decode())
@@ -205,6 +217,57 @@ def test_both_policies_on_encoder_failure(server: LlmServer, model: str) -> None
         assert answer.text == "The weather is fine today." and not answer.last("blocked")
     else:
         assert answer.text == "" and answer.last("block_reason") == b"encoder_failure"
+
+
+@pytest.mark.parametrize("policy", ["open", "closed"])
+def test_encoders_that_hang_fail_after_the_time_limit(server: LlmServer, policy: str) -> None:
+    """The policy decides; while they hang, further requests wait no longer, and afterwards all is well again."""
+    sign, pieces = server.repository / "hanging/hang", ["The weather ", "is fine ", "today."]
+    sign.touch()
+    try:
+        for _ in range(2):
+            started = time.monotonic()
+            answer = scripted(server, pieces, f"impatient_{policy}")
+            assert time.monotonic() - started < 5
+            assert not answer.last("safety_checked")
+            blocked = (b"encoder_failure", "") if policy == "closed" else (b"", "".join(pieces))
+            assert (answer.last("block_reason"), answer.text) == blocked
+            assert answer.last("quality_score") == -1
+    finally:
+        sign.unlink()
+    server.wait_until(
+        lambda: scripted(server, pieces, f"impatient_{policy}").last("safety_checked"), 10, "the encoder to be back"
+    )
+    assert scripted(server, pieces, f"impatient_{policy}").last("quality_score") == 0.5
+
+
+def test_a_client_that_leaves_while_an_encoder_hangs_frees_its_process(server: LlmServer) -> None:
+    copy_guarded(server, "patient", llm="scripted", safety="hanging", quality="hanging")
+    assert server.load("patient")[0] == 200
+    sign = server.repository / "hanging/hang"
+    sign.touch()
+    try:
+        with grpc_stream(server.grpc_url, cancel=True) as stream:
+            stream.send("patient", {"text_input": "Hello", "stream": True})
+            time.sleep(0.3)
+    finally:
+        sign.unlink()
+    assert scripted(server, ["Fine."], "patient").text == "Fine."
+    server.unload("patient")
+
+
+def test_tokens_are_counted(server: LlmServer, greedy: Any) -> None:
+    """Those that the LLM made, whether their text left or not; none when it has not seen the prompt."""
+    stream = guarded(server, PROMPT, stream=True, **{**GREEDY, "max_tokens": 96})
+    counts = [int(response["num_output_tokens"][0]) for response in stream.responses]
+    assert sum(counts) == 96 and len(counts) > 1 and min(counts[:-1]) > 0
+    direct = grpc_infer(server.grpc_url, "llm", {"text_input": PROMPT, "return_num_input_tokens": True, **GREEDY})
+    assert {int(one["num_input_tokens"][0]) for one in stream.responses} == {direct.last("num_input_tokens")}
+    blocked = guarded(server, THREAT)
+    assert (blocked.last("num_input_tokens"), blocked.last("num_output_tokens")) == (0, 0)
+    answer = scripted(server, ["Well. ", THREAT])
+    assert answer.last("block_reason") == b"answer" and answer.last("num_input_tokens") == 7
+    assert sum(int(one["num_output_tokens"][0]) for one in answer.responses) == 4
 
 
 def test_errors_of_the_llm_reach_the_client(server: LlmServer) -> None:

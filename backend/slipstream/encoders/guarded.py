@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from slipstream.encoders.window import HoldBackWindow, WindowSettings
@@ -18,7 +18,11 @@ NO_QUALITY = -1.0
 
 
 class EncoderFailure(Exception):
-    """The safety or quality model is not there, or answered with an error."""
+    """The safety or quality model is not there, answered with an error, or did not answer in time."""
+
+
+class ClientGone(Exception):
+    """The client cancelled while its request waited for an encoder."""
 
 
 class LlmFailure(Exception):
@@ -31,10 +35,12 @@ class LlmFailure(Exception):
 
 @dataclass(frozen=True)
 class Piece:
-    """New text of the LLM (may be ""); finish_reason is "" before the end."""
+    """New text of the LLM (may be ""), and how many tokens it has; finish_reason is "" before the end."""
 
     text: str
     finish_reason: str = ""
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,11 @@ class Unsafe:
 
 @dataclass(frozen=True)
 class Answer:
-    """One response to the client. block_reason: "", prompt, answer or encoder_failure."""
+    """One response to the client. block_reason: "", prompt, answer or encoder_failure.
+
+    num_input_tokens: of the prompt, 0 when the LLM has not seen it; num_output_tokens: made by the LLM since the
+    response before, whether their text leaves now, later or never.
+    """
 
     text: str = ""
     finish_reason: str = ""
@@ -55,10 +65,15 @@ class Answer:
     quality_checks: str = "{}"
     is_checked: bool = True
     is_last: bool = False
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
 
 
 class Parts(Protocol):
-    """What the pipeline calls. `pieces` ends early, without error, once `stop` was called."""
+    """What the pipeline calls. `pieces` ends early, without error, once `stop` was called.
+
+    `check` and `judge` may also raise ClientGone.
+    """
 
     def check(self, texts: Sequence[str]) -> Unsafe | None: ...  # the worst; None: all safe. Raises EncoderFailure
     def pieces(self) -> Iterator[Piece]: ...  # Raises LlmFailure. Gives an empty piece now and then while waiting
@@ -77,12 +92,20 @@ class Pipeline:
         self._released: list[str] = []
         self._unsent: list[str] = []
         self._is_checked = True
+        self._num_input_tokens = 0
+        self._num_unsent_tokens = 0
 
     def run(self, prompt: str) -> None:
         """Raises LlmFailure; everything else ends in an answer, or in silence after a cancellation."""
+        try:
+            self._run(prompt)
+        except ClientGone:
+            self._parts.stop()
+
+    def _run(self, prompt: str) -> None:
         blocked = self._blocked([prompt], "prompt")
         if blocked is not None:
-            self._parts.send(blocked)
+            self._send(blocked)
             return
         finish_reason = ""
         for piece in self._parts.pieces():
@@ -90,6 +113,8 @@ class Pipeline:
                 self._parts.stop()
                 return
             self._window.push(piece.text)
+            self._num_input_tokens = max(self._num_input_tokens, piece.num_input_tokens)
+            self._num_unsent_tokens += piece.num_output_tokens
             finish_reason = piece.finish_reason or finish_reason
             if self._stopped_by_check(is_end=False):
                 return
@@ -105,13 +130,13 @@ class Pipeline:
         blocked = self._blocked(windows, "answer")
         if blocked is not None:
             self._parts.stop()
-            self._parts.send(blocked)
+            self._send(blocked)
             return True
         text = self._window.passed(is_end)
         self._released.append(text)
         self._unsent.append(text)
         if text and self._is_streaming and not is_end:
-            self._parts.send(Answer(text=self._take_unsent(), is_checked=self._is_checked))
+            self._send(Answer(text=self._take_unsent(), is_checked=self._is_checked))
         return False
 
     def _blocked(self, texts: Sequence[str], reason: str) -> Answer | None:
@@ -133,7 +158,7 @@ class Pipeline:
         score, checks = NO_QUALITY, "{}"
         with contextlib.suppress(EncoderFailure):  # an answer is not worse for want of a mark: quality_score stays -1
             score, checks = self._parts.judge("".join(self._released))
-        self._parts.send(
+        self._send(
             Answer(
                 text=self._take_unsent(),
                 finish_reason=finish_reason,
@@ -143,6 +168,10 @@ class Pipeline:
                 is_last=True,
             )
         )
+
+    def _send(self, answer: Answer) -> None:
+        num_output, self._num_unsent_tokens = self._num_unsent_tokens, 0
+        self._parts.send(replace(answer, num_input_tokens=self._num_input_tokens, num_output_tokens=num_output))
 
     def _take_unsent(self) -> str:
         text = "".join(self._unsent)

@@ -13,24 +13,39 @@ import queue
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from slipstream.core.errors import ConfigError, RequestError
-from slipstream.encoders.guarded import CLOSED, OPEN, Answer, EncoderFailure, LlmFailure, Piece, Pipeline, Unsafe
+from slipstream.encoders.guarded import (
+    CLOSED,
+    OPEN,
+    Answer,
+    ClientGone,
+    EncoderFailure,
+    LlmFailure,
+    Piece,
+    Pipeline,
+    Unsafe,
+)
 from slipstream.encoders.parameters import Parameters
 from slipstream.encoders.serving import read_texts, refuse, strings
+from slipstream.encoders.timed_calls import CallAbandoned, CallTimeout, TimedCalls
 from slipstream.encoders.window import WindowSettings
 
 _log = logging.getLogger(__name__)
 _FORWARDED = ("sampling_parameters", "max_tokens", "temperature", "top_p", "top_k", "seed", "stop_words")
+_OF_LLM = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
+_ASKED_FOR = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens", "exclude_input_in_output")
 _SEQUENCE_COUNTS = ("n", "best_of", "num_return_sequences", "sampling_param_best_of")
 _POLL_S = 0.05  # how late a cancellation may be seen
 _CHECK_ROWS = 32  # windows of one call of the safety model
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -39,6 +54,7 @@ class GuardSettings:
     safety: str
     quality: str
     on_failure: str
+    encoder_timeout_s: float
     window: WindowSettings
     max_prompt_chars: int
 
@@ -57,6 +73,7 @@ def read_settings(parameters: Parameters) -> GuardSettings:
         safety=parameters.text("safety", "safety"),
         quality=parameters.text("quality", "quality"),
         on_failure=parameters.choice("on_encoder_failure", CLOSED, (OPEN, CLOSED)),
+        encoder_timeout_s=parameters.integer("encoder_timeout_ms", 30_000, 1, 3_600_000) / 1e3,
         window=WindowSettings(size, hold_back, stride),
         max_prompt_chars=parameters.integer("max_prompt_chars", 200_000, 1, 1_000_000),
     )
@@ -64,15 +81,26 @@ def read_settings(parameters: Parameters) -> GuardSettings:
     return settings
 
 
+@dataclass(frozen=True)
+class Encoders:
+    safety: TimedCalls
+    quality: TimedCalls
+
+
 class GuardedModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         self._settings = read_settings(Parameters.of_model(json.loads(args["model_config"])))
+        # a thread each: one that hangs holds up only its own calls
+        timeout_s = self._settings.encoder_timeout_s
+        self._encoders = Encoders(
+            TimedCalls(self._settings.safety, timeout_s), TimedCalls(self._settings.quality, timeout_s)
+        )
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:
             sender = request.get_response_sender()
             try:
-                guarded = GuardedRequest(request, sender, self._settings)
+                guarded = GuardedRequest(request, sender, self._settings, self._encoders)
             except RequestError as error:
                 sender.send(refuse(error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
                 continue
@@ -96,9 +124,9 @@ def _refuse_several(parameters: Mapping[str, Any], sampling: np.ndarray | None) 
 class GuardedRequest:
     """One request: the `Parts` of its pipeline, over BLS."""
 
-    def __init__(self, request: Any, sender: Any, settings: GuardSettings) -> None:
+    def __init__(self, request: Any, sender: Any, settings: GuardSettings, encoders: Encoders) -> None:
         """Raises RequestError."""
-        self._sender, self._settings = sender, settings
+        self._sender, self._settings, self._encoders = sender, settings, encoders
         self._id = f"guarded-{uuid.uuid4().hex}"
         prompts = read_texts(request, "text_input")
         if len(prompts) != 1 or not prompts[0]:
@@ -112,7 +140,7 @@ class GuardedRequest:
         stream = pb_utils.get_input_tensor_by_name(request, "stream")
         self._is_streaming = stream is not None and bool(stream.as_numpy().reshape(-1)[0])
         self._inputs = {"text_input": strings([prompts])[0], "stream": np.array([True])}
-        self._inputs.update({"exclude_input_in_output": np.array([True]), "return_finish_reason": np.array([True])})
+        self._inputs.update({name: np.array([True]) for name in _ASKED_FOR})
         for name in _FORWARDED:
             tensor = pb_utils.get_input_tensor_by_name(request, name)
             if tensor is not None:
@@ -142,6 +170,9 @@ class GuardedRequest:
     # ------------------------------------------------------------ the pipeline's parts
 
     def check(self, texts: Sequence[str]) -> Unsafe | None:
+        return self._in_time(self._encoders.safety, lambda: self._check(texts))
+
+    def _check(self, texts: Sequence[str]) -> Unsafe | None:
         worst: Unsafe | None = None
         for start in range(0, len(texts), _CHECK_ROWS):
             rows = strings([[text] for text in texts[start : start + _CHECK_ROWS]])
@@ -153,9 +184,22 @@ class GuardedRequest:
         return worst
 
     def judge(self, answer: str) -> tuple[float, str]:
+        return self._in_time(self._encoders.quality, lambda: self._judge(answer))
+
+    def _judge(self, answer: str) -> tuple[float, str]:
         tensors = {"prompt": strings([[self._prompt]]), "answer": strings([[answer]])}
         found = _call(self._settings.quality, tensors, ("score", "checks"))
         return float(found["score"].reshape(-1)[0]), found["checks"].reshape(-1)[0].decode()
+
+    def _in_time(self, encoder: TimedCalls, work: Callable[[], Result]) -> Result:
+        """Raises EncoderFailure, and ClientGone."""
+        try:
+            return encoder.run(work, self.is_cancelled)
+        except CallTimeout as error:
+            _log.warning("%s: %s", encoder.name, error)
+            raise EncoderFailure(str(error)) from error
+        except CallAbandoned as error:
+            raise ClientGone from error
 
     def pieces(self) -> Iterator[Piece]:
         self._has_ended = False
@@ -209,6 +253,8 @@ class GuardedRequest:
             "safety_checked": np.array([answer.is_checked]),
             "quality_score": np.array([answer.quality_score], np.float32),
             "quality_checks": strings([[answer.quality_checks]])[0],
+            "num_input_tokens": np.array([answer.num_input_tokens], np.uint32),
+            "num_output_tokens": np.array([answer.num_output_tokens], np.uint32),
         }
         self._sender.send(pb_utils.InferenceResponse([pb_utils.Tensor(name, value) for name, value in tensors.items()]))
 
@@ -220,7 +266,7 @@ class GuardedRequest:
             call = pb_utils.InferenceRequest(
                 model_name=self._settings.llm,
                 request_id=self._id,
-                requested_output_names=["text_output", "finish_reason"],
+                requested_output_names=list(_OF_LLM),
                 inputs=[pb_utils.Tensor(name, value) for name, value in self._inputs.items()],
                 parameters=self._parameters,
             )
@@ -246,7 +292,8 @@ def _piece(response: Any) -> Piece | LlmFailure:
     outputs = {tensor.name(): tensor.as_numpy().reshape(-1) for tensor in response.output_tensors()}
     text = b"".join(outputs.get("text_output", np.array([], dtype=np.object_))).decode("utf-8", "replace")
     reasons = [reason.decode() for reason in outputs.get("finish_reason", []) if reason]
-    return Piece(text, reasons[-1] if reasons else "")
+    num_input, num_output = (int(outputs.get(name, np.array([0])).sum()) for name in _OF_LLM[2:])
+    return Piece(text, reasons[-1] if reasons else "", num_input, num_output)
 
 
 def _call(model: str, tensors: Mapping[str, np.ndarray], outputs: tuple[str, ...]) -> dict[str, np.ndarray]:

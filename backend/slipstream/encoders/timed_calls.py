@@ -1,0 +1,78 @@
+"""Calls that may hang, made on a thread of their own and waited for no longer than a limit.
+
+One thread makes all calls of one model, one after the other: a call that hangs cannot be ended from here, and calls
+beside it would pile up. While it hangs, every other call fails at once. Used by one thread.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Result = TypeVar("Result")
+_POLL_S = 0.05
+
+
+class CallTimeout(Exception):
+    """No answer in time, or an earlier call still hangs."""
+
+
+class CallAbandoned(Exception):
+    """The one who waited has left."""
+
+
+class _Call(Generic[Result]):
+    def __init__(self, work: Callable[[], Result]) -> None:
+        self._work = work
+        self.has_ended = threading.Event()
+        self.is_wanted = True
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+
+    def make(self) -> None:
+        """On the calling thread. Errors go to the one who waits."""
+        try:
+            if self.is_wanted:
+                self._result = self._work()
+        except BaseException as error:
+            self._error = error
+        self.has_ended.set()
+
+    def result(self) -> Result:
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+
+class TimedCalls:
+    """name: of what is called, for its thread and for logs."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self.name, self._timeout_s = name, timeout_s
+        self._queue: queue.SimpleQueue[_Call] = queue.SimpleQueue()
+        self._hanging: _Call | None = None
+        threading.Thread(target=self._make_all, daemon=True, name=f"calls of {name}").start()
+
+    def run(self, work: Callable[[], Result], is_abandoned: Callable[[], bool]) -> Result:
+        """What work gives, or its exception.  Raises CallTimeout, and CallAbandoned when is_abandoned, asked often."""
+        if self._hanging is not None and not self._hanging.has_ended.is_set():
+            raise CallTimeout("an earlier call still has no answer")
+        self._hanging = None
+        call = _Call(work)
+        self._queue.put(call)
+        deadline = time.monotonic() + self._timeout_s
+        while not call.has_ended.wait(max(0.0, min(_POLL_S, deadline - time.monotonic()))):
+            if is_abandoned():
+                call.is_wanted = False
+                raise CallAbandoned
+            if time.monotonic() >= deadline:
+                self._hanging, call.is_wanted = call, False
+                raise CallTimeout(f"no answer in {self._timeout_s * 1e3:.0f} ms")
+        return call.result()
+
+    def _make_all(self) -> None:
+        while True:
+            self._queue.get().make()
