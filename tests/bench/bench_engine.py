@@ -22,7 +22,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/bench"))
 
-from measures import Measure, Prompt, Record, draw_prompts, emit, numbers, parser_of, run  # noqa: E402
+from measures import STREAMS, Measure, Prompt, Record, draw_prompts, emit, numbers, parser_of, run  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 from slipstream.core.config_parse import config_from_values  # noqa: E402
 from slipstream.core.request import Request  # noqa: E402
@@ -57,15 +57,16 @@ class EngineBench:
         params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
         return [self.engine.submit(Request(prompt, params))[0] for prompt in prompts]
 
-    def timed(self, prompts: list[Prompt], num_output: int) -> float:
+    def timed(self, prompts: list[Prompt], num_output: int, concurrency: int | None = None) -> float:
         start = time.perf_counter()
-        requests = self.submit(prompts, num_output)
+        requests = self.submit(prompts[:concurrency], num_output)
         while self.engine.has_work:
-            self.engine.step()
+            num_ended = sum(output.finish_reason is not None for output in self.engine.step())
+            requests += self.submit(prompts[len(requests) : len(requests) + num_ended], num_output)
         elapsed = time.perf_counter() - start
         if self.engine.error is not None:
             raise self.engine.error
-        assert all(request.num_output_tokens == num_output for request in requests)
+        assert [request.num_output_tokens for request in requests] == [num_output] * len(prompts)
         assert not any(request.num_preemptions for request in requests), "preempted: the cache is too small"
         return elapsed
 
@@ -135,7 +136,7 @@ def main() -> None:
         load_s = round(time.perf_counter() - start, 2)
         emit({**settings, "what": "setup", "load_s": load_s, "phases": phases}, arguments.out)
         profile: Measure = measure_profile  # type: ignore[assignment]  # steps the engine itself
-        run(bench, arguments, settings, {"profile": profile})
+        run(bench, arguments, settings, {"profile": profile, "streams": STREAMS})
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/bench"), str(ROOT / "tests/support")]
 
 from llm_server import backends_dir, missing_server, parameter  # noqa: E402
-from measures import Measure, Prompt, Record, draw_prompts, emit, parser_of, run  # noqa: E402
+from measures import STREAMS, Measure, Prompt, Record, draw_prompts, emit, parser_of, run  # noqa: E402
 from shapes import SHAPES, Shape  # noqa: E402
 from stream_clients import StreamClients  # noqa: E402
 from triton_server import TritonServer  # noqa: E402
@@ -43,8 +43,8 @@ class TritonBench:
         self.server = server
         self._clients = clients
 
-    def timed(self, prompts: list[Prompt], num_output: int) -> float:
-        return self._clients.timed(prompts, num_output)
+    def timed(self, prompts: list[Prompt], num_output: int, concurrency: int | None = None) -> float:
+        return self._clients.timed(prompts, num_output, concurrency)
 
 
 def write_model(folder: Path, shape: Shape) -> Path:
@@ -135,7 +135,7 @@ def main() -> None:
             if arguments.perf_analyzer:
                 arguments.measure += ",perf_analyzer"
             emit({**settings, "what": "setup", "clients": arguments.clients}, arguments.out)
-            run(bench, arguments, settings, {"perf_analyzer": perf})
+            run(bench, arguments, settings, {"perf_analyzer": perf, "streams": STREAMS})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from shapes import SHAPES, Shape
 Record = dict[str, Any]
 Prompt = list[int]
 WARM_UP = ((4, 256, 16), (1, 2048, 4))  # prompts, their length, output length
-RATIO_KEYS = ("what", "batch", "input_len", "num_prompts", "output_len")
+RATIO_KEYS = ("what", "batch", "input_len", "num_prompts", "output_len", "concurrency")
 
 
 class Bench(Protocol):
@@ -33,6 +33,14 @@ class Bench(Protocol):
 
     def timed(self, prompts: list[Prompt], num_output: int) -> float:
         """Seconds until every prompt has exactly num_output greedy tokens."""
+        ...
+
+
+class StreamBench(Bench, Protocol):
+    """One that also bounds how many requests are under way."""
+
+    def timed(self, prompts: list[Prompt], num_output: int, concurrency: int | None = None) -> float:
+        """With a concurrency, a prompt is sent when another has ended, and at first so many."""
         ...
 
 
@@ -100,6 +108,26 @@ def measure_throughput(bench: Bench, arguments: argparse.Namespace) -> Iterator[
     }
 
 
+def measure_streams(bench: StreamBench, arguments: argparse.Namespace) -> Iterator[Record]:
+    """The throughput of clients of whom so many have a request under way, one after the other."""
+    num_input, num_output = arguments.input_len, arguments.output_len
+    for concurrency in arguments.concurrency:
+        count = max(arguments.num_prompts, concurrency)
+        prompts = draw_prompts(bench.shape, count, num_input)
+        bench.timed(prompts[:concurrency], 8)
+        elapsed = bench.timed(prompts, num_output, concurrency)
+        yield {
+            "what": "streams",
+            "concurrency": concurrency,
+            "num_prompts": count,
+            "input_len": num_input,
+            "output_len": num_output,
+            "elapsed_s": round(elapsed, 3),
+            "out_tok_s": round(count * num_output / elapsed, 1),
+        }
+
+
+STREAMS: Measure = measure_streams  # type: ignore[assignment]  # needs a StreamBench
 MEASURES: dict[str, Measure] = {
     "prefill": measure_prefill,
     "decode": measure_decode,
@@ -158,6 +186,7 @@ def parser_of(description: str | None, measures: str = "decode,prefill,throughpu
     parser.add_argument("--num-prompts", type=int, default=256)
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=1024)
+    parser.add_argument("--concurrency", type=numbers, default=[64, 128, 256], help="of the measure `streams`")
     parser.add_argument("--max-model-len", type=int, default=33792)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--weight-bytes", type=float, default=2.0, help="per weight, for the limit")

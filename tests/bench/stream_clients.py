@@ -43,12 +43,16 @@ class StreamClients:
         for process in self._processes:
             process.join(10)
 
-    def timed(self, prompts: Sequence[Prompt], num_output: int) -> float:
-        """Seconds from the first request to the last token. Raises RuntimeError with a client's error."""
-        count = min(len(self._pipes), len(prompts))
+    def timed(self, prompts: Sequence[Prompt], num_output: int, concurrency: int | None = None) -> float:
+        """Seconds from the first request to the last token. Raises RuntimeError with a client's error.
+
+        concurrency: so many requests are under way at once, spread over the processes; None: all.
+        """
+        total = min(len(prompts), concurrency or len(prompts))
+        count = min(len(self._pipes), total)
         pipes = self._pipes[:count]
         for index, pipe in enumerate(pipes):
-            pipe.send((prompts[index::count], num_output))
+            pipe.send((prompts[index::count], num_output, len(range(index, total, count))))
         for pipe in pipes:
             pipe.recv()  # requests are made
         start = time.perf_counter()
@@ -64,7 +68,7 @@ class StreamClients:
 
 
 def serve(grpc_url: str, pipe: Connection) -> None:
-    """A client process: (prompts, num_output) in, then "go", and the number of tokens that came out."""
+    """A client process: (prompts, num_output, most at once) in, then "go", and the number of tokens that came out."""
     import tritonclient.grpc as triton
 
     with triton.InferenceServerClient(grpc_url) as client:
@@ -72,13 +76,15 @@ def serve(grpc_url: str, pipe: Connection) -> None:
         client.start_stream(counter)
         pipe.send("ready")
         while (work := pipe.recv()) is not None:
-            prompts, num_output = work
+            prompts, num_output, concurrency = work
             requests = [_inputs(triton, prompt, num_output) for prompt in prompts]
             outputs = [triton.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")]
-            counter.expect(len(prompts))
+            counter.expect(len(prompts), concurrency)
             pipe.send("made")
             pipe.recv()
             for inputs in requests:
+                if not counter.await_seat():
+                    break
                 client.async_stream_infer(MODEL, inputs, outputs=outputs, enable_empty_final_response=True)
             pipe.send(counter.wait())
 
@@ -89,15 +95,23 @@ class _Counter:
     def __init__(self) -> None:
         self._done = threading.Event()
         self._num_open, self._num_tokens, self._error = 0, 0, ""
+        self._seats = threading.Semaphore(0)
 
-    def expect(self, num_requests: int) -> None:
+    def expect(self, num_requests: int, concurrency: int) -> None:
         self._num_open, self._num_tokens, self._error = num_requests, 0, ""
+        self._seats = threading.Semaphore(concurrency)
         self._done.clear()
+
+    def await_seat(self) -> bool:
+        """Wait until one more request may be under way; False: one has failed."""
+        self._seats.acquire()
+        return not self._error
 
     def __call__(self, result: Any, error: Any) -> None:
         if error is not None:
             self._error = str(error)
             self._done.set()
+            self._seats.release()
             return
         response = result.get_response()
         if response.outputs:
@@ -105,6 +119,7 @@ class _Counter:
             self._num_tokens += int(count.reshape(-1)[0])
         if response.parameters["triton_final_response"].bool_param:
             self._num_open -= 1
+            self._seats.release()
             if self._num_open == 0:
                 self._done.set()
 
