@@ -25,7 +25,7 @@ from quantization.text import cut_windows, read_token_ids
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.load import resolve_device, resolve_dtype
-from slipstream.nn.quant import choose_method, linear_bytes
+from slipstream.nn.quant import choose_methods, linear_bytes
 from slipstream.nn.spec import read_spec
 
 CHANNEL = -1
@@ -59,9 +59,10 @@ def check_shapes(plan: Plan, model: Path) -> None:
     if spec.stored_format is not None:
         raise ValueError(f"model: {model} is quantised already, in {spec.stored_format.method}")
     config = ModelConfig(quantization=plan.method, quantization_group_size=group_size)
-    _, method, _ = choose_method(config, spec)
+    if spec.experts is not None:
+        raise ValueError(f"model: experts of {spec.architecture} are not calibrated; set quantization when loading it")
     for linear in spec.layer_linears:
-        linear_bytes(method, linear, spec.dtype)
+        linear_bytes(choose_methods(config, spec).linears, linear, spec.dtype)
 
 
 def quantize(args: argparse.Namespace) -> int:

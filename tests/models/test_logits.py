@@ -141,7 +141,7 @@ def test_half_precision_stays_near(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.08)])
-@pytest.mark.parametrize("variant", ["llama-gpu", "qwen3-gpu", "mistral-gpu"])
+@pytest.mark.parametrize("variant", ["llama-gpu", "qwen3-gpu", "mistral-gpu", "mixtral-gpu"])
 def test_gpu_computes_the_same(variant: str, dtype: str, tolerance: float, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(variant, tmp_path)
     decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cuda", dtype=dtype))

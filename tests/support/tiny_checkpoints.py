@@ -12,6 +12,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -39,6 +41,7 @@ CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
 
 
@@ -81,12 +84,14 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-bias": ("qwen3", {"head_dim": 16, "attention_bias": True}),
     "mistral-window": ("mistral", {"sliding_window": 9}),
     "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 12}),
+    "mixtral": ("mixtral", {"num_local_experts": 5}),
 }
 # head sizes that the GPU kernels serve
 GPU_VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama-gpu": ("llama", {"head_dim": 128, **VARIANTS["llama-rope-yarn"][1]}),
     "qwen3-gpu": ("qwen3", {"head_dim": 64}),
     "mistral-gpu": ("mistral", {"sliding_window": 9, "head_dim": 64}),
+    "mixtral-gpu": ("mixtral", {"head_dim": 64, "num_local_experts": 5}),
 }
 
 
@@ -111,7 +116,7 @@ def make_model(variant: str) -> PreTrainedModel:
             if "norm" in name:
                 parameter.normal_(1.0, 0.3)
             else:  # Hugging Face's own start leaves biases at zero and logits near it: neither would show a mistake
-                parameter.normal_(0.0, 0.5 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)
+                parameter.normal_(0.0, 0.5 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
     return model
 
 

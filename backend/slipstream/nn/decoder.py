@@ -14,8 +14,10 @@ from torch import Tensor
 from slipstream.nn.attention import AttentionBackend, LayerCache, StepAttention
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.embedding import Embedding, TiedHead
+from slipstream.nn.experts import Experts
 from slipstream.nn.linear import Linear
 from slipstream.nn.mlp import MLP
+from slipstream.nn.models.family import tensor_name
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.placement import Placement
 from slipstream.nn.quant.input_form import PLAIN
@@ -33,14 +35,14 @@ class DecoderLayer:
         self.input_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
         self.attention = SelfAttention(spec, layer, cos_sin, placement)
         self.post_attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
-        self.mlp = MLP(spec, placement)
+        self.mlp: MLP | Experts = MLP(spec, placement) if spec.experts is None else Experts(spec, placement)
 
     def __call__(
         self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         normed, residual = self.input_norm.add(hidden, residual, self.attention.qkv.input_form)
         hidden = self.attention(normed, step, cache)
-        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.gate_up.input_form)
+        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.input_form)
         return self.mlp(normed), residual
 
     def last(
@@ -52,7 +54,7 @@ class DecoderLayer:
         if not len(rows):  # the middle of a prompt
             return residual, residual
         hidden = self.attention.o(attended)
-        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.gate_up.input_form)
+        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.input_form)
         return self.mlp(normed), residual
 
     def norms(self) -> Iterator[tuple[str, RMSNorm]]:
@@ -62,7 +64,7 @@ class DecoderLayer:
             yield from zip(("q_norm", "k_norm"), self.attention.head_norms)
 
     def linears(self) -> tuple[Linear, ...]:
-        return (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down)
+        return (self.attention.qkv, self.attention.o, *self.mlp.linears())
 
 
 class Decoder:
@@ -133,7 +135,7 @@ class Decoder:
             linears.append((0, self.lm_head))
         for index, linear in linears:
             for part, suffix, slot in linear.slots():
-                slots[f"{names[part].format(layer=index)}.{suffix}"] = slot
+                slots[f"{tensor_name(names, part, index)}.{suffix}"] = slot
         for index, layer in enumerate(self.layers):
             for module, norm in layer.norms():
                 slots[f"{names[module].format(layer=index)}.weight"] = norm.slot()

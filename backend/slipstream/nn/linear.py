@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.placement import Placement
 from slipstream.nn.quant.input_form import A, Activation, InputForm
-from slipstream.nn.quant.method import Weights
+from slipstream.nn.quant.method import ExpertMethod, Weights
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.tensor_slot import TensorSlot
 
@@ -53,3 +54,15 @@ class Linear:
         self._missing.discard((part, suffix))
         if not self._missing:  # repacked as soon as it is whole, so that only one layer exists twice
             self.method.finish(self.weights)
+
+
+class ExpertLinear(Linear):
+    """The products of all experts of a layer, held and loaded as one; a row takes its expert's."""
+
+    def __init__(self, spec: LinearSpec, placement: Placement) -> None:
+        super().__init__(spec, placement.of_experts)
+
+    def apply_grouped(self, x: Tensor, routing: ops.Routing, *, by_token: bool = False, gated: bool = False) -> Tensor:
+        """x: a row for each row of the routing, or by_token for each token. gated: silu(gate) · up of the product."""
+        assert isinstance(self.method, ExpertMethod)
+        return self.method.apply_experts(self.weights, x, routing, by_token, gated)

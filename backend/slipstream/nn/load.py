@@ -13,7 +13,7 @@ from slipstream.nn.attention import ATTENTION_BACKENDS
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.placement import Placement
-from slipstream.nn.quant import choose_method, linear_bytes
+from slipstream.nn.quant import choose_methods, linear_bytes
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint
 
@@ -90,12 +90,12 @@ def load_model(
 
 def weight_bytes(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype) -> int:
     """Bytes that the loaded weights will take, beside activations of `dtype`. Raises ConfigError like `load_model`."""
-    _, method, head_method = choose_method(config, spec)
+    methods = choose_methods(config, spec)
     has_copy = spec.tie_word_embeddings and config.quantize_lm_head  # of the embedding, quantised
-    return has_copy * linear_bytes(head_method, spec.lm_head, dtype) + spec.weight_bytes(
+    return has_copy * linear_bytes(methods.head, spec.lm_head, dtype) + spec.weight_bytes(
         dtype,
-        lambda linear: linear_bytes(method, linear, dtype),
-        lambda linear: linear_bytes(head_method, linear, dtype),
+        lambda linear: linear_bytes(methods.experts if linear.num_experts else methods.linears, linear, dtype),
+        lambda linear: linear_bytes(methods.head, linear, dtype),
     )
 
 
@@ -123,13 +123,14 @@ def _build(
     """place: where the parameters are made, if not on the device that everything is chosen for."""
     if config.max_model_len > spec.max_model_len:
         raise ConfigError("max_model_len", config.max_model_len, f"the checkpoint serves at most {spec.max_model_len}")
-    method_name, method, head_method = choose_method(config, spec)
-    reason = method.supports(device, dtype)
-    if reason is not None:
-        raise ConfigError("quantization", method_name, f"cannot serve here: {reason}")
+    methods = choose_methods(config, spec)
+    for method in (methods.linears, methods.experts):
+        reason = method.supports(device, dtype)
+        if reason is not None:
+            raise ConfigError("quantization", methods.name, f"cannot serve here: {reason}")
     backend_name, backend = ATTENTION_BACKENDS.select(
         lambda entry: entry.supports(spec, device, dtype, kv_dtype), config.attention_backend or None
     )
-    log.info("quantization of linear layers: %s; attention: %s", method_name, backend_name)
-    placement = Placement(place or device, dtype, method, head_method)
+    log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
+    placement = Placement(place or device, dtype, methods.linears, methods.head, methods.experts)
     return Decoder(spec, placement, backend(spec), config.max_model_len or spec.max_model_len)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from slipstream.nn.linear import Linear
 from slipstream.nn.placement import Placement
-from slipstream.nn.quant.input_form import Activation
+from slipstream.nn.quant.input_form import Activation, InputForm
 from slipstream.nn.spec import DecoderSpec
 
 
@@ -15,6 +15,13 @@ class MLP:
         self.gate_up = Linear(spec.gate_up, placement)
         self.down = Linear(spec.down, placement)
 
+    @property
+    def input_form(self) -> InputForm[Activation]:
+        return self.gate_up.input_form
+
     def __call__(self, hidden: Activation) -> Tensor:
-        """hidden: rows in the input form of gate_up."""
+        """hidden: rows in the input form."""
         return self.down.apply(self.gate_up.apply_gated(hidden, self.down.input_form))
+
+    def linears(self) -> tuple[Linear, ...]:
+        return (self.gate_up, self.down)

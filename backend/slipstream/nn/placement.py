@@ -15,6 +15,11 @@ class Placement:
     dtype: torch.dtype  # of activations, and of weights that are not quantised
     method: QuantMethod
     head_method: QuantMethod  # of lm_head, which most quantised checkpoints leave alone
+    expert_method: QuantMethod | None = None  # of MoE layers' experts, where it is another
+
+    @property
+    def of_experts(self) -> Placement:
+        return self if self.expert_method is None else replace(self, method=self.expert_method)
 
     @property
     def of_head(self) -> Placement:

@@ -7,7 +7,7 @@ and the memory plan all take their shapes from it, so that one place knows them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -40,12 +40,14 @@ class RopeSpec:
 class LinearSpec:
     """One matrix product of the decoder: parts that share an input are merged into it, in order.
 
-    parts: (name, rows) of each; a part is what a checkpoint stores under a name of its own.
+    parts: (name, rows) of each; a part is what a checkpoint stores under a name of its own. num_experts: 0, or as many
+    products of one shape, one below the other, of which an input takes some; parts are "name.expert" then.
     """
 
     in_features: int
     parts: tuple[tuple[str, int], ...]
     bias: bool = False
+    num_experts: int = 0
 
     @property
     def out_features(self) -> int:
@@ -57,9 +59,22 @@ class LinearSpec:
 
 
 @dataclass(frozen=True)
+class ExpertsSpec:
+    """A layer's MLPs, of which each token takes num_experts_per_token, those that a router rates highest.
+
+    renormalises: the weights of a token's experts add up to one.
+    """
+
+    num_experts: int
+    num_experts_per_token: int
+    renormalises: bool = True
+
+
+@dataclass(frozen=True)
 class DecoderSpec:
     """A decoder-only transformer: pre-norm RMSNorm blocks, rotary grouped-query attention, gated MLP.
 
+    experts: of MoE layers, each as large as intermediate_size says; None = one MLP a layer.
     sliding_windows: per layer, the number of latest tokens that a token sees (itself included); None = all.
     dtype: the checkpoint's. eos_token_ids: every id that ends a sequence, from config.json and generation_config.json.
     """
@@ -85,6 +100,7 @@ class DecoderSpec:
     dtype: torch.dtype = torch.bfloat16
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    experts: ExpertsSpec | None = None
     stored_format: StoredFormat | None = None  # of the checkpoint's linear layers; None = not quantised
 
     @property
@@ -121,19 +137,42 @@ class DecoderSpec:
         return LinearSpec(self.intermediate_size, (("down", self.hidden_size),), self.mlp_bias)
 
     @property
+    def router(self) -> LinearSpec:
+        """Of MoE layers."""
+        assert self.experts is not None
+        return LinearSpec(self.hidden_size, (("router", self.experts.num_experts),))
+
+    @property
+    def expert_gate_up(self) -> LinearSpec:
+        return self._of_experts(self.gate_up)
+
+    @property
+    def expert_down(self) -> LinearSpec:
+        return self._of_experts(self.down)
+
+    def _of_experts(self, linear: LinearSpec) -> LinearSpec:
+        assert self.experts is not None
+        count = self.experts.num_experts
+        parts = tuple((f"{name}.{expert}", rows) for expert in range(count) for name, rows in linear.parts)
+        return replace(linear, parts=parts, num_experts=count)
+
+    @property
     def lm_head(self) -> LinearSpec:
         return LinearSpec(self.hidden_size, (("lm_head", self.vocab_size),))
 
     @property
     def layer_linears(self) -> tuple[LinearSpec, ...]:
-        """The products of one layer."""
-        return (self.qkv, self.o, self.gate_up, self.down)
+        """The products of one layer that a quantisation method holds."""
+        if self.experts is None:
+            return (self.qkv, self.o, self.gate_up, self.down)
+        return (self.qkv, self.o, self.expert_gate_up, self.expert_down)
 
     @property
     def num_parameters(self) -> int:
         """Exact count; tied embeddings count once."""
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
-        layer = norms + sum(linear.num_parameters for linear in self.layer_linears)
+        router = 0 if self.experts is None else self.router.num_parameters
+        layer = norms + router + sum(linear.num_parameters for linear in self.layer_linears)
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + self.num_layers * layer + self.hidden_size
 

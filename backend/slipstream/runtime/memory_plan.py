@@ -225,7 +225,8 @@ def _pool_budget(cache: CacheConfig, remaining_bytes: int, device: torch.device)
 
 def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, dtype: torch.dtype) -> int:
     logits = LOGITS_COPIES * max(config.scheduler.max_num_seqs, MAX_PROMPT_ROWS) * spec.vocab_size * 4
-    width = HIDDEN_COPIES * spec.hidden_size + INTERMEDIATE_COPIES * spec.intermediate_size
+    rows = 1 if spec.experts is None else spec.experts.num_experts_per_token  # of a token in the MLP
+    width = (HIDDEN_COPIES + rows - 1) * spec.hidden_size + rows * INTERMEDIATE_COPIES * spec.intermediate_size
     return logits + config.scheduler.max_num_batched_tokens * width * dtype.itemsize
 
 

@@ -8,6 +8,8 @@ from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
 from slipstream_kernels.ops.decode_attention import decode_attention
+from slipstream_kernels.ops.grouped_int4_mm import grouped_int4_mm
+from slipstream_kernels.ops.grouped_mm import grouped_mm
 from slipstream_kernels.ops.int4_mm import int4_mm, max_plain_int4_tokens, repack_int4
 from slipstream_kernels.ops.int8_mm import int8_mm
 from slipstream_kernels.ops.logprobs import TopLogprobs, top_logprobs
@@ -27,6 +29,7 @@ from slipstream_kernels.ops.reject_drafts import reject_drafts, token_probs
 from slipstream_kernels.ops.rms_norm import rms_norm
 from slipstream_kernels.ops.rms_norm_fp8 import rms_norm_fp8
 from slipstream_kernels.ops.rope_write_kv import rope_write_kv
+from slipstream_kernels.ops.route_experts import combine_experts, route_experts
 from slipstream_kernels.ops.sample import greedy, sample
 from slipstream_kernels.ops.scaled_mm import block_scales, scaled_mm, scaled_mm_counters
 from slipstream_kernels.ops.select import BACKENDS, select
@@ -34,6 +37,7 @@ from slipstream_kernels.ops.silu_mul import silu_mul
 from slipstream_kernels.ops.silu_mul_fp8 import silu_mul_fp8
 from slipstream_kernels.ops.stream_mm import max_streamed_tokens, stream_mm
 from slipstream_kernels.rotation import HeadNorms, Rope
+from slipstream_kernels.routing import Routing
 
 __all__ = [
     "BACKENDS",
@@ -45,15 +49,19 @@ __all__ = [
     "Int8Rows",
     "KvCache",
     "Rope",
+    "Routing",
     "SlotTable",
     "TopLogprobs",
     "apply_bias",
     "apply_penalties",
     "block_scales",
+    "combine_experts",
     "decode_attention",
     "dequantize_int4",
     "empty_kv_cache",
     "greedy",
+    "grouped_int4_mm",
+    "grouped_mm",
     "int4_mm",
     "int4_weight",
     "int8_mm",
@@ -73,6 +81,7 @@ __all__ = [
     "rms_norm",
     "rms_norm_fp8",
     "rope_write_kv",
+    "route_experts",
     "sample",
     "scaled_mm",
     "scaled_mm_counters",

@@ -85,7 +85,7 @@ def _choose(backend: str, rows: torch.Tensor, weight: Int4Weight) -> ModuleType:
     if weight.is_repacked or backend == "cuda":
         wanted = "a weight of repack_int4" if backend == "cuda" else "a canonical weight"
         raise ValueError(f"backend: {backend!r} takes {wanted}")
-    return select("int4_mm", backend, rows, _triton_refusal(weight))
+    return select("int4_mm", backend, rows, triton_refusal(weight))
 
 
 def _cuda() -> ModuleType:
@@ -109,7 +109,7 @@ def check_int4(weight: Int4Weight) -> None:
             raise ValueError(f"zeros: dtype {weight.zeros.dtype}, expected uint8")
 
 
-def _triton_refusal(weight: Int4Weight) -> str | None:
+def triton_refusal(weight: Int4Weight) -> str | None:
     """Why the Triton-lang version cannot take the weight; None if it can."""
     size = weight.group_size
     if size % TRITON_BLOCK and size not in (32, 64, weight.in_features):

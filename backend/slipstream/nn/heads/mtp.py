@@ -19,7 +19,7 @@ from slipstream.nn.decoder import Decoder, DecoderLayer
 from slipstream.nn.embedding import Embedding
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
 from slipstream.nn.linear import Linear
-from slipstream.nn.models.family import FAMILIES
+from slipstream.nn.models.family import FAMILIES, tensor_name
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.placement import Placement
 from slipstream.nn.quant import QUANT_METHODS
@@ -39,7 +39,7 @@ def head_spec(target: DecoderSpec) -> DecoderSpec:
 
 def head_placement(target: Decoder) -> Placement:
     plain = QUANT_METHODS.get("none")
-    return replace(target.placement, method=plain, head_method=plain)
+    return replace(target.placement, method=plain, head_method=plain, expert_method=None)
 
 
 class MTPModule:
@@ -91,7 +91,8 @@ class MTPModule:
         names = FAMILIES.get(self.spec.architecture).names
         for linear in self.layer.linears():
             for part, suffix, slot in linear.slots():
-                slots[f"{_below_layer(names[part])}.{suffix}"] = slot
+                module = _below_layer(tensor_name(names, part, "{layer}"))
+                slots[f"{module}.{suffix}"] = slot
         for name, norm in self.layer.norms():
             slots[f"{_below_layer(names[name])}.weight"] = norm.slot()
         if self.embedding is not self._target.embedding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.models import llama, mistral, qwen2, qwen3  # noqa: F401  (each registers itself)
+from slipstream.nn.models import llama, mistral, mixtral, qwen2, qwen3  # noqa: F401  (each registers itself)
 from slipstream.nn.models.family import FAMILIES, Family
 
 

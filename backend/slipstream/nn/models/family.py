@@ -32,6 +32,12 @@ LLAMA_NAMES: Mapping[str, str] = {
 }
 
 
+def tensor_name(names: Mapping[str, str], part: str, layer: int | str) -> str:
+    """The checkpoint's name of a decoder's part in a layer; "gate.3" is the gate of expert 3."""
+    module, _, expert = part.partition(".")
+    return names[module].format(layer=layer, expert=expert)
+
+
 @dataclass(frozen=True)
 class Family:
     """names: as LLAMA_NAMES. ignored_suffixes: tensors of old checkpoints that carry no weights (rotary buffers)."""

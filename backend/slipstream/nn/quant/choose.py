@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
@@ -11,7 +11,7 @@ from slipstream.nn.quant.fp8 import Fp8
 from slipstream.nn.quant.fp8_block import BlockWiseFp8
 from slipstream.nn.quant.int4 import Int4
 from slipstream.nn.quant.int8 import Int8
-from slipstream.nn.quant.method import QUANT_METHODS, QuantMethod
+from slipstream.nn.quant.method import QUANT_METHODS, ExpertMethod, QuantMethod
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_format import StoredFormat
 
@@ -27,6 +27,41 @@ READERS: dict[str, Callable[[StoredFormat], QuantMethod]] = {
     "w4a8_fp8": lambda stored: Int4(True, stored, stored.group_size),
 }
 SAME_WEIGHTS = (("wint8", "w8a8_int8"), ("wint4", "w4a8_fp8"))
+MIXED = {"a8w8_fp8_wint4": ("fp8", "w4a8_fp8")}  # of the experts, the other linears'
+
+
+@dataclass(frozen=True)
+class Methods:
+    """name: what they are together. experts: of MoE layers; linears: of all others but the head."""
+
+    name: str
+    linears: QuantMethod
+    head: QuantMethod
+    experts: QuantMethod
+
+
+def choose_methods(config: ModelConfig, spec: DecoderSpec) -> Methods:
+    """The methods of a model's layers, as choose_method says, and of its experts.
+
+    Raises ConfigError for methods that serve no experts, and for mixed ones of a model without.
+    """
+    mixed = MIXED.get(config.quantization)
+    if mixed is None:
+        name, linears, head = choose_method(config, spec)
+        experts = linears
+    else:
+        name = config.quantization
+        if spec.experts is None:
+            raise ConfigError("quantization", name, f"{spec.architecture} has no experts; accepted: {mixed[0]}")
+        if spec.stored_format is not None:
+            raise ConfigError("quantization", name, f"the checkpoint is stored in {spec.stored_format.method}")
+        whole = replace(config, quantization=mixed[0], quantization_group_size=0)
+        _, linears, head = choose_method(whole, spec)
+        experts = _made_at_load(mixed[1], config.quantization_group_size)
+    if spec.experts is not None and not isinstance(experts, ExpertMethod):
+        serving = [known for known in QUANT_METHODS.names() if isinstance(QUANT_METHODS.get(known), ExpertMethod)]
+        raise ConfigError("quantization", name, f"serves no experts; accepted: {', '.join((*serving, *MIXED))}")
+    return Methods(name, linears, head, experts)
 
 
 def choose_method(config: ModelConfig, spec: DecoderSpec) -> tuple[str, QuantMethod, QuantMethod]:

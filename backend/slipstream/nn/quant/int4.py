@@ -42,6 +42,9 @@ class Int4:
 
     def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
         self._require_whole_groups(spec)
+        if spec.num_experts and self._has_order:
+            reason = "each expert has an order of its input features (desc_act): served in layers without experts"
+            raise ConfigError("quantization", self.stored.packing if self.stored else "", reason)
         rows, columns = spec.out_features, spec.in_features
         groups = (rows, columns // (self.group_size or columns))
         weights = {
@@ -104,6 +107,10 @@ class Int4:
         if not isinstance(x, Tensor) or self._has_order:
             return form.silu_mul(self.apply(weights, x))
         return form.cast(ops.int4_mm(x, self._weight(weights, x.shape[1]), weights.get("bias"), gated=True))
+
+    def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
+        rows = ops.quantize_fp8(x) if self.fp8_inputs else x
+        return ops.grouped_int4_mm(rows, self._weight(weights, x.shape[1]), routing, by_token=by_token, gated=gated)
 
     @property
     def _has_order(self) -> bool:

@@ -5,9 +5,10 @@ A method is stateless; the tensors it makes live in the layer's `weights` dictio
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
+from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.registry import Registry
@@ -73,6 +74,18 @@ class QuantMethod(Protocol):
 
     def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
         """silu(gate) · up of the product [gate, up], in `form`: one kernel where the method has such, else two."""
+        ...
+
+
+@runtime_checkable
+class ExpertMethod(QuantMethod, Protocol):
+    """A method that serves MoE layers too: the weights of all experts are one layer, one below the other."""
+
+    def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
+        """x: plain, a row for each row of the routing, or by_token for each token -> [num_rows, of an expert].
+
+        gated: silu(gate) · up of an expert's [gate, up].
+        """
         ...
 
 

@@ -14,7 +14,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.speculation import DraftPlanner, Speculation
 from slipstream.core.step import ScheduledRequest
-from slipstream.nn.quant.choose import choose_method
+from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.memory_plan import Hardware
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
@@ -123,6 +123,7 @@ FREE_TOKENS = {
     "wint8": 92,
     "wint4": 48,
     "w4a8_fp8": 97,
+    "a8w8_fp8_wint4": 97,
 }
 _FREE_TOKENS_OF_FLOAT32 = 28  # its products do not run on tensor cores
 
@@ -140,5 +141,4 @@ def make_planner(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) ->
 def _free_tokens(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> int:
     if hardware.dtype == torch.float32:
         return _FREE_TOKENS_OF_FLOAT32
-    method, _, _ = choose_method(config.model, spec)
-    return FREE_TOKENS[method]
+    return FREE_TOKENS[choose_methods(config.model, spec).name]

@@ -1,0 +1,36 @@
+"""grouped_int4_mm: contract and choice.  Rows sorted by expert times each expert's own 4-bit weight."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.integer import Int4Weight
+from slipstream_kernels.ops.grouped_mm import check_rows
+from slipstream_kernels.ops.int4_mm import check_int4, triton_refusal
+from slipstream_kernels.ops.select import select
+from slipstream_kernels.routing import Routing
+
+
+def grouped_int4_mm(
+    x: torch.Tensor | Fp8Rows,
+    weight: Int4Weight,
+    routing: Routing,
+    *,
+    by_token: bool = False,
+    gated: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """y[r] = x[r] @ dequantised(weight of row r's expert).T as [num_rows, out_features of an expert].
+
+    weight: of all experts, one below the other: [num_experts * out_features, in_features].
+    x, by_token, gated: as ops.grouped_mm.  Accuracy: as ops.int4_mm.
+    """
+    rows = x.values if isinstance(x, Fp8Rows) else x
+    check_rows(x, weight.in_features, routing, by_token)
+    check_int4(weight)
+    unit = routing.num_experts * (2 if gated else 1)
+    if weight.out_features % unit:
+        raise ValueError(f"weight: {weight.out_features} output features, expected a multiple of {unit}")
+    module = select("grouped_int4_mm", backend, rows, triton_refusal(weight))
+    return module.grouped_int4_mm(x, weight, routing, by_token, gated)

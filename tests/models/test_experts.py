@@ -1,0 +1,182 @@
+"""MoE layers under quantisation: experts hold what the method says, stored is made at load, refusals name the field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantized_checkpoints import Tensors, load, logits, rms_error, store
+from safetensors.torch import load_file, save_file
+from slipstream import LLM, SamplingParams
+from slipstream.core.config import ModelConfig
+from slipstream.core.errors import ConfigError
+from slipstream.nn.experts import Experts
+from slipstream.nn.load import weight_bytes
+from slipstream.nn.spec import read_spec
+from slipstream_kernels import ops
+from tiny_model import make_tiny_llama
+from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
+
+EXPERT, DENSE = (".w1.weight", ".w2.weight", ".w3.weight"), "_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Unquantised, float32, every size a multiple of 128."""
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64, num_local_experts=4, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = MixtralForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(float("norm" in name), 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
+    path = tmp_path_factory.mktemp("mixtral")
+    model.save_pretrained(path)
+    return path
+
+
+def held(weight: torch.Tensor, form: str) -> torch.Tensor:
+    """What a weight stands for once it is quantised."""
+    if form == "int4":
+        return ops.dequantize_int4(ops.quantize_int4(weight, 128))
+    rows = ops.quantize_fp8(weight)
+    return rows.values.float() * rows.scales
+
+
+def with_held_weights(full: Path, folder: Path, experts: str, dense: str) -> Path:
+    (folder / "config.json").write_text((full / "config.json").read_text())
+    tensors: Tensors = load_file(full / "model.safetensors")
+    for name, weight in tensors.items():
+        form = experts if name.endswith(EXPERT) else dense if name.endswith(DENSE) else ""
+        tensors[name] = held(weight, form) if form else weight
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("method", "experts", "dense", "bound"),
+    [
+        ("wint4", "int4", "int4", 1e-5),
+        ("fp8", "fp8", "fp8", 0.1),
+        ("w4a8_fp8", "int4", "int4", 0.1),
+        ("a8w8_fp8_wint4", "int4", "fp8", 0.16),
+    ],
+)
+def test_quantised_at_load(full: Path, tmp_path: Path, method: str, experts: str, dense: str, bound: float) -> None:
+    ours = logits(load(full, quantization=method))
+    assert rms_error(ours, logits(load(with_held_weights(full, tmp_path, experts, dense)))) < bound
+    assert 0.01 < rms_error(ours, logits(load(full))) < 0.4
+
+
+def test_mixed_formats_are_held_where_they_belong(full: Path) -> None:
+    layer = load(full, quantization="a8w8_fp8_wint4").layers[0]
+    assert isinstance(layer.mlp, Experts)
+    assert layer.attention.qkv.weights["weight"].dtype == torch.float8_e4m3fn
+    assert layer.mlp.gate_up.weights["packed"].shape == (4 * 512, 64)
+    assert layer.mlp.router.weights.keys() & {"weight", "packed"}  # 16 or 32 bits: no scales
+    assert "scale" not in layer.mlp.router.weights
+
+
+@pytest.mark.parametrize("method", ["none", "fp8", "wint4", "a8w8_fp8_wint4"])
+def test_planned_bytes_are_held_bytes(full: Path, method: str) -> None:
+    decoder = load(full, quantization=method, load_format="dummy")
+    kept = [decoder.embedding.weight, decoder.final_norm.weight]
+    for layer in decoder.layers:
+        kept += [norm.weight for _, norm in layer.norms()]
+        kept += [tensor for linear in layer.linears() for tensor in linear.weights.values()]
+    kept += decoder.lm_head.weights.values()  # type: ignore[union-attr]
+    config = ModelConfig(model=str(full), device="cpu", quantization=method)
+    assert weight_bytes(config, decoder.spec, torch.float32) == sum(tensor.nbytes for tensor in kept)
+
+
+def by_channel(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.endswith((*EXPERT, DENSE))]:
+        rows = ops.quantize_fp8(tensors[name])
+        tensors |= {name: rows.values, name.replace("weight", "weight_scale"): rows.scales}
+
+
+def by_words(tensors: Tensors) -> None:
+    """As compressed-tensors packs 4 bits."""
+    for name in [name for name in tensors if name.endswith((*EXPERT, DENSE))]:
+        weight = ops.quantize_int4(tensors.pop(name), 128)
+        module = name.removesuffix("weight")
+        tensors[f"{module}weight_packed"] = weight.packed.view(torch.int32)
+        tensors[f"{module}weight_scale"] = weight.scales
+        tensors[f"{module}weight_shape"] = torch.tensor([weight.out_features, weight.in_features])
+
+
+def stored_format(weights: dict[str, object], inputs: dict[str, object] | None, form: str) -> dict[str, object]:
+    group = {"targets": ["Linear"], "weights": {"symmetric": True, **weights}, "input_activations": inputs}
+    ignored = ["lm_head", "re:.*block_sparse_moe.gate"]
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}, "ignore": ignored
+    }  # fmt: skip
+
+
+FLOAT8 = {"num_bits": 8, "type": "float"}
+CHANNELS = stored_format(
+    {**FLOAT8, "strategy": "channel"}, {**FLOAT8, "strategy": "token", "dynamic": True}, "float-quantized"
+)
+WORDS = stored_format({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}, None, "pack-quantized")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "change", "method"), [(CHANNELS, by_channel, "fp8"), (WORDS, by_words, "wint4")]
+)
+def test_stored_experts(full: Path, tmp_path: Path, quantization: dict[str, object], change, method: str) -> None:
+    stored = store(full, tmp_path, quantization, change)
+    assert torch.equal(logits(load(stored)), logits(load(full, quantization=method)))
+    with pytest.raises(ConfigError, match="quantization='a8w8_fp8_wint4': the checkpoint is stored in"):
+        load(stored, quantization="a8w8_fp8_wint4")
+
+
+def test_a_lost_expert_is_named(full: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    with pytest.raises(ConfigError, match=f"tensor {name} missing"):
+        load(store(full, tmp_path, {}, lambda tensors: tensors.pop(name)))
+
+
+@pytest.mark.parametrize("method", ["block_wise_fp8", "wint8", "w8a8_int8"])
+def test_methods_without_experts_are_refused(full: Path, method: str) -> None:
+    accepted = "accepted: fp8, wint4, w4a8_fp8, none, a8w8_fp8_wint4"
+    with pytest.raises(ConfigError, match=f"quantization='{method}': serves no experts; {accepted}"):
+        load(full, quantization=method, load_format="dummy")
+
+
+def test_wishes_that_cannot_be_served(full: Path, tmp_path: Path) -> None:
+    dense = make_tiny_llama(tmp_path / "dense")
+    with pytest.raises(ConfigError, match=r"a8w8_fp8_wint4.*LlamaForCausalLM has no experts; accepted: fp8"):
+        load(dense, quantization="a8w8_fp8_wint4")
+    config = json.loads((full / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_experts_per_tok": 5}))
+    with pytest.raises(ConfigError, match="num_experts_per_tok=5: must be at most num_local_experts=4"):
+        read_spec(tmp_path)
+
+
+def test_engine_serves_experts(tmp_path: Path) -> None:
+    """A batch's texts are those of its members alone, and greedy text is Hugging Face's."""
+    tokenizer = make_tiny_llama(tmp_path)
+    config = AutoConfig.from_pretrained(tokenizer).to_dict()
+    torch.manual_seed(1)
+    same = ("vocab_size", "hidden_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "head_dim")
+    model = MixtralForCausalLM(
+        MixtralConfig(
+            **{name: config[name] for name in same}, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, num_local_experts=6, initializer_range=0.3,
+        )
+    ).float().eval()  # fmt: skip
+    model.save_pretrained(tmp_path)
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    prompts = ["def read(", "import os\n\n\nclass Stack:", "for i in"]
+    with LLM(str(tmp_path), device="cpu", num_blocks=64) as llm:
+        together = llm.generate(prompts, params)
+        assert [one.text for one in together] == [llm.generate(prompt, params)[0].text for prompt in prompts]
+    for one in together:
+        prompt, made = one.prompt_token_ids, one.token_ids
+        with torch.no_grad():
+            best = model(torch.tensor([[*prompt, *made]])).logits[0].argmax(-1)
+        assert best[len(prompt) - 1 : -1].tolist() == list(made)
