@@ -20,6 +20,9 @@ ATTENTION = {
     "num_requests": "i32", "slopes_ptr": "*fp32", "scale": "fp32", "window": "i32", "soft_cap": "fp32",
     "token_stride": "i32", "head_stride": "i32", "table_stride": "i32",
 }  # fmt: skip
+TREE_ATTENTION = {
+    **ATTENTION, "maxima_ptr": "*fp32", "normalisers_ptr": "*fp32", "tree_mask_ptr": "*i64", "positions_ptr": "*i64",
+}  # fmt: skip
 ATTENTION_SHAPE = {
     "GROUP": 4, "NUM_KV_HEADS": 8, "BLOCK_SIZE": 64, "D": 80, "BLOCK_D": 128, "BLOCK_N": 64, "FORMAT": 0,
     "HAS_SCALE": False,
@@ -55,6 +58,21 @@ INT_MM_TILE = {
     "BLOCK_N": 64, "BLOCK_K": 128, "FACTOR": triton.language.bfloat16, "IS_INT8": False,
 }  # fmt: skip
 FP8_INPUTS = {"HAS_X_SCALES": True, "HAS_ZEROS": False, "BLOCK_M": 16}
+
+INVARIANT_MM = {
+    **INT_MM, "weight_ptr": "*bf16", "partial_ptr": "*fp32",
+}  # fmt: skip
+INVARIANT_MM_TILE = {
+    "IN_FEATURES": 14336, "HAS_SCALES": False, "HAS_BIAS": True, "NUM_PARTS": 14, "SPAN": 1024, "BAND": 8, "BLOCK": 512,
+}  # fmt: skip
+INVARIANT_TILES = [
+    ({"IS_SPLIT": True, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "NUM_STAGES": 5}, 4),
+    ({"IS_SPLIT": False, "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "NUM_STAGES": 4}, 8),
+]  # fmt: skip
+INVARIANT_ATTENTION = {
+    "QUERIES": 16, "ROWS": 4, "D": 128, "BLOCK_M": 64, "HAS_WINDOW": True, "HAS_TREE": False, "IS_SPLIT": False,
+    "NUM_PARTS": 16, "FIRST": 512, "PER_LENGTH": 8,
+}  # fmt: skip
 
 ROPE = {
     "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "q_out_ptr": "*bf16", "positions_ptr": "*i64",
@@ -135,6 +153,24 @@ KERNELS = [
     ("int4_mm", "_int4_mm_kernel", {**INT_MM, "x_ptr": "*fp8e4nv"}, {**INT_MM_TILE, **FP8_INPUTS}, 4),
     ("int8_mm", "_int8_mm_kernel", INT_MM, INT_MM_TILE, 4),
     ("int8_mm", "_int8_mm_kernel", {**INT_MM, "x_ptr": "*i8"}, {**INT_MM_TILE, "IS_INT8": True}, 4),
+    *(
+        (
+            "invariant_mm", "_invariant_mm_kernel", {**INVARIANT_MM, **weight},
+            {**INVARIANT_MM_TILE, **scaled, **tile}, warps,
+        )
+        for tile, warps in INVARIANT_TILES
+        for weight, scaled in (({}, {}), ({"weight_ptr": "*fp8e4nv"}, {"HAS_SCALES": True}))
+    ),
+    ("invariant_mm", "_add_parts_kernel", INVARIANT_MM, INVARIANT_MM_TILE, 4),
+    *(
+        (
+            "invariant_attention", "_invariant_attention_kernel", {**TREE_ATTENTION, **cache},
+            {**ATTENTION_SHAPE, **INVARIANT_ATTENTION, **tile, "FORMAT": code}, 4,
+        )
+        for cache, code in (({}, 0), (stored("fp8e4nv"), 1), (stored("u8"), 3))
+        for tile in ({}, {"QUERIES": 1, "HAS_TREE": True, "IS_SPLIT": True})
+    ),
+    ("invariant_attention", "_merge_parts_kernel", TREE_ATTENTION, {**ATTENTION_SHAPE, **INVARIANT_ATTENTION}, 4),
     ("quantize_int8", "_quantize_int8_kernel", {**FP8_ROWS, "values_ptr": "*i8"}, FP8_TILE, 8),
     (
         "logprobs", "_logprob_chunk_kernel", LOGPROBS,

@@ -12,6 +12,8 @@ from slipstream_kernels.ops.grouped_int4_mm import grouped_int4_mm
 from slipstream_kernels.ops.grouped_mm import grouped_mm
 from slipstream_kernels.ops.int4_mm import int4_mm, max_plain_int4_tokens, repack_int4
 from slipstream_kernels.ops.int8_mm import int8_mm
+from slipstream_kernels.ops.invariant_attention import invariant_attention
+from slipstream_kernels.ops.invariant_mm import invariant_mm
 from slipstream_kernels.ops.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.ops.move_slots import SlotTable, move_slots, slot_table
 from slipstream_kernels.ops.paged_attention import paged_attention
@@ -65,6 +67,8 @@ __all__ = [
     "int4_mm",
     "int4_weight",
     "int8_mm",
+    "invariant_attention",
+    "invariant_mm",
     "kv_row_bytes",
     "max_plain_int4_tokens",
     "max_streamed_tokens",

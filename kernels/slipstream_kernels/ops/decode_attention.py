@@ -56,10 +56,10 @@ def decode_attention(
     the batch.  Its calls on one device must be ordered, on one stream, with one call before any graph capture.
     Sources: PagedAttention, arXiv:2309.06180; split keys: Flash-Decoding; tree masks: SpecInfer, arXiv:2305.09781.
     """
-    _check_tensors(q, key_cache, value_cache, block_tables, query_start_loc, seq_lens)
-    _check_cache(q, key_cache, value_cache, key_scale, value_scale)
-    _check_rows(q, max_query_len, tree_mask, positions)
-    _check_options(q, sliding_window, alibi_slopes, soft_cap, out)
+    check_tensors(q, key_cache, value_cache, block_tables, query_start_loc, seq_lens)
+    check_cache(q, key_cache, value_cache, key_scale, value_scale)
+    check_rows(q, max_query_len, tree_mask, positions)
+    check_options(q, sliding_window, alibi_slopes, soft_cap, out)
     call = DecodeCall(
         q=q,
         key_cache=key_cache,
@@ -96,7 +96,7 @@ def _run(call: DecodeCall, backend: str) -> None:
     return reference.decode_attention(call)
 
 
-def _check_tensors(
+def check_tensors(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -129,7 +129,7 @@ def _check_tensors(
     require_unit_stride("block_tables", block_tables)
 
 
-def _check_cache(
+def check_cache(
     q: torch.Tensor,
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -140,7 +140,7 @@ def _check_cache(
     check_kv_cache(cache, key_cache.shape[1], q.shape[2], q.dtype)
 
 
-def _check_rows(
+def check_rows(
     q: torch.Tensor, max_query_len: int, tree_mask: torch.Tensor | None, positions: torch.Tensor | None
 ) -> None:
     if not 1 <= max_query_len <= MAX_QUERY_LEN:
@@ -154,7 +154,7 @@ def _check_rows(
                 raise ValueError(f"{name}: must be contiguous int64, is {rows.dtype}")
 
 
-def _check_options(
+def check_options(
     q: torch.Tensor,
     sliding_window: int | None,
     alibi_slopes: torch.Tensor | None,

@@ -1,4 +1,4 @@
-"""What both paged-attention kernels share: tiles of query rows, and a call's arguments in kernel order.
+"""What the paged-attention kernels share: tiles of query rows, and a call's arguments in kernel order.
 
 A row of a tile is one query head of one token: row = query * GROUP + head within its kv head's group.
 """
@@ -11,6 +11,17 @@ import triton.language as tl
 
 from slipstream_kernels.attention_call import AttentionCall
 from slipstream_kernels.triton.kv_formats import kv_format
+
+
+@triton.jit
+def find_request(query_start_loc_ptr, num_requests, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The request whose tiles hold `tile`; request r has those from start_r * GROUP // BLOCK_M + r on."""
+    low, high = num_requests * 0, num_requests
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_at_or_after = tl.load(query_start_loc_ptr + middle) * GROUP // BLOCK_M + middle <= tile
+        low, high = tl.where(is_at_or_after, middle, low), tl.where(is_at_or_after, high, middle)
+    return low
 
 
 @triton.jit

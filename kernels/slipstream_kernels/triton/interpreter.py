@@ -1,4 +1,4 @@
-"""Whether the kernels of this process are compiled or interpreted, and the two operations that must differ.
+"""Whether the kernels of this process are compiled or interpreted, and the operations that must differ.
 
 Triton-lang decides at decoration time, its own library's at `import triton`: TRITON_INTERPRET=1 must be set before
 that.
@@ -23,6 +23,15 @@ def dot(a, b):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def dot_onto(acc, a, b):
+    """acc + a @ b, added up in the tensor core; see dot."""
+    if INTERPRETING:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit

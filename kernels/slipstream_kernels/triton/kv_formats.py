@@ -44,6 +44,23 @@ def load_rows(cache_ptr, first_row, num_rows, dtype: tl.constexpr, FORMAT: tl.co
         stored = tl.load(pointers)
     else:
         stored = tl.load(pointers, mask=(places < WIDTH)[None, :], other=0.0)
+    return _numbers(stored, dtype, FORMAT, BLOCK_N, BLOCK_D)
+
+
+@triton.jit
+def gather_rows(cache_ptr, rows, is_row, dtype: tl.constexpr, FORMAT: tl.constexpr,
+                D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
+    """load_rows of any rows: [BLOCK_N] int64.  Those that is_row denies, and dims past D, stand for 0."""
+    WIDTH: tl.constexpr = D // 2 if FORMAT == INT4 else D
+    places = tl.arange(0, BLOCK_D // 2 if FORMAT == INT4 else BLOCK_D)
+    mask = is_row[:, None] & (places < WIDTH)[None, :]
+    stored = tl.load(cache_ptr + rows[:, None] * WIDTH + places[None, :], mask=mask, other=0.0)
+    return _numbers(stored, dtype, FORMAT, BLOCK_N, BLOCK_D)
+
+
+@triton.jit
+def _numbers(stored, dtype: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Stored elements of any type -> [BLOCK_N, BLOCK_D] of `dtype`."""
     if FORMAT == INT4:
         nibbles = tl.reshape(tl.join(stored & 15, stored >> 4), (BLOCK_N, BLOCK_D))
         stored = nibbles.to(tl.int8) - 8

@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.attention_call import AttentionCall
-from slipstream_kernels.triton.attention_tiles import caches, load_queries, options, shapes, store_rows, strides
+from slipstream_kernels.triton.attention_tiles import (
+    caches,
+    find_request,
+    load_queries,
+    options,
+    shapes,
+    store_rows,
+    strides,
+)
 from slipstream_kernels.triton.interpreter import dot
 from slipstream_kernels.triton.kv_formats import INT8, VALUE_BOOST, head_scale, load_rows, token_scales, value_factor
 
@@ -37,17 +45,6 @@ TILES = {
     256: PrefillTile(128, 64, 8, 2),
 }
 FLOAT32_TILE = PrefillTile(64, 32, 4, 2)
-
-
-@triton.jit
-def _find_request(query_start_loc_ptr, num_requests, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The request whose tiles hold `tile`; request r has those from start_r * GROUP // BLOCK_M + r on."""
-    low, high = num_requests * 0, num_requests
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_at_or_after = tl.load(query_start_loc_ptr + middle) * GROUP // BLOCK_M + middle <= tile
-        low, high = tl.where(is_at_or_after, middle, low), tl.where(is_at_or_after, high, middle)
-    return low
 
 
 @triton.jit
@@ -121,7 +118,7 @@ def _prefill_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_
                     HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
     """Grid (kv heads, query tiles of all requests), the last tiles, which see most keys, first."""
     kv_head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    request = _find_request(query_start_loc_ptr, num_requests, tile, GROUP, BLOCK_M)
+    request = find_request(query_start_loc_ptr, num_requests, tile, GROUP, BLOCK_M)
     start = tl.load(query_start_loc_ptr + request)
     query_len = tl.load(query_start_loc_ptr + request + 1) - start
     first_row = (tile - (start * GROUP // BLOCK_M + request)) * BLOCK_M

@@ -1,0 +1,83 @@
+"""invariant_attention: contract and choice.  Attention whose rows do not depend on what else is in the step."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.decode_call import DecodeCall
+from slipstream_kernels.ops.decode_attention import check_cache, check_options, check_rows, check_tensors
+from slipstream_kernels.ops.paged_attention import TRITON_HEAD_DIMS, triton_min_block_size
+from slipstream_kernels.ops.select import select
+
+MAX_GROUP = 64  # query heads of a kv head: one token's rows must fit a tile
+
+
+def invariant_attention(
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_tables: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    sliding_window: int | None = None,
+    out: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Attend each query token to its own request's cached blocks; this step's keys must already be there.
+
+    Arguments and result as ops.decode_attention's, for queries of any length (with tree_mask at most 64 a request).
+    max_query_len, max_seq_len: host-side upper bounds.
+    The same token over the same keys gives the same bits as a decode row, in a prompt, in any chunk of it, and as a
+    draft in a chain or a tree: keys are taken in the order of their positions, and the softmax is cut at fixed
+    positions, whoever computes its parts.  That is triton's; the reference's rows agree to fp32's rounding.
+    """
+    check_tensors(q, key_cache, value_cache, block_tables, query_start_loc, seq_lens)
+    check_cache(q, key_cache, value_cache, key_scale, value_scale)
+    if tree_mask is not None:
+        check_rows(q, max_query_len, tree_mask, positions)
+    if (tree_mask is None) != (positions is None):
+        raise ValueError("positions: goes with tree_mask; without, a row's position is its slot")
+    check_options(q, sliding_window, None, None, out)
+    call = DecodeCall(
+        q=q,
+        key_cache=key_cache,
+        value_cache=value_cache,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        out=torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out,
+        max_query_len=max_query_len,
+        scale=scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        tree_mask=tree_mask,
+        positions=positions,
+        sliding_window=sliding_window,
+        alibi_slopes=None,
+        soft_cap=None,
+        is_prefix_settled=False,
+    )
+    refusal = _triton_refusal(q, key_cache)
+    select("invariant_attention", backend, q, refusal).invariant_attention(call, max_seq_len)
+    return call.out
+
+
+def _triton_refusal(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
+    """A reason why the Triton-lang version cannot take the call, or None."""
+    (_, num_q_heads, head_dim), (_, num_kv_heads, block_size, _) = q.shape, key_cache.shape
+    if head_dim not in TRITON_HEAD_DIMS:
+        return f"head_dim {head_dim} is not one of {TRITON_HEAD_DIMS}"
+    if num_q_heads // num_kv_heads > MAX_GROUP:
+        return f"{num_q_heads // num_kv_heads} query heads share a kv head, at most {MAX_GROUP}"
+    smallest = triton_min_block_size(key_cache.dtype)
+    if block_size < smallest or block_size & (block_size - 1):
+        return f"block_size {block_size} is not a power of two >= {smallest}"
+    return None
