@@ -12,8 +12,10 @@ verification as many are taken as the method's rates (PROFILES) say. One JSON ob
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
+import shutil
 import tempfile
 import time
 from bisect import bisect
@@ -22,25 +24,34 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from shapes import SHAPES
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.drafts import children_of_rows
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.nn.batch import ForwardBatch
 from slipstream.runtime import runner, verify
 from slipstream.runtime.engine import Engine
+from slipstream.runtime.host_copy import to_device
+from slipstream.runtime.speculation import ngram
+from slipstream.runtime.speculation.proposer import PROPOSERS
+from slipstream_kernels import ops
 
+DRAFT_SHAPE = "llama3-1b"
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "slipstream-demo-code"
 # Per draft position, how often the guess of each rank is right, given that those before it were: assumptions after
 # published figures. medusa: heads of Medusa-1 on Vicuna-7B (arXiv:2401.10774: next-next token about 60 % top-1, over
 # 80 % top-5; the published tree then takes some 2.5 tokens a step). mtp: DeepSeek-V3's 85-90 % for the second token
 # (arXiv:2412.19437, 5.4.3), falling as one module is used again. eagle: about EAGLE-3 on Llama-3.1-8B
-# (arXiv:2503.01840).
+# (arXiv:2503.01840). ngram: measured on held-out code. draft_model: a draft of a tenth the size.
 _TAIL = [0.03, 0.025, 0.02, 0.015, 0.012, 0.01, 0.01]
 PROFILES: dict[str, list[list[float]]] = {
     "medusa": [[0.57, 0.10, 0.05, *_TAIL], [0.41, 0.09, 0.05, *_TAIL], [0.34, 0.08, 0.04, *_TAIL], [0.30, 0.07, 0.04]],
     "mtp": [[0.87], [0.75], [0.65]],
     "eagle": [[0.76, 0.08, 0.03, 0.02]] * 6,
+    "ngram": [[0.79], [0.70], [0.65], [0.63], [0.62]],
+    "draft_model": [[0.75]] * 4,
 }
 
 
@@ -50,17 +61,16 @@ class SimulatedVerification(verify.Verification):
     rates: ClassVar[list[list[float]]] = []
     dice = random.Random(0)
 
-    def verdicts(self, sampled: Any) -> list[verify.Verdict]:
-        verdicts = []
+    def accept(self, batch: ForwardBatch, *arguments: Any) -> ops.KeptRows:
+        marks = [-1] * self.num_rows
         for row, first in zip(self._scheduled, self.first_rows):
             children = children_of_rows(row.request.draft_parents[: row.num_drafts], row.num_drafts)
-            place, rows, token_ids = 0, [0], []
-            while (rank := self._right_rank(len(rows) - 1)) < len(children[place]):
-                place = children[place][rank]
-                rows.append(place)
-                token_ids.append(row.request.draft_token_ids[place - 1])
-            verdicts.append(verify.Verdict([*token_ids, sampled.token_ids[first + place]], rows))
-        return verdicts
+            place, depth = 0, 0
+            while (rank := self._right_rank(depth)) < len(children[place]):
+                place, depth = children[place][rank], depth + 1
+                marks[first + place] = 1
+        self._marks = to_device(marks, torch.int8, batch.token_ids.device)
+        return super().accept(batch, *arguments)
 
     def _right_rank(self, depth: int) -> int:
         """Which of a node's guesses, likeliest first, is right; a large number for none."""
@@ -68,6 +78,13 @@ class SimulatedVerification(verify.Verification):
             return 1 << 30
         found = bisect(list(accumulate(self.rates[depth])), self.dice.random())
         return found if found < len(self.rates[depth]) else 1 << 30
+
+
+class TalkativeNgram(ngram.NgramProposer):
+    """Always has drafts, though random weights say nothing twice; whether they are right is simulated too."""
+
+    def _continue(self, request: Request, num_drafts: int) -> list[int]:
+        return (super()._continue(request, num_drafts) + request.token_ids[-num_drafts:])[:num_drafts]
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, float]:
@@ -137,6 +154,8 @@ def make_engine(arguments: argparse.Namespace, method: str) -> Engine:
         field = {"medusa": "medusa_heads", "mtp": "mtp_module", "eagle": "eagle_head", "draft_model": "draft_model"}
         if paths and paths[0]:
             values[field[name]] = paths[0]
+        elif arguments.shape and name == "draft_model":
+            values["draft_model"] = str(arguments.model.parent / "draft")
         if len(paths) > 1:
             values["num_draft_tokens"] = paths[1]
         values["speculation_throttle"] = arguments.throttle
@@ -145,7 +164,7 @@ def make_engine(arguments: argparse.Namespace, method: str) -> Engine:
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
     if arguments.shape:
-        runner.Verification = SimulatedVerification  # type: ignore[misc]
+        simulate()
     records = []
     for method in ("plain", *arguments.methods):
         SimulatedVerification.rates = PROFILES.get(method.split(":")[0], [])
@@ -168,11 +187,19 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
     return records
 
 
+def simulate() -> None:
+    """From now on in this process."""
+    runner.Verification = SimulatedVerification  # type: ignore[misc]
+    PROPOSERS._entries["ngram"] = TalkativeNgram
+
+
+def write_shape(shape: str, folder: Path) -> None:
+    """A checkpoint without weights, for load_format dummy."""
+    shutil.copytree(TOKENIZER, folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape].config()))
+
+
 def _empty_device() -> None:
-    import gc
-
-    import torch
-
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -212,8 +239,9 @@ def main() -> None:
     arguments = parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if arguments.shape:
-            (Path(folder) / "config.json").write_text(json.dumps(SHAPES[arguments.shape].config()))
-            arguments.model = Path(folder)
+            arguments.model = Path(folder) / "model"
+            write_shape(arguments.shape, arguments.model)
+            write_shape(DRAFT_SHAPE, arguments.model.parent / "draft")
         records = measure(arguments)
     print(table(records))
     if arguments.out:

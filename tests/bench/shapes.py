@@ -63,6 +63,7 @@ class Shape:
 SHAPES = {
     "llama3-8b": Shape(4096, 32, 32, 8, 14336, 128256, 5e5, 131072),
     "baichuan2-13b": Shape(5120, 40, 40, 40, 13696, 125696),  # its matrix shapes in the Llama graph (no ALiBi)
+    "llama3-1b": Shape(2048, 16, 32, 8, 8192, 128256, 5e5, 131072, 64),
     "llama3-70b": Shape(8192, 80, 64, 8, 28672, 128256, 5e5, 131072),
     "tiny": Shape(1024, 2, 8, 2, 2048, 32000),
     "demo": Shape(384, 6, 6, 2, 1024, 8192, 1e4, 2048, 64),

@@ -15,10 +15,11 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import DraftPlanner, Speculation
 from slipstream.core.step import ScheduledRequest
+from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import read_spec
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.runtime.memory_plan import Hardware
-from slipstream.runtime.sampler import Draws, Sampled
+from slipstream.runtime.sampler import Draws
 from slipstream.runtime.speculation.speculator import FREE_TOKENS, make_planner
 from slipstream.runtime.verify import Verdict, Verification
 from tiny_model import make_tiny_llama
@@ -38,8 +39,31 @@ def verdict(
     drawn: list[int], parents: list[int] = TREE, tokens: list[int] = TOKENS, dead: tuple[int, ...] = ()
 ) -> Verdict:
     verification = Verification([scheduled("exact", parents, tokens)], SpeculationConfig())
-    (found,) = verification.verdicts(Sampled(drawn, dead_rows=set(dead)))
-    return found
+    return accepted(verification, parents, tokens, torch.tensor(drawn), set(dead))
+
+
+def accepted(
+    verification: Verification, parents: list[int], tokens: list[int], drawn: torch.Tensor, dead: set[int]
+) -> Verdict:
+    """What is taken of one request's drafts in a step of their own."""
+    rows = torch.arange(1 + len(tokens))
+    batch = ForwardBatch(
+        token_ids=torch.tensor([3, *tokens]),
+        positions=rows,
+        query_start_loc=torch.tensor([0, len(rows)], dtype=torch.int32),
+        seq_lens=torch.tensor([len(rows)], dtype=torch.int32),
+        block_tables=torch.zeros(1, 1, dtype=torch.int32),
+        slot_mapping=rows,
+        logits_indices=rows,
+        max_query_len=len(rows),
+        max_seq_len=len(rows),
+        num_decode_requests=1,
+        num_decode_tokens=len(rows),
+        max_decode_query_len=len(rows),
+        tree_mask=torch.tensor(row_masks(parents, len(tokens))) if parents else None,
+    )
+    kept = verification.accept(batch, torch.tensor([len(tokens)], dtype=torch.int32), drawn, dead)
+    return verification.verdict(0, kept.paths.item(), drawn.tolist())
 
 
 def test_shapes_of_a_tree() -> None:
@@ -76,9 +100,8 @@ def judged(mode: str, probs: list[list[float]], parents: list[int], tokens: list
     rows = len(probs)
     draws = Draws(torch.ones(rows), None, None, None, torch.zeros(rows, dtype=torch.int64))
     assert verification.needs_judge
-    token_ids, columns = verification.judge(logits, draws, torch.arange(rows), torch.tensor(drawn))
-    (found,) = verification.verdicts(Sampled(token_ids.tolist(), judged=[column.tolist() for column in columns]))
-    return found.token_ids
+    token_ids = verification.judge(logits, draws, torch.arange(rows), torch.tensor(drawn))
+    return accepted(verification, parents, tokens, token_ids, set()).token_ids
 
 
 def test_typical_takes_what_is_likely_enough() -> None:

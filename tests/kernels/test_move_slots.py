@@ -39,15 +39,15 @@ def moves(seed: int) -> tuple[list[list[int]], list[list[int]]]:
 
 
 def move(made: list[KvCache], seed: int, device: torch.device, backend: str) -> None:
-    sources, targets = moves(seed)
-    starts = [0]
-    for part in sources:
-        starts.append(starts[-1] + len(part))
-    flat = [
-        torch.tensor([slot for one in part for slot in one], dtype=torch.int64, device=device)
-        for part in (sources, targets)
+    parts = moves(seed)
+    counts = [len(part) for part in parts[0]]
+    most = max(counts) + 1  # what stands behind a request's moves is of no meaning
+    columns = [
+        torch.tensor([part + [0] * (most - len(part)) for part in side], dtype=torch.int64, device=device)
+        for side in parts
     ]
-    ops.move_slots(ops.slot_table(made), *flat, torch.tensor(starts, dtype=torch.int32, device=device), backend=backend)
+    table = ops.slot_table(made)
+    ops.move_slots(table, *columns, torch.tensor(counts, dtype=torch.int32, device=device), backend=backend)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -82,9 +82,9 @@ def assert_same(made: list[KvCache], expected: list[KvCache]) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    made = caches(torch.float32, torch.device("cpu"))
-    one = torch.zeros(1, dtype=torch.int64)
+    table = ops.slot_table(caches(torch.float32, torch.device("cpu")))
+    one, counts = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="targets"):
-        ops.move_slots(ops.slot_table(made), one, torch.zeros(2, dtype=torch.int64), torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(ValueError, match="starts"):
-        ops.move_slots(ops.slot_table(made), one, one, torch.zeros(2, dtype=torch.int64))
+        ops.move_slots(table, one, torch.zeros(1, 2, dtype=torch.int64), counts)
+    with pytest.raises(ValueError, match="counts"):
+        ops.move_slots(table, one, one, torch.zeros(2, dtype=torch.int32))

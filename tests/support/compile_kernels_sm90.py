@@ -31,7 +31,13 @@ ATTENTION_SHAPE = {
 PLAIN = {"BLOCK_M": 128, "MIN_QUERY_LEN": 1, "HAS_WINDOW": False, "HAS_ALIBI": False, "HAS_SOFT_CAP": False}
 SHORT = {"NUM_TILES": 1, "MAX_QUERY_LEN": 16, "NUM_ROWS": 16}
 
-MOVES = {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "starts": "*i32"}
+ACCEPT = {
+    **{f"{name}_ptr": "*i64" for name in ("token_ids", "next_ids", "slots", "masks")},
+    **{f"{name}_ptr": "*i64" for name in ("paths", "last", "sources", "targets")},
+    **{f"{name}_ptr": "*i32" for name in ("starts", "num_drafts", "counts")},
+    "marks_ptr": "*i8", "scores_ptr": "*fp32", "num_words": "i32",
+}  # fmt: skip
+MOVES = {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "counts": "*i32", "most": "i32"}
 
 FP8_ROWS = {
     "x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*bf16", "summed_ptr": "*bf16", "values_ptr": "*fp8e4nv",
@@ -139,7 +145,7 @@ KERNELS = [
     ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("u8")}, {**ROPE_SHAPE, "FORMAT": 3}, 4),
     (
         "move_slots", "_move_kernel",
-        {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "starts": "*i32"},
+        {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "counts": "*i32", "most": "i32"},
         {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "WIDTH": 20, "WIDTH_PADDED": 32}, 1,
     ),
     ("silu_mul", "_silu_mul_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_token_stride": "i32", "size": "i32"},
@@ -199,6 +205,10 @@ KERNELS = [
         {"BLOCK": 1024}, 4,
     ),
     ("move_slots", "_move_kernel", MOVES, {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "WIDTH": 64, "WIDTH_PADDED": 64}, 1),
+    (
+        "accept_drafts", "_accept_kernel", ACCEPT,
+        {"HAS_TREE": True, "HAS_MARKS": True, "HAS_SCORES": True, "ROWS": 64}, 4,
+    ),
     ("sample", "_chunk_kernel", SAMPLE, SAMPLE_SHAPE, 8),
     ("sample", "_choose_kernel", SAMPLE, SAMPLE_SHAPE, 32),
     ("greedy", "_greedy_chunk_kernel", SAMPLE, SAMPLE_SHAPE, 8),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from slipstream.core.request import Request
 from slipstream.runtime.engine import Engine
-from slipstream.runtime.speculation.proposer import Drafts, StepResult, Wish
+from slipstream.runtime.speculation.proposer import Drafts, Wish
 
 WRONG = 5  # a token that no test's text holds for long
 
@@ -25,7 +25,7 @@ class Oracle:
         self.num_calls = 0
         self.requests: set[Request] = set()
 
-    def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
+    def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:
         self.num_calls += bool(wishes)
         self.requests |= {wish.request for wish in wishes}
         return [self._drafts(wish) for wish in wishes]
@@ -59,4 +59,4 @@ class Oracle:
 
 def consult(engine: Engine, oracle: Oracle) -> None:
     """Let the oracle stand in for the n-gram proposer of an engine."""
-    engine._speculator._proposers["ngram"] = oracle
+    engine._speculator._proposers["ngram"] = engine._speculator._drafters["ngram"] = oracle

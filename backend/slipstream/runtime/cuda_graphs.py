@@ -41,6 +41,11 @@ class GraphShape:
     num_requests: int
     is_tree: bool = False
 
+    @property
+    def is_verification(self) -> bool:
+        """Made for drafts, though short prompts may fit in as well."""
+        return self.is_tree or 1 < self.max_query_len < MAX_DECODE_QUERY_LEN
+
     def holds(self, step: StepArrays) -> bool:
         """Prompts of more than MAX_DECODE_QUERY_LEN tokens never fit: their attention is shaped by their lengths."""
         return (
@@ -116,6 +121,14 @@ class StepGraphs:
         self._static = StaticTensors(self._shapes, max_blocks, device)
         self._graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
+    @property
+    def shapes(self) -> Sequence[GraphShape]:
+        return self._shapes
+
+    def tensors(self, shape: GraphShape) -> tuple[ForwardBatch, torch.Tensor]:
+        """What a captured graph reads, and the hidden states that it writes."""
+        return self._batch(shape, shape.num_tokens), self._graphs[shape][1]
+
     def shape_for(self, step: StepArrays) -> GraphShape | None:
         """The smallest graph that takes such a step, or None."""
         return next((shape for shape in self._shapes if shape.holds(step)), None)
@@ -131,7 +144,7 @@ class StepGraphs:
             return
         start = time.perf_counter()
         pool = torch.cuda.graph_pool_handle()
-        with _uncollected():
+        with uncollected():
             for shape in reversed(self._shapes):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
@@ -242,7 +255,7 @@ class StaticTensors:
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
+def uncollected() -> Iterator[None]:
     """Collect no garbage meanwhile: destroying an engine's graphs and pinned memory ends a capture with an error."""
     gc.collect()
     was_enabled = gc.isenabled()

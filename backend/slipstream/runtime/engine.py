@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
 from slipstream.core.admission import check_fits
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
@@ -31,10 +29,10 @@ from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.runtime.intake import Intake
 from slipstream.runtime.memory_plan import free_device_memory, plan_memory, resolve_hardware
 from slipstream.runtime.runner import ModelRunner, NullRunner, Runner
-from slipstream.runtime.speculation.proposer import ComputedTokens, StepResult, Surroundings
-from slipstream.runtime.speculation.speculator import Speculator, make_planner
+from slipstream.runtime.speculation.proposer import Surroundings
+from slipstream.runtime.speculation.speculator import Guesses, Speculator, make_planner
 from slipstream.runtime.start_up import StartUp
-from slipstream.runtime.step_sample import PendingSample, StepSample, computed_rows
+from slipstream.runtime.step_sample import PendingSample, StepSample
 from slipstream.runtime.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -61,8 +59,8 @@ class _Flight:
     """A step that has been launched and not read."""
 
     step: ScheduledStep
-    hidden: torch.Tensor | None
     sample: PendingSample
+    guesses: Guesses
 
 
 class Engine:
@@ -95,6 +93,7 @@ class Engine:
         if isinstance(self._runner, ModelRunner):
             drafts = self._speculator
             self._runner.start(config, self.memory_plan, self.start_up, drafts.num_drafts, drafts.has_trees)
+            self._speculator.capture(self._runner.verified_rows())
             for num_requests, seconds in self._runner.decode_seconds.items():
                 planner.expect(num_requests, seconds)
         self.start_up.log()
@@ -171,12 +170,12 @@ class Engine:
             self.stats.last_step_time = self.stats.last_step_time or start  # a first step that hangs shows its age
             self._drain_inbox(outputs)
             outputs += self.scheduler.expire(start)
+            if self._flights and self._speculates(self._flights[-1].step):
+                self._land_all(outputs)  # what comes next hangs on its verdict
             step = self.scheduler.schedule()
             if step.requests:
                 self._flights.append(self._launch(step))
-            while len(self._flights) > self._num_kept_ahead(step):
-                self._land(self._flights[0], outputs)
-                self._flights.popleft()
+            self._land_all(outputs, self._num_ahead if step.requests else 0)
             ended = [output.request for output in outputs if output.finish_reason is not None]
             self._runner.forget(ended)
             self._speculator.forget(ended)
@@ -208,9 +207,18 @@ class Engine:
             )
 
     def _launch(self, step: ScheduledStep) -> _Flight:
+        self._speculator.prepare(step, self.scheduler)
         inputs = self._runner.build(step)
         hidden = self._runner.forward(inputs)
-        return _Flight(step, hidden, self._runner.sample(step, inputs, hidden))
+        sample = self._runner.sample(step, inputs, hidden)
+        rows = lambda: self._runner.computed_rows(step, inputs, hidden, sample)  # noqa: E731
+        return _Flight(step, sample, self._speculator.launch(step, self.scheduler, rows))
+
+    def _land_all(self, outputs: list[StepOutput], num_kept: int = 0) -> None:
+        """Read the steps that were launched, but for the last few."""
+        while len(self._flights) > num_kept:
+            self._land(self._flights[0], outputs)
+            self._flights.popleft()
 
     def _land(self, flight: _Flight, outputs: list[StepOutput]) -> None:
         sampled = flight.sample.result()
@@ -222,24 +230,13 @@ class Engine:
         self._advance_guides(committed)
         if not self._speculator.is_empty:
             self._measure_decode(flight.step, sampled)
-            self._propose(flight, sampled)
-
-    def _propose(self, flight: _Flight, sampled: StepSample) -> None:
-        speculates, rows = self._speculates(flight.step), flight.step.requests
-        if speculates or self._speculator.keeps_up:
-            computed = [
-                ComputedTokens(row.request, row.num_computed_tokens, kept)
-                for row, kept in zip(rows, computed_rows(flight.step, sampled))
-            ]
-            # a step that others have run ahead of has lost its hidden states: graphs write them over
-            hidden = flight.hidden if speculates and self._flights[-1] is flight else None
-            self._speculator.propose(rows, StepResult(hidden, computed), self.scheduler)
+            self._speculator.propose(flight.step, sampled.token_ids, flight.guesses, self.scheduler)
 
     def _speculates(self, step: ScheduledStep) -> bool:
         """Whether any request of a step may draft after it: then nothing can be scheduled before it is read."""
         planner = self.scheduler.planner
         return not self._speculator.is_empty and any(
-            row.num_drafts or planner.num_drafts(row.request) for row in step.requests
+            row.num_drafts or (row.samples and planner.num_drafts(row.request)) for row in step.requests
         )
 
     def _measure_decode(self, step: ScheduledStep, sampled: StepSample) -> None:
@@ -251,9 +248,6 @@ class Engine:
             is_speculating = self._speculates(step)
             self.scheduler.planner.measure(len(rows), now - self._decoded_at, tokens_per_request, is_speculating)
         self._decoded_at = now if is_decode else 0.0
-
-    def _num_kept_ahead(self, step: ScheduledStep) -> int:
-        return self._num_ahead if step.requests and not self._speculates(step) else 0
 
     def _drain_inbox(self, outputs: list[StepOutput]) -> None:
         while self._inbox:

@@ -12,15 +12,18 @@ _ALIGNMENT = 16  # bytes: what kernels assume of a pointer
 
 
 class HostCopy:
-    """Tensors on their way to the host. `lists` waits for them alone, not for what was launched after them."""
+    """Tensors on their way to the host. `lists` waits for them alone, not for what was launched after them.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    is_urgent: the device stands still until they are read, so the wait spins instead of sleeping.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], is_urgent: bool = False) -> None:
         self._event: torch.cuda.Event | None = None
         self._tensors = list(tensors)
         if tensors and tensors[0].is_cuda:
             pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             self._tensors = [host.copy_(t, non_blocking=True) for host, t in zip(pinned, tensors)]
-            self._event = torch.cuda.Event(blocking=True)
+            self._event = torch.cuda.Event(blocking=not is_urgent)
             self._event.record()
 
     def lists(self) -> list[list[Any]]:

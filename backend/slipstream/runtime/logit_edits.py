@@ -45,7 +45,7 @@ class LogitEdits:
 
     def compose(self, requests: list[Request]) -> bool:
         """Take the requests of the steps to come, in row order; returns whether any asks for edits."""
-        self._rows = [row for row, request in enumerate(requests) if _has_edits(request)]
+        self._rows = [row for row, request in enumerate(requests) if has_edits(request)]
         known = self._edits
         self._edits = {
             request.request_id: known.get(request.request_id) or self._read(request)
@@ -114,7 +114,7 @@ class LogitEdits:
         assert all(0 <= token_id < self._vocab_size for token_id in token_ids), "an edit outside the vocabulary"
 
 
-def _has_edits(request: Request) -> bool:
+def has_edits(request: Request) -> bool:
     params = request.params
     return bool(params.logit_bias or params.bad_words_ids or params.min_tokens)
 

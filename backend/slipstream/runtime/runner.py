@@ -13,22 +13,26 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from slipstream_kernels import ops
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.errors import EngineError
 from slipstream.core.request import Request
-from slipstream.core.step import ScheduledStep
+from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.batch import BatchBuilder, SampledTokens, StepArrays, fill_pending
 from slipstream.runtime.compaction import Compaction
+from slipstream.runtime.computed_rows import ComputedRows
 from slipstream.runtime.cuda_graphs import GraphShape, StepGraphs, graph_shapes, graph_sizes
+from slipstream.runtime.host_copy import HostCopy, to_device
 from slipstream.runtime.kv_offload import HostBlocks
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.logprobs import PromptLogprobs
 from slipstream.runtime.memory_plan import Hardware, MemoryPlan
-from slipstream.runtime.sampler import Sampler
+from slipstream.runtime.sampler import Sampler, is_plain
 from slipstream.runtime.start_up import StartUp
 from slipstream.runtime.step_sample import LaunchedSample, LaunchedVerification, PendingSample, StepSample
 from slipstream.runtime.verify import Verification
@@ -57,6 +61,10 @@ class Runner(Protocol):
 
     def sample(self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None) -> PendingSample: ...
 
+    def computed_rows(
+        self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None, sample: PendingSample
+    ) -> ComputedRows: ...
+
     def forget(self, requests: list[Request]) -> None:
         """These have ended: drop what was kept for them."""
         ...
@@ -82,7 +90,7 @@ class ModelRunner:
         self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
         self._speculation = config.speculation
-        self._compaction = Compaction(self._kv_caches, plan.block_size, device)
+        self._compaction = Compaction(self._kv_caches, device)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
         self._wants_all_rows = False  # hidden states of every token, for those who draft from them
@@ -102,6 +110,9 @@ class ModelRunner:
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         shapes = graph_shapes(sizes, num_drafts, has_trees)
         self._graphs = StepGraphs(shapes, self._builder.max_blocks, plan.max_model_len, self._run_model, device)
+        most = max((shape.num_tokens for shape in shapes), default=0)
+        self._static_next_ids = torch.zeros(most, dtype=torch.int64, device=device)
+        self._kept = ops.empty_kept_rows(max(config.scheduler.max_num_seqs, *sizes, 1), device)
         with torch.inference_mode():
             self._warm_up()
             if has_trees and device.type == "cuda":
@@ -114,6 +125,18 @@ class ModelRunner:
     @property
     def model(self) -> Decoder:
         return self._model
+
+    def verified_rows(self) -> list[ComputedRows]:
+        """The static tensors of every graph of a verification, for drafting to be captured behind it."""
+        found = []
+        for shape in self._graphs.shapes:
+            if shape.is_verification:
+                batch, hidden = self._graphs.tensors(shape)
+                kept = self._kept.first(shape.num_requests)
+                found.append(
+                    ComputedRows(batch, hidden, self._static_next_ids[: shape.num_tokens], kept.last, kept, shape)
+                )
+        return found
 
     @torch.inference_mode()
     def build(self, step: ScheduledStep) -> StepInput:
@@ -142,7 +165,7 @@ class ModelRunner:
         assert inputs is not None and hidden is not None
         self._prompt_logprobs.collect(step, hidden, self._model.logits)
         if any(row.num_drafts for row in step.requests):
-            return self._verify(step, inputs.batch, hidden)
+            return self._verify(step, inputs, hidden)
         requests = [row.request for row in step.requests if row.samples]
         if not requests:
             self._sampled = None
@@ -162,21 +185,69 @@ class ModelRunner:
         row_of = [next(places) if row.samples else -1 for row in step.requests]
         return LaunchedSample(row_of, tokens, self._prompt_logprobs.take(requests))
 
-    def _verify(self, step: ScheduledStep, batch: ForwardBatch, hidden: torch.Tensor) -> PendingSample:
+    def _verify(self, step: ScheduledStep, inputs: StepInput, hidden: torch.Tensor) -> PendingSample:
         """Draw a token for every draft and last token of the step, and judge the drafts by them."""
+        batch = inputs.batch
         scheduled = [row for row in step.requests if row.samples]
         verification = Verification(scheduled, self._speculation)
-        tokens = self._sampler.sample(
-            verification.requests,
-            self._model.lm_head(self._model.final(hidden[batch.logits_indices])),
-            batch.positions[batch.logits_indices],
-            self._sampled,  # of requests that do not draft: their last token may still be on the device alone
-            paths=verification.paths,
-            judge=verification.judge if verification.needs_judge else None,
-        )
+        all_sample = verification.num_rows == step.num_scheduled_tokens
+        rows = slice(verification.num_rows) if all_sample else batch.logits_indices
+        logits = self._model.lm_head(self._model.final(hidden[rows]))
+        if all(is_plain(row.request) for row in scheduled):
+            tokens = self._sampler.greedy(logits)
+        else:
+            tokens = self._sampler.sample(
+                verification.requests,
+                logits,
+                batch.positions[rows],
+                self._sampled,  # of requests that do not draft: their last token may still be on the device alone
+                paths=verification.paths,
+                judge=verification.judge if verification.needs_judge else None,
+            )
         self._sampled = None  # nothing runs ahead of a verification
+        next_ids = self._next_ids(step, inputs, tokens.token_ids)
+        num_drafts = [row.num_drafts for row in step.requests]
+        num_drafts += [0] * (batch.seq_lens.shape[0] - len(num_drafts))
+        kept = verification.accept(
+            batch,
+            to_device(num_drafts, torch.int32, self._device),
+            next_ids,
+            tokens.dead_rows,
+            self._kept.first(len(num_drafts)),
+        )
+        if any(row.request.draft_parents for row in scheduled):
+            self._compaction.keep(kept)
+        paths = HostCopy((kept.paths,), is_urgent=True)
         taken = self._prompt_logprobs.take([row.request for row in scheduled])
-        return LaunchedVerification(step, verification, tokens, taken, self._compaction.keep)
+        computed = ComputedRows(batch, hidden, next_ids, kept.last, kept, inputs.graph)
+        return LaunchedVerification(step, verification, tokens, paths, taken, computed)
+
+    @torch.inference_mode()
+    def computed_rows(
+        self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None, sample: PendingSample
+    ) -> ComputedRows:
+        """What heads may draft from after `sample`; good until the next `build`."""
+        assert inputs is not None and hidden is not None
+        if isinstance(sample, LaunchedVerification):
+            return sample.rows
+        drawn = sample.tokens.token_ids if isinstance(sample, LaunchedSample) else None
+        last = inputs.batch.query_start_loc[1:].long() - 1
+        return ComputedRows(inputs.batch, hidden, self._next_ids(step, inputs, drawn), last, None, inputs.graph)
+
+    def _next_ids(self, step: ScheduledStep, inputs: StepInput, drawn: torch.Tensor | None) -> torch.Tensor:
+        """[T] int64: the token after each row, drawn or the prompt's next. drawn: after the rows that are sampled."""
+        batch = inputs.batch
+        num_tokens = batch.token_ids.shape[0]
+        is_static = inputs.graph is not None
+        next_ids = self._static_next_ids[:num_tokens] if is_static else torch.empty_like(batch.token_ids)
+        if drawn is not None and len(drawn) == step.num_scheduled_tokens:
+            next_ids[: len(drawn)].copy_(drawn)
+            return next_ids
+        known = [token_id for row in step.requests for token_id in _tokens_after(row)]
+        next_ids[: len(known)].copy_(to_device(known, torch.int64, self._device))
+        if drawn is not None:
+            next_ids.index_copy_(0, batch.logits_indices, drawn)
+        return next_ids
 
     def forget(self, requests: list[Request]) -> None:
         for request in requests:
@@ -209,6 +280,13 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         phases.finish(name)
+
+
+def _tokens_after(row: ScheduledRequest) -> list[int]:
+    """The known tokens after each row of a request, 0 where there is none yet."""
+    start = row.num_computed_tokens + 1
+    known = row.request.token_ids[start : start + row.num_scheduled_tokens]
+    return known + [0] * (row.num_scheduled_tokens - len(known))
 
 
 def _padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
@@ -246,6 +324,11 @@ class NullRunner:
     def sample(self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None) -> StepSample:
         token_id = self._token_id
         return StepSample([[token_id] if row.samples else [] for row in step.requests])
+
+    def computed_rows(
+        self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None, sample: PendingSample
+    ) -> ComputedRows:
+        raise EngineError("a runner without a model computes no rows")
 
     def forget(self, requests: list[Request]) -> None:
         pass

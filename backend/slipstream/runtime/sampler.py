@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from slipstream_kernels import ops
@@ -20,7 +20,7 @@ from slipstream.core.request import Request
 from slipstream.runtime.batch import SampledTokens
 from slipstream.runtime.guided import GuideFailures, GuideMasks
 from slipstream.runtime.host_copy import HostCopy, to_device
-from slipstream.runtime.logit_edits import LogitEdits
+from slipstream.runtime.logit_edits import LogitEdits, has_edits
 from slipstream.runtime.logprobs import logprob_columns, read_columns
 from slipstream.runtime.penalties import Paths, TokenHistory
 
@@ -35,8 +35,6 @@ class Sampled:
     token_ids: list[int]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request_id -> of each of its rows
     failures: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
-    dead_rows: set[int] = field(default_factory=set)  # of drafts that must not be taken
-    judged: list[list[Any]] = field(default_factory=list)  # the columns that the judge asked for
 
 
 class PendingTokens:
@@ -48,23 +46,25 @@ class PendingTokens:
         asked: list[Request],
         logprobs: tuple[torch.Tensor, ...],
         failures: GuideFailures,
-        judged: tuple[torch.Tensor, ...] = (),
     ) -> None:
         self.token_ids = token_ids
         self._asked = asked  # for log-probabilities, in the order of `logprobs`' rows
         self._failures = failures
-        self._num_judged = len(judged)
-        self._copy = HostCopy((token_ids, *judged, *logprobs))
+        self._copy = HostCopy((token_ids, *logprobs))
+
+    @property
+    def dead_rows(self) -> set[int]:
+        """Of drafts that must not be taken."""
+        return self._failures.dead_rows
 
     def result(self) -> Sampled:
         """Wait for this step, not for those launched since."""
         token_ids, *columns = self._copy.lists()
-        judged, columns = columns[: self._num_judged], columns[self._num_judged :]
         found = read_columns([request.params.logprobs or 0 for request in self._asked], columns) if columns else []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for request, entry in zip(self._asked, found):
             logprobs.setdefault(request.request_id, []).append(entry)
-        return Sampled(token_ids, logprobs, self._failures.requests, self._failures.dead_rows, judged)
+        return Sampled(token_ids, logprobs, self._failures.requests)
 
 
 class Draws(NamedTuple):
@@ -77,8 +77,8 @@ class Draws(NamedTuple):
     seeds: torch.Tensor
 
 
-# edited logits, the rows' parameters, positions, tokens drawn -> tokens, and columns for the host
-Judge = Callable[[torch.Tensor, Draws, torch.Tensor, torch.Tensor], tuple[torch.Tensor, tuple[torch.Tensor, ...]]]
+# edited logits, the rows' parameters, positions, tokens drawn -> tokens
+Judge = Callable[[torch.Tensor, Draws, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class _Penalties(NamedTuple):
@@ -135,19 +135,22 @@ class Sampler:
         """
         rows = self._compose(requests)
         if rows.is_plain:  # the largest is the largest in any dtype
-            return PendingTokens(ops.greedy(logits), [], (), GuideFailures())
+            return self.greedy(logits)
         logits = logits.float()
         original = logits[rows.logprob_rows] if rows.with_logprobs else None  # a copy: taken before the edits
         failures = self._edit(requests, logits, rows, previous, paths)
         token_ids = ops.greedy(logits) if rows.is_greedy else ops.sample(logits, *rows.draws, positions + 1)
-        judged: tuple[torch.Tensor, ...] = ()
         if judge is not None:
-            token_ids, judged = judge(logits, rows.draws, positions, token_ids)
+            token_ids = judge(logits, rows.draws, positions, token_ids)
         logprobs: tuple[torch.Tensor, ...] = ()
         if original is not None:
             max_top = max(request.params.logprobs or 0 for request in rows.with_logprobs)
             logprobs = logprob_columns(original, token_ids[rows.logprob_rows], max_top)
-        return PendingTokens(token_ids, rows.with_logprobs, logprobs, failures, judged)
+        return PendingTokens(token_ids, rows.with_logprobs, logprobs, failures)
+
+    def greedy(self, logits: torch.Tensor) -> PendingTokens:
+        """The same for rows of requests that all `is_plain`."""
+        return PendingTokens(ops.greedy(logits), [], (), GuideFailures())
 
     def _compose(self, requests: list[Request]) -> _Composition:
         request_ids = [request.request_id for request in requests]
@@ -226,6 +229,13 @@ class Sampler:
 
     def _ints(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
         return to_device(values, dtype, self._device)
+
+
+def is_plain(request: Request) -> bool:
+    """Greedy, and nothing else asked: the largest of the logits as they are."""
+    params = request.params
+    asks = params.has_penalties or has_edits(request) or params.logprobs is not None
+    return params.is_greedy and not asks and request.guide_state is None
 
 
 def _where(requests: list[T], wanted: Callable[[T], bool]) -> list[int]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Protocol
 
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.request import Request
-from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.core.step import ScheduledStep
+from slipstream.runtime.computed_rows import ComputedRows
+from slipstream.runtime.host_copy import HostCopy
 from slipstream.runtime.sampler import PendingTokens
-from slipstream.runtime.verify import Verdict, Verification
+from slipstream.runtime.verify import Verification
 
 PromptEntries = dict[int, list[TokenLogprobs | None]]
 
@@ -24,14 +24,12 @@ class StepSample:
     logprobs, prompt_logprobs: by request_id, one entry per token, of those that asked; the prompt's come once, with
     the first token.
     failures: requests that went wrong by themselves, with the reason; the others of the step are sound.
-    kept_rows: by place in step.requests, where drafts were verified: rows of the request that hold for good.
     """
 
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: PromptEntries = field(default_factory=dict)
     failures: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
-    kept_rows: dict[int, list[int]] = field(default_factory=dict)
 
     def result(self) -> StepSample:
         return self
@@ -61,22 +59,23 @@ class LaunchedSample:
 
 @dataclass(frozen=True)
 class LaunchedVerification:
-    """keep: brings the cache of (request's rows, those of them that hold) into line; called once the verdict is in."""
+    """paths: a word of KeptRows per request of the step, on its way. rows: the same step, on the device."""
 
     step: ScheduledStep
     verification: Verification
     tokens: PendingTokens
+    paths: HostCopy
     prompt_logprobs: PromptEntries
-    keep: Callable[[Sequence[tuple[ScheduledRequest, list[int]]]], None]
+    rows: ComputedRows
 
     def result(self) -> StepSample:
-        sampled = self.tokens.result()
-        verdicts = iter(self.verification.verdicts(sampled))
-        found: dict[int, Verdict] = {
-            place: next(verdicts) for place, row in enumerate(self.step.requests) if row.samples
+        (paths,) = self.paths.lists()
+        sampled = self.tokens.result()  # were drawn before
+        sampling = [place for place, row in enumerate(self.step.requests) if row.samples]
+        found = {
+            place: self.verification.verdict(index, paths[place], sampled.token_ids)
+            for index, place in enumerate(sampling)
         }
-        judged = {place: verdict for place, verdict in found.items() if self.step.requests[place].num_drafts}
-        self.keep([(self.step.requests[place], verdict.rows) for place, verdict in judged.items()])
         logprobs = {
             request.request_id: [entries[row] for row in verdict.rows]
             for place, verdict in found.items()
@@ -87,16 +86,4 @@ class LaunchedVerification:
             logprobs,
             self.prompt_logprobs,
             sampled.failures,
-            {place: verdict.rows for place, verdict in judged.items()},
         )
-
-
-def computed_rows(step: ScheduledStep, sample: StepSample) -> list[list[int]]:
-    """Per request of a step, its rows among the step's tokens that hold for good."""
-    starts = accumulate((row.num_scheduled_tokens for row in step.requests), initial=0)
-    return [
-        [start + kept for kept in sample.kept_rows[place]]
-        if place in sample.kept_rows
-        else list(range(start, start + row.num_scheduled_tokens))
-        for place, (start, row) in enumerate(zip(starts, step.requests))
-    ]

@@ -1,10 +1,11 @@
 """Verification: which drafts of a step's requests are taken, and the token that follows them. Engine thread.
 
 Every draft is a row of the step, so the sampler has drawn what the model itself would say after each of them; what is
-left is to walk from the last token along drafts that agree. `exact` does no more: a token is drawn with the noise of
-its position, whatever was drafted, so text and seeds are those of plain decoding. `rejection` compares the model's
-probabilities with those a draft was drawn from (arXiv:2302.01318), for drafts that were drawn. Lossy, by request:
-`typical` (Medusa, arXiv:2401.10774) and `top_p_window` (PaddleNLP). Greedy requests are always exact.
+left is to go from the last token along drafts that agree, which happens on the device, so that heads may draft from
+what holds before the host has read anything. `exact` does no more: a token is drawn with the noise of its position,
+whatever was drafted, so text and seeds are those of plain decoding. `rejection` compares the model's probabilities with
+those a draft was drawn from (arXiv:2302.01318), for drafts that were drawn. Lossy, by request: `typical` (Medusa,
+arXiv:2401.10774) and `top_p_window` (PaddleNLP). Greedy requests are always exact.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ import torch
 from slipstream_kernels import ops
 
 from slipstream.core.config import SpeculationConfig
-from slipstream.core.drafts import children_of_rows, parents_of, row_paths
+from slipstream.core.drafts import parents_of, row_masks, row_paths
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledRequest
+from slipstream.nn.batch import ForwardBatch
 from slipstream.runtime.host_copy import to_device
-from slipstream.runtime.sampler import Draws, Sampled
+from slipstream.runtime.penalties import Paths
+from slipstream.runtime.sampler import Draws
 
 _ACCEPT_SALT = 0x5851F42D4C957F2D  # noise of its own, apart from that of drafting and of plain draws
 _RECOVER_SALT = 0x14057B7EF767814F
@@ -41,22 +44,34 @@ class Verification:
     def __init__(self, scheduled: Sequence[ScheduledRequest], config: SpeculationConfig) -> None:
         self._config = config
         self._scheduled = scheduled
-        self.requests: list[Request] = []  # of each row
-        self.paths: list[tuple[int, ...]] = []
         self.first_rows: list[int] = []
-        for row in scheduled:
-            request = row.request
-            self.first_rows.append(len(self.requests))
-            self.paths += row_paths(request.draft_parents, request.draft_token_ids[: row.num_drafts])
-            self.requests += [request] * (1 + row.num_drafts)
+        self.num_rows = 0
         self._judged: list[int] = []  # places in `scheduled` of requests with drafts judged by probabilities
         self._rejection: list[int] = []
         for place, row in enumerate(scheduled):
+            self.first_rows.append(self.num_rows)
+            self.num_rows += 1 + row.num_drafts
             mode = _mode(row)
             if mode == "rejection":
                 self._rejection.append(place)
             elif mode != "exact":
                 self._judged.append(place)
+        self._marks: torch.Tensor | None = None  # by sampled row, as in ops.accept_drafts
+        self._scores: torch.Tensor | None = None
+
+    @property
+    def requests(self) -> list[Request]:
+        """Of each row."""
+        return [row.request for row in self._scheduled for _ in range(1 + row.num_drafts)]
+
+    @property
+    def paths(self) -> Paths:
+        """The drafts that lead to each row."""
+        return [
+            path
+            for row in self._scheduled
+            for path in row_paths(row.request.draft_parents, row.request.draft_token_ids[: row.num_drafts])
+        ]
 
     @property
     def needs_judge(self) -> bool:
@@ -64,81 +79,82 @@ class Verification:
 
     def judge(
         self, logits: torch.Tensor, draws: Draws, positions: torch.Tensor, token_ids: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """See sampler.Judge. The columns: per draft of the lossy requests its probability, rank and acceptance."""
+    ) -> torch.Tensor:
+        """See sampler.Judge."""
         if self._rejection:
             token_ids = self._reject(logits, draws, positions, token_ids)
-        return token_ids, self._measure(logits, draws) if self._judged else ()
+        if self._judged:
+            self._measure(logits, draws)
+        return token_ids
 
-    def verdicts(self, sampled: Sampled) -> list[Verdict]:
-        """Per request of `scheduled`, once the step is on the host."""
-        columns = zip(*sampled.judged) if sampled.judged else iter(())
-        verdicts = []
-        for place, (row, first) in enumerate(zip(self._scheduled, self.first_rows)):
-            request, num_drafts = row.request, row.num_drafts
-            drawn = sampled.token_ids[first : first + 1 + num_drafts]
-            if not num_drafts:
-                verdicts.append(Verdict(drawn, [0]))
-                continue
-            parents, drafts = request.draft_parents[:num_drafts], request.draft_token_ids[:num_drafts]
-            taken = [drawn[parent + 1] == token for parent, token in zip(parents_of(parents, num_drafts), drafts)]
-            weights = [0.0] * num_drafts
-            if place in self._judged:
-                found = [next(columns) for _ in range(num_drafts)]
-                weights = [probability for probability, _, _ in found]
-                taken = self._lossy(request, parents, taken, found)
-            for draft in range(num_drafts):
-                taken[draft] = taken[draft] and first + 1 + draft not in sampled.dead_rows
-            verdicts.append(_walk(parents, drafts, taken, weights, drawn))
-        return verdicts
+    def accept(
+        self,
+        batch: ForwardBatch,
+        num_drafts: torch.Tensor,
+        next_ids: torch.Tensor,
+        dead_rows: set[int],
+        out: ops.KeptRows | None = None,
+    ) -> ops.KeptRows:
+        """Decide, once the rows are drawn. next_ids: [T], what follows each row of the batch. dead_rows: sampled rows
+        of drafts that must not be taken. num_drafts: [R] int32, of all requests of the batch."""
+        if dead_rows:
+            dead = to_device(sorted(dead_rows), torch.int64, next_ids.device)
+            if self._marks is None:
+                self._marks = torch.zeros(self.num_rows, dtype=torch.int8, device=next_ids.device)
+            self._marks.index_fill_(0, dead, -1)
+        return ops.accept_drafts(
+            batch.token_ids,
+            next_ids,
+            batch.query_start_loc,
+            num_drafts,
+            batch.slot_mapping,
+            tree_mask=batch.tree_mask,
+            marks=_at_rows(batch, self._marks),
+            scores=_at_rows(batch, self._scores),
+            out=out,
+        )
+
+    def verdict(self, place: int, path: int, drawn: Sequence[int]) -> Verdict:
+        """Of scheduled[place], once the step is on the host. path: its word of KeptRows; drawn: of all sampled rows."""
+        row, first = self._scheduled[place], self.first_rows[place]
+        rows = [number for number in range(1 + row.num_drafts) if path >> number & 1]
+        drafts = row.request.draft_token_ids
+        return Verdict([*(drafts[number - 1] for number in rows[1:]), drawn[first + rows[-1]]], rows)
 
     # ---- parts
 
-    def _lossy(
-        self,
-        request: Request,
-        parents: Sequence[int],
-        taken: list[bool],
-        found: Sequence[tuple[float, int, bool]],
-    ) -> list[bool]:
-        """Drafts that agree, and those that the request's mode lets pass."""
-        passes = [is_same or bool(is_good) for is_same, (_, _, is_good) in zip(taken, found)]
-        assert request.speculation is not None
-        if request.speculation.acceptance == "top_p_window":
-            window = _best_runs(parents, [rank == 0 for _, rank, _ in found])
-            for draft, (_, rank, _) in enumerate(found):
-                if rank == 1 and window[draft] >= self._config.acceptance_window:
-                    passes[draft] = True
-        return passes
-
-    def _measure(self, logits: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, ...]:
-        """[number of drafts judged] each: probability, rank among all tokens, whether the mode accepts it."""
-        config, device = self._config, logits.device
-        rows: list[int] = []
-        tokens: list[int] = []
-        is_typical: list[int] = []
-        top_p: list[float] = []
+    def _measure(self, logits: torch.Tensor, draws: Draws) -> None:
+        """Marks of drafts that the lossy modes let pass, and how likely the way to each is."""
+        device = logits.device
+        marks = torch.zeros(self.num_rows, dtype=torch.int8, device=device)
+        scores = torch.zeros(self.num_rows, dtype=torch.float32, device=device)
         for place in self._judged:
             row, first = self._scheduled[place], self.first_rows[place]
-            request = row.request
-            assert request.speculation is not None
-            rows += [
-                first + 1 + parent for parent in parents_of(request.draft_parents[: row.num_drafts], row.num_drafts)
-            ]
-            tokens += request.draft_token_ids[: row.num_drafts]
-            is_typical += [int(request.speculation.acceptance == "typical")] * row.num_drafts
-            own = request.params.top_p
-            top_p += [own if own < 1.0 else config.acceptance_top_p] * row.num_drafts
-        row_of = to_device(rows, torch.int64, device)
-        probs = torch.softmax(logits[row_of] / draws.temperature[row_of][:, None], dim=-1)
-        chosen = probs.gather(1, to_device(tokens, torch.int64, device)[:, None])
+            parents, num_drafts = row.request.draft_parents[: row.num_drafts], row.num_drafts
+            after = [first + 1 + parent for parent in parents_of(parents, num_drafts)]
+            row_of = to_device(after, torch.int64, device)
+            probs = torch.softmax(logits[row_of] / draws.temperature[row_of][:, None], dim=-1)
+            drafts = to_device(row.request.draft_token_ids[:num_drafts], torch.int64, device)
+            sees = _ancestors(parents, num_drafts, device)
+            own = slice(first + 1, first + 1 + num_drafts)
+            chosen = probs.gather(1, drafts[:, None])
+            marks[own] = self._passes(row.request, probs, chosen, sees)
+            scores[own] = sees.float() @ chosen[:, 0].clamp(min=1e-30).log()
+        self._marks, self._scores = marks, scores
+
+    def _passes(self, request: Request, probs: torch.Tensor, chosen: torch.Tensor, sees: torch.Tensor) -> torch.Tensor:
+        """[num_drafts]: whether the request's mode lets a draft pass, of probability `chosen` [num_drafts, 1]."""
+        config = self._config
+        assert request.speculation is not None
+        if request.speculation.acceptance == "typical":
+            entropy = -(probs * probs.clamp(min=1e-30).log()).sum(dim=-1)
+            floor = (config.typical_alpha * torch.exp(-entropy)).clamp(max=config.typical_threshold)
+            return chosen[:, 0] > floor
+        top_p = request.params.top_p if request.params.top_p < 1.0 else config.acceptance_top_p
         above = probs > chosen
-        entropy = -(probs * probs.clamp(min=1e-30).log()).sum(dim=-1)
-        floor = (config.typical_alpha * torch.exp(-entropy)).clamp(max=config.typical_threshold)
-        chosen = chosen[:, 0]
-        is_likely = (probs * above).sum(dim=-1) < to_device(top_p, torch.float32, device)
-        accepts = torch.where(to_device(is_typical, torch.int64, device) > 0, chosen > floor, is_likely & (chosen > 0))
-        return chosen, above.sum(dim=-1), accepts
+        rank = above.sum(dim=-1)
+        is_likely = ((probs * above).sum(dim=-1) < top_p) & (chosen[:, 0] > 0)
+        return is_likely | ((rank == 1) & (_longest_runs(sees, rank == 0) >= config.acceptance_window))
 
     def _reject(
         self, logits: torch.Tensor, draws: Draws, positions: torch.Tensor, token_ids: torch.Tensor
@@ -180,24 +196,23 @@ def _mode(row: ScheduledRequest) -> str:
     return mode
 
 
-def _walk(
-    parents: Sequence[int], drafts: list[int], taken: list[bool], weights: list[float], drawn: list[int]
-) -> Verdict:
-    """Along taken drafts, the longest way there is (of equals the likeliest); then the token drawn at its end."""
-    reach = _best_runs(parents, taken)
-    children = children_of_rows(parents, len(drafts))
-    row, rows, token_ids = 0, [0], []
-    while ways := [child for child in children[row] if taken[child - 1]]:
-        row = max(ways, key=lambda child: (reach[child - 1], weights[child - 1]))
-        rows.append(row)
-        token_ids.append(drafts[row - 1])
-    return Verdict([*token_ids, drawn[row]], rows)
+def _at_rows(batch: ForwardBatch, values: torch.Tensor | None) -> torch.Tensor | None:
+    """Values of sampled rows, by row of the batch; 0 where nothing was sampled."""
+    if values is None:
+        return None
+    return values.new_zeros(batch.token_ids.shape).index_copy_(0, batch.logits_indices, values)
 
 
-def _best_runs(parents: Sequence[int], wanted: Sequence[bool]) -> list[int]:
-    """Per draft, the most wanted drafts in a row below it."""
-    runs = [0] * len(wanted)
-    for draft, parent in reversed(list(enumerate(parents_of(parents, len(wanted))))):
-        if parent >= 0 and wanted[draft]:
-            runs[parent] = max(runs[parent], runs[draft] + 1)
-    return runs
+def _ancestors(parents: Sequence[int], num_drafts: int, device: torch.device) -> torch.Tensor:
+    """[num_drafts, num_drafts] bool: whether a draft's way leads through another; its own is on it."""
+    words = to_device(row_masks(parents, num_drafts)[1:], torch.int64, device)
+    bits = torch.arange(1, num_drafts + 1, device=device)
+    return (words[:, None] >> bits & 1).bool()
+
+
+def _longest_runs(sees: torch.Tensor, is_wanted: torch.Tensor) -> torch.Tensor:
+    """Per draft, the most wanted drafts in a row below it. sees: as of _ancestors."""
+    # below[i, j, k]: k lies on the way from i, itself left out, to j
+    below = sees[None, :, :] & ~sees[:, None, :] & sees.T[:, :, None]
+    is_run = ~(below & ~is_wanted).any(dim=2)
+    return torch.where(is_run, below.sum(dim=2), 0).amax(dim=1)

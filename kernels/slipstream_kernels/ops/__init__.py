@@ -7,6 +7,7 @@ Importing this module does not import triton: that happens when a triton impleme
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
+from slipstream_kernels.ops.accept_drafts import KeptRows, accept_drafts, empty_kept_rows
 from slipstream_kernels.ops.decode_attention import decode_attention
 from slipstream_kernels.ops.grouped_int4_mm import grouped_int4_mm
 from slipstream_kernels.ops.grouped_mm import grouped_mm
@@ -49,17 +50,20 @@ __all__ = [
     "HeadNorms",
     "Int4Weight",
     "Int8Rows",
+    "KeptRows",
     "KvCache",
     "Rope",
     "Routing",
     "SlotTable",
     "TopLogprobs",
+    "accept_drafts",
     "apply_bias",
     "apply_penalties",
     "block_scales",
     "combine_experts",
     "decode_attention",
     "dequantize_int4",
+    "empty_kept_rows",
     "empty_kv_cache",
     "greedy",
     "grouped_int4_mm",

@@ -49,26 +49,28 @@ def move_slots(
     table: SlotTable,
     sources: torch.Tensor,
     targets: torch.Tensor,
-    starts: torch.Tensor,
+    counts: torch.Tensor,
     *,
     backend: str = "auto",
 ) -> None:
-    """Copy slot sources[i] onto slot targets[i] in every layer's cache: keys, values and their scales, of any type.
+    """Copy slot sources[r, i] onto slot targets[r, i] in every layer's cache: keys, values, their scales, of any type.
 
-    sources, targets: [num_moves] int64, slot = block * block_size + offset.  starts: [num_requests + 1] int32: moves of
-    one request, in order, are starts[r] to starts[r + 1].  A request's moves go towards its beginning (its targets
-    ascend, and no target is a later source), and no two requests share a slot.
+    sources, targets: [num_requests, most] int64, slot = block * block_size + offset.  counts: [num_requests] int32:
+    how many moves of each request count; they are made in order.  A request's moves go towards its beginning (its
+    targets ascend, and no target is a later source), no two requests share a slot; a slot moved onto itself stays.
     """
     require_shape("targets", targets, tuple(sources.shape))
-    for name, tensor, dtype in (
-        ("sources", sources, torch.int64),
-        ("targets", targets, torch.int64),
-        ("starts", starts, torch.int32),
+    for name, tensor, dtype, num_dims in (
+        ("sources", sources, torch.int64, 2),
+        ("targets", targets, torch.int64, 2),
+        ("counts", counts, torch.int32, 1),
     ):
-        if tensor.dim() != 1 or tensor.dtype != dtype or not tensor.is_contiguous():
-            raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected contiguous {dtype} [n]")
+        if tensor.dim() != num_dims or tensor.dtype != dtype or not tensor.is_contiguous():
+            expected = f"contiguous {dtype} of {num_dims} dimensions"
+            raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected {expected}")
+    require_shape("counts", counts, (sources.shape[0],))
     if not sources.numel():
         return
     implementation = select("move_slots", backend, sources)
     for group in table.groups:
-        implementation.move_slots(group.tensors, group.addresses, group.row_bytes, sources, targets, starts)
+        implementation.move_slots(group.tensors, group.addresses, group.row_bytes, sources, targets, counts)

@@ -13,9 +13,12 @@ def move_slots(
     row_bytes: int,
     sources: torch.Tensor,
     targets: torch.Tensor,
-    starts: torch.Tensor,
+    counts: torch.Tensor,
 ) -> None:
     """See ops.move_slots.  One group's tensors: [num_blocks, num_kv_heads, block_size, …]."""
+    is_move = torch.arange(sources.shape[1], device=sources.device) < counts[:, None]
+    is_move &= sources != targets
+    sources, targets = sources[is_move], targets[is_move]
     for tensor in tensors:
         size = tensor.shape[2]
         stored = (

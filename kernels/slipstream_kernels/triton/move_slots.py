@@ -17,15 +17,16 @@ def move_slots(
     row_bytes: int,
     sources: torch.Tensor,
     targets: torch.Tensor,
-    starts: torch.Tensor,
+    counts: torch.Tensor,
 ) -> None:
     """See ops.move_slots.  Rows are copied as 32-bit words."""
     num_heads, block_size = tensors[0].shape[1:3]
-    _move_kernel[(starts.shape[0] - 1, len(tensors) * num_heads)](
+    _move_kernel[(counts.shape[0], len(tensors) * num_heads)](
         addresses,
         sources,
         targets,
-        starts,
+        counts,
+        sources.shape[1],
         NUM_HEADS=num_heads,
         BLOCK_SIZE=block_size,
         WIDTH=row_bytes // 4,
@@ -39,7 +40,8 @@ def _move_kernel(
     addresses,
     sources,
     targets,
-    starts,
+    counts,
+    most,
     NUM_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -50,10 +52,10 @@ def _move_kernel(
     base = tl.load(addresses + place // NUM_HEADS).to(tl.pointer_type(tl.int32))
     head = place % NUM_HEADS
     words = tl.arange(0, WIDTH_PADDED)
-    inside = words < WIDTH
-    for move in range(tl.load(starts + request), tl.load(starts + request + 1)):
+    for move in range(request * most, request * most + tl.load(counts + request)):
         source, target = tl.load(sources + move), tl.load(targets + move)
+        is_move = words < tl.where(source == target, 0, WIDTH)
         source = ((source // BLOCK_SIZE) * NUM_HEADS + head) * BLOCK_SIZE + source % BLOCK_SIZE
         target = ((target // BLOCK_SIZE) * NUM_HEADS + head) * BLOCK_SIZE + target % BLOCK_SIZE
-        row = tl.load(base + source * WIDTH + words, mask=inside)
-        tl.store(base + target * WIDTH + words, row, mask=inside)
+        row = tl.load(base + source * WIDTH + words, mask=is_move)
+        tl.store(base + target * WIDTH + words, row, mask=is_move)

@@ -1,4 +1,4 @@
-"""Batches for a drafting model or head, over the block tables of the requests it drafts for. Engine thread.
+"""Batches for a draft model or head, over the block tables of the requests it drafts for. Engine thread.
 
 A drafter's cache has as many blocks as the model's, addressed by the same tables, so that growing, sharing and freeing
 blocks is decided once, by core/kv_cache.py. The first batch of a draft is built on the host; the rows of further levels
@@ -36,12 +36,13 @@ class DraftBatches:
         self.block_size = block_size
         self.num_positions = num_positions
         self._num_more = num_more
+        self.rows_after = RowsAfter(block_size, num_positions)
         self.max_blocks = -(-(num_positions // block_size + 1) // TABLE_STEP) * TABLE_STEP
         self._tables = BlockTables(2 * max_num_seqs, self.max_blocks)
         self._table_step = 1 if device.type == "cpu" else TABLE_STEP
 
-    def arrays(self, spans: Sequence[Span], token_ids: Sequence[int], rows: Sequence[int] = ()) -> StepArrays:
-        """token_ids: span by span; rows: put into logits_indices, whatever the drafter means by them."""
+    def arrays(self, spans: Sequence[Span], token_ids: Sequence[int]) -> StepArrays:
+        """token_ids: span by span."""
         starts = np.array([span.start for span in spans], dtype=np.int64)
         counts = np.array([span.count for span in spans], dtype=np.int64)
         tables = self._wide(self._tables.gather([span.request for span in spans], self._table_step), starts + counts)
@@ -57,7 +58,7 @@ class DraftBatches:
             seq_lens=(starts + counts).astype(np.int32),
             block_tables=tables,
             slot_mapping=blocks * self.block_size + places % self.block_size,
-            logits_indices=np.array(rows, dtype=np.int64),
+            logits_indices=np.empty(0, dtype=np.int64),
             max_query_len=int(counts.max()),
             max_seq_len=int((starts + counts).max()),
             num_decode_requests=num_decodes,
@@ -66,22 +67,36 @@ class DraftBatches:
             pending=[],
         )
 
-    def rows_after(
+    def _wide(self, tables: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Tables as wide as the slots of further levels reach: what is not there must read -1, not an old entry."""
+        needed = min(self.max_blocks, -(-(int(ends.max()) + self._num_more) // self.block_size))
+        missing = needed - tables.shape[1]
+        return tables if missing <= 0 else np.pad(tables, ((0, 0), (0, missing)), constant_values=-1)
+
+
+class RowsAfter:
+    """Batches of the rows of further levels, worked out on the device. num_positions: the longest sequence."""
+
+    def __init__(self, block_size: int, num_positions: int) -> None:
+        self._block_size = block_size
+        self._num_positions = num_positions
+
+    def __call__(
         self,
         batch: ForwardBatch,
+        last: torch.Tensor,
         token_ids: torch.Tensor,
         depths: torch.Tensor,
         first: int = 0,
         tree_mask: torch.Tensor | None = None,
     ) -> ForwardBatch:
-        """Rows behind the last of each request of `batch`, in slots `first`, … after it, worked out on the device.
+        """Rows behind the row `last` of each request of `batch`, in slots `first`, … after it.
 
         token_ids, tree_mask: [num_requests * n], depths: [n], of each row below the first level. A request whose blocks
         end before its last row, and one that pads, has no rows: it computes nothing that counts.
         """
-        last = (batch.query_start_loc[1:].long() - 1).clamp(min=0)
         starts = batch.positions[last] + 1
-        num_requests, num_rows, size = len(starts), len(depths), self.block_size
+        num_requests, num_rows, size = len(starts), len(depths), self._block_size
         places = starts[:, None] + first + torch.arange(num_rows, device=starts.device)
         width = batch.block_tables.shape[1]
         columns = places // size
@@ -92,25 +107,19 @@ class DraftBatches:
         seq_lens = torch.where(is_whole, starts + first + num_rows, 0).int()
         return ForwardBatch(
             token_ids=token_ids,
-            positions=(starts[:, None] + depths).clamp(max=self.num_positions - 1).flatten(),
+            positions=(starts[:, None] + depths).clamp(max=self._num_positions - 1).flatten(),
             query_start_loc=torch.arange(num_requests + 1, dtype=torch.int32, device=starts.device) * num_rows,
             seq_lens=seq_lens,
             block_tables=batch.block_tables,
             slot_mapping=slots.flatten(),
             logits_indices=last[:0],
             max_query_len=num_rows,
-            max_seq_len=min(self.num_positions, batch.max_seq_len + first + num_rows),
+            max_seq_len=min(self._num_positions, batch.max_seq_len + first + num_rows),
             num_decode_requests=num_requests,
             num_decode_tokens=num_requests * num_rows,
             max_decode_query_len=num_rows,
             tree_mask=tree_mask,
         )
-
-    def _wide(self, tables: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Tables as wide as the slots of further levels reach: what is not there must read -1, not an old entry."""
-        needed = min(self.max_blocks, -(-(int(ends.max()) + self._num_more) // self.block_size))
-        missing = needed - tables.shape[1]
-        return tables if missing <= 0 else np.pad(tables, ((0, 0), (0, missing)), constant_values=-1)
 
 
 def last_rows(batch: ForwardBatch) -> torch.Tensor:

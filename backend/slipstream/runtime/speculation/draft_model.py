@@ -27,7 +27,7 @@ from slipstream.runtime.host_copy import HostCopy, to_device
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.speculation.draft_batch import DraftBatches, Span, last_rows
 from slipstream.runtime.speculation.draft_graphs import DraftGraphs
-from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 from slipstream.runtime.speculation.seen_tokens import SeenTokens
 from slipstream.runtime.speculation.vocabulary import VocabularyMap
 
@@ -69,7 +69,7 @@ class DraftModelProposer:
         return None
 
     @torch.inference_mode()
-    def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
+    def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:
         if not wishes:
             return []
         arrays = self._catch_up(wishes)
@@ -125,16 +125,17 @@ class DraftModelProposer:
             self._seen.follow(request, seen, end - seen)
         return min(end, request.num_tokens - 1)
 
-    def _draft(self, batch: ForwardBatch, hidden: torch.Tensor | None) -> torch.Tensor:
+    def _draft(self, batch: ForwardBatch) -> torch.Tensor:
         """The likeliest chain of each request, [num_requests, num_drafts]."""
         return self._chain(batch, lambda logits, level: ops.greedy(logits))
 
     def _chain(self, batch: ForwardBatch, choose: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
         """choose: logits over the target's vocabulary and the level -> a token of the target per request."""
-        levels = [choose(self._logits(self._forward(batch)[last_rows(batch)]), 0)]
+        last = last_rows(batch)
+        levels = [choose(self._logits(self._forward(batch)[last]), 0)]
         for level in range(1, self.num_drafts):
             depth = torch.full_like(levels[0][:1], level - 1)
-            rows = self._batches.rows_after(batch, levels[-1], depth, level - 1)
+            rows = self._batches.rows_after(batch, last, levels[-1], depth, level - 1)
             levels.append(choose(self._logits(self._forward(rows)), level))
         return torch.stack(levels, dim=1)
 

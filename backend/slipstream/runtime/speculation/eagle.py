@@ -16,12 +16,9 @@ from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.checkpoint_path import resolve_checkpoint
+from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.eagle import FIELD, EagleHead
-from slipstream.runtime.kv_pool import allocate_pool
-from slipstream.runtime.speculation.draft_batch import last_rows
-from slipstream.runtime.speculation.draft_graphs import DraftGraphs
-from slipstream.runtime.speculation.follower import Follower
-from slipstream.runtime.speculation.following import FollowingProposer
+from slipstream.runtime.speculation.follower import FollowingHead
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
 NUM_DRAFTS = 15
@@ -62,19 +59,14 @@ class _Tree:
 
 
 @PROPOSERS.register("eagle")
-class EagleProposer(FollowingProposer):
+class EagleDrafter(FollowingHead):
     drafts_trees = True
 
     def __init__(self, surroundings: Surroundings) -> None:
-        config, target = surroundings.config, surroundings.target
+        target, speculation = surroundings.target, surroundings.config.speculation
         assert target is not None
-        speculation, num_positions = config.speculation, surroundings.plan.max_model_len
-        if speculation.eagle_head:
-            self._head = EagleHead.load(target, Path(resolve_checkpoint(speculation.eagle_head)), num_positions)
-        elif config.model.load_format == "dummy":
-            self._head = EagleHead.dummy(target, num_positions)
-        else:
-            raise ConfigError(FIELD, "", "needed for speculative_method eagle: the folder of the head")
+        self._head = _load(surroundings, target)
+        super().__init__(surroundings, "eagle", self._head.spec)
         target.feature_layers = self._head.feature_layers
         self._top_k, self._depth = speculation.eagle_top_k, speculation.eagle_depth
         num_fed = self._top_k * (self._depth - 1)
@@ -84,50 +76,52 @@ class EagleProposer(FollowingProposer):
         chain = self._depth if self._top_k == 1 else NUM_DRAFTS
         self.num_drafts = speculation.num_draft_tokens or chain
         self.num_scratch_slots = num_fed + 1
-        (self._cache,) = allocate_pool(self._head.spec, surroundings.hardware, surroundings.plan).layers
-        self._follower = Follower("eagle", surroundings, self.num_scratch_slots)
-        width = target.spec.hidden_size * (1 + len(target.feature_layers))
-        refusal = self._head.backend.graph_refusal(surroundings.plan.block_size)
-        batches = self._follower.batches
-        self._graphs = DraftGraphs(self._draft, batches, surroundings, 1 + self._depth, width, refusal)
 
-    def _drafts(self, wish: Wish, guesses: list[list[int]]) -> Drafts:
+    def drafts(self, wish: Wish, guesses: list[list[int]]) -> Drafts:
         return _cut(wish, *guesses) if wish.has_scratch else Drafts()
 
-    def _draft(self, batch: ForwardBatch, hidden: torch.Tensor | None) -> torch.Tensor:
-        """hidden: the model's, for each row. Returns the nodes of each request's tree, as _Tree.best does."""
-        assert hidden is not None
-        out = self._head.forward(batch, self._head.first_features(hidden), self._cache)
-        features = out[last_rows(batch)]
-        tokens, log_probs = self._guess(features)
+    def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head.forward(batch, self._head.first_features(hidden), self._cache)
+
+    def _levels(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """The nodes of each request's tree, as _Tree.best gives them."""
+        tokens, log_probs = self._guesses(states)
         tree = _Tree(tokens, log_probs)
         num_requests, top_k = tokens.shape
         fed_tokens = tokens  # [num_requests, rows fed so far]
-        fed_features = features[:, None].expand(-1, top_k, -1)
+        fed_states = states[:, None].expand(-1, top_k, -1)
         bits = torch.arange(top_k, device=tokens.device).expand_as(tokens)
         masks = torch.ones_like(tokens) << bits
         for level in range(1, self._depth):
             depths = torch.arange(level * top_k, device=tokens.device) // top_k
-            flat = fed_tokens.flatten(), depths, 0, masks.flatten()
-            rows = self._follower.batches.rows_after(batch, *flat)
-            out = self._head.forward(rows, fed_features.flatten(0, 1), self._cache).unflatten(0, (num_requests, -1))
+            rows = self._after(batch, last, fed_tokens.flatten(), depths, 0, masks.flatten())
+            out = self._head.forward(rows, fed_states.flatten(0, 1), self._cache).unflatten(0, (num_requests, -1))
             out = out[:, -top_k:]
-            tokens, log_probs = (part.unflatten(0, (num_requests, top_k)) for part in self._guess(out.flatten(0, 1)))
+            tokens, log_probs = (part.unflatten(0, (num_requests, top_k)) for part in self._guesses(out.flatten(0, 1)))
             parents = tree.grow(tokens, log_probs)
             places = level * top_k + bits
             own = torch.ones_like(places) << places
             masks = torch.cat([masks, masks[:, -top_k:].gather(1, parents) | own], dim=1)
             fed_tokens = torch.cat([fed_tokens, tree.tokens.gather(1, tree.beams)], dim=1)
             of_parents = out.gather(1, parents[..., None].expand(-1, -1, out.shape[2]))
-            fed_features = torch.cat([fed_features, of_parents], dim=1)
+            fed_states = torch.cat([fed_states, of_parents], dim=1)
         return tree.best(self.num_drafts)
 
-    def _guess(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _guesses(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest tokens after each row and their log-probabilities, [rows, top_k] each."""
         logits = self._head.logits(features)
         nobody = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         best = ops.top_logprobs(logits, self._top_k, nobody)
         return self._head.token_ids(best.token_ids), best.values
+
+
+def _load(surroundings: Surroundings, target: Decoder) -> EagleHead:
+    folder, num_positions = surroundings.config.speculation.eagle_head, surroundings.plan.max_model_len
+    if folder:
+        return EagleHead.load(target, Path(resolve_checkpoint(folder)), num_positions)
+    if surroundings.config.model.load_format == "dummy":
+        return EagleHead.dummy(target, num_positions)
+    raise ConfigError(FIELD, "", "needed for speculative_method eagle: the folder of the head")
 
 
 def _cut(wish: Wish, places: list[int], tokens: list[int], parents: list[int]) -> Drafts:

@@ -1,64 +1,95 @@
-"""What MTP modules and EAGLE heads share: their cache follows the model's, one token later. Engine thread."""
+"""Heads whose cache follows the model's, one token later: EAGLE's and MTP's. Engine thread.
+
+The cache holds at slot i what the head made of token i + 1 and the model's hidden state at i. The head passes over the
+rows of a step as they are: rows of drafts that were rejected are written over by the next, those of branches that were
+taken move as the model's own do.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
-from slipstream.core.request import Request, RequestStatus
-from slipstream.runtime.batch import StepArrays
-from slipstream.runtime.speculation.draft_batch import DraftBatches, Span
-from slipstream.runtime.speculation.proposer import ComputedTokens, StepResult, Surroundings
+import torch
+
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.nn.attention import LayerCache
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.spec import DecoderSpec
+from slipstream.runtime.compaction import Compaction
+from slipstream.runtime.computed_rows import ComputedRows
+from slipstream.runtime.kv_pool import allocate_pool
+from slipstream.runtime.speculation.draft_batch import RowsAfter
+from slipstream.runtime.speculation.head_graphs import HeadGraphs
+from slipstream.runtime.speculation.proposer import Drafts, Surroundings, Wish
 from slipstream.runtime.speculation.seen_tokens import SeenTokens
 
 
-@dataclass(frozen=True)
-class Followed:
-    """arrays: what the head must compute to keep up; its logits_indices are the rows of the step's hidden states.
+class FollowingHead(ABC):
+    """spec: of the head's one layer."""
 
-    order: place in StepResult.computed -> the request's place in the batch.
-    """
+    has_cache = True
+    drafts_trees = False
+    num_drafts: int
+    num_scratch_slots: int
 
-    arrays: StepArrays
-    order: dict[int, int]
-
-
-class Follower:
-    """method: requests of which are followed. num_more: slots after a request's tokens that drafting writes."""
-
-    def __init__(self, method: str, surroundings: Surroundings, num_more: int) -> None:
-        config, plan, device = surroundings.config, surroundings.plan, surroundings.hardware.device
+    def __init__(self, surroundings: Surroundings, method: str, spec: DecoderSpec) -> None:
+        plan, device = surroundings.plan, surroundings.hardware.device
         self._method = method
-        seats = config.scheduler.max_num_seqs
-        self.batches = DraftBatches(plan.block_size, plan.max_model_len, seats, device, num_more)
+        caches = allocate_pool(spec, surroundings.hardware, plan).layers
+        self._cache: LayerCache = caches[0]
+        self._compaction = Compaction(caches, device)
         self._seen = SeenTokens(plan.num_blocks, plan.block_size)
+        self._after = RowsAfter(plan.block_size, plan.max_model_len)
+        self._graphs = HeadGraphs(self._guess)
 
-    def follow(self, result: StepResult) -> Followed | None:
-        """Token i + 1 for each token i that the step computed; None: nothing to do."""
-        spans: list[Span] = []
-        rows: list[int] = []
-        token_ids: list[int] = []
-        order: dict[int, int] = {}
-        for place, computed in enumerate(result.computed):
-            if self._goes_on(computed, result.hidden is not None):
-                count = len(computed.rows)
-                order[place] = len(spans)
-                spans.append(Span(computed.request, computed.start, count))
-                token_ids += computed.request.token_ids[computed.start + 1 : computed.start + 1 + count]
-                rows += computed.rows
-        return Followed(self.batches.arrays(spans, token_ids, rows), order) if spans else None
+    @staticmethod
+    def refusal(params: SamplingParams) -> str | None:
+        return None
+
+    @abstractmethod
+    def drafts(self, wish: Wish, guesses: list[Any]) -> Drafts:
+        """See Head."""
+
+    @abstractmethod
+    def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """batch: token i + 1 at the place of token i. hidden: the model's, at i. Returns the head's own states."""
+
+    @abstractmethod
+    def _levels(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Guesses after the rows `last` of batch, one a request, whose states are the head's, [R, size]."""
+
+    def capture(self, rows: Sequence[ComputedRows]) -> None:
+        self._graphs.capture(rows)
+
+    @torch.inference_mode()
+    def draft(self, rows: ComputedRows) -> torch.Tensor:
+        return self._graphs.run(rows)
+
+    @torch.inference_mode()
+    def follow(self, rows: ComputedRows) -> None:
+        self._pass(rows)
+
+    def note(self, request: Request, start: int, count: int, is_followed: bool) -> bool:
+        if not is_followed:
+            self._seen.lose(request, start, count)
+            return False
+        speculation = request.speculation
+        if self._seen.seen(request) < start and speculation is not None and speculation.method == self._method:
+            request.speculation = None  # it would draft blindly from now on
+        return self._seen.follow(request, start, count)
 
     def forget(self, requests: Sequence[Request]) -> None:
         self._seen.forget(requests)
 
-    def _goes_on(self, computed: ComputedTokens, has_hidden: bool) -> bool:
-        request, count = computed.request, len(computed.rows)
-        if request.status is not RequestStatus.RUNNING:
-            return False
-        speculation = request.speculation
-        if speculation is None or speculation.method != self._method or not has_hidden:
-            self._seen.lose(request, computed.start, count)
-            return False
-        if self._seen.seen(request) < computed.start:
-            request.speculation = None  # it would draft blindly from now on
-        return self._seen.follow(request, computed.start, count)
+    def _guess(self, rows: ComputedRows) -> torch.Tensor:
+        return self._levels(rows.batch, rows.last, self._pass(rows)[rows.last])
+
+    def _pass(self, rows: ComputedRows) -> torch.Tensor:
+        states = self._first_pass(replace(rows.batch, token_ids=rows.next_ids), rows.hidden)
+        if rows.kept is not None and rows.batch.tree_mask is not None:
+            self._compaction.keep(rows.kept)
+        return states

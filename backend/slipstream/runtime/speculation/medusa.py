@@ -20,8 +20,10 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.heads.medusa import FIELD, MedusaHeads
-from slipstream.runtime.host_copy import HostCopy, to_device
-from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
+from slipstream.runtime.computed_rows import ComputedRows
+from slipstream.runtime.host_copy import to_device
+from slipstream.runtime.speculation.head_graphs import HeadGraphs
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
 CHOICES_FILE = "medusa_choices.json"
 # The published tree of 63 nodes for 7B models, by falling value (mc_sim_7b_63), as ranks without separators.
@@ -62,8 +64,9 @@ def parse_choices(text: str) -> Choices:
 
 
 @PROPOSERS.register("medusa")
-class MedusaProposer:
+class MedusaDrafter:
     drafts_trees = True
+    has_cache = False
     num_scratch_slots = 0
 
     def __init__(self, surroundings: Surroundings) -> None:
@@ -77,44 +80,51 @@ class MedusaProposer:
         else:
             raise ConfigError(FIELD, "", "needed for speculative_method medusa: the folder of the heads")
         self._target = target
-        self._device = surroundings.hardware.device
         self._choices = _choices(config.speculation.medusa_choices, folder, self._heads.num_heads)
         self.num_drafts = config.speculation.num_draft_tokens or len(self._choices)
         self._num_ranks = 1 + max(rank for path in self._choices for rank in path)
         places = {path: place for place, path in enumerate(self._choices)}
         self._parents = [places.get(path[:-1], -1) for path in self._choices]
+        ranks = [(len(path) - 1) * self._num_ranks + path[-1] for path in self._choices]
+        self._ranks = to_device(ranks, torch.int64, surroundings.hardware.device)
+        self._graphs = HeadGraphs(self._guess)
 
     @staticmethod
     def refusal(params: SamplingParams) -> str | None:
         return None
 
+    def capture(self, rows: Sequence[ComputedRows]) -> None:
+        self._graphs.capture(rows)
+
     @torch.inference_mode()
-    def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
-        if result.hidden is None:
-            return [Drafts() for _ in wishes]
-        if not wishes:
-            return []
-        rows = to_device([result.computed[wish.computed].rows[-1] for wish in wishes], torch.int64, self._device)
-        logits = self._heads.logits(self._target.final(result.hidden[rows]))
-        num_heads, num_requests, _ = logits.shape
-        nobody = torch.zeros(num_heads * num_requests, dtype=torch.int64, device=self._device)
-        ranked = ops.top_logprobs(logits.flatten(0, 1), self._num_ranks, nobody).token_ids
-        best = ranked.unflatten(0, (num_heads, num_requests)).transpose(0, 1).contiguous()
-        (found,) = HostCopy((best,)).lists()
-        return [self._tree(wish, ranked) for wish, ranked in zip(wishes, found)]
+    def draft(self, rows: ComputedRows) -> torch.Tensor:
+        return self._graphs.run(rows)
+
+    def follow(self, rows: ComputedRows) -> None:
+        pass
+
+    def note(self, request: Request, start: int, count: int, is_followed: bool) -> bool:
+        return is_followed
+
+    def drafts(self, wish: Wish, guesses: list[int]) -> Drafts:
+        """guesses: of each choice. The first choices that fit: a parent comes before its children."""
+        count = min(wish.num_drafts, len(self._choices))
+        if wish.depth >= self._heads.num_heads:
+            return Drafts(guesses[:count], self._parents[:count])
+        chosen = [place for place, path in enumerate(self._choices[:count]) if len(path) <= wish.depth]
+        row_of = {-1: -1, **{place: row for row, place in enumerate(chosen)}}  # the end is near: fewer levels
+        return Drafts([guesses[place] for place in chosen], [row_of[self._parents[place]] for place in chosen])
 
     def forget(self, requests: Sequence[Request]) -> None:
         pass
 
-    def _tree(self, wish: Wish, ranked: list[list[int]]) -> Drafts:
-        """ranked: per head, its likeliest tokens. The first choices that fit: a parent comes before its children."""
-        chosen = [path for path in self._choices[: wish.num_drafts] if len(path) <= wish.depth]
-        if len(chosen) < min(wish.num_drafts, len(self._choices)):  # the end is near: fewer levels
-            places = {path: place for place, path in enumerate(chosen)}
-            parents = [places.get(path[:-1], -1) for path in chosen]
-        else:
-            parents = self._parents[: len(chosen)]
-        return Drafts([ranked[len(path) - 1][path[-1]] for path in chosen], list(parents))
+    def _guess(self, rows: ComputedRows) -> torch.Tensor:
+        """[num_requests, number of choices]."""
+        logits = self._heads.logits(self._target.final(rows.hidden)[rows.last])
+        num_heads, num_requests, _ = logits.shape
+        nobody = torch.zeros(num_heads * num_requests, dtype=torch.int64, device=logits.device)
+        ranked = ops.top_logprobs(logits.flatten(0, 1), self._num_ranks, nobody).token_ids
+        return ranked.unflatten(0, (num_heads, num_requests)).transpose(0, 1).flatten(1)[:, self._ranks]
 
 
 def _choices(configured: str, folder: Path | None, num_heads: int) -> Choices:

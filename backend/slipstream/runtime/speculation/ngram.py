@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
 NUM_DRAFTS = 5
 
@@ -72,7 +72,7 @@ class NgramProposer:
     def refusal(params: SamplingParams) -> str | None:
         return None
 
-    def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
+    def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:
         return [Drafts(self._continue(wish.request, wish.num_drafts)) for wish in wishes]
 
     def forget(self, requests: Sequence[Request]) -> None:

@@ -1,14 +1,16 @@
-"""Proposer: where drafts come from. Engine thread.
+"""Where drafts come from: proposers, which know what is said, and heads, which read the model's hidden states.
 
-After each step that is not run ahead of, the engine hands over what was computed and which requests may draft; the
-proposer answers with a chain or a tree for each. A proposer never decides what is accepted, so it may be wrong.
+Engine thread. A proposer answers once a step has been committed, with a chain or a tree for each request. A head drafts
+on the device right behind the step, from what was just accepted, so that the host reads step and drafts without the
+device standing still between them; its guesses become drafts once the step has been committed. Neither decides what is
+accepted, so both may be wrong.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -17,41 +19,22 @@ from slipstream.core.registry import Registry
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.decoder import Decoder
+from slipstream.runtime.computed_rows import ComputedRows
 from slipstream.runtime.memory_plan import Hardware, MemoryPlan
-
-
-@dataclass(frozen=True)
-class ComputedTokens:
-    """Tokens of one request that a step computed for good. rows: theirs among the step's hidden states, in order.
-
-    start: position of the first.
-    """
-
-    request: Request
-    start: int
-    rows: list[int]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """hidden: [T, width of Decoder.forward], None if a later step has run over them. computed: in the step's order."""
-
-    hidden: torch.Tensor | None
-    computed: list[ComputedTokens]
 
 
 @dataclass(frozen=True)
 class Wish:
     """A request that may draft now: all its tokens but the last are computed. num_drafts: most; depth: most levels.
 
-    computed: its place in StepResult.computed. has_scratch: there are blocks for all of num_scratch_slots; if not, for
-    those up to the request's longest length.
+    place: of the request in its step. has_scratch: there are blocks for all of num_scratch_slots; if not, for those up
+    to the request's longest length.
     """
 
     request: Request
     num_drafts: int
     depth: int
-    computed: int
+    place: int
     has_scratch: bool
 
 
@@ -74,33 +57,64 @@ class Surroundings:
     target: Decoder | None
 
 
-class Proposer(Protocol):
+class Drafter(Protocol):
     """num_drafts: per step, where nobody says. num_scratch_slots: cache slots past a request's tokens that drafting
     writes, and that the engine must have found blocks for. drafts_trees: whether some drafts are trees.
     """
 
     drafts_trees: bool
-
     num_drafts: int
     num_scratch_slots: int
-
-    def propose(self, result: StepResult, wishes: Sequence[Wish]) -> list[Drafts]:
-        """One answer per wish, perhaps empty; called after every step while any request may draft this way."""
-        ...
 
     def forget(self, requests: Sequence[Request]) -> None:
         """These have ended: drop what was kept for them."""
         ...
 
 
-class ProposerType(Protocol):
-    """The class of a proposer, as it stands in the registry."""
+@runtime_checkable
+class Proposer(Drafter, Protocol):
+    def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:
+        """One answer per wish, perhaps empty."""
+        ...
 
-    def __call__(self, surroundings: Surroundings) -> Proposer: ...
+
+@runtime_checkable
+class Head(Drafter, Protocol):
+    """has_cache: it has one of its own, which must follow every prompt and every step of a request that drafts."""
+
+    has_cache: bool
+
+    def capture(self, rows: Sequence[ComputedRows]) -> None:
+        """Make CUDA graphs of drafting behind these; once, before the first step."""
+        ...
+
+    def draft(self, rows: ComputedRows) -> torch.Tensor:
+        """Guesses of each request, [R, …]: after rows.last. Good until the next call."""
+        ...
+
+    def follow(self, rows: ComputedRows) -> None:
+        """What `draft` does to the cache, without the guesses."""
+        ...
+
+    def note(self, request: Request, start: int, count: int, is_followed: bool) -> bool:
+        """A step computed tokens start to start + count of a running request, with or without this head behind it.
+
+        Returns whether guesses after them are worth anything."""
+        ...
+
+    def drafts(self, wish: Wish, guesses: list[Any]) -> Drafts:
+        """What a request's guesses give it."""
+        ...
+
+
+class DrafterType(Protocol):
+    """The class of a drafter, as it stands in the registry."""
+
+    def __call__(self, surroundings: Surroundings) -> Proposer | Head: ...
 
     def refusal(self, params: SamplingParams) -> str | None:
         """Why a request of such parameters cannot draft this way, or None."""
         ...
 
 
-PROPOSERS: Registry[ProposerType] = Registry("speculative_method")
+PROPOSERS: Registry[DrafterType] = Registry("speculative_method")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -13,11 +14,21 @@ from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.speculation import DraftPlanner, Speculation
-from slipstream.core.step import ScheduledRequest
+from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec
+from slipstream.runtime.computed_rows import ComputedRows
+from slipstream.runtime.host_copy import HostCopy
 from slipstream.runtime.memory_plan import Hardware
-from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, StepResult, Surroundings, Wish
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Head, Proposer, Surroundings, Wish
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What heads did behind a step. by_method: guesses on their way to the host. followed: caches brought along."""
+
+    by_method: dict[str, HostCopy] = field(default_factory=dict)
+    followed: set[str] = field(default_factory=set)
 
 
 class Speculator:
@@ -27,34 +38,36 @@ class Speculator:
         self._config = surroundings.config.speculation
         names = self._config.loaded if surroundings.target is not None else ()  # nothing to verify without a model
         self._types = {name: PROPOSERS.get(name) for name in names}
-        self._proposers = {name: build(surroundings) for name, build in self._types.items()}
+        self._drafters = {name: build(surroundings) for name, build in self._types.items()}
+        self._proposers = {name: one for name, one in self._drafters.items() if isinstance(one, Proposer)}
+        self._heads = {name: one for name, one in self._drafters.items() if isinstance(one, Head)}
 
     @property
     def is_empty(self) -> bool:
-        return not self._proposers
+        return not self._drafters
 
     @property
     def num_drafts(self) -> int:
         """The most drafts of a request that asks for no number."""
-        return min(max((proposer.num_drafts for proposer in self._proposers.values()), default=0), MAX_DRAFT_TOKENS)
+        return min(max((drafter.num_drafts for drafter in self._drafters.values()), default=0), MAX_DRAFT_TOKENS)
 
     @property
     def has_trees(self) -> bool:
-        return any(proposer.drafts_trees for proposer in self._proposers.values())
+        return any(drafter.drafts_trees for drafter in self._drafters.values())
 
-    @property
-    def keeps_up(self) -> bool:
-        """Whether a proposer must hear of every step: it has a cache of its own."""
-        return any(proposer.num_scratch_slots for proposer in self._proposers.values())
+    def capture(self, rows: Sequence[ComputedRows]) -> None:
+        """Make graphs of what heads do behind verifications; rows: the tensors of each graph of one."""
+        for head in self._heads.values():
+            head.capture(rows)
 
     def resolve(self, params: SamplingParams) -> Speculation | None:
         """How a request speculates. Raises RequestError for a method that is not loaded or cannot serve it."""
-        if not self._proposers or params.num_draft_tokens == 0 or params.speculative_method == NO_SPECULATION:
+        if not self._drafters or params.num_draft_tokens == 0 or params.speculative_method == NO_SPECULATION:
             self._check_off(params)
             return None
         method = params.speculative_method or self._config.loaded[0]
-        if method not in self._proposers:
-            raise RequestError("speculative_method", f"got {method!r}, loaded: {', '.join(self._proposers)}")
+        if method not in self._drafters:
+            raise RequestError("speculative_method", f"got {method!r}, loaded: {', '.join(self._drafters)}")
         refusal = self._types[method].refusal(params)
         if refusal is not None:
             raise RequestError("speculative_method", f"{method} cannot serve this request: {refusal}")
@@ -65,45 +78,90 @@ class Speculator:
         acceptance = params.speculative_acceptance or self._config.acceptance
         if params.logprobs is not None and acceptance not in ("exact", "rejection"):
             acceptance = "exact"  # log-probabilities are those of tokens drawn
-        return Speculation(method, min(asked or self._proposers[method].num_drafts, MAX_DRAFT_TOKENS), acceptance)
+        return Speculation(method, min(asked or self._drafters[method].num_drafts, MAX_DRAFT_TOKENS), acceptance)
 
-    def propose(self, rows: Sequence[ScheduledRequest], result: StepResult, scheduler: Scheduler) -> None:
-        """Give the requests of a step that has been committed their next drafts."""
-        for method, proposer in self._proposers.items():
-            wishes = [
-                wish
-                for place, row in enumerate(rows)
-                if (wish := _wish(row, place, method, scheduler, proposer.num_scratch_slots)) is not None
-            ]
-            for wish, drafts in zip(wishes, proposer.propose(result, wishes), strict=True):
+    def prepare(self, step: ScheduledStep, scheduler: Scheduler) -> None:
+        """Find blocks for what drafting writes behind a step's requests, as far as there are any."""
+        for row in step.requests:
+            drafter = self._drafter_after(row, scheduler)
+            if drafter is not None and drafter.num_scratch_slots:
+                num_slots = row.num_computed_tokens + row.num_scheduled_tokens + 1 + drafter.num_scratch_slots
+                scheduler.cache.allocate(row.request, min(num_slots, scheduler.most_slots(row.request)))
+
+    def launch(self, step: ScheduledStep, scheduler: Scheduler, rows: Callable[[], ComputedRows]) -> Guesses:
+        """Let heads draft right behind a step. rows: what it computed, asked for only if a head wants it."""
+        guesses = Guesses()
+        for method, head in self._heads.items():
+            if any(self._drafter_after(row, scheduler) is head for row in step.requests):
+                guesses.by_method[method] = HostCopy((head.draft(rows()),), is_urgent=True)
+            elif head.has_cache and any(row.num_scheduled_tokens > 1 + row.num_drafts for row in step.requests):
+                head.follow(rows())  # prompts always: others may share their blocks, and draft
+                guesses.followed.add(method)
+        return guesses
+
+    def propose(
+        self, step: ScheduledStep, token_ids: Sequence[list[int]], guesses: Guesses, scheduler: Scheduler
+    ) -> None:
+        """Give the requests of a step that has been committed their next drafts. token_ids: what it brought each."""
+        wishes: dict[str, list[Wish]] = {}
+        for place, (row, new_token_ids) in enumerate(zip(step.requests, token_ids)):
+            count = len(new_token_ids) if row.num_drafts else row.num_scheduled_tokens
+            is_sound = self._note(row, count, guesses)
+            wish = self._wish(row, place, scheduler)
+            if wish is not None:
+                assert wish.request.speculation is not None
+                method = wish.request.speculation.method
+                if method not in self._heads or is_sound.get(method):
+                    wishes.setdefault(method, []).append(wish)
+        for method, some in wishes.items():
+            if method in self._heads:
+                (found,) = guesses.by_method[method].lists()
+                answers = [self._heads[method].drafts(wish, found[wish.place]) for wish in some]
+            else:
+                answers = self._proposers[method].propose(some)
+            for wish, drafts in zip(some, answers, strict=True):
                 _give(wish, drafts)
 
     def forget(self, requests: Sequence[Request]) -> None:
-        for proposer in self._proposers.values():
-            proposer.forget(requests)
+        for drafter in self._drafters.values():
+            drafter.forget(requests)
+
+    def _note(self, row: ScheduledRequest, count: int, guesses: Guesses) -> dict[str, bool]:
+        """Tell the heads what became of a row; by method, whether a head's guesses after it are worth anything."""
+        if row.request.status is not RequestStatus.RUNNING:
+            return {}
+        return {
+            method: head.note(
+                row.request, row.num_computed_tokens, count, method in guesses.by_method or method in guesses.followed
+            )
+            for method, head in self._heads.items()
+        }
+
+    def _drafter_after(self, row: ScheduledRequest, scheduler: Scheduler) -> Proposer | Head | None:
+        """Who may draft for a request after this row, as far as that is known before the row is computed."""
+        speculation = row.request.speculation
+        if speculation is None or not row.samples or not scheduler.planner.num_drafts(row.request):
+            return None
+        return self._drafters[speculation.method]
+
+    def _wish(self, row: ScheduledRequest, place: int, scheduler: Scheduler) -> Wish | None:
+        """What a request may draft after this row, which has been committed."""
+        request, drafter = row.request, self._drafter_after(row, scheduler)
+        if drafter is None or request.status is not RequestStatus.RUNNING:
+            return None
+        if request.num_computed_tokens != request.num_tokens - 1:
+            return None
+        num_left = request.stop_conditions.max_len - request.num_tokens - 1
+        num_drafts = min(scheduler.planner.num_drafts(request), num_left)
+        num_slots, num_most = request.num_tokens + drafter.num_scratch_slots, scheduler.most_slots(request)
+        if num_drafts <= 0 or len(request.block_ids) * scheduler.cache.block_size < min(num_slots, num_most):
+            return None
+        return Wish(request, num_drafts, num_left, place, num_slots <= num_most)
 
     def _check_off(self, params: SamplingParams) -> None:
         """A request may name a method on a server that has none only to be told so."""
-        if not self._proposers and params.speculative_method not in (None, NO_SPECULATION):
+        if not self._drafters and params.speculative_method not in (None, NO_SPECULATION):
             raise RequestError("speculative_method", f"got {params.speculative_method!r}, loaded: none")
-
-
-def _wish(row: ScheduledRequest, place: int, method: str, scheduler: Scheduler, num_scratch_slots: int) -> Wish | None:
-    """What a request may draft after this row; its blocks are grown for that, as far as there are any."""
-    request = row.request
-    speculation = request.speculation
-    if speculation is None or speculation.method != method or not row.samples:
-        return None
-    if request.status is not RequestStatus.RUNNING or request.num_computed_tokens != request.num_tokens - 1:
-        return None
-    num_left = request.stop_conditions.max_len - request.num_tokens - 1
-    num_drafts = min(scheduler.planner.num_drafts(request), num_left)
-    if num_drafts <= 0:
-        return None
-    num_slots, num_most = request.num_tokens + num_scratch_slots, scheduler.most_slots(request)
-    if num_scratch_slots and not scheduler.cache.allocate(request, min(num_slots, num_most)):
-        return None
-    return Wish(request, num_drafts, num_left, place, num_slots <= num_most)
 
 
 def _give(wish: Wish, drafts: Drafts) -> None:

@@ -1,0 +1,44 @@
+"""A whole draft, first pass and all levels, as a CUDA graph behind each graph of a verification. Engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from slipstream.runtime.computed_rows import ComputedRows
+from slipstream.runtime.cuda_graphs import GraphShape, uncollected
+
+
+class HeadGraphs:
+    """draft: what is guessed behind rows, by tensor work alone. Steps that no graph was captured for run eagerly."""
+
+    def __init__(self, draft: Callable[[ComputedRows], torch.Tensor]) -> None:
+        self._draft = draft
+        self._graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+
+    @torch.inference_mode()
+    def capture(self, rows: Sequence[ComputedRows]) -> None:
+        """rows: the static tensors of graphs, which a step's own are afterwards."""
+        if not rows:
+            return
+        for one in rows:
+            self._draft(one)  # compiles kernels, lets libraries choose theirs
+        pool = torch.cuda.graph_pool_handle()
+        with uncollected():
+            for one in reversed(rows):
+                assert one.graph is not None
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    guesses = self._draft(one)
+                self._graphs[one.graph] = graph, guesses
+        torch.cuda.synchronize()
+
+    def run(self, rows: ComputedRows) -> torch.Tensor:
+        """Good until the next `run`."""
+        captured = None if rows.graph is None or rows.kept is None else self._graphs.get(rows.graph)
+        if captured is None:
+            return self._draft(rows)
+        graph, guesses = captured
+        graph.replay()
+        return guesses
