@@ -80,6 +80,27 @@ INVARIANT_ATTENTION = {
     "NUM_PARTS": 16, "FIRST": 512, "PER_LENGTH": 8,
 }  # fmt: skip
 
+GROUPED = {
+    "x_ptr": "*bf16", "x_scales_ptr": "*fp32", "tokens_ptr": "*i32", "offsets_ptr": "*i32", "weight_ptr": "*bf16",
+    "packed_ptr": "*u8", "zeros_ptr": "*u8", "scales_ptr": "*fp32", "out_ptr": "*bf16", "x_row_stride": "i32",
+    "out_features": "i32", "num_tiles": "i32",
+}  # fmt: skip
+GROUPED_FP8 = {**GROUPED, "x_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
+GROUPED_TILE = {
+    "IN_FEATURES": 4096, "NUM_EXPERTS": 60, "EXPERTS_PADDED": 64, "BY_TOKEN": True, "GATED": True, "BLOCK_M": 64,
+    "BLOCK_N": 64, "BLOCK_K": 64, "NUM_STAGES": 4, "HAS_X_SCALES": False, "HAS_SCALES": False, "GROUP_SIZE": 64,
+    "HAS_ZEROS": True, "FACTOR": triton.language.bfloat16,
+}  # fmt: skip
+GROUPED_FP8_TILE = {**GROUPED_TILE, "BLOCK_K": 128, "HAS_X_SCALES": True, "HAS_SCALES": True}
+ROUTES = {
+    "logits_ptr": "*bf16", "experts_ptr": "*i32", "weights_ptr": "*fp32", "rows_ptr": "*i32", "tokens_ptr": "*i32",
+    "offsets_ptr": "*i32", "y_ptr": "*bf16", "out_ptr": "*bf16", "logits_row_stride": "i32", "num_tokens": "i32",
+    "num_pairs": "i32", "y_row_stride": "i32", "size": "i32",
+}  # fmt: skip
+ROUTES_SHAPE = {
+    "NUM_EXPERTS": 60, "EXPERTS_PADDED": 64, "TOP_K": 2, "RENORMALISE": True, "BLOCK_M": 32, "BLOCK": 1024,
+}  # fmt: skip
+
 ROPE = {
     "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "q_out_ptr": "*bf16", "positions_ptr": "*i64",
     "slot_mapping_ptr": "*i64", "cos_sin_ptr": "*fp32", "q_norm_ptr": "*bf16", "k_norm_ptr": "*bf16",
@@ -177,6 +198,12 @@ KERNELS = [
         for tile in ({}, {"QUERIES": 1, "HAS_TREE": True, "IS_SPLIT": True})
     ),
     ("invariant_attention", "_merge_parts_kernel", TREE_ATTENTION, {**ATTENTION_SHAPE, **INVARIANT_ATTENTION}, 4),
+    ("route_experts", "_choose_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
+    ("route_experts", "_sort_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
+    ("route_experts", "_combine_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
+    ("grouped_mm", "_grouped_mm_kernel", GROUPED, GROUPED_TILE, 4),
+    ("grouped_mm", "_grouped_mm_kernel", GROUPED_FP8, GROUPED_FP8_TILE, 4),
+    ("grouped_int4_mm", "_grouped_int4_mm_kernel", GROUPED, GROUPED_TILE, 4),
     ("quantize_int8", "_quantize_int8_kernel", {**FP8_ROWS, "values_ptr": "*i8"}, FP8_TILE, 8),
     (
         "logprobs", "_logprob_chunk_kernel", LOGPROBS,

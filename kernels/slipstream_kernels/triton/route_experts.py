@@ -1,0 +1,168 @@
+"""route_experts and combine_experts in Triton-lang.
+
+Choosing is one program per few tokens. Sorting is one program per expert, which counts the pairs of the experts before
+it and the ranks of its own: no atomics, so the order is always the same, and the ids of 8,192 tokens are 64 KB.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from slipstream_kernels.routing import Routing, empty_routing
+from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
+
+SORT_BLOCK, COMBINE_BLOCK = 1024, 1024
+CHOSEN_VALUES = 2048  # logits that a program of the choice holds
+
+
+@triton.jit
+def _choose_experts_kernel(
+    logits_ptr,
+    experts_ptr,
+    weights_ptr,
+    logits_row_stride,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    start_dependents(DEPENDENT)
+    await_previous(DEPENDENT)
+    tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    experts = tl.arange(0, EXPERTS_PADDED)
+    mask = tokens < num_tokens
+    places = logits_ptr + tokens.to(tl.int64)[:, None] * logits_row_stride + experts[None, :]
+    logits = tl.load(places, mask=mask[:, None] & (experts < NUM_EXPERTS)[None, :], other=float("-inf")).to(tl.float32)
+    logits = tl.where(mask[:, None], logits, 0.0)
+    powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    total = tl.sum(powers, axis=1)
+    left = tl.where((experts < NUM_EXPERTS)[None, :], powers, -1.0)
+    if RENORMALISE:
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        rest = left
+        for _ in tl.static_range(TOP_K):
+            total += tl.max(rest, axis=1)
+            rest = tl.where(experts[None, :] == tl.argmax(rest, axis=1)[:, None], -1.0, rest)
+    for turn in tl.static_range(TOP_K):
+        best = tl.argmax(left, axis=1)
+        tl.store(weights_ptr + tokens * TOP_K + turn, tl.max(left, axis=1) / total, mask=mask)
+        tl.store(experts_ptr + tokens * TOP_K + turn, best.to(tl.int32), mask=mask)
+        left = tl.where(experts[None, :] == best[:, None], -1.0, left)
+
+
+@triton.jit
+def _sort_experts_kernel(
+    experts_ptr,
+    rows_ptr,
+    tokens_ptr,
+    offsets_ptr,
+    num_pairs,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    start_dependents(DEPENDENT)
+    await_previous(DEPENDENT)
+    mine = tl.program_id(0)
+    first = 0
+    for start in range(0, num_pairs, BLOCK):
+        pairs = start + tl.arange(0, BLOCK)
+        experts = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=mine)
+        first += tl.sum((experts < mine).to(tl.int32), axis=0)
+    tl.store(offsets_ptr + mine, first)
+    for start in range(0, num_pairs, BLOCK):
+        pairs = start + tl.arange(0, BLOCK)
+        is_mine = tl.load(experts_ptr + pairs, mask=pairs < num_pairs, other=-1) == mine
+        ranks = tl.cumsum(is_mine.to(tl.int32), axis=0)
+        rows = first + ranks - 1
+        tl.store(rows_ptr + pairs, rows, mask=is_mine)
+        tl.store(tokens_ptr + rows, pairs // TOP_K, mask=is_mine)
+        first += tl.sum(is_mine.to(tl.int32), axis=0)
+    tl.store(offsets_ptr + mine + 1, first, mask=mine + 1 == tl.num_programs(0))
+
+
+@triton.jit
+def _combine_experts_kernel(
+    y_ptr,
+    rows_ptr,
+    weights_ptr,
+    out_ptr,
+    y_row_stride,
+    size,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    start_dependents(DEPENDENT)
+    await_previous(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < size
+    total = tl.zeros((BLOCK,), tl.float32)
+    for turn in tl.static_range(TOP_K):
+        row = tl.load(rows_ptr + token * TOP_K + turn).to(tl.int64)
+        weight = tl.load(weights_ptr + token * TOP_K + turn)
+        total += weight * tl.load(y_ptr + row * y_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * size + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def route_experts(logits: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
+    """See ops.route_experts."""
+    num_tokens, num_experts = logits.shape
+    routing = empty_routing(num_tokens, top_k, num_experts, logits.device)
+    if not num_tokens:
+        routing.offsets.zero_()
+        return routing
+    experts = torch.empty_like(routing.tokens)
+    padded = max(2, triton.next_power_of_2(num_experts))
+    block_m = min(max(1, CHOSEN_VALUES // padded), triton.next_power_of_2(num_tokens))
+    launch = dependent_launch(logits.device)
+    _choose_experts_kernel[(triton.cdiv(num_tokens, block_m),)](
+        logits,
+        experts,
+        routing.weights,
+        logits.stride(0),
+        num_tokens,
+        NUM_EXPERTS=num_experts,
+        EXPERTS_PADDED=padded,
+        TOP_K=top_k,
+        RENORMALISE=renormalise,
+        BLOCK_M=block_m,
+        **launch,
+    )
+    _sort_experts_kernel[(num_experts,)](
+        experts,
+        routing.rows,
+        routing.tokens,
+        routing.offsets,
+        num_tokens * top_k,
+        TOP_K=top_k,
+        BLOCK=min(SORT_BLOCK, max(32, triton.next_power_of_2(num_tokens * top_k))),
+        **launch,
+    )
+    return routing
+
+
+def combine_experts(y: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """See ops.combine_experts."""
+    num_tokens, top_k = routing.weights.shape
+    out = torch.empty((num_tokens, y.shape[1]), dtype=y.dtype, device=y.device)
+    if not num_tokens:
+        return out
+    _combine_experts_kernel[(num_tokens, triton.cdiv(y.shape[1], COMBINE_BLOCK))](
+        y,
+        routing.rows,
+        routing.weights,
+        out,
+        y.stride(0),
+        y.shape[1],
+        TOP_K=top_k,
+        BLOCK=COMBINE_BLOCK,
+        **dependent_launch(y.device),
+    )
+    return out

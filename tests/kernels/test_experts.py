@@ -1,0 +1,164 @@
+"""Routing and grouped products: right against fp64 expert by expert, whatever the routing; wrong operands are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from slipstream_kernels import ops
+from slipstream_kernels.ops import Fp8Rows, Int4Weight, Routing
+from tolerances import ELEMENTWISE, INT_MM, SCALED_MM
+
+BACKENDS = ["reference", "triton"]
+# tokens, experts, top_k
+ROUTINGS = [(1, 8, 2), (7, 5, 1), (33, 6, 3)]
+# tokens, experts, top_k, out, in
+SHAPES = [(1, 8, 2, 32, 64), (9, 3, 2, 80, 192), (40, 2, 1, 16, 128)]
+
+
+def logits_of(num_tokens: int, num_experts: int, device, dtype=torch.float32) -> torch.Tensor:
+    """Of which the last expert is never chosen."""
+    logits = 2 * torch.randn(num_tokens, num_experts, device=device)
+    logits[:, -1] = -9
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("renormalise", [False, True])
+@pytest.mark.parametrize("shape", ROUTINGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_routing(device, backend, renormalise, shape, dtype) -> None:
+    num_tokens, num_experts, top_k = shape
+    logits = logits_of(num_tokens, num_experts, device, dtype)
+    routing = ops.route_experts(logits, top_k, renormalise=renormalise, backend=backend)
+    assert (routing.num_tokens, routing.num_rows, routing.num_experts) == (num_tokens, num_tokens * top_k, num_experts)
+    bounds = routing.offsets.tolist()
+    assert bounds[0] == 0 and bounds[-2] == bounds[-1] == num_tokens * top_k
+    experts = [next(e for e in range(num_experts) if row < bounds[e + 1]) for row in range(num_tokens * top_k)]
+    tokens = routing.tokens.tolist()
+    assert sorted(zip(experts, tokens)) == list(zip(experts, tokens))  # within an expert in the order of tokens
+    probabilities = logits.double().softmax(-1)
+    for token in range(num_tokens):
+        rows = routing.rows[token].tolist()
+        assert [tokens[row] for row in rows] == [token] * top_k
+        chosen = [experts[row] for row in rows]
+        order = sorted(range(num_experts), key=lambda e: (-logits[token, e].item(), e))
+        assert chosen == order[:top_k]
+        expected = probabilities[token, chosen]
+        expected = expected / expected.sum() if renormalise else expected
+        torch.testing.assert_close(routing.weights[token].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_equal_logits_go_to_the_first_experts(device, backend) -> None:
+    routing = ops.route_experts(torch.zeros(3, 4, device=device), 2, backend=backend)
+    assert routing.offsets.tolist() == [0, 3, 6, 6, 6] and (routing.weights == 0.5).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_combining(device, backend, dtype) -> None:
+    routing = ops.route_experts(logits_of(5, 6, device), 3)
+    y = torch.randn(15, 1030, device=device).to(dtype)
+    expected = (y.double()[routing.rows.long()] * routing.weights.double()[..., None]).sum(1)
+    out = ops.combine_experts(y, routing, backend=backend)
+    rtol, atol = ELEMENTWISE[dtype]
+    torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
+
+
+def rows_of(
+    kind: str, num_rows: int, size: int, dtype: torch.dtype, device
+) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
+    """(operand, what it stands for in fp64)"""
+    x = torch.randn(num_rows, size, device=device).to(dtype)
+    if kind != "fp8":
+        return x, x.double()
+    rows = ops.quantize_fp8(x)
+    return rows, rows.values.double() * rows.scales.double()
+
+
+def check(y, exact_x, exact_w, routing: Routing, by_token: bool, gated: bool, tolerance) -> None:
+    """exact_w: [experts, out, in] in fp64."""
+    rows = exact_x[routing.tokens.long()] if by_token else exact_x
+    experts = torch.bucketize(torch.arange(routing.num_rows, device=rows.device), routing.offsets[1:], right=True)
+    expected = torch.einsum("rk,rnk->rn", rows, exact_w[experts])
+    spread = torch.einsum("rk,rnk->rn", rows.square(), exact_w[experts].square()).sqrt()
+    rtol, atol = tolerance
+    limit = rtol * expected.abs() + atol * spread
+    if gated:
+        (gate, up), (gate_limit, up_limit) = expected.chunk(2, -1), limit.chunk(2, -1)
+        expected = torch.nn.functional.silu(gate) * up
+        limit = (
+            1.2 * (gate_limit * up.abs() + up_limit * gate.abs()) + gate_limit * up_limit + 2 * rtol * expected.abs()
+        )
+    assert ((y.double() - expected).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["plain", "fp8 weight", "fp8"])
+@pytest.mark.parametrize(("by_token", "gated"), [(True, True), (False, False)])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grouped_mm(device, backend, kind, by_token, gated, shape, dtype) -> None:
+    if dtype == torch.float32 and kind != "plain" and torch.device(device).type == "cuda":
+        pytest.skip("FP8 products on a GPU give bf16")
+    num_tokens, num_experts, top_k, out_features, in_features = shape
+    routing = ops.route_experts(logits_of(num_tokens, num_experts, device), top_k)
+    x, exact_x = rows_of(kind, num_tokens if by_token else routing.num_rows, in_features, dtype, device)
+    weight = (torch.randn(num_experts, out_features, in_features, device=device) * in_features**-0.5).to(dtype)
+    scales, exact_w = None, weight.double()
+    if kind != "plain":
+        rows = ops.quantize_fp8(weight.flatten(0, 1))
+        weight, scales = rows.values.view_as(weight), rows.scales.view(num_experts, out_features)
+        exact_w = weight.double() * scales.double()[..., None]
+    y = ops.grouped_mm(x, weight, routing, scales, by_token=by_token, gated=gated, backend=backend)
+    assert y.dtype == dtype
+    check(y, exact_x, exact_w, routing, by_token, gated, SCALED_MM[torch.device(device).type, dtype])
+
+
+def int4_of(rows: int, in_features: int, group_size: int, has_zeros: bool, device) -> Int4Weight:
+    groups = (rows, in_features // group_size)
+    packed = torch.randint(256, (rows, in_features // 2), dtype=torch.uint8, device=device)
+    scales = (0.5 + torch.rand(groups, device=device)) * in_features**-0.5 / 4
+    zeros = torch.randint(17, groups, dtype=torch.uint8, device=device) if has_zeros else None
+    return ops.int4_weight(packed, scales, zeros, group_size, in_features)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["plain", "fp8"])
+@pytest.mark.parametrize(("by_token", "gated", "group_size"), [(True, True, 64), (False, False, 32)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_grouped_int4_mm(device, backend, kind, by_token, gated, group_size, shape) -> None:
+    num_tokens, num_experts, top_k, out_features, in_features = shape
+    routing = ops.route_experts(logits_of(num_tokens, num_experts, device), top_k)
+    num_rows = num_tokens if by_token else routing.num_rows
+    x, exact_x = rows_of(kind, num_rows, in_features, torch.bfloat16, device)
+    weight = int4_of(num_experts * out_features, in_features, group_size, gated, device)
+    exact_w = ops.dequantize_int4(weight).double().view(num_experts, out_features, in_features)
+    y = ops.grouped_int4_mm(x, weight, routing, by_token=by_token, gated=gated, backend=backend)
+    check(y, exact_x, exact_w, routing, by_token, gated, INT_MM[torch.device(device).type, torch.bfloat16])
+
+
+def test_wrong_operands_are_named(device) -> None:
+    routing = ops.route_experts(logits_of(3, 4, device), 2)
+    x, weight = torch.zeros(3, 64, device=device), torch.zeros(4, 6, 64, device=device)
+    cases = [
+        (lambda: ops.grouped_mm(x, weight, routing), r"x: shape \(3, 64\), expected \(6, 64\)"),
+        (lambda: ops.grouped_mm(x, weight[:3], routing, by_token=True), "weight: shape .* of 4 experts"),
+        (lambda: ops.grouped_mm(x, weight.bfloat16(), routing, by_token=True), "weight: dtype"),
+        (lambda: ops.grouped_mm(x, weight[:, :5].contiguous(), routing, by_token=True, gated=True), "weight: 5 output"),
+        (lambda: ops.route_experts(x, 65), "top_k: 65 of 64 experts"),
+        (lambda: ops.route_experts(x.int(), 2), "logits: dtype"),
+        (lambda: ops.combine_experts(x, routing), "y: shape"),
+    ]
+    int4 = int4_of(24, 64, 64, False, device)
+    cases.append(
+        (lambda: ops.grouped_int4_mm(x, int4_of(23, 64, 64, False, device), routing, by_token=True), "23 output")
+    )
+    cases.append(
+        (lambda: ops.grouped_int4_mm(x, replace(int4, group_size=48), routing, by_token=True), "group_size: 48")
+    )
+    for call, named in cases:
+        with pytest.raises(ValueError, match=named):
+            call()
