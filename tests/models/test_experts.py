@@ -157,26 +157,45 @@ def test_wishes_that_cannot_be_served(full: Path, tmp_path: Path) -> None:
         read_spec(tmp_path)
 
 
-def test_engine_serves_experts(tmp_path: Path) -> None:
-    """A batch's texts are those of its members alone, and greedy text is Hugging Face's."""
-    tokenizer = make_tiny_llama(tmp_path)
-    config = AutoConfig.from_pretrained(tokenizer).to_dict()
+def make_served(folder: Path, head_dim: int) -> MixtralForCausalLM:
+    """A checkpoint with a tokenizer, of sizes that quantisation divides."""
+    config = AutoConfig.from_pretrained(make_tiny_llama(folder, head_dim=head_dim)).to_dict()
     torch.manual_seed(1)
-    same = ("vocab_size", "hidden_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "head_dim")
+    same = ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id", "head_dim")
     model = MixtralForCausalLM(
         MixtralConfig(
-            **{name: config[name] for name in same}, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, num_local_experts=6, initializer_range=0.3,
+            **{name: config[name] for name in same}, hidden_size=128, intermediate_size=256, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, num_local_experts=6, initializer_range=0.3,
         )
     ).float().eval()  # fmt: skip
-    model.save_pretrained(tmp_path)
-    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-    prompts = ["def read(", "import os\n\n\nclass Stack:", "for i in"]
+    model.save_pretrained(folder)
+    return model
+
+
+PROMPTS = ["def read(", "import os\n\n\nclass Stack:", "for i in"]
+PARAMS = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def test_engine_serves_experts(tmp_path: Path) -> None:
+    """A batch's texts are those of its members alone, and greedy text is Hugging Face's."""
+    model = make_served(tmp_path, 16)
     with LLM(str(tmp_path), device="cpu", num_blocks=64) as llm:
-        together = llm.generate(prompts, params)
-        assert [one.text for one in together] == [llm.generate(prompt, params)[0].text for prompt in prompts]
+        together = llm.generate(PROMPTS, PARAMS)
+        assert [one.text for one in together] == [llm.generate(prompt, PARAMS)[0].text for prompt in PROMPTS]
     for one in together:
         prompt, made = one.prompt_token_ids, one.token_ids
         with torch.no_grad():
             best = model(torch.tensor([[*prompt, *made]])).logits[0].argmax(-1)
-        assert best[len(prompt) - 1 : -1].tolist() == list(made)
+        assert len(made) == 12 and best[len(prompt) - 1 : -1].tolist() == list(made)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("quantization", ["none", "fp8", "wint4", "a8w8_fp8_wint4"])
+def test_graphs_say_what_eager_steps_say(tmp_path: Path, quantization: str) -> None:
+    make_served(tmp_path, 64)
+    texts = []
+    for graphs in ("off", "auto"):
+        fields = {"device": "cuda", "dtype": "bfloat16", "quantization": quantization, "cuda_graphs": graphs}
+        with LLM(str(tmp_path), num_blocks=64, max_num_seqs=8, **fields) as llm:
+            texts.append([one.text for one in llm.generate(PROMPTS, PARAMS)])
+    assert texts[0] == texts[1] and all(texts[0])
