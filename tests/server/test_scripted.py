@@ -205,7 +205,9 @@ def test_right_keys_and_open_paths(fake_gateway: GatewayProcess) -> None:
 
 
 def test_models_in_every_state(fake_client: openai.OpenAI) -> None:
-    names = {model.id for model in fake_client.models.list()}
+    cards = fake_client.models.list().data
+    assert {model.id for model in cards if model.task == "embedding"} == {"encoder", "batched_encoder"}
+    names = {model.id for model in cards if model.task != "embedding"}
     assert names == {"hermes", "mistral", "llama3", "plain", "guarded", "blocking", "bare", "broken"}, (
         "no encoders, nothing that loads"
     )
@@ -234,7 +236,7 @@ def test_verdicts_of_a_guarded_model(fake_client: openai.OpenAI) -> None:
 
 
 def test_a_model_that_blocks(fake_client: openai.OpenAI) -> None:
-    """`guarded` of the model repository: words of its own for the verdict, and no count of tokens."""
+    """As `guarded` of the model repository, words of its own for the verdict; and no count of tokens."""
     script = {"pieces": ["a", "b"], "reason": "blocked", "blocked": ["answer", "violence", "hate"]}
     verdict = {"flagged": True, "reason": "answer", "categories": ["violence", "hate"]}
     whole = ask(fake_client, "blocking", script)

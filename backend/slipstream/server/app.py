@@ -24,12 +24,13 @@ from starlette.responses import Response
 import slipstream
 from slipstream.server.chat import chat
 from slipstream.server.completions import complete
-from slipstream.server.embeddings import embed
+from slipstream.server.embeddings import cards, embed
 from slipstream.server.errors import ApiError, error_body, model_not_found
 from slipstream.server.gateway import Gateway
 from slipstream.server.guard import Guard
 from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
+from slipstream.server.sampling import naming_guides_as_asked
 from slipstream.server.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, ErrorBody
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _STREAMED = {**_ERRORS, 200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 _TICK_S = 0.25
-_CODES = {404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
+_UNREADABLE = "The request body cannot be read as JSON: it is not UTF-8, nested too deeply or has an endless number"
+_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
 
 def create_app(options: GatewayOptions, metrics_file: Path | None = None) -> FastAPI:
@@ -83,11 +85,13 @@ def create_app(options: GatewayOptions, metrics_file: Path | None = None) -> Fas
 def _add_generation(app: FastAPI) -> None:
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        return await chat(request.app.state.gateway, body, request)
+        with naming_guides_as_asked(body):
+            return await chat(request.app.state.gateway, body, request)
 
     @app.post("/v1/completions", responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await complete(request.app.state.gateway, body, request)
+        with naming_guides_as_asked(body):
+            return await complete(request.app.state.gateway, body, request)
 
     @app.post("/v1/embeddings", responses=_ERRORS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
@@ -97,16 +101,19 @@ def _add_generation(app: FastAPI) -> None:
 def _add_models(app: FastAPI) -> None:
     @app.get("/v1/models", responses=_ERRORS)
     async def models(request: Request) -> Response:
-        found = await request.app.state.gateway.catalog.all()
-        return JSONResponse({"object": "list", "data": [model.card() for model in found]})
+        return JSONResponse({"object": "list", "data": await _cards(request.app.state.gateway)})
 
     @app.get("/v1/models/{name:path}", responses=_ERRORS)
     async def model(name: str, request: Request) -> Response:
-        catalog = request.app.state.gateway.catalog
-        for found in await catalog.all():
-            if found.name == name:
-                return JSONResponse(found.card())
-        raise model_not_found(name, [found.name for found in await catalog.all()])
+        found = {card["id"]: card for card in await _cards(request.app.state.gateway)}
+        if name not in found:
+            raise model_not_found(name, list(found))
+        return JSONResponse(found[name])
+
+
+async def _cards(gateway: Gateway) -> list[dict[str, Any]]:
+    """What generates text first, which clients that take the first model want."""
+    return [*(model.card() for model in await gateway.catalog.all()), *await cards(gateway)]
 
 
 def _add_operations(app: FastAPI, options: GatewayOptions, metrics: Metrics) -> None:
@@ -177,7 +184,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def refuse(request: Request, error: HTTPException) -> Response:
         if isinstance(error, ApiError):
             return JSONResponse(error.body(), error.status_code, headers=error.headers)
-        body = error_body(error.status_code, str(error.detail), _CODES.get(error.status_code))
+        told = _UNREADABLE if error.status_code == 400 else str(error.detail)  # FastAPI's own 400 says no reason
+        body = error_body(error.status_code, told, _CODES.get(error.status_code))
         return JSONResponse(body, error.status_code, headers=error.headers)
 
     @app.exception_handler(RequestValidationError)

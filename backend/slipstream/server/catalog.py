@@ -69,7 +69,13 @@ class Model:
 
     def card(self) -> dict[str, Any]:
         """As /v1/models shows it."""
-        card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "slipstream"}
+        card = {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "slipstream",
+            "task": "generate",
+        }
         has = {"has_chat_template": self.template is not None, "speculative_methods": self.speculative_methods}
         return {**card, "max_model_len": self.max_model_len or None, "triton_name": self.triton_name, **has}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import time
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from slipstream.server.gateway import Gateway
 from slipstream.server.schemas import EmbeddingRequest
 
 _NAMES = ("embedding", "embeddings")
+_STARTED = int(time.time())
 _BYTES, _FP32 = "TYPE_STRING", "TYPE_FP32"
 
 
@@ -40,6 +42,18 @@ async def embed(gateway: Gateway, request: EmbeddingRequest) -> JSONResponse:
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return JSONResponse({"object": "list", "data": data, "model": request.model, "usage": usage})
+
+
+async def cards(gateway: Gateway) -> list[dict[str, Any]]:
+    """The embedding models that are ready, as /v1/models shows them, aliases included."""
+    served = gateway.options.embedding_models
+    if not served:
+        return []
+    ready = {entry.name for entry in await gateway.link.index() if entry.state == "READY"}
+    aliases = {alias: name for alias, name in gateway.options.aliases.items() if name in served}
+    names = {**{name: name for name in served}, **aliases}
+    kind = {"object": "model", "created": _STARTED, "owned_by": "slipstream", "task": "embedding"}
+    return [{"id": name, **kind, "triton_name": target} for name, target in names.items() if target in ready]
 
 
 def _encoded(vector: np.ndarray, form: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from slipstream.server.errors import ApiError
@@ -45,6 +47,18 @@ def sampling_parameters(request: Sampling, max_tokens: int | None, response_form
             raise ApiError(400, "response_format: given together with structured_outputs, accepted: one of them")
         settings["structured_outputs"] = guide
     return settings
+
+
+@contextmanager
+def naming_guides_as_asked(request: Sampling) -> Iterator[None]:
+    """The engine calls every guide by one name; the client gave it as a response format, or as a tool's schema."""
+    try:
+        yield
+    except ApiError as error:
+        if error.param == "structured_outputs" and request.structured_outputs is None:
+            error.param = "response_format" if getattr(request, "response_format", None) else "tools"
+            error.message = error.message.replace("guided_decoding_guide", error.param)
+        raise
 
 
 def guide_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:

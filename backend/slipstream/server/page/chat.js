@@ -194,7 +194,7 @@ async function loadModels() {
   const reply = await fetch("v1/models", { headers: headers() });
   if (!reply.ok) return complain(await failure(reply));
   complain("");
-  models = (await reply.json()).data;
+  models = (await reply.json()).data.filter((model) => model.task !== "embedding");
   $("model").replaceChildren(...models.map((model) => new Option(model.id, model.id)));
   if (!models.length) complain("No model is ready.");
   modelChanged();
