@@ -37,6 +37,7 @@ class ModelConfig:
     quantize_lm_head: bool = False
     attention_backend: str = ""
     cuda_graphs: str = "auto"  # or "off", or sizes like "1,2,4,8"
+    deterministic: bool = False
     seed: int = 0
 
 

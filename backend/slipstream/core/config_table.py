@@ -83,6 +83,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("quantize_lm_head", "model.quantize_lm_head", "Quantise the output head by the same method, also one that the checkpoint leaves alone or ties to the embedding."),
     Parameter("attention_backend", "model.attention_backend", "Attention implementation; empty is the best that fits."),
     Parameter("cuda_graphs", "model.cuda_graphs", "Steps captured at start as CUDA graphs: `auto`, `off`, or the numbers of requests to capture for, like `1,2,4,8`. Steps that verify drafts or hold prompts of up to 64 tokens are captured for the same numbers, up to 512 tokens.", limits="auto, off, or integers >= 1 with commas", is_good=_is_graph_sizes),
+    Parameter("deterministic", "model.deterministic", "A request's tokens depend on nothing else in the batch, nor on chunks, prefix reuse, speculation or CUDA graphs: every row is multiplied and attended alike, which is slower (docs/speculation.md). For `quantization` `none`, `fp8` and `wint8`, `float32` on a CPU, and `speculative_acceptance` `exact`."),
     Parameter("seed", "model.seed", "Seed of `dummy` weights. A request that gives none draws its own.", **_at_least(0)),
     Parameter("block_size", "cache.block_size", "Tokens per block of the KV cache.", ("tokens_per_block",), **_POWER_OF_TWO),
     Parameter("num_blocks", "cache.num_blocks", "Blocks of the KV cache; 0 is as many as fit.", **_at_least(0)),

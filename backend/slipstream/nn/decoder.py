@@ -21,7 +21,7 @@ from slipstream.nn.models.family import tensor_name
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.placement import Placement
 from slipstream.nn.quant.input_form import PLAIN
-from slipstream.nn.quant.unquantized import Unquantized
+from slipstream.nn.quant.invariant import is_unquantized
 from slipstream.nn.rotary import cos_sin_cache
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
@@ -79,8 +79,8 @@ class Decoder:
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, placement)
         self.layers = [DecoderLayer(spec, layer, cos_sin, placement) for layer in range(spec.num_layers)]
         self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
-        shares_table = spec.tie_word_embeddings and isinstance(placement.head_method, Unquantized)
-        self.lm_head = TiedHead() if shares_table else Linear(spec.lm_head, placement.of_head)
+        shares_table = spec.tie_word_embeddings and is_unquantized(placement.head_method)
+        self.lm_head = TiedHead(placement.head_method) if shares_table else Linear(spec.lm_head, placement.of_head)
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the batch's tokens, [T, hidden_size]; each layer's cache gains their keys and values.

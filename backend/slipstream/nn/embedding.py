@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.nn.placement import Placement
-from slipstream.nn.quant.unquantized import Unquantized
+from slipstream.nn.quant import QuantMethod
 
 
 class Embedding:
@@ -26,8 +26,8 @@ class TiedHead:
     On a GPU it holds no memory of its own; on a CPU it holds a packed copy of the table (see quant/unquantized.py).
     """
 
-    def __init__(self) -> None:
-        self._method = Unquantized()
+    def __init__(self, method: QuantMethod) -> None:
+        self._method = method
         self._weights: dict[str, Tensor] = {}
 
     def tie(self, embedding: Embedding) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.attention import ATTENTION_BACKENDS
+from slipstream.nn.attention import ATTENTION_BACKENDS, INVARIANT
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.placement import Placement
@@ -112,6 +112,16 @@ def check_model(
         check_checkpoint(decoder, resolve_checkpoint(config.model))
 
 
+def _wanted_attention(config: ModelConfig) -> str | None:
+    """The backend asked for; None: the best that fits. Raises ConfigError for one that is not deterministic mode's."""
+    if not config.deterministic:
+        return config.attention_backend or None
+    if config.attention_backend not in ("", INVARIANT):
+        reason = f"deterministic: accepted: {INVARIANT}, or empty"
+        raise ConfigError("attention_backend", config.attention_backend, reason)
+    return INVARIANT
+
+
 def _build(
     config: ModelConfig,
     spec: DecoderSpec,
@@ -129,7 +139,7 @@ def _build(
         if reason is not None:
             raise ConfigError("quantization", methods.name, f"cannot serve here: {reason}")
     backend_name, backend = ATTENTION_BACKENDS.select(
-        lambda entry: entry.supports(spec, device, dtype, kv_dtype), config.attention_backend or None
+        lambda entry: entry.supports(spec, device, dtype, kv_dtype), _wanted_attention(config)
     )
     log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
     placement = Placement(place or device, dtype, methods.linears, methods.head, methods.experts)

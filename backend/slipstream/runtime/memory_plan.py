@@ -12,7 +12,7 @@ import torch
 from slipstream.core.config import CacheConfig, EngineConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.host_memory import host_memory
-from slipstream.nn.kv_types import resolve_kv_dtype
+from slipstream.nn.kv_types import gpu_geometry_refusal, resolve_kv_dtype
 from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.draft_memory import draft_memory
@@ -38,11 +38,28 @@ class Hardware:
 
 
 def resolve_hardware(config: EngineConfig, spec: DecoderSpec) -> Hardware:
-    """Raises ConfigError for a device that is not there, and for a type of cache that cannot serve there."""
+    """Raises ConfigError for a device that is not there, for a type of cache that cannot serve there, and for what
+    deterministic mode cannot have."""
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, spec, device)
     kv_dtype = resolve_kv_dtype(config.cache.dtype, spec, device, dtype, config.cache.block_size)
-    return Hardware(device, dtype, kv_dtype)
+    hardware = Hardware(device, dtype, kv_dtype)
+    if config.model.deterministic:
+        _check_deterministic(config, spec, hardware)
+    return hardware
+
+
+def _check_deterministic(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> None:
+    acceptance = config.speculation.acceptance
+    if acceptance != "exact":
+        raise ConfigError("speculative_acceptance", acceptance, "deterministic: accepted: exact")
+    if hardware.device.type == "cpu":
+        if hardware.dtype != torch.float32:
+            raise ConfigError("dtype", config.model.dtype, "deterministic: accepted on a CPU: float32")
+        return
+    refusal = gpu_geometry_refusal(spec.head_dim, config.cache.block_size, hardware.kv_dtype)
+    if refusal is not None:
+        raise ConfigError("deterministic", True, refusal)
 
 
 @dataclass(frozen=True)

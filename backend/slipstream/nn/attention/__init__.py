@@ -3,8 +3,9 @@
 # isort: off
 from slipstream.nn.attention import split_kv  # noqa: F401  (registers itself, first)
 from slipstream.nn.attention import paged  # noqa: F401
+from slipstream.nn.attention.invariant import INVARIANT  # last: chosen in deterministic mode only
 
 # isort: on
 from slipstream.nn.attention.backend import ATTENTION_BACKENDS, AttentionBackend, HeadTurn, LayerCache, StepAttention
 
-__all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "HeadTurn", "LayerCache", "StepAttention"]
+__all__ = ["ATTENTION_BACKENDS", "INVARIANT", "AttentionBackend", "HeadTurn", "LayerCache", "StepAttention"]

@@ -11,6 +11,7 @@ from slipstream.nn.quant.fp8 import Fp8
 from slipstream.nn.quant.fp8_block import BlockWiseFp8
 from slipstream.nn.quant.int4 import Int4
 from slipstream.nn.quant.int8 import Int8
+from slipstream.nn.quant.invariant import invariant
 from slipstream.nn.quant.method import QUANT_METHODS, ExpertMethod, QuantMethod
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_format import StoredFormat
@@ -43,7 +44,8 @@ class Methods:
 def choose_methods(config: ModelConfig, spec: DecoderSpec) -> Methods:
     """The methods of a model's layers, as choose_method says, and of its experts.
 
-    Raises ConfigError for methods that serve no experts, and for mixed ones of a model without.
+    Raises ConfigError for methods that serve no experts, for mixed ones of a model without, and for what deterministic
+    mode cannot have.
     """
     mixed = MIXED.get(config.quantization)
     if mixed is None:
@@ -61,7 +63,13 @@ def choose_methods(config: ModelConfig, spec: DecoderSpec) -> Methods:
     if spec.experts is not None and not isinstance(experts, ExpertMethod):
         serving = [known for known in QUANT_METHODS.names() if isinstance(QUANT_METHODS.get(known), ExpertMethod)]
         raise ConfigError("quantization", name, f"serves no experts; accepted: {', '.join((*serving, *MIXED))}")
-    return Methods(name, linears, head, experts)
+    if not config.deterministic:
+        return Methods(name, linears, head, experts)
+    if spec.experts is not None:
+        reason = f"{spec.architecture} has experts, whose products depend on how the step's tokens are shared out"
+        raise ConfigError("deterministic", True, reason)
+    linears = invariant(name, linears)
+    return Methods(name, linears, invariant(name, head), linears)
 
 
 def choose_method(config: ModelConfig, spec: DecoderSpec) -> tuple[str, QuantMethod, QuantMethod]:

@@ -36,6 +36,7 @@ class Speculator:
 
     def __init__(self, surroundings: Surroundings) -> None:
         self._config = surroundings.config.speculation
+        self._is_deterministic = surroundings.config.model.deterministic
         names = self._config.loaded if surroundings.target is not None else ()  # nothing to verify without a model
         self._types = {name: PROPOSERS.get(name) for name in names}
         self._drafters = {name: build(surroundings) for name, build in self._types.items()}
@@ -76,6 +77,8 @@ class Speculator:
         if asked is not None and asked > limit:
             raise RequestError("num_draft_tokens", f"got {asked}, accepted: 0 (no drafts) to {limit}")
         acceptance = params.speculative_acceptance or self._config.acceptance
+        if self._is_deterministic and acceptance != "exact":
+            raise RequestError("speculative_acceptance", f"got {acceptance!r}, accepted here: exact")
         if params.logprobs is not None and acceptance not in ("exact", "rejection"):
             acceptance = "exact"  # log-probabilities are those of tokens drawn
         return Speculation(method, min(asked or self._drafters[method].num_drafts, MAX_DRAFT_TOKENS), acceptance)

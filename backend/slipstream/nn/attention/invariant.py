@@ -1,0 +1,90 @@
+"""The attention backend of deterministic mode: one op for every row, whose result no other row of the step changes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from slipstream_kernels import ops
+from torch import Tensor
+
+from slipstream.nn.attention.backend import ATTENTION_BACKENDS, HeadTurn, LayerCache
+from slipstream.nn.attention.split_step import Rows, decode_rows, last_rows, rows_after
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.kv_types import gpu_geometry_refusal
+from slipstream.nn.spec import DecoderSpec
+
+INVARIANT = "invariant"
+
+
+@ATTENTION_BACKENDS.register(INVARIANT)
+class InvariantAttention:
+    def __init__(self, spec: DecoderSpec) -> None:
+        self._head_dim = spec.head_dim
+        self._scale = spec.head_dim**-0.5
+        self._sliding_windows = spec.sliding_windows
+
+    @staticmethod
+    def supports(
+        spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
+        """Blocks of 64 tokens are refused nowhere; whether the configured ones are served is the runtime's to check."""
+        return None if device.type == "cpu" else gpu_geometry_refusal(spec.head_dim, 64, kv_dtype)
+
+    def graph_refusal(self, block_size: int) -> str | None:
+        return gpu_geometry_refusal(self._head_dim, block_size)
+
+    def plan(self, batch: ForwardBatch) -> InvariantStep:
+        """Trees are rows of the step's beginning: with one, the op is called for these, and for the others apart."""
+        trees = None if batch.tree_mask is None else decode_rows(batch)
+        return InvariantStep(batch, trees, rows_after(batch, trees), self._scale, self._sliding_windows)
+
+
+@dataclass(frozen=True)
+class InvariantStep:
+    """trees: rows with a tree mask, None if there are none. chains: all others, None if there are none."""
+
+    batch: ForwardBatch
+    trees: Rows | None
+    chains: Rows | None
+    scale: float
+    sliding_windows: tuple[int | None, ...]
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+        q = self._store(q, k, v, turn, cache)
+        out = torch.empty_like(q)
+        for rows in (self.trees, self.chains):
+            if rows is not None:
+                self._attend(rows, q, cache, layer, out)
+        return out
+
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+        q = self._store(q, k, v, turn, cache)[self.batch.logits_indices]
+        out = torch.empty_like(q)
+        if q.shape[0]:
+            self._attend(last_rows(self.batch), q, cache, layer, out)
+        return out
+
+    def _store(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache) -> Tensor:
+        batch = self.batch
+        return ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, turn.rope, cache, turn.norms)
+
+    def _attend(self, rows: Rows, q: Tensor, cache: LayerCache, layer: int, out: Tensor) -> None:
+        is_tree = rows is self.trees
+        ops.invariant_attention(
+            q[rows.tokens],
+            cache.key,
+            cache.value,
+            rows.block_tables,
+            rows.query_start_loc,
+            rows.seq_lens,
+            max_query_len=rows.max_query_len,
+            max_seq_len=self.batch.max_seq_len,
+            scale=self.scale,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
+            tree_mask=self.batch.tree_mask if is_tree else None,
+            positions=self.batch.positions[rows.tokens] if is_tree else None,
+            sliding_window=self.sliding_windows[layer],
+            out=out[rows.tokens],
+        )

@@ -1,0 +1,169 @@
+"""Deterministic mode: a request gets the same tokens and log-probabilities, to the bit, whatever runs beside it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
+from slipstream.core.config import SpeculationConfig
+from slipstream.core.errors import ConfigError, RequestError
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.runtime.engine import Engine
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+ON = {"deterministic": True}
+WANTED = [
+    SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=60, temperature=0.8, seed=5, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=60, temperature=0.9, seed=6, top_p=0.9, top_k=40, ignore_eos=True, logprobs=2),
+    SamplingParams(max_tokens=60, temperature=0.0, repetition_penalty=1.2, ignore_eos=True, logprobs=2),
+]
+# Name -> how drafts are made; the demo model's own heads, whose trees and chains are taken in part.
+DRAFTERS: dict[str, dict[str, object]] = {
+    "ngram": {"methods": "ngram"},
+    "draft_model": {"methods": "draft_model", "draft_model": "slipstream-demo-draft"},
+    "medusa": {"methods": "medusa", "medusa_heads": "slipstream-demo-medusa"},
+    "mtp": {"methods": "mtp", "mtp_module": "slipstream-demo-mtp"},
+    "eagle": {"methods": "eagle", "eagle_head": "slipstream-demo-eagle"},
+    "eagle_chain": {"methods": "eagle", "eagle_head": "slipstream-demo-eagle", "eagle_top_k": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def texts(demo_model: Path) -> list[list[int]]:
+    """Twelve prompts of 3 to 700 tokens of this file: some have beginnings in common, as prefix reuse needs."""
+    from slipstream.runtime.tokenizer import TextTokenizer
+
+    token_ids = TextTokenizer.load(demo_model).encode(Path(__file__).read_text("utf-8"))
+    dice = random.Random(3)
+    starts = [0, 0, 0, *(dice.randrange(600) for _ in range(9))]
+    return [
+        token_ids[start : start + length]
+        for start, length in zip(starts, (3, 200, 700, 64, 65, 17, 128, 90, 511, 5, 333, 48))
+    ]
+
+
+def make_demo_engine(demo_model: Path, **sections: dict[str, object]) -> Engine:
+    """On the GPU in bf16; speculation: SpeculationConfig's, folders by their names."""
+    speculation = dict(sections.get("speculation", {}))
+    for field in ("draft_model", "medusa_heads", "mtp_module", "eagle_head"):
+        if field in speculation:
+            speculation[field] = str(demo_model.parent / str(speculation[field]))
+    return make_engine(
+        demo_model,
+        model={"device": "cuda", "dtype": "bfloat16", "max_model_len": 2048, **ON, **sections.get("model", {})},
+        cache={"block_size": 64, **sections.get("cache", {})},
+        scheduler=sections.get("scheduler"),
+        speculation=SpeculationConfig(throttle="off", **speculation) if speculation else None,  # type: ignore[arg-type]
+    )
+
+
+def told_of(told: list[Told]) -> list[tuple]:
+    """What must be equal: tokens, and all that is said of them, to the bit."""
+    return [(each.token_ids, [(entry.logprob, entry.top) for entry in each.logprobs]) for each in told]
+
+
+def each_alone(engine: Engine, prompts: list[list[int]]) -> list[tuple]:
+    return [told_of(run_all(engine, [prompt], WANTED[i % 4]))[0] for i, prompt in enumerate(prompts)]
+
+
+def together(engine: Engine, prompts: list[list[int]]) -> list[tuple]:
+    """In two waves, so that prompts are computed beside decodes and find beginnings of others in the cache."""
+    requests = [Request(list(prompt), WANTED[i % 4], handle=i) for i, prompt in enumerate(prompts)]
+    told: dict[Request, Told] = {}
+    for request in requests[::2]:
+        engine.submit(request)
+    run_steps(engine, told, 9)
+    for request in requests[1::2]:
+        engine.submit(request)
+    run_steps(engine, told)
+    assert engine.error is None
+    return told_of([told[request] for request in requests])
+
+
+@pytest.fixture(scope="module")
+def alone(demo_model: Path, texts: list[list[int]]) -> list[tuple]:
+    """Every request by itself, its prompt in one step, without graphs, reuse or drafts."""
+    engine = make_demo_engine(demo_model, model={"cuda_graphs": "off"}, cache={"enable_prefix_caching": False})
+    return each_alone(engine, texts)
+
+
+COMPANY: dict[str, dict[str, dict[str, object]]] = {
+    "graphs": {},
+    "eager": {"model": {"cuda_graphs": "off"}},
+    "one graph for all": {"model": {"cuda_graphs": "64"}},
+    "chunks": {"scheduler": {"max_num_batched_tokens": 70}},
+    "odd chunks": {"scheduler": {"max_num_batched_tokens": 33}, "model": {"cuda_graphs": "off"}},
+    "preempted": {"cache": {"num_blocks": 34}},
+    "small blocks": {"cache": {"block_size": 16, "num_blocks": 1024}},
+}
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", COMPANY)
+def test_company_changes_nothing(demo_model: Path, texts: list[list[int]], alone: list[tuple], name: str) -> None:
+    assert together(make_demo_engine(demo_model, **COMPANY[name]), texts) == alone
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_change_nothing(demo_model: Path, texts: list[list[int]], alone: list[tuple], name: str) -> None:
+    engine = make_demo_engine(demo_model, speculation=DRAFTERS[name])
+    assert together(engine, texts) == alone
+    assert each_alone(engine, texts[:4]) == alone[:4]
+
+
+@needs_cuda
+@pytest.mark.parametrize(
+    "quantization, kv_type", [("fp8", "auto"), ("wint8", "int8"), ("none", "fp8_e4m3"), ("fp8", "int4")]
+)
+def test_so_it_is_with_quantised_weights_and_caches(
+    demo_model: Path, texts: list[list[int]], quantization: str, kv_type: str
+) -> None:
+    types = {"model": {"quantization": quantization}, "cache": {"dtype": kv_type}}
+    expected = each_alone(make_demo_engine(demo_model, **types), texts)
+    assert together(make_demo_engine(demo_model, **types, speculation=DRAFTERS["eagle"]), texts) == expected
+
+
+@needs_cuda
+def test_the_text_is_nearly_that_of_the_fast_kernels(
+    demo_model: Path, texts: list[list[int]], alone: list[tuple]
+) -> None:
+    engine = make_demo_engine(demo_model, model={"deterministic": False})
+    fast = each_alone(engine, texts)
+    assert [tokens[:1] for tokens, _ in fast] == [tokens[:1] for tokens, _ in alone]
+
+
+def test_a_cpu_serves_it_in_float32(tiny_llama: Path, engine: Engine, prompts: list[list[int]]) -> None:
+    deterministic = make_engine(tiny_llama, model=ON)
+    found = [told.token_ids for told in run_all(deterministic, prompts, GREEDY)]
+    assert found == [told.token_ids for told in run_all(engine, prompts, GREEDY)]
+
+
+@pytest.mark.parametrize(
+    "field, model, speculation",
+    [
+        ("quantization", {"quantization": "wint4"}, {}),
+        ("quantization", {"quantization": "w8a8_int8"}, {}),
+        ("attention_backend", {"attention_backend": "paged"}, {}),
+        ("dtype", {"dtype": "bfloat16"}, {}),
+        ("speculative_acceptance", {}, {"methods": "ngram", "acceptance": "typical"}),
+    ],
+)
+def test_what_it_cannot_have_is_refused(
+    tiny_llama: Path, field: str, model: dict[str, object], speculation: dict[str, object]
+) -> None:
+    with pytest.raises(ConfigError, match=f"{field}.*deterministic"):
+        make_engine(tiny_llama, model={**ON, **model}, speculation=SpeculationConfig(**speculation))  # type: ignore[arg-type]
+
+
+def test_a_request_may_not_ask_for_lossy_acceptance(tiny_llama: Path, prompts: list[list[int]]) -> None:
+    engine = make_engine(tiny_llama, model=ON, speculation=SpeculationConfig("ngram"))
+    lossy = replace(GREEDY, temperature=0.5, speculative_acceptance="rejection")
+    with pytest.raises(RequestError, match="speculative_acceptance"):
+        engine.submit(Request(list(prompts[0]), lossy))
