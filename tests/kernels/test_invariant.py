@@ -91,7 +91,7 @@ if torch.cuda.is_available():
 @pytest.fixture
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of so few tokens that short sequences have several, of two lengths."""
-    monkeypatch.setattr(invariant_attention, "FIRST_PART", 32)
+    monkeypatch.setattr(invariant_attention, "FIRST_PART", 64)
     monkeypatch.setattr(invariant_attention, "PARTS_PER_LENGTH", 2)
 
 

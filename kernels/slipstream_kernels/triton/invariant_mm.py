@@ -142,11 +142,12 @@ def choose_tile(num_tokens: int, dtype: torch.dtype) -> Tile:
 
 
 def is_split(num_tokens: int, out_features: int, in_features: int, tile: Tile, num_programs: int) -> bool:
-    """Whether the parts of a sum are programs of their own: when tiles alone do not fill the GPU twice."""
+    """Whether the parts of a sum are programs of their own: when tiles alone leave the GPU's bandwidth unused."""
     num_parts = -(-in_features // SPAN)
     num_tiles = -(-num_tokens // tile.block_m) * -(-out_features // tile.block_n)
     is_small = 4 * num_parts * num_tokens * out_features <= MAX_PARTIAL_BYTES
-    return num_parts > 1 and num_tiles < 2 * num_programs and is_small
+    wanted = num_programs if tile is LARGE_TILE else 2 * num_programs
+    return num_parts > 1 and num_tiles < wanted and is_small
 
 
 def invariant_mm(
