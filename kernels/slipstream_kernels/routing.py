@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+LARGEST_LOGIT = 1e30  # logits beyond are cut to it, and NaN counts as the smallest: every token gets experts
+
 
 @dataclass(frozen=True)
 class Routing:

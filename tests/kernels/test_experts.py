@@ -7,6 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from slipstream_kernels import ops
+from slipstream_kernels.cuda import int4_experts
+from slipstream_kernels.cuda.build import build, find_nvcc
+from slipstream_kernels.cuda.device import is_hopper
 from slipstream_kernels.ops import Fp8Rows, Int4Weight, Routing
 from tolerances import ELEMENTWISE, INT_MM, SCALED_MM
 
@@ -54,6 +57,18 @@ def test_routing(device, backend, renormalise, shape, dtype) -> None:
 def test_equal_logits_go_to_the_first_experts(device, backend) -> None:
     routing = ops.route_experts(torch.zeros(3, 4, device=device), 2, backend=backend)
     assert routing.offsets.tolist() == [0, 3, 6, 6, 6] and (routing.weights == 0.5).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_that_are_no_numbers_still_route(device, backend) -> None:
+    """A batch of garbage, as warm-up steps may be, must not leave rows unwritten: later kernels follow them."""
+    logits = torch.full((4, 5), torch.nan, device=device)
+    logits[1] = torch.inf
+    logits[2] = -torch.inf
+    logits[3, 2:] = 1.0
+    routing = ops.route_experts(logits, 2, backend=backend)
+    assert routing.offsets.tolist() == [0, 3, 6, 7, 8, 8]
+    assert sorted(routing.rows.flatten().tolist()) == list(range(8)) and routing.weights.isfinite().all()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -138,6 +153,57 @@ def test_grouped_int4_mm(device, backend, kind, by_token, gated, group_size, sha
     exact_w = ops.dequantize_int4(weight).double().view(num_experts, out_features, in_features)
     y = ops.grouped_int4_mm(x, weight, routing, by_token=by_token, gated=gated, backend=backend)
     check(y, exact_x, exact_w, routing, by_token, gated, INT_MM[torch.device(device).type, torch.bfloat16])
+
+
+# tokens, experts, top_k, out, in, group: shares that cross experts, short passes, experts of many tiles, odd blocks
+CUDA_SHAPES = [
+    (1, 4, 2, 64, 128, 128), (4, 8, 2, 256, 512, 128), (7, 3, 1, 96, 384, 64), (100, 5, 2, 512, 1408, 128),
+    (64, 8, 2, 1024, 2048, 64), (300, 4, 2, 160, 640, 640), (33, 40, 4, 2816, 2048, 128), (16, 300, 8, 64, 256, 128),
+]  # fmt: skip
+needs_hopper = pytest.mark.skipif(
+    not (torch.cuda.is_available() and is_hopper(torch.device("cuda"))), reason="needs a Hopper GPU"
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("kind", ["fp8", "bf16", "fp16"])
+@pytest.mark.parametrize(("by_token", "gated"), [(True, True), (False, False)])
+@pytest.mark.parametrize("shape", CUDA_SHAPES, ids=str)
+def test_repacked_weights_of_experts(kind, by_token, gated, shape) -> None:
+    num_tokens, num_experts, top_k, out_features, in_features, group_size = shape
+    device, dtype = torch.device("cuda"), torch.float16 if kind == "fp16" else torch.bfloat16
+    routing = ops.route_experts(logits_of(num_tokens, num_experts, device), top_k)
+    x, exact_x = rows_of(kind, num_tokens if by_token else routing.num_rows, in_features, dtype, device)
+    weight = int4_of(num_experts * out_features, in_features, group_size, gated, device)
+    exact_w = ops.dequantize_int4(weight).double().view(num_experts, out_features, in_features)
+    repacked = ops.repack_int4(weight)
+    assert repacked.is_repacked
+    y = ops.grouped_int4_mm(x, repacked, routing, by_token=by_token, gated=gated, backend="cuda")
+    assert y.dtype == dtype
+    check(y, exact_x, exact_w, routing, by_token, gated, INT_MM["cuda", torch.bfloat16])
+
+
+@needs_hopper
+def test_shapes_that_the_kernel_refuses_are_multiplied_by_another() -> None:
+    """80 output features of an expert are five strips: no pairs of gate and up."""
+    device = torch.device("cuda")
+    routing = ops.route_experts(logits_of(9, 4, device), 2)
+    weight = int4_of(4 * 80, 256, 128, False, device)
+    exact_w = ops.dequantize_int4(weight).double().view(4, 80, 256)
+    x, repacked = torch.randn(9, 256, device=device).bfloat16(), ops.repack_int4(weight)
+    y = ops.grouped_int4_mm(x, repacked, routing, by_token=True, gated=True)
+    check(y, x.double(), exact_w, routing, True, True, INT_MM["cuda", torch.bfloat16])
+    with pytest.raises(ValueError, match=r"cuda cannot run grouped_int4_mm: .* not a multiple of 32"):
+        ops.grouped_int4_mm(x, repacked, routing, by_token=True, gated=True, backend="cuda")
+    with pytest.raises(ValueError, match="backend: 'triton' takes a canonical weight"):
+        ops.grouped_int4_mm(x, repacked, routing, by_token=True, backend="triton")
+
+
+def test_the_source_compiles(tmp_path) -> None:
+    if find_nvcc() is None:
+        pytest.skip("nvcc is not installed")
+    defines = int4_experts.defines(torch.bfloat16, 1, True)
+    assert build(int4_experts.SOURCE, defines, tmp_path).stat().st_size > 0
 
 
 def test_wrong_operands_are_named(device) -> None:

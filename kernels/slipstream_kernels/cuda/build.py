@@ -163,6 +163,7 @@ def _main() -> None:
     from slipstream_kernels.cuda import (
         cutlass,
         decode_attention,
+        int4_experts,
         int4_mm,
         int4_stream,
         int8_gemm,
@@ -177,7 +178,7 @@ def _main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     kernels = (prefill_attention, decode_attention, stream_mm)
     wanted = [partial(build, kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
-    wanted += [partial(build, *variant) for variant in int4_stream.variants()]
+    wanted += [partial(build, *variant) for variant in (*int4_stream.variants(), *int4_experts.variants())]
     wanted.append(partial(build, int4_mm.DEQUANTISE, ()))
     if (reason := cutlass.missing()) is not None:
         LOG.warning("without W4A8 products of many tokens: %s", reason)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from slipstream_kernels import int4_layout
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.ops.grouped_mm import check_rows
 from slipstream_kernels.ops.int4_mm import check_int4, triton_refusal
-from slipstream_kernels.ops.select import select
+from slipstream_kernels.ops.select import load_module, select
 from slipstream_kernels.routing import Routing
 
 
@@ -28,9 +29,21 @@ def grouped_int4_mm(
     """
     rows = x.values if isinstance(x, Fp8Rows) else x
     check_rows(x, weight.in_features, routing, by_token)
-    check_int4(weight)
+    if not weight.is_repacked:
+        check_int4(weight)
     unit = routing.num_experts * (2 if gated else 1)
     if weight.out_features % unit:
         raise ValueError(f"weight: {weight.out_features} output features, expected a multiple of {unit}")
+    if weight.is_repacked and backend in ("auto", "cuda"):
+        cuda = load_module("cuda", "int4_experts")
+        reason = cuda.refusal(x, weight, routing, gated)
+        if reason is None:
+            return cuda.grouped_int4_mm(x, weight, routing, by_token, gated)
+        if backend == "cuda":
+            raise ValueError(f"backend: cuda cannot run grouped_int4_mm: {reason}")
+        weight = int4_layout.canonical(weight)
+    elif weight.is_repacked or backend == "cuda":
+        wanted = "a weight of repack_int4" if backend == "cuda" else "a canonical weight"
+        raise ValueError(f"backend: {backend!r} takes {wanted}")
     module = select("grouped_int4_mm", backend, rows, triton_refusal(weight))
     return module.grouped_int4_mm(x, weight, routing, by_token, gated)

@@ -13,7 +13,8 @@ MAX_EXPERTS = 1024
 def route_experts(logits: torch.Tensor, top_k: int, *, renormalise: bool = True, backend: str = "auto") -> Routing:
     """The top_k likeliest experts of each token by softmax(logits), and the rows sorted by expert.
 
-    logits: [num_tokens, num_experts], any float dtype; the softmax is fp32.  Of equals the lower expert comes first.
+    logits: [num_tokens, num_experts], any float dtype; the softmax is fp32.  Of equals the lower expert comes first,
+    NaN counts as the least.
     renormalise: a token's weights add up to one.  Nothing is read on the host: safe in CUDA graphs.
     Source: arXiv:2401.04088 (renormalised), arXiv:2101.03961.
     """

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.routing import Routing
+from slipstream_kernels.routing import LARGEST_LOGIT, Routing
 
 
 def route_experts(logits: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
     """See ops.route_experts."""
     num_tokens, num_experts = logits.shape
-    probabilities, experts = logits.float().softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    finite = logits.float().nan_to_num(-LARGEST_LOGIT).clamp(-LARGEST_LOGIT, LARGEST_LOGIT)
+    probabilities, experts = finite.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     weights, experts = probabilities[:, :top_k], experts[:, :top_k]
     if renormalise:
         weights = weights / weights.sum(dim=-1, keepdim=True)

@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream_kernels.routing import Routing, empty_routing
+from slipstream_kernels.routing import LARGEST_LOGIT, Routing, empty_routing
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 
 SORT_BLOCK, COMBINE_BLOCK = 1024, 1024
+LARGEST = tl.constexpr(LARGEST_LOGIT)
 CHOSEN_VALUES = 2048  # logits that a program of the choice holds
 
 
@@ -38,7 +39,8 @@ def _choose_experts_kernel(
     mask = tokens < num_tokens
     places = logits_ptr + tokens.to(tl.int64)[:, None] * logits_row_stride + experts[None, :]
     logits = tl.load(places, mask=mask[:, None] & (experts < NUM_EXPERTS)[None, :], other=float("-inf")).to(tl.float32)
-    logits = tl.where(mask[:, None], logits, 0.0)
+    # NaN would be nobody's maximum: an expert that there is not, and rows that nobody writes.
+    logits = tl.where(logits == logits, tl.clamp(logits, -LARGEST, LARGEST), -LARGEST)
     powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     total = tl.sum(powers, axis=1)
     left = tl.where((experts < NUM_EXPERTS)[None, :], powers, -1.0)

@@ -1,0 +1,123 @@
+// Sizes of the product of sorted rows with their experts' 4-bit weights, and the walk over a CTA's share that all its
+// roles make in step.
+//
+// The rows of an expert are cut into tiles of up to 48. A tile is multiplied by strips of 16 of the expert's output
+// features; gated, a unit is a strip of gate and the same strip of up. The units of all tiles, one after the other, are
+// dealt out to the CTAs in equal runs, and a run is done in passes of up to 16 strips of one tile. No sum crosses CTAs.
+#pragma once
+
+#include "expert_params.h"
+
+namespace slipstream {
+
+template <typename INPUT, typename OPERAND, int GROUPS, bool IS_GATED>
+struct ExpertShape {
+  using Input = INPUT;      // element of x in memory
+  using Operand = OPERAND;  // of the products
+  static constexpr int kGroups = GROUPS;
+  static constexpr bool kIsGated = IS_GATED;
+  static constexpr int kColumns = 6, kTileRows = 8 * kColumns;   // of 8 rows
+  static constexpr int kStrips = 16, kUnit = IS_GATED ? 2 : 1, kPassUnits = kStrips / kUnit;
+
+  // A stage is two blocks of 128 input features: four warps multiply the first, up to four strips each, four the second.
+  static constexpr int kBlocks = 2, kRowWarps = 4, kWarpStrips = kStrips / kRowWarps;
+  static constexpr int kWarps = kBlocks * kRowWarps;
+  // One more fills the ring; it comes with three idle ones, because registers change hands by four warps.
+  static constexpr int kThreads = 32 * (kWarps + 4);
+  static constexpr int kFillerRegisters = 40, kMultiplierRegisters = 232;
+
+  static constexpr int kBlockBytes = 1024;                  // codes of a strip
+  static constexpr int kWordBytes = kStrips * 64 * GROUPS;  // of a block
+  static constexpr int kColumnBytes = 8 * 128 * 2;          // 8 rows of a block
+  static constexpr int kTileBytes = kColumns * kColumnBytes;
+  static constexpr int kWordOffset = kStrips * kBlocks * kBlockBytes;
+  static constexpr int kRowOffset = kWordOffset + kBlocks * kWordBytes;
+  static constexpr int kStageBytes = kRowOffset + kBlocks * kTileBytes;
+  static constexpr int kRound = 2;   // strips of a warp whose sums are exchanged at once
+  static constexpr int kSumBytes = kRound * kColumns * kRowWarps * 32 * 16;
+  static constexpr int kMostExperts = 1024;
+  static constexpr int kUntilBytes = 4 * kMostExperts;
+  static constexpr int kStages = (232448 - kSumBytes - kUntilBytes) / (kStageBytes + 16);
+  static constexpr int kSumOffset = kStages * kStageBytes;
+  static constexpr int kUntilOffset = kSumOffset + kSumBytes;
+  static constexpr int kBarrierOffset = kUntilOffset + kUntilBytes;
+  static constexpr int kTotalBytes = kBarrierOffset + 16 * kStages;
+  static_assert(kTotalBytes <= 232448 && kStages >= 3);
+};
+
+// tiles_until[e] = tiles of the experts up to e; by one warp. Returns their number.
+__device__ __forceinline__ int count_tiles(const ExpertParams& p, int tile_rows, int* tiles_until) {
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+  for (int first = 0; first < p.num_experts; first += 32) {
+    const int expert = first + lane;
+    const int rows = expert < p.num_experts ? __ldcg(p.offsets + expert + 1) - __ldcg(p.offsets + expert) : 0;
+    int until = (rows + tile_rows - 1) / tile_rows;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, until, distance);
+      if (lane >= distance) until += other;
+    }
+    if (expert < p.num_experts) tiles_until[expert] = before + until;
+    before += __shfl_sync(~0u, until, 31);
+  }
+  return before;
+}
+
+struct RowTile {
+  int expert, first_row, num_rows;
+};
+
+__device__ __forceinline__ RowTile tile_at(const ExpertParams& p, int tile_rows, const int* tiles_until, int tile) {
+  int low = 0, high = p.num_experts - 1;   // the first expert whose tiles end behind the tile
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    tiles_until[middle] > tile ? high = middle : low = middle + 1;
+  }
+  const int before = low == 0 ? 0 : tiles_until[low - 1];
+  const int first_row = __ldcg(p.offsets + low) + (tile - before) * tile_rows;
+  return {low, first_row, min(tile_rows, __ldcg(p.offsets + low + 1) - first_row)};
+}
+
+// Units of one tile that are multiplied together.
+struct Pass {
+  RowTile rows;
+  int tile, unit, num_units;
+};
+
+template <typename SHAPE>
+struct PassWalk {
+  const ExpertParams& p;
+  const int* tiles_until;
+  int units, next, end;   // of a tile; of all tiles, one after the other
+
+  __device__ __forceinline__ PassWalk(const ExpertParams& params, const int* until)
+      : p(params), tiles_until(until), units(params.out_features / (16 * SHAPE::kUnit)) {
+    const int64_t all = int64_t{until[params.num_experts - 1]} * units;
+    next = static_cast<int>(all * blockIdx.x / params.num_ctas);
+    end = static_cast<int>(all * (blockIdx.x + 1) / params.num_ctas);
+  }
+
+  __device__ __forceinline__ bool is_done() const { return next >= end; }
+
+  // The passes of a run in one tile are as long as each other.
+  __device__ __forceinline__ Pass take() {
+    const int tile = next / units, unit = next - tile * units;
+    const int length = min(end - next, units - unit);
+    const int passes = (length + SHAPE::kPassUnits - 1) / SHAPE::kPassUnits, taken = (length + passes - 1) / passes;
+    next += taken;
+    return {tile_at(p, SHAPE::kTileRows, tiles_until, tile), tile, unit, taken};
+  }
+};
+
+// Strips of a warp: those of number i of all four stand side by side, so that a short pass is shared evenly.
+template <typename SHAPE>
+__device__ __forceinline__ int unit_of(int warp, int i) {
+  return i / SHAPE::kUnit * SHAPE::kRowWarps + warp;
+}
+template <typename SHAPE>
+__device__ __forceinline__ int slot_of(int warp, int i) {
+  return i % SHAPE::kUnit * SHAPE::kPassUnits + unit_of<SHAPE>(warp, i);
+}
+
+}  // namespace slipstream

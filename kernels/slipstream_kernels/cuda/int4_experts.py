@@ -1,0 +1,124 @@
+"""Products of sorted rows with their experts' 4-bit weights in CUDA: fills the kernel's arguments.  Hopper only.
+
+No device value is read on the host, and grid and workspace depend on the numbers of rows and experts alone: CUDA-graph
+safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import torch
+
+from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.device import count_sms, is_hopper
+from slipstream_kernels.cuda.int4_stream import INPUTS
+from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.integer import Int4Weight
+from slipstream_kernels.routing import Routing
+
+SOURCE = "int4_experts.cu"
+TILE_ROWS, STRIP, BLOCK = 48, 16, 128  # include/expert_walk.cuh
+MAX_EXPERTS, MAX_TILES = 1024, 65535
+
+POINTERS = (
+    "x", "x_scale", "tokens", "offsets", "codes", "words", "channel_scale", "out", "arranged", "tile_scale",
+)  # fmt: skip
+COUNTS = (
+    "num_experts", "out_features", "in_features", "most_tiles", "is_channelwise", "out_is_half", "num_ctas",
+    "is_dependent",
+)  # fmt: skip
+
+
+class ExpertParams(ctypes.Structure):
+    """include/expert_params.h, field by field."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in POINTERS),
+        ("x_row_stride", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in COUNTS),
+    ]
+
+
+def defines(dtype: torch.dtype, groups_per_block: int, gated: bool) -> tuple[str, ...]:
+    """The macros that choose the library for rows of `dtype`; groups: 1 (of 128, or whole rows) or 2 (of 64)."""
+    return (
+        f"SLIPSTREAM_INPUT={INPUTS[dtype]}",
+        f"SLIPSTREAM_GROUPS={groups_per_block}",
+        f"SLIPSTREAM_GATED={int(gated)}",
+    )
+
+
+def variants() -> list[tuple[str, tuple[str, ...]]]:
+    """(source, macros) of all libraries, for building ahead of time."""
+    return [(SOURCE, defines(*variant)) for variant in itertools.product(INPUTS, (1, 2), (False, True))]
+
+
+def refusal(x: torch.Tensor | Fp8Rows, weight: Int4Weight, routing: Routing, gated: bool) -> str | None:
+    """Why this version cannot multiply by a repacked weight; None if it can."""
+    rows = x.values if isinstance(x, Fp8Rows) else x
+    if not is_hopper(rows.device):
+        return "the GPU is not a Hopper (compute capability 9.0)"
+    if rows.dtype not in INPUTS or x.dtype not in (torch.bfloat16, torch.float16):
+        return f"dtype {x.dtype} is not bfloat16 or float16"
+    unit = STRIP * (2 if gated else 1)
+    if weight.out_features // routing.num_experts % unit:
+        return f"an expert's output features are not a multiple of {unit}"
+    if routing.num_experts > MAX_EXPERTS or most_tiles(routing) > MAX_TILES:
+        return f"more than {MAX_EXPERTS} experts or {MAX_TILES} tiles of rows"
+    return missing(SOURCE, defines(rows.dtype, weight.scales.shape[3], gated))
+
+
+def most_tiles(routing: Routing) -> int:
+    """Tiles of one expert's rows, if they are dealt out in the worst way."""
+    begun = min(routing.num_rows, routing.num_experts)
+    return begun + (routing.num_rows - begun) // TILE_ROWS
+
+
+def grouped_int4_mm(
+    x: torch.Tensor | Fp8Rows, weight: Int4Weight, routing: Routing, by_token: bool, gated: bool
+) -> torch.Tensor:
+    """See ops.grouped_int4_mm; weight is repacked."""
+    rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
+    if rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
+        rows = rows.contiguous()
+    device, out_features = rows.device, weight.out_features // routing.num_experts
+    width = out_features // 2 if gated else out_features
+    out = torch.empty((routing.num_rows, width), dtype=x.dtype, device=device)
+    if not routing.num_rows:
+        return out
+    tiles = most_tiles(routing)
+    arranged = torch.empty(tiles * TILE_ROWS * weight.in_features, dtype=torch.float16, device=device)
+    tile_scale = torch.empty(tiles * TILE_ROWS, dtype=torch.float32, device=device)
+    assert weight.zeros is not None
+    params = ExpertParams(
+        x=rows.data_ptr(),
+        x_scale=None if scales is None else scales.data_ptr(),
+        tokens=routing.tokens.data_ptr() if by_token else None,
+        offsets=routing.offsets.data_ptr(),
+        codes=weight.packed.data_ptr(),
+        words=weight.scales[0].data_ptr(),
+        channel_scale=weight.zeros.data_ptr(),
+        out=out.data_ptr(),
+        arranged=arranged.data_ptr(),
+        tile_scale=tile_scale.data_ptr(),
+        x_row_stride=rows.stride(0),
+        num_experts=routing.num_experts,
+        out_features=out_features,
+        in_features=weight.in_features,
+        most_tiles=tiles,
+        is_channelwise=weight.scales.shape[1] == 1,
+        out_is_half=x.dtype == torch.float16,
+        num_ctas=count_sms(device),
+        is_dependent=launches_dependently(device),
+    )
+    library = load(SOURCE, defines(rows.dtype, weight.scales.shape[3], gated))
+    with torch.cuda.device(device):
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
+        error = library.slipstream_int4_experts(ctypes.byref(params), stream)
+    if error != 0:
+        library.slipstream_error_text.restype = ctypes.c_char_p
+        raise RuntimeError(f"{SOURCE}: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+    return out
