@@ -78,7 +78,7 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"max_tokens_in_paged_kv_cache": "640", "num_blocks": "4"}, ".*together with num_blocks"),
         ({"max_tokens_in_paged_kv_cache": "9"}, "max_tokens_in_paged_kv_cache='9': accepted: at least one block"),
         ({"num_blocks": "4", "memory_bytes": "5"}, "memory_bytes=5: given together with num_blocks=4"),
-        ({"enable_chunked_prefill": "false", "max_model_len": "4096"}, "max_num_batched_tokens=2048: .*=4096"),
+        ({"enable_chunked_prefill": "false", "max_model_len": "8192"}, "max_num_batched_tokens=4096: .*=8192"),
         ({"gpt_model_type": "V1"}, "gpt_model_type='V1': a TensorRT-LLM or vLLM parameter .*remove it"),
         ({"max_beam_width": "4"}, "max_beam_width='4': .*no beam search"),
         ({"gpu_device_ids": "0,1"}, "gpu_device_ids='0,1': .*set `device` instead"),

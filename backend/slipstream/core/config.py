@@ -61,7 +61,7 @@ class CacheConfig:
 class SchedulerConfig:
     """max_num_batched_tokens: the token budget of one step. max_waiting_requests: above it -> UNAVAILABLE."""
 
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 4096
     max_num_seqs: int = 256
     policy: str = "max_utilization"
     max_waiting_requests: int = 1024
