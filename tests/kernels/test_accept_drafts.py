@@ -31,9 +31,10 @@ class Case:
     def __init__(self, seed: int, is_tree: bool, has_marks: bool) -> None:
         dice = random.Random(seed)
         self.parents = [drawn_tree(dice, dice.choice([0, 1, 5, 20, 63])) for _ in range(6)]
+        self.num_plain = [dice.choice([0, 0, 3]) for _ in self.parents]  # rows of a prompt before the last token
+        self.parents = [[] if plain else parents for plain, parents in zip(self.num_plain, self.parents)]
         if not is_tree:
             self.parents = [list(range(-1, len(parents) - 1)) for parents in self.parents]
-        self.num_plain = [dice.choice([0, 0, 3]) for _ in self.parents]  # rows of a prompt before the last token
         counts = [plain + 1 + len(parents) for plain, parents in zip(self.num_plain, self.parents)]
         self.starts = [sum(counts[:place]) for place in range(len(counts) + 1)]
         num_tokens = self.starts[-1]
@@ -47,7 +48,8 @@ class Case:
             words = [1]
             for row, parent in enumerate(parents, 1):
                 words.append(words[parent + 1] | 1 << row)
-            self.masks += [1] * plain + [word - (1 << 64) if word >> 63 else word for word in words]
+            words = words if parents else [(2 << row) - 1 for row in range(plain + 1)]
+            self.masks += [word - (1 << 64) if word >> 63 else word for word in words]
         self.is_tree = is_tree
 
     def run(self, device: torch.device, backend: str) -> ops.KeptRows:

@@ -27,6 +27,7 @@ def accept_drafts(
     bits = torch.ones_like(rows) << rows
     words = (bits | (bits - 1)).expand_as(places) if tree_mask is None else _words(tree_mask, places, inside)
     words = torch.where(inside, words, 0)
+    words[:, 0] = 1  # behind a short prompt it has the prompt's bits
     # a row's parent is the one whose word is the row's own without its bit
     is_parent = words[:, None, :] == (words ^ bits)[:, :, None]
     said = (is_parent * next_ids[places][:, None, :]).sum(dim=2)

@@ -59,7 +59,7 @@ def _accept_kernel(token_ids_ptr, next_ids_ptr, starts_ptr, num_drafts_ptr, slot
         words = tl.load(masks_ptr + first + rows, mask=inside & (first + rows < num_words), other=1)
     else:
         words = bits | (bits - 1)
-    words = tl.where(inside, words, 0)
+    words = tl.where(rows == 0, 1, tl.where(inside, words, 0))  # behind a short prompt it has more bits
     drawn = tl.load(next_ids_ptr + first + rows, mask=inside, other=-1)
     drafts = tl.load(token_ids_ptr + first + rows, mask=inside, other=-2)
     # a row's parent is the one whose word is the row's own without its bit
