@@ -15,7 +15,7 @@ from tolerances import ELEMENTWISE, INT_MM, SCALED_MM
 
 BACKENDS = ["reference", "triton"]
 # tokens, experts, top_k
-ROUTINGS = [(1, 8, 2), (7, 5, 1), (33, 6, 3)]
+ROUTINGS = [(1, 8, 2), (7, 5, 1), (33, 6, 3), (6, 9, 8)]
 # tokens, experts, top_k, out, in
 SHAPES = [(1, 8, 2, 32, 64), (9, 3, 2, 80, 192), (40, 2, 1, 16, 128)]
 
@@ -27,11 +27,14 @@ def logits_of(num_tokens: int, num_experts: int, device, dtype=torch.float32) ->
     return logits.to(dtype)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton of many tokens"])
 @pytest.mark.parametrize("renormalise", [False, True])
 @pytest.mark.parametrize("shape", ROUTINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_routing(device, backend, renormalise, shape, dtype) -> None:
+def test_routing(device, backend, renormalise, shape, dtype, monkeypatch) -> None:
+    if backend == "triton of many tokens":
+        backend = "triton"
+        monkeypatch.setattr("slipstream_kernels.triton.route_experts.ROUTED_VALUES", 0)
     num_tokens, num_experts, top_k = shape
     logits = logits_of(num_tokens, num_experts, device, dtype)
     routing = ops.route_experts(logits, top_k, renormalise=renormalise, backend=backend)

@@ -198,6 +198,7 @@ KERNELS = [
         for tile in ({}, {"QUERIES": 1, "HAS_TREE": True, "IS_SPLIT": True})
     ),
     ("invariant_attention", "_merge_parts_kernel", TREE_ATTENTION, {**ATTENTION_SHAPE, **INVARIANT_ATTENTION}, 4),
+    ("route_experts", "_route_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("route_experts", "_choose_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("route_experts", "_sort_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("route_experts", "_combine_experts_kernel", ROUTES, ROUTES_SHAPE, 4),

@@ -1,7 +1,8 @@
 """route_experts and combine_experts in Triton-lang.
 
-Choosing is one program per few tokens. Sorting is one program per expert, which counts the pairs of the experts before
-it and the ranks of its own: no atomics, so the order is always the same, and the ids of 8,192 tokens are 64 KB.
+The tokens of a decode step are one program's. Of more, choosing is one program per few tokens, and sorting one per
+expert, which counts the pairs of the experts before it and the ranks of its own: no atomics, so the order is always the
+same, and the ids of 8,192 tokens are 64 KB.
 """
 
 from __future__ import annotations
@@ -16,6 +17,74 @@ from slipstream_kernels.triton.dependent_launch import await_previous, dependent
 SORT_BLOCK, COMBINE_BLOCK = 1024, 1024
 LARGEST = tl.constexpr(LARGEST_LOGIT)
 CHOSEN_VALUES = 2048  # logits that a program of the choice holds
+ROUTED_VALUES = 16384  # logits up to which one program does it all
+
+
+@triton.jit
+def _likelihoods(
+    logits_ptr, tokens, num_tokens, logits_row_stride, NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr
+):
+    """exp(logit - the token's largest), -1 for experts that there are not."""
+    experts = tl.arange(0, EXPERTS_PADDED)
+    places = logits_ptr + tokens.to(tl.int64)[:, None] * logits_row_stride + experts[None, :]
+    mask = (tokens < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
+    logits = tl.load(places, mask=mask, other=float("-inf")).to(tl.float32)
+    # NaN would be nobody's maximum: an expert that there is not, and rows that nobody writes.
+    logits = tl.where(logits == logits, tl.clamp(logits, -LARGEST, LARGEST), -LARGEST)
+    powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    return tl.where((experts < NUM_EXPERTS)[None, :], powers, -1.0)
+
+
+@triton.jit
+def _total(likelihoods, experts, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr):
+    """What a token's weights are shares of: all experts, or the chosen ones."""
+    total = tl.sum(tl.maximum(likelihoods, 0.0), axis=1)
+    if RENORMALISE:
+        total = tl.zeros_like(total)
+        for _ in tl.static_range(TOP_K):
+            total += tl.max(likelihoods, axis=1)
+            likelihoods = tl.where(experts[None, :] == tl.argmax(likelihoods, axis=1)[:, None], -1.0, likelihoods)
+    return total
+
+
+@triton.jit
+def _route_experts_kernel(
+    logits_ptr,
+    weights_ptr,
+    rows_ptr,
+    tokens_ptr,
+    offsets_ptr,
+    logits_row_stride,
+    num_tokens,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    start_dependents(DEPENDENT)
+    await_previous(DEPENDENT)
+    tokens, experts = tl.arange(0, BLOCK_M), tl.arange(0, EXPERTS_PADDED)
+    mask = tokens < num_tokens
+    likelihoods = _likelihoods(logits_ptr, tokens, num_tokens, logits_row_stride, NUM_EXPERTS, EXPERTS_PADDED)
+    total = _total(likelihoods, experts, TOP_K, RENORMALISE)
+    left = likelihoods
+    for turn in tl.static_range(TOP_K):
+        tl.store(weights_ptr + tokens * TOP_K + turn, tl.max(left, axis=1) / total, mask=mask)
+        left = tl.where(experts[None, :] == tl.argmax(left, axis=1)[:, None], -1.0, left)
+    is_chosen = ((left != likelihoods) & mask[:, None]).to(tl.int32)
+    counts = tl.sum(is_chosen, axis=0)
+    begins = tl.cumsum(counts, axis=0) - counts
+    tl.store(offsets_ptr + experts, begins, mask=experts < NUM_EXPERTS)
+    tl.store(offsets_ptr + NUM_EXPERTS, tl.sum(counts, axis=0))
+    rows_of = begins[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
+    for turn in tl.static_range(TOP_K):
+        is_best = experts[None, :] == tl.argmax(likelihoods, axis=1)[:, None]
+        rows = tl.sum(tl.where(is_best, rows_of, 0), axis=1)
+        tl.store(rows_ptr + tokens * TOP_K + turn, rows, mask=mask)
+        tl.store(tokens_ptr + rows, tokens, mask=mask)
+        likelihoods = tl.where(is_best, -1.0, likelihoods)
 
 
 @triton.jit
@@ -37,19 +106,8 @@ def _choose_experts_kernel(
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     experts = tl.arange(0, EXPERTS_PADDED)
     mask = tokens < num_tokens
-    places = logits_ptr + tokens.to(tl.int64)[:, None] * logits_row_stride + experts[None, :]
-    logits = tl.load(places, mask=mask[:, None] & (experts < NUM_EXPERTS)[None, :], other=float("-inf")).to(tl.float32)
-    # NaN would be nobody's maximum: an expert that there is not, and rows that nobody writes.
-    logits = tl.where(logits == logits, tl.clamp(logits, -LARGEST, LARGEST), -LARGEST)
-    powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    total = tl.sum(powers, axis=1)
-    left = tl.where((experts < NUM_EXPERTS)[None, :], powers, -1.0)
-    if RENORMALISE:
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        rest = left
-        for _ in tl.static_range(TOP_K):
-            total += tl.max(rest, axis=1)
-            rest = tl.where(experts[None, :] == tl.argmax(rest, axis=1)[:, None], -1.0, rest)
+    left = _likelihoods(logits_ptr, tokens, num_tokens, logits_row_stride, NUM_EXPERTS, EXPERTS_PADDED)
+    total = _total(left, experts, TOP_K, RENORMALISE)
     for turn in tl.static_range(TOP_K):
         best = tl.argmax(left, axis=1)
         tl.store(weights_ptr + tokens * TOP_K + turn, tl.max(left, axis=1) / total, mask=mask)
@@ -120,8 +178,39 @@ def route_experts(logits: torch.Tensor, top_k: int, renormalise: bool) -> Routin
     if not num_tokens:
         routing.offsets.zero_()
         return routing
-    experts = torch.empty_like(routing.tokens)
     padded = max(2, triton.next_power_of_2(num_experts))
+    if padded * triton.next_power_of_2(num_tokens) <= ROUTED_VALUES:
+        _route_together(logits, routing, padded, renormalise)
+    else:
+        _choose_and_sort(logits, routing, padded, renormalise)
+    return routing
+
+
+def _route_together(logits: torch.Tensor, routing: Routing, padded: int, renormalise: bool) -> None:
+    num_tokens, top_k = routing.weights.shape
+    block_m = triton.next_power_of_2(num_tokens)
+    _route_experts_kernel[(1,)](
+        logits,
+        routing.weights,
+        routing.rows,
+        routing.tokens,
+        routing.offsets,
+        logits.stride(0),
+        num_tokens,
+        NUM_EXPERTS=routing.num_experts,
+        EXPERTS_PADDED=padded,
+        TOP_K=top_k,
+        RENORMALISE=renormalise,
+        BLOCK_M=block_m,
+        num_warps=min(8, max(1, padded * block_m // 256)),
+        **dependent_launch(logits.device),
+    )
+
+
+def _choose_and_sort(logits: torch.Tensor, routing: Routing, padded: int, renormalise: bool) -> None:
+    num_tokens, top_k = routing.weights.shape
+    num_experts = routing.num_experts
+    experts = torch.empty_like(routing.tokens)
     block_m = min(max(1, CHOSEN_VALUES // padded), triton.next_power_of_2(num_tokens))
     launch = dependent_launch(logits.device)
     _choose_experts_kernel[(triton.cdiv(num_tokens, block_m),)](
@@ -147,7 +236,6 @@ def route_experts(logits: torch.Tensor, top_k: int, renormalise: bool) -> Routin
         BLOCK=min(SORT_BLOCK, max(32, triton.next_power_of_2(num_tokens * top_k))),
         **launch,
     )
-    return routing
 
 
 def combine_experts(y: torch.Tensor, routing: Routing) -> torch.Tensor:
