@@ -6,7 +6,9 @@ The interpreter accepts more than the compiler does: this is what stops such a k
 from __future__ import annotations
 
 import importlib
+import os
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -244,20 +246,27 @@ KERNELS = [
 ]  # fmt: skip
 
 
-def main() -> None:
-    """Compile all, printing one line per kernel: its name and the size of its cubin."""
+def compile_kernel(index: int) -> tuple[str, int]:
+    """Compile one of KERNELS; its name and the size of its cubin."""
     warnings.simplefilter("ignore")
-    for module, name, types, constants, num_warps in KERNELS:
-        kernel = getattr(importlib.import_module(f"slipstream_kernels.triton.{module}"), name)
-        signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
-        constants = {"DEPENDENT": True, **constants}
-        constexprs = {argument: constants[argument] for argument in kernel.arg_names if argument not in types}
-        source = ASTSource(kernel, signature, constexprs=constexprs)
-        options = {"num_warps": num_warps, "launch_pdl": "DEPENDENT" in constexprs}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        waits = compiled.asm["ptx"].count("griddepcontrol.wait")
-        assert waits == ("DEPENDENT" in constexprs), f"{name}: waits {waits} times for the kernel before"
-        print(name, len(compiled.asm["cubin"]))
+    module, name, types, constants, num_warps = KERNELS[index]
+    kernel = getattr(importlib.import_module(f"slipstream_kernels.triton.{module}"), name)
+    signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
+    constants = {"DEPENDENT": True, **constants}
+    constexprs = {argument: constants[argument] for argument in kernel.arg_names if argument not in types}
+    source = ASTSource(kernel, signature, constexprs=constexprs)
+    options = {"num_warps": num_warps, "launch_pdl": "DEPENDENT" in constexprs}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    waits = compiled.asm["ptx"].count("griddepcontrol.wait")
+    assert waits == ("DEPENDENT" in constexprs), f"{name}: waits {waits} times for the kernel before"
+    return name, len(compiled.asm["cubin"])
+
+
+def main() -> None:
+    """Compile all, on all cores, printing one line per kernel: its name and the size of its cubin."""
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        for name, size in pool.map(compile_kernel, range(len(KERNELS))):
+            print(name, size)
 
 
 if __name__ == "__main__":
