@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "tests/support"), str(ROOT / "
 
 from slipstream.core.errors import ConfigError  # noqa: E402
 from slipstream.encoders.checkpoint import Checkpoint, find_checkpoint, read_checkpoint  # noqa: E402
-from slipstream.encoders.encoder import Encoder  # noqa: E402
+from slipstream.encoders.encoder import Encoder, padded_batch  # noqa: E402
 from slipstream.encoders.runtime import Runtime, RuntimeSettings, open_runtime  # noqa: E402
 from tiny_encoders import write_random_minilm  # noqa: E402
 
@@ -82,8 +82,7 @@ def timed(call: Callable[[], object], num_texts: int, seconds: float) -> Rate:
 def measure(encoder: Encoder, runtime: Runtime, batch: int, lengths: Lengths, seconds: float) -> tuple[Rate, Rate]:
     texts = draw_texts(encoder, batch, lengths)
     encoder._tokenizer.enable_truncation(encoder.checkpoint.max_tokens)
-    encodings = encoder._tokenizer.encode_batch(texts)
-    ids = encoder._batch(encodings)
+    ids = padded_batch(encoder.checkpoint, [encoding.ids for encoding in encoder._tokenizer.encode_batch(texts)])
     return (
         timed(lambda: runtime.run(ids), batch, seconds),
         timed(lambda: encoder.embed(texts), batch, seconds),

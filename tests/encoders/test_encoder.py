@@ -72,6 +72,17 @@ def test_both_ways_to_write_a_pooling(sentence: Path, tmp_path: Path) -> None:
     np.testing.assert_array_equal(open_tiny(pooled).embed(TEXTS)[0], expected)
 
 
+def test_a_text_without_tokens_has_a_vector(tmp_path: Path) -> None:
+    """Some tokenizers put nothing around a text, so that an empty one has no token."""
+    folder = write_encoder(tmp_path / "bare")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "post_processor": None}))
+    encoder = open_tiny(folder)
+    for texts in ([""], ["", "the cat"]):
+        vectors, counts = encoder.embed(texts)
+        assert counts[0] == 0 and np.isfinite(vectors).all()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_of_checkpoints(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each as a classifier with default labels: texts together as alone by transformers, to the last position."""

