@@ -15,7 +15,7 @@ def scaled_mm(
     counters: torch.Tensor | None,
 ) -> torch.Tensor:
     """See ops.scaled_mm."""
-    x, w = _dequantize_rows(rows), dequantize_weight(weight, scales)
+    x, w = dequantize_rows(rows), dequantize_weight(weight, scales)
     y = x @ w.t()
     return (y if bias is None else y + bias.float()).to(rows.dtype)
 
@@ -29,7 +29,8 @@ def dequantize_weight(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tenso
     return weight.float() * columns.repeat_interleave(BLOCK, dim=0)[:out_features]
 
 
-def _dequantize_rows(rows: Fp8Rows) -> torch.Tensor:
+def dequantize_rows(rows: Fp8Rows) -> torch.Tensor:
+    """[num_tokens, size] fp32."""
     num_tokens, size, num_groups = rows.num_tokens, rows.values.shape[1], rows.scales.shape[1]
     wide = rows.values[:num_tokens].float().view(num_tokens, num_groups, size // num_groups)
     return (wide * rows.scales[:num_tokens, :, None]).view(num_tokens, size)
