@@ -19,7 +19,7 @@ import torch
 
 from slipstream_kernels import ops
 from slipstream_kernels.bench_fp8 import graph_microseconds
-from slipstream_kernels.ops import Fp8Rows, Int4Weight, Routing
+from slipstream_kernels.ops import Int4Weight, Routing
 
 # experts, of a token, (out, in features of gate_up), (of down)
 MODELS = {
@@ -62,21 +62,6 @@ def fp8_weights(num_experts: int, size: tuple[int, int], num_copies: int) -> lis
     return weights
 
 
-def library(rows: Fp8Rows, weight: tuple[torch.Tensor, torch.Tensor], routing: Routing, gated: bool) -> torch.Tensor:
-    """The FP8 product of torch."""
-    y = torch._scaled_grouped_mm(  # type: ignore[attr-defined]
-        rows.values, weight[0].transpose(1, 2), rows.scales.view(-1), weight[1], offs=routing.offsets[1:],
-        out_dtype=torch.bfloat16, use_fast_accum=True,
-    )  # fmt: skip
-    return ops.silu_mul(y) if gated else y
-
-
-def library_bf16(x: torch.Tensor, weight: torch.Tensor, routing: Routing, gated: bool) -> torch.Tensor:
-    """The bf16 product of torch."""
-    y = torch._grouped_mm(x, weight.transpose(1, 2), offs=routing.offsets[1:])  # type: ignore[attr-defined]
-    return ops.silu_mul(y) if gated else y
-
-
 def timed(calls: Calls) -> float | str:
     try:
         return graph_microseconds(calls, repeats=3)
@@ -98,27 +83,25 @@ def records(models: list[str], rows: list[int], with_library: bool) -> Iterator[
                 x = torch.randn(routing.num_rows, size[1], device="cuda", dtype=torch.bfloat16)
                 quantised = ops.quantize_fp8(x)
                 calls: dict[str, Calls] = {
-                    "fp8": [partial(ops.grouped_mm, quantised, *_grouped(w, routing), gated=gated) for w in fp8],
+                    "fp8": [partial(ops.grouped_mm, quantised, w[0], routing, w[1], gated=gated) for w in fp8],
                     "w4a8": [partial(ops.grouped_int4_mm, quantised, w, routing, gated=gated) for w in int4],
                     "w4a16": [partial(ops.grouped_int4_mm, x, w, routing, gated=gated) for w in int4],
                 }
                 if with_library:
-                    calls["torch fp8"] = [partial(library, quantised, w, routing, gated) for w in fp8]
-                    calls["torch bf16"] = [partial(library_bf16, x, w, routing, gated) for w in dense]
+                    by_library = partial(ops.grouped_mm, gated=gated, backend="library")
+                    calls["torch fp8"] = [partial(by_library, quantised, w[0], routing, w[1]) for w in fp8]
+                    calls["bf16"] = [partial(ops.grouped_mm, x, w, routing, gated=gated) for w in dense]
+                    calls["torch bf16"] = [partial(by_library, x, w, routing) for w in dense]
                 times = {name: timed(many) for name, many in calls.items()}
                 yield {"model": model, "out": size[0], "in": size[1], "experts": num_experts, "rows": count, **times}
             del int4, fp8, dense
-
-
-def _grouped(weight: tuple[torch.Tensor, torch.Tensor], routing: Routing) -> tuple[torch.Tensor, Routing, torch.Tensor]:
-    return weight[0], routing, weight[1]
 
 
 def show(record: dict[str, object]) -> str:
     """A line: times, rates of weights, and how much faster 4 bits are than the fastest FP8."""
     elements = int(record["experts"]) * int(record["out"]) * int(record["in"])  # type: ignore[call-overload]
     parts = [f"{record['model']} {record['out']}x{record['in']} rows={record['rows']}:"]
-    bits = {"fp8": 8, "torch fp8": 8, "torch bf16": 16, "w4a16": 4 + 32 / GROUP, "w4a8": 4 + 32 / GROUP}
+    bits = {"fp8": 8, "torch fp8": 8, "bf16": 16, "torch bf16": 16, "w4a16": 4 + 32 / GROUP, "w4a8": 4 + 32 / GROUP}
     times = {name: record[name] for name in bits if isinstance(record.get(name), float)}
     for name in bits:
         if name in times:

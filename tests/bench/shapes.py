@@ -19,26 +19,31 @@ class Shape:
     rope_theta: float = 1e4
     max_len: int = 65536
     head_dim: int = 128
+    experts: int = 1
+    experts_of_token: int = 1
 
-    @property
-    def linear_parameters(self) -> int:
+    def linear_parameters(self, experts: float) -> float:
+        """Of the layers, with so many of their experts."""
         attention = 2 * self.hidden * (self.q_heads + self.kv_heads) * self.head_dim
-        return self.layers * (attention + 3 * self.hidden * self.intermediate)
+        return self.layers * (attention + experts * 3 * self.hidden * self.intermediate)
 
     def limit_s(self, batch: int, context: int, weight_bytes: float, kv_bytes: float) -> float:
-        """Least seconds of a decode step; the head stays in bf16."""
+        """Least seconds of a decode step; the head stays in bf16, and tokens choose their experts evenly."""
         head = self.hidden * self.vocab
         kv = 2 * self.layers * self.kv_heads * self.head_dim * kv_bytes * context * batch
-        moved = self.linear_parameters * weight_bytes + 2 * head + kv
+        touched = self.experts * (1 - (1 - self.experts_of_token / self.experts) ** batch)
+        moved = self.linear_parameters(touched) * weight_bytes + 2 * head + kv
         attention = 4 * self.q_heads * self.head_dim * context * self.layers * batch
-        flops = 2 * self.linear_parameters * batch / FLOPS_PER_S[max(1.0, weight_bytes)]
+        flops = 2 * self.linear_parameters(self.experts_of_token) * batch / FLOPS_PER_S[max(1.0, weight_bytes)]
         return max(moved / BYTES_PER_S, flops + (2 * head * batch + attention) / FLOPS_PER_S[2.0])
 
     def config(self) -> dict[str, object]:
         """A Hugging Face config.json. Both spellings of the rotary base: transformers 5 reads rope_parameters."""
+        family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+        if self.experts > 1:
+            family = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
         return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            **family,
             "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
@@ -57,6 +62,8 @@ class Shape:
             "rope_theta": self.rope_theta,
             "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
             "max_position_embeddings": self.max_len,
+            "num_local_experts": self.experts,
+            "num_experts_per_tok": self.experts_of_token,
         }
 
 
@@ -65,6 +72,7 @@ SHAPES = {
     "baichuan2-13b": Shape(5120, 40, 40, 40, 13696, 125696),  # its matrix shapes in the Llama graph (no ALiBi)
     "llama3-1b": Shape(2048, 16, 32, 8, 8192, 128256, 5e5, 131072, 64),
     "llama3-70b": Shape(8192, 80, 64, 8, 28672, 128256, 5e5, 131072),
+    "mixtral-8x7b": Shape(4096, 32, 32, 8, 14336, 32000, 1e6, 32768, experts=8, experts_of_token=2),
     "tiny": Shape(1024, 2, 8, 2, 2048, 32000),
     "demo": Shape(384, 6, 6, 2, 1024, 8192, 1e4, 2048, 64),
 }

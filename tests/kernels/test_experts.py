@@ -20,6 +20,11 @@ ROUTINGS = [(1, 8, 2), (7, 5, 1), (33, 6, 3), (6, 9, 8)]
 SHAPES = [(1, 8, 2, 32, 64), (9, 3, 2, 80, 192), (40, 2, 1, 16, 128)]
 
 
+needs_hopper = pytest.mark.skipif(
+    not (torch.cuda.is_available() and is_hopper(torch.device("cuda"))), reason="needs a Hopper GPU"
+)
+
+
 def logits_of(num_tokens: int, num_experts: int, device, dtype=torch.float32) -> torch.Tensor:
     """Of which the last expert is never chosen."""
     logits = 2 * torch.randn(num_tokens, num_experts, device=device)
@@ -135,6 +140,23 @@ def test_grouped_mm(device, backend, kind, by_token, gated, shape, dtype) -> Non
     check(y, exact_x, exact_w, routing, by_token, gated, SCALED_MM[torch.device(device).type, dtype])
 
 
+@needs_hopper
+@pytest.mark.parametrize("kind", ["plain", "fp8"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_the_library_takes_the_same_operands(kind, gated) -> None:
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    routing = ops.route_experts(logits_of(70, 4, device), 2)
+    x, exact_x = rows_of(kind, 70 if gated else 140, 512, dtype, device)
+    weight, scales = (torch.randn(4, 256, 512, device=device) * 512**-0.5).to(dtype), None
+    exact_w = weight.double()
+    if kind == "fp8":
+        rows = ops.quantize_fp8(weight.flatten(0, 1))
+        weight, scales = rows.values.view_as(weight), rows.scales.view(4, 256)
+        exact_w = weight.double() * scales.double()[..., None]
+    y = ops.grouped_mm(x, weight, routing, scales, by_token=gated, gated=gated, backend="library")
+    check(y, exact_x, exact_w, routing, gated, gated, SCALED_MM["cuda", dtype])
+
+
 def int4_of(rows: int, in_features: int, group_size: int, has_zeros: bool, device) -> Int4Weight:
     groups = (rows, in_features // group_size)
     packed = torch.randint(256, (rows, in_features // 2), dtype=torch.uint8, device=device)
@@ -163,9 +185,6 @@ CUDA_SHAPES = [
     (1, 4, 2, 64, 128, 128), (4, 8, 2, 256, 512, 128), (7, 3, 1, 96, 384, 64), (100, 5, 2, 512, 1408, 128),
     (64, 8, 2, 1024, 2048, 64), (300, 4, 2, 160, 640, 640), (33, 40, 4, 2816, 2048, 128), (16, 300, 8, 64, 256, 128),
 ]  # fmt: skip
-needs_hopper = pytest.mark.skipif(
-    not (torch.cuda.is_available() and is_hopper(torch.device("cuda"))), reason="needs a Hopper GPU"
-)
 
 
 @needs_hopper

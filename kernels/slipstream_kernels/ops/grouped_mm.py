@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
-from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
+from slipstream_kernels.ops.select import load_module, require_float, require_shape, require_unit_stride, select
 from slipstream_kernels.routing import Routing
 
 
@@ -26,6 +26,7 @@ def grouped_mm(
     x: fp32, bf16 or fp16, last dimension contiguous, or rows of e4m3 scaled per row; y has its dtype.
     weight: [num_experts, out_features, in_features], contiguous, of x's dtype, or e4m3 with scales: fp32
     [num_experts, out_features].  FP8 sums leave the tensor core for fp32 every 128 input features.
+    backend: "library" is torch's grouped product of bf16, or of e4m3 rows and weights, beside the usual three.
     """
     num_experts, out_features, in_features = weight.shape
     check_rows(x, in_features, routing, by_token)
@@ -40,7 +41,8 @@ def grouped_mm(
     elif isinstance(x, Fp8Rows) or weight.dtype != x.dtype or scales is not None:
         raise ValueError(f"weight: dtype {weight.dtype}, expected {E4M3} with scales, or that of 16- or 32-bit x")
     rows = x.values if isinstance(x, Fp8Rows) else x
-    return select("grouped_mm", backend, rows).grouped_mm(x, weight, routing, scales, by_token, gated)
+    module = load_module("library", "grouped_mm") if backend == "library" else select("grouped_mm", backend, rows)
+    return module.grouped_mm(x, weight, routing, scales, by_token, gated)
 
 
 def check_rows(x: torch.Tensor | Fp8Rows, in_features: int, routing: Routing, by_token: bool) -> None:
