@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from slipstream_kernels.decode_call import DecodeCall
-from slipstream_kernels.kv_cache import KvCache, check_kv_cache
-from slipstream_kernels.ops.select import load_module, require_float, require_shape, require_unit_stride
+from slipstream_kernels.kv_cache import KvCache
+from slipstream_kernels.ops.attention_arguments import check_options, check_tensors
+from slipstream_kernels.ops.select import load_module, require_shape
 from slipstream_kernels.reference import decode_attention as reference
 
 BACKENDS = ("auto", "reference", "cuda")
@@ -56,8 +57,8 @@ def decode_attention(
     the batch.  Its calls on one device must be ordered, on one stream, with one call before any graph capture.
     Sources: PagedAttention, arXiv:2309.06180; split keys: Flash-Decoding; tree masks: SpecInfer, arXiv:2305.09781.
     """
-    check_tensors(q, key_cache, value_cache, block_tables, query_start_loc, seq_lens)
-    check_cache(q, key_cache, value_cache, key_scale, value_scale)
+    cache = KvCache(key_cache, value_cache, key_scale, value_scale)
+    check_tensors(q, cache, block_tables, query_start_loc, seq_lens)
     check_rows(q, max_query_len, tree_mask, positions)
     check_options(q, sliding_window, alibi_slopes, soft_cap, out)
     call = DecodeCall(
@@ -96,50 +97,6 @@ def _run(call: DecodeCall, backend: str) -> None:
     return reference.decode_attention(call)
 
 
-def check_tensors(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-) -> None:
-    require_float("q", q)
-    if q.dim() != 3:
-        raise ValueError(f"q: shape {tuple(q.shape)}, expected [num_tokens, num_q_heads, head_dim]")
-    require_unit_stride("q", q)
-    if key_cache.dim() != 4 or q.shape[1] % key_cache.shape[1]:
-        raise ValueError(
-            f"key_cache: shape {tuple(key_cache.shape)}, expected [num_blocks, num_kv_heads, block_size, head_dim] "
-            f"with kv heads that divide q's {q.shape[1]}"
-        )
-    require_shape("value_cache", value_cache, tuple(key_cache.shape))
-    if value_cache.dtype != key_cache.dtype:
-        raise ValueError(f"value_cache: dtype {value_cache.dtype}, expected key_cache's {key_cache.dtype}")
-    if seq_lens.dim() != 1 or seq_lens.dtype != torch.int32:
-        raise ValueError(f"seq_lens: {seq_lens.dtype} {tuple(seq_lens.shape)}, expected int32 [num_requests]")
-    require_shape("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,))
-    if query_start_loc.dtype != torch.int32:
-        raise ValueError(f"query_start_loc: dtype {query_start_loc.dtype}, expected int32")
-    if block_tables.dim() != 2 or block_tables.shape[0] != seq_lens.shape[0] or block_tables.dtype != torch.int32:
-        raise ValueError(
-            f"block_tables: {block_tables.dtype} {tuple(block_tables.shape)}, "
-            f"expected int32 [{seq_lens.shape[0]}, max_blocks]"
-        )
-    require_unit_stride("block_tables", block_tables)
-
-
-def check_cache(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    key_scale: torch.Tensor | None,
-    value_scale: torch.Tensor | None,
-) -> None:
-    cache = KvCache(key_cache, value_cache, key_scale, value_scale)
-    check_kv_cache(cache, key_cache.shape[1], q.shape[2], q.dtype)
-
-
 def check_rows(
     q: torch.Tensor, max_query_len: int, tree_mask: torch.Tensor | None, positions: torch.Tensor | None
 ) -> None:
@@ -152,24 +109,3 @@ def check_rows(
             require_shape(name, rows, (q.shape[0],))
             if rows.dtype != torch.int64 or not rows.is_contiguous():
                 raise ValueError(f"{name}: must be contiguous int64, is {rows.dtype}")
-
-
-def check_options(
-    q: torch.Tensor,
-    sliding_window: int | None,
-    alibi_slopes: torch.Tensor | None,
-    soft_cap: float | None,
-    out: torch.Tensor | None,
-) -> None:
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window: {sliding_window}, expected at least 1, or None")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap: {soft_cap}, expected more than 0, or None")
-    if alibi_slopes is not None:
-        require_shape("alibi_slopes", alibi_slopes, (q.shape[1],))
-        if alibi_slopes.dtype != torch.float32:
-            raise ValueError(f"alibi_slopes: dtype {alibi_slopes.dtype}, expected float32")
-    if out is not None:
-        require_shape("out", out, tuple(q.shape))
-        if out.dtype != q.dtype or not out.is_contiguous():
-            raise ValueError(f"out: must be contiguous and {q.dtype}")

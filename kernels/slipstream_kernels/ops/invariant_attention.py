@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from slipstream_kernels.decode_call import DecodeCall
-from slipstream_kernels.ops.decode_attention import check_cache, check_options, check_rows, check_tensors
+from slipstream_kernels.kv_cache import KvCache
+from slipstream_kernels.ops.attention_arguments import check_options, check_tensors
+from slipstream_kernels.ops.decode_attention import check_rows
 from slipstream_kernels.ops.paged_attention import TRITON_HEAD_DIMS, triton_min_block_size
 from slipstream_kernels.ops.select import select
 
@@ -39,8 +41,8 @@ def invariant_attention(
     draft in a chain or a tree: keys are taken in the order of their positions, and the softmax is cut at fixed
     positions, whoever computes its parts.  That is triton's; the reference's rows agree to fp32's rounding.
     """
-    check_tensors(q, key_cache, value_cache, block_tables, query_start_loc, seq_lens)
-    check_cache(q, key_cache, value_cache, key_scale, value_scale)
+    cache = KvCache(key_cache, value_cache, key_scale, value_scale)
+    check_tensors(q, cache, block_tables, query_start_loc, seq_lens)
     if tree_mask is not None:
         check_rows(q, max_query_len, tree_mask, positions)
     if (tree_mask is None) != (positions is None):

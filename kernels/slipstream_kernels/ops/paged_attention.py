@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from slipstream_kernels.attention_call import AttentionCall
-from slipstream_kernels.kv_cache import INT4_DTYPE, KvCache, check_kv_cache
-from slipstream_kernels.ops.select import load_module, require_float, require_shape, require_unit_stride, select
+from slipstream_kernels.kv_cache import INT4_DTYPE, KvCache
+from slipstream_kernels.ops.attention_arguments import check_options, check_tensors
+from slipstream_kernels.ops.select import load_module, select
 
 TRITON_HEAD_DIMS = (64, 80, 96, 128, 256)
 # Calls of longer queries than decode and draft rows go to the CUDA kernel, where it can run.
@@ -53,10 +54,13 @@ def paged_attention(
     Sources: PagedAttention, arXiv:2309.06180; split keys merged by log-sum-exp: Flash-Decoding; ALiBi:
     arXiv:2108.12409; FlashAttention-3: arXiv:2407.08608.
     """
-    _check_tensors(q, key_cache, block_tables, query_start_loc, seq_lens)
     cache = KvCache(key_cache, value_cache, key_scale, value_scale)
-    check_kv_cache(cache, key_cache.shape[1], q.shape[2], q.dtype)
-    _check_options(q, max_query_len, sliding_window, alibi_slopes, soft_cap, num_kv_splits, out)
+    check_tensors(q, cache, block_tables, query_start_loc, seq_lens)
+    check_options(q, sliding_window, alibi_slopes, soft_cap, out)
+    if max_query_len < 1:
+        raise ValueError(f"max_query_len: {max_query_len}, expected at least 1")
+    if num_kv_splits is not None and num_kv_splits < 1:
+        raise ValueError(f"num_kv_splits: {num_kv_splits}, expected at least 1, or None")
     call = AttentionCall(
         q=q,
         key_cache=key_cache,
@@ -97,62 +101,6 @@ def triton_min_block_size(kv_dtype: torch.dtype | None) -> int:
     product of probabilities and values is wrong.
     """
     return 32 if kv_dtype == INT4_DTYPE else 16
-
-
-def _check_tensors(
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    block_tables: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    seq_lens: torch.Tensor,
-) -> None:
-    require_float("q", q)
-    if q.dim() != 3:
-        raise ValueError(f"q: shape {tuple(q.shape)}, expected [num_tokens, num_q_heads, head_dim]")
-    require_unit_stride("q", q)
-    if key_cache.dim() != 4 or q.shape[1] % key_cache.shape[1]:
-        raise ValueError(
-            f"key_cache: shape {tuple(key_cache.shape)}, expected [num_blocks, num_kv_heads, block_size, head_dim] "
-            f"with kv heads that divide q's {q.shape[1]}"
-        )
-    if seq_lens.dim() != 1 or seq_lens.dtype != torch.int32:
-        raise ValueError(f"seq_lens: {seq_lens.dtype} {tuple(seq_lens.shape)}, expected int32 [num_requests]")
-    require_shape("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,))
-    if query_start_loc.dtype != torch.int32:
-        raise ValueError(f"query_start_loc: dtype {query_start_loc.dtype}, expected int32")
-    if block_tables.dim() != 2 or block_tables.shape[0] != seq_lens.shape[0] or block_tables.dtype != torch.int32:
-        raise ValueError(
-            f"block_tables: {block_tables.dtype} {tuple(block_tables.shape)}, "
-            f"expected int32 [{seq_lens.shape[0]}, max_blocks]"
-        )
-    require_unit_stride("block_tables", block_tables)
-
-
-def _check_options(
-    q: torch.Tensor,
-    max_query_len: int,
-    sliding_window: int | None,
-    alibi_slopes: torch.Tensor | None,
-    soft_cap: float | None,
-    num_kv_splits: int | None,
-    out: torch.Tensor | None,
-) -> None:
-    if max_query_len < 1:
-        raise ValueError(f"max_query_len: {max_query_len}, expected at least 1")
-    if sliding_window is not None and sliding_window < 1:
-        raise ValueError(f"sliding_window: {sliding_window}, expected at least 1, or None")
-    if soft_cap is not None and soft_cap <= 0:
-        raise ValueError(f"soft_cap: {soft_cap}, expected more than 0, or None")
-    if num_kv_splits is not None and num_kv_splits < 1:
-        raise ValueError(f"num_kv_splits: {num_kv_splits}, expected at least 1, or None")
-    if alibi_slopes is not None:
-        require_shape("alibi_slopes", alibi_slopes, (q.shape[1],))
-        if alibi_slopes.dtype != torch.float32:
-            raise ValueError(f"alibi_slopes: dtype {alibi_slopes.dtype}, expected float32")
-    if out is not None:
-        require_shape("out", out, q.shape)
-        if out.dtype != q.dtype or not out.is_contiguous():
-            raise ValueError(f"out: must be contiguous and {q.dtype}")
 
 
 def _triton_refusal(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
