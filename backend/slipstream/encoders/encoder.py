@@ -56,7 +56,7 @@ class Encoder:
 
 
 def padded_batch(checkpoint: Checkpoint, rows: Sequence[list[int]]) -> dict[str, np.ndarray]:
-    """A runtime's inputs: token ids padded to the longest row, by name. A row without tokens counts as one of padding."""
+    """A runtime's inputs: token ids padded to the longest row, by name. A row without tokens becomes one of padding."""
     rows = [row or [checkpoint.pad_id] for row in rows]
     lengths = np.array([len(row) for row in rows])
     is_token = np.arange(lengths.max()) < lengths[:, None]
