@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -49,3 +50,25 @@ def test_texts_have_their_lengths(tmp_path: Path) -> None:
     encoder = Encoder(checkpoint, open_runtime(RuntimeSettings("torch", "cpu"), checkpoint))
     counts = encoder.embed(bench_encoders.draw_texts(encoder, 50, bench_encoders.Lengths(5, 9)))[1]
     assert set(np.unique(counts)) == {5, 6, 7, 8, 9}
+
+
+def test_served_models_differ_in_batching_alone(tmp_path: Path) -> None:
+    import bench_encoders_served as served
+
+    arguments = served.parse_arguments(["--max-batch", "256", "--instances", "3"])
+    for name in served.KINDS:
+        served.write_model(tmp_path, name, tmp_path / "own", arguments)
+        text = (tmp_path / name / "config.pbtxt").read_text()
+        assert f'name: "{name}"' in text and "max_batch_size: 256" in text and "count: 3" in text
+        assert text.count(f'"{tmp_path}/own"') == 1 == text.count('key: "model"')
+        assert ("dynamic_batching" in text) == (name == "batched")
+    served.write_requests(tmp_path / "data.json", write_encoder(tmp_path / "tiny"), served.Lengths(5, 9))
+    assert len(json.loads((tmp_path / "data.json").read_text())["data"]) == 256
+
+
+def test_the_words_of_perf_analyzer_are_read() -> None:
+    import bench_encoders_served as served
+
+    told = "  Client: \n    Throughput: 417.3 infer/sec\n    p50 latency: 2390 usec\n    p99 latency: 3000 usec\n"
+    rate, median = served.RATE.search(told), served.MEDIAN.search(told)
+    assert rate is not None and median is not None and (rate.group(1), median.group(1)) == ("417.3", "2390")

@@ -88,14 +88,16 @@ def write_family(folder: Path, family: str) -> Path:
     return folder
 
 
-def write_random_minilm(folder: Path) -> Path:
-    """all-MiniLM-L6-v2's shape with random weights and a made-up vocabulary of its size: for throughput only."""
+def write_random_minilm(folder: Path, labels: tuple[str, ...] = ()) -> Path:
+    """all-MiniLM-L6-v2's shape with random weights and a made-up vocabulary: for throughput only."""
     import torch
-    from transformers import BertConfig, BertModel
+    from transformers import BertConfig, BertForSequenceClassification, BertModel
 
     torch.manual_seed(0)
     config = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
-    BertModel(config).save_pretrained(folder)
+    if labels:
+        config.id2label = dict(enumerate(labels))
+    (BertForSequenceClassification(config) if labels else BertModel(config)).save_pretrained(folder)
     letters = "abcdefghijklmnopqrstuvwxyz"
     pieces = [f"##{letter}" for letter in letters] + list(letters)
     made_up = ("".join(word) for size in (2, 3, 4) for word in itertools.product(letters, repeat=size))

@@ -1,0 +1,102 @@
+"""What the guard costs a stream: first text and time per token of `guarded` against the `llm` behind it.
+
+    python tests/bench/bench_guarded.py                       # the demo model; the default encoder if it is installed
+    python tests/bench/bench_guarded.py --tokens 512 --streams 8
+
+The real server, gRPC, greedy, every answer of full length; medians. Without the default encoder, safety is a classifier
+of its shape with random weights that flags nothing: what it costs does not depend on the weights. `at once` holds no
+text back and checks every 40 characters: what the checks alone cost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "tests/support")]
+
+from llm_client import grpc_stream  # noqa: E402
+from llm_server import LlmServer, missing_server, parameter  # noqa: E402
+from tiny_encoders import has_default_encoder, write_random_minilm  # noqa: E402
+
+DEMO_MODEL = ROOT / "models/slipstream-demo-code"
+PROMPT = "def fibonacci(n):\n"
+WAYS = {"llm": "llm", "guarded": "guarded", "guarded, at once": "guarded_at_once"}
+
+
+def use_random_encoders(server: LlmServer, folder: Path) -> None:
+    """safety: a classifier whose threshold no probability reaches."""
+    for name, labels in (("safety", ("safe", "unsafe")), ("quality", ())):
+        config = server.repository / name / "config.pbtxt"
+        text = re.sub(r'parameters \{ key: "model".*\n', "", config.read_text())
+        text += parameter("model", write_random_minilm(folder / name, labels))
+        config.write_text(text + (parameter("unsafe_labels", "unsafe") + parameter("threshold", 1) if labels else ""))
+
+
+def add_guarded_at_once(server: LlmServer) -> None:
+    own, other = server.repository / "guarded", server.repository / "guarded_at_once"
+    (other / "1").mkdir(parents=True)
+    (other / "1/model.py").write_text((own / "1/model.py").read_text())
+    text = (own / "config.pbtxt").read_text().replace('name: "guarded"', 'name: "guarded_at_once"')
+    (other / "config.pbtxt").write_text(text + parameter("hold_back_chars", 0))
+
+
+def one(server: LlmServer, model: str, num_tokens: int) -> tuple[float, float, int]:
+    """(ms to the first text, ms per token after it, responses with text) of one stream."""
+    inputs = {"text_input": PROMPT, "stream": True, "max_tokens": num_tokens, "temperature": 0.0}
+    with grpc_stream(server.grpc_url) as stream:
+        started = time.perf_counter()
+        stream.send(model, inputs, parameters={"ignore_eos": True}, outputs=("text_output",))
+        answer = stream.collect()
+    assert not answer.error, answer.error
+    arrivals = [when for when, got in zip(answer.arrivals, answer.responses) if got["text_output"].reshape(-1)[0]]
+    first, last = arrivals[0] - started, answer.arrivals[-1] - started
+    return first * 1e3, last * 1e3 / num_tokens, len(arrivals)
+
+
+def measure(server: LlmServer, arguments: argparse.Namespace) -> None:
+    print("| way | streams | first text ms | ms a token, all in | responses |\n|---|--:|--:|--:|--:|", flush=True)
+    for name, model in WAYS.items():
+        for _ in range(2):
+            one(server, model, arguments.tokens)
+        with ThreadPoolExecutor(arguments.streams) as pool:
+            calls = [pool.submit(one, server, model, arguments.tokens) for _ in range(arguments.repeats)]
+            rows = [call.result() for call in calls]
+        first, token, responses = (statistics.median(column) for column in zip(*rows))
+        print(f"| {name} | {arguments.streams} | {first:.1f} | {token:.3f} | {responses:.0f} |", flush=True)
+
+
+def parse_arguments(given: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", type=Path, default=DEMO_MODEL, help="of the LLM; default: the demo model")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer (%(default)s)")
+    parser.add_argument("--streams", type=int, default=1, help="at a time (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=7, help="answers of each row (%(default)s)")
+    return parser.parse_args(given)
+
+
+def main(given: Sequence[str] | None = None) -> None:
+    arguments = parse_arguments(given)
+    if missing_server():
+        raise SystemExit(missing_server())
+    with tempfile.TemporaryDirectory() as name, LlmServer(Path(name), arguments.checkpoint) as server:
+        if not has_default_encoder():
+            use_random_encoders(server, Path(name))
+        add_guarded_at_once(server)
+        for model in ("safety", "quality", "guarded", "guarded_at_once"):
+            status, body = server.load(model)
+            if status != 200:
+                raise SystemExit(f"{model}: {body.decode()}")
+        measure(server, arguments)
+
+
+if __name__ == "__main__":
+    main()
