@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
-from slipstream.runtime.batch import StepArrays
 from slipstream.runtime.cuda_graphs import DEFAULT_SIZES, GraphShape, StepGraphs, graph_shapes, graph_sizes
 from slipstream.runtime.engine import Engine
+from step_arrays import step_of
 from tiny_model import make_tiny_llama
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -55,55 +54,34 @@ def test_shapes_are_of_decodes_of_drafts_and_of_short_prompts() -> None:
     assert graph_shapes(()) == []
 
 
-def _step(lengths: list[int], num_decodes: int | None = None, tree: bool = False) -> StepArrays:
-    """Requests of so many tokens after ten that are cached, all sampled."""
-    total, ends = sum(lengths), np.cumsum(lengths)
-    return StepArrays(
-        token_ids=np.arange(total) + 100,
-        positions=np.concatenate([10 + np.arange(length) for length in lengths]),
-        query_start_loc=np.concatenate([[0], ends]).astype(np.int32),
-        seq_lens=10 + np.array(lengths, dtype=np.int32),
-        block_tables=np.arange(len(lengths) * 2, dtype=np.int32).reshape(len(lengths), 2),
-        slot_mapping=np.arange(total) + 1000,
-        logits_indices=ends - 1,
-        max_query_len=max(lengths),
-        max_seq_len=10 + max(lengths),
-        num_decode_requests=len(lengths) if num_decodes is None else num_decodes,
-        num_decode_tokens=total,
-        max_decode_query_len=max(lengths),
-        pending=[],
-        tree_mask=np.arange(total) if tree else None,
-    )
-
-
 def _graphs(shapes: list[GraphShape]) -> StepGraphs:
     return StepGraphs(shapes, 16, 100, lambda batch: batch.token_ids, CPU)
 
 
 def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
     graphs = _graphs(graph_shapes((1, 4, 8), 3, True))
-    found = [graphs.shape_for(_step([1] * count)) for count in (1, 2, 4, 5, 8, 9)]
+    found = [graphs.shape_for(step_of([1] * count)) for count in (1, 2, 4, 5, 8, 9)]
     assert found == [GraphShape(n, 1, n) for n in (1, 4, 4, 8, 8)] + [None]
-    assert graphs.shape_for(_step([3, 1])) == GraphShape(8, 4, 4, True)  # two drafts and none
-    assert graphs.shape_for(_step([3, 1], tree=True)) == GraphShape(8, 4, 4, True)
-    assert graphs.shape_for(_step([4, 4, 4])) == GraphShape(16, 4, 4, True)
-    assert graphs.shape_for(_step([1, 1, 20])) == GraphShape(32, 64, 4)
-    assert graphs.shape_for(_step([1, 1, 20], tree=True)) is None
-    assert graphs.shape_for(_step([1, 65])) is None and graphs.shape_for(_step([1, 20], num_decodes=1)) is None
-    assert _graphs([]).shape_for(_step([1])) is None
+    assert graphs.shape_for(step_of([3, 1])) == GraphShape(8, 4, 4, True)  # two drafts and none
+    assert graphs.shape_for(step_of([3, 1], tree=True)) == GraphShape(8, 4, 4, True)
+    assert graphs.shape_for(step_of([4, 4, 4])) == GraphShape(16, 4, 4, True)
+    assert graphs.shape_for(step_of([1, 1, 20])) == GraphShape(32, 64, 4)
+    assert graphs.shape_for(step_of([1, 1, 20], tree=True)) is None
+    assert graphs.shape_for(step_of([1, 65])) is None and graphs.shape_for(step_of([1, 20], num_decodes=1)) is None
+    assert _graphs([]).shape_for(step_of([1])) is None
 
 
 def test_padding_writes_nothing_and_sees_nothing() -> None:
     graphs = _graphs(graph_shapes((1, 4), 3, True))
-    graphs.load(GraphShape(16, 4, 4, True), _step([4, 4, 4, 4]))  # leaves something everywhere
-    batch = graphs.load(GraphShape(8, 4, 4, True), _step([3, 1]))
+    graphs.load(GraphShape(16, 4, 4, True), step_of([4, 4, 4, 4]))  # leaves something everywhere
+    batch = graphs.load(GraphShape(8, 4, 4, True), step_of([3, 1]))
     assert batch.token_ids.tolist() == [100, 101, 102, 103, 0, 0, 0, 0]
     assert batch.positions.tolist() == [10, 11, 12, 10, 0, 0, 0, 0]
     assert batch.slot_mapping.tolist() == [1000, 1001, 1002, 1003, -1, -1, -1, -1]
     assert batch.query_start_loc.tolist() == [0, 3, 4, 5, 6] and batch.seq_lens.tolist() == [13, 11, 0, 0]
     assert batch.block_tables[:2, :2].tolist() == [[0, 1], [2, 3]] and batch.logits_indices.tolist() == [2, 3]
     assert batch.tree_mask is not None and batch.tree_mask.tolist() == [1, 3, 7, 1, 1, 1, 1, 1]
-    full = graphs.load(GraphShape(4, 1, 4), _step([1, 1, 1]))
+    full = graphs.load(GraphShape(4, 1, 4), step_of([1, 1, 1]))
     assert full.query_start_loc.tolist() == [0, 1, 2, 3, 4] and full.tree_mask is None
     assert full.num_decode_requests == 4 and full.num_decode_tokens == 4 and full.max_query_len == 1
 

@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -28,8 +30,42 @@ logger = logging.getLogger(__name__)
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # Tokens of the largest graph of more than one token a request: above, the products take longer than their launches.
 MAX_TOKENS = 512
+# Kernels that take up to so many times as long as their launches are worth a graph: it also spares the engine's thread.
+LAUNCH_BOUND = 1.3
 # The fewest tokens of a step with a prompt that is worth a graph of its own.
 MIN_PROMPT_TOKENS = 16
+
+
+class StepShape(Protocol):
+    """What a graph has room for, and how a step is laid out in it."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def max_query_len(self) -> int: ...
+    @property
+    def num_requests(self) -> int: ...
+    @property
+    def is_tree(self) -> bool: ...
+    @property
+    def num_decodes(self) -> int: ...
+    @property
+    def num_decode_tokens(self) -> int: ...
+    @property
+    def max_decode_query_len(self) -> int: ...
+    @property
+    def num_logits(self) -> int:
+        """How many of logits_indices its forward pass reads."""
+        ...
+
+    def holds(self, step: StepArrays) -> bool: ...
+
+    def spread(self, step: StepArrays) -> StepArrays:
+        """The step as it lies in the graph's tensors, but for padding behind it."""
+        ...
+
+
+Shape = TypeVar("Shape", bound=StepShape)
 
 
 @dataclass(frozen=True, order=True)
@@ -47,7 +83,7 @@ class GraphShape:
         return self.is_tree or 1 < self.max_query_len < MAX_DECODE_QUERY_LEN
 
     def holds(self, step: StepArrays) -> bool:
-        """Prompts of more than MAX_DECODE_QUERY_LEN tokens never fit: their attention is shaped by their lengths."""
+        """Prompts of more than MAX_DECODE_QUERY_LEN tokens never fit: prompt_shapes.py is for them."""
         return (
             len(step.token_ids) <= self.num_tokens
             and len(step.seq_lens) <= self.num_requests
@@ -55,6 +91,25 @@ class GraphShape:
             and step.num_decode_requests == len(step.seq_lens)
             and (self.is_tree or step.tree_mask is None)
         )
+
+    @property
+    def num_decodes(self) -> int:
+        return self.num_requests
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_tokens
+
+    @property
+    def max_decode_query_len(self) -> int:
+        return self.max_query_len
+
+    @property
+    def num_logits(self) -> int:
+        return 1
+
+    def spread(self, step: StepArrays) -> StepArrays:
+        return step
 
 
 def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: str | None = None) -> tuple[int, ...]:
@@ -104,39 +159,56 @@ def _thinned(sizes: Sequence[int]) -> list[int]:
     return kept
 
 
-class StepGraphs:
-    """forward: a batch of static tensors -> hidden states [T, H], whose kernels depend on the shape alone."""
+class StepGraphs(Generic[Shape]):
+    """forward: a batch of static tensors -> hidden states, whose kernels depend on the shape alone."""
 
     def __init__(
         self,
-        shapes: Sequence[GraphShape],
+        shapes: Sequence[Shape],
         max_blocks: int,
         max_seq_len: int,
         forward: Callable[[ForwardBatch], torch.Tensor],
         device: torch.device,
     ) -> None:
-        self._shapes = sorted(shapes)
+        self._shapes = list(shapes)
         self._forward = forward
         self._max_seq_len = max_seq_len
         self._static = StaticTensors(self._shapes, max_blocks, device)
-        self._graphs: dict[GraphShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
     @property
-    def shapes(self) -> Sequence[GraphShape]:
+    def shapes(self) -> Sequence[Shape]:
         return self._shapes
 
-    def tensors(self, shape: GraphShape) -> tuple[ForwardBatch, torch.Tensor]:
+    def tensors(self, shape: Shape) -> tuple[ForwardBatch, torch.Tensor]:
         """What a captured graph reads, and the hidden states that it writes."""
         return self._batch(shape, shape.num_tokens), self._graphs[shape][1]
 
-    def shape_for(self, step: StepArrays) -> GraphShape | None:
-        """The smallest graph that takes such a step, or None."""
+    def shape_for(self, step: StepArrays) -> Shape | None:
+        """The first graph, that is the smallest, that takes such a step, or None."""
         return next((shape for shape in self._shapes if shape.holds(step)), None)
 
     def warm_up(self) -> None:
         """Each shape once without a graph: compiles kernels, lets libraries choose theirs."""
         for shape in reversed(self._shapes):
-            self._forward(self._batch(shape))
+            self._forward(self._batch(shape, shape.num_logits))
+
+    def keep_launch_bound(self) -> None:
+        """Warm up; drop the shapes of so many tokens that their kernels take longer than it takes to launch them."""
+        kept: list[Shape] = []
+        for _, group in groupby(self._shapes, lambda shape: shape.num_tokens):
+            shapes = list(group)
+            for shape in shapes:
+                self._forward(self._batch(shape, shape.num_logits))
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            self._forward(self._batch(shapes[0], shapes[0].num_logits))
+            launched = time.perf_counter()
+            torch.cuda.synchronize()
+            if time.perf_counter() - start > LAUNCH_BOUND * (launched - start):
+                break
+            kept += shapes
+        self._shapes = kept
 
     def capture(self) -> None:
         """Record all graphs, the largest first, in one memory pool. The caller holds inference_mode."""
@@ -148,13 +220,14 @@ class StepGraphs:
             for shape in reversed(self._shapes):
                 graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    hidden = self._forward(self._batch(shape))
+                    hidden = self._forward(self._batch(shape, shape.num_logits))
                 self._graphs[shape] = (graph, hidden)
         torch.cuda.synchronize()
         decodes = [str(shape.num_requests) for shape in self._shapes if shape.max_query_len == 1]
         logger.info(
-            "captured %d graphs in %.2f s: decode steps of %s requests, others of up to %d tokens",
-            len(self._shapes), time.perf_counter() - start, ", ".join(decodes), self._shapes[-1].num_tokens,
+            "captured %d graphs in %.2f s: %sothers of up to %d tokens",
+            len(self._shapes), time.perf_counter() - start,
+            f"decode steps of {', '.join(decodes)} requests, " if decodes else "", self._shapes[-1].num_tokens,
         )  # fmt: skip
 
     def time_decodes(self) -> dict[int, float]:
@@ -171,19 +244,19 @@ class StepGraphs:
                 seconds[shape.num_requests] = start.elapsed_time(end) / 1e3
         return seconds
 
-    def load(self, shape: GraphShape, step: StepArrays) -> ForwardBatch:
+    def load(self, shape: Shape, step: StepArrays) -> ForwardBatch:
         """Copy a step into the static tensors. The batch is of the shape, but for its logits_indices, which are the
         step's; it is good until the next `load`."""
-        self._static.load(shape, step)
+        self._static.load(shape, shape.spread(step))
         return self._batch(shape, len(step.logits_indices))
 
-    def replay(self, shape: GraphShape) -> torch.Tensor:
-        """[num_tokens, H]: good until the next replay of any shape."""
+    def replay(self, shape: Shape) -> torch.Tensor:
+        """What `forward` returned in the capture: good until the next replay of any shape."""
         graph, hidden = self._graphs[shape]
         graph.replay()
         return hidden
 
-    def _batch(self, shape: GraphShape, num_logits: int = 1) -> ForwardBatch:
+    def _batch(self, shape: Shape, num_logits: int) -> ForwardBatch:
         static, num_tokens, num_requests = self._static, shape.num_tokens, shape.num_requests
         return ForwardBatch(
             token_ids=static.token_ids[:num_tokens],
@@ -195,9 +268,9 @@ class StepGraphs:
             logits_indices=static.logits_indices[:num_logits],
             max_query_len=shape.max_query_len,
             max_seq_len=self._max_seq_len,
-            num_decode_requests=num_requests,
-            num_decode_tokens=num_tokens,
-            max_decode_query_len=shape.max_query_len,
+            num_decode_requests=shape.num_decodes,
+            num_decode_tokens=shape.num_decode_tokens,
+            max_decode_query_len=shape.max_decode_query_len,
             tree_mask=static.tree_mask[:num_tokens] if shape.is_tree else None,
         )
 
@@ -206,7 +279,7 @@ class StaticTensors:
     """What the graphs read. They arrive by one copy from the host; block tables, which it brings as wide as the step
     needs them, are spread by one on the device."""
 
-    def __init__(self, shapes: Sequence[GraphShape], max_blocks: int, device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[StepShape], max_blocks: int, device: torch.device) -> None:
         self._num_tokens = max((shape.num_tokens for shape in shapes), default=0)
         self._num_requests = max((shape.num_requests for shape in shapes), default=0)
         self._num_words = 5 * self._num_tokens  # of 64 bits; then 32-bit ones: starts and lengths, then tables
@@ -219,11 +292,12 @@ class StaticTensors:
         self.tree_mask.fill_(1)
         halves = self._arriving[self._num_words * 8 :].view(torch.int32)
         self.query_start_loc = halves[: self._num_requests + 1]
+        torch.arange(self._num_requests + 1, out=self.query_start_loc)  # before a first step all requests pad
         self.seq_lens = halves[self._num_requests + 1 : 2 * self._num_requests + 1]
         self._arriving_tables = halves[2 * self._num_requests + 1 :]
         self.block_tables = torch.zeros(self._num_requests, max_blocks, dtype=torch.int32, device=device)
 
-    def load(self, shape: GraphShape, step: StepArrays) -> None:
+    def load(self, shape: StepShape, step: StepArrays) -> None:
         count, width = step.block_tables.shape
         num_bytes = self._num_fixed_bytes + count * width * 4
         staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._arriving.is_cuda)

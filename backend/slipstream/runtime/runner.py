@@ -32,6 +32,7 @@ from slipstream.runtime.kv_offload import HostBlocks
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.logprobs import PromptLogprobs
 from slipstream.runtime.memory_plan import Hardware, MemoryPlan
+from slipstream.runtime.prompt_shapes import PromptShape, prompt_shapes
 from slipstream.runtime.sampler import Sampler, is_plain
 from slipstream.runtime.start_up import StartUp
 from slipstream.runtime.step_sample import LaunchedSample, LaunchedVerification, PendingSample, StepSample
@@ -44,11 +45,12 @@ logger = logging.getLogger(__name__)
 class StepInput:
     """A step's tensors. graph: the shape of the CUDA graph whose tensors they are, padded to it; None: run eagerly.
 
-    is_last_only: hidden states are computed of the rows that sample alone.
+    is_last_only: hidden states are computed of the rows that sample alone, by the graph of prompt_graph if any.
     """
 
     batch: ForwardBatch
     graph: GraphShape | None = None
+    prompt_graph: PromptShape | None = None
     is_last_only: bool = False
 
 
@@ -109,7 +111,10 @@ class ModelRunner:
         refusal = self._model.backend.graph_refusal(plan.block_size)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         shapes = graph_shapes(sizes, num_drafts, has_trees)
-        self._graphs = StepGraphs(shapes, self._builder.max_blocks, plan.max_model_len, self._run_model, device)
+        room = (self._builder.max_blocks, plan.max_model_len)
+        self._graphs = StepGraphs(shapes, *room, self._run_model, device)
+        prompts = [] if self._wants_all_rows else prompt_shapes(sizes, self._max_num_tokens)
+        self._prompt_graphs = StepGraphs(prompts, *room, self._run_last, device)
         most = max((shape.num_tokens for shape in shapes), default=0)
         self._static_next_ids = torch.zeros(most, dtype=torch.int64, device=device)
         self._kept = ops.empty_kept_rows(max(config.scheduler.max_num_seqs, *sizes, 1), device)
@@ -119,6 +124,7 @@ class ModelRunner:
                 self._compaction.warm_up()
             self._finish(phases, "warm-up")
             self._graphs.capture()
+            self._prompt_graphs.capture()
         self._finish(phases, "graphs")
         self.decode_seconds = self._graphs.time_decodes() if num_drafts else {}
 
@@ -145,10 +151,21 @@ class ModelRunner:
             assert self._host_blocks is not None
             self._host_blocks.run(step.copies)
         arrays = self._builder.arrays(step, self._sampled)
+        inputs = self._inputs(step, arrays)
+        fill_pending(inputs.batch.token_ids, arrays.pending, self._sampled)
+        return inputs
+
+    def _inputs(self, step: ScheduledStep, arrays: StepArrays) -> StepInput:
         shape = self._graphs.shape_for(arrays)
-        batch = self._builder.tensors(arrays) if shape is None else self._graphs.load(shape, arrays)
-        fill_pending(batch.token_ids, arrays.pending, self._sampled)
-        return StepInput(batch, shape, shape is None and self._samples_last_only(step, arrays))
+        if shape is not None:
+            return StepInput(self._graphs.load(shape, arrays), shape)
+        if not self._samples_last_only(step, arrays):
+            return StepInput(self._builder.tensors(arrays))
+        prompt_shape = self._prompt_graphs.shape_for(arrays)
+        if prompt_shape is not None:
+            batch = self._prompt_graphs.load(prompt_shape, arrays)
+            return StepInput(batch, None, prompt_shape, is_last_only=True)
+        return StepInput(self._builder.tensors(arrays), is_last_only=True)
 
     @torch.inference_mode()
     def forward(self, inputs: StepInput | None) -> torch.Tensor:
@@ -156,8 +173,10 @@ class ModelRunner:
         assert inputs is not None
         if inputs.graph is not None:
             return self._graphs.replay(inputs.graph)
+        if inputs.prompt_graph is not None:
+            return self._prompt_graphs.replay(inputs.prompt_graph)[: len(inputs.batch.logits_indices)]
         if inputs.is_last_only:
-            return self._model.forward_last(inputs.batch, self._kv_caches)
+            return self._run_last(inputs.batch)
         return self._run_model(inputs.batch)
 
     @torch.inference_mode()
@@ -262,6 +281,9 @@ class ModelRunner:
     def _run_model(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward(batch, self._kv_caches)
 
+    def _run_last(self, batch: ForwardBatch) -> torch.Tensor:
+        return self._model.forward_last(batch, self._kv_caches)
+
     def _warm_up(self) -> None:
         """What libraries prepare once and what is compiled is prepared now; nothing is written to the pool.
 
@@ -275,6 +297,7 @@ class ModelRunner:
         if is_gpu:
             logits.argmax(dim=-1)
             self._graphs.warm_up()
+            self._prompt_graphs.keep_launch_bound()
 
     def _finish(self, phases: StartUp, name: str) -> None:
         if self._device.type == "cuda":

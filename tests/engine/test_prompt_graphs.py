@@ -1,0 +1,128 @@
+"""Steps with prompts in CUDA graphs: which steps fit, how they lie there, and that they say what eager ones say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_driver import GREEDY, make_engine, run_all
+from slipstream.core.request import Request
+from slipstream.runtime.cuda_graphs import StepGraphs
+from slipstream.runtime.engine import Engine
+from slipstream.runtime.prompt_shapes import MAX_TOKENS, PromptShape, prompt_shapes
+from step_arrays import step_of
+from tiny_model import make_tiny_llama
+
+CPU = torch.device("cpu")
+
+
+def test_shapes_are_multiples_of_a_tile_with_rooms_for_decodes() -> None:
+    shapes = prompt_shapes((1, 2, 40), 300)
+    assert shapes == [PromptShape(size, room) for size in (128, 256, 384) for room in (0, 32, 40)]
+    assert prompt_shapes((), 300) == []
+    assert max(shape.num_tokens for shape in prompt_shapes((256,), 100_000)) == MAX_TOKENS
+    assert all(shape.num_decodes < shape.num_tokens for shape in prompt_shapes((512,), 2048))
+
+
+def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
+    graphs = StepGraphs(prompt_shapes((40,), 512), 16, 100, lambda batch: batch.token_ids, CPU)
+    assert graphs.shape_for(step_of([1, 1, 90])) == PromptShape(128, 32)
+    assert graphs.shape_for(step_of([128])) == PromptShape(128, 0)
+    assert graphs.shape_for(step_of([1, 128])) == PromptShape(256, 32)
+    assert graphs.shape_for(step_of([1] * 33 + [60, 20, 2])) == PromptShape(128, 40)
+    assert graphs.shape_for(step_of([20] * 16)) == PromptShape(384, 0)
+    assert graphs.shape_for(step_of([20] * 17)) is None  # too many prompts
+    assert graphs.shape_for(step_of([1] * 41 + [60])) is None  # too many decodes
+    assert graphs.shape_for(step_of([513])) is None and graphs.shape_for(step_of([1, 1])) is None
+    assert graphs.shape_for(step_of([1, 60], tree=True)) is None
+    drafts = replace(step_of([3, 60]), logits_indices=np.array([0, 1, 2, 62]))
+    assert graphs.shape_for(drafts) is None
+    assert graphs.shape_for(replace(step_of([1, 60]), pending=[(5, 0)])) is None
+
+
+def test_prompts_lie_behind_the_room_for_decodes() -> None:
+    graphs = StepGraphs([PromptShape(16, 4, 3)], 16, 100, lambda batch: batch.token_ids, CPU)
+    graphs.load(PromptShape(16, 4, 3), step_of([1, 1, 1, 1, 6, 5, 1]))  # leaves something everywhere
+    step = replace(step_of([1, 1, 5, 3]), logits_indices=np.array([0, 1, 9]))  # the first prompt goes on
+    batch = graphs.load(PromptShape(16, 4, 3), step)
+    ids = [100, 101, 0, 0, 102, 103, 104, 105, 106, 107, 108, 109, 0, 0, 0, 0]
+    assert batch.token_ids.tolist() == ids
+    assert batch.slot_mapping.tolist() == [i + 900 if i else -1 for i in ids]
+    assert batch.query_start_loc.tolist() == [0, 1, 2, 3, 4, 9, 12, 13]
+    assert batch.seq_lens.tolist() == [11, 11, 0, 0, 15, 13, 0]
+    assert batch.block_tables[:, :2].tolist()[4:6] == [[4, 5], [6, 7]]
+    assert batch.logits_indices.tolist() == [0, 1, 11]
+    assert (batch.num_decode_requests, batch.num_decode_tokens, batch.max_decode_query_len) == (4, 4, 1)
+    assert batch.max_query_len == 12
+
+
+def test_a_captured_step_computes_what_the_plain_one_does(tmp_path: Path) -> None:
+    """The forward pass that a graph would capture, run plainly over its tensors: same hidden states, same cache."""
+    checkpoint = make_tiny_llama(tmp_path, head_dim=64)
+    plain, padded = (make_engine(checkpoint, scheduler={"max_num_batched_tokens": 28}) for _ in range(2))
+    hidden = [_last_step(engine, pads) for engine, pads in ((plain, False), (padded, True))]
+    torch.testing.assert_close(hidden[1], hidden[0], rtol=1e-5, atol=1e-5)
+
+
+def _last_step(engine: Engine, pads: bool) -> torch.Tensor:
+    """Two decodes beside two prompts, of which one goes on later."""
+    engine.submit(Request([5, 6, 7], GREEDY))
+    engine.submit(Request(list(range(9, 30)), GREEDY))
+    engine.step()
+    engine.submit(Request(list(range(40, 61)), GREEDY))
+    engine.submit(Request(list(range(70, 79)), GREEDY))
+    engine._drain_inbox([])
+    runner = engine._runner
+    step = engine.scheduler.schedule()
+    assert [row.num_scheduled_tokens for row in step.requests] == [1, 1, 21, 5]
+    with torch.inference_mode():
+        arrays = runner._builder.arrays(step)
+        if not pads:
+            return runner._run_last(runner._builder.tensors(arrays))
+        shape = PromptShape(40, 6, 3)
+        graphs = StepGraphs([shape], runner._builder.max_blocks, 128, runner._run_last, CPU)
+        graphs.warm_up()  # nothing is loaded yet
+        graphs.load(shape, arrays)
+        static = graphs._batch(shape, shape.num_logits)
+        return runner._run_last(static)[: len(arrays.logits_indices)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_graph_is_eager(
+    tmp_path: Path, prompts: list[list[int]], overlap: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr("slipstream.runtime.cuda_graphs.LAUNCH_BOUND", 1e9)
+    checkpoint = make_tiny_llama(tmp_path, head_dim=64)
+    prompts = [prompt * 5 for prompt in prompts]  # beyond what decode kernels take
+    model, scheduler = {"device": "cuda", "dtype": "float32"}, {"max_num_batched_tokens": 150}
+    params = [replace(GREEDY, max_tokens=12 + 5 * index) for index in range(len(prompts))]
+    texts = []
+    for graphs in ("off", "1,3,8"):
+        engine = make_engine(
+            checkpoint,
+            {**model, "cuda_graphs": graphs},
+            {"block_size": 16},
+            {**scheduler, "overlap_scheduling": overlap if graphs != "off" else "off"},
+        )
+        replayed = _count_replays(engine, monkeypatch)
+        texts.append([told.token_ids for told in run_all(engine, prompts, params)])
+        assert bool(replayed) == (graphs != "off")
+    assert texts[0] == texts[1]
+
+
+def _count_replays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[PromptShape]:
+    replayed: list[PromptShape] = []
+    graphs = engine._runner._prompt_graphs
+    replay = graphs.replay
+
+    def counted(shape: PromptShape) -> torch.Tensor:
+        replayed.append(shape)
+        return replay(shape)
+
+    monkeypatch.setattr(graphs, "replay", counted)
+    return replayed

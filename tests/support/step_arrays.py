@@ -1,0 +1,27 @@
+"""Steps as arrays, for tests of what takes them up."""
+
+from __future__ import annotations
+
+import numpy as np
+from slipstream.runtime.batch import StepArrays
+
+
+def step_of(lengths: list[int], num_decodes: int | None = None, tree: bool = False) -> StepArrays:
+    """Requests of so many tokens after ten that are cached, all sampled."""
+    total, ends = sum(lengths), np.cumsum(lengths)
+    return StepArrays(
+        token_ids=np.arange(total) + 100,
+        positions=np.concatenate([10 + np.arange(length) for length in lengths]),
+        query_start_loc=np.concatenate([[0], ends]).astype(np.int32),
+        seq_lens=10 + np.array(lengths, dtype=np.int32),
+        block_tables=np.arange(len(lengths) * 2, dtype=np.int32).reshape(len(lengths), 2),
+        slot_mapping=np.arange(total) + 1000,
+        logits_indices=ends - 1,
+        max_query_len=max(lengths),
+        max_seq_len=10 + max(lengths),
+        num_decode_requests=len(lengths) if num_decodes is None else num_decodes,
+        num_decode_tokens=total,
+        max_decode_query_len=max(lengths),
+        pending=[],
+        tree_mask=np.arange(total) if tree else None,
+    )
