@@ -19,7 +19,7 @@ def test_every_case_runs(device: torch.device) -> None:
         bench.sampling_cases(SMALL, device, "auto"),
     ):
         results += bench.run_cases(cases, device, (2e9, 2e12), repeats=1)
-    assert {"rms_norm + residual", "decode attention", "prefill attention", "sample top-p 0.9"} <= {
+    assert {"rms_norm + residual", "decode attention", "prefill attention", "sample fp32 top-p 0.9"} <= {
         r.name for r in results
     }
     for result in results:

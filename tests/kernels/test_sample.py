@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampling_cases import random_rows
 from slipstream_kernels import ops
 
 BACKENDS = ["reference", "triton"]
@@ -62,24 +63,6 @@ def test_distribution(device, backend, filters, by) -> None:
     # The 99.99 % point of chi-squared (Wilson-Hilferty).  Seeds are fixed: a correct sampler passes always.
     limit = freedom * (1 - 2 / (9 * freedom) + 3.72 * (2 / (9 * freedom)) ** 0.5) ** 3
     assert statistic < limit
-
-
-def random_rows(num_rows: int, vocab_size: int, device: torch.device) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(vocab_size)
-
-    def choose(values: list[float], dtype: torch.dtype) -> torch.Tensor:
-        index = torch.randint(len(values), (num_rows,), generator=generator)
-        return torch.tensor(values, dtype=dtype)[index].to(device)
-
-    return {
-        "logits": (3 * torch.randn(num_rows, vocab_size, generator=generator)).to(device),
-        "temperature": choose([0, 0.01, 0.5, 1, 2], torch.float32),
-        "top_k": choose([0, 1, 7, 40, 10**6], torch.int32),
-        "top_p": choose([0.0, 0.3, 0.9, 0.999, 1], torch.float32),
-        "min_p": choose([0, 0.02, 0.3, 1.0], torch.float32),
-        "seeds": torch.randint(-(2**62), 2**62, (num_rows,), generator=generator).to(device),
-        "positions": torch.randint(0, 10**6, (num_rows,), generator=generator).to(device),
-    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

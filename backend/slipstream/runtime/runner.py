@@ -287,15 +287,16 @@ class ModelRunner:
     def _warm_up(self) -> None:
         """What libraries prepare once and what is compiled is prepared now; nothing is written to the pool.
 
-        On a GPU a prompt of the largest step and one of a few tokens (their attention kernels differ), then every size
-        of decode; on a CPU one token.
+        On a GPU a prompt of the largest step, a shorter one and one of a few tokens (their attention kernels differ),
+        a draw with filters, then every size of decode; on a CPU one token.
         """
         is_gpu = self._device.type == "cuda"
-        for num_tokens in (self._max_num_tokens, 32) if is_gpu else (1,):
+        for num_tokens in (self._max_num_tokens, 2 * MAX_DECODE_QUERY_LEN, 32) if is_gpu else (1,):
             batch = _padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
             logits = self._model.logits(self._run_model(batch)[:1])
         if is_gpu:
             logits.argmax(dim=-1)
+            _draw_once(logits)
             self._graphs.warm_up()
             self._prompt_graphs.keep_launch_bound()
 
@@ -330,6 +331,12 @@ def _padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> Fo
         num_decode_tokens=num_tokens if is_decode else 0,
         max_decode_query_len=num_tokens if is_decode else 0,
     )
+
+
+def _draw_once(logits: torch.Tensor) -> None:
+    """With every filter: what is built for the draw is built now."""
+    one = torch.ones(logits.shape[0], device=logits.device)
+    ops.sample(logits, one, one.int(), 0.5 * one, 0.5 * one, one.long(), one.long())
 
 
 class NullRunner:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
+from slipstream_kernels.ops.select import load_module, require_float, require_shape, require_unit_stride, select
 
 
 def sample(
@@ -27,11 +27,22 @@ def sample(
     kept stay.
     seeds, positions: int64 (any seed; position of the token being drawn), needed unless every row is greedy.
     Draws by the Gumbel-max trick with counter-based noise hash(seed, position, token id): a row's result does not
-    depend on the other rows, and both implementations use the same noise (they can differ only where fp32 rounding
+    depend on the other rows, and all implementations use the same noise (they can differ only where fp32 rounding
     decides).
+    backend: "cuda" (filtered rows on Hopper; ValueError if it cannot run), "triton", "reference"; "auto": the first of
+    these that can run.
     """
     _check(logits, temperature, top_k, top_p, min_p, seeds, positions)
-    return select("sample", backend, logits).sample(logits, temperature, top_k, top_p, min_p, seeds, positions)
+    call = (logits, temperature, top_k, top_p, min_p, seeds, positions)
+    is_filtered = temperature is not None and not (top_k is None and top_p is None and min_p is None)
+    if backend == "cuda" or (backend == "auto" and logits.is_cuda and is_filtered):
+        cuda = load_module("cuda", "sample")
+        refusal = cuda.refusal(logits) if is_filtered else "no row is filtered"
+        if refusal is None:
+            return cuda.sample(*call)
+        if backend == "cuda":
+            raise ValueError(f"backend: cuda cannot run sample: {refusal}")
+    return select("sample", backend, logits).sample(*call)
 
 
 def greedy(logits: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:

@@ -9,6 +9,9 @@ Both grids and all orders of summation depend on the vocabulary's size alone: a 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -214,6 +217,71 @@ def _choose_kernel(
         tl.store(out_ptr + row, first_of_least(scores, winners, vocab_size).to(tl.int64))
 
 
+@dataclass(frozen=True)
+class FirstPass:
+    """What the first pass left of each row; group_maxima: of a filtered one, else nothing that is read."""
+
+    grouping: Grouping
+    maxima: torch.Tensor
+    sums: torch.Tensor
+    winners: torch.Tensor
+    group_maxima: torch.Tensor
+
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """In the order of the kernels' arguments."""
+        return self.maxima, self.sums, self.winners, self.group_maxima
+
+
+def first_pass(
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    filters: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    seeds: torch.Tensor | None,
+    positions: torch.Tensor | None,
+) -> FirstPass:
+    """Launch it.  filters: top_k, top_p, min_p."""
+    num_rows, vocab_size = logits.shape
+    grouping = Grouping.of(vocab_size)
+    is_filtered = any(column is not None for column in filters)
+    maxima, sums = torch.empty(2, num_rows, grouping.num_chunks, dtype=torch.float32, device=logits.device)
+    winners = torch.empty(num_rows, grouping.num_chunks, dtype=torch.int32, device=logits.device)
+    left = FirstPass(grouping, maxima, sums, winners, grouping.maxima(logits) if is_filtered else maxima)
+    options = (temperature, *filters, seeds, positions, logits.stride(0), vocab_size)
+    _chunk_kernel[(grouping.num_chunks, num_rows)](
+        logits,
+        *left.tensors(),
+        *options,
+        CHUNK=grouping.chunk,
+        **_used(filters, grouping, logits.device),
+        **CHUNK_LAUNCH,
+    )
+    return left
+
+
+def most_groups(grouping: Grouping, vocab_size: int) -> int:
+    """How many groups a row's candidates may come from."""
+    if vocab_size <= TOKENS:
+        return grouping.num_groups
+    return min(_capacity(grouping) * 3 // 4, grouping.num_groups * 3 // 5)
+
+
+def _capacity(grouping: Grouping) -> int:
+    return min(GROUPED_TOKENS // grouping.group, triton.next_power_of_2(grouping.num_groups))
+
+
+def _used(filters: tuple[torch.Tensor | None, ...], grouping: Grouping, device: torch.device) -> dict[str, Any]:
+    """What both kernels are compiled for."""
+    top_k, top_p, min_p = filters
+    return {
+        "HAS_TOP_K": top_k is not None,
+        "HAS_TOP_P": top_p is not None,
+        "HAS_MIN_P": min_p is not None,
+        "NUM_CHUNKS": grouping.num_chunks,
+        "GROUP": grouping.group,
+        **dependent_launch(device),
+    }
+
+
 def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor | None,
@@ -231,37 +299,25 @@ def sample(
     token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
     if num_rows == 0:
         return token_ids
-    cut = Grouping.of(vocab_size)
-    is_filtered = not (top_k is None and top_p is None and min_p is None)
-    maxima, sums = torch.empty(2, num_rows, cut.num_chunks, dtype=torch.float32, device=device)
-    winners = torch.empty(num_rows, cut.num_chunks, dtype=torch.int32, device=device)
+    filters = (top_k, top_p, min_p)
+    is_filtered = any(column is not None for column in filters)
+    left = first_pass(logits, temperature, filters, seeds, positions)
+    grouping = left.grouping
     scratch = torch.empty(num_rows, 2 * TOKENS if is_filtered else 1, dtype=torch.int32, device=device)
-    capacity = min(GROUPED_TOKENS // cut.group, triton.next_power_of_2(cut.num_groups))
-    left = (maxima, sums, winners, cut.maxima(logits) if is_filtered else maxima)
-    options = (temperature, top_k, top_p, min_p, seeds, positions, logits.stride(0), vocab_size)
-    used = {
-        "HAS_TOP_K": top_k is not None,
-        "HAS_TOP_P": top_p is not None,
-        "HAS_MIN_P": min_p is not None,
-        "NUM_CHUNKS": cut.num_chunks,
-        "GROUP": cut.group,
-        **dependent_launch(device),
-    }
-    _chunk_kernel[(cut.num_chunks, num_rows)](logits, *left, *options, CHUNK=cut.chunk, **used, **CHUNK_LAUNCH)
     _choose_kernel[(num_rows,)](
         logits,
         token_ids,
-        *left,
+        *left.tensors(),
         scratch,
-        *options,
-        CHUNKS_PADDED=triton.next_power_of_2(cut.num_chunks),
-        NUM_GROUPS=cut.num_groups,
-        GROUPS_PADDED=triton.next_power_of_2(cut.num_groups),
-        CAPACITY=capacity,
-        MOST=cut.num_groups if vocab_size <= TOKENS else min(capacity * 3 // 4, cut.num_groups * 3 // 5),
+        *(temperature, *filters, seeds, positions, logits.stride(0), vocab_size),
+        CHUNKS_PADDED=triton.next_power_of_2(grouping.num_chunks),
+        NUM_GROUPS=grouping.num_groups,
+        GROUPS_PADDED=triton.next_power_of_2(grouping.num_groups),
+        CAPACITY=_capacity(grouping),
+        MOST=most_groups(grouping, vocab_size),
         TOKENS=TOKENS,
         SLOW_BLOCK=SLOW_BLOCK,
         num_warps=CHOOSE_WARPS if is_filtered else 1,
-        **used,
+        **_used(filters, grouping, device),
     )
     return token_ids
