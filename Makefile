@@ -26,8 +26,16 @@ demo: assemble
 serve: assemble $(if $(ENCODERS),encoders)
 	@$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(if $(ENCODERS),--encoders) $(ARGS)
 
+# Without ARGS the tests that start no server run first, a file a core; the others then have the machine to themselves,
+# as their deadlines want. Both parts always run.
+ALONE := kernels models unit engine
 test: assemble encoders
-	OMP_NUM_THREADS=1 $(PY) -m pytest --require-server $(ARGS)
+	export OMP_NUM_THREADS=1
+	$(if $(ARGS),exec $(PY) -m pytest --require-server $(ARGS))
+	status=0
+	$(PY) -m pytest --require-server -n auto --maxprocesses 8 --dist loadfile $(ALONE:%=tests/%) || status=$$?
+	$(PY) -m pytest --require-server tests $(ALONE:%=--ignore=tests/%) || status=$$?
+	exit $$status
 
 lint: setup
 	$(PY) -m ruff check .
