@@ -5,16 +5,20 @@ Random heads are mostly wrong, which is what rejects; drafts that are right come
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import make_engine, run_all, run_steps
+from engine_driver import Told, make_engine, run_all, run_steps
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError, RequestError
-from slipstream.core.request import Request
+from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.step import ScheduledStep
 from slipstream.runtime.engine import Engine
+from slipstream.runtime.flight import Flight, FlightAhead
 from slipstream.runtime.speculation.medusa import default_choices, parse_choices
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
@@ -68,6 +72,55 @@ def test_text_is_that_of_plain_decoding(
         expected = [told.token_ids for told in run_all(plain, some, params)]
         for _ in range(times):
             assert [told.token_ids for told in run_all(engine, some, params)] == expected
+
+
+@pytest.mark.parametrize("method", ["medusa", "mtp", "eagle", "eagle3", "eagle_chain"])
+def test_verifications_launched_ahead_say_the_same(
+    eight_layers: Path, tmp_path: Path, prompts: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests end at different steps and others take their seats: launches are taken up with all rows or with less."""
+    engine = make_engine(
+        eight_layers,
+        scheduler={"overlap_scheduling": "on", "max_num_seqs": 3},
+        speculation=replace(settings(method, eight_layers, tmp_path), num_draft_tokens=6),
+    )
+    found: Counter[str] = Counter()
+    take_up = FlightAhead.take_up
+
+    def note(ahead: FlightAhead, step: ScheduledStep) -> Flight | None:
+        flight = take_up(ahead, step)
+        found["dropped" if flight is None else "whole" if flight.guesses.places is None else "part"] += 1
+        return flight
+
+    monkeypatch.setattr(FlightAhead, "take_up", note)
+    plain = make_engine(eight_layers)
+    for base in (GREEDY, SEEDED):
+        each = [replace(base, max_tokens=20 + 5 * place) for place in range(5)]
+        expected = [told.token_ids for told in run_all(plain, prompts[4:9], each)]
+        assert [told.token_ids for told in run_all(engine, prompts[4:9], each)] == expected
+    assert found["whole"] > 20, found
+
+
+def test_a_request_ends_while_its_verification_is_under_way(
+    eight_layers: Path, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    engine = make_engine(
+        eight_layers,
+        scheduler={"overlap_scheduling": "on"},
+        speculation=settings("mtp", eight_layers, tmp_path),
+    )
+    (expected,) = run_all(engine, prompts[5:6], GREEDY)
+    requests = [Request(list(prompts[place]), GREEDY, handle=place) for place in (4, 5)]
+    for request in requests:
+        engine.submit(request)
+    while engine._ahead is None:
+        engine.step()
+    engine.cancel(4)
+    told: dict[Request, Told] = {}
+    run_steps(engine, told)
+    assert engine.error is None and engine.scheduler.cache.num_used_blocks == 0
+    assert requests[0].finish_reason is FinishReason.CANCELLED
+    assert requests[1].output_token_ids == expected.token_ids
 
 
 def drafted(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Request]:
@@ -182,3 +235,15 @@ def test_a_draft_model_computes_each_token_once(eight_layers: Path, tmp_path: Pa
     drafted(engine, prompts[7:8])
     assert spans[0] == (0, len(prompts[7]) + 1) and len(spans) > 10
     assert all(count <= 1 + 4 for _, count in spans[1:])
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle"])
+def test_a_prefix_of_a_request_without_drafts_is_followed(
+    tiny_llama: Path, tmp_path: Path, prompts: list[list[int]], method: str
+) -> None:
+    """Prompts pass through a head whoever asks them, so that who shares them later may draft."""
+    engine = make_engine(tiny_llama, speculation=settings(method, tiny_llama, tmp_path))
+    (plain,) = drafted(engine, [prompts[11]], replace(GREEDY, num_draft_tokens=0))
+    (request,) = drafted(engine, [prompts[11]])
+    assert request.num_cached_tokens >= 64 and request.num_drafted_tokens > 20
+    assert request.output_token_ids == plain.output_token_ids

@@ -13,7 +13,7 @@ from slipstream.core.config import QUANTIZATIONS, EngineConfig, ModelConfig, Spe
 from slipstream.core.drafts import children_of_rows, row_depths, row_masks, row_paths
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.speculation import DraftPlanner, Speculation
+from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation, StepCosts
 from slipstream.core.step import ScheduledRequest
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import read_spec
@@ -234,22 +234,70 @@ def drafts_of_six(planner: DraftPlanner) -> int:
     return planner.num_drafts(request)
 
 
+def drafting_request(num_drafts: int, method: str = "ngram") -> Request:
+    request = Request([1], SamplingParams())
+    request.speculation = Speculation(method, num_drafts, "exact")
+    return request
+
+
 def test_the_planner_pauses_what_is_slower_than_plain_steps() -> None:
     planner = DraftPlanner(is_adaptive=True)
-    request = Request([1], SamplingParams())
-    request.speculation = Speculation("ngram", 4, "exact")
+    request = drafting_request(4)
     for _ in range(40):
-        planner.measure(8, 0.010, 1.0, is_speculating=False)
-        planner.measure(8, 0.015, 2.0, is_speculating=True)  # 7.5 ms a token
+        planner.measure(MeasuredStep(8, 8, 0.010, 1.0))
+        planner.measure(MeasuredStep(8, 40, 0.015, 2.0, "ngram"))  # 7.5 ms a token
     planner.begin_step(8)
     assert planner.num_drafts(request) == 4
     for _ in range(200):
-        planner.measure(8, 0.025, 2.0, is_speculating=True)
+        planner.measure(MeasuredStep(8, 40, 0.025, 2.0, "ngram"))
     planner.begin_step(9)
     assert planner.num_drafts(request) == 0, "about the same load"
     planner.begin_step(40)
     assert planner.num_drafts(request) == 4, "another load"
     for _ in range(1100):
-        planner.measure(8, 0.010, 1.0, is_speculating=False)
+        planner.measure(MeasuredStep(8, 8, 0.010, 1.0))
     planner.begin_step(8)
     assert planner.num_drafts(request) == 4, "tried again"
+
+
+COSTS = StepCosts(
+    plain=((1, 0.004), (16, 0.0045), (64, 0.006)),
+    verified=((4, 0.0042), (16, 0.0045), (64, 0.005), (256, 0.009), (512, 0.016)),
+    drafting={"mtp": ((1, 0.0005), (16, 0.0006), (64, 0.0008)), "medusa": ((1, 0.001), (64, 0.012))},
+)
+
+
+def test_the_planner_drafts_what_promises_most() -> None:
+    planner = DraftPlanner(is_adaptive=True, costs=COSTS)
+    request, costly = drafting_request(7, "mtp"), drafting_request(7, "medusa")
+
+    def drafts(num_running: int, wanted: Request = request) -> int:
+        for _ in range(16):  # decisions stand for some steps
+            planner.begin_step(num_running)
+        return planner.num_drafts(wanted)
+
+    assert drafts(1) == 7 and drafts(1, costly) == 7
+    assert drafts(64) == 3, "eight rows each take 16 ms"
+    assert drafts(64, costly) == 0, "drafting takes longer than what it saves"
+    assert drafts(65) == 0, "more than was measured"
+    for _ in range(1000):
+        planner.observe("mtp", 7, [0, 1, 2, 3])  # the first three are always right, the others never
+    assert drafts(16) == 3 and drafts(1) == 3, "more rows cost more and bring nothing"
+    for _ in range(9000):
+        planner.observe("mtp", 3, [0])
+    assert drafts(64) == 0, "not worth a verification"
+    for _ in range(40):
+        planner.measure(MeasuredStep(64, 256, 0.012, 2.9, "mtp"))
+        planner.measure(MeasuredStep(64, 64, 0.012, 1.0))  # long contexts: both take longer than with an empty cache
+    for _ in range(9000):
+        planner.observe("mtp", 3, [0, 1, 2, 3])
+    assert drafts(64) == 3
+
+
+def test_gains_of_a_tree_are_those_of_its_nodes() -> None:
+    gains = DraftGains()
+    for _ in range(1000):
+        gains.add(4, [0, 2, 4])
+        gains.add(2, [0, 2])
+    tokens = gains.expected_tokens(4)
+    assert tokens == pytest.approx([1, 1, 2, 2, 3], abs=0.05)

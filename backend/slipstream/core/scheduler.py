@@ -74,6 +74,10 @@ class Scheduler:
         return len(self._waiting)
 
     @property
+    def may_admit(self) -> bool:
+        return bool(self._waiting) and len(self._running) < self._max_running  # there is a seat, if not blocks
+
+    @property
     def has_work(self) -> bool:
         return bool(self._running or self._waiting)
 
@@ -137,19 +141,20 @@ class Scheduler:
 
     # ---- the step
 
-    def schedule(self) -> ScheduledStep:
+    def schedule(self, admits: bool = True) -> ScheduledStep:
         """Choose the next step's rows and give them their blocks. `commit` or `finish` must follow for each request.
 
-        Without rows although there is work: everything waits for the commit of the step that is under way.
+        admits: requests that wait may begin. Without rows although there is work: all wait for the commit of a step.
         """
         step = ScheduledStep()
         self.planner.begin_step(len(self._running))
-        num_reserved, self._num_turn_tokens = self._num_turn_tokens, 0
+        num_reserved = self._num_turn_tokens if admits else 0
+        self._num_turn_tokens -= num_reserved
         budget = self.config.max_num_batched_tokens - num_reserved
         prefills: list[Request] = []
         if self._running:
             budget = self._schedule_decodes(step, budget, prefills)
-        can_admit = bool(self._waiting) and not step.preempted
+        can_admit = admits and bool(self._waiting) and not step.preempted
         if prefills:
             if can_admit and _sort_key(self._waiting[0]) < _sort_key(prefills[0]):
                 budget = self._schedule_waiting(step, budget, num_reserved > 0, before=_sort_key(prefills[0]))

@@ -1,15 +1,17 @@
 """Speculation of one request, and how many drafts it may have now. Engine thread; numbers only.
 
-The planner keeps speculation from slowing a loaded server down. Two things stop it: more rows than the device computes
-for nothing beside reading its weights (free tokens), and a measured speed below that of plain steps. Both have
-hysteresis, so that load at a threshold does not make it flap.
+The planner keeps speculation from slowing a loaded server down. What steps of so many rows take is measured at start,
+how often drafts are taken as requests run: a step gets as many drafts as promise the most tokens a second, or none.
+Beside that speculation pauses where it was measured to be slower than plain steps, with hysteresis. Where nothing was
+measured at start, a number of rows that the device computes for nothing beside reading its weights is the limit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from slipstream.core.drafts import row_depths
+from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths
 from slipstream.core.request import Request
 from slipstream.core.stats import Metric, Stats, accepted_metric, drafted_metric
 
@@ -18,6 +20,12 @@ _LEAST_GAIN = 1.0  # of tokens per second, below which speculation pauses
 _REST_STEPS = 1024  # plain steps after which a paused speculation is tried again
 _MOST_GROWTH = 3.0
 _WEIGHT = 0.05  # of a new measurement in a running mean
+_REVIEW_STEPS = 16  # steps between two decisions on the number of drafts
+_LEAST_PROMISE = 1.02  # of plain steps' tokens per second
+_MOST_SURPLUS = 2.0  # of the seconds expected
+_FORGIVENESS = 0.98
+_MOST_SEEN = 2000  # verifications, before older ones count half
+_PRIOR_FIRST, _PRIOR_NEXT, _PRIOR_WEIGHT = 0.7, 0.8, 8.0  # how often drafts are right, before any were seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,20 @@ class _Load:
 
     plain: _Mean = field(default_factory=_Mean)
     speculating: _Mean = field(default_factory=_Mean)
+    plain_surplus: float = 0.0  # seconds that steps take beyond what StepCosts say
+    speculating_surplus: float = 0.0
+    has_speculated: bool = False
     num_rest_steps: int = 0
+
+    def note_surplus(self, step: MeasuredStep, expected: float) -> None:
+        """A step was expected to take so long. What takes far longer (something was compiled) counts as a little."""
+        surplus = min(max(0.0, step.seconds - expected), _MOST_SURPLUS * expected)
+        if step.method:
+            if not self.has_speculated:
+                self.has_speculated, self.speculating_surplus = True, self.plain_surplus
+            self.speculating_surplus += _WEIGHT * (surplus - self.speculating_surplus)
+        else:
+            self.plain_surplus += _WEIGHT * (surplus - self.plain_surplus)
 
     def allows(self) -> bool:
         if self.num_rest_steps:
@@ -60,47 +81,145 @@ class _Load:
         return self.plain.value >= _LEAST_GAIN * self.speculating.value
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """A step of decodes alone. tokens_per_request: that each got, on average. method: "" if none may draft after it."""
+
+    num_running: int
+    num_rows: int
+    seconds: float
+    tokens_per_request: float
+    method: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds on the device, measured at start with nothing in the cache, as (size, seconds) by ascending size.
+
+    plain: by requests, verified: by rows, drafting: by method, then requests. A step is padded to the next size.
+    """
+
+    plain: tuple[tuple[int, float], ...]
+    verified: tuple[tuple[int, float], ...]
+    drafting: Mapping[str, tuple[tuple[int, float], ...]]
+
+    def seconds(self, num_requests: int, num_rows: int, method: str) -> float | None:
+        """Of a step and the drafting behind it; None for one that is larger than what was measured."""
+        if not method:
+            return _at_least(self.plain, num_requests)
+        step, drafting = _at_least(self.verified, num_rows), self.drafting.get(method, ())
+        behind = _at_least(drafting, num_requests) if drafting else 0.0
+        return None if step is None or behind is None else step + behind
+
+
+class DraftGains:
+    """How much each draft of a list brings, the first counting most: how often it was on the way that was taken."""
+
+    def __init__(self) -> None:
+        self._num_seen = [0.0] * (MAX_DRAFT_TOKENS + 1)  # verifications by their number of drafts
+        self._num_taken = [0.0] * MAX_DRAFT_TOKENS
+
+    def add(self, num_drafts: int, rows: Sequence[int]) -> None:
+        """rows: kept, of which row 1 + i is draft i."""
+        self._num_seen[num_drafts] += 1
+        for row in rows:
+            if row:
+                self._num_taken[row - 1] += 1
+
+    def expected_tokens(self, most: int) -> list[float]:
+        """By number of drafts, 0 to `most`: tokens of a verification. What was not seen yet is thought well of."""
+        if sum(self._num_seen) > _MOST_SEEN:
+            self._num_seen = [count / 2 for count in self._num_seen]
+            self._num_taken = [count / 2 for count in self._num_taken]
+        num_seen, tokens = sum(self._num_seen), [1.0]
+        for draft in range(most):
+            num_seen -= self._num_seen[draft]
+            prior = _PRIOR_FIRST * _PRIOR_NEXT**draft
+            gain = (self._num_taken[draft] + _PRIOR_WEIGHT * prior) / (num_seen + _PRIOR_WEIGHT)
+            tokens.append(tokens[-1] + gain)
+        return tokens
+
+
 class DraftPlanner:
     """free_tokens: rows of a step that cost about as much as one; 0 = do not limit.
 
-    is_adaptive: also pause where speculation was measured to be slower.
+    is_adaptive: also pause where speculation was measured to be slower. costs: what steps take, if that was measured:
+    then the number of drafts is the one that promises the most tokens a second.
     """
 
-    def __init__(self, free_tokens: int = 0, is_adaptive: bool = False) -> None:
+    def __init__(self, free_tokens: int = 0, is_adaptive: bool = False, costs: StepCosts | None = None) -> None:
         self._free_tokens = free_tokens
         self._is_adaptive = is_adaptive
+        self._costs = costs
         self._loads: dict[int, _Load] = {}
+        self._gains: dict[str, DraftGains] = {}
         self._is_full = False  # too many requests for any draft
+        self._num_running = 0
         self._num_most = 0  # drafts per request in this step
+        self._best: dict[tuple[str, int], int] = {}  # by method and drafts wanted, for about this load
+        self._num_steps = 0
 
     def begin_step(self, num_running: int) -> None:
         """Decide for a step of so many requests."""
         self._num_most = self._num_affordable(num_running)
         if self._num_most and self._is_adaptive and not self._load(num_running).allows():
             self._num_most = 0
+        self._num_steps += 1
+        if num_running != self._num_running or self._num_steps % _REVIEW_STEPS == 0:
+            self._num_running = num_running
+            self._best.clear()
 
     def num_drafts(self, request: Request) -> int:
         """Most drafts that this request may have now."""
         wanted = request.speculation
-        return 0 if wanted is None else min(wanted.num_draft_tokens, self._num_most)
+        if wanted is None:
+            return 0
+        most = min(wanted.num_draft_tokens, self._num_most)
+        if self._costs is None or not most:
+            return most
+        key = wanted.method, most
+        if key not in self._best:
+            self._best[key] = self._most_useful(*key)
+        return self._best[key]
 
-    def expect(self, num_running: int, seconds: float) -> None:
-        """What a plain step of so many requests takes at least, before any was seen."""
-        load = self._load(num_running)
-        load.plain.add(seconds)
-        load.plain.count = max(load.plain.count, _LEAST_STEPS)
+    def observe(self, method: str, num_drafts: int, rows: Sequence[int]) -> None:
+        """A verification of so many drafts kept these rows, of which row 1 + i is draft i."""
+        self._gains_of(method).add(num_drafts, rows)
 
-    def measure(self, num_running: int, seconds: float, tokens_per_request: float, is_speculating: bool) -> None:
-        """A decode step of so many requests took so long; tokens_per_request: that each got, on average."""
-        load = self._load(num_running)
-        if is_speculating:
-            load.speculating.add(seconds / tokens_per_request)
+    def measure(self, step: MeasuredStep) -> None:
+        """A decode step that went by."""
+        load = self._load(step.num_running)
+        seconds = step.seconds / step.tokens_per_request
+        if self._costs is not None:
+            expected = self._costs.seconds(step.num_running, step.num_rows, step.method)
+            if expected is not None:
+                load.note_surplus(step, expected)
+        if step.method:
+            load.speculating.add(seconds)
             if not load.allows():
                 load.num_rest_steps = _REST_STEPS
                 load.speculating = _Mean()
             return
-        load.plain.add(seconds / tokens_per_request)
+        load.plain.add(seconds)
         load.num_rest_steps = max(0, load.num_rest_steps - 1)
+
+    def _most_useful(self, method: str, most: int) -> int:
+        """The number of drafts, up to `most`, that promises the most tokens a second at this load; 0 if none does."""
+        assert self._costs is not None
+        count, load = max(1, self._num_running), self._load(self._num_running)
+        plain = self._costs.seconds(count, count, "")
+        if plain is None:
+            return 0  # more requests than any graph has room for
+        extra = load.speculating_surplus if load.has_speculated else load.plain_surplus
+        best, best_rate = 0, _LEAST_PROMISE / (plain + load.plain_surplus)
+        expected = self._gains_of(method).expected_tokens(most)
+        for num_rows in {min(rows // count, 1 + most) for rows, _ in self._costs.verified if rows >= 2 * count}:
+            seconds = self._costs.seconds(count, count * num_rows, method)
+            if seconds is not None and expected[num_rows - 1] / (seconds + extra) > best_rate:
+                best, best_rate = num_rows - 1, expected[num_rows - 1] / (seconds + extra)
+        if not best:
+            load.speculating_surplus *= _FORGIVENESS  # or else what was slow once would never be tried again
+        return best
 
     def _num_affordable(self, num_running: int) -> int:
         if not self._free_tokens:
@@ -110,9 +229,16 @@ class DraftPlanner:
         self._is_full = num_free < (3 if self._is_full else 2)
         return 0 if self._is_full else num_free
 
+    def _gains_of(self, method: str) -> DraftGains:
+        return self._gains.setdefault(method, DraftGains())
+
     def _load(self, num_running: int) -> _Load:
         """Loads are told apart by powers of two."""
         return self._loads.setdefault(num_running.bit_length(), _Load())
+
+
+def _at_least(pairs: Sequence[tuple[int, float]], size: int) -> float | None:
+    return next((seconds for known, seconds in pairs if known >= size), None)
 
 
 def settle_drafts(request: Request, num_new: int, stats: Stats) -> None:

@@ -230,19 +230,10 @@ class StepGraphs(Generic[Shape]):
             f"decode steps of {', '.join(decodes)} requests, " if decodes else "", self._shapes[-1].num_tokens,
         )  # fmt: skip
 
-    def time_decodes(self) -> dict[int, float]:
-        """Seconds of a decode step by its number of requests, with nothing in the cache: what it takes at least."""
-        seconds = {}
-        for shape in self._shapes:
-            if shape.max_query_len == 1:
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                self.replay(shape)
-                start.record()
-                self.replay(shape)
-                end.record()
-                end.synchronize()
-                seconds[shape.num_requests] = start.elapsed_time(end) / 1e3
-        return seconds
+    def time_steps(self) -> dict[GraphShape, float]:
+        """Seconds of a decode and of a verification by shape, with nothing in the cache: what they take at least."""
+        shapes = [shape for shape in self._shapes if shape.max_query_len == 1 or shape.is_verification]
+        return {shape: replay_seconds(self._graphs[shape][0]) for shape in shapes}
 
     def load(self, shape: Shape, step: StepArrays) -> ForwardBatch:
         """Copy a step into the static tensors. The batch is of the shape, but for its logits_indices, which are the
@@ -326,6 +317,17 @@ class StaticTensors:
         halves[2 * self._num_requests + 1 :].reshape(count, width)[:] = step.block_tables
         self._arriving[:num_bytes].copy_(staging, non_blocking=True)
         self.block_tables[:count, :width].copy_(self._arriving_tables[: count * width].view(count, width))
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
+    """What one more replay of a graph takes."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from slipstream.core.admission import check_fits
 from slipstream.core.config import EngineConfig
@@ -22,17 +23,19 @@ from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.scheduler import Scheduler
+from slipstream.core.speculation import MeasuredStep
 from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
 from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.runtime.flight import Flight, FlightAhead
 from slipstream.runtime.intake import Intake
 from slipstream.runtime.memory_plan import free_device_memory, plan_memory, resolve_hardware
 from slipstream.runtime.runner import ModelRunner, NullRunner, Runner
 from slipstream.runtime.speculation.proposer import Surroundings
-from slipstream.runtime.speculation.speculator import Guesses, Speculator, make_planner
+from slipstream.runtime.speculation.speculator import Speculator, make_planner
 from slipstream.runtime.start_up import StartUp
-from slipstream.runtime.step_sample import PendingSample, StepSample
+from slipstream.runtime.step_sample import LaunchedVerification, StepSample
 from slipstream.runtime.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -52,15 +55,6 @@ class _Finish:
     concerns: Callable[[Request], bool]
     reason: FinishReason
     stop_reason: str | int | None = None
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A step that has been launched and not read."""
-
-    step: ScheduledStep
-    sample: PendingSample
-    guesses: Guesses
 
 
 class Engine:
@@ -89,13 +83,13 @@ class Engine:
             self._runner = ModelRunner(config, self.spec, hardware, self.memory_plan, self.start_up)
             target = self._runner.model
         self._speculator = Speculator(Surroundings(config, hardware, self.memory_plan, target))
-        planner = make_planner(config, self.spec, hardware)
+        measured: tuple[Any, ...] = ()
         if isinstance(self._runner, ModelRunner):
             drafts = self._speculator
             self._runner.start(config, self.memory_plan, self.start_up, drafts.num_drafts, drafts.has_trees)
-            self._speculator.capture(self._runner.verified_rows())
-            for num_requests, seconds in self._runner.decode_seconds.items():
-                planner.expect(num_requests, seconds)
+            measured = self._runner.step_seconds, drafts.capture(self._runner.verified_rows())
+            self.start_up.finish("drafting")
+        planner = make_planner(config, self.spec, hardware, *measured)
         self.start_up.log()
         self.stats = Stats()
         plan, settings = self.memory_plan, config.cache
@@ -104,7 +98,8 @@ class Engine:
         )
         self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats, planner)
         self._num_ahead = 1 if overlaps(config.scheduler.overlap_scheduling, hardware.device.type) else 0
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
+        self._ahead: FlightAhead | None = None
         self.error: EngineError | None = None
         self._intake = Intake(self.spec, self.tokenizer, self._speculator.resolve)
         self._inbox: deque[_Add | _Finish] = deque()
@@ -172,9 +167,11 @@ class Engine:
             outputs += self.scheduler.expire(start)
             if self._flights and self._speculates(self._flights[-1].step):
                 self._land_all(outputs)  # what comes next hangs on its verdict
-            step = self.scheduler.schedule()
+            ahead, self._ahead = self._ahead, None
+            step = self.scheduler.schedule(admits=ahead is None)
             if step.requests:
-                self._flights.append(self._launch(step))
+                self._flights.append((ahead and ahead.take_up(step)) or self._launch(step))
+                self._ahead = self._launch_ahead(self._flights[-1])
             self._land_all(outputs, self._num_ahead if step.requests else 0)
             ended = [output.request for output in outputs if output.finish_reason is not None]
             self._runner.forget(ended)
@@ -191,6 +188,7 @@ class Engine:
             self.error = self.error or EngineError("the engine is closed")
             self._wake.notify_all()
         self._flights.clear()
+        self._ahead = None
         self._runner = NullRunner(0)
 
     # ---- parts
@@ -206,13 +204,29 @@ class Engine:
                 f"max_num_seqs={limits.max_num_seqs}, max_waiting_requests={limits.max_waiting_requests}"
             )
 
-    def _launch(self, step: ScheduledStep) -> _Flight:
-        self._speculator.prepare(step, self.scheduler)
+    def _launch(self, step: ScheduledStep) -> Flight:
+        self._speculator.prepare(step, self.scheduler, is_ahead=self._num_ahead > 0)
         inputs = self._runner.build(step)
         hidden = self._runner.forward(inputs)
         sample = self._runner.sample(step, inputs, hidden)
         rows = lambda: self._runner.computed_rows(step, inputs, hidden, sample)  # noqa: E731
-        return _Flight(step, sample, self._speculator.launch(step, self.scheduler, rows))
+        return Flight(step, inputs, sample, self._speculator.launch(step, self.scheduler, rows))
+
+    def _launch_ahead(self, flight: Flight) -> FlightAhead | None:
+        """Launch the verification after one that was just launched, if it can be told what that will be."""
+        step, sample = flight.step, flight.sample
+        if not self._num_ahead or flight.guesses.places is not None or self._inbox or self.scheduler.may_admit:
+            return None
+        drafts = self._speculator.drafts_behind(step, flight.guesses, self.scheduler)
+        if drafts is None or not isinstance(sample, LaunchedVerification):
+            return None
+        inputs, behind = self._runner.run_on(step, flight.inputs, sample.rows, drafts)
+        assert isinstance(behind, LaunchedVerification)
+        guesses = self._speculator.launch(step, self.scheduler, lambda: behind.rows)
+        requests = [row.request for row in step.requests]
+        num_slots = [len(request.block_ids) * self.scheduler.cache.block_size for request in requests]
+        lives = [request.num_preemptions for request in requests]
+        return FlightAhead(Flight(step, inputs, behind, guesses), num_slots, lives)
 
     def _land_all(self, outputs: list[StepOutput], num_kept: int = 0) -> None:
         """Read the steps that were launched, but for the last few."""
@@ -220,7 +234,7 @@ class Engine:
             self._land(self._flights[0], outputs)
             self._flights.popleft()
 
-    def _land(self, flight: _Flight, outputs: list[StepOutput]) -> None:
+    def _land(self, flight: Flight, outputs: list[StepOutput]) -> None:
         sampled = flight.sample.result()
         for request, error in sampled.failures:
             self._fail(request, error, outputs)
@@ -234,19 +248,29 @@ class Engine:
 
     def _speculates(self, step: ScheduledStep) -> bool:
         """Whether any request of a step may draft after it: then nothing can be scheduled before it is read."""
+        return bool(self._method_after(step))
+
+    def _method_after(self, step: ScheduledStep) -> str:
+        """How the first that may draft after a step does; "" if none may."""
         planner = self.scheduler.planner
-        return not self._speculator.is_empty and any(
-            row.num_drafts or (row.samples and planner.num_drafts(row.request)) for row in step.requests
-        )
+        for row in step.requests:
+            speculation = row.request.speculation
+            if speculation is not None and (row.num_drafts or (row.samples and planner.num_drafts(row.request))):
+                return speculation.method
+        return ""
 
     def _measure_decode(self, step: ScheduledStep, sampled: StepSample) -> None:
-        """Tell the planner how long a step of decodes took, counted from the step before it."""
-        rows, now = step.requests, time.monotonic()
+        """Tell the planner what drafts were worth, and how long a step of decodes took since the one before it."""
+        rows, now, planner = step.requests, time.monotonic(), self.scheduler.planner
+        for place, kept in sampled.kept_rows.items():
+            if (speculation := rows[place].request.speculation) is not None:
+                planner.observe(speculation.method, rows[place].num_drafts, kept)
         is_decode = all(row.num_scheduled_tokens == 1 + row.num_drafts for row in rows)
         if is_decode and self._decoded_at:
             tokens_per_request = sum(map(len, sampled.token_ids)) / len(rows)
-            is_speculating = self._speculates(step)
-            self.scheduler.planner.measure(len(rows), now - self._decoded_at, tokens_per_request, is_speculating)
+            seconds = now - self._decoded_at
+            method = self._method_after(step)
+            planner.measure(MeasuredStep(len(rows), step.num_scheduled_tokens, seconds, tokens_per_request, method))
         self._decoded_at = now if is_decode else 0.0
 
     def _drain_inbox(self, outputs: list[StepOutput]) -> None:
@@ -329,6 +353,7 @@ class Engine:
         in_step = [row.request for flight in self._flights for row in flight.step.requests]
         in_step += [row.request for row in step.requests]
         self._flights.clear()
+        self._ahead = None
         for request in [*in_step, *self.scheduler.live_requests, *arriving]:
             if id(request) not in answered:
                 answered.add(id(request))

@@ -19,7 +19,7 @@ class HostCopy:
 
     def __init__(self, tensors: Sequence[torch.Tensor], is_urgent: bool = False) -> None:
         self._event: torch.cuda.Event | None = None
-        self._tensors = list(tensors)
+        self._tensors = [tensor.clone() for tensor in tensors if not tensor.is_cuda]
         if tensors and tensors[0].is_cuda:
             pinned = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
             self._tensors = [host.copy_(t, non_blocking=True) for host, t in zip(pinned, tensors)]

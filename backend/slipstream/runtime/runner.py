@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -67,6 +67,10 @@ class Runner(Protocol):
         self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None, sample: PendingSample
     ) -> ComputedRows: ...
 
+    def run_on(
+        self, step: ScheduledStep, inputs: StepInput | None, rows: ComputedRows, drafts: ops.DraftRows
+    ) -> tuple[StepInput, PendingSample]: ...
+
     def forget(self, requests: list[Request]) -> None:
         """These have ended: drop what was kept for them."""
         ...
@@ -89,6 +93,7 @@ class ModelRunner:
         pool = allocate_pool(spec, hardware, plan, [layer.attention.kv_scales for layer in self._model.layers])
         self._kv_caches = pool.layers
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
+        self._block_size, self._max_seq_len = plan.block_size, plan.max_model_len
         self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
         self._speculation = config.speculation
@@ -96,7 +101,7 @@ class ModelRunner:
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
         self._wants_all_rows = False  # hidden states of every token, for those who draft from them
-        self.decode_seconds: dict[int, float] = {}  # of a decode step of so many requests, where it was measured
+        self.step_seconds: dict[GraphShape, float] = {}  # of decodes and verifications, where it was measured
         self._finish(phases, "KV pool")
 
     def start(
@@ -126,7 +131,7 @@ class ModelRunner:
             self._graphs.capture()
             self._prompt_graphs.capture()
         self._finish(phases, "graphs")
-        self.decode_seconds = self._graphs.time_decodes() if num_drafts else {}
+        self.step_seconds = self._graphs.time_steps() if num_drafts else {}
 
     @property
     def model(self) -> Decoder:
@@ -204,8 +209,34 @@ class ModelRunner:
         row_of = [next(places) if row.samples else -1 for row in step.requests]
         return LaunchedSample(row_of, tokens, self._prompt_logprobs.take(requests))
 
-    def _verify(self, step: ScheduledStep, inputs: StepInput, hidden: torch.Tensor) -> PendingSample:
-        """Draw a token for every draft and last token of the step, and judge the drafts by them."""
+    @torch.inference_mode()
+    def run_on(
+        self, step: ScheduledStep, inputs: StepInput | None, rows: ComputedRows, drafts: ops.DraftRows
+    ) -> tuple[StepInput, PendingSample]:
+        """Verify what heads drafted behind `step`, before anything of it is read: its requests, with as many drafts."""
+        assert inputs is not None
+        batch = inputs.batch
+        tensors = ops.StepRows(
+            batch.token_ids,
+            batch.positions,
+            batch.slot_mapping,
+            batch.seq_lens,
+            batch.block_tables,
+            batch.tree_mask,
+        )
+        ops.advance_rows(tensors, len(step.requests), rows.next_ids, rows.last, drafts, self._block_size)
+        if inputs.graph is None:
+            grown = min(batch.max_seq_len + batch.max_query_len, self._max_seq_len)
+            inputs = replace(inputs, batch=replace(batch, max_seq_len=grown))
+        return inputs, self._verify(step, inputs, self.forward(inputs), knows_drafts=False)
+
+    def _verify(
+        self, step: ScheduledStep, inputs: StepInput, hidden: torch.Tensor, knows_drafts: bool = True
+    ) -> LaunchedVerification:
+        """Draw a token for every draft and last token of the step, and judge the drafts by them.
+
+        knows_drafts: their requests hold them. If not, nothing that is drawn may depend on them.
+        """
         batch = inputs.batch
         scheduled = [row for row in step.requests if row.samples]
         verification = Verification(scheduled, self._speculation)
@@ -220,7 +251,7 @@ class ModelRunner:
                 logits,
                 batch.positions[rows],
                 self._sampled,  # of requests that do not draft: their last token may still be on the device alone
-                paths=verification.paths,
+                paths=verification.paths if knows_drafts else None,
                 judge=verification.judge if verification.needs_judge else None,
             )
         self._sampled = None  # nothing runs ahead of a verification
@@ -359,6 +390,11 @@ class NullRunner:
         self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None, sample: PendingSample
     ) -> ComputedRows:
         raise EngineError("a runner without a model computes no rows")
+
+    def run_on(
+        self, step: ScheduledStep, inputs: StepInput | None, rows: ComputedRows, drafts: ops.DraftRows
+    ) -> tuple[StepInput, PendingSample]:
+        raise EngineError("a runner without a model verifies nothing")
 
     def forget(self, requests: list[Request]) -> None:
         pass

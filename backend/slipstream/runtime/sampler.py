@@ -233,9 +233,14 @@ class Sampler:
 
 def is_plain(request: Request) -> bool:
     """Greedy, and nothing else asked: the largest of the logits as they are."""
+    return request.params.is_greedy and draws_by_itself(request)
+
+
+def draws_by_itself(request: Request) -> bool:
+    """Whether its tokens depend on logits, parameters and positions alone, and nobody wants to know more of them."""
     params = request.params
     asks = params.has_penalties or has_edits(request) or params.logprobs is not None
-    return params.is_greedy and not asks and request.guide_state is None
+    return not asks and request.guide_state is None
 
 
 def _where(requests: list[T], wanted: Callable[[T], bool]) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,7 +13,7 @@ from slipstream.core.step import ScheduledStep
 from slipstream.runtime.computed_rows import ComputedRows
 from slipstream.runtime.host_copy import HostCopy
 from slipstream.runtime.sampler import PendingTokens
-from slipstream.runtime.verify import Verification
+from slipstream.runtime.verify import Verdict, Verification
 
 PromptEntries = dict[int, list[TokenLogprobs | None]]
 
@@ -24,12 +25,14 @@ class StepSample:
     logprobs, prompt_logprobs: by request_id, one entry per token, of those that asked; the prompt's come once, with
     the first token.
     failures: requests that went wrong by themselves, with the reason; the others of the step are sound.
+    kept_rows: by place in step.requests, where drafts were verified: the last token's row and those of drafts taken.
     """
 
     token_ids: list[list[int]]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: PromptEntries = field(default_factory=dict)
     failures: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
+    kept_rows: dict[int, list[int]] = field(default_factory=dict)
 
     def result(self) -> StepSample:
         return self
@@ -59,7 +62,10 @@ class LaunchedSample:
 
 @dataclass(frozen=True)
 class LaunchedVerification:
-    """paths: a word of KeptRows per request of the step, on its way. rows: the same step, on the device."""
+    """paths: a word of KeptRows per request of the batch, on its way. rows: the same step, on the device.
+
+    places: of the step's requests in the batch, if some that are in there have ended; None: one after another.
+    """
 
     step: ScheduledStep
     verification: Verification
@@ -67,15 +73,20 @@ class LaunchedVerification:
     paths: HostCopy
     prompt_logprobs: PromptEntries
     rows: ComputedRows
+    places: Sequence[int] | None = None
 
     def result(self) -> StepSample:
         (paths,) = self.paths.lists()
         sampled = self.tokens.result()  # were drawn before
-        sampling = [place for place, row in enumerate(self.step.requests) if row.samples]
-        found = {
-            place: self.verification.verdict(index, paths[place], sampled.token_ids)
-            for index, place in enumerate(sampling)
-        }
+        found: dict[int, Verdict] = {}
+        num_sampling = 0
+        for place, row in enumerate(self.step.requests):
+            if row.samples:
+                index = num_sampling if self.places is None else self.places[place]
+                path = paths[place if self.places is None else self.places[place]]
+                num_sampling += 1
+                if not row.request.is_finished:  # it was while the step was under way, and its drafts are gone
+                    found[place] = self.verification.verdict(index, path, sampled.token_ids)
         logprobs = {
             request.request_id: [entries[row] for row in verdict.rows]
             for place, verdict in found.items()
@@ -86,4 +97,5 @@ class LaunchedVerification:
             logprobs,
             self.prompt_logprobs,
             sampled.failures,
+            {place: verdict.rows for place, verdict in found.items() if self.step.requests[place].num_drafts},
         )

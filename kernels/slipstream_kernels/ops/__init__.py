@@ -8,6 +8,7 @@ from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
 from slipstream_kernels.ops.accept_drafts import KeptRows, accept_drafts, empty_kept_rows
+from slipstream_kernels.ops.advance_rows import DraftRows, StepRows, advance_rows
 from slipstream_kernels.ops.decode_attention import decode_attention
 from slipstream_kernels.ops.grouped_int4_mm import grouped_int4_mm
 from slipstream_kernels.ops.grouped_mm import grouped_mm
@@ -45,6 +46,7 @@ from slipstream_kernels.routing import Routing
 __all__ = [
     "BACKENDS",
     "QUANTIZED_KV_DTYPES",
+    "DraftRows",
     "Fp8Rows",
     "Fp8Scheme",
     "HeadNorms",
@@ -55,8 +57,10 @@ __all__ = [
     "Rope",
     "Routing",
     "SlotTable",
+    "StepRows",
     "TopLogprobs",
     "accept_drafts",
+    "advance_rows",
     "apply_bias",
     "apply_penalties",
     "block_scales",

@@ -22,6 +22,7 @@ from slipstream.runtime.speculation.follower import FollowingHead
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
 NUM_DRAFTS = 15
+_LEVEL_STEP = 1e-4  # by which a node counts less than its parent, however sure the head is of it
 
 
 class _Tree:
@@ -34,6 +35,7 @@ class _Tree:
     def __init__(self, tokens: torch.Tensor, scores: torch.Tensor) -> None:
         self.tokens, self.scores = tokens, scores
         self.parents = torch.full_like(tokens, -1)
+        self._top_k, self._num_levels = tokens.shape[1], 1
         self.beams = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # of the last level
         self.beam_scores = scores
 
@@ -42,7 +44,8 @@ class _Tree:
 
         Returns of each new beam the place of its parent among the old ones, [num_requests, top_k].
         """
-        top_k = tokens.shape[2]
+        top_k = self._top_k
+        self._num_levels += 1
         scores = (self.beam_scores[..., None] + log_probs).flatten(1)
         first = self.tokens.shape[1]
         self.tokens = torch.cat([self.tokens, tokens.flatten(1)], dim=1)
@@ -53,9 +56,19 @@ class _Tree:
         return best // top_k
 
     def best(self, num_nodes: int) -> torch.Tensor:
-        """[num_requests, 3, up to num_nodes]: places, tokens and parents of the likeliest nodes, by place."""
-        chosen = self.scores.topk(min(num_nodes, self.scores.shape[1]), dim=1).indices.sort(dim=1).values
-        return torch.stack([chosen, self.tokens.gather(1, chosen), self.parents.gather(1, chosen)], dim=1)
+        """[num_requests, 5, up to num_nodes]: of the likeliest nodes, the likeliest first, their places, tokens,
+        parents, mask words as rows of a verification, and depths. A parent stands before its children."""
+        levels = torch.arange(self.scores.shape[1], device=self.scores.device)
+        levels = torch.where(levels < self._top_k, 0, (levels - self._top_k) // self._top_k**2 + 1)
+        nodes = min(num_nodes, self.scores.shape[1])
+        chosen = (self.scores - _LEVEL_STEP * levels).topk(nodes, dim=1).indices
+        parents = self.parents.gather(1, chosen)
+        is_parent = (chosen[:, None, :] == parents[:, :, None]).long()
+        own = 1 + (torch.full_like(chosen[:1], 2) << torch.arange(nodes, device=chosen.device))
+        words = own.expand_as(chosen)
+        for _ in range(self._num_levels - 1):
+            words = own | (is_parent * words[:, None, :]).sum(dim=2)
+        return torch.stack([chosen, self.tokens.gather(1, chosen), parents, words, levels[chosen] + 1], dim=1)
 
 
 @PROPOSERS.register("eagle")
@@ -69,16 +82,21 @@ class EagleDrafter(FollowingHead):
         super().__init__(surroundings, "eagle", self._head.spec)
         target.feature_layers = self._head.feature_layers
         self._top_k, self._depth = speculation.eagle_top_k, speculation.eagle_depth
+        self.num_levels = self._depth
         num_fed = self._top_k * (self._depth - 1)
         if num_fed >= MAX_DRAFT_TOKENS:
             accepted = f"(eagle_depth - 1) * eagle_top_k below {MAX_DRAFT_TOKENS}"
             raise ConfigError("eagle_depth", self._depth, f"with eagle_top_k={self._top_k}, accepted: {accepted}")
-        chain = self._depth if self._top_k == 1 else NUM_DRAFTS
-        self.num_drafts = speculation.num_draft_tokens or chain
+        num_nodes = self._top_k + self._top_k**2 * (self._depth - 1)
+        self.num_drafts = min(speculation.num_draft_tokens or NUM_DRAFTS, num_nodes)
         self.num_scratch_slots = num_fed + 1
 
     def drafts(self, wish: Wish, guesses: list[list[int]]) -> Drafts:
-        return _cut(wish, *guesses) if wish.has_scratch else Drafts()
+        return _cut(wish, *guesses[:3]) if wish.has_scratch else Drafts()
+
+    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        _, tokens, _, words, depths = guesses[:, :, :num_drafts].unbind(dim=1)
+        return ops.DraftRows(tokens, words, depths)
 
     def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.forward(batch, self._head.first_features(hidden), self._cache)
@@ -112,7 +130,8 @@ class EagleDrafter(FollowingHead):
         logits = self._head.logits(features)
         nobody = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         best = ops.top_logprobs(logits, self._top_k, nobody)
-        return self._head.token_ids(best.token_ids), best.values
+        known = best.token_ids.clamp(0, logits.shape[1] - 1)  # rows that pad may say anything
+        return self._head.token_ids(known), best.values
 
 
 def _load(surroundings: Surroundings, target: Decoder) -> EagleHead:
@@ -125,7 +144,7 @@ def _load(surroundings: Surroundings, target: Decoder) -> EagleHead:
 
 
 def _cut(wish: Wish, places: list[int], tokens: list[int], parents: list[int]) -> Drafts:
-    """Nodes by falling level order, cut to what the request may have; a node without its parent falls away."""
+    """Nodes, the likeliest first, cut to what the request may have; a node without its parent falls away."""
     rows: dict[int, int] = {}
     depths: dict[int, int] = {-1: 0}
     drafts = Drafts()

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from slipstream_kernels import ops
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -34,11 +35,13 @@ class FollowingHead(ABC):
     has_cache = True
     drafts_trees = False
     num_drafts: int
+    num_levels: int
     num_scratch_slots: int
 
     def __init__(self, surroundings: Surroundings, method: str, spec: DecoderSpec) -> None:
         plan, device = surroundings.plan, surroundings.hardware.device
         self._method = method
+        self._num_tokens = spec.vocab_size
         caches = allocate_pool(spec, surroundings.hardware, plan).layers
         self._cache: LayerCache = caches[0]
         self._compaction = Compaction(caches, device)
@@ -55,6 +58,10 @@ class FollowingHead(ABC):
         """See Head."""
 
     @abstractmethod
+    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        """See Head."""
+
+    @abstractmethod
     def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
         """batch: token i + 1 at the place of token i. hidden: the model's, at i. Returns the head's own states."""
 
@@ -62,8 +69,9 @@ class FollowingHead(ABC):
     def _levels(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Guesses after the rows `last` of batch, one a request, whose states are the head's, [R, size]."""
 
-    def capture(self, rows: Sequence[ComputedRows]) -> None:
+    def capture(self, rows: Sequence[ComputedRows]) -> dict[int, float]:
         self._graphs.capture(rows)
+        return self._graphs.seconds()
 
     @torch.inference_mode()
     def draft(self, rows: ComputedRows) -> torch.Tensor:
@@ -89,7 +97,9 @@ class FollowingHead(ABC):
         return self._levels(rows.batch, rows.last, self._pass(rows)[rows.last])
 
     def _pass(self, rows: ComputedRows) -> torch.Tensor:
-        states = self._first_pass(replace(rows.batch, token_ids=rows.next_ids), rows.hidden)
+        # rows that pad may say anything, even what is no token
+        batch = replace(rows.batch, token_ids=rows.next_ids.clamp(0, self._num_tokens - 1))
+        states = self._first_pass(batch, rows.hidden)
         if rows.kept is not None and rows.batch.tree_mask is not None:
             self._compaction.keep(rows.kept)
         return states

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from slipstream.runtime.computed_rows import ComputedRows
-from slipstream.runtime.cuda_graphs import GraphShape, uncollected
+from slipstream.runtime.cuda_graphs import GraphShape, replay_seconds, uncollected
 
 
 class HeadGraphs:
@@ -23,6 +23,7 @@ class HeadGraphs:
         if not rows:
             return
         for one in rows:
+            one.hidden.zero_()  # nothing has been written to it yet
             self._draft(one)  # compiles kernels, lets libraries choose theirs
         pool = torch.cuda.graph_pool_handle()
         with uncollected():
@@ -33,6 +34,11 @@ class HeadGraphs:
                     guesses = self._draft(one)
                 self._graphs[one.graph] = graph, guesses
         torch.cuda.synchronize()
+
+    def seconds(self) -> dict[int, float]:
+        """What drafting takes, by number of requests: behind the largest verification of so many."""
+        largest = {shape.num_requests: graph for shape, (graph, _) in reversed(self._graphs.items())}
+        return {num_requests: replay_seconds(graph) for num_requests, graph in largest.items()}
 
     def run(self, rows: ComputedRows) -> torch.Tensor:
         """Good until the next `run`."""

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from slipstream_kernels import ops
 
-from slipstream.core.drafts import MAX_DRAFT_TOKENS
+from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths, row_masks
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -81,10 +81,13 @@ class MedusaDrafter:
             raise ConfigError(FIELD, "", "needed for speculative_method medusa: the folder of the heads")
         self._target = target
         self._choices = _choices(config.speculation.medusa_choices, folder, self._heads.num_heads)
-        self.num_drafts = config.speculation.num_draft_tokens or len(self._choices)
+        self.num_drafts = min(config.speculation.num_draft_tokens or len(self._choices), len(self._choices))
+        self.num_levels = max(map(len, self._choices))
         self._num_ranks = 1 + max(rank for path in self._choices for rank in path)
         places = {path: place for place, path in enumerate(self._choices)}
         self._parents = [places.get(path[:-1], -1) for path in self._choices]
+        words, depths = row_masks(self._parents, len(self._choices)), row_depths(self._parents, len(self._choices))
+        self._tree = to_device([*words[1:], *depths[1:]], torch.int64, surroundings.hardware.device).view(2, -1)
         ranks = [(len(path) - 1) * self._num_ranks + path[-1] for path in self._choices]
         self._ranks = to_device(ranks, torch.int64, surroundings.hardware.device)
         self._graphs = HeadGraphs(self._guess)
@@ -93,8 +96,9 @@ class MedusaDrafter:
     def refusal(params: SamplingParams) -> str | None:
         return None
 
-    def capture(self, rows: Sequence[ComputedRows]) -> None:
+    def capture(self, rows: Sequence[ComputedRows]) -> dict[int, float]:
         self._graphs.capture(rows)
+        return self._graphs.seconds()
 
     @torch.inference_mode()
     def draft(self, rows: ComputedRows) -> torch.Tensor:
@@ -114,6 +118,10 @@ class MedusaDrafter:
         chosen = [place for place, path in enumerate(self._choices[:count]) if len(path) <= wish.depth]
         row_of = {-1: -1, **{place: row for row, place in enumerate(chosen)}}  # the end is near: fewer levels
         return Drafts([guesses[place] for place in chosen], [row_of[self._parents[place]] for place in chosen])
+
+    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        words, depths = self._tree[:, None, :num_drafts].expand(-1, len(guesses), -1)
+        return ops.DraftRows(guesses[:, :num_drafts], words, depths)
 
     def forget(self, requests: Sequence[Request]) -> None:
         pass

@@ -31,10 +31,13 @@ class MTPHead(FollowingHead):
         self._module = _load(surroundings, target)
         super().__init__(surroundings, "mtp", self._module.spec)
         self.num_drafts = surroundings.config.speculation.num_draft_tokens or NUM_DRAFTS
-        self.num_scratch_slots = self.num_drafts
+        self.num_levels = self.num_scratch_slots = self.num_drafts
 
     def drafts(self, wish: Wish, guesses: list[int]) -> Drafts:
         return Drafts(guesses[: min(wish.num_drafts, wish.depth)])
+
+    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        return ops.DraftRows(guesses[:, :num_drafts])
 
     def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
         return self._module.forward(batch, self._target.final(hidden), self._cache)
@@ -44,7 +47,8 @@ class MTPHead(FollowingHead):
         levels = [ops.greedy(self._module.logits(states))]
         for level in range(1, self.num_drafts):
             depth = torch.full_like(levels[0][:1], level - 1)
-            rows = self._after(batch, last, levels[-1], depth, level - 1)
+            known = levels[-1].clamp(0, self._num_tokens - 1)  # rows that pad may say anything
+            rows = self._after(batch, last, known, depth, level - 1)
             states = self._module.forward(rows, states, self._cache)
             levels.append(ops.greedy(self._module.logits(states)))
         return torch.stack(levels, dim=1)

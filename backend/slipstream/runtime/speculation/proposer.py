@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from slipstream_kernels import ops
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.registry import Registry
@@ -80,12 +81,18 @@ class Proposer(Drafter, Protocol):
 
 @runtime_checkable
 class Head(Drafter, Protocol):
-    """has_cache: it has one of its own, which must follow every prompt and every step of a request that drafts."""
+    """has_cache: it has one of its own, which must follow every prompt and every step of a request that drafts.
+
+    num_levels: the deepest draft.
+    """
 
     has_cache: bool
+    num_levels: int
 
-    def capture(self, rows: Sequence[ComputedRows]) -> None:
-        """Make CUDA graphs of drafting behind these; once, before the first step."""
+    def capture(self, rows: Sequence[ComputedRows]) -> dict[int, float]:
+        """Make CUDA graphs of drafting behind these; once, before the first step.
+
+        Returns the seconds that drafting takes by number of requests, as far as there are graphs."""
         ...
 
     def draft(self, rows: ComputedRows) -> torch.Tensor:
@@ -104,6 +111,10 @@ class Head(Drafter, Protocol):
 
     def drafts(self, wish: Wish, guesses: list[Any]) -> Drafts:
         """What a request's guesses give it."""
+        ...
+
+    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        """The same for all requests, as long as nothing but their number cuts them, on the device."""
         ...
 
 

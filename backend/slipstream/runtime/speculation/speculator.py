@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from slipstream_kernels import ops
 
 from slipstream.core.config import NO_SPECULATION, EngineConfig
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
@@ -13,22 +14,27 @@ from slipstream.core.errors import RequestError
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
-from slipstream.core.speculation import DraftPlanner, Speculation
+from slipstream.core.speculation import DraftPlanner, Speculation, StepCosts
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.computed_rows import ComputedRows
+from slipstream.runtime.cuda_graphs import GraphShape
 from slipstream.runtime.host_copy import HostCopy
 from slipstream.runtime.memory_plan import Hardware
-from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Head, Proposer, Surroundings, Wish
+from slipstream.runtime.sampler import draws_by_itself
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafter, Drafts, Head, Proposer, Surroundings, Wish
 
 
 @dataclass(frozen=True)
 class Guesses:
-    """What heads did behind a step. by_method: guesses on their way to the host. followed: caches brought along."""
+    """What heads did behind a step. by_method: guesses of each request of its batch, on their way to the host.
+    on_device: the same there. followed: caches brought along. places: as in LaunchedVerification."""
 
     by_method: dict[str, HostCopy] = field(default_factory=dict)
+    on_device: dict[str, torch.Tensor] = field(default_factory=dict)
     followed: set[str] = field(default_factory=set)
+    places: Sequence[int] | None = None
 
 
 class Speculator:
@@ -56,10 +62,11 @@ class Speculator:
     def has_trees(self) -> bool:
         return any(drafter.drafts_trees for drafter in self._drafters.values())
 
-    def capture(self, rows: Sequence[ComputedRows]) -> None:
-        """Make graphs of what heads do behind verifications; rows: the tensors of each graph of one."""
-        for head in self._heads.values():
-            head.capture(rows)
+    def capture(self, rows: Sequence[ComputedRows]) -> dict[str, dict[int, float]]:
+        """Make graphs of what heads do behind verifications; rows: the tensors of each graph of one.
+
+        Returns the seconds that this takes, by method and number of requests."""
+        return {method: head.capture(rows) for method, head in self._heads.items()}
 
     def resolve(self, params: SamplingParams) -> Speculation | None:
         """How a request speculates. Raises RequestError for a method that is not loaded or cannot serve it."""
@@ -83,12 +90,14 @@ class Speculator:
             acceptance = "exact"  # log-probabilities are those of tokens drawn
         return Speculation(method, min(asked or self._drafters[method].num_drafts, MAX_DRAFT_TOKENS), acceptance)
 
-    def prepare(self, step: ScheduledStep, scheduler: Scheduler) -> None:
-        """Find blocks for what drafting writes behind a step's requests, as far as there are any."""
+    def prepare(self, step: ScheduledStep, scheduler: Scheduler, is_ahead: bool) -> None:
+        """Find blocks for what drafting writes behind a step's requests, as far as there are any.
+
+        is_ahead: so that the next verification may be launched before this step is read."""
         for row in step.requests:
             drafter = self._drafter_after(row, scheduler)
-            if drafter is not None and drafter.num_scratch_slots:
-                num_slots = row.num_computed_tokens + row.num_scheduled_tokens + 1 + drafter.num_scratch_slots
+            if drafter is not None:
+                num_slots = _most_slots_after(row, drafter, 1 + row.num_drafts if is_ahead else 0)
                 scheduler.cache.allocate(row.request, min(num_slots, scheduler.most_slots(row.request)))
 
     def launch(self, step: ScheduledStep, scheduler: Scheduler, rows: Callable[[], ComputedRows]) -> Guesses:
@@ -96,11 +105,25 @@ class Speculator:
         guesses = Guesses()
         for method, head in self._heads.items():
             if any(self._drafter_after(row, scheduler) is head for row in step.requests):
-                guesses.by_method[method] = HostCopy((head.draft(rows()),), is_urgent=True)
+                guesses.on_device[method] = head.draft(rows())
+                guesses.by_method[method] = HostCopy((guesses.on_device[method],), is_urgent=True)
             elif head.has_cache and any(row.num_scheduled_tokens > 1 + row.num_drafts for row in step.requests):
                 head.follow(rows())  # prompts always: others may share their blocks, and draft
                 guesses.followed.add(method)
         return guesses
+
+    def drafts_behind(self, step: ScheduledStep, guesses: Guesses, scheduler: Scheduler) -> ops.DraftRows | None:
+        """What the next step verifies, if that can be told before this one is read: the same requests with as many
+        drafts of one head, and nothing in sight that could cut them."""
+        first = step.requests[0]
+        speculation = first.request.speculation
+        head = None if speculation is None else self._heads.get(speculation.method)
+        if head is None or speculation is None or speculation.method not in guesses.on_device or not first.num_drafts:
+            return None
+        for row in step.requests:
+            if row.num_drafts != first.num_drafts or not self._goes_on_alike(row, head, scheduler):
+                return None
+        return head.rows_of(guesses.on_device[speculation.method], first.num_drafts)
 
     def propose(
         self, step: ScheduledStep, token_ids: Sequence[list[int]], guesses: Guesses, scheduler: Scheduler
@@ -119,7 +142,8 @@ class Speculator:
         for method, some in wishes.items():
             if method in self._heads:
                 (found,) = guesses.by_method[method].lists()
-                answers = [self._heads[method].drafts(wish, found[wish.place]) for wish in some]
+                places = guesses.places or range(len(step.requests))
+                answers = [self._heads[method].drafts(wish, found[places[wish.place]]) for wish in some]
             else:
                 answers = self._proposers[method].propose(some)
             for wish, drafts in zip(some, answers, strict=True):
@@ -139,6 +163,19 @@ class Speculator:
             )
             for method, head in self._heads.items()
         }
+
+    def _goes_on_alike(self, row: ScheduledRequest, head: Head, scheduler: Scheduler) -> bool:
+        """Whether a request will have as many drafts of this head again, judged by the model's own word."""
+        request, count = row.request, row.num_drafts
+        if self._drafter_after(row, scheduler) is not head or scheduler.planner.num_drafts(request) != count:
+            return False
+        speculation = request.speculation
+        is_exact = request.params.is_greedy or (speculation is not None and speculation.acceptance == "exact")
+        if row.num_scheduled_tokens != 1 + count or not is_exact or not draws_by_itself(request):
+            return False
+        num_left = request.stop_conditions.max_len - request.num_tokens
+        num_slots = len(request.block_ids) * scheduler.cache.block_size
+        return num_left > 2 * head.num_levels + 2 and num_slots >= _most_slots_after(row, head, 1 + count)
 
     def _drafter_after(self, row: ScheduledRequest, scheduler: Scheduler) -> Proposer | Head | None:
         """Who may draft for a request after this row, as far as that is known before the row is computed."""
@@ -167,6 +204,11 @@ class Speculator:
             raise RequestError("speculative_method", f"got {params.speculative_method!r}, loaded: none")
 
 
+def _most_slots_after(row: ScheduledRequest, drafter: Drafter, num_ahead: int) -> int:
+    """That a request may need behind a row: of all drafts, the token after them, num_ahead rows more, and scratch."""
+    return row.num_computed_tokens + row.num_scheduled_tokens + 1 + num_ahead + drafter.num_scratch_slots
+
+
 def _give(wish: Wish, drafts: Drafts) -> None:
     assert len(drafts.token_ids) <= wish.num_drafts, "more drafts than wished for"
     request = wish.request
@@ -189,14 +231,34 @@ FREE_TOKENS = {
 _FREE_TOKENS_OF_FLOAT32 = 28  # its products do not run on tensor cores
 
 
-def make_planner(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> DraftPlanner:
-    """A CPU has no rows for free, and none are held back there: it is for development."""
+def make_planner(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    hardware: Hardware,
+    step_seconds: Mapping[GraphShape, float] | None = None,
+    draft_seconds: Mapping[str, Mapping[int, float]] | None = None,
+) -> DraftPlanner:
+    """step_seconds, draft_seconds: what was measured at start. Where nothing was, free rows are known by how the
+    weights are held. A CPU has no rows for free, and none are held back there: it is for development."""
     if config.speculation.throttle == "off":
         return DraftPlanner()
+    costs = _costs(step_seconds, draft_seconds or {}) if step_seconds else None
     free_tokens = config.speculation.free_tokens
-    if free_tokens == 0 and hardware.device.type == "cuda":
+    if free_tokens == 0 and hardware.device.type == "cuda" and costs is None:
         free_tokens = _free_tokens(config, spec, hardware)
-    return DraftPlanner(max(0, free_tokens), is_adaptive=True)
+    return DraftPlanner(max(0, free_tokens), is_adaptive=True, costs=costs)
+
+
+def _costs(step_seconds: Mapping[GraphShape, float], draft_seconds: Mapping[str, Mapping[int, float]]) -> StepCosts:
+    plain: dict[int, float] = {}
+    verified: dict[int, float] = {}
+    for shape, seconds in step_seconds.items():
+        if shape.max_query_len == 1:
+            plain[shape.num_requests] = seconds
+        else:  # whoever's rows they are: products and logits depend on their number
+            verified.setdefault(shape.num_tokens, seconds)
+    drafting = {method: tuple(sorted(seconds.items())) for method, seconds in draft_seconds.items()}
+    return StepCosts(tuple(sorted(plain.items())), tuple(sorted(verified.items())), drafting)
 
 
 def _free_tokens(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> int:
