@@ -28,7 +28,6 @@ import torch
 from profiles import PROFILES
 from shapes import SHAPES
 from slipstream.core.config_parse import config_from_values
-from slipstream.core.drafts import children_of_rows
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.batch import ForwardBatch
@@ -44,26 +43,40 @@ TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "slipstream-demo-co
 
 
 class SimulatedVerification(verify.Verification):
-    """Takes drafts by a profile instead of by the model's word, along first children."""
+    """Takes drafts by a profile instead of by the model's word, along first children. On the device, which alone may
+    know the tree: some thirty small kernels that a real verification does not have."""
 
     rates: ClassVar[list[list[float]]] = []
     dice = random.Random(0)
 
     def accept(self, batch: ForwardBatch, *arguments: Any) -> ops.KeptRows:
-        marks = [-1] * self.num_rows
-        for row, first in zip(self._scheduled, self.first_rows):
-            children = children_of_rows(row.request.draft_parents[: row.num_drafts], row.num_drafts)
-            place, depth = 0, 0
-            while (rank := self._right_rank(depth)) < len(children[place]):
-                place, depth = children[place][rank], depth + 1
-                marks[first + place] = 1
-        self._marks = to_device(marks, torch.int8, batch.token_ids.device)
+        device = batch.token_ids.device
+        ranks = [[self._right_rank(depth) for depth in range(len(self.rates))] for _ in self._scheduled]
+        flat = [number for row in (ranks, [[first] for first in self.first_rows]) for one in row for number in one]
+        numbers = to_device(flat, torch.int64, device)
+        right, firsts = numbers[: -len(ranks)].view(len(ranks), -1), numbers[-len(ranks) :]
+        counts = to_device([row.num_drafts for row in self._scheduled], torch.int64, device)
+        rows = torch.arange(64, device=device)
+        inside = rows <= counts[:, None]
+        places = batch.logits_indices[: self.num_rows][(firsts[:, None] + rows).clamp(max=self.num_rows - 1)]
+        bits = torch.ones_like(rows) << rows
+        words = bits | (bits - 1)
+        if batch.tree_mask is not None:
+            words = batch.tree_mask[places.clamp(max=len(batch.tree_mask) - 1)]
+        words = torch.where(inside, words, 0)
+        word, chosen = torch.ones_like(firsts), torch.zeros_like(inside)
+        for depth in range(len(self.rates)):
+            is_child = ((words ^ bits) == word[:, None]) & inside & (rows > 0)
+            is_right = is_child & (is_child.cumsum(dim=1) - 1 == right[:, depth, None])
+            chosen |= is_right
+            word = (words * is_right).sum(dim=1)  # 0, which nothing follows, where no guess is right
+        marks = torch.zeros(self.num_rows + 1, dtype=torch.int8, device=device)  # the last for what is nobody's row
+        own = torch.where(inside, firsts[:, None] + rows, self.num_rows).flatten()
+        self._marks = marks.scatter_(0, own, torch.where(chosen, 1, -1).to(torch.int8).flatten())[: self.num_rows]
         return super().accept(batch, *arguments)
 
     def _right_rank(self, depth: int) -> int:
         """Which of a node's guesses, likeliest first, is right; a large number for none."""
-        if depth >= len(self.rates):
-            return 1 << 30
         found = bisect(list(accumulate(self.rates[depth])), self.dice.random())
         return found if found < len(self.rates[depth]) else 1 << 30
 
@@ -147,7 +160,16 @@ def make_engine(arguments: argparse.Namespace, method: str) -> Engine:
         if len(paths) > 1:
             values["num_draft_tokens"] = paths[1]
         values["speculation_throttle"] = arguments.throttle
-    return Engine(config_from_values(values))
+    engine = Engine(config_from_values(values))
+    if arguments.shape and method.startswith("eagle"):
+        sharpen(engine)
+    return engine
+
+
+def sharpen(engine: Engine) -> None:
+    """Make EAGLE's random head about as sure of its guesses as PROFILES say, so that its trees are as deep."""
+    drafter: Any = engine._speculator._drafters["eagle"]
+    drafter._head.norms["norm"].weight.mul_(6.0)
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
