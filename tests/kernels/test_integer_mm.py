@@ -73,7 +73,7 @@ def test_int4(device, backend, kind, has_zeros, shape, dtype) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", ["float", "int8"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (3, 72, 1160, 0)])  # the last: sums split among programs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_int8(device, backend, kind, shape, dtype) -> None:
     num_tokens, out_features, in_features, _ = shape

@@ -54,7 +54,7 @@ SCALED_MM = {
 }  # fmt: skip
 SCALED_MM_TILE = {
     "IN_FEATURES": 4096, "HAS_BIAS": True, "NUM_SPLITS": 4, "BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128,
-    "NUM_STAGES": 5,
+    "NUM_STAGES": 5, "IS_INT8": False,
 }  # fmt: skip
 INT_MM = {
     "x_ptr": "*bf16", "x_scales_ptr": "*fp32", "packed_ptr": "*u8", "values_ptr": "*i8", "scales_ptr": "*fp32",
@@ -178,6 +178,8 @@ KERNELS = [
     ("silu_mul_fp8", "_silu_mul_fp8_kernel", FP8_ROWS, FP8_TILE, 8),
     ("scaled_mm", "_scaled_mm_kernel", SCALED_MM, {**SCALED_MM_TILE, "IS_BLOCKWISE": True}, 4),
     ("scaled_mm", "_scaled_mm_kernel", SCALED_MM, {**SCALED_MM_TILE, "IS_BLOCKWISE": False}, 4),
+    ("scaled_mm", "_scaled_mm_kernel", {**SCALED_MM, "x_ptr": "*i8", "weight_ptr": "*i8", "partial_ptr": "*i32"},
+     {**SCALED_MM_TILE, "IS_BLOCKWISE": False, "IS_INT8": True}, 4),
     ("int4_mm", "_int4_mm_kernel", INT_MM, INT_MM_TILE, 4),
     ("int4_mm", "_int4_mm_kernel", {**INT_MM, "x_ptr": "*fp8e4nv"}, {**INT_MM_TILE, **FP8_INPUTS}, 4),
     ("int8_mm", "_int8_mm_kernel", INT_MM, INT_MM_TILE, 4),

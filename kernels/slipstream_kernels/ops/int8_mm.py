@@ -22,6 +22,7 @@ def int8_mm(
     bias: torch.Tensor | None = None,
     *,
     gated: bool = False,
+    counters: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """Return x @ (values * scales[:, None]).T + bias as [num_tokens, out_features]; the result has x's dtype.
@@ -30,7 +31,8 @@ def int8_mm(
 
     x: [num_tokens, in_features] fp32, bf16 or fp16, last dimension contiguous (W8A16, accumulated in fp32); or int8
     rows scaled per token (W8A8, accumulated exactly in int32).  values: int8 [out_features, in_features], contiguous.
-    scales: fp32 [out_features].  bias: [out_features], any float dtype.  backend: "cuda" is CUTLASS, of int8 rows;
+    scales: fp32 [out_features].  bias: [out_features], any float dtype.  counters: `scaled_mm_counters(values)`, kept
+    by the caller; without it one is made per call where sums are split.  backend: "cuda" is CUTLASS, of int8 rows;
     "auto" gives few 16-bit rows on a Hopper GPU to ops.stream_mm.
     """
     if values.dtype != torch.int8 or values.dim() != 2 or not values.is_contiguous():
@@ -57,7 +59,7 @@ def int8_mm(
     if isinstance(x, Int8Rows) and _prefers_cuda(x, values, backend):
         y = _cuda().int8_gemm(x, values, scales, bias)
     else:
-        y = select("int8_mm", backend, rows).int8_mm(x, values, scales, bias)
+        y = select("int8_mm", backend, rows).int8_mm(x, values, scales, bias, counters)
     return silu_mul(y) if gated else y
 
 

@@ -8,7 +8,11 @@ from slipstream_kernels.integer import Int8Rows
 
 
 def int8_mm(
-    x: torch.Tensor | Int8Rows, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor | Int8Rows,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ops.int8_mm."""
     if isinstance(x, Int8Rows):

@@ -1,4 +1,4 @@
-"""int8_mm in Triton-lang, for GPUs and shapes that have no kernel of their own: one tile a program, no split sums."""
+"""int8_mm in Triton-lang: few int8 rows by scaled_mm's kernel, all others by one tile a program, without split sums."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.integer import Int8Rows
+from slipstream_kernels.triton import scaled_mm
 from slipstream_kernels.triton.interpreter import INTERPRETING, dot
 
 BLOCK_N, BLOCK_K = 64, 128
@@ -61,9 +62,15 @@ def _int8_mm_kernel(
 
 
 def int8_mm(
-    x: torch.Tensor | Int8Rows, values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
+    x: torch.Tensor | Int8Rows,
+    values: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See ops.int8_mm."""
+    if isinstance(x, Int8Rows) and x.num_tokens <= scaled_mm.MAX_ROWS and x.values.is_contiguous():
+        return scaled_mm.scaled_mm(x, values, scales, bias, counters)
     rows = x.values if isinstance(x, Int8Rows) else x
     num_tokens, (out_features, in_features) = rows.shape[0], values.shape
     out = torch.empty((num_tokens, out_features), dtype=x.dtype, device=rows.device)

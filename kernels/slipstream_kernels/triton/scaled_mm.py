@@ -1,6 +1,7 @@
 """scaled_mm in Triton-lang for few rows: a stream over the weights, their rows being the tall side of the tile.
 
 Sums leave the tensor core for fp32 registers every 128 columns, exactly or with the scales of the block applied.
+int8 rows and weights (int8_mm) take the same way, with exact sums in int32.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.fp8 import BLOCK, Fp8Rows
+from slipstream_kernels.integer import Int8Rows
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import dot
 
@@ -58,6 +60,7 @@ def _scaled_mm_kernel(
     scales_row_stride,
     IN_FEATURES: tl.constexpr,
     IS_BLOCKWISE: tl.constexpr,
+    IS_INT8: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -81,7 +84,7 @@ def _scaled_mm_kernel(
     x_rows = x_ptr + tokens.to(tl.int64)[None, :] * IN_FEATURES + columns[:, None]
     x_scales = x_scales_ptr + tokens
     scales = scales_ptr + (tile * BLOCK_N // BLOCK_K) * scales_row_stride
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if IS_INT8 else tl.float32)
     await_previous(DEPENDENT)
     if IS_BLOCKWISE:  # fetched one block ahead: their latency would be the loop's
         x_scale = tl.load(x_scales + first * num_rows, mask=token_mask, other=0.0)
@@ -101,6 +104,8 @@ def _scaled_mm_kernel(
             next_weight_scale = tl.load(scales + following)
             acc += dot(w, x) * (x_scale * weight_scale)[None, :]
             x_scale, weight_scale = next_x_scale, next_weight_scale
+        elif IS_INT8:
+            acc += dot(w, x).to(tl.int32)
         else:
             acc += dot(w, x)
 
@@ -116,16 +121,17 @@ def _scaled_mm_kernel(
     if is_last:
         if NUM_SPLITS > 1:
             tl.store(counters_ptr + unit, 0)
-            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if IS_INT8 else tl.float32)
             for part in tl.static_range(NUM_SPLITS):
                 acc += tl.load(parts + part * (BLOCK_N * BLOCK_M), cache_modifier=".cg")
+        y = acc.to(tl.float32)
         if not IS_BLOCKWISE:
             x_scale = tl.load(x_scales, mask=token_mask, other=0.0)
-            acc *= tl.load(scales_ptr + features, mask=feature_mask, other=0.0)[:, None] * x_scale[None, :]
+            y *= tl.load(scales_ptr + features, mask=feature_mask, other=0.0)[:, None] * x_scale[None, :]
         if HAS_BIAS:
-            acc += tl.load(bias_ptr + features, mask=feature_mask, other=0.0).to(tl.float32)[:, None]
+            y += tl.load(bias_ptr + features, mask=feature_mask, other=0.0).to(tl.float32)[:, None]
         out = out_ptr + tokens.to(tl.int64)[None, :] * out_features + features[:, None]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=feature_mask[:, None] & token_mask[None, :])
+        tl.store(out, y.to(out_ptr.dtype.element_ty), mask=feature_mask[:, None] & token_mask[None, :])
 
 
 def num_splits(out_features: int, in_features: int, tile: Tile) -> int:
@@ -135,13 +141,13 @@ def num_splits(out_features: int, in_features: int, tile: Tile) -> int:
 
 
 def scaled_mm(
-    rows: Fp8Rows,
+    rows: Fp8Rows | Int8Rows,
     weight: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None,
     counters: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See ops.scaled_mm."""
+    """See ops.scaled_mm; of int8 rows and weights ops.int8_mm."""
     num_tokens, (out_features, in_features) = rows.num_tokens, weight.shape
     out = torch.empty((num_tokens, out_features), dtype=rows.dtype, device=weight.device)
     if not num_tokens:
@@ -152,7 +158,8 @@ def scaled_mm(
     grid = (-(-out_features // tile.block_n) * splits, -(-num_tokens // block_m))
     partial = out
     if splits > 1:
-        partial = torch.empty(grid[0] * grid[1] * tile.block_n * block_m, dtype=torch.float32, device=weight.device)
+        dtype = torch.int32 if weight.dtype == torch.int8 else torch.float32
+        partial = torch.empty(grid[0] * grid[1] * tile.block_n * block_m, dtype=dtype, device=weight.device)
         if counters is None or grid[1] > 1:
             counters = torch.zeros(grid[0] * grid[1] // splits, dtype=torch.int32, device=weight.device)
     # Itself launched plainly: come up early, its programs crowd where the kernel before leaves room, and a Llama-3-8B
@@ -174,6 +181,7 @@ def scaled_mm(
         scales.stride(0),
         IN_FEATURES=in_features,
         IS_BLOCKWISE=scales.dim() == 2,
+        IS_INT8=weight.dtype == torch.int8,
         HAS_BIAS=bias is not None,
         NUM_SPLITS=splits,
         BLOCK_M=block_m,

@@ -21,13 +21,15 @@ from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.tensor_slot import FLOAT_DTYPES
 
 BYTES_PER_WORD = 4
+MAX_PLAIN_ROWS = 8  # beyond, products of int8 rows are the faster (docs/LOG.md)
 
 
 @dataclass(frozen=True)
 class Int8:
     """stored: the layout of an int8 checkpoint; None: the checkpoint is not quantised.
 
-    weights: "values" int8 [out, in], "scales" fp32 [out], "bias" if any, "input_scale" fp32 [] if stored.
+    weights: "values" int8 [out, in], "scales" fp32 [out], "counters" if int8_inputs, "bias" if any, "input_scale"
+    fp32 [] if stored.
     """
 
     int8_inputs: bool = False
@@ -41,6 +43,8 @@ class Int8:
             "values": torch.empty(spec.out_features, spec.in_features, dtype=torch.int8, device=device),
             "scales": torch.empty(spec.out_features, device=device),
         }
+        if self.int8_inputs:
+            weights["counters"] = ops.scaled_mm_counters(weights["values"])
         if self.stored is not None and self.stored.static_inputs:
             weights[INPUT_SCALE] = torch.zeros((), device=device)
         if spec.bias:
@@ -89,17 +93,22 @@ class Int8:
     def input_form(self, weights: Weights) -> InputForm[Activation]:
         if not self.int8_inputs:
             return PLAIN
-        max_plain_rows = ops.max_streamed_tokens(weights["values"], weights["scales"])
+        max_plain_rows = min(MAX_PLAIN_ROWS, ops.max_streamed_tokens(weights["values"], weights["scales"]))
         return input_form.Int8(weights.get(INPUT_SCALE), max_plain_rows)
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         assert not isinstance(x, ops.Fp8Rows)
-        return ops.int8_mm(x, weights["values"], weights["scales"], weights.get("bias"))
+        return _multiply(weights, x)
 
     def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
         if not isinstance(x, Tensor):
             return form.silu_mul(self.apply(weights, x))
-        return form.cast(ops.int8_mm(x, weights["values"], weights["scales"], weights.get("bias"), gated=True))
+        return form.cast(_multiply(weights, x, gated=True))
+
+
+def _multiply(weights: Weights, x: Tensor | ops.Int8Rows, gated: bool = False) -> Tensor:
+    operands = weights["values"], weights["scales"], weights.get("bias")
+    return ops.int8_mm(x, *operands, gated=gated, counters=weights.get("counters"))
 
 
 QUANT_METHODS.register("wint8")(Int8())
