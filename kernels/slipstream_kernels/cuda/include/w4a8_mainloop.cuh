@@ -12,6 +12,8 @@
 #include "cute/tensor.hpp"
 #include "cutlass/gemm/collective/collective_builder.hpp"
 
+#include "int4_table.cuh"
+
 namespace slipstream {
 
 // Entries 4 part .. 4 part + 3 of a row's table, part = lane % 4.
@@ -32,19 +34,6 @@ CUTLASS_DEVICE uint4 table_of(uint32_t word) {
   const int base = lane & ~3;
   return make_uint4(__shfl_sync(~0u, quarter, base), __shfl_sync(~0u, quarter, base + 1),
                     __shfl_sync(~0u, quarter, base + 2), __shfl_sync(~0u, quarter, base + 3));
-}
-
-// Eight codes of a word -> eight entries, four in a register. As one piece of assembly: written with __byte_perm the
-// compiler masks selectors that need no mask, which costs a quarter of the loop.
-CUTLASS_DEVICE void look_up(uint32_t word, uint4 const& table, uint32_t& low, uint32_t& high) {
-  const uint32_t index = word & 0x77777777u;
-  const uint32_t choice = ((word & 0x88888888u) | 0x64206420u) >> 1;   // the upper half where a code's high bit is set
-  asm("{\n .reg .b32 a, b, i, c;\n"
-      " prmt.b32 a, %4, %5, %2;\n prmt.b32 b, %6, %7, %2;\n prmt.b32 %0, a, b, %3;\n"
-      " shr.u32 i, %2, 16;\n shr.u32 c, %3, 16;\n"
-      " prmt.b32 a, %4, %5, i;\n prmt.b32 b, %6, %7, i;\n prmt.b32 %1, a, b, c;\n}\n"
-      : "=&r"(low), "=&r"(high)
-      : "r"(index), "r"(choice), "r"(table.x), "r"(table.y), "r"(table.z), "r"(table.w));
 }
 
 // GROUPS: groups per tile of 128 input features (1 or 2); Base's scale type is uint32_t or uint64_t accordingly.

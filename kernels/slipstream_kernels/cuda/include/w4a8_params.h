@@ -13,7 +13,6 @@ struct W4a8Params {
   const float* channel_scale;   // [out_features]
   const void* bias;             // [out_features] of the result's type, or null
   void* out;                    // [num_tokens, out_features]
-  void* workspace;
   int32_t num_tokens, out_features, in_features;
   int32_t tiled_group;          // 128 (one group of 128, or two of 64), or in_features
   int32_t device, num_sms, is_dependent;
