@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,7 +36,7 @@ def copy_guarded(server: LlmServer, name: str, **parameters: str) -> None:
     (other / "1").mkdir(parents=True)
     (other / "1/model.py").write_text((own / "1/model.py").read_text())
     head = (own / "config.pbtxt").read_text().split("parameters {")[0].replace('name: "guarded"', f'name: "{name}"')
-    head = head.replace("count: 8", "count: 1")
+    head = re.sub(r"count: \d+", "count: 1", head)
     lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()]
     (other / "config.pbtxt").write_text("\n".join([head, *lines]) + "\n")
 
@@ -42,6 +44,8 @@ def copy_guarded(server: LlmServer, name: str, **parameters: str) -> None:
 @pytest.fixture(scope="module")
 def server(llm_server: LlmServer) -> Iterator[LlmServer]:
     """The shared server with the encoders, the pipelines, and pipelines over an LLM that says what a test wants."""
+    own = llm_server.repository / "guarded/config.pbtxt"
+    own.write_text(own.read_text().replace("count: 8", "count: 2"))  # each process takes a second to start, and to end
     write_scripted_llm(llm_server.repository, "scripted")
     copy_guarded(llm_server, "guarded_scripted", llm="scripted")
     copy_guarded(llm_server, "guarded_open", llm="scripted", safety="no_such_model", on_encoder_failure="open")
@@ -132,6 +136,15 @@ def test_embedding(server: LlmServer) -> None:
     assert one.shape == (384,) and np.linalg.norm(one) == pytest.approx(1, abs=1e-4)
     assert one @ near > 0.5 > 0.2 > one @ far
     assert generate(server, "embedding", text="hello world")["num_input_tokens"] == 4
+
+
+def test_what_the_dashboard_shows_of_encoders_is_there(server: LlmServer, root: Path) -> None:
+    """Triton's own metrics, whose names are not ours to know."""
+    generate(server, "safety", text="hello")
+    asked = set(re.findall(r"nv_\w+", (root / "deploy/grafana/slipstream.json").read_text()))
+    asked |= set(re.findall(r"nv_\w+", (root / "docs/metrics.md").read_text())) - {"nv_"}
+    told = {name.partition("{")[0] for name in server.metrics() if 'model="safety"' in name}
+    assert len(asked) >= 5 and asked <= told
 
 
 def test_bad_text_is_an_error_to_its_request_alone(server: LlmServer) -> None:
