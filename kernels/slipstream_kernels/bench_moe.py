@@ -43,13 +43,14 @@ def even_routing(num_experts: int, top_k: int, rows: int) -> Routing:
     return routing
 
 
-def int4_weights(rows: int, in_features: int, num_copies: int) -> list[Int4Weight]:
+def int4_weights(num_experts: int, size: tuple[int, int], num_copies: int) -> list[Int4Weight]:
     """Of random codes, in the device's order."""
     weights = []
+    rows, in_features = num_experts * size[0], size[1]
     for _ in range(num_copies):
         packed = torch.randint(256, (rows, in_features // 2), dtype=torch.uint8, device="cuda")
         scales = (0.5 + torch.rand(rows, in_features // GROUP, device="cuda")) * in_features**-0.5 / 4
-        weights.append(ops.repack_int4(Int4Weight(packed, scales, None, GROUP, rows, in_features)))
+        weights.append(ops.repack_expert_int4(Int4Weight(packed, scales, None, GROUP, rows, in_features), num_experts))
     return weights
 
 
@@ -75,7 +76,7 @@ def records(models: list[str], rows: list[int], with_library: bool) -> Iterator[
         num_experts, top_k, *sizes = MODELS[model]
         for size, gated in zip(sizes, (True, False)):
             copies = max(2, COLD_BYTES // (num_experts * size[0] * size[1] // 2))
-            int4 = int4_weights(num_experts * size[0], size[1], copies)
+            int4 = int4_weights(num_experts, size, copies)
             fp8 = fp8_weights(num_experts, size, 2)
             dense = [torch.randn(num_experts, *size, device="cuda", dtype=torch.bfloat16)] if with_library else []
             for count in rows:

@@ -97,3 +97,25 @@ def canonical(weight: Int4Weight) -> Int4Weight:
     scales, zeros = unpack_scales(weight.scales, weight.zeros)
     codes = unpack_codes(weight.packed)
     return Int4Weight(codes, scales, zeros, weight.group_size, weight.out_features, weight.in_features)
+
+
+def repack_experts(weight: Int4Weight) -> Int4Weight:
+    """The canonical weight of all experts in the order of cuda/int4_experts: codes and words by pairs of blocks.
+
+    packed: [pair of blocks][strip of all experts][block of the pair][256]; scales: [pair][row][block][groups of one],
+    or [row][1] of whole rows; a last block without a second stands alone.  Both are flat: one copy brings any run of
+    strips.
+    """
+    codes = pack_codes(weight.packed)
+    words, channel = pack_scales(weight)
+    by_row = words[0].transpose(0, 1)
+    return Int4Weight(
+        _by_pairs(codes), _by_pairs(by_row), channel, weight.group_size, weight.out_features, weight.in_features
+    )
+
+
+def _by_pairs(blocks: torch.Tensor) -> torch.Tensor:
+    """[strips or rows, blocks, n] -> flat [pairs of blocks, strips or rows, 2, n], then a block that is left."""
+    paired = blocks.shape[1] // 2 * 2
+    pairs = blocks[:, :paired].unflatten(1, (-1, 2)).transpose(0, 1)
+    return torch.cat((pairs.flatten(), blocks[:, paired:].flatten()))

@@ -53,7 +53,10 @@ class Linear:
         self.method.load(self.weights, suffix, rows, tensor)
         self._missing.discard((part, suffix))
         if not self._missing:  # repacked as soon as it is whole, so that only one layer exists twice
-            self.method.finish(self.weights)
+            self._finish()
+
+    def _finish(self) -> None:
+        self.method.finish(self.weights)
 
 
 class ExpertLinear(Linear):
@@ -61,6 +64,10 @@ class ExpertLinear(Linear):
 
     def __init__(self, spec: LinearSpec, placement: Placement) -> None:
         super().__init__(spec, placement.of_experts)
+
+    def _finish(self) -> None:
+        assert isinstance(self.method, ExpertMethod)
+        self.method.finish_experts(self.weights, self.spec.num_experts)
 
     def apply_grouped(self, x: Tensor, routing: ops.Routing, *, by_token: bool = False, gated: bool = False) -> Tensor:
         """x: a row for each row of the routing, or by_token for each token. gated: silu(gate) · up of the product."""

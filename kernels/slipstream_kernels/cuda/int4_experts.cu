@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(192) arrange_experts_kernel(const __grid_const
 template <typename SHAPE, typename OUT>
 __device__ __forceinline__ void multiply_passes(const ExpertParams& p, const ExpertRing<SHAPE>& ring, char* memory) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp / SHAPE::kRowWarps;
-  ExpertConsumer<SHAPE> consumer{ring, warp % SHAPE::kRowWarps, half, lane, {}};
+  ExpertConsumer<SHAPE> consumer{ring, warp % SHAPE::kRowWarps, half, lane, p.is_channelwise != 0, {}};
   const ExpertEpilogue<SHAPE, OUT> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset),
                                             warp % SHAPE::kRowWarps, half, lane};
 #pragma unroll 1

@@ -11,6 +11,7 @@ import itertools
 
 import torch
 
+from slipstream_kernels import int4_layout
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import count_sms, is_hopper
 from slipstream_kernels.cuda.int4_stream import INPUTS
@@ -21,7 +22,7 @@ from slipstream_kernels.routing import Routing
 
 SOURCE = "int4_experts.cu"
 TILE_ROWS, STRIP, BLOCK = 48, 16, 128  # include/expert_walk.cuh
-MAX_EXPERTS, MAX_TILES = 1024, 65535
+MAX_EXPERTS = 1024
 
 POINTERS = (
     "x", "x_scale", "tokens", "offsets", "codes", "words", "channel_scale", "out", "arranged", "tile_scale",
@@ -56,19 +57,22 @@ def variants() -> list[tuple[str, tuple[str, ...]]]:
     return [(SOURCE, defines(*variant)) for variant in itertools.product(INPUTS, (1, 2), (False, True))]
 
 
-def refusal(x: torch.Tensor | Fp8Rows, weight: Int4Weight, routing: Routing, gated: bool) -> str | None:
-    """Why this version cannot multiply by a repacked weight; None if it can."""
-    rows = x.values if isinstance(x, Fp8Rows) else x
-    if not is_hopper(rows.device):
-        return "the GPU is not a Hopper (compute capability 9.0)"
-    if rows.dtype not in INPUTS or x.dtype not in (torch.bfloat16, torch.float16):
-        return f"dtype {x.dtype} is not bfloat16 or float16"
-    unit = STRIP * (2 if gated else 1)
-    if weight.out_features // routing.num_experts % unit:
-        return f"an expert's output features are not a multiple of {unit}"
-    if routing.num_experts > MAX_EXPERTS or most_tiles(routing) > MAX_TILES:
-        return f"more than {MAX_EXPERTS} experts or {MAX_TILES} tiles of rows"
-    return missing(SOURCE, defines(rows.dtype, weight.scales.shape[3], gated))
+def refusal(weight: Int4Weight, num_experts: int) -> str | None:
+    """Why this version cannot serve a canonical weight of so many experts; None if it can."""
+    device = weight.packed.device
+    if device.type != "cuda" or not is_hopper(device):
+        return f"{device} is not a Hopper GPU (compute capability 9.0)"
+    out_features = weight.out_features // num_experts
+    if out_features % (2 * STRIP):
+        return f"out_features: {out_features} of an expert are not a multiple of {2 * STRIP}"
+    if num_experts > MAX_EXPERTS:
+        return f"{num_experts} experts are more than {MAX_EXPERTS}"
+    sizes = int4_layout.refusal(out_features, weight.in_features, weight.group_size)
+    return sizes or missing(SOURCE, defines(torch.bfloat16, groups_per_block(weight), True))
+
+
+def groups_per_block(weight: Int4Weight) -> int:
+    return 2 if weight.group_size == BLOCK // 2 else 1
 
 
 def most_tiles(routing: Routing) -> int:
@@ -81,6 +85,8 @@ def grouped_int4_mm(
     x: torch.Tensor | Fp8Rows, weight: Int4Weight, routing: Routing, by_token: bool, gated: bool
 ) -> torch.Tensor:
     """See ops.grouped_int4_mm; weight is repacked."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which a repacked weight is multiplied by")
     rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
     if rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
         rows = rows.contiguous()
@@ -89,8 +95,9 @@ def grouped_int4_mm(
     out = torch.empty((routing.num_rows, width), dtype=x.dtype, device=device)
     if not routing.num_rows:
         return out
-    tiles = most_tiles(routing)
-    arranged = torch.empty(tiles * TILE_ROWS * weight.in_features, dtype=torch.float16, device=device)
+    tiles, groups = most_tiles(routing), groups_per_block(weight)
+    pairs = -(-weight.in_features // (2 * BLOCK))
+    arranged = torch.empty(tiles * TILE_ROWS * pairs * 2 * BLOCK, dtype=torch.float16, device=device)
     tile_scale = torch.empty(tiles * TILE_ROWS, dtype=torch.float32, device=device)
     assert weight.zeros is not None
     params = ExpertParams(
@@ -99,7 +106,7 @@ def grouped_int4_mm(
         tokens=routing.tokens.data_ptr() if by_token else None,
         offsets=routing.offsets.data_ptr(),
         codes=weight.packed.data_ptr(),
-        words=weight.scales[0].data_ptr(),
+        words=weight.scales.data_ptr(),
         channel_scale=weight.zeros.data_ptr(),
         out=out.data_ptr(),
         arranged=arranged.data_ptr(),
@@ -109,12 +116,12 @@ def grouped_int4_mm(
         out_features=out_features,
         in_features=weight.in_features,
         most_tiles=tiles,
-        is_channelwise=weight.scales.shape[1] == 1,
+        is_channelwise=weight.scales.numel() == weight.out_features,
         out_is_half=x.dtype == torch.float16,
         num_ctas=count_sms(device),
         is_dependent=launches_dependently(device),
     )
-    library = load(SOURCE, defines(rows.dtype, weight.scales.shape[3], gated))
+    library = load(SOURCE, defines(rows.dtype, groups, gated))
     with torch.cuda.device(device):
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
         error = library.slipstream_int4_experts(ctypes.byref(params), stream)

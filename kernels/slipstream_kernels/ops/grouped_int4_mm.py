@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from slipstream_kernels import int4_layout
@@ -11,6 +13,8 @@ from slipstream_kernels.ops.grouped_mm import check_rows
 from slipstream_kernels.ops.int4_mm import check_int4, triton_refusal
 from slipstream_kernels.ops.select import load_module, select
 from slipstream_kernels.routing import Routing
+
+LOG = logging.getLogger(__name__)
 
 
 def grouped_int4_mm(
@@ -24,8 +28,11 @@ def grouped_int4_mm(
 ) -> torch.Tensor:
     """y[r] = x[r] @ dequantised(weight of row r's expert).T as [num_rows, out_features of an expert].
 
-    weight: of all experts, one below the other: [num_experts * out_features, in_features].
-    x, by_token, gated: as ops.grouped_mm.  Accuracy: as ops.int4_mm.
+    weight: of all experts, one below the other: [num_experts * out_features, in_features]; canonical, or as
+    repack_expert_int4 made it for x's device.
+    x, by_token, gated: as ops.grouped_mm.
+    Accuracy: as ops.int4_mm; of a repacked weight, scales and scaled codes are rounded to fp16, or bf16 beside such rows.
+    backend: "cuda" is what a repacked weight is multiplied by.
     """
     rows = x.values if isinstance(x, Fp8Rows) else x
     check_rows(x, weight.in_features, routing, by_token)
@@ -35,15 +42,24 @@ def grouped_int4_mm(
     if weight.out_features % unit:
         raise ValueError(f"weight: {weight.out_features} output features, expected a multiple of {unit}")
     if weight.is_repacked and backend in ("auto", "cuda"):
-        cuda = load_module("cuda", "int4_experts")
-        reason = cuda.refusal(x, weight, routing, gated)
-        if reason is None:
-            return cuda.grouped_int4_mm(x, weight, routing, by_token, gated)
-        if backend == "cuda":
-            raise ValueError(f"backend: cuda cannot run grouped_int4_mm: {reason}")
-        weight = int4_layout.canonical(weight)
-    elif weight.is_repacked or backend == "cuda":
-        wanted = "a weight of repack_int4" if backend == "cuda" else "a canonical weight"
+        return load_module("cuda", "int4_experts").grouped_int4_mm(x, weight, routing, by_token, gated)
+    if weight.is_repacked or backend == "cuda":
+        wanted = "a weight of repack_expert_int4" if backend == "cuda" else "a canonical weight"
         raise ValueError(f"backend: {backend!r} takes {wanted}")
     module = select("grouped_int4_mm", backend, rows, triton_refusal(weight))
     return module.grouped_int4_mm(x, weight, routing, by_token, gated)
+
+
+def repack_expert_int4(weight: Int4Weight, num_experts: int) -> Int4Weight:
+    """The weight of all experts in the layout of its device's kernel, made once at load.
+
+    A shape or device that the kernel does not serve stays canonical.  Raises ValueError for a weight that is not.
+    """
+    check_int4(weight)
+    if not weight.packed.is_cuda:
+        return weight
+    reason = load_module("cuda", "int4_experts").refusal(weight, num_experts)
+    if reason is not None:
+        LOG.info("weight of %d experts stays canonical: %s", num_experts, reason)
+        return weight
+    return int4_layout.repack_experts(weight)

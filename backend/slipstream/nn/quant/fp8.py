@@ -119,6 +119,9 @@ class Fp8:
     def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
         return multiply_fp8_gated(weights, x, form)
 
+    def finish_experts(self, weights: Weights, num_experts: int) -> None:
+        """Weights are held as they are multiplied."""
+
     def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
         values, scales = (weights[name].unflatten(0, (routing.num_experts, -1)) for name in ("weight", "scale"))
         rows = ops.quantize_fp8(x, ops.Fp8Scheme(scale=weights.get(INPUT_SCALE)))

@@ -108,6 +108,11 @@ class Int4:
             return form.silu_mul(self.apply(weights, x))
         return form.cast(ops.int4_mm(x, self._weight(weights, x.shape[1]), weights.get("bias"), gated=True))
 
+    def finish_experts(self, weights: Weights, num_experts: int) -> None:
+        weights.update(
+            ops.repack_expert_int4(self._weight(weights, 2 * weights["packed"].shape[1]), num_experts).tensors()
+        )
+
     def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
         rows = ops.quantize_fp8(x) if self.fp8_inputs else x
         return ops.grouped_int4_mm(rows, self._weight(weights, x.shape[1]), routing, by_token=by_token, gated=gated)

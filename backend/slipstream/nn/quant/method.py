@@ -79,7 +79,12 @@ class QuantMethod(Protocol):
 
 @runtime_checkable
 class ExpertMethod(QuantMethod, Protocol):
-    """A method that serves MoE layers too: the weights of all experts are one layer, one below the other."""
+    """A method that serves MoE layers too: the weights of all experts are one layer, one below the other.
+
+    finish_experts and apply_experts take the place of finish and apply.
+    """
+
+    def finish_experts(self, weights: Weights, num_experts: int) -> None: ...
 
     def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
         """x: plain, a row for each row of the routing, or by_token for each token -> [num_rows, of an expert].

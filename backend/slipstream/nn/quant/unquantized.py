@@ -61,6 +61,9 @@ class Unquantized:
             return form.silu_mul(self.apply(weights, x))
         return form.cast(ops.stream_mm(x, weight, bias=weights.get("bias"), gated=True))
 
+    def finish_experts(self, weights: Weights, num_experts: int) -> None:
+        """Weights are held as they are multiplied."""
+
     def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
         return ops.grouped_mm(x, weights["weight"], routing, by_token=by_token, gated=gated)
 

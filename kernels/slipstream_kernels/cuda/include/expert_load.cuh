@@ -50,12 +50,14 @@ struct Features32 {
 };
 
 // One CTA a block of 128 input features of a tile; a thread takes 32 features of a row at a time. Of rows that do not
-// exist, zeros. [column of 8 rows][32 features][lane][16 bytes]
+// exist, zeros. [column of 8 rows][block of the pair][32 features][lane][16 bytes]
 template <typename SHAPE>
 __device__ __forceinline__ void arrange_tile(const ExpertParams& p, const int* tiles_until) {
   const int block = blockIdx.x, tile = blockIdx.y;
   const RowTile rows = tile_at(p, SHAPE::kTileRows, tiles_until, tile);
-  char* base = static_cast<char*>(p.arranged) + (int64_t{tile} * gridDim.x + block) * SHAPE::kTileBytes;
+  const int pairs = (gridDim.x + 1) / 2;
+  char* base = static_cast<char*>(p.arranged) + (int64_t{tile} * pairs + block / 2) * SHAPE::kRowBytes +
+               block % 2 * SHAPE::kColumnBytes;
   const int used = (rows.num_rows + 7) / 8 * 8;
   for (int item = threadIdx.x; item < used * 4; item += blockDim.x) {
     const int row = item / 4, part = item % 4;
@@ -64,7 +66,7 @@ __device__ __forceinline__ void arrange_tile(const ExpertParams& p, const int* t
     if (exists && p.tokens != nullptr) source = __ldcg(p.tokens + source);
     const auto* from = static_cast<const typename SHAPE::Input*>(p.x) + source * p.x_row_stride + block * 128 + 32 * part;
     const Features32<SHAPE> features(exists ? from : nullptr);
-    uint4* to = reinterpret_cast<uint4*>(base + row / 8 * SHAPE::kColumnBytes + part * 512) + row % 8 * 4;
+    uint4* to = reinterpret_cast<uint4*>(base + row / 8 * SHAPE::kBlocks * SHAPE::kColumnBytes + part * 512) + row % 8 * 4;
 #pragma unroll
     for (int q = 0; q < 4; ++q) to[q] = features.operand(q);
     if (block == 0 && part == 0) {
@@ -79,42 +81,39 @@ struct ExpertRing {
   uint32_t base;
 
   __device__ __forceinline__ uint32_t codes(int stage) const { return base + stage * SHAPE::kStageBytes; }
-  __device__ __forceinline__ uint32_t words(int stage) const { return codes(stage) + SHAPE::kWordOffset; }
-  __device__ __forceinline__ uint32_t rows(int stage) const { return codes(stage) + SHAPE::kRowOffset; }
+  __device__ __forceinline__ uint32_t words(int stage) const { return codes(stage) + SHAPE::kCodeBytes; }
+  __device__ __forceinline__ uint32_t rows(int stage) const { return words(stage) + SHAPE::kWordBytes; }
   __device__ __forceinline__ uint32_t filled(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
   __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(stage) + 8; }
 };
 
-// Lanes 0..15 copy the codes of a strip each, 16..19 the words of a block and part, 20 and 21 the rows of a block: the copy
-// engine takes some 85 clocks for each copy, however small.
+// One copy of the codes and one of the words of each part, and one of the rows: a warp takes some 110 clocks to issue a
+// copy, however large, and 22 a stage bounded the kernel. Parts stand kPassUnits strips of full pairs apart.
 template <typename SHAPE>
 __device__ __forceinline__ void fill_stage(const ExpertParams& p, const ExpertRing<SHAPE>& ring, int stage,
-                                           const Pass& pass, int block, uint64_t policy) {
-  const int lane = threadIdx.x % 32, all_blocks = p.in_features / 128, num_blocks = min(2, all_blocks - block);
-  const int part_strips = p.out_features / (16 * SHAPE::kUnit), row_bytes = (pass.rows.num_rows + 7) / 8 * SHAPE::kColumnBytes;
-  const int code_bytes = num_blocks * SHAPE::kBlockBytes, word_bytes = pass.num_units * 64 * SHAPE::kGroups;
+                                           const Pass& pass, int pair, uint64_t policy) {
+  const int lane = threadIdx.x % 32, blocks = p.in_features / 128, num_blocks = min(2, blocks - 2 * pair);
+  const int part_strips = p.out_features / (16 * SHAPE::kUnit), word_blocks = p.is_channelwise != 0 ? 1 : num_blocks;
+  const int code_bytes = pass.num_units * num_blocks * SHAPE::kBlockBytes;
+  const int word_bytes = pass.num_units * word_blocks * 64 * SHAPE::kGroups;
+  const int row_bytes = (pass.rows.num_rows + 7) / 8 * SHAPE::kBlocks * SHAPE::kColumnBytes;
   const uint32_t filled = ring.filled(stage);
-  if (lane == 0) {
-    const int unit_bytes = code_bytes * pass.num_units + word_bytes * num_blocks;
-    arrive_expecting(filled, SHAPE::kUnit * unit_bytes + num_blocks * row_bytes);
-  }
-  if (lane < SHAPE::kStrips && lane % SHAPE::kPassUnits < pass.num_units) {
-    const int strip = lane / SHAPE::kPassUnits * part_strips + pass.unit + lane % SHAPE::kPassUnits;
-    const int64_t from = (int64_t{pass.rows.expert} * (p.out_features / 16) + strip) * all_blocks + block;
-    copy_bulk(ring.codes(stage) + lane * SHAPE::kBlocks * SHAPE::kBlockBytes,
+  if (lane == 0) arrive_expecting(filled, SHAPE::kUnit * (code_bytes + word_bytes) + row_bytes);
+  const int64_t all_strips = int64_t{p.num_experts} * (p.out_features / 16);
+  const int part = lane / 2;
+  const int64_t strip = int64_t{pass.rows.expert} * (p.out_features / 16) + part * part_strips + pass.unit;
+  if (lane >= 2 * SHAPE::kUnit) {
+    if (lane > 2 * SHAPE::kUnit) return;
+    const char* rows = static_cast<const char*>(p.arranged) + (int64_t{pass.tile} * ((blocks + 1) / 2) + pair) * SHAPE::kRowBytes;
+    copy_bulk(ring.rows(stage), rows, row_bytes, filled, keep_policy());
+  } else if (lane % 2 == 0) {
+    const int64_t from = all_strips * pair * 2 + strip * num_blocks;
+    copy_bulk(ring.codes(stage) + part * SHAPE::kPassUnits * SHAPE::kBlocks * SHAPE::kBlockBytes,
               reinterpret_cast<const char*>(p.codes) + from * SHAPE::kBlockBytes, code_bytes, filled, policy);
-  }
-  const int i = (lane - SHAPE::kStrips) % 2, part = (lane - SHAPE::kStrips) / 2;   // block of the stage
-  if (lane < SHAPE::kStrips || i >= num_blocks) return;
-  if (part < SHAPE::kUnit) {
-    const int64_t group = p.is_channelwise != 0 ? 0 : block + i;
-    const int64_t row = int64_t{pass.rows.expert} * p.out_features + (part * part_strips + pass.unit) * 16;
-    const uint32_t* words = p.words + (group * p.num_experts * p.out_features + row) * SHAPE::kGroups;
-    copy_bulk(ring.words(stage) + i * SHAPE::kWordBytes + part * SHAPE::kPassUnits * 64 * SHAPE::kGroups, words, word_bytes,
-              filled, policy);
-  } else if (part == 2) {
-    const char* rows = static_cast<const char*>(p.arranged) + (int64_t{pass.tile} * all_blocks + block + i) * SHAPE::kTileBytes;
-    copy_bulk(ring.rows(stage) + i * SHAPE::kTileBytes, rows, row_bytes, filled, keep_policy());
+  } else {
+    const int64_t from = (p.is_channelwise != 0 ? 0 : all_strips * pair * 2) + strip * word_blocks;
+    copy_bulk(ring.words(stage) + part * SHAPE::kPassUnits * SHAPE::kBlocks * 64 * SHAPE::kGroups,
+              reinterpret_cast<const char*>(p.words) + from * 64 * SHAPE::kGroups, word_bytes, filled, policy);
   }
 }
 
@@ -125,9 +124,9 @@ __device__ __forceinline__ void fill_stages(const ExpertParams& p, const ExpertR
   for (PassWalk<SHAPE> walk(p, tiles_until); !walk.is_done();) {
     const Pass pass = walk.take();
 #pragma unroll 1
-    for (int block = 0; block < p.in_features / 128; block += SHAPE::kBlocks, place.advance()) {
+    for (int pair = 0; 2 * pair < p.in_features / 128; ++pair, place.advance()) {
       wait_barrier(ring.emptied(place.stage), place.parity ^ 1);
-      fill_stage<SHAPE>(p, ring, place.stage, pass, block, policy);
+      fill_stage<SHAPE>(p, ring, place.stage, pass, pair, policy);
     }
   }
 }

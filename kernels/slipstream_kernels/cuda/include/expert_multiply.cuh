@@ -50,6 +50,7 @@ struct ExpertConsumer {
   using T = typename SHAPE::Operand;
   const ExpertRing<SHAPE>& ring;
   int warp, half, lane;   // of the four of a block; which block of a stage
+  bool is_channelwise;
   RingPlace<SHAPE::kStages> place;
 
   // sums = the products of a pass. Strips and columns that it lacks may be multiplied too, out of what lies there.
@@ -82,46 +83,57 @@ struct ExpertConsumer {
 #pragma unroll 1
     for (int block = half; block < blocks + half; block += SHAPE::kBlocks, place.advance()) {
       wait_barrier(ring.filled(place.stage), place.parity);
-      if (block < blocks) multiply_block<STRIPS, COLUMNS>(sums);
+      if (block < blocks) multiply_block<STRIPS, COLUMNS>(min(2, blocks - block + half), sums);
       __syncwarp();
       if (lane == 0) arrive(ring.emptied(place.stage));
     }
   }
 
-  __device__ __forceinline__ uint32_t word_of(int i, int row, int group) const {
-    const uint32_t words = ring.words(place.stage) + half * SHAPE::kWordBytes;
-    return load_shared_4(words + ((16 * slot_of<SHAPE>(warp, i) + row) * SHAPE::kGroups + group) * 4);
+  // The word of a row's group; num_blocks: that have words in the stage.
+  __device__ __forceinline__ uint32_t word_of(int i, int row, int group, int num_blocks) const {
+    const int strip_bytes = num_blocks * 64 * SHAPE::kGroups;
+    const uint32_t strip = ring.words(place.stage) + place_of<SHAPE>(warp, i, strip_bytes, 2 * 64 * SHAPE::kGroups);
+    return load_shared_4(strip + ((row * num_blocks + (num_blocks - 1) * half) * SHAPE::kGroups + group) * 4);
   }
 
+  // num_blocks: of the stage.
   template <int STRIPS, int COLUMNS>
-  __device__ __forceinline__ void multiply_block(ExpertSums<SHAPE>& sums) const {
+  __device__ __forceinline__ void multiply_block(int num_blocks, ExpertSums<SHAPE>& sums) const {
     constexpr int kGroupSteps = 4 / SHAPE::kGroups;   // of 32 input features
+    const int word_blocks = is_channelwise ? 1 : num_blocks;
+    uint32_t codes[STRIPS];
+#pragma unroll
+    for (int i = 0; i < STRIPS; ++i) {
+      const int strip = place_of<SHAPE>(warp, i, num_blocks * SHAPE::kBlockBytes, 2 * SHAPE::kBlockBytes);
+      codes[i] = ring.codes(place.stage) + strip + half * SHAPE::kBlockBytes + lane * 8;
+    }
 #pragma unroll
     for (int group = 0; group < SHAPE::kGroups; ++group) {
       uint32_t words[STRIPS][2];
 #pragma unroll
       for (int i = 0; i < STRIPS; ++i) {
-        words[i][0] = word_of(i, lane / 4, group), words[i][1] = word_of(i, lane / 4 + 8, group);
+        words[i][0] = word_of(i, lane / 4, group, word_blocks);
+        words[i][1] = word_of(i, lane / 4 + 8, group, word_blocks);
       }
 #pragma unroll
       for (int step = group * kGroupSteps; step < (group + 1) * kGroupSteps; ++step) {
-        multiply_step<STRIPS, COLUMNS>(step, words, sums);
+        multiply_step<STRIPS, COLUMNS>(step, codes, words, sums);
       }
     }
   }
 
   template <int STRIPS, int COLUMNS>
-  __device__ __forceinline__ void multiply_step(int step, const uint32_t (&words)[STRIPS][2], ExpertSums<SHAPE>& sums) const {
-    const uint32_t rows = ring.rows(place.stage) + half * SHAPE::kTileBytes + step * 512 + lane * 16;
-    const uint32_t codes = ring.codes(place.stage) + half * SHAPE::kBlockBytes + step * 256 + lane * 8;
+  __device__ __forceinline__ void multiply_step(int step, const uint32_t (&codes)[STRIPS], const uint32_t (&words)[STRIPS][2],
+                                                ExpertSums<SHAPE>& sums) const {
+    const uint32_t rows = ring.rows(place.stage) + half * SHAPE::kColumnBytes + step * 512 + lane * 16;
     uint4 b[COLUMNS];
     uint2 eights[STRIPS];
 #pragma unroll
     for (int i = 0; i < STRIPS; ++i) {
-      eights[i] = load_shared_8(codes + slot_of<SHAPE>(warp, i) * SHAPE::kBlocks * SHAPE::kBlockBytes);
+      eights[i] = load_shared_8(codes[i] + step * 256);
     }
 #pragma unroll
-    for (int column = 0; column < COLUMNS; ++column) b[column] = load_shared_16(rows + column * SHAPE::kColumnBytes);
+    for (int column = 0; column < COLUMNS; ++column) b[column] = load_shared_16(rows + column * SHAPE::kBlocks * SHAPE::kColumnBytes);
 #pragma unroll
     for (int i = 0; i < STRIPS; ++i) {
       uint32_t top[4], bottom[4];

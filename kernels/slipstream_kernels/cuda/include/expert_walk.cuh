@@ -26,13 +26,12 @@ struct ExpertShape {
   static constexpr int kThreads = 32 * (kWarps + 4);
   static constexpr int kFillerRegisters = 40, kMultiplierRegisters = 232;
 
-  static constexpr int kBlockBytes = 1024;                  // codes of a strip
-  static constexpr int kWordBytes = kStrips * 64 * GROUPS;  // of a block
-  static constexpr int kColumnBytes = 8 * 128 * 2;          // 8 rows of a block
-  static constexpr int kTileBytes = kColumns * kColumnBytes;
-  static constexpr int kWordOffset = kStrips * kBlocks * kBlockBytes;
-  static constexpr int kRowOffset = kWordOffset + kBlocks * kWordBytes;
-  static constexpr int kStageBytes = kRowOffset + kBlocks * kTileBytes;
+  static constexpr int kBlockBytes = 1024;                            // codes of a strip
+  static constexpr int kCodeBytes = kStrips * kBlocks * kBlockBytes;   // of a stage
+  static constexpr int kWordBytes = kStrips * kBlocks * 64 * GROUPS;
+  static constexpr int kColumnBytes = 8 * 128 * 2;                    // 8 rows of a block
+  static constexpr int kRowBytes = kColumns * kBlocks * kColumnBytes;
+  static constexpr int kStageBytes = kCodeBytes + kWordBytes + kRowBytes;
   static constexpr int kRound = 2;   // strips of a warp whose sums are exchanged at once
   static constexpr int kSumBytes = kRound * kColumns * kRowWarps * 32 * 16;
   static constexpr int kMostExperts = 1024;
@@ -115,9 +114,10 @@ template <typename SHAPE>
 __device__ __forceinline__ int unit_of(int warp, int i) {
   return i / SHAPE::kUnit * SHAPE::kRowWarps + warp;
 }
+// Where a strip's codes (or words) lie in a stage; `bytes` of them a strip, of full pairs `full_bytes`.
 template <typename SHAPE>
-__device__ __forceinline__ int slot_of(int warp, int i) {
-  return i % SHAPE::kUnit * SHAPE::kPassUnits + unit_of<SHAPE>(warp, i);
+__device__ __forceinline__ int place_of(int warp, int i, int bytes, int full_bytes) {
+  return i % SHAPE::kUnit * SHAPE::kPassUnits * full_bytes + unit_of<SHAPE>(warp, i) * bytes;
 }
 
 }  // namespace slipstream
