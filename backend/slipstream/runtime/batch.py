@@ -174,6 +174,26 @@ class BatchBuilder:
         )
 
 
+def padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
+    """One request whose tokens write nothing (slot -1) and attend to whatever the first block holds."""
+    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    is_decode = num_tokens <= MAX_DECODE_QUERY_LEN
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=token_ids,
+        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
+        block_tables=torch.zeros(1, max_blocks, dtype=torch.int32, device=device),
+        slot_mapping=token_ids - 1,
+        logits_indices=token_ids[:1],
+        max_query_len=num_tokens,
+        max_seq_len=num_tokens,
+        num_decode_requests=int(is_decode),
+        num_decode_tokens=num_tokens if is_decode else 0,
+        max_decode_query_len=num_tokens if is_decode else 0,
+    )
+
+
 def _last_rows(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """The last counts[r] rows of each request, whose rows end before ends[r]; [sum of counts] int64."""
     if counts.max(initial=0) <= 1:

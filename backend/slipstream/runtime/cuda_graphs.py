@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -175,6 +175,7 @@ class StepGraphs(Generic[Shape]):
         self._max_seq_len = max_seq_len
         self._static = StaticTensors(self._shapes, max_blocks, device)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle() if shapes and device.type == "cuda" else None
 
     @property
     def shapes(self) -> Sequence[Shape]:
@@ -210,16 +211,20 @@ class StepGraphs(Generic[Shape]):
             kept += shapes
         self._shapes = kept
 
-    def capture(self) -> None:
-        """Record all graphs, the largest first, in one memory pool. The caller holds inference_mode."""
+    def capture(self, beside: StepGraphs[Any] | None = None) -> None:
+        """Record all graphs, the largest first, in one memory pool. The caller holds inference_mode.
+
+        beside: other graphs, in whose pool these have room as well, because no two run at once.
+        """
         if not self._shapes:
             return
         start = time.perf_counter()
-        pool = torch.cuda.graph_pool_handle()
+        if beside is not None and beside._pool is not None:
+            self._pool = beside._pool
         with uncollected():
             for shape in reversed(self._shapes):
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                     hidden = self._forward(self._batch(shape, shape.num_logits))
                 self._graphs[shape] = (graph, hidden)
         torch.cuda.synchronize()
@@ -230,9 +235,8 @@ class StepGraphs(Generic[Shape]):
             f"decode steps of {', '.join(decodes)} requests, " if decodes else "", self._shapes[-1].num_tokens,
         )  # fmt: skip
 
-    def time_steps(self) -> dict[GraphShape, float]:
-        """Seconds of a decode and of a verification by shape, with nothing in the cache: what they take at least."""
-        shapes = [shape for shape in self._shapes if shape.max_query_len == 1 or shape.is_verification]
+    def time_steps(self, shapes: Sequence[Shape]) -> dict[Shape, float]:
+        """Seconds of steps by shape, with nothing in the cache: what they take at least."""
         return {shape: replay_seconds(self._graphs[shape][0]) for shape in shapes}
 
     def load(self, shape: Shape, step: StepArrays) -> ForwardBatch:

@@ -17,6 +17,7 @@ from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.draft_memory import draft_memory
 from slipstream.runtime.logprobs import MAX_PROMPT_ROWS
+from slipstream.runtime.prompt_shapes import MAX_TOKENS
 
 MIB = 1 << 20
 DEFAULT_CPU_POOL_BYTES = 1 << 30
@@ -142,7 +143,7 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     drafting = draft_memory(config, spec, hardware.dtype, hardware.kv_dtype)
     draft_block_bytes = drafting.kv_bytes_per_token * config.cache.block_size
     held_bytes += drafting.weight_bytes
-    workspace_bytes = 0 if is_null else _workspace_bytes(spec, config, hardware.dtype)
+    workspace_bytes = 0 if is_null else _workspace_bytes(spec, config, hardware)
     budget = _pool_budget(config.cache, free_bytes - held_bytes - workspace_bytes, hardware.device)
     blocks_per_sequence = -(-max_model_len // config.cache.block_size)
     num_blocks = config.cache.num_blocks
@@ -240,11 +241,15 @@ def _pool_budget(cache: CacheConfig, remaining_bytes: int, device: torch.device)
     return min(DEFAULT_CPU_POOL_BYTES, int(remaining_bytes * CPU_SHARE_OF_FREE))
 
 
-def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, dtype: torch.dtype) -> int:
+def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
+    """Logits, activations of the largest step, and those of the largest CUDA graph, which keeps them."""
+    num_tokens = config.scheduler.max_num_batched_tokens
+    if hardware.device.type == "cuda" and config.model.cuda_graphs != "off":
+        num_tokens += min(num_tokens, MAX_TOKENS)
     logits = LOGITS_COPIES * max(config.scheduler.max_num_seqs, MAX_PROMPT_ROWS) * spec.vocab_size * 4
     rows = 1 if spec.experts is None else spec.experts.num_experts_per_token  # of a token in the MLP
     width = (HIDDEN_COPIES + rows - 1) * spec.hidden_size + rows * INTERMEDIATE_COPIES * spec.intermediate_size
-    return logits + config.scheduler.max_num_batched_tokens * width * dtype.itemsize
+    return logits + num_tokens * width * hardware.dtype.itemsize
 
 
 def _size(num_bytes: int) -> str:

@@ -23,7 +23,7 @@ from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model
 from slipstream.nn.spec import DecoderSpec
-from slipstream.runtime.batch import BatchBuilder, SampledTokens, StepArrays, fill_pending
+from slipstream.runtime.batch import BatchBuilder, SampledTokens, StepArrays, fill_pending, padding_batch
 from slipstream.runtime.compaction import Compaction
 from slipstream.runtime.computed_rows import ComputedRows
 from slipstream.runtime.cuda_graphs import GraphShape, StepGraphs, graph_shapes, graph_sizes
@@ -128,10 +128,12 @@ class ModelRunner:
             if has_trees and device.type == "cuda":
                 self._compaction.warm_up()
             self._finish(phases, "warm-up")
-            self._graphs.capture()
             self._prompt_graphs.capture()
+            self._graphs.capture(beside=self._prompt_graphs)
         self._finish(phases, "graphs")
-        self.step_seconds = self._graphs.time_steps() if num_drafts else {}
+        if num_drafts:
+            timed = [shape for shape in shapes if shape.max_query_len == 1 or shape.is_verification]
+            self.step_seconds = self._graphs.time_steps(timed)
 
     @property
     def model(self) -> Decoder:
@@ -323,7 +325,7 @@ class ModelRunner:
         """
         is_gpu = self._device.type == "cuda"
         for num_tokens in (self._max_num_tokens, 2 * MAX_DECODE_QUERY_LEN, 32) if is_gpu else (1,):
-            batch = _padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
+            batch = padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
             logits = self._model.logits(self._run_model(batch)[:1])
         if is_gpu:
             logits.argmax(dim=-1)
@@ -342,26 +344,6 @@ def _tokens_after(row: ScheduledRequest) -> list[int]:
     start = row.num_computed_tokens + 1
     known = row.request.token_ids[start : start + row.num_scheduled_tokens]
     return known + [0] * (row.num_scheduled_tokens - len(known))
-
-
-def _padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
-    """One request whose tokens write nothing (slot -1) and attend to whatever the first block holds."""
-    token_ids = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-    is_decode = num_tokens <= MAX_DECODE_QUERY_LEN
-    return ForwardBatch(
-        token_ids=token_ids,
-        positions=token_ids,
-        query_start_loc=torch.tensor([0, num_tokens], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([num_tokens], dtype=torch.int32, device=device),
-        block_tables=torch.zeros(1, max_blocks, dtype=torch.int32, device=device),
-        slot_mapping=token_ids - 1,
-        logits_indices=token_ids[:1],
-        max_query_len=num_tokens,
-        max_seq_len=num_tokens,
-        num_decode_requests=int(is_decode),
-        num_decode_tokens=num_tokens if is_decode else 0,
-        max_decode_query_len=num_tokens if is_decode else 0,
-    )
 
 
 def _draw_once(logits: torch.Tensor) -> None:
