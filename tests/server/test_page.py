@@ -165,4 +165,9 @@ def test_a_key_and_a_verdict(browser: Browser, fake_gateway: GatewayProcess) -> 
     assert wait_for_answer(page) == "ab"
     assert page.text_content("#safety") == "flagged: violence"
     assert "ended by the safety model" in page.inner_text("article.assistant")
+    page.select_option("#model", "plain")
+    say(page, '{"hang": true}')
+    page.wait_for_selector("article.assistant.busy")
+    assert page.is_hidden("#safety-row") and page.text_content("#ttft") == "–", "what was said of another answer"
+    page.keyboard.press("Escape")
     page.close()

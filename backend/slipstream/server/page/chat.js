@@ -74,6 +74,7 @@ async function ask(text) {
   const answer = { text: "", started: performance.now(), first: 0, usage: null, box };
   running = new AbortController();
   setBusy(true);
+  clearNumbers();
   try {
     const [path, body] = request();
     const reply = await fetch(path, { method: "POST", headers: headers(), body: JSON.stringify(body), signal: running.signal });
@@ -151,11 +152,17 @@ function note(box, text) {
   line.className = "note";
   line.textContent = `(${text})`;
   box.parentElement.append(line);
+  follow();
 }
 
 function complain(text) {
   $("problem").textContent = text;
   $("problem").hidden = !text;
+}
+
+function clearNumbers() { // those of the answer before
+  for (const id of ["ttft", "rate", "tokens", "acceptance"]) $(id).textContent = "–";
+  $("acceptance-row").hidden = $("safety-row").hidden = true;
 }
 
 function showNumbers(answer) {
