@@ -10,6 +10,7 @@ import pytest
 import torch
 from engine_driver import GREEDY, make_engine, run_all
 from slipstream.core.request import Request
+from slipstream.core.step import ScheduledStep
 from slipstream.runtime.cuda_graphs import StepGraphs
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.prompt_shapes import MAX_TOKENS, PromptShape, prompt_shapes
@@ -67,16 +68,22 @@ def test_a_captured_step_computes_what_the_plain_one_does(tmp_path: Path) -> Non
     torch.testing.assert_close(hidden[1], hidden[0], rtol=1e-5, atol=1e-5)
 
 
+def _mixed_step(engine: Engine, *lengths: int) -> ScheduledStep:
+    """Decodes of the first two lengths beside prompts of the others."""
+    prompts = [[(5 * index + place) % 90 + 5 for place in range(length)] for index, length in enumerate(lengths)]
+    for prompt in prompts[:2]:
+        engine.submit(Request(prompt, GREEDY))
+    engine.step()
+    for prompt in prompts[2:]:
+        engine.submit(Request(prompt, GREEDY))
+    engine._drain_inbox([])
+    return engine.scheduler.schedule()
+
+
 def _last_step(engine: Engine, pads: bool) -> torch.Tensor:
     """Two decodes beside two prompts, of which one goes on later."""
-    engine.submit(Request([5, 6, 7], GREEDY))
-    engine.submit(Request(list(range(9, 30)), GREEDY))
-    engine.step()
-    engine.submit(Request(list(range(40, 61)), GREEDY))
-    engine.submit(Request(list(range(70, 79)), GREEDY))
-    engine._drain_inbox([])
     runner = engine._runner
-    step = engine.scheduler.schedule()
+    step = _mixed_step(engine, 3, 21, 21, 9)
     assert [row.num_scheduled_tokens for row in step.requests] == [1, 1, 21, 5]
     with torch.inference_mode():
         arrays = runner._builder.arrays(step)
@@ -113,6 +120,29 @@ def test_graph_is_eager(
         texts.append([told.token_ids for told in run_all(engine, prompts, params)])
         assert bool(replayed) == (graphs != "off")
     assert texts[0] == texts[1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_gives_what_its_kernels_give_on_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bf16, two decodes and two prompts: bit for bit on the padded tensors, closely without padding."""
+    monkeypatch.setattr("slipstream.runtime.cuda_graphs.LAUNCH_BOUND", 1e9)
+    engine = make_engine(
+        make_tiny_llama(tmp_path, head_dim=64),
+        {"device": "cuda", "dtype": "bfloat16", "cuda_graphs": "8"},
+        {"block_size": 16},
+        {"overlap_scheduling": "off"},
+    )
+    step = _mixed_step(engine, 3, 200, 70, 90)
+    runner = engine._runner
+    with torch.inference_mode():
+        plain = runner._run_last(runner._builder.tensors(runner._builder.arrays(step)))
+        inputs = runner.build(step)
+        shape = inputs.prompt_graph
+        assert shape == PromptShape(256, 8)
+        replayed = runner.forward(inputs).clone()
+        padded = runner._run_last(runner._prompt_graphs._batch(shape, shape.num_logits))
+    assert replayed.shape[0] == 4 and torch.equal(replayed, padded[:4])
+    torch.testing.assert_close(replayed, plain, rtol=3e-2, atol=3e-2)
 
 
 def _count_replays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[PromptShape]:
