@@ -240,10 +240,26 @@ def test_the_order_of_experts_weights(blocks) -> None:
     )
 
 
+def test_tiles_have_room_for_the_rows_of_most_experts() -> None:
+    shapes = {
+        (1, 8, 2): 2,
+        (16, 8, 2): 2,
+        (17, 8, 2): 2,
+        (32, 8, 2): 2,
+        (64, 8, 2): 6,
+        (4096, 8, 2): 6,
+        (128, 256, 8): 2,
+    }
+    for (num_tokens, num_experts, top_k), columns in shapes.items():
+        routing = ops.route_experts(torch.zeros(num_tokens, num_experts), top_k)
+        assert int4_experts.tile_columns(routing) == columns
+        assert int4_experts.most_tiles(routing, 8 * columns) >= -(-num_tokens // (8 * columns)) * top_k
+
+
 def test_the_source_compiles(tmp_path) -> None:
     if find_nvcc() is None:
         pytest.skip("nvcc is not installed")
-    defines = int4_experts.defines(torch.bfloat16, 1, True)
+    defines = int4_experts.defines(torch.bfloat16, 2, 1, True)
     assert build(int4_experts.SOURCE, defines, tmp_path).stat().st_size > 0
 
 

@@ -5,7 +5,8 @@
 // strips of the experts that have rows (expert_walk.cuh) through a ring in shared memory, which one warp fills by bulk
 // copies (expert_load.cuh); eight warps multiply (expert_multiply.cuh) and write (expert_epilogue.cuh). Which experts
 // have rows is known on the device alone. A small kernel before gathers the rows. Built once per SLIPSTREAM_INPUT
-// (__nv_bfloat16, __half, or __nv_fp8_e4m3, multiplied as fp16, exactly), SLIPSTREAM_GROUPS of a block and SLIPSTREAM_GATED.
+// (__nv_bfloat16, __half, or __nv_fp8_e4m3, multiplied as fp16, exactly), SLIPSTREAM_COLUMNS of 8 rows in a tile,
+// SLIPSTREAM_GROUPS of a block and SLIPSTREAM_GATED.
 
 #include "dependent_launch.cuh"
 #include "expert_epilogue.cuh"
@@ -79,7 +80,8 @@ struct OperandOf<__nv_fp8_e4m3> {
   using Type = __half;
 };
 
-using Shape = ExpertShape<Input, OperandOf<Input>::Type, SLIPSTREAM_GROUPS, SLIPSTREAM_GATED != 0>;
+using Shape =
+    ExpertShape<Input, OperandOf<Input>::Type, SLIPSTREAM_COLUMNS, SLIPSTREAM_GROUPS, SLIPSTREAM_GATED != 0>;
 
 cudaError_t launch(const ExpertParams& params, cudaStream_t stream) {
   auto* kernel = int4_experts_kernel<Shape>;

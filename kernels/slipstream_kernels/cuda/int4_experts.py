@@ -21,7 +21,9 @@ from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.routing import Routing
 
 SOURCE = "int4_experts.cu"
-TILE_ROWS, STRIP, BLOCK = 48, 16, 128  # include/expert_walk.cuh
+COLUMNS = (2, 6)  # of 8 rows, of the tiles that the kernel is compiled for
+STRIP, BLOCK = 16, 128  # include/expert_walk.cuh
+ROOM = 1.5  # rows of an expert that a tile should have room for, over the average
 MAX_EXPERTS = 1024
 
 POINTERS = (
@@ -43,9 +45,10 @@ class ExpertParams(ctypes.Structure):
     ]
 
 
-def defines(dtype: torch.dtype, groups_per_block: int, gated: bool) -> tuple[str, ...]:
+def defines(dtype: torch.dtype, columns: int, groups_per_block: int, gated: bool) -> tuple[str, ...]:
     """The macros that choose the library for rows of `dtype`; groups: 1 (of 128, or whole rows) or 2 (of 64)."""
     return (
+        f"SLIPSTREAM_COLUMNS={columns}",
         f"SLIPSTREAM_INPUT={INPUTS[dtype]}",
         f"SLIPSTREAM_GROUPS={groups_per_block}",
         f"SLIPSTREAM_GATED={int(gated)}",
@@ -54,7 +57,7 @@ def defines(dtype: torch.dtype, groups_per_block: int, gated: bool) -> tuple[str
 
 def variants() -> list[tuple[str, tuple[str, ...]]]:
     """(source, macros) of all libraries, for building ahead of time."""
-    return [(SOURCE, defines(*variant)) for variant in itertools.product(INPUTS, (1, 2), (False, True))]
+    return [(SOURCE, defines(*variant)) for variant in itertools.product(INPUTS, COLUMNS, (1, 2), (False, True))]
 
 
 def refusal(weight: Int4Weight, num_experts: int) -> str | None:
@@ -68,17 +71,23 @@ def refusal(weight: Int4Weight, num_experts: int) -> str | None:
     if num_experts > MAX_EXPERTS:
         return f"{num_experts} experts are more than {MAX_EXPERTS}"
     sizes = int4_layout.refusal(out_features, weight.in_features, weight.group_size)
-    return sizes or missing(SOURCE, defines(torch.bfloat16, groups_per_block(weight), True))
+    return sizes or missing(SOURCE, defines(torch.bfloat16, COLUMNS[0], groups_per_block(weight), True))
 
 
 def groups_per_block(weight: Int4Weight) -> int:
     return 2 if weight.group_size == BLOCK // 2 else 1
 
 
-def most_tiles(routing: Routing) -> int:
+def tile_columns(routing: Routing) -> int:
+    """Of a tile that holds all rows of most experts: the rows of an expert are known on the device alone."""
+    likely = min(routing.num_tokens, ROOM * routing.num_rows / routing.num_experts)
+    return next((columns for columns in COLUMNS if likely <= 8 * columns), COLUMNS[-1])
+
+
+def most_tiles(routing: Routing, tile_rows: int) -> int:
     """Tiles of one expert's rows, if they are dealt out in the worst way."""
     begun = min(routing.num_rows, routing.num_experts)
-    return begun + (routing.num_rows - begun) // TILE_ROWS
+    return begun + (routing.num_rows - begun) // tile_rows
 
 
 def grouped_int4_mm(
@@ -95,10 +104,11 @@ def grouped_int4_mm(
     out = torch.empty((routing.num_rows, width), dtype=x.dtype, device=device)
     if not routing.num_rows:
         return out
-    tiles, groups = most_tiles(routing), groups_per_block(weight)
+    columns = tile_columns(routing)
+    tiles = most_tiles(routing, 8 * columns)
     pairs = -(-weight.in_features // (2 * BLOCK))
-    arranged = torch.empty(tiles * TILE_ROWS * pairs * 2 * BLOCK, dtype=torch.float16, device=device)
-    tile_scale = torch.empty(tiles * TILE_ROWS, dtype=torch.float32, device=device)
+    arranged = torch.empty(tiles * 8 * columns * pairs * 2 * BLOCK, dtype=torch.float16, device=device)
+    tile_scale = torch.empty(tiles * 8 * columns, dtype=torch.float32, device=device)
     assert weight.zeros is not None
     params = ExpertParams(
         x=rows.data_ptr(),
@@ -121,7 +131,7 @@ def grouped_int4_mm(
         num_ctas=count_sms(device),
         is_dependent=launches_dependently(device),
     )
-    library = load(SOURCE, defines(rows.dtype, groups, gated))
+    library = load(SOURCE, defines(rows.dtype, columns, groups_per_block(weight), gated))
     with torch.cuda.device(device):
         stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
         error = library.slipstream_int4_experts(ctypes.byref(params), stream)

@@ -31,7 +31,7 @@ def grouped_int4_mm(
     weight: of all experts, one below the other: [num_experts * out_features, in_features]; canonical, or as
     repack_expert_int4 made it for x's device.
     x, by_token, gated: as ops.grouped_mm.
-    Accuracy: as ops.int4_mm; of a repacked weight, scales and scaled codes are rounded to fp16, or bf16 beside such rows.
+    Accuracy: as ops.int4_mm; of a repacked weight, scales and scaled codes are rounded to fp16, or bf16 for bf16 rows.
     backend: "cuda" is what a repacked weight is multiplied by.
     """
     rows = x.values if isinstance(x, Fp8Rows) else x

@@ -73,9 +73,10 @@ struct ExpertConsumer {
   template <int STRIPS>
   __device__ __forceinline__ void consume_columns(int used, int blocks, ExpertSums<SHAPE>& sums) {
     if (used <= 1) return consume_stages<STRIPS, 1>(blocks, sums);
-    if (used <= 2) return consume_stages<STRIPS, 2>(blocks, sums);
-    if (used <= 4) return consume_stages<STRIPS, 4>(blocks, sums);
-    consume_stages<STRIPS, 6>(blocks, sums);
+    if (SHAPE::kColumns == 2 || used <= 2) return consume_stages<STRIPS, 2>(blocks, sums);
+    if constexpr (SHAPE::kColumns > 2) {
+      used <= 4 ? consume_stages<STRIPS, 4>(blocks, sums) : consume_stages<STRIPS, SHAPE::kColumns>(blocks, sums);
+    }
   }
 
   template <int STRIPS, int COLUMNS>

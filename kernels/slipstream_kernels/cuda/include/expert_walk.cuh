@@ -1,7 +1,7 @@
 // Sizes of the product of sorted rows with their experts' 4-bit weights, and the walk over a CTA's share that all its
 // roles make in step.
 //
-// The rows of an expert are cut into tiles of up to 48. A tile is multiplied by strips of 16 of the expert's output
+// The rows of an expert are cut into tiles of up to 16 or 48. A tile is multiplied by strips of 16 of the expert's output
 // features; gated, a unit is a strip of gate and the same strip of up. The units of all tiles, one after the other, are
 // dealt out to the CTAs in equal runs, and a run is done in passes of up to 16 strips of one tile. No sum crosses CTAs.
 #pragma once
@@ -10,13 +10,13 @@
 
 namespace slipstream {
 
-template <typename INPUT, typename OPERAND, int GROUPS, bool IS_GATED>
+template <typename INPUT, typename OPERAND, int COLUMNS, int GROUPS, bool IS_GATED>
 struct ExpertShape {
   using Input = INPUT;      // element of x in memory
   using Operand = OPERAND;  // of the products
   static constexpr int kGroups = GROUPS;
   static constexpr bool kIsGated = IS_GATED;
-  static constexpr int kColumns = 6, kTileRows = 8 * kColumns;   // of 8 rows
+  static constexpr int kColumns = COLUMNS, kTileRows = 8 * COLUMNS;   // of 8 rows
   static constexpr int kStrips = 16, kUnit = IS_GATED ? 2 : 1, kPassUnits = kStrips / kUnit;
 
   // A stage is two blocks of 128 input features: four warps multiply the first, up to four strips each, four the second.
