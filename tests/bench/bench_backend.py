@@ -10,6 +10,7 @@ server CPU per response, at least 20 000 responses/s at 64 streams.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -49,16 +50,22 @@ class Load:
     repeats: int
 
 
-def build_client(out_dir: Path) -> Path:
-    """Compile load_client.cc.  Returns its path.  Raises MissingTool."""
+def build_client() -> Path:
+    """load_client.cc compiled, once: kept in the user's cache folder.  Returns its path.  Raises MissingTool."""
     if shutil.which("g++") is None or shutil.which("pkg-config") is None:
         raise MissingTool("g++ and pkg-config are needed to build the load client")
     flags = subprocess.run(["pkg-config", "--cflags", "--libs", "grpc++"], capture_output=True, text=True, check=False)
     if flags.returncode != 0:
         raise MissingTool("gRPC for C++ is not installed (Debian: apt install libgrpc++-dev)")
-    client = out_dir / "load_client"
-    command = ["g++", "-O2", "-std=c++17", str(CLIENT_SOURCE), "-o", str(client), *flags.stdout.split()]
-    subprocess.run(command, check=True)
+    command = ["g++", "-O2", "-std=c++17", str(CLIENT_SOURCE), *flags.stdout.split()]
+    made_of = hashlib.sha256("\0".join(command).encode() + CLIENT_SOURCE.read_bytes()).hexdigest()[:20]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slipstream" / "bench"
+    client = folder / f"load_client-{made_of}"
+    if not client.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:  # moved into place whole
+            subprocess.run([*command, "-o", f"{scratch}/client"], check=True)
+            os.replace(f"{scratch}/client", client)
     return client
 
 
@@ -120,8 +127,8 @@ def run(load: Load) -> list[dict[str, float]]:
         raise MissingTool("nvidia-pytriton is not installed: no tritonserver")
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        client = build_client(scratch)
-        backends = make_backend_dir(compile_library(scratch / "library"), scratch / "backends")
+        client = build_client()
+        backends = make_backend_dir(compile_library(ROOT / "install/backends/slipstream"), scratch / "backends")
         add_model(scratch / "repository", "llm")
         request = write_request(scratch / "request.bin", "llm", load.num_tokens)
         return sweep(scratch / "repository", backends, client, request, load)

@@ -123,7 +123,7 @@ def run(load: Load) -> list[dict[str, object]]:
         raise MissingTool(missing_server())
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        client = build_client(scratch)
+        client = build_client()
         request = write_request(scratch / "request.bin", load.num_tokens)
         with TritonServer(write_repository(scratch / "repository"), backends, env=dict(os.environ)) as server:
             direct = directly(server, client, request, load)

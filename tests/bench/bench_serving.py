@@ -46,7 +46,7 @@ def run(load: Load) -> list[dict[str, float]]:
         raise MissingTool(missing_server())
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
-        client = build_client(scratch)
+        client = build_client()
         (scratch / "repository/llm/1").mkdir(parents=True)
         parameters = {"model": CHECKPOINT, "load_format": "null", "num_blocks": 4096, "max_num_seqs": 512}
         config = 'backend: "slipstream"\n' + "".join(parameter(key, value) for key, value in parameters.items())
