@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from slipstream.core.step import ScheduledStep
-from slipstream.runtime.runner import StepInput
 from slipstream.runtime.speculation.speculator import Guesses
+from slipstream.runtime.step_input import StepInput
 from slipstream.runtime.step_sample import LaunchedVerification, PendingSample
 
 

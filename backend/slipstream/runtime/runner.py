@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -18,7 +17,7 @@ from slipstream_kernels import ops
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import EngineError
 from slipstream.core.request import Request
-from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.core.step import ScheduledStep
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model
@@ -27,31 +26,18 @@ from slipstream.runtime.batch import BatchBuilder, SampledTokens, StepArrays, fi
 from slipstream.runtime.compaction import Compaction
 from slipstream.runtime.computed_rows import ComputedRows
 from slipstream.runtime.cuda_graphs import GraphShape, StepGraphs, graph_shapes, graph_sizes
-from slipstream.runtime.host_copy import HostCopy, to_device
 from slipstream.runtime.kv_offload import HostBlocks
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.logprobs import PromptLogprobs
 from slipstream.runtime.memory_plan import Hardware, MemoryPlan
-from slipstream.runtime.prompt_shapes import PromptShape, prompt_shapes
-from slipstream.runtime.sampler import Sampler, is_plain
+from slipstream.runtime.prompt_shapes import prompt_shapes
+from slipstream.runtime.sampler import Sampler
 from slipstream.runtime.start_up import StartUp
+from slipstream.runtime.step_input import StepInput
 from slipstream.runtime.step_sample import LaunchedSample, LaunchedVerification, PendingSample, StepSample
-from slipstream.runtime.verify import Verification
+from slipstream.runtime.verifier import Verifier
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """A step's tensors. graph: the shape of the CUDA graph whose tensors they are, padded to it; None: run eagerly.
-
-    is_last_only: hidden states are computed of the rows that sample alone, by the graph of prompt_graph if any.
-    """
-
-    batch: ForwardBatch
-    graph: GraphShape | None = None
-    prompt_graph: PromptShape | None = None
-    is_last_only: bool = False
 
 
 class Runner(Protocol):
@@ -93,11 +79,8 @@ class ModelRunner:
         pool = allocate_pool(spec, hardware, plan, [layer.attention.kv_scales for layer in self._model.layers])
         self._kv_caches = pool.layers
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
-        self._block_size, self._max_seq_len = plan.block_size, plan.max_model_len
         self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
-        self._speculation = config.speculation
-        self._compaction = Compaction(self._kv_caches, device)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
         self._wants_all_rows = False  # hidden states of every token, for those who draft from them
@@ -121,15 +104,15 @@ class ModelRunner:
         prompts = [] if self._wants_all_rows else prompt_shapes(sizes, self._max_num_tokens)
         self._prompt_graphs = StepGraphs(prompts, *room, self._run_last, device)
         most = max((shape.num_tokens for shape in shapes), default=0)
-        self._static_next_ids = torch.zeros(most, dtype=torch.int64, device=device)
-        self._kept = ops.empty_kept_rows(max(config.scheduler.max_num_seqs, *sizes, 1), device)
+        compaction = Compaction(self._kv_caches, device)
+        seats = most, max(config.scheduler.max_num_seqs, *sizes, 1)
+        self._verifier = Verifier(self._model, self._sampler, compaction, config.speculation, plan, seats)
         with torch.inference_mode():
             self._warm_up()
-            if has_trees and device.type == "cuda":
-                self._compaction.warm_up()
             self._finish(phases, "warm-up")
             self._prompt_graphs.capture()
             self._graphs.capture(beside=self._prompt_graphs)
+            self._verifier.warm_up(self.verified_rows())
         self._finish(phases, "graphs")
         if num_drafts:
             timed = [shape for shape in shapes if shape.max_query_len == 1 or shape.is_verification]
@@ -141,15 +124,7 @@ class ModelRunner:
 
     def verified_rows(self) -> list[ComputedRows]:
         """The static tensors of every graph of a verification, for drafting to be captured behind it."""
-        found = []
-        for shape in self._graphs.shapes:
-            if shape.is_verification:
-                batch, hidden = self._graphs.tensors(shape)
-                kept = self._kept.first(shape.num_requests)
-                found.append(
-                    ComputedRows(batch, hidden, self._static_next_ids[: shape.num_tokens], kept.last, kept, shape)
-                )
-        return found
+        return self._verifier.rows_of_graphs(self._graphs)
 
     @torch.inference_mode()
     def build(self, step: ScheduledStep) -> StepInput:
@@ -191,7 +166,8 @@ class ModelRunner:
         assert inputs is not None and hidden is not None
         self._prompt_logprobs.collect(step, hidden, self._model.logits)
         if any(row.num_drafts for row in step.requests):
-            return self._verify(step, inputs, hidden)
+            previous, self._sampled = self._sampled, None  # nothing runs ahead of it in the plain way
+            return self._verifier.verify(step, inputs, hidden, previous, self._prompt_logprobs)
         requests = [row.request for row in step.requests if row.samples]
         if not requests:
             self._sampled = None
@@ -212,69 +188,6 @@ class ModelRunner:
         return LaunchedSample(row_of, tokens, self._prompt_logprobs.take(requests))
 
     @torch.inference_mode()
-    def run_on(
-        self, step: ScheduledStep, inputs: StepInput | None, rows: ComputedRows, drafts: ops.DraftRows
-    ) -> tuple[StepInput, PendingSample]:
-        """Verify what heads drafted behind `step`, before anything of it is read: its requests, with as many drafts."""
-        assert inputs is not None
-        batch = inputs.batch
-        tensors = ops.StepRows(
-            batch.token_ids,
-            batch.positions,
-            batch.slot_mapping,
-            batch.seq_lens,
-            batch.block_tables,
-            batch.tree_mask,
-        )
-        ops.advance_rows(tensors, len(step.requests), rows.next_ids, rows.last, drafts, self._block_size)
-        if inputs.graph is None:
-            grown = min(batch.max_seq_len + batch.max_query_len, self._max_seq_len)
-            inputs = replace(inputs, batch=replace(batch, max_seq_len=grown))
-        return inputs, self._verify(step, inputs, self.forward(inputs), knows_drafts=False)
-
-    def _verify(
-        self, step: ScheduledStep, inputs: StepInput, hidden: torch.Tensor, knows_drafts: bool = True
-    ) -> LaunchedVerification:
-        """Draw a token for every draft and last token of the step, and judge the drafts by them.
-
-        knows_drafts: their requests hold them. If not, nothing that is drawn may depend on them.
-        """
-        batch = inputs.batch
-        scheduled = [row for row in step.requests if row.samples]
-        verification = Verification(scheduled, self._speculation)
-        all_sample = verification.num_rows == step.num_scheduled_tokens
-        rows = slice(verification.num_rows) if all_sample else batch.logits_indices
-        logits = self._model.lm_head(self._model.final(hidden[rows]))
-        if all(is_plain(row.request) for row in scheduled):
-            tokens = self._sampler.greedy(logits)
-        else:
-            tokens = self._sampler.sample(
-                verification.requests,
-                logits,
-                batch.positions[rows],
-                self._sampled,  # of requests that do not draft: their last token may still be on the device alone
-                paths=verification.paths if knows_drafts else None,
-                judge=verification.judge if verification.needs_judge else None,
-            )
-        self._sampled = None  # nothing runs ahead of a verification
-        next_ids = self._next_ids(step, inputs, tokens.token_ids)
-        num_drafts = [row.num_drafts for row in step.requests]
-        num_drafts += [0] * (batch.seq_lens.shape[0] - len(num_drafts))
-        kept = verification.accept(
-            batch,
-            to_device(num_drafts, torch.int32, self._device),
-            next_ids,
-            tokens.dead_rows,
-            self._kept.first(len(num_drafts)),
-        )
-        if any(row.request.draft_parents for row in scheduled):
-            self._compaction.keep(kept)
-        paths = HostCopy((kept.paths,), is_urgent=True)
-        taken = self._prompt_logprobs.take([row.request for row in scheduled])
-        computed = ComputedRows(batch, hidden, next_ids, kept.last, kept, inputs.graph)
-        return LaunchedVerification(step, verification, tokens, paths, taken, computed)
-
-    @torch.inference_mode()
     def computed_rows(
         self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None, sample: PendingSample
     ) -> ComputedRows:
@@ -283,23 +196,18 @@ class ModelRunner:
         if isinstance(sample, LaunchedVerification):
             return sample.rows
         drawn = sample.tokens.token_ids if isinstance(sample, LaunchedSample) else None
-        last = inputs.batch.query_start_loc[1:].long() - 1
-        return ComputedRows(inputs.batch, hidden, self._next_ids(step, inputs, drawn), last, None, inputs.graph)
+        next_ids, last = self._verifier.next_ids(step, inputs, drawn), inputs.batch.query_start_loc[1:].long() - 1
+        return ComputedRows(inputs.batch, hidden, next_ids, last, None, inputs.graph)
 
-    def _next_ids(self, step: ScheduledStep, inputs: StepInput, drawn: torch.Tensor | None) -> torch.Tensor:
-        """[T] int64: the token after each row, drawn or the prompt's next. drawn: after the rows that are sampled."""
-        batch = inputs.batch
-        num_tokens = batch.token_ids.shape[0]
-        is_static = inputs.graph is not None
-        next_ids = self._static_next_ids[:num_tokens] if is_static else torch.empty_like(batch.token_ids)
-        if drawn is not None and len(drawn) == step.num_scheduled_tokens:
-            next_ids[: len(drawn)].copy_(drawn)
-            return next_ids
-        known = [token_id for row in step.requests for token_id in _tokens_after(row)]
-        next_ids[: len(known)].copy_(to_device(known, torch.int64, self._device))
-        if drawn is not None:
-            next_ids.index_copy_(0, batch.logits_indices, drawn)
-        return next_ids
+    @torch.inference_mode()
+    def run_on(
+        self, step: ScheduledStep, inputs: StepInput | None, rows: ComputedRows, drafts: ops.DraftRows
+    ) -> tuple[StepInput, PendingSample]:
+        """Verify what heads drafted behind `step`, before anything of it is read: its requests, with as many drafts."""
+        assert inputs is not None
+        inputs = self._verifier.advance(step, inputs, rows, drafts)
+        hidden = self.forward(inputs)
+        return inputs, self._verifier.verify(step, inputs, hidden, None, self._prompt_logprobs, knows_drafts=False)
 
     def forget(self, requests: list[Request]) -> None:
         for request in requests:
@@ -337,13 +245,6 @@ class ModelRunner:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         phases.finish(name)
-
-
-def _tokens_after(row: ScheduledRequest) -> list[int]:
-    """The known tokens after each row of a request, 0 where there is none yet."""
-    start = row.num_computed_tokens + 1
-    known = row.request.token_ids[start : start + row.num_scheduled_tokens]
-    return known + [0] * (row.num_scheduled_tokens - len(known))
 
 
 def _draw_once(logits: torch.Tensor) -> None:

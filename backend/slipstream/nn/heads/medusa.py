@@ -7,6 +7,8 @@ times, then a vocabulary matrix of its own, or the model's where the checkpoint 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +18,11 @@ from torch import Tensor
 from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
+from slipstream.nn.linear import Linear
+from slipstream.nn.placement import Placement
+from slipstream.nn.quant import QUANT_METHODS
+from slipstream.nn.quant.fp8 import fp8_refusal
+from slipstream.nn.spec import LinearSpec
 from slipstream.nn.tensor_slot import TensorSlot
 
 FIELD = "medusa_heads"
@@ -24,10 +31,10 @@ _DUMMY_HEADS = 4
 
 
 class MedusaHeads:
-    """Weights of all heads in one tensor each, so that a guess is three or four products however many heads there are.
+    """weight: [num_layers, num_heads, hidden, hidden], bias: [num_layers, num_heads, 1, hidden].
 
-    weight: [num_layers, num_heads, hidden, hidden], bias: [num_layers, num_heads, 1, hidden],
-    vocabulary: [num_heads, vocab, hidden] or None.
+    vocabulary: a layer per head, or None. A GPU holds these in FP8 where it can multiply so: they are the most of what
+    a draft reads, and what rounding turns over is a guess, not a token.
     """
 
     def __init__(self, target: Decoder, num_heads: int, num_layers: int, has_vocabulary: bool) -> None:
@@ -37,9 +44,10 @@ class MedusaHeads:
         make = {"device": placement.device, "dtype": placement.dtype}
         self.weight = torch.empty(num_layers, num_heads, size, size, **make)  # type: ignore[call-overload]
         self.bias = torch.zeros(num_layers, num_heads, 1, size, **make)  # type: ignore[call-overload]
-        self.vocabulary: Tensor | None = None
+        self.vocabulary: list[Linear] | None = None
         if has_vocabulary:
-            self.vocabulary = torch.empty(num_heads, target.spec.vocab_size, size, **make)  # type: ignore[call-overload]
+            spec = LinearSpec(size, (("vocabulary", target.spec.vocab_size),))
+            self.vocabulary = [Linear(spec, _vocabulary_placement(placement)) for _ in range(num_heads)]
 
     @classmethod
     def load(cls, target: Decoder, folder: Path) -> MedusaHeads:
@@ -71,14 +79,20 @@ class MedusaHeads:
                 slots[f"{head}.{layer}.linear.weight"] = copy_slot(self.weight[layer, head])
                 slots[f"{head}.{layer}.linear.bias"] = copy_slot(self.bias[layer, head, 0])
             if self.vocabulary is not None:
-                slots[f"{head}.{num_layers}.weight"] = copy_slot(self.vocabulary[head])
+                for _, suffix, slot in self.vocabulary[head].slots():
+                    slots[f"{head}.{num_layers}.{suffix}"] = slot
         return slots
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [R, hidden_size], final hidden states -> [num_heads, R, vocab_size]."""
+    def logits(self, hidden: Tensor) -> Sequence[Tensor]:
+        """hidden: [R, hidden_size], final hidden states -> [R, vocab_size] of each head."""
         x = hidden.expand(self.num_heads, *hidden.shape)
         for weight, bias in zip(self.weight, self.bias):
             x = x + F.silu(torch.baddbmm(bias, x, weight.transpose(1, 2)))
         if self.vocabulary is not None:
-            return torch.bmm(x, self.vocabulary.transpose(1, 2))
-        return self._target.lm_head(x.flatten(0, 1)).unflatten(0, (self.num_heads, -1))
+            return [linear(rows) for linear, rows in zip(self.vocabulary, x.unbind())]
+        return self._target.lm_head(x.flatten(0, 1)).unflatten(0, (self.num_heads, -1)).unbind()
+
+
+def _vocabulary_placement(placement: Placement) -> Placement:
+    is_fast = placement.device.type == "cuda" and fp8_refusal(placement.device, placement.dtype) is None
+    return replace(placement, method=QUANT_METHODS.get("fp8" if is_fast else "none"))

@@ -129,10 +129,9 @@ class MedusaDrafter:
     def _guess(self, rows: ComputedRows) -> torch.Tensor:
         """[num_requests, number of choices]."""
         logits = self._heads.logits(self._target.final(rows.hidden)[rows.last])
-        num_heads, num_requests, _ = logits.shape
-        nobody = torch.zeros(num_heads * num_requests, dtype=torch.int64, device=logits.device)
-        ranked = ops.top_logprobs(logits.flatten(0, 1), self._num_ranks, nobody).token_ids
-        return ranked.unflatten(0, (num_heads, num_requests)).transpose(0, 1).flatten(1)[:, self._ranks]
+        nobody = torch.zeros_like(rows.last)
+        ranked = [ops.top_logprobs(of_head, self._num_ranks, nobody).token_ids for of_head in logits]
+        return torch.cat(ranked, dim=1)[:, self._ranks]
 
 
 def _choices(configured: str, folder: Path | None, num_heads: int) -> Choices:
