@@ -143,17 +143,18 @@ def test_grouped_mm(device, backend, kind, by_token, gated, shape, dtype) -> Non
 @needs_hopper
 @pytest.mark.parametrize("kind", ["plain", "fp8"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_library_takes_the_same_operands(kind, gated) -> None:
+@pytest.mark.parametrize(("num_tokens", "backend"), [(70, "library"), (600, "auto")])
+def test_the_library_takes_the_same_operands(kind, gated, num_tokens, backend) -> None:
     device, dtype = torch.device("cuda"), torch.bfloat16
-    routing = ops.route_experts(logits_of(70, 4, device), 2)
-    x, exact_x = rows_of(kind, 70 if gated else 140, 512, dtype, device)
+    routing = ops.route_experts(logits_of(num_tokens, 4, device), 2)
+    x, exact_x = rows_of(kind, num_tokens if gated else 2 * num_tokens, 512, dtype, device)
     weight, scales = (torch.randn(4, 256, 512, device=device) * 512**-0.5).to(dtype), None
     exact_w = weight.double()
     if kind == "fp8":
         rows = ops.quantize_fp8(weight.flatten(0, 1))
         weight, scales = rows.values.view_as(weight), rows.scales.view(4, 256)
         exact_w = weight.double() * scales.double()[..., None]
-    y = ops.grouped_mm(x, weight, routing, scales, by_token=gated, gated=gated, backend="library")
+    y = ops.grouped_mm(x, weight, routing, scales, by_token=gated, gated=gated, backend=backend)
     check(y, exact_x, exact_w, routing, gated, gated, SCALED_MM["cuda", dtype])
 
 

@@ -8,6 +8,9 @@ from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.ops.select import load_module, require_float, require_shape, require_unit_stride, select
 from slipstream_kernels.routing import Routing
 
+LIBRARY_ROWS = 256  # of an average expert, from which on the library is faster on an H200 (docs/LOG.md)
+LIBRARY_ALIGNMENT = 16  # features of a weight that the library takes are multiples of it
+
 
 def grouped_mm(
     x: torch.Tensor | Fp8Rows,
@@ -41,8 +44,19 @@ def grouped_mm(
     elif isinstance(x, Fp8Rows) or weight.dtype != x.dtype or scales is not None:
         raise ValueError(f"weight: dtype {weight.dtype}, expected {E4M3} with scales, or that of 16- or 32-bit x")
     rows = x.values if isinstance(x, Fp8Rows) else x
-    module = load_module("library", "grouped_mm") if backend == "library" else select("grouped_mm", backend, rows)
+    if backend == "library" or (backend == "auto" and _prefers_library(x, weight, routing)):
+        module = load_module("library", "grouped_mm")
+    else:
+        module = select("grouped_mm", backend, rows)
     return module.grouped_mm(x, weight, routing, scales, by_token, gated)
+
+
+def _prefers_library(x: torch.Tensor | Fp8Rows, weight: torch.Tensor, routing: Routing) -> bool:
+    if not weight.is_cuda or routing.num_rows < LIBRARY_ROWS * routing.num_experts or x.dtype != torch.bfloat16:
+        return False
+    is_same_type = isinstance(x, Fp8Rows) == (weight.dtype == E4M3)
+    is_aligned = all(size % LIBRARY_ALIGNMENT == 0 for size in weight.shape[1:])
+    return is_same_type and is_aligned and bool(load_module("cuda", "device").is_hopper(weight.device))
 
 
 def check_rows(x: torch.Tensor | Fp8Rows, in_features: int, routing: Routing, by_token: bool) -> None:
