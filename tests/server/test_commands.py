@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from llm_server import LlmServer, missing_server
 from slipstream.cli import VERBS, main
-from slipstream.commands import examinations
+from slipstream.commands import examinations, serve
 from slipstream.core.host_memory import HostMemory
 from triton_server import HOST, free_ports
 
@@ -97,6 +98,16 @@ def get_when_there(url: str, timeout_s: float = 60) -> bytes:
         except OSError:
             assert time.monotonic() < deadline, f"nobody answers at {url}"
             time.sleep(0.1)
+
+
+def test_the_gateway_of_serve_is_told_of_the_embedding_model() -> None:
+    def command(*given: str) -> list[str]:
+        parser = argparse.ArgumentParser()
+        serve.add_arguments(parser)
+        return serve.gateway_command(ROOT / "model_repository", parser.parse_args([*given, "--openai-port", "9000"]))
+
+    assert command()[-4:-2] == ["--embedding-model", "embedding"] == command("--load", "embedding")[-4:-2]
+    assert "--embedding-model" not in command("--load", "llm")
 
 
 def test_serve_with_a_checkpoint_and_the_gateway(demo_model: Path) -> None:

@@ -6,7 +6,6 @@ Without its encoders it can judge nothing, which needs no checkpoint of an encod
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import openai
 import pytest
@@ -15,9 +14,9 @@ from llm_server import LlmServer
 
 
 @pytest.fixture(scope="module")
-def guarded(llm_server: LlmServer, demo_model: Path) -> Iterator[openai.OpenAI]:
-    """A client of a gateway that knows the template of the guarded LLM; the models are loaded by the tests."""
-    with GatewayProcess(llm_server.grpc_url, ["--checkpoint", f"guarded={demo_model}"]) as running:
+def guarded(llm_server: LlmServer) -> Iterator[openai.OpenAI]:
+    """A client of a gateway that takes the template of the guarded LLM; the models are loaded by the tests."""
+    with GatewayProcess(llm_server.grpc_url, []) as running:
         yield openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=60)
 
 

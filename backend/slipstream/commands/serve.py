@@ -149,4 +149,6 @@ def gateway_command(repository: Path, arguments: argparse.Namespace) -> list[str
     command = [sys.executable, "-m", "slipstream.cli", "serve-openai", "--host", arguments.host]
     command += ["--triton", f"{host}:{arguments.grpc_port}", "--port", str(arguments.openai_port)]
     command += ["--model-repository", os.fspath(repository)]
+    if (repository / "embedding/config.pbtxt").exists() and "embedding" in (arguments.load or ["embedding"]):
+        command += ["--embedding-model", "embedding"]
     return [*command, "--metrics-url", f"http://{host}:{arguments.metrics_port}/metrics"]

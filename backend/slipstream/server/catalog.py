@@ -154,7 +154,7 @@ class Catalog:
             return None
         settings = {key: value.string_value for key, value in config.parameters.items()}
         model = Model(name, name, int(time.time()), settings=settings, inputs=inputs, outputs=outputs)
-        folder = self._folder(name, settings)
+        folder = await self._find_folder(name, settings)
         if folder is None:
             model.no_template = (
                 "the gateway does not know its checkpoint; start it with --checkpoint or --model-repository"
@@ -173,6 +173,17 @@ class Catalog:
         if model.template is not None:
             model.tool_format = select_format(self._options.tool_parser, model.template.source)
         return model
+
+    async def _find_folder(self, name: str, settings: dict[str, str]) -> Path | None:
+        """Of a model around another one, such as `guarded`, that of its parameter `llm`."""
+        folder, behind = self._folder(name, settings), settings.get("llm", "")
+        if folder is not None or not behind:
+            return folder
+        try:
+            config = await self._link.config(behind)
+        except ApiError:  # not loaded: what generates is not there either
+            return None
+        return self._folder(behind, {key: value.string_value for key, value in config.parameters.items()})
 
     def _folder(self, name: str, settings: dict[str, str]) -> Path | None:
         """The folder with the tokenizer's files: as told, as config.pbtxt says, or where the hub's files are kept."""
