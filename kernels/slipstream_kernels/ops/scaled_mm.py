@@ -40,7 +40,7 @@ def scaled_mm(
     require_shape("weight", weight, (weight.shape[0], rows.values.shape[1]))
     if weight.dtype != E4M3 or rows.values.dtype != E4M3:
         raise ValueError(f"weight, rows: dtypes {weight.dtype}, {rows.values.dtype}, expected {E4M3}")
-    _require_scales(rows, weight, scales)
+    require_scales(rows, weight, scales)
     if bias is not None:
         require_shape("bias", bias, (weight.shape[0],))
     return _choose(backend, rows, weight).scaled_mm(rows, weight, scales, bias, counters)
@@ -68,7 +68,8 @@ def _choose(backend: str, rows: Fp8Rows, weight: torch.Tensor) -> ModuleType:
     return select("scaled_mm", backend, rows.values)
 
 
-def _require_scales(rows: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor) -> None:
+def require_scales(rows: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor) -> None:
+    """Raise ValueError unless the scales of both operands fit them and each other."""
     out_features, in_features = weight.shape
     if scales.dim() == 1:
         require_shape("scales", scales, (out_features,))
