@@ -118,6 +118,32 @@ def test_drafts_change_nothing(demo_model: Path, texts: list[list[int]], alone: 
     assert each_alone(engine, texts[:4]) == alone[:4]
 
 
+def texts_alone(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
+    """Without log-probabilities, penalties and the like, which verifications that are launched ahead do not serve."""
+    return [run_all(engine, [prompt], [unasked(i)])[0].token_ids for i, prompt in enumerate(prompts)]
+
+
+def unasked(place: int) -> SamplingParams:
+    return replace(WANTED[place % 3], logprobs=None, max_tokens=40 + 7 * place)
+
+
+@pytest.fixture(scope="module")
+def unasked_alone(demo_model: Path, texts: list[list[int]]) -> list[list[int]]:
+    return texts_alone(make_demo_engine(demo_model), texts)
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_verifications_launched_ahead_change_nothing(
+    demo_model: Path, texts: list[list[int]], unasked_alone: list[list[int]], name: str
+) -> None:
+    """Each sequence ends at another step, so that launches are taken up whole, in part, and dropped."""
+    engine = make_demo_engine(demo_model, speculation=DRAFTERS[name], scheduler={"max_num_seqs": 8})
+    found = run_all(engine, texts, [unasked(i) for i in range(len(texts))])
+    assert [told.token_ids for told in found] == unasked_alone
+    assert texts_alone(engine, texts[:4]) == unasked_alone[:4]
+
+
 @needs_cuda
 @pytest.mark.parametrize(
     "quantization, kv_type", [("fp8", "auto"), ("wint8", "int8"), ("none", "fp8_e4m3"), ("fp8", "int4")]

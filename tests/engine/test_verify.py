@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine_driver import make_engine, run_steps
 from slipstream.core.config import QUANTIZATIONS, EngineConfig, ModelConfig, SpeculationConfig
-from slipstream.core.drafts import children_of_rows, row_depths, row_masks, row_paths
+from slipstream.core.drafts import row_depths, row_masks, row_paths
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation, StepCosts
@@ -67,11 +67,10 @@ def accepted(
 
 
 def test_shapes_of_a_tree() -> None:
-    assert row_depths(TREE, 6) == [0, 1, 1, 2, 3, 2, 2]
+    assert row_depths(TREE, 6) == (0, 1, 1, 2, 3, 2, 2)
     assert row_paths(TREE, TOKENS)[4] == (10, 12, 13)
-    assert children_of_rows(TREE, 6) == [[1, 2], [3, 5], [6], [4], [], [], []]
     assert [bin(mask) for mask in row_masks(TREE, 6)[3:5]] == ["0b1011", "0b11011"]
-    assert row_masks([], 63)[63] == -1 and row_depths([], 3) == [0, 1, 2, 3]
+    assert row_masks([], 63)[63] == -1 and row_depths([], 3) == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(

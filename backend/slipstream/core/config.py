@@ -75,7 +75,7 @@ class SpeculationConfig:
     """methods: those loaded, with commas; the first is a request's that names none; "" = no speculation.
 
     draft_model, medusa_heads, mtp_module, eagle_head: checkpoints of the methods. num_draft_tokens: 0 = each method's
-    own. free_tokens: rows of a step that cost about as much as one; 0 = on a GPU by the weights' type, -1 = no limit.
+    own. free_tokens: most rows of a step with drafts; 0 = on a GPU by what was measured, -1 = no limit.
     """
 
     methods: str = ""

@@ -8,6 +8,7 @@ row 1 + i is draft i. Source: SpecInfer, arXiv:2305.09781.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 MAX_DRAFT_TOKENS = 63  # with the last token: the rows that the bits of one 64-bit mask word can name
 _SIGN = 1 << 63
@@ -18,12 +19,17 @@ def parents_of(parents: Sequence[int], num_drafts: int) -> Sequence[int]:
     return parents or range(-1, num_drafts - 1)
 
 
-def row_depths(parents: Sequence[int], num_drafts: int) -> list[int]:
+def row_depths(parents: Sequence[int], num_drafts: int) -> Sequence[int]:
     """Distance of each row from the last token; [1 + num_drafts], the first is 0."""
+    return _row_depths(tuple(parents), num_drafts)
+
+
+@lru_cache(maxsize=4096)
+def _row_depths(parents: tuple[int, ...], num_drafts: int) -> tuple[int, ...]:
     depths = [0]
     for parent in parents_of(parents, num_drafts):
         depths.append(depths[parent + 1] + 1)
-    return depths
+    return tuple(depths)
 
 
 def row_paths(parents: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, ...]]:
@@ -34,17 +40,14 @@ def row_paths(parents: Sequence[int], token_ids: Sequence[int]) -> list[tuple[in
     return paths
 
 
-def row_masks(parents: Sequence[int], num_drafts: int) -> list[int]:
+def row_masks(parents: Sequence[int], num_drafts: int) -> Sequence[int]:
     """Which rows each row sees, as the bits of a signed 64-bit word: its ancestors and itself."""
+    return _row_masks(tuple(parents), num_drafts)
+
+
+@lru_cache(maxsize=4096)
+def _row_masks(parents: tuple[int, ...], num_drafts: int) -> tuple[int, ...]:
     masks = [1]
     for row, parent in enumerate(parents_of(parents, num_drafts), 1):
         masks.append(masks[parent + 1] | 1 << row)
-    return [mask - (1 << 64) if mask & _SIGN else mask for mask in masks]
-
-
-def children_of_rows(parents: Sequence[int], num_drafts: int) -> list[list[int]]:
-    """The rows that follow each row; [1 + num_drafts]."""
-    children: list[list[int]] = [[] for _ in range(num_drafts + 1)]
-    for row, parent in enumerate(parents_of(parents, num_drafts), 1):
-        children[parent + 1].append(row)
-    return children
+    return tuple(mask - (1 << 64) if mask & _SIGN else mask for mask in masks)

@@ -205,7 +205,7 @@ def _at_rows(batch: ForwardBatch, values: torch.Tensor | None) -> torch.Tensor |
 
 def _ancestors(parents: Sequence[int], num_drafts: int, device: torch.device) -> torch.Tensor:
     """[num_drafts, num_drafts] bool: whether a draft's way leads through another; its own is on it."""
-    words = to_device(row_masks(parents, num_drafts)[1:], torch.int64, device)
+    words = to_device(list(row_masks(parents, num_drafts)[1:]), torch.int64, device)
     bits = torch.arange(1, num_drafts + 1, device=device)
     return (words[:, None] >> bits & 1).bool()
 
