@@ -18,6 +18,7 @@ from slipstream_kernels.triton.token_groups import (
     load_chunk,
     load_group_keys,
     load_groups,
+    load_maxima,
     ordered,
     store_group_maxima,
     unordered,
@@ -73,10 +74,7 @@ def _logprob_row_kernel(
     start_dependents(DEPENDENT)
     await_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, CHUNKS_PADDED)
-    parts, is_chunk = row * NUM_CHUNKS + chunks, chunks < NUM_CHUNKS
-    maxima = tl.load(maxima_ptr + parts, mask=is_chunk, other=float("-inf"))
-    maximum = tl.max(maxima, axis=0)
+    parts, is_chunk, maxima, maximum = load_maxima(maxima_ptr, row, NUM_CHUNKS, CHUNKS_PADDED)
     sums = tl.load(sums_ptr + parts, mask=is_chunk, other=0.0)
     total = tl.sum(tl.where(maxima > float("-inf"), sums * tl.exp(maxima - maximum), 0.0), axis=0)
     log_normaliser = maximum + tl.log(total)

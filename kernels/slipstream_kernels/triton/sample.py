@@ -26,6 +26,7 @@ from slipstream_kernels.triton.token_groups import (
     listed,
     load_chunk,
     load_group_keys,
+    load_maxima,
     ordered,
     pack_tokens,
     store_group_maxima,
@@ -182,10 +183,7 @@ def _choose_kernel(
     start_dependents(DEPENDENT)
     await_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    chunks = tl.arange(0, CHUNKS_PADDED)
-    parts, is_chunk = row * NUM_CHUNKS + chunks, chunks < NUM_CHUNKS
-    maxima = tl.load(maxima_ptr + parts, mask=is_chunk, other=float("-inf"))
-    maximum = tl.max(maxima, axis=0)
+    parts, is_chunk, maxima, maximum = load_maxima(maxima_ptr, row, NUM_CHUNKS, CHUNKS_PADDED)
     winners = tl.load(winners_ptr + parts, mask=is_chunk, other=0)
     temperature = tl.load(temperature_ptr + row)
     if temperature <= 0:

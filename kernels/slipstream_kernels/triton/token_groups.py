@@ -72,6 +72,15 @@ def store_group_maxima(x, row_ptr, chunk):
 
 
 @triton.jit
+def load_maxima(maxima_ptr, row, NUM_CHUNKS: tl.constexpr, PADDED: tl.constexpr):
+    """What the first pass left of a row: (places of chunks, which are some, their largest logits, the largest)."""
+    chunks = tl.arange(0, PADDED)
+    parts, is_chunk = row * NUM_CHUNKS + chunks, chunks < NUM_CHUNKS
+    maxima = tl.load(maxima_ptr + parts, mask=is_chunk, other=float("-inf"))
+    return parts, is_chunk, maxima, tl.max(maxima, axis=0)
+
+
+@triton.jit
 def load_group_keys(row_ptr, NUM_GROUPS: tl.constexpr, PADDED: tl.constexpr):
     """Keys of a row's group maxima; 0, below all numbers, where there is no group."""
     groups = tl.arange(0, PADDED)
