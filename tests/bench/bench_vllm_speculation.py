@@ -29,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from bench_vllm import ENVIRONMENT, GRAPH_SIZES  # noqa: E402
+from bench_vllm import ENVIRONMENT  # noqa: E402
 from profiles import PROFILES  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 NUM_DRAFTS = 5
 NUM_TOKENS = 256  # different ones, in prompts and answers
+SIZES = (1, 2, 4, 8, 16, 32, 64)  # of graphs, in requests that draft (a token each) and that verify
 SHORT = 32  # tokens of the run that is subtracted
 
 
@@ -71,14 +72,17 @@ def make_llm(arguments: argparse.Namespace, folder: Path) -> Any:
         dtype="bfloat16",
         max_model_len=arguments.input_len + arguments.output_len + 64,
         max_num_seqs=max(arguments.concurrency),
-        gpu_memory_utilization=arguments.memory,
+        gpu_memory_utilization=0.4,
+        kv_cache_memory_bytes=arguments.kv_cache_gib << 30,  # two processes may share the GPU
         enable_prefix_caching=False,
         generation_config="vllm",
         seed=0,
         disable_log_stats=True,
         worker_extension_cls="vllm_narrow.Narrow",
         attention_config={"backend": "FLASH_ATTN"},
-        compilation_config={"cudagraph_capture_sizes": [*GRAPH_SIZES, 320, 384]},
+        compilation_config={
+            "cudagraph_capture_sizes": sorted({rows * n for rows in (1, 1 + NUM_DRAFTS) for n in SIZES})
+        },
         speculative_config=speculative_config(arguments.method, arguments.shape, folder),
     )
 
@@ -116,7 +120,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=160)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--memory", type=float, default=0.9, help="share of the GPU's")
+    parser.add_argument("--kv-cache-gib", type=int, default=14)
     parser.add_argument("--lock", type=Path)
     parser.add_argument("--out", type=Path)
     return parser.parse_args()
