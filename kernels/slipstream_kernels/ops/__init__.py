@@ -10,7 +10,7 @@ from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_c
 from slipstream_kernels.ops.accept_drafts import KeptRows, accept_drafts, empty_kept_rows
 from slipstream_kernels.ops.advance_rows import DraftRows, StepRows, advance_rows
 from slipstream_kernels.ops.decode_attention import decode_attention
-from slipstream_kernels.ops.grouped_int4_mm import grouped_int4_mm, repack_expert_int4
+from slipstream_kernels.ops.grouped_int4_mm import grouped_int4_mm, max_plain_expert_tokens, repack_expert_int4
 from slipstream_kernels.ops.grouped_mm import grouped_mm
 from slipstream_kernels.ops.int4_mm import int4_mm, max_plain_int4_tokens, repack_int4
 from slipstream_kernels.ops.int8_mm import int8_mm
@@ -78,6 +78,7 @@ __all__ = [
     "invariant_attention",
     "invariant_mm",
     "kv_row_bytes",
+    "max_plain_expert_tokens",
     "max_plain_int4_tokens",
     "max_streamed_tokens",
     "move_slots",

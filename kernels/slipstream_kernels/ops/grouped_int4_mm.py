@@ -15,6 +15,7 @@ from slipstream_kernels.ops.select import load_module, select
 from slipstream_kernels.routing import Routing
 
 LOG = logging.getLogger(__name__)
+MAX_PLAIN_TOKENS = 16
 
 
 def grouped_int4_mm(
@@ -48,6 +49,11 @@ def grouped_int4_mm(
         raise ValueError(f"backend: {backend!r} takes {wanted}")
     module = select("grouped_int4_mm", backend, rows, triton_refusal(weight))
     return module.grouped_int4_mm(x, weight, routing, by_token, gated)
+
+
+def max_plain_expert_tokens(weight: Int4Weight) -> int:
+    """Up to how many tokens 16-bit rows are multiplied as fast as FP8 rows, which then need not be made; 0: never."""
+    return MAX_PLAIN_TOKENS if weight.is_repacked else 0
 
 
 def repack_expert_int4(weight: Int4Weight, num_experts: int) -> Int4Weight:

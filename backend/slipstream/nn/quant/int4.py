@@ -114,8 +114,10 @@ class Int4:
         )
 
     def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
-        rows = ops.quantize_fp8(x) if self.fp8_inputs else x
-        return ops.grouped_int4_mm(rows, self._weight(weights, x.shape[1]), routing, by_token=by_token, gated=gated)
+        weight = self._weight(weights, x.shape[1])
+        is_plain = not self.fp8_inputs or routing.num_tokens <= ops.max_plain_expert_tokens(weight)
+        rows = x if is_plain else ops.quantize_fp8(x)
+        return ops.grouped_int4_mm(rows, weight, routing, by_token=by_token, gated=gated)
 
     @property
     def _has_order(self) -> bool:
