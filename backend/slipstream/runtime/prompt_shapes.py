@@ -54,10 +54,11 @@ class PromptShape:
 
     def holds(self, step: StepArrays) -> bool:
         """Steps without drafts only: a request samples one token at most."""
+        if len(step.token_ids) > self.num_tokens or step.tree_mask is not None:
+            return False
         num_singles, num_requests = _num_singles(step), len(step.seq_lens)
         return (
-            step.tree_mask is None
-            and num_singles <= self.num_decodes
+            num_singles <= self.num_decodes
             and 0 < num_requests - num_singles <= self.num_prompts
             and len(step.token_ids) - num_singles <= self.max_query_len
             and len(step.logits_indices) <= num_requests
