@@ -31,7 +31,7 @@ from slipstream.core.config_parse import config_from_values
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.batch import ForwardBatch
-from slipstream.runtime import runner, verify
+from slipstream.runtime import verifier, verify
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.host_copy import to_device
 from slipstream.runtime.speculation import ngram
@@ -199,7 +199,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
 
 def simulate() -> None:
     """From now on in this process."""
-    runner.Verification = SimulatedVerification  # type: ignore[misc]
+    verifier.Verification = SimulatedVerification  # type: ignore[misc]
     PROPOSERS._entries["ngram"] = TalkativeNgram
 
 

@@ -107,7 +107,7 @@ def test_a_request_ends_while_its_verification_is_under_way(
     engine = make_engine(
         eight_layers,
         scheduler={"overlap_scheduling": "on"},
-        speculation=settings("mtp", eight_layers, tmp_path),
+        speculation=replace(settings("mtp", eight_layers, tmp_path), throttle="auto"),
     )
     (expected,) = run_all(engine, prompts[5:6], GREEDY)
     requests = [Request(list(prompts[place]), GREEDY, handle=place) for place in (4, 5)]
@@ -121,6 +121,12 @@ def test_a_request_ends_while_its_verification_is_under_way(
     assert engine.error is None and engine.scheduler.cache.num_used_blocks == 0
     assert requests[0].finish_reason is FinishReason.CANCELLED
     assert requests[1].output_token_ids == expected.token_ids
+    engine.submit(request := Request(list(prompts[6]), GREEDY, handle=6))
+    while engine._ahead is None:
+        engine.step()
+    engine.cancel(6)
+    run_steps(engine, told)
+    assert engine.error is None and request.is_finished, "nobody was left in the step that was under way"
 
 
 def drafted(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Request]:

@@ -266,8 +266,9 @@ class Engine:
             if (speculation := rows[place].request.speculation) is not None:
                 planner.observe(speculation.method, rows[place].num_drafts, kept)
         is_decode = all(row.num_scheduled_tokens == 1 + row.num_drafts for row in rows)
-        if is_decode and self._decoded_at:
-            tokens_per_request = sum(map(len, sampled.token_ids)) / len(rows)
+        num_tokens = sum(map(len, sampled.token_ids))  # none if all have ended meanwhile
+        if is_decode and self._decoded_at and num_tokens:
+            tokens_per_request = num_tokens / len(rows)
             seconds = now - self._decoded_at
             method = self._method_after(step)
             planner.measure(MeasuredStep(len(rows), step.num_scheduled_tokens, seconds, tokens_per_request, method))
