@@ -100,7 +100,6 @@ COMPANY: dict[str, dict[str, dict[str, object]]] = {
     "chunks": {"scheduler": {"max_num_batched_tokens": 70}},
     "odd chunks": {"scheduler": {"max_num_batched_tokens": 33}, "model": {"cuda_graphs": "off"}},
     "preempted": {"cache": {"num_blocks": 34}},
-    "small blocks": {"cache": {"block_size": 16, "num_blocks": 1024}},
 }
 
 
@@ -146,12 +145,14 @@ def test_verifications_launched_ahead_change_nothing(
 
 @needs_cuda
 @pytest.mark.parametrize(
-    "quantization, kv_type", [("fp8", "auto"), ("wint8", "int8"), ("none", "fp8_e4m3"), ("fp8", "int4")]
+    "quantization, kv_type, block_size",
+    [("fp8", "auto", 64), ("wint8", "int8", 64), ("none", "fp8_e4m3", 64), ("fp8", "int4", 32), ("none", "auto", 16)],
 )
-def test_so_it_is_with_quantised_weights_and_caches(
-    demo_model: Path, texts: list[list[int]], quantization: str, kv_type: str
+def test_so_it_is_with_other_weights_caches_and_blocks(
+    demo_model: Path, texts: list[list[int]], quantization: str, kv_type: str, block_size: int
 ) -> None:
-    types = {"model": {"quantization": quantization}, "cache": {"dtype": kv_type}}
+    cache = {"dtype": kv_type, "block_size": block_size, "num_blocks": 2048}
+    types = {"model": {"quantization": quantization}, "cache": cache}
     expected = each_alone(make_demo_engine(demo_model, **types), texts)
     assert together(make_demo_engine(demo_model, **types, speculation=DRAFTERS["eagle"]), texts) == expected
 
