@@ -31,6 +31,7 @@ def draft_memory(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, kv
     layer = spec.kv_bytes_per_token(kv_dtype) // spec.num_layers
     if config.model.load_format == "null":
         return total
+    copy = spec.vocab_size * spec.hidden_size  # of the model's vocabulary matrix, in FP8
     for method in speculation.loaded:
         if method == "draft_model" and speculation.draft_model:
             model = ModelConfig(model=speculation.draft_model)
@@ -39,9 +40,9 @@ def draft_memory(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, kv
         elif method == "medusa":
             total += DraftMemory(_head_bytes(speculation.medusa_heads, 4 * spec.vocab_size * spec.hidden_size, dtype))
         elif method == "mtp":
-            total += DraftMemory(_head_bytes(speculation.mtp_module, _layer_parameters(spec), dtype), layer)
+            total += DraftMemory(_head_bytes(speculation.mtp_module, _layer_parameters(spec), dtype) + copy, layer)
         elif method == "eagle":
-            total += DraftMemory(_head_bytes(speculation.eagle_head, 2 * _layer_parameters(spec), dtype), layer)
+            total += DraftMemory(_head_bytes(speculation.eagle_head, 2 * _layer_parameters(spec), dtype) + copy, layer)
     return total
 
 

@@ -19,6 +19,7 @@ from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.embedding import Embedding
+from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
 from slipstream.nn.heads.mtp import head_placement
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
 from slipstream.nn.hf_config import HFConfig
@@ -81,6 +82,7 @@ class EagleHead:
         self.norms = {name: RMSNorm(size, spec.norm_eps, placement) for name in names}
         self.embedding = Embedding(spec.vocab_size, size, placement) if has_embedding else target.embedding
         self.head: Linear | None = None
+        self._shared_head = target.lm_head if is_third else draft_vocabulary(target)
         self.offsets: Tensor | None = None
         if draft_vocab_size:
             self.head = Linear(LinearSpec(size, (("lm_head", draft_vocab_size),)), placement)
@@ -163,7 +165,7 @@ class EagleHead:
     def logits(self, features: Tensor) -> Tensor:
         """[R, rows of the head]."""
         if self.head is None:
-            return self._target.lm_head(features)
+            return self._shared_head(features)
         return self.head(self.norms["norm"](features))
 
     def token_ids(self, rows: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,11 +16,9 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
+from slipstream.nn.heads.draft_vocabulary import vocabulary_placement
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
 from slipstream.nn.linear import Linear
-from slipstream.nn.placement import Placement
-from slipstream.nn.quant import QUANT_METHODS
-from slipstream.nn.quant.fp8 import fp8_refusal
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.tensor_slot import TensorSlot
 
@@ -33,8 +30,7 @@ _DUMMY_HEADS = 4
 class MedusaHeads:
     """weight: [num_layers, num_heads, hidden, hidden], bias: [num_layers, num_heads, 1, hidden].
 
-    vocabulary: a layer per head, or None. A GPU holds these in FP8 where it can multiply so: they are the most of what
-    a draft reads, and what rounding turns over is a guess, not a token.
+    vocabulary: a layer per head, or None.
     """
 
     def __init__(self, target: Decoder, num_heads: int, num_layers: int, has_vocabulary: bool) -> None:
@@ -47,7 +43,7 @@ class MedusaHeads:
         self.vocabulary: list[Linear] | None = None
         if has_vocabulary:
             spec = LinearSpec(size, (("vocabulary", target.spec.vocab_size),))
-            self.vocabulary = [Linear(spec, _vocabulary_placement(placement)) for _ in range(num_heads)]
+            self.vocabulary = [Linear(spec, vocabulary_placement(placement)) for _ in range(num_heads)]
 
     @classmethod
     def load(cls, target: Decoder, folder: Path) -> MedusaHeads:
@@ -91,8 +87,3 @@ class MedusaHeads:
         if self.vocabulary is not None:
             return [linear(rows) for linear, rows in zip(self.vocabulary, x.unbind())]
         return self._target.lm_head(x.flatten(0, 1)).unflatten(0, (self.num_heads, -1)).unbind()
-
-
-def _vocabulary_placement(placement: Placement) -> Placement:
-    is_fast = placement.device.type == "cuda" and fp8_refusal(placement.device, placement.dtype) is None
-    return replace(placement, method=QUANT_METHODS.get("fp8" if is_fast else "none"))

@@ -17,6 +17,7 @@ from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder, DecoderLayer
 from slipstream.nn.embedding import Embedding
+from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
 from slipstream.nn.linear import Linear
 from slipstream.nn.models.family import FAMILIES, tensor_name
@@ -59,7 +60,8 @@ class MTPModule:
         cos_sin = cos_sin_cache(spec.rope, num_positions).to(placement.device)
         self.layer = DecoderLayer(spec, 0, cos_sin, placement)
         self.embedding = Embedding(spec.vocab_size, size, placement) if has_embedding else target.embedding
-        self.head = Linear(spec.lm_head, placement) if has_head else target.lm_head
+        self._own_head = Linear(spec.lm_head, placement) if has_head else None
+        self.head = self._own_head or draft_vocabulary(target)
 
     @classmethod
     def load(cls, target: Decoder, folder: Path, num_positions: int) -> MTPModule:
@@ -97,8 +99,8 @@ class MTPModule:
             slots[f"{_below_layer(names[name])}.weight"] = norm.slot()
         if self.embedding is not self._target.embedding:
             slots["embed_tokens.weight"] = copy_slot(self.embedding.weight)
-        if isinstance(self.head, Linear) and self.head is not self._target.lm_head:
-            slots |= {f"shared_head.head.{suffix}": slot for _, suffix, slot in self.head.slots()}
+        if self._own_head is not None:
+            slots |= {f"shared_head.head.{suffix}": slot for _, suffix, slot in self._own_head.slots()}
         return slots
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, cache: LayerCache) -> Tensor:

@@ -128,10 +128,10 @@ class MedusaDrafter:
 
     def _guess(self, rows: ComputedRows) -> torch.Tensor:
         """[num_requests, number of choices]."""
-        logits = self._heads.logits(self._target.final(rows.hidden)[rows.last])
-        nobody = torch.zeros_like(rows.last)
-        ranked = [ops.top_logprobs(of_head, self._num_ranks, nobody).token_ids for of_head in logits]
-        return torch.cat(ranked, dim=1)[:, self._ranks]
+        logits = torch.stack(list(self._heads.logits(self._target.final(rows.hidden)[rows.last])), dim=1)
+        nobody = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device).flatten()
+        ranked = ops.top_logprobs(logits.flatten(0, 1), self._num_ranks, nobody).token_ids
+        return ranked.view(len(logits), -1)[:, self._ranks]
 
 
 def _choices(configured: str, folder: Path | None, num_heads: int) -> Choices:

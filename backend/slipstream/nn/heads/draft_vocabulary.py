@@ -1,0 +1,35 @@
+"""Vocabulary matrices of drafting. A GPU multiplies by them in FP8 where it can: they are the most of what a draft
+reads, and what rounding turns over is a guess, never a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from torch import Tensor
+
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.linear import Linear
+from slipstream.nn.placement import Placement
+from slipstream.nn.quant import QUANT_METHODS
+from slipstream.nn.quant.fp8 import fp8_refusal
+
+
+def vocabulary_placement(placement: Placement) -> Placement:
+    """Of a head's own matrix."""
+    is_fast = placement.device.type == "cuda" and fp8_refusal(placement.device, placement.dtype) is None
+    return replace(placement, method=QUANT_METHODS.get("fp8" if is_fast else "none"))
+
+
+def draft_vocabulary(target: Decoder) -> Callable[[Tensor], Tensor]:
+    """The model's own matrix for guesses: an FP8 copy of it, or the model's head as it is."""
+    head, placement = target.lm_head, vocabulary_placement(target.placement)
+    is_plain = isinstance(head, Linear) and head.method is QUANT_METHODS.get("none")
+    if not is_plain or placement.method is QUANT_METHODS.get("none"):
+        return head
+    assert isinstance(head, Linear)
+    copy = Linear(target.spec.lm_head, placement)
+    for _, suffix, slot in copy.slots():
+        slot.load(head.weights[suffix])
+    return copy
