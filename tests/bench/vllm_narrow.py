@@ -12,4 +12,4 @@ class Narrow:
 
     def narrow(self, num_tokens: int) -> None:
         """Logits of all but the first tokens become zero; of these some hundred, the largest is above."""
-        self.model_runner.model.lm_head.weight.data[num_tokens:] = 0
+        self.model_runner.get_model().lm_head.weight.data[num_tokens:] = 0
