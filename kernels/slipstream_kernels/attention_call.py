@@ -30,3 +30,4 @@ class AttentionCall:
     num_kv_splits: int | None
     key_scale: torch.Tensor | None
     value_scale: torch.Tensor | None
+    fp8_queries: bool = False

@@ -1,7 +1,8 @@
 """Times prefill attention on a GPU: TFLOP/s with a cold L2, beside the Triton-lang kernel and torch's own attention.
 
 `python -m slipstream_kernels.bench_prefill`.  Random data; causal work only is counted; `contiguous` is the same with
-the blocks of each request in order.
+the blocks of each request in order.  After the library's: the same prompts over quantised caches, staging included;
+`fp8 queries` lets queries be rounded.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from slipstream_kernels.bench import median_seconds
+from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, TOKEN_SCALED_DTYPES, KvCache, empty_kv_cache
 from slipstream_kernels.ops.paged_attention import paged_attention
 
 BLOCK_SIZE = 64
@@ -65,11 +67,31 @@ class Result:
     tflops: float
 
 
-def paged_call(shape: Shape, backend: str, is_shuffled: bool = True) -> Callable[[], torch.Tensor]:
-    """A call of ops.paged_attention over a cache of its own."""
+def random_cache(shape: Shape, kv_dtype: torch.dtype) -> KvCache:
+    """Of all blocks of the shape's requests.  Integers are all their codes, scaled to about unit variance."""
     num_blocks = shape.batch * -(-shape.seq_len // BLOCK_SIZE)
     dims = (num_blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-    key_cache, value_cache = (torch.randn(dims, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    cache = empty_kv_cache(dims, kv_dtype, torch.device("cuda"))
+    for tensor, scale in ((cache.key, cache.key_scale), (cache.value, cache.value_scale)):
+        if kv_dtype in TOKEN_SCALED_DTYPES:
+            tensor.view(torch.uint8).random_(0, 256)
+            assert scale is not None
+            scale.fill_(1 / 74 if kv_dtype == torch.int8 else 1 / 4.6)
+        else:
+            tensor.copy_(torch.randn(dims, dtype=torch.bfloat16, device="cuda"))
+    return cache
+
+
+def paged_call(
+    shape: Shape,
+    backend: str,
+    is_shuffled: bool = True,
+    kv_dtype: torch.dtype = torch.bfloat16,
+    fp8_queries: bool = False,
+) -> Callable[[], torch.Tensor]:
+    """A call of ops.paged_attention over a cache of its own."""
+    cache = random_cache(shape, kv_dtype)
+    num_blocks = cache.key.shape[0]
     order = torch.randperm(num_blocks, device="cuda") if is_shuffled else torch.arange(num_blocks, device="cuda")
     num_tokens = shape.batch * shape.query_len
     q = torch.randn(num_tokens, shape.num_q_heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")
@@ -80,14 +102,17 @@ def paged_call(shape: Shape, backend: str, is_shuffled: bool = True) -> Callable
     def run() -> torch.Tensor:
         return paged_attention(
             q,
-            key_cache,
-            value_cache,
+            cache.key,
+            cache.value,
             tables,
             starts,
             lengths,
             max_query_len=shape.query_len,
             max_seq_len=shape.seq_len,
             scale=shape.head_dim**-0.5,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
+            fp8_queries=fp8_queries,
             backend=backend,
         )
 
@@ -115,6 +140,9 @@ def calls(shape: Shape) -> dict[str, Callable[[], torch.Tensor]]:
     }
     if shape.query_len == shape.seq_len:
         versions.update({name: library_call(shape, backend) for name, backend in LIBRARY.items()})
+    for name, kv_dtype in QUANTIZED_KV_DTYPES.items():
+        versions[name] = paged_call(shape, "cuda", kv_dtype=kv_dtype)
+    versions["fp8 queries"] = paged_call(shape, "cuda", kv_dtype=torch.float8_e4m3fn, fp8_queries=True)
     return versions
 
 

@@ -14,7 +14,7 @@ import torch
 from decode_cases import FP8, make_case, oracle
 from dense_attention import PagedBatch, dense_attention, make_batch
 from slipstream_kernels.attention_call import AttentionCall
-from slipstream_kernels.cuda import build
+from slipstream_kernels.cuda import build, prefill_stage
 from slipstream_kernels.cuda import prefill_attention as cuda_prefill
 from slipstream_kernels.ops.paged_attention import paged_attention
 from tolerances import ATTENTION
@@ -32,12 +32,12 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("cache, head_dim", [(torch.bfloat16, 64), (torch.bfloat16, 128), (torch.int8, 128)], ids=str)
-def test_compiles_without_spills_or_serialised_products(cache, head_dim, tmp_path) -> None:
+@pytest.mark.parametrize("kv, head_dim", [(0, 64), (0, 128), (2, 128), (cuda_prefill.FP8_KEYS, 128)])
+def test_compiles_without_spills_or_serialised_products(kv, head_dim, tmp_path) -> None:
     nvcc = build.find_nvcc()
     if nvcc is None:
         pytest.skip("no nvcc")
-    defines = cuda_prefill.variant(torch.bfloat16, cache, head_dim)
+    defines = cuda_prefill.variant(torch.bfloat16, kv, head_dim)
     command = [str(nvcc), *build.FLAGS, *(f"-D{define}" for define in defines), "-Xptxas=-v"]
     command += [f"-I{build.SOURCE_FOLDER / 'include'}", "-o", str(tmp_path / "kernel.so")]
     command += [str(build.SOURCE_FOLDER / cuda_prefill.SOURCE)]
@@ -48,10 +48,41 @@ def test_compiles_without_spills_or_serialised_products(cache, head_dim, tmp_pat
     assert not re.search(r"\(C75\d\d\)", report), report
 
 
-def test_c_and_python_agree_on_the_arguments() -> None:
-    header = (build.SOURCE_FOLDER / "include" / "prefill_params.h").read_text()
-    in_c = re.findall(r"^  (?:const )?\w+\*? (\w+);", header, re.MULTILINE)
-    assert in_c == [name for name, _ in cuda_prefill.PrefillParams._fields_]
+@pytest.mark.parametrize(
+    "header, mirror",
+    [
+        ("prefill_params.h", cuda_prefill.PrefillParams),
+        ("prefill_stage_params.h", prefill_stage.PrefillStageParams),
+    ],
+)
+def test_c_and_python_agree_on_the_arguments(header, mirror) -> None:
+    text = (build.SOURCE_FOLDER / "include" / header).read_text()
+    in_c = re.findall(r"^  (?:const )?\w+\*? (\w+);", text, re.MULTILINE)
+    assert in_c == [name for name, _ in mirror._fields_]
+
+
+def test_blocks_are_staged_for_long_prompts_of_quantised_caches() -> None:
+    """Also long chunks after a prefix; not short ones, nor where the prefixes would be most of the copy."""
+
+    def stages(query_len: int, seq_len: int, count: int = 1, kv_dtype: torch.dtype = FP8) -> bool:
+        blocks = -(-seq_len // 64)
+        cache = torch.empty(1, 8, 64, 128, dtype=kv_dtype, device="meta")
+        batch = PagedBatch(
+            torch.empty(count * query_len, 32, 128, dtype=torch.bfloat16, device="meta"),
+            cache,
+            cache,
+            torch.empty(count, blocks, dtype=torch.int32, device="meta"),
+            torch.empty(count + 1, dtype=torch.int32, device="meta"),
+            torch.empty(count, dtype=torch.int32, device="meta"),
+            query_len,
+            seq_len,
+        )
+        return prefill_stage.pays(call_of(batch), with_keys=False)
+
+    assert stages(4096, 4096) and stages(2048, 32768) and stages(2048, 2048, count=8)
+    assert not stages(1024, 1024) and not stages(256, 32768) and not stages(100, 100, count=64)
+    assert not stages(2048, 262144)
+    assert not stages(4096, 4096, kv_dtype=torch.bfloat16)
 
 
 def test_refusal_says_why() -> None:
@@ -86,6 +117,11 @@ def call_of(batch: PagedBatch, options: dict | None = None) -> AttentionCall:
     return AttentionCall(**given)
 
 
+def stage_always(monkeypatch) -> None:
+    monkeypatch.setattr(prefill_stage, "MIN_QUERY_LEN", 0)
+    monkeypatch.setattr(prefill_stage, "MAX_RATIO", 1 << 20)
+
+
 def with_slopes(options: dict, batch: PagedBatch) -> dict:
     num_heads = batch.q.shape[1]
     slopes = (2.0 ** (-8 * torch.arange(1, num_heads + 1, device=batch.q.device) / num_heads)).float()
@@ -118,10 +154,13 @@ def test_options(hopper, head_dim, option) -> None:
     assert_right(batch, OPTIONS[option])
 
 
+@pytest.mark.parametrize("is_staged", [False, True], ids=["converted in the kernel", "staged"])
 @pytest.mark.parametrize("kv_dtype", [FP8, torch.int8, torch.uint8], ids=str)
 @pytest.mark.parametrize("geometry", [(8, 2, 128, 64), (4, 4, 64, 16), (5, 1, 128, 128)], ids=str)
-def test_quantised_caches(hopper, geometry, kv_dtype) -> None:
+def test_quantised_caches(hopper, geometry, kv_dtype, is_staged, monkeypatch) -> None:
     """make_case leaves NaN, where a type has it, in every slot and scale that no request owns."""
+    if is_staged:
+        stage_always(monkeypatch)
     dtype = torch.float16 if geometry[1] == 1 else torch.bfloat16
     case = make_case([33, 129, 5, 1], [33, 190, 200, 0], geometry, dtype, kv_dtype, seed=7)
     moved = case.to(hopper)
@@ -129,6 +168,23 @@ def test_quantised_caches(hopper, geometry, kv_dtype) -> None:
     paged_attention(*moved.tensors(), **moved.keywords(), out=out, backend="cuda")
     rtol, atol = ATTENTION[dtype]
     torch.testing.assert_close(out.cpu().double(), oracle(case), rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("geometry", [(8, 2, 128, 64), (5, 1, 128, 16)], ids=str)
+@pytest.mark.parametrize("dtype", cuda_prefill.TYPES, ids=str)
+def test_rounded_queries_are_all_that_fp8_queries_change(hopper, geometry, dtype, monkeypatch) -> None:
+    """Against the oracle over queries rounded as the kernel does: each head of a token by its largest element."""
+    stage_always(monkeypatch)
+    case = make_case([33, 129, 5, 1], [33, 190, 200, 0], geometry, dtype, FP8, seed=8)
+    moved = case.to(hopper)
+    out = torch.full_like(moved.q, float("nan"))
+    paged_attention(*moved.tensors(), **moved.keywords(), fp8_queries=True, out=out, backend="cuda")
+    unit = case.q.float().abs().amax(-1, keepdim=True) / 448
+    rounded = (case.q.float() / unit).to(FP8).float() * unit
+    rtol, atol = ATTENTION[dtype]
+    torch.testing.assert_close(out.cpu().double(), oracle(replace(case, q=rounded)), rtol=rtol, atol=atol)
+    exact = oracle(case)
+    assert 0.002 < (out.cpu().double() - exact).norm() / exact.norm() < 0.03
 
 
 def test_many_requests_share_the_tiles(hopper) -> None:

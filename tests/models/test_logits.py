@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from paged_forward import PagedForward
 from slipstream.core.config import ModelConfig
-from slipstream.nn.attention.split_kv import SplitKVAttention
+from slipstream.nn.attention.split_kv import SplitKVAttention, SplitKVFp8Attention
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model
 from tiny_checkpoints import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, TinyCheckpoint, make_checkpoint, relative_error
@@ -61,9 +62,9 @@ def test_prefill_of_one_beside_decode_of_others(served: tuple[TinyCheckpoint, De
 def test_decode_rows_attend_apart_from_prompts(
     served: tuple[TinyCheckpoint, Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The split of a mixed step that Hopper's backend makes, over the ops' references; here 4 tokens are short."""
+    """The split of a mixed step that Hopper's backends make, over the ops' references; here 4 tokens are short."""
     checkpoint, decoder = served
-    monkeypatch.setattr(decoder, "backend", SplitKVAttention(decoder.spec))
+    monkeypatch.setattr(decoder, "backend", SplitKVFp8Attention(decoder.spec))  # splits as SplitKVAttention does
     monkeypatch.setattr("slipstream.runtime.batch.MAX_DECODE_QUERY_LEN", 4)
     forward = PagedForward(decoder, prompts(), block_size=8)
     forward.step({1: 12, 3: 5})
@@ -149,3 +150,14 @@ def test_gpu_computes_the_same(variant: str, dtype: str, tolerance: float, tmp_p
     decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cuda", dtype=dtype))
     for prompt, logits in zip(prompts(), PagedForward(decoder, prompts(), block_size=16).run([5, 1, 13])):
         assert relative_error(logits.cpu(), checkpoint.logits(prompt)) <= tolerance
+
+
+def test_queries_are_rounded_only_over_an_fp8_cache_of_heads_that_are_served(
+    served: tuple[TinyCheckpoint, Decoder],
+) -> None:
+    spec, device, fp8 = served[1].spec, torch.device("cpu"), torch.float8_e4m3fn
+    reason = SplitKVFp8Attention.supports
+    assert reason(spec, device, torch.bfloat16, torch.bfloat16) == "needs kv_cache_dtype=fp8_e4m3"
+    assert reason(spec, device, torch.bfloat16) == "needs kv_cache_dtype=fp8_e4m3"
+    assert reason(spec, device, torch.bfloat16, fp8) == f"rounds queries of heads of 128, not {spec.head_dim}"
+    assert reason(replace(spec, head_dim=128), device, torch.bfloat16, fp8) == "needs a CUDA device"

@@ -168,6 +168,7 @@ def _main() -> None:
         int4_stream,
         int8_gemm,
         prefill_attention,
+        prefill_stage,
         sample,
         stream_mm,
         w4a8_gemm,
@@ -177,7 +178,7 @@ def _main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     jobs = parser.parse_args().jobs
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    kernels = (prefill_attention, decode_attention, stream_mm, sample)
+    kernels = (prefill_attention, prefill_stage, decode_attention, stream_mm, sample)
     wanted = [partial(build, kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
     wanted += [partial(build, *variant) for variant in (*int4_stream.variants(), *int4_experts.variants())]
     wanted.append(partial(build, int4_mm.DEQUANTISE, ()))

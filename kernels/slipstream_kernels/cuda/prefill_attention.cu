@@ -6,17 +6,18 @@
 // ask for (FlashAttention-3, arXiv:2407.08608; their turns by barriers gained nothing here). Keys are walked from the
 // last tile, which has a mask, to the first. Rows are (token, query head of one kv head) pairs.
 //
-// Built once per SLIPSTREAM_TYPE (__half, __nv_bfloat16), SLIPSTREAM_KV (KvType), SLIPSTREAM_HEAD_DIM,
+// Built once per SLIPSTREAM_TYPE (__half, __nv_bfloat16), SLIPSTREAM_KV (PrefillKv), SLIPSTREAM_HEAD_DIM,
 // SLIPSTREAM_SOFT_CAP and SLIPSTREAM_ALIBI.
 
 #include <cuda.h>
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <type_traits>
 
 #include "prefill_convert.cuh"
 #include "prefill_load.cuh"
+#include "prefill_maps.cuh"
+#include "prefill_queries.cuh"
 #include "prefill_softmax.cuh"
 
 namespace slipstream {
@@ -28,6 +29,7 @@ template <typename SHAPE>
 struct Multiplier {
   using Element = typename SHAPE::Element;
   using Operand = typename SHAPE::Operand;
+  using KeyOperand = typename SHAPE::KeyOperand;
   static constexpr int kScores = SHAPE::kKeys / 2;
   static constexpr int kOutputs = SHAPE::kHeadDim / 2;
 
@@ -68,7 +70,7 @@ struct Multiplier {
     for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
     if (work.begin_tile >= work.end_tile) return;
     facts.load<SHAPE::kHasAlibi>(p, work, warpgroup);
-    facts.scale = p.scale * head_scale(p.key_scale);
+    facts.factor[0] = facts.factor[1] = p.scale * head_scale(p.key_scale) * kLog2E;
     const int first_position = work.seq_len - work.query_len + (work.first_row >> p.pack_log2);
     const int last_position = work.seq_len - work.query_len + ((work.first_row + SHAPE::kRows - 1) >> p.pack_log2);
     // Tiles in [whole_begin, whole_end) hide no key from any row.
@@ -89,7 +91,7 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ float head_scale(const float* scales) const {
-    if (SHAPE::kKvType != KvType::kFp8E4m3 || scales == nullptr) return 1.0f;
+    if (!SHAPE::kHasHeadScales || scales == nullptr) return 1.0f;
     return scales[(work.head << p.pack_log2) / (p.num_q_heads / p.num_kv_heads)];
   }
 
@@ -97,7 +99,7 @@ struct Multiplier {
   __device__ __forceinline__ void begin() {
     wait_barrier(memory.query_full(), query_place.parity);
     query_place.advance();
-    if constexpr (!std::is_same_v<Element, Operand>) convert_queries();
+    if constexpr (!std::is_same_v<Element, KeyOperand>) convert_queries();
     wait_barrier(memory.key_full(key_place.stage), key_place.parity);
     multiply_scores();
     wait_for_products<0>();
@@ -110,7 +112,7 @@ struct Multiplier {
     follow(tile, true, rescale);
     pack_probs();
     const bool has_tail = work.seq_len % (1 << p.block_size_log2) != 0 && work.seq_len < work.end_tile * SHAPE::kKeys;
-    if (!SHAPE::kIsQuantized && has_tail) clear_tail(tile);
+    if (std::is_same_v<Element, Operand> && !SHAPE::kHasStagedValues && has_tail) clear_tail(tile);
   }
 
   __device__ __forceinline__ void step(int tile, bool is_masked) {
@@ -137,7 +139,8 @@ struct Multiplier {
 
   __device__ __forceinline__ void follow(int tile, bool is_masked, float (&rescale)[2]) {
     const int first_key = tile * SHAPE::kKeys;
-    const float factor = finish_scores<SHAPE::kHasSoftCap, SHAPE::kHasAlibi>(p, facts, first_key, scores);
+    float factor[2];
+    finish_scores<SHAPE::kHasSoftCap, SHAPE::kHasAlibi>(p, facts, first_key, scores, factor);
     if (is_masked) mask_scores(p, facts, first_key, scores);
     state.follow(scores, factor, rescale);
   }
@@ -148,11 +151,11 @@ struct Multiplier {
     pin(scores);
     begin_products();
 #pragma unroll
-    for (int k = 0; k < SHAPE::kHeadDim / 16; ++k) {
+    for (int k = 0; k < 4 * SHAPE::kKeySlabs; ++k) {
       const uint64_t query = queries + ((k / 4 * SHAPE::kQuerySlab + k % 4 * 32) >> 4);
       const uint64_t key = keys + ((k / 4 * SHAPE::kKeySlab + k % 4 * 32) >> 4);
-      if (k == 0) multiply_rows<Operand, false>(scores, query, key);
-      else multiply_rows<Operand, true>(scores, query, key);
+      if (k == 0) multiply_rows<KeyOperand, false>(scores, query, key);
+      else multiply_rows<KeyOperand, true>(scores, query, key);
     }
     commit_products();
   }
@@ -175,17 +178,16 @@ struct Multiplier {
     for (int i = 0; i < kScores / 2; ++i) probs[i] = pack<Operand>(scores[2 * i], scores[2 * i + 1]);
   }
 
-  // This warpgroup's rows from bf16 to fp16, where they lie.
+  // This warpgroup's rows, where they lie, from their own type to the operand's.
   __device__ __forceinline__ void convert_queries() {
-    for (int i = threadIdx.x % 128; i < 64 * 8 * SHAPE::kSlabs; i += 128) {
-      const int slab = i / (64 * 8), part = i % (64 * 8);
-      auto* words = reinterpret_cast<uint4*>(memory.pointer(
-          memory.queries() + slab * SHAPE::kQuerySlab + warpgroup * 64 * kSwizzleBytes + part * 16));
-      const uint4 old = *words;
-      const auto convert = [](uint32_t pair) {
-        return pack<Operand>(__uint_as_float(pair << 16), __uint_as_float(pair & ~0xffffu));
-      };
-      *words = make_uint4(convert(old.x), convert(old.y), convert(old.z), convert(old.w));
+    char* rows = memory.pointer(memory.queries() + warpgroup * 64 * kSwizzleBytes);
+    if constexpr (SHAPE::kHasFp8Keys) {
+      float unit[2];
+      round_queries<Element, SHAPE::kQuerySlab>(rows, unit);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) facts.factor[r] *= unit[r];
+    } else {
+      queries_to_half<SHAPE::kQuerySlab, SHAPE::kSlabs>(rows);
     }
     fence_shared_for_engines();
     sync_threads(kWarpgroupBarrier + warpgroup, 128);
@@ -268,7 +270,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1)
     lower_registers<SHAPE::kLoadRegisters>();
     if (threadIdx.x / 32 == 0) PrefillLoader<SHAPE>{p, maps, memory}.run();
   } else if (warpgroup < SHAPE::kFirstMultiplier) {
-    if constexpr (SHAPE::kIsQuantized) {
+    if constexpr (SHAPE::kIsConverted) {
       lower_registers<SHAPE::kConvertRegisters>();
       PrefillConverter<SHAPE>{memory}.run();
     }
@@ -278,55 +280,10 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1)
   }
 }
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-inline Encode find_encode() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result;
-  cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-  return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
-}
-
-struct Extent {
-  uint64_t dims[3];
-  uint64_t strides[2];   // bytes, of the outer two
-  uint32_t box[3];
-};
-
-inline bool encode(CUtensorMap* map, CUtensorMapDataType type, const void* data, const Extent& extent) {
-  static const Encode encode_tiled = find_encode();
-  if (encode_tiled == nullptr) return false;
-  const bool is_raw = type == CU_TENSOR_MAP_DATA_TYPE_UINT8;
-  const uint32_t ones[3] = {1, 1, 1};
-  return encode_tiled(map, type, 3, const_cast<void*>(data), extent.dims, extent.strides, extent.box, ones,
-                      CU_TENSOR_MAP_INTERLEAVE_NONE, is_raw ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
-                      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
-template <typename SHAPE>
-bool encode_maps(const PrefillParams& p, PrefillMaps* maps) {
-  constexpr bool kIsHalf = std::is_same_v<typename SHAPE::Element, __half>;
-  constexpr auto kType = kIsHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  constexpr auto kCacheType = SHAPE::kIsQuantized ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : kType;
-  // Elements of a row of the cache, and their bytes; quantised ones count in bytes.
-  constexpr uint64_t kRow = SHAPE::kIsQuantized ? SHAPE::kSlabs * SHAPE::kRawRowBytes : SHAPE::kHeadDim;
-  constexpr uint64_t kRowBytes = SHAPE::kSlabs * SHAPE::kRawRowBytes;
-  const uint64_t part_rows = 1 << std::min(p.block_size_log2, kMaxPartRowsLog2);
-  const uint64_t num_parts = p.num_blocks * p.num_kv_heads * ((1 << p.block_size_log2) / part_rows);
-  const uint32_t pack = 1 << p.pack_log2;
-  const Extent cache{{kRow, part_rows, num_parts}, {kRowBytes, part_rows * kRowBytes},
-                     {static_cast<uint32_t>(kRow) / SHAPE::kSlabs, static_cast<uint32_t>(part_rows), 1}};
-  const Extent q{{SHAPE::kHeadDim, static_cast<uint64_t>(p.num_q_heads), static_cast<uint64_t>(p.num_tokens)},
-                 {p.q_head_stride * sizeof(uint16_t), p.q_token_stride * sizeof(uint16_t)},
-                 {64, pack, SHAPE::kRows / pack}};
-  return encode(&maps->q, kType, p.q, q) && encode(&maps->keys, kCacheType, p.key_cache, cache) &&
-         encode(&maps->values, kCacheType, p.value_cache, cache);
-}
-
 template <typename SHAPE>
 cudaError_t launch(const PrefillParams& p, cudaStream_t stream) {
   PrefillMaps maps;
-  if (!encode_maps<SHAPE>(p, &maps)) return cudaErrorInvalidValue;
+  if (!MapEncoder<SHAPE>{p}.run(&maps)) return cudaErrorInvalidValue;
   auto* kernel = prefill_attention_kernel<SHAPE>;
   constexpr int kBytes = PrefillMemory<SHAPE>::kAllocatedBytes;
   static const cudaError_t configured =
@@ -342,7 +299,7 @@ cudaError_t launch(const PrefillParams& p, cudaStream_t stream) {
 
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_prefill_attention(const PrefillParams* params, void* stream) {
-  using Shape = slipstream::PrefillShape<SLIPSTREAM_TYPE, static_cast<slipstream::KvType>(SLIPSTREAM_KV),
+  using Shape = slipstream::PrefillShape<SLIPSTREAM_TYPE, static_cast<slipstream::PrefillKv>(SLIPSTREAM_KV),
                                          SLIPSTREAM_HEAD_DIM, SLIPSTREAM_SOFT_CAP, SLIPSTREAM_ALIBI>;
   return slipstream::launch<Shape>(*params, static_cast<cudaStream_t>(stream));
 }

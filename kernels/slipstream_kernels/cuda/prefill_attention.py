@@ -11,13 +11,17 @@ from functools import lru_cache
 import torch
 
 from slipstream_kernels.attention_call import AttentionCall
+from slipstream_kernels.cuda import prefill_stage
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import count_sms, is_hopper
 from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
+from slipstream_kernels.ops.paged_attention import FP8_QUERY_HEAD_DIM
 
 SOURCE = "prefill_attention.cu"
 HEAD_DIMS = (64, 128)
+# PrefillKv of include/prefill_shape.cuh: caches of these types; copies of their blocks; keys as an fp8 cache has them.
 KV_TYPES = {torch.bfloat16: 0, torch.float16: 0, FP8_DTYPE: 1, INT8_DTYPE: 2, INT4_DTYPE: 3}
+STAGED, FP8_KEYS = 4, 5
 TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 # Keys and values that may be in use at once, of the L2 cache's 50 to 60 MB.
 SECTION_BYTES = 32 << 20
@@ -42,6 +46,7 @@ class PrefillParams(ctypes.Structure):
         *((name, ctypes.c_int32) for name in COUNTS),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
+        ("staged_blocks", ctypes.c_int32),
         ("pack_log2", ctypes.c_int32),
     ]
 
@@ -74,11 +79,13 @@ def _copied(call: AttentionCall) -> list[torch.Tensor]:
 
 
 def paged_attention(call: AttentionCall) -> None:
-    """See ops.paged_attention; writes call.out.  One launch."""
+    """See ops.paged_attention; writes call.out.  One launch, or two where the cache's blocks are staged first."""
     if call.q.shape[0] == 0 or call.seq_lens.shape[0] == 0:
         return
+    kv = source_of_keys_and_values(call)
     library = load(SOURCE, defines(call))
-    params = _params(call)
+    staged = _STAGERS[kv](call) if kv in _STAGERS else None
+    params = _params(call, staged)
     stream = ctypes.c_void_p(torch.cuda.current_stream(call.q.device).cuda_stream)
     with torch.cuda.device(call.q.device):
         error = library.slipstream_prefill_attention(ctypes.byref(params), stream)
@@ -87,20 +94,30 @@ def paged_attention(call: AttentionCall) -> None:
         raise RuntimeError(f"prefill_attention: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
 
 
+_STAGERS = {STAGED: prefill_stage.stage_both, FP8_KEYS: prefill_stage.stage_values}
+
+
+def source_of_keys_and_values(call: AttentionCall) -> int:
+    """PrefillKv of a call."""
+    may_round = call.fp8_queries and call.key_cache.dtype == FP8_DTYPE and call.q.shape[2] == FP8_QUERY_HEAD_DIM
+    if may_round and prefill_stage.pays(call, with_keys=False):
+        return FP8_KEYS
+    return STAGED if prefill_stage.pays(call, with_keys=True) else KV_TYPES[call.key_cache.dtype]
+
+
 def defines(call: AttentionCall) -> tuple[str, ...]:
     """The macros that choose the variant of the kernel for a call."""
-    return variant(
-        call.q.dtype, call.key_cache.dtype, call.q.shape[2], call.soft_cap is not None, call.alibi_slopes is not None
-    )
+    has_soft_cap, has_alibi = call.soft_cap is not None, call.alibi_slopes is not None
+    return variant(call.q.dtype, source_of_keys_and_values(call), call.q.shape[2], has_soft_cap, has_alibi)
 
 
 def variant(
-    query: torch.dtype, cache: torch.dtype, head_dim: int, has_soft_cap: bool = False, has_alibi: bool = False
+    query: torch.dtype, kv: int, head_dim: int, has_soft_cap: bool = False, has_alibi: bool = False
 ) -> tuple[str, ...]:
-    """The macros of one variant of the kernel."""
+    """The macros of one variant of the kernel.  kv: PrefillKv."""
     return (
         f"SLIPSTREAM_TYPE={TYPES[query]}",
-        f"SLIPSTREAM_KV={KV_TYPES[cache]}",
+        f"SLIPSTREAM_KV={kv}",
         f"SLIPSTREAM_HEAD_DIM={head_dim}",
         f"SLIPSTREAM_SOFT_CAP={int(has_soft_cap)}",
         f"SLIPSTREAM_ALIBI={int(has_alibi)}",
@@ -109,8 +126,8 @@ def variant(
 
 def variants() -> list[tuple[str, ...]]:
     """Those worth building ahead of time: of all types and head dims, without soft cap and ALiBi."""
-    quantized = (FP8_DTYPE, INT8_DTYPE, INT4_DTYPE)
-    return [variant(query, cache, dim) for query in TYPES for cache in (query, *quantized) for dim in HEAD_DIMS]
+    kinds = [(kv, dim) for kv in (*sorted(set(KV_TYPES.values())), STAGED) for dim in HEAD_DIMS]
+    return [variant(query, *kind) for query in TYPES for kind in (*kinds, (FP8_KEYS, FP8_QUERY_HEAD_DIM))]
 
 
 @lru_cache
@@ -121,13 +138,18 @@ def _counters(device: torch.device) -> torch.Tensor:
     return torch.zeros(2, dtype=torch.int32, device=device)
 
 
-def _params(call: AttentionCall) -> PrefillParams:
+def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> PrefillParams:
     num_q_heads = call.q.shape[1]
     num_blocks, num_kv_heads, block_size, _ = call.key_cache.shape
     group = num_q_heads // num_kv_heads
+    key_cache, value_cache, key_scale, value_scale = call.key_cache, call.value_cache, call.key_scale, call.value_scale
+    if staged is not None:
+        key_cache, value_cache = key_cache if staged.keys is None else staged.keys, staged.values
+        if call.key_cache.dtype in TOKEN_SCALED_DTYPES:
+            key_scale = value_scale = None  # in what is staged
     tensors = {
-        "q": call.q, "key_cache": call.key_cache, "value_cache": call.value_cache, "key_scale": call.key_scale,
-        "value_scale": call.value_scale, "out": call.out, "block_tables": call.block_tables,
+        "q": call.q, "key_cache": key_cache, "value_cache": value_cache, "key_scale": key_scale,
+        "value_scale": value_scale, "out": call.out, "block_tables": call.block_tables,
         "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "alibi_slopes": call.alibi_slopes,
         "counters": _counters(call.q.device),
     }  # fmt: skip
@@ -143,17 +165,18 @@ def _params(call: AttentionCall) -> PrefillParams:
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         block_size_log2=block_size.bit_length() - 1,
-        heads_per_section=_heads_per_section(call) * (group >> pack_log2),
+        heads_per_section=_heads_per_section(call, key_cache, value_cache) * (group >> pack_log2),
         sliding_window=call.sliding_window or 0,
         num_sms=count_sms(call.q.device),
         scale=call.scale,
         soft_cap=call.soft_cap or 0.0,
+        staged_blocks=0 if staged is None else staged.num_blocks,
         pack_log2=pack_log2,
     )
 
 
-def _heads_per_section(call: AttentionCall) -> int:
-    """How many kv heads of the longest sequence the L2 cache holds."""
+def _heads_per_section(call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> int:
+    """How many kv heads of the longest sequence the L2 cache holds, as keys and values of these types."""
     num_kv_heads, head_dim = call.key_cache.shape[1], call.q.shape[2]
-    bytes_of_head = 2 * call.max_seq_len * head_dim * call.key_cache.element_size()
+    bytes_of_head = call.max_seq_len * head_dim * (keys.element_size() + values.element_size())
     return max(1, min(num_kv_heads, SECTION_BYTES // bytes_of_head))

@@ -12,6 +12,8 @@ from slipstream_kernels.ops.select import load_module, select
 TRITON_HEAD_DIMS = (64, 80, 96, 128, 256)
 # Calls of longer queries than decode and draft rows go to the CUDA kernel, where it can run.
 SHORT_QUERY_LEN = 16
+# Of heads whose queries may be rounded to e4m3: a row of 128 bytes is what the tensor cores' operands are swizzled by.
+FP8_QUERY_HEAD_DIM = 128
 
 
 def paged_attention(
@@ -31,6 +33,7 @@ def paged_attention(
     alibi_slopes: torch.Tensor | None = None,
     soft_cap: float | None = None,
     num_kv_splits: int | None = None,
+    fp8_queries: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -48,6 +51,8 @@ def paged_attention(
     max_query_len, max_seq_len: host-side upper bounds that size grids (no device read, CUDA-graph safe); max_seq_len
     defaults to what block_tables can hold.  num_kv_splits fixes the triton decode kernel's split of the keys, which
     otherwise follows the batch size (its rounding too); the reference ignores it.
+    fp8_queries: of long prompts over an fp8 cache, queries may be rounded to e4m3 (per token and head), so that their
+    product with keys runs at the tensor cores' double rate; what it costs: docs/LOG.md.  Only the cuda version does.
     backend: "cuda" (Hopper; ValueError if it cannot run), "triton", "reference"; "auto": cuda for queries of more than
     16 tokens where it can run, else triton.  Calls of the cuda version on one device must be ordered, on one stream.
     Returns [num_tokens, num_q_heads, head_dim], dtype of q; rows past query_start_loc[-1] are unspecified.
@@ -78,6 +83,7 @@ def paged_attention(
         num_kv_splits=num_kv_splits,
         key_scale=key_scale,
         value_scale=value_scale,
+        fp8_queries=fp8_queries,
     )
     _run(call, backend)
     return call.out

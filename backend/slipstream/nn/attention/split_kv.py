@@ -1,9 +1,13 @@
-"""The attention backend for Hopper GPUs: decode and verify rows by the split-KV kernel, prompts by the paged op."""
+"""Attention backends for Hopper GPUs: decode and verify rows by the split-KV kernel, prompts by the paged op.
+
+split_kv_fp8 comes first: over an FP8 cache it lets long prompts multiply keys in FP8, as other engines do.
+"""
 
 from __future__ import annotations
 
 import torch
 from slipstream_kernels import ops
+from slipstream_kernels.ops.paged_attention import FP8_QUERY_HEAD_DIM
 
 from slipstream.nn.attention.backend import ATTENTION_BACKENDS
 from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after
@@ -11,8 +15,11 @@ from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import DecoderSpec
 
 
-@ATTENTION_BACKENDS.register("split_kv")
 class SplitKVAttention:
+    """Queries stay as they are."""
+
+    _fp8_queries = False
+
     def __init__(self, spec: DecoderSpec) -> None:
         from slipstream.nn.attention.paged import PagedAttention  # here, so that it is registered after this one
 
@@ -39,7 +46,35 @@ class SplitKVAttention:
     def plan(self, batch: ForwardBatch) -> SplitStep:
         decodes = decode_rows(batch)
         prompts = rows_after(batch, decodes)
-        return SplitStep(batch, decodes, prompts, self._scale, self._sliding_windows, has_decode_kernel=True)
+        return SplitStep(
+            batch,
+            decodes,
+            prompts,
+            self._scale,
+            self._sliding_windows,
+            has_decode_kernel=True,
+            fp8_queries=self._fp8_queries,
+        )
+
+
+class SplitKVFp8Attention(SplitKVAttention):
+    """Queries of long prompts are rounded to e4m3, each head of a token by its own largest element."""
+
+    _fp8_queries = True
+
+    @staticmethod
+    def supports(
+        spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
+        if kv_dtype != ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]:
+            return "needs kv_cache_dtype=fp8_e4m3"
+        if spec.head_dim != FP8_QUERY_HEAD_DIM:
+            return f"rounds queries of heads of {FP8_QUERY_HEAD_DIM}, not {spec.head_dim}"
+        return SplitKVAttention.supports(spec, device, dtype, kv_dtype)
+
+
+ATTENTION_BACKENDS.register("split_kv_fp8")(SplitKVFp8Attention)
+ATTENTION_BACKENDS.register("split_kv")(SplitKVAttention)
 
 
 def _attend_once(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:

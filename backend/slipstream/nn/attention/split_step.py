@@ -31,6 +31,7 @@ class SplitStep:
     """decodes: rows for the decode kernel, None if there are none. prompts: the others, None if there are none.
 
     has_decode_kernel: whether single rows go to the decode kernel, too, where they are taken from among others.
+    fp8_queries: whether those of long prompts may be rounded to e4m3.
     """
 
     batch: ForwardBatch
@@ -39,6 +40,7 @@ class SplitStep:
     scale: float
     sliding_windows: tuple[int | None, ...]
     has_decode_kernel: bool
+    fp8_queries: bool = False
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
         batch = self.batch
@@ -101,6 +103,7 @@ class SplitStep:
             key_scale=cache.key_scale,
             value_scale=cache.value_scale,
             sliding_window=self.sliding_windows[layer],
+            fp8_queries=self.fp8_queries,
             out=out[rows.tokens],
         )
 

@@ -7,6 +7,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -68,10 +69,11 @@ __device__ __forceinline__ void wait_for_products() {
   "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 
 // d (+)= a b^T over 16 summed columns, both operands in shared memory with contiguous summed dimension.
-#define SLIPSTREAM_WGMMA_ROWS(SHAPE, TYPES, LIST, A, B, ADD, OUTPUTS)                                      \
+#define SLIPSTREAM_WGMMA_ROWS_OF(FLAGS, SHAPE, TYPES, LIST, A, B, ADD, ...)                                \
   asm volatile("{.reg .pred add;\nsetp.ne.b32 add, %" ADD ", 0;\nwgmma.mma_async.sync.aligned." SHAPE      \
-               ".f32." TYPES " {" LIST "}, %" A ", %" B ", add, 1, 1, 0, 0;}\n"                            \
-               : OUTPUTS : "l"(a), "l"(b), "n"(ADDS ? 1 : 0))
+               ".f32." TYPES " {" LIST "}, %" A ", %" B ", add, 1, 1" FLAGS ";}\n"                         \
+               : __VA_ARGS__ : "l"(a), "l"(b), "n"(ADDS ? 1 : 0))
+#define SLIPSTREAM_WGMMA_ROWS(...) SLIPSTREAM_WGMMA_ROWS_OF(", 0, 0", __VA_ARGS__)
 // d += a b, a in registers, b's rows being the summed dimension.
 #define SLIPSTREAM_WGMMA_COLUMNS(SHAPE, TYPES, LIST, A0, A1, A2, A3, B, OUTPUTS)                           \
   asm volatile("wgmma.mma_async.sync.aligned." SHAPE ".f32." TYPES " {" LIST                               \
@@ -90,11 +92,13 @@ __device__ __forceinline__ void multiply_rows(float (&d)[64], uint64_t a, uint64
 #undef SLIPSTREAM_OUTPUTS
 }
 
-// The same for 192 rows of b.
+// The same for 192 rows of b; e4m3: over 32 summed columns.
 template <typename T, bool ADDS>
 __device__ __forceinline__ void multiply_rows(float (&d)[96], uint64_t a, uint64_t b) {
 #define SLIPSTREAM_OUTPUTS SLIPSTREAM_OUT32(0), SLIPSTREAM_OUT32(32), SLIPSTREAM_OUT32(64)
-  if constexpr (__is_same(T, __half)) {
+  if constexpr (__is_same(T, __nv_fp8_e4m3)) {
+    SLIPSTREAM_WGMMA_ROWS_OF("", "m64n192k32", "e4m3.e4m3", SLIPSTREAM_LIST96, "96", "97", "98", SLIPSTREAM_OUTPUTS);
+  } else if constexpr (__is_same(T, __half)) {
     SLIPSTREAM_WGMMA_ROWS("m64n192k16", "f16.f16", SLIPSTREAM_LIST96, "96", "97", "98", SLIPSTREAM_OUTPUTS);
   } else {
     SLIPSTREAM_WGMMA_ROWS("m64n192k16", "bf16.bf16", SLIPSTREAM_LIST96, "96", "97", "98", SLIPSTREAM_OUTPUTS);
@@ -128,6 +132,7 @@ __device__ __forceinline__ void multiply_columns(float (&d)[32], const uint32_t*
   }
 }
 
+#undef SLIPSTREAM_WGMMA_ROWS_OF
 #undef SLIPSTREAM_WGMMA_ROWS
 #undef SLIPSTREAM_WGMMA_COLUMNS
 #undef SLIPSTREAM_LIST32

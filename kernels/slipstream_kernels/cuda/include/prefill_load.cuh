@@ -57,17 +57,17 @@ struct PrefillLoader {
   }
 
   __device__ __forceinline__ void load(const Work& work) {
-    int place = find_place(work, work.end_tile - 1);
+    int place = find_place<SHAPE::kHasStagedKeys>(work, work.end_tile - 1);
     load_queries(work);
     load_keys(place);
-    int next = find_place(work, work.end_tile - 2);
+    int next = find_place<SHAPE::kHasStagedKeys>(work, work.end_tile - 2);
     for (int tile = work.end_tile - 2; tile >= work.begin_tile; --tile) {
-      const int after = find_place(work, tile - 1);
+      const int after = find_place<SHAPE::kHasStagedKeys>(work, tile - 1);
       load_keys(next);
-      load_values(place);
+      load_values(value_place_of(work, tile + 1, place));
       place = next, next = after;
     }
-    load_values(place);
+    load_values(value_place_of(work, work.begin_tile, place));
   }
 
   __device__ __forceinline__ void load_queries(const Work& work) {
@@ -85,66 +85,87 @@ struct PrefillLoader {
   }
 
   // Rows of one block, or part of a large one: each lane copies one slab of one such chunk.
-  __device__ __forceinline__ int chunk_rows_log2() const { return min(p.block_size_log2, kMaxPartRowsLog2); }
-  __device__ __forceinline__ int num_chunks() const { return SHAPE::kKeys >> chunk_rows_log2(); }
+  template <bool IS_STAGED>
+  __device__ __forceinline__ int chunk_rows_log2() const {
+    return IS_STAGED ? kStagedRowsLog2 : min(p.block_size_log2, kMaxPartRowsLog2);
+  }
+
+  // Values lie where the keys of the tile lie in their tensor, unless they alone are staged.
+  __device__ __forceinline__ int value_place_of(const Work& work, int tile, int key_place) const {
+    if constexpr (SHAPE::kHasStagedKeys == SHAPE::kHasStagedValues) return key_place;
+    return find_place<SHAPE::kHasStagedValues>(work, tile);
+  }
 
   // Of this lane's chunk: the block and kv head as one index of the maps (a block of more than 64 rows counts as
   // several), negative past the end of the sequence.
+  template <bool IS_STAGED>
   __device__ __forceinline__ int find_place(const Work& work, int tile) const {
-    const int chunk = threadIdx.x % 32 % num_chunks();
-    const int key = tile * SHAPE::kKeys + (chunk << chunk_rows_log2());
+    const int rows_log2 = chunk_rows_log2<IS_STAGED>();
+    const int chunk = threadIdx.x % 32 % (SHAPE::kKeys >> rows_log2);
+    const int key = tile * SHAPE::kKeys + (chunk << rows_log2);
     if (tile < work.begin_tile || key >= work.seq_len) return -1;
-    const int block = p.block_tables[work.request * p.table_stride + (key >> p.block_size_log2)];
     const int kv_head = (work.head << p.pack_log2) / (p.num_q_heads / p.num_kv_heads);
-    const int parts_log2 = p.block_size_log2 - chunk_rows_log2();
-    const int part = (key & ((1 << p.block_size_log2) - 1)) >> chunk_rows_log2();
+    if (IS_STAGED) {
+      return (work.request * p.staged_blocks + (key >> kStagedRowsLog2)) * p.num_kv_heads + kv_head;
+    }
+    const int block = p.block_tables[work.request * p.table_stride + (key >> p.block_size_log2)];
+    const int parts_log2 = p.block_size_log2 - rows_log2;
+    const int part = (key & ((1 << p.block_size_log2) - 1)) >> rows_log2;
     return block < 0 ? -1 : ((block * p.num_kv_heads + kv_head) << parts_log2) + part;
   }
 
   __device__ __forceinline__ void load_keys(int place) {
-    if constexpr (SHAPE::kIsQuantized) {
+    if constexpr (SHAPE::kIsConverted) {
       load_raw(&maps.keys, p.key_scale, place);
     } else {
-      copy(&maps.keys, nullptr, place, memory.keys(key_place.stage), memory.key_full(key_place.stage),
-           memory.key_empty(key_place.stage), key_place.parity);
+      const Buffer to{memory.keys(key_place.stage), memory.key_full(key_place.stage), memory.key_empty(key_place.stage),
+                      key_place.parity};
+      copy<SHAPE::kKeySlabs, kSwizzleBytes, SHAPE::kHasStagedKeys>(&maps.keys, nullptr, place, to);
       key_place.advance();
     }
   }
 
   __device__ __forceinline__ void load_values(int place) {
-    if constexpr (SHAPE::kIsQuantized) {
+    if constexpr (SHAPE::kIsConverted) {
       load_raw(&maps.values, p.value_scale, place);
     } else {
-      copy(&maps.values, nullptr, place, memory.values(value_place.stage), memory.value_full(value_place.stage),
-           memory.value_empty(value_place.stage), value_place.parity);
+      const Buffer to{memory.values(value_place.stage), memory.value_full(value_place.stage),
+                      memory.value_empty(value_place.stage), value_place.parity};
+      copy<SHAPE::kSlabs, kSwizzleBytes, SHAPE::kHasStagedValues>(&maps.values, nullptr, place, to);
       value_place.advance();
     }
   }
 
   __device__ __forceinline__ void load_raw(const CUtensorMap* map, const float* scales, int place) {
-    copy(map, scales, place, memory.raw(raw_place.stage), memory.raw_full(raw_place.stage),
-         memory.raw_empty(raw_place.stage), raw_place.parity);
+    const Buffer to{memory.raw(raw_place.stage), memory.raw_full(raw_place.stage), memory.raw_empty(raw_place.stage),
+                    raw_place.parity};
+    copy<SHAPE::kSlabs, SHAPE::kRawRowBytes, false>(map, scales, place, to);
     raw_place.advance();
   }
 
-  __device__ __forceinline__ void copy(const CUtensorMap* map, const float* scales, int place, uint32_t to,
-                                       uint32_t full, uint32_t empty, uint32_t parity) const {
-    constexpr int kSlab = SHAPE::kIsQuantized ? SHAPE::kRawSlab : SHAPE::kKeySlab;
-    constexpr int kRowBytes = SHAPE::kIsQuantized ? SHAPE::kRawRowBytes : kSwizzleBytes;
-    constexpr int kRowElements = SHAPE::kIsQuantized ? SHAPE::kRawRowBytes : 64;
-    const int lane = threadIdx.x % 32, chunk = lane % num_chunks(), slab = lane / num_chunks();
-    wait_barrier(empty, parity ^ 1);
-    if (lane == 0) arrive_expecting(full, SHAPE::kIsQuantized ? SHAPE::kRawBytes : SHAPE::kStageBytes);
+  // A stage of a ring, the barriers of both its states, and the parity of its current pass.
+  struct Buffer {
+    uint32_t address, full, empty, parity;
+  };
+
+  template <int SLABS, int ROW_BYTES, bool IS_STAGED>
+  __device__ __forceinline__ void copy(const CUtensorMap* map, const float* scales, int place, const Buffer& to) const {
+    constexpr int kSlab = SHAPE::kKeys * ROW_BYTES;
+    constexpr int kRowElements = SHAPE::kIsConverted ? ROW_BYTES : SLABS < SHAPE::kSlabs ? kSwizzleBytes : 64;
+    const int rows_log2 = chunk_rows_log2<IS_STAGED>(), num_chunks = SHAPE::kKeys >> rows_log2;
+    const int lane = threadIdx.x % 32, chunk = lane % num_chunks, slab = lane / num_chunks;
+    wait_barrier(to.empty, to.parity ^ 1);
+    if (lane == 0) arrive_expecting(to.full, SHAPE::kIsConverted ? SHAPE::kRawBytes : SLABS * kSlab);
     __syncwarp();
-    if (slab < SHAPE::kSlabs) {
-      const int chunk_bytes = kRowBytes << chunk_rows_log2();
-      copy_box(to + slab * kSlab + chunk * chunk_bytes, map, full, kRowElements * slab, 0, place);
+    if (slab < SLABS) {
+      const int chunk_bytes = ROW_BYTES << rows_log2;
+      copy_box(to.address + slab * kSlab + chunk * chunk_bytes, map, to.full, kRowElements * slab, 0, place);
     }
     if (SHAPE::kHasTokenScales && slab == 0) {
       // Any scales will do past the end of the sequence, where they are not used.
-      const int64_t first = static_cast<int64_t>(max(place, 0)) << chunk_rows_log2();
-      const int bytes = sizeof(float) << chunk_rows_log2();
-      copy_bytes(to + SHAPE::kScaleOffset + chunk * bytes, scales + first, full, bytes);
+      const int64_t first = static_cast<int64_t>(max(place, 0)) << rows_log2;
+      const int bytes = sizeof(float) << rows_log2;
+      copy_bytes(to.address + SHAPE::kScaleOffset + chunk * bytes, scales + first, to.full, bytes);
     }
     __syncwarp();
   }

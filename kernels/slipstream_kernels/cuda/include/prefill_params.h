@@ -6,8 +6,8 @@
 
 struct PrefillParams {
   const void* q;                // [num_tokens, num_q_heads, head_dim], strides below
-  const void* key_cache;        // [num_blocks, num_kv_heads, block_size, head_dim]
-  const void* value_cache;
+  const void* key_cache;        // [num_blocks, num_kv_heads, block_size, head_dim]; staged ones: fp16
+  const void* value_cache;      // [num_requests x staged_blocks, num_kv_heads, 64, head_dim]
   const float* key_scale;       // fp8: [num_kv_heads] or null; int8, int4: [num_blocks, num_kv_heads, block_size]
   const float* value_scale;
   void* out;                    // [num_tokens, num_q_heads, head_dim]
@@ -30,5 +30,6 @@ struct PrefillParams {
   int32_t num_sms;
   float scale;
   float soft_cap;               // 0: none
+  int32_t staged_blocks;        // of a request, where keys or values are staged: blocks of 64 tokens in order
   int32_t pack_log2;            // query heads of one kv head that share a tile's rows, as a power of two
 };

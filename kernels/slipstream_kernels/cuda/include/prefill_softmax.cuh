@@ -16,7 +16,7 @@ struct RowFacts {
   int row[2];        // of the tile
   int position[2];   // of its query; at or past the sequence's end for rows that do not exist
   float slope[2];    // ALiBi, base 2
-  float scale;       // of raw products, the cache's per-head scale included
+  float factor[2];   // of raw products, base 2: the scale, the cache's of a head, that of rounded queries
 
   template <bool HAS_ALIBI>
   __device__ __forceinline__ void load(const PrefillParams& p, const Work& work, int warpgroup) {
@@ -32,25 +32,27 @@ struct RowFacts {
   }
 };
 
-// Scores become those that softmax takes, up to the returned factor: soft cap and ALiBi cannot be folded into it.
+// Scores become those that softmax takes, up to the rows' factors: soft cap and ALiBi cannot be folded into them.
 template <bool HAS_SOFT_CAP, bool HAS_ALIBI, int N>
-__device__ __forceinline__ float finish_scores(const PrefillParams& p, const RowFacts& facts, int first_key,
-                                               float (&s)[N]) {
+__device__ __forceinline__ void finish_scores(const PrefillParams& p, const RowFacts& facts, int first_key,
+                                              float (&s)[N], float (&factor)[2]) {
   if constexpr (HAS_SOFT_CAP) {
-    const float inner = 2.0f * kLog2E * facts.scale / p.soft_cap;
+    const float inner[2] = {2.0f * facts.factor[0] / p.soft_cap, 2.0f * facts.factor[1] / p.soft_cap};
 #pragma unroll
-    for (int i = 0; i < N; ++i) s[i] = p.soft_cap - __fdividef(2.0f * p.soft_cap, exp2_fast(s[i] * inner) + 1.0f);
+    for (int i = 0; i < N; ++i) {
+      s[i] = p.soft_cap - __fdividef(2.0f * p.soft_cap, exp2_fast(s[i] * inner[i / 2 % 2]) + 1.0f);
+    }
   }
-  const float factor = (HAS_SOFT_CAP ? 1.0f : facts.scale) * kLog2E;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) factor[r] = HAS_SOFT_CAP ? kLog2E : facts.factor[r];
   if constexpr (HAS_ALIBI) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const int r = i / 2 % 2, distance = first_key + 2 * (threadIdx.x % 4) - facts.position[r];
-      s[i] = s[i] * factor + facts.slope[r] * static_cast<float>(distance + 8 * (i / 4) + i % 2);
+      s[i] = s[i] * factor[r] + facts.slope[r] * static_cast<float>(distance + 8 * (i / 4) + i % 2);
     }
-    return 1.0f;
+    factor[0] = factor[1] = 1.0f;
   }
-  return factor;
 }
 
 // Hides keys after the row's position, and those that its window has left behind.
@@ -78,7 +80,7 @@ struct RowState {
 
   // Turns scores into probabilities; rescale: what sums so far are to be multiplied by.
   template <int N>
-  __device__ __forceinline__ void follow(float (&s)[N], float factor, float (&rescale)[2]) {
+  __device__ __forceinline__ void follow(float (&s)[N], const float (&factor)[2], float (&rescale)[2]) {
     float shift[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -88,13 +90,13 @@ struct RowState {
       maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(~0u, maximum[r], 1));
       maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(~0u, maximum[r], 2));
       // A row that has seen no key yet: -inf - -inf would be NaN.
-      shift[r] = maximum[r] == kNothing ? 0.0f : maximum[r] * factor;
-      rescale[r] = exp2_fast(old * factor - shift[r]);
+      shift[r] = maximum[r] == kNothing ? 0.0f : maximum[r] * factor[r];
+      rescale[r] = exp2_fast(old * factor[r] - shift[r]);
       normaliser[r] *= rescale[r];
     }
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      s[i] = exp2_fast(__fmaf_rn(s[i], factor, -shift[i / 2 % 2]));
+      s[i] = exp2_fast(__fmaf_rn(s[i], factor[i / 2 % 2], -shift[i / 2 % 2]));
       normaliser[i / 2 % 2] += s[i];
     }
   }
