@@ -20,6 +20,7 @@ COLD_BYTES = 256 << 20
 LAUNCHES = 64
 REPLAYS = 9
 LAUNCH_BOUND_ROWS = 64  # up to here a share of the bandwidth says nothing
+HEADS, HEAD_DIM, BLOCK_SIZE = (32, 8, 8), 128, 64  # of rope + write_kv: q, k, v
 
 Run = Callable[[int], object]
 
@@ -47,6 +48,27 @@ def cases(num_rows: int, hidden_size: int, intermediate_size: int) -> dict[str, 
         "silu_mul, fp8 by group": (lambda i: ops.silu_mul_fp8(gated[i % len(gated)], by_group), 5 * silu_bytes),
         "quantize_fp8 by row": (lambda i: ops.quantize_fp8(x[i % sets], by_row), 3 * norm_bytes),
     }
+
+
+def rope_cases(num_rows: int) -> dict[str, tuple[Run, int]]:
+    """The same of rope + quantise + append, over caches of every type."""
+    sets = min(LAUNCHES, max(2, COLD_BYTES // (num_rows * sum(HEADS) * HEAD_DIM * 2)))
+    fused = torch.randn(sets, num_rows, sum(HEADS), HEAD_DIM, device="cuda").bfloat16()
+    rope, positions = ops.Rope(torch.randn(num_rows, HEAD_DIM, device="cuda")), torch.arange(num_rows, device="cuda")
+
+    def case(kv_dtype: torch.dtype) -> tuple[Run, int]:
+        dims = (num_rows // BLOCK_SIZE + 1, HEADS[1], BLOCK_SIZE, HEAD_DIM)
+        caches = [ops.empty_kv_cache(dims, kv_dtype, fused.device) for _ in range(sets)]
+
+        def run(i: int) -> object:
+            q, k, v = fused[i % sets].split(HEADS, dim=1)
+            return ops.rope_write_kv(q, k, v, positions, positions, rope, caches[i % sets])
+
+        written = 2 * HEADS[1] * ops.kv_row_bytes(HEAD_DIM, kv_dtype)
+        return run, num_rows * (2 * (sum(HEADS) + HEADS[0]) * HEAD_DIM + 4 * HEAD_DIM + written)
+
+    types = {"bf16": torch.bfloat16, **ops.QUANTIZED_KV_DTYPES}
+    return {f"rope + write_kv, {name}": case(kv_dtype) for name, kv_dtype in types.items()}
 
 
 def microseconds(run: Run, num_launches: int) -> float:
@@ -79,7 +101,8 @@ def main() -> None:
     torch.cuda.empty_cache()
     print(f"{torch.cuda.get_device_name()}: copy {copy_rate / 1e6:.2f} TB/s")
     for num_rows in map(int, arguments.rows.split(",")):
-        for name, (run, num_bytes) in cases(num_rows, arguments.hidden_size, arguments.intermediate_size).items():
+        found = cases(num_rows, arguments.hidden_size, arguments.intermediate_size) | rope_cases(num_rows)
+        for name, (run, num_bytes) in found.items():
             is_small = num_rows <= LAUNCH_BOUND_ROWS
             us = microseconds(run, LAUNCHES if is_small else 8)
             share = "" if is_small else f"{100 * num_bytes / us / copy_rate:5.0f} %"
