@@ -11,6 +11,7 @@ from slipstream_kernels.cuda import int4_experts
 from slipstream_kernels.cuda.build import build, find_nvcc
 from slipstream_kernels.cuda.device import is_hopper
 from slipstream_kernels.ops import Fp8Rows, Int4Weight, Routing
+from slipstream_kernels.triton.expert_weights import expert_weights
 from tolerances import ELEMENTWISE, INT_MM, SCALED_MM
 
 BACKENDS = ["reference", "triton"]
@@ -208,6 +209,20 @@ def test_repacked_weights_of_experts(kind, by_token, gated, shape) -> None:
 
 
 @needs_hopper
+@pytest.mark.parametrize("gated", [False, True])
+def test_fp8_rows_of_many_tokens_go_through_fp8_weights(gated) -> None:
+    device = torch.device("cuda")
+    routing = ops.route_experts(logits_of(700, 4, device), 2)
+    x, exact_x = rows_of("fp8", 700 if gated else 1400, 512, torch.bfloat16, device)
+    weight = int4_of(4 * 256, 512, 128, True, device)
+    exact_w = ops.dequantize_int4(weight).double().view(4, 256, 512)
+    y = ops.grouped_int4_mm(x, ops.repack_expert_int4(weight, 4), routing, by_token=gated, gated=gated)
+    check(
+        y, exact_x, exact_w, routing, gated, gated, (1e-2, 0.15)
+    )  # 2.6 % of the spread, of which five times may occur
+
+
+@needs_hopper
 def test_what_the_kernel_does_not_serve() -> None:
     device = torch.device("cuda")
     routing = ops.route_experts(logits_of(9, 4, device), 2)
@@ -219,6 +234,16 @@ def test_what_the_kernel_does_not_serve() -> None:
         ops.grouped_int4_mm(x, repacked, routing, by_token=True)
     with pytest.raises(ValueError, match="backend: 'triton' takes a canonical weight"):
         ops.grouped_int4_mm(x.bfloat16(), repacked, routing, by_token=True, backend="triton")
+
+
+@pytest.mark.parametrize(("blocks", "group_size"), [(3, 128), (1, 64), (5, 640), (2, 64)])
+def test_experts_weights_as_fp8(device, blocks, group_size) -> None:
+    """Half a step of e4m3, 2^-4, from the numbers that the codes stand for."""
+    weight = int4_of(48, 128 * blocks, group_size, True, device)
+    repacked = int4_layout.repack_experts(weight)
+    assert repacked.zeros is not None
+    y, expected = expert_weights(repacked).float() * repacked.zeros[:, None], ops.dequantize_int4(weight)
+    assert ((y - expected).abs() <= 1.01 * 2**-4 * expected.abs()).all()
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])

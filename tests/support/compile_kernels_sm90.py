@@ -209,6 +209,11 @@ KERNELS = [
     ("grouped_mm", "_grouped_mm_kernel", GROUPED, GROUPED_TILE, 4),
     ("grouped_mm", "_grouped_mm_kernel", GROUPED_FP8, GROUPED_FP8_TILE, 4),
     ("grouped_int4_mm", "_grouped_int4_mm_kernel", GROUPED, GROUPED_TILE, 4),
+    (
+        "expert_weights", "_expert_weights_kernel",
+        {"codes_ptr": "*u8", "words_ptr": "*i32", "out_ptr": "*fp8e4nv", "num_strips": "i32"},
+        {"IN_FEATURES": 1408, "GROUPS": 2, "IS_CHANNELWISE": False}, 4,
+    ),
     ("quantize_int8", "_quantize_int8_kernel", {**FP8_ROWS, "values_ptr": "*i8"}, FP8_TILE, 8),
     (
         "logprobs", "_logprob_chunk_kernel", LOGPROBS,
