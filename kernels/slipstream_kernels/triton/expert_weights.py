@@ -1,4 +1,4 @@
-"""4-bit weights of experts, in the order of cuda/int4_experts, as e4m3: for products of so many rows that those pay it back.
+"""4-bit weights of experts, in the order of cuda/int4_experts, written out as e4m3: many rows pay that back.
 
 (code - zero) * scale is rounded to e4m3 relative to its row's channel scale, which stays apart: what FP8 products take.
 """
@@ -52,7 +52,7 @@ def _expert_weights_kernel(
 
 
 def expert_weights(weight: Int4Weight) -> torch.Tensor:
-    """[out_features of all experts, in_features] e4m3 of a weight of ops.repack_expert_int4; its scales: weight.zeros."""
+    """[out_features of all experts, in_features] e4m3 of a weight of ops.repack_expert_int4; scales: weight.zeros."""
     out = torch.empty((weight.out_features, weight.in_features), dtype=E4M3, device=weight.packed.device)
     num_strips, blocks = weight.out_features // STRIP.value, weight.in_features // BLOCK.value
     is_channelwise = weight.scales.numel() == weight.out_features
