@@ -11,7 +11,7 @@ from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
-from slipstream.runtime.cuda_graphs import DEFAULT_SIZES, GraphShape, StepGraphs, graph_shapes, graph_sizes
+from slipstream.runtime.cuda_graphs import DEFAULT_SIZES, DraftForms, GraphShape, StepGraphs, graph_shapes, graph_sizes
 from slipstream.runtime.engine import Engine
 from step_arrays import step_of
 from tiny_model import make_tiny_llama
@@ -47,10 +47,12 @@ def test_shapes_are_of_decodes_of_drafts_and_of_short_prompts() -> None:
     assert {(shape.num_tokens, shape.num_requests) for shape in plain if shape.max_query_len == 64} == {
         (16, 1), (32, 1), (64, 1), (16, 8), (32, 8), (64, 8), (128, 8), (256, 8), (512, 8),
     }  # fmt: skip
-    drafted = set(graph_shapes((1, 100), 5, True)) - set(graph_shapes((1, 100)))
+    drafted = set(graph_shapes((1, 100), DraftForms(5, has_trees=True))) - set(graph_shapes((1, 100)))
     sizes = {(shape.num_tokens, shape.num_requests) for shape in drafted}
     assert sizes == {(2, 1), (4, 1), (6, 1), (200, 100), (400, 100)}
     assert all(shape.is_tree and shape.max_query_len == 6 for shape in drafted)
+    alike = graph_shapes((1, 100), DraftForms(5, are_ragged=False))
+    assert {GraphShape(200, 2, 100), GraphShape(400, 4, 100), GraphShape(6, 6, 1)} <= set(alike), "no longer than it is"
     assert graph_shapes(()) == []
 
 

@@ -130,17 +130,26 @@ def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: s
     return (*(size for size in DEFAULT_SIZES if size < largest), largest)
 
 
-def graph_shapes(sizes: Sequence[int], num_drafts: int = 0, has_trees: bool = False) -> list[GraphShape]:
-    """The graphs for these numbers of requests, ascending: decode, verification, and steps with short prompts.
+@dataclass(frozen=True)
+class DraftForms:
+    """num_drafts: the most of a request, 0 without speculation. has_trees: they may be trees. are_ragged: requests of a
+    step have as many as there are good ones; else as many as the planner gives, all the same."""
 
-    num_drafts: the most drafts of a request, 0 without speculation. has_trees: they may be trees.
-    """
+    num_drafts: int = 0
+    has_trees: bool = False
+    are_ragged: bool = True
+
+
+def graph_shapes(sizes: Sequence[int], drafts: DraftForms = DraftForms()) -> list[GraphShape]:
+    """The graphs for these numbers of requests, ascending: decode, verification, and steps with short prompts."""
+    num_drafts = drafts.num_drafts
     shapes = {GraphShape(size, 1, size) for size in sizes}
     lengths = {1 + num_drafts, *(length for length in (2, 4, 8, 16, 32) if length <= num_drafts)} if num_drafts else ()
     for size in sizes:
-        for length in lengths:  # on average: a request has as many drafts as there are good ones
+        for length in lengths:  # ragged ones: on average
             if size * length <= MAX_TOKENS:
-                shapes.add(GraphShape(size * length, 1 + num_drafts, size, has_trees))
+                longest = 1 + num_drafts if drafts.are_ragged else length
+                shapes.add(GraphShape(size * length, longest, size, drafts.has_trees))
     for size in _thinned(sizes):
         num_tokens = MIN_PROMPT_TOKENS
         while num_tokens <= min(MAX_TOKENS, size * MAX_DECODE_QUERY_LEN):

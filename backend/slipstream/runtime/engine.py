@@ -86,7 +86,7 @@ class Engine:
         measured: tuple[Any, ...] = ()
         if isinstance(self._runner, ModelRunner):
             drafts = self._speculator
-            self._runner.start(config, self.memory_plan, self.start_up, drafts.num_drafts, drafts.has_trees)
+            self._runner.start(config, self.memory_plan, self.start_up, drafts.forms)
             measured = self._runner.step_seconds, drafts.capture(self._runner.verified_rows())
             self.start_up.finish("drafting")
         planner = make_planner(config, self.spec, hardware, *measured)

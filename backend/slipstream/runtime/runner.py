@@ -25,7 +25,7 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.batch import BatchBuilder, SampledTokens, StepArrays, fill_pending, padding_batch
 from slipstream.runtime.compaction import Compaction
 from slipstream.runtime.computed_rows import ComputedRows
-from slipstream.runtime.cuda_graphs import GraphShape, StepGraphs, graph_shapes, graph_sizes
+from slipstream.runtime.cuda_graphs import DraftForms, GraphShape, StepGraphs, graph_shapes, graph_sizes
 from slipstream.runtime.kv_offload import HostBlocks
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.logprobs import PromptLogprobs
@@ -87,18 +87,13 @@ class ModelRunner:
         self.step_seconds: dict[GraphShape, float] = {}  # of decodes and verifications, where it was measured
         self._finish(phases, "KV pool")
 
-    def start(
-        self, config: EngineConfig, plan: MemoryPlan, phases: StartUp, num_drafts: int = 0, has_trees: bool = False
-    ) -> None:
-        """Warm up and capture graphs; before the first step, and after whoever wants features of the model said so.
-
-        num_drafts: the most that a request will have; has_trees: they may be trees.
-        """
+    def start(self, config: EngineConfig, plan: MemoryPlan, phases: StartUp, drafts: DraftForms = DraftForms()) -> None:
+        """Warm up and capture graphs; before the first step, and after whoever wants features of the model said so."""
         device = self._device
-        self._wants_all_rows = num_drafts > 0
+        self._wants_all_rows = drafts.num_drafts > 0
         refusal = self._model.backend.graph_refusal(plan.block_size)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
-        shapes = graph_shapes(sizes, num_drafts, has_trees)
+        shapes = graph_shapes(sizes, drafts)
         room = (self._builder.max_blocks, plan.max_model_len)
         self._graphs = StepGraphs(shapes, *room, self._run_model, device)
         prompts = [] if self._wants_all_rows else prompt_shapes(sizes, self._max_num_tokens)
@@ -114,7 +109,7 @@ class ModelRunner:
             self._graphs.capture(beside=self._prompt_graphs)
             self._verifier.warm_up(self.verified_rows())
         self._finish(phases, "graphs")
-        if num_drafts:
+        if drafts.num_drafts:
             timed = [shape for shape in shapes if shape.max_query_len == 1 or shape.is_verification]
             self.step_seconds = self._graphs.time_steps(timed)
 

@@ -19,7 +19,7 @@ from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.computed_rows import ComputedRows
-from slipstream.runtime.cuda_graphs import GraphShape
+from slipstream.runtime.cuda_graphs import DraftForms, GraphShape
 from slipstream.runtime.host_copy import HostCopy
 from slipstream.runtime.memory_plan import Hardware
 from slipstream.runtime.sampler import draws_by_itself
@@ -54,13 +54,14 @@ class Speculator:
         return not self._drafters
 
     @property
-    def num_drafts(self) -> int:
-        """The most drafts of a request that asks for no number."""
-        return min(max((drafter.num_drafts for drafter in self._drafters.values()), default=0), MAX_DRAFT_TOKENS)
-
-    @property
-    def has_trees(self) -> bool:
-        return any(drafter.drafts_trees for drafter in self._drafters.values())
+    def forms(self) -> DraftForms:
+        """What drafts look like, of requests that ask for no number."""
+        drafters = self._drafters.values()
+        return DraftForms(
+            num_drafts=min(max((drafter.num_drafts for drafter in drafters), default=0), MAX_DRAFT_TOKENS),
+            has_trees=any(drafter.drafts_trees for drafter in drafters),
+            are_ragged=bool(self._proposers) or len(self._heads) > 1,
+        )
 
     def capture(self, rows: Sequence[ComputedRows]) -> dict[str, dict[int, float]]:
         """Make graphs of what heads do behind verifications; rows: the tensors of each graph of one.
