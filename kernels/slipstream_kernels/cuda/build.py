@@ -161,6 +161,7 @@ def _files_of(source: Path) -> list[Path]:
 
 def _main() -> None:
     from slipstream_kernels.cuda import (
+        cluster_mm,
         cutlass,
         decode_attention,
         int4_experts,
@@ -178,7 +179,7 @@ def _main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     jobs = parser.parse_args().jobs
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    kernels = (prefill_attention, prefill_stage, decode_attention, stream_mm, sample)
+    kernels = (prefill_attention, prefill_stage, decode_attention, stream_mm, cluster_mm, sample)
     wanted = [partial(build, kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
     wanted += [partial(build, *variant) for variant in (*int4_stream.variants(), *int4_experts.variants())]
     wanted.append(partial(build, int4_mm.DEQUANTISE, ()))

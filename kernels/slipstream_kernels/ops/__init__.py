@@ -9,6 +9,7 @@ from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
 from slipstream_kernels.ops.accept_drafts import KeptRows, accept_drafts, empty_kept_rows
 from slipstream_kernels.ops.advance_rows import DraftRows, StepRows, advance_rows
+from slipstream_kernels.ops.cluster_mm import cluster_mm, prefers_clusters
 from slipstream_kernels.ops.decode_attention import decode_attention
 from slipstream_kernels.ops.grouped_int4_mm import grouped_int4_mm, max_plain_expert_tokens, repack_expert_int4
 from slipstream_kernels.ops.grouped_mm import grouped_mm
@@ -64,6 +65,7 @@ __all__ = [
     "apply_bias",
     "apply_penalties",
     "block_scales",
+    "cluster_mm",
     "combine_experts",
     "decode_attention",
     "dequantize_int4",
@@ -84,6 +86,7 @@ __all__ = [
     "move_slots",
     "pack_int4",
     "paged_attention",
+    "prefers_clusters",
     "quantize_fp8",
     "quantize_fp8_blocks",
     "quantize_int4",

@@ -49,16 +49,22 @@ def fp8_form(scheme: ops.Fp8Scheme, weights: Weights) -> input_form.Fp8:
 def multiply_fp8(weights: Weights, x: Activation) -> Tensor:
     """The product of rows in `fp8_form`: plain ones by weights expanded in registers, e4m3 ones by tensor cores."""
     assert not isinstance(x, ops.Int8Rows)
-    bias = weights.get("bias")
+    weight, scales, bias = weights["weight"], weights["scale"], weights.get("bias")
     if isinstance(x, Tensor):
-        return ops.stream_mm(x, weights["weight"], weights["scale"], bias)
-    return ops.scaled_mm(x, weights["weight"], weights["scale"], bias, counters=weights["counters"])
+        return ops.stream_mm(x, weight, scales, bias)
+    if ops.prefers_clusters(x.num_tokens, weight, scales):
+        return ops.cluster_mm(x, weight, scales, bias)
+    return ops.scaled_mm(x, weight, scales, bias, counters=weights["counters"])
 
 
 def multiply_fp8_gated(weights: Weights, x: Activation, form: InputForm[A]) -> A:
     """silu(gate) · up of that product, in `form`."""
+    assert not isinstance(x, ops.Int8Rows)
+    weight, scales, bias = weights["weight"], weights["scale"], weights.get("bias")
     if isinstance(x, Tensor):
-        return form.cast(ops.stream_mm(x, weights["weight"], weights["scale"], weights.get("bias"), gated=True))
+        return form.cast(ops.stream_mm(x, weight, scales, bias, gated=True))
+    if ops.prefers_clusters(x.num_tokens, weight, scales, gated=True):
+        return form.cast(ops.cluster_mm(x, weight, scales, bias, gated=True))
     return form.silu_mul(multiply_fp8(weights, x))
 
 

@@ -50,16 +50,21 @@ class Unquantized:
         packed, bias = weights.get("packed"), weights.get("bias")
         if packed is not None:
             return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        if x.shape[0] <= ops.max_streamed_tokens(weights["weight"]):
-            return ops.stream_mm(x, weights["weight"], bias=bias)
-        return F.linear(x, weights["weight"], bias)
+        weight = weights["weight"]
+        if x.shape[0] <= ops.max_streamed_tokens(weight):
+            return ops.stream_mm(x, weight, bias=bias)
+        if ops.prefers_clusters(x.shape[0], weight):
+            return ops.cluster_mm(x, weight, bias=bias)
+        return F.linear(x, weight, bias)
 
     def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
         assert isinstance(x, Tensor)
-        weight = weights.get("weight")
-        if weight is None or x.shape[0] > ops.max_streamed_tokens(weight):
-            return form.silu_mul(self.apply(weights, x))
-        return form.cast(ops.stream_mm(x, weight, bias=weights.get("bias"), gated=True))
+        weight, bias = weights.get("weight"), weights.get("bias")
+        if weight is not None and x.shape[0] <= ops.max_streamed_tokens(weight):
+            return form.cast(ops.stream_mm(x, weight, bias=bias, gated=True))
+        if weight is not None and ops.prefers_clusters(x.shape[0], weight, gated=True):
+            return form.cast(ops.cluster_mm(x, weight, bias=bias, gated=True))
+        return form.silu_mul(self.apply(weights, x))
 
     def finish_experts(self, weights: Weights, num_experts: int) -> None:
         """Weights are held as they are multiplied."""
