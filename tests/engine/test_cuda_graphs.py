@@ -61,7 +61,7 @@ def _graphs(shapes: list[GraphShape]) -> StepGraphs:
 
 
 def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
-    graphs = _graphs(graph_shapes((1, 4, 8), 3, True))
+    graphs = _graphs(graph_shapes((1, 4, 8), DraftForms(3, has_trees=True)))
     found = [graphs.shape_for(step_of([1] * count)) for count in (1, 2, 4, 5, 8, 9)]
     assert found == [GraphShape(n, 1, n) for n in (1, 4, 4, 8, 8)] + [None]
     assert graphs.shape_for(step_of([3, 1])) == GraphShape(8, 4, 4, True)  # two drafts and none
@@ -74,7 +74,7 @@ def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
 
 
 def test_padding_writes_nothing_and_sees_nothing() -> None:
-    graphs = _graphs(graph_shapes((1, 4), 3, True))
+    graphs = _graphs(graph_shapes((1, 4), DraftForms(3, has_trees=True)))
     graphs.load(GraphShape(16, 4, 4, True), step_of([4, 4, 4, 4]))  # leaves something everywhere
     batch = graphs.load(GraphShape(8, 4, 4, True), step_of([3, 1]))
     assert batch.token_ids.tolist() == [100, 101, 102, 103, 0, 0, 0, 0]

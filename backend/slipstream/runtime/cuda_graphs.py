@@ -140,7 +140,10 @@ class DraftForms:
     are_ragged: bool = True
 
 
-def graph_shapes(sizes: Sequence[int], drafts: DraftForms = DraftForms()) -> list[GraphShape]:
+NO_DRAFTS = DraftForms()
+
+
+def graph_shapes(sizes: Sequence[int], drafts: DraftForms = NO_DRAFTS) -> list[GraphShape]:
     """The graphs for these numbers of requests, ascending: decode, verification, and steps with short prompts."""
     num_drafts = drafts.num_drafts
     shapes = {GraphShape(size, 1, size) for size in sizes}

@@ -25,7 +25,7 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.batch import BatchBuilder, SampledTokens, StepArrays, fill_pending, padding_batch
 from slipstream.runtime.compaction import Compaction
 from slipstream.runtime.computed_rows import ComputedRows
-from slipstream.runtime.cuda_graphs import DraftForms, GraphShape, StepGraphs, graph_shapes, graph_sizes
+from slipstream.runtime.cuda_graphs import NO_DRAFTS, DraftForms, GraphShape, StepGraphs, graph_shapes, graph_sizes
 from slipstream.runtime.kv_offload import HostBlocks
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.logprobs import PromptLogprobs
@@ -87,7 +87,7 @@ class ModelRunner:
         self.step_seconds: dict[GraphShape, float] = {}  # of decodes and verifications, where it was measured
         self._finish(phases, "KV pool")
 
-    def start(self, config: EngineConfig, plan: MemoryPlan, phases: StartUp, drafts: DraftForms = DraftForms()) -> None:
+    def start(self, config: EngineConfig, plan: MemoryPlan, phases: StartUp, drafts: DraftForms = NO_DRAFTS) -> None:
         """Warm up and capture graphs; before the first step, and after whoever wants features of the model said so."""
         device = self._device
         self._wants_all_rows = drafts.num_drafts > 0
