@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -41,7 +42,7 @@ def by_expert(
     rows = rows[routing.tokens.long()] if by_token else rows
     out = torch.empty((routing.num_rows, out_features), dtype=x.dtype, device=rows.device)
     bounds = routing.offsets.tolist()
-    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+    for expert, (begin, end) in enumerate(itertools.pairwise(bounds)):
         if begin < end:
             out[begin:end] = (rows[begin:end] @ weight_of(expert).t()).to(x.dtype)
     return silu_mul(out, None) if gated else out
