@@ -55,9 +55,10 @@ def test_the_engine_drafts_what_the_trained_head_guesses(model: Path, tmp_path: 
         [int(token) for token in TEXT[:20]], SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True)
     )
     engine.submit(request)
-    engine.step()
+    while not request.num_output_tokens:
+        engine.step()
     assert request.num_output_tokens == 1 and len(request.draft_token_ids) == 3
-    tokens = torch.tensor([request.token_ids])
+    tokens = torch.tensor([request.token_ids], device=trainer.device)
     with torch.no_grad():
         found = [logits[0, 19].argmax() for logits in trainer.head(trainer.teacher.read(tokens), 1)]
     first = int(found[0])
