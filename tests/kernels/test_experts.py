@@ -204,8 +204,7 @@ def test_repacked_weights_of_experts(kind, by_token, gated, shape) -> None:
     assert repacked.is_repacked and repacked.packed.nbytes == weight.packed.nbytes
     y = ops.grouped_int4_mm(x, repacked, routing, by_token=by_token, gated=gated, backend="cuda")
     assert y.dtype == dtype
-    # bf16 rounds scales and scaled weights to 8 bits each: 3e-3 of the spread, of which five times may occur
-    check(y, exact_x, exact_w, routing, by_token, gated, (1e-2, 1.5e-2 if kind == "bf16" else 6e-3))
+    check(y, exact_x, exact_w, routing, by_token, gated, INT_MM["cuda", torch.bfloat16])
 
 
 @needs_hopper

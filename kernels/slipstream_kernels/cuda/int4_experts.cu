@@ -8,7 +8,6 @@
 // (__nv_bfloat16, __half, or __nv_fp8_e4m3, multiplied as fp16, exactly), SLIPSTREAM_COLUMNS of 8 rows in a tile,
 // SLIPSTREAM_GROUPS of a block and SLIPSTREAM_GATED.
 
-#include "dependent_launch.cuh"
 #include "expert_epilogue.cuh"
 
 namespace slipstream {
@@ -16,8 +15,8 @@ namespace slipstream {
 template <typename SHAPE>
 __global__ void __launch_bounds__(192) arrange_experts_kernel(const __grid_constant__ ExpertParams p) {
   __shared__ int tiles_until[SHAPE::kMostExperts];
-  start_dependents();
   await_previous();
+  start_dependents();   // not at once: the next kernel reads the offsets, which are there from here on
   if (threadIdx.x < 32) count_tiles(p, SHAPE::kTileRows, tiles_until);
   __syncthreads();
   if (static_cast<int>(blockIdx.y) < tiles_until[p.num_experts - 1]) arrange_tile<SHAPE>(p, tiles_until);
@@ -27,7 +26,7 @@ template <typename SHAPE, typename OUT>
 __device__ __forceinline__ void multiply_passes(const ExpertParams& p, const ExpertRing<SHAPE>& ring, char* memory) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = warp / SHAPE::kRowWarps;
   ExpertConsumer<SHAPE> consumer{ring, warp % SHAPE::kRowWarps, half, lane, p.is_channelwise != 0, {}};
-  const ExpertEpilogue<SHAPE, OUT> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset),
+  const ExpertEpilogue<SHAPE, OUT> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kExchangeOffset),
                                             warp % SHAPE::kRowWarps, half, lane};
 #pragma unroll 1
   for (PassWalk<SHAPE> walk(p, reinterpret_cast<const int*>(memory + SHAPE::kUntilOffset)); !walk.is_done();) {
@@ -51,7 +50,6 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) int4_experts_kernel(const 
     }
     publish_barriers();
   }
-  await_previous();
   if (threadIdx.x < 32) count_tiles(p, SHAPE::kTileRows, tiles_until);
   __syncthreads();
   if (threadIdx.x >= 32 * SHAPE::kWarps) {
@@ -60,6 +58,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) int4_experts_kernel(const 
     return;
   }
   raise_registers<SHAPE::kMultiplierRegisters>();
+  await_previous();
   using Input = typename SHAPE::Input;
   if constexpr (sizeof(Input) == 2) {
     multiply_passes<SHAPE, Input>(p, ring, memory);

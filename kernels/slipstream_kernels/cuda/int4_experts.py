@@ -106,9 +106,11 @@ def grouped_int4_mm(
         return out
     columns = tile_columns(routing)
     tiles = most_tiles(routing, 8 * columns)
-    pairs = -(-weight.in_features // (2 * BLOCK))
-    arranged = torch.empty(tiles * 8 * columns * pairs * 2 * BLOCK, dtype=torch.float16, device=device)
-    tile_scale = torch.empty(tiles * 8 * columns, dtype=torch.float32, device=device)
+    pairs, tile_rows = -(-weight.in_features // (2 * BLOCK)), 8 * columns
+    # of a row and pair of blocks: its features in 16 bits, and two sums for each group
+    row_bytes = 2 * (2 * BLOCK + 8 * groups_per_block(weight))
+    arranged = torch.empty(tiles * tile_rows * pairs * row_bytes, dtype=torch.uint8, device=device)
+    tile_scale = torch.empty(tiles * tile_rows, dtype=torch.float32, device=device)
     assert weight.zeros is not None
     params = ExpertParams(
         x=rows.data_ptr(),

@@ -9,13 +9,14 @@ import torch
 from slipstream_kernels import int4_layout
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
-from slipstream_kernels.ops.grouped_mm import LIBRARY_ROWS, check_rows, grouped_mm
+from slipstream_kernels.ops.grouped_mm import check_rows, grouped_mm
 from slipstream_kernels.ops.int4_mm import check_int4, triton_refusal
 from slipstream_kernels.ops.select import load_module, select
 from slipstream_kernels.routing import Routing
 
 LOG = logging.getLogger(__name__)
 MAX_PLAIN_TOKENS = 16
+FP8_ROWS = 128  # of an average expert, from which on FP8 products pay back what writing the weights out takes
 
 
 def grouped_int4_mm(
@@ -32,8 +33,9 @@ def grouped_int4_mm(
     weight: of all experts, one below the other: [num_experts * out_features, in_features]; canonical, or as
     repack_expert_int4 made it for x's device.
     x, by_token, gated: as ops.grouped_mm.
-    Accuracy: as ops.int4_mm; of a repacked weight, scales and scaled codes are rounded to fp16, or bf16 for bf16 rows.
-    Except: from 256 FP8 rows an expert on, on average, (code - zero) * scale is rounded to e4m3 as well.
+    Accuracy: as ops.int4_mm; codes of a repacked weight are multiplied as they are, zero points and scales are applied to
+    the sums of a group in fp32.  Except: from 128 FP8 rows an expert on, on average, (code - zero) * scale is rounded to
+    e4m3.
     backend: "cuda" is what a repacked weight is multiplied by.
     """
     rows = x.values if isinstance(x, Fp8Rows) else x
@@ -59,7 +61,7 @@ def grouped_int4_mm(
 
 def _prefers_fp8(x: torch.Tensor | Fp8Rows, routing: Routing) -> bool:
     """Whether to write the weights out as e4m3 is paid back: bound by arithmetic, FP8 products are twice as fast."""
-    many = routing.num_rows >= LIBRARY_ROWS * routing.num_experts
+    many = routing.num_rows >= FP8_ROWS * routing.num_experts
     return isinstance(x, Fp8Rows) and x.dtype == torch.bfloat16 and many
 
 

@@ -5,15 +5,30 @@
 #include <cuda_fp8.h>
 
 #include "bulk_copy.cuh"
+#include "dependent_launch.cuh"
 #include "expert_walk.cuh"
 #include "hopper_copy.cuh"
 #include "warp_mma.cuh"
 
 namespace slipstream {
 
+// A code in the low bits of fp16 1024 makes 1024 + code, four bits higher 1024 + 16 code; of bf16 128 (7 bits of fraction)
+// it makes 128 + code, in the low bits only. So operands need no arithmetic: what is too much is a multiple of sums of rows.
+template <typename T>
+struct CodeBias;
+template <>
+struct CodeBias<__half> {
+  static constexpr float kLow = 1024.0f, kHigh = 64.0f;   // of rows' features, where those of high codes are divided by 16
+};
+template <>
+struct CodeBias<__nv_bfloat16> {
+  static constexpr float kLow = 128.0f, kHigh = 128.0f;
+};
+
 // 32 input features of a row as 16-bit numbers.
 template <typename SHAPE>
 struct Features32 {
+  using T = typename SHAPE::Operand;
   uint32_t pairs[16];
 
   __device__ __forceinline__ explicit Features32(const void* from) {
@@ -29,14 +44,30 @@ struct Features32 {
     }
   }
 
-  // Pairs (4 q + i, 16 + 4 q + i), i = 0..3: the second operand of two products for lanes l % 4 = q.
+  // (what the bias of codes adds, the sum).
+  __device__ __forceinline__ float2 sums() const {
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      even += to_float(reinterpret_cast<const T*>(pairs)[2 * i]), odd += to_float(reinterpret_cast<const T*>(pairs)[2 * i + 1]);
+    }
+    return make_float2(CodeBias<T>::kLow * even + CodeBias<T>::kHigh * odd, even + odd);
+  }
+
+  // Pairs (4 q + i, 16 + 4 q + i), i = 0..3: the second operand of two products for lanes l % 4 = q. Odd features meet
+  // codes that stand four bits higher.
   __device__ __forceinline__ uint4 operand(int q) const {
     const uint32_t *low = pairs + 2 * q, *high = low + 8;
-    return make_uint4(__byte_perm(low[0], high[0], 0x5410), __byte_perm(low[0], high[0], 0x7632),
-                      __byte_perm(low[1], high[1], 0x5410), __byte_perm(low[1], high[1], 0x7632));
+    return make_uint4(__byte_perm(low[0], high[0], 0x5410), divided(__byte_perm(low[0], high[0], 0x7632)),
+                      __byte_perm(low[1], high[1], 0x5410), divided(__byte_perm(low[1], high[1], 0x7632)));
   }
 
  private:
+  static __device__ __forceinline__ uint32_t divided(uint32_t pair) {
+    if constexpr (__is_same(T, __half)) asm("mul.rn.f16x2 %0, %0, %1;" : "+r"(pair) : "r"(0x2C002C00u));
+    return pair;
+  }
+
   __device__ __forceinline__ void put(int index, uint32_t word) {
     if constexpr (sizeof(typename SHAPE::Input) == 2) {
       pairs[index] = word;
@@ -49,15 +80,25 @@ struct Features32 {
   }
 };
 
+// Adds up the sums of the lanes of a group (a row's four parts are neighbours) and writes them.
+template <typename SHAPE>
+__device__ __forceinline__ void write_sums(float2 sums, float2* to, int row, int part) {
+#pragma unroll
+  for (int distance = 1; distance < 4 / SHAPE::kGroups; distance *= 2) {
+    sums.x += __shfl_xor_sync(~0u, sums.x, distance), sums.y += __shfl_xor_sync(~0u, sums.y, distance);
+  }
+  if (part * SHAPE::kGroups % 4 == 0) to[part * SHAPE::kGroups / 4 * SHAPE::kTileRows + row] = sums;
+}
+
 // One CTA a block of 128 input features of a tile; a thread takes 32 features of a row at a time. Of rows that do not
-// exist, zeros. [column of 8 rows][block of the pair][32 features][lane][16 bytes]
+// exist, zeros. [block of the pair][group][row]: sums; then [column of 8 rows][block][32 features][lane][16 bytes].
 template <typename SHAPE>
 __device__ __forceinline__ void arrange_tile(const ExpertParams& p, const int* tiles_until) {
-  const int block = blockIdx.x, tile = blockIdx.y;
+  const int block = blockIdx.x, tile = blockIdx.y, pairs = (gridDim.x + 1) / 2;
   const RowTile rows = tile_at(p, SHAPE::kTileRows, tiles_until, tile);
-  const int pairs = (gridDim.x + 1) / 2;
-  char* base = static_cast<char*>(p.arranged) + (int64_t{tile} * pairs + block / 2) * SHAPE::kRowBytes +
-               block % 2 * SHAPE::kColumnBytes;
+  char* base = static_cast<char*>(p.arranged) + (int64_t{tile} * pairs + block / 2) * SHAPE::kRowBytes;
+  float2* sums = reinterpret_cast<float2*>(base + block % 2 * SHAPE::kSumBytes / 2);
+  char* operands = base + SHAPE::kSumBytes + block % 2 * SHAPE::kColumnBytes;
   const int used = (rows.num_rows + 7) / 8 * 8;
   for (int item = threadIdx.x; item < used * 4; item += blockDim.x) {
     const int row = item / 4, part = item % 4;
@@ -66,9 +107,10 @@ __device__ __forceinline__ void arrange_tile(const ExpertParams& p, const int* t
     if (exists && p.tokens != nullptr) source = __ldcg(p.tokens + source);
     const auto* from = static_cast<const typename SHAPE::Input*>(p.x) + source * p.x_row_stride + block * 128 + 32 * part;
     const Features32<SHAPE> features(exists ? from : nullptr);
-    uint4* to = reinterpret_cast<uint4*>(base + row / 8 * SHAPE::kBlocks * SHAPE::kColumnBytes + part * 512) + row % 8 * 4;
+    uint4* to = reinterpret_cast<uint4*>(operands + row / 8 * SHAPE::kBlocks * SHAPE::kColumnBytes + part * 512) + row % 8 * 4;
 #pragma unroll
     for (int q = 0; q < 4; ++q) to[q] = features.operand(q);
+    write_sums<SHAPE>(features.sums(), sums, row, part);
     if (block == 0 && part == 0) {
       p.tile_scale[tile * SHAPE::kTileRows + row] = exists && p.x_scale != nullptr ? __ldcg(p.x_scale + source) : 1.0f;
     }
@@ -87,47 +129,83 @@ struct ExpertRing {
   __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(stage) + 8; }
 };
 
-// One copy of the codes and one of the words of each part, and one of the rows: a warp takes some 110 clocks to issue a
-// copy, however large, and 22 a stage bounded the kernel. Parts stand kPassUnits strips of full pairs apart.
+// The walk over a CTA's stages: pairs of blocks of each pass.
 template <typename SHAPE>
-__device__ __forceinline__ void fill_stage(const ExpertParams& p, const ExpertRing<SHAPE>& ring, int stage,
-                                           const Pass& pass, int pair, uint64_t policy) {
-  const int lane = threadIdx.x % 32, blocks = p.in_features / 128, num_blocks = min(2, blocks - 2 * pair);
+struct StageWalk {
+  PassWalk<SHAPE> walk;
+  Pass pass;
+  int pair = 0;
+  bool has_more;
+
+  __device__ __forceinline__ StageWalk(const ExpertParams& p, const int* tiles_until)
+      : walk(p, tiles_until), has_more(!walk.is_done()) {
+    if (has_more) pass = walk.take();
+  }
+
+  __device__ __forceinline__ void advance() {
+    if (2 * ++pair < walk.p.in_features / 128) return;
+    pair = 0, has_more = !walk.is_done();
+    if (has_more) pass = walk.take();
+  }
+};
+
+template <typename SHAPE>
+__device__ __forceinline__ int row_bytes(const Pass& pass) {
+  return SHAPE::kSumBytes + (pass.rows.num_rows + 7) / 8 * SHAPE::kBlocks * SHAPE::kColumnBytes;
+}
+
+// One copy of the codes and one of the words of each part: a warp takes some 110 clocks to issue a copy, however large,
+// and 22 a stage bounded the kernel. Parts stand kPassUnits strips of full pairs apart.
+template <typename SHAPE>
+__device__ __forceinline__ void copy_weights(const ExpertParams& p, const ExpertRing<SHAPE>& ring, int stage,
+                                             const StageWalk<SHAPE>& at, uint64_t policy) {
+  const int lane = threadIdx.x % 32, num_blocks = min(2, p.in_features / 128 - 2 * at.pair), part = lane / 2;
   const int part_strips = p.out_features / (16 * SHAPE::kUnit), word_blocks = p.is_channelwise != 0 ? 1 : num_blocks;
-  const int code_bytes = pass.num_units * num_blocks * SHAPE::kBlockBytes;
-  const int word_bytes = pass.num_units * word_blocks * 64 * SHAPE::kGroups;
-  const int row_bytes = (pass.rows.num_rows + 7) / 8 * SHAPE::kBlocks * SHAPE::kColumnBytes;
+  const int code_bytes = at.pass.num_units * num_blocks * SHAPE::kBlockBytes;
+  const int word_bytes = at.pass.num_units * word_blocks * 64 * SHAPE::kGroups;
   const uint32_t filled = ring.filled(stage);
-  if (lane == 0) arrive_expecting(filled, SHAPE::kUnit * (code_bytes + word_bytes) + row_bytes);
-  const int64_t all_strips = int64_t{p.num_experts} * (p.out_features / 16);
-  const int part = lane / 2;
-  const int64_t strip = int64_t{pass.rows.expert} * (p.out_features / 16) + part * part_strips + pass.unit;
-  if (lane >= 2 * SHAPE::kUnit) {
-    if (lane > 2 * SHAPE::kUnit) return;
-    const char* rows = static_cast<const char*>(p.arranged) + (int64_t{pass.tile} * ((blocks + 1) / 2) + pair) * SHAPE::kRowBytes;
-    copy_bulk(ring.rows(stage), rows, row_bytes, filled, keep_policy());
-  } else if (lane % 2 == 0) {
-    const int64_t from = all_strips * pair * 2 + strip * num_blocks;
+  if (lane == 0) arrive_expecting(filled, SHAPE::kUnit * (code_bytes + word_bytes) + row_bytes<SHAPE>(at.pass));
+  if (lane >= 2 * SHAPE::kUnit) return;
+  const int64_t before = int64_t{p.num_experts} * (p.out_features / 16) * at.pair * 2;   // of all strips
+  const int64_t strip = int64_t{at.pass.rows.expert} * (p.out_features / 16) + part * part_strips + at.pass.unit;
+  if (lane % 2 == 0) {
     copy_bulk(ring.codes(stage) + part * SHAPE::kPassUnits * SHAPE::kBlocks * SHAPE::kBlockBytes,
-              reinterpret_cast<const char*>(p.codes) + from * SHAPE::kBlockBytes, code_bytes, filled, policy);
+              reinterpret_cast<const char*>(p.codes) + (before + strip * num_blocks) * SHAPE::kBlockBytes, code_bytes, filled,
+              policy);
   } else {
-    const int64_t from = (p.is_channelwise != 0 ? 0 : all_strips * pair * 2) + strip * word_blocks;
+    const int64_t from = (p.is_channelwise != 0 ? 0 : before) + strip * word_blocks;
     copy_bulk(ring.words(stage) + part * SHAPE::kPassUnits * SHAPE::kBlocks * 64 * SHAPE::kGroups,
               reinterpret_cast<const char*>(p.words) + from * 64 * SHAPE::kGroups, word_bytes, filled, policy);
   }
 }
 
 template <typename SHAPE>
+__device__ __forceinline__ void copy_rows(const ExpertParams& p, const ExpertRing<SHAPE>& ring, int stage,
+                                          const StageWalk<SHAPE>& at) {
+  if (threadIdx.x % 32 != 0) return;
+  const int pairs = (p.in_features / 128 + 1) / 2;
+  const char* rows = static_cast<const char*>(p.arranged) + (int64_t{at.pass.tile} * pairs + at.pair) * SHAPE::kRowBytes;
+  copy_bulk(ring.rows(stage), rows, row_bytes<SHAPE>(at.pass), ring.filled(stage), keep_policy());
+}
+
+// Weights of the first stages are on their way before the rows are arranged.
+template <typename SHAPE>
 __device__ __forceinline__ void fill_stages(const ExpertParams& p, const ExpertRing<SHAPE>& ring, const int* tiles_until) {
   const uint64_t policy = evict_first_policy();
+  StageWalk<SHAPE> ahead(p, tiles_until), walk(p, tiles_until);
+  int filled = 0;
+  for (; filled < SHAPE::kStages && ahead.has_more; ++filled, ahead.advance()) {
+    copy_weights<SHAPE>(p, ring, filled, ahead, policy);
+  }
+  await_previous();
+  for (int stage = 0; stage < filled; ++stage, walk.advance()) copy_rows<SHAPE>(p, ring, stage, walk);
   RingPlace<SHAPE::kStages> place;
-  for (PassWalk<SHAPE> walk(p, tiles_until); !walk.is_done();) {
-    const Pass pass = walk.take();
+  place.parity = 1;   // the second pass
 #pragma unroll 1
-    for (int pair = 0; 2 * pair < p.in_features / 128; ++pair, place.advance()) {
-      wait_barrier(ring.emptied(place.stage), place.parity ^ 1);
-      fill_stage<SHAPE>(p, ring, place.stage, pass, pair, policy);
-    }
+  for (; ahead.has_more; ahead.advance(), place.advance()) {
+    wait_barrier(ring.emptied(place.stage), place.parity ^ 1);
+    copy_weights<SHAPE>(p, ring, place.stage, ahead, policy);
+    copy_rows<SHAPE>(p, ring, place.stage, ahead);
   }
 }
 

@@ -1,5 +1,5 @@
 // The multiplying warps: 16 output features by 8 rows at a time, up to four strips by six columns of rows a warp. Codes
-// become 16-bit operands in registers, (code - zero) * scale, rounded once; sums stay in fp32 registers.
+// become 16-bit operands, code + bias, by masks alone; zero points, biases and scales are applied to a group's sums in fp32.
 //
 // mma and not wgmma: a warpgroup product with its operand in registers takes the time of 128 rows however few there are
 // (docs/LOG.md).
@@ -16,29 +16,19 @@ __device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
   return v;
 }
 
-// (code - zero) * scale of a row's codes.
+// The eight codes of a word as four pairs (codes i and i + 4): code + bias, of fp16 odd pairs 16 code + bias.
 template <typename T>
-struct ScaledRow {
-  Codec<T> codec;
-  uint32_t scale;   // twice
-
-  __device__ __forceinline__ explicit ScaledRow(uint32_t word) : codec(word >> 16) {
-    const float value = scale_of(word);
-    scale = pack<T>(value, value);
-  }
-
-  __device__ __forceinline__ void expand(uint32_t word, uint32_t (&pairs)[4]) const {
-    codec.expand(word, pairs);
+__device__ __forceinline__ void expand_biased(uint32_t word, uint32_t (&pairs)[4]) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if constexpr (__is_same(T, __half)) {
-        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(pairs[i]), "r"(scale));
-      } else {
-        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(pairs[i]), "r"(scale));
-      }
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (__is_same(T, __half)) {
+      const uint32_t eight = i < 2 ? word : word >> 8;
+      pairs[i] = masked_or(eight, i % 2 == 0 ? 0x000F000Fu : 0x00F000F0u, 0x64006400u);
+    } else {
+      pairs[i] = masked_or(word >> (4 * i), 0x000F000Fu, 0x43004300u);
     }
   }
-};
+}
 
 template <typename SHAPE>
 struct ExpertSums {
@@ -97,54 +87,86 @@ struct ExpertConsumer {
     return load_shared_4(strip + ((row * num_blocks + (num_blocks - 1) * half) * SHAPE::kGroups + group) * 4);
   }
 
-  // num_blocks: of the stage.
+  // num_blocks: of the stage. Strips are multiplied two at a time where rows are many: parts are as large as sums.
   template <int STRIPS, int COLUMNS>
   __device__ __forceinline__ void multiply_block(int num_blocks, ExpertSums<SHAPE>& sums) const {
-    constexpr int kGroupSteps = 4 / SHAPE::kGroups;   // of 32 input features
+    constexpr int kTogether = COLUMNS <= 2 ? STRIPS : 2;
     const int word_blocks = is_channelwise ? 1 : num_blocks;
-    uint32_t codes[STRIPS];
 #pragma unroll
-    for (int i = 0; i < STRIPS; ++i) {
-      const int strip = place_of<SHAPE>(warp, i, num_blocks * SHAPE::kBlockBytes, 2 * SHAPE::kBlockBytes);
-      codes[i] = ring.codes(place.stage) + strip + half * SHAPE::kBlockBytes + lane * 8;
-    }
+    for (int first = 0; first < STRIPS; first += kTogether) {
+      uint32_t codes[kTogether];
 #pragma unroll
-    for (int group = 0; group < SHAPE::kGroups; ++group) {
-      uint32_t words[STRIPS][2];
-#pragma unroll
-      for (int i = 0; i < STRIPS; ++i) {
-        words[i][0] = word_of(i, lane / 4, group, word_blocks);
-        words[i][1] = word_of(i, lane / 4 + 8, group, word_blocks);
+      for (int i = 0; i < kTogether; ++i) {
+        const int strip = place_of<SHAPE>(warp, first + i, num_blocks * SHAPE::kBlockBytes, 2 * SHAPE::kBlockBytes);
+        codes[i] = ring.codes(place.stage) + strip + half * SHAPE::kBlockBytes + lane * 8;
       }
 #pragma unroll
-      for (int step = group * kGroupSteps; step < (group + 1) * kGroupSteps; ++step) {
-        multiply_step<STRIPS, COLUMNS>(step, codes, words, sums);
+      for (int group = 0; group < SHAPE::kGroups; ++group) {
+        float parts[kTogether][COLUMNS][4] = {};
+#pragma unroll(COLUMNS > 2 ? 1 : kGroupSteps)   // operands of several steps do not fit beside the sums
+        for (int step = group * kGroupSteps; step < (group + 1) * kGroupSteps; ++step) {
+          multiply_step<kTogether, COLUMNS>(step, codes, parts);
+        }
+        add_group<kTogether, COLUMNS>(first, group, word_blocks, parts, sums);
       }
     }
   }
 
+  static constexpr int kGroupSteps = 4 / SHAPE::kGroups;   // of 32 input features
+
   template <int STRIPS, int COLUMNS>
-  __device__ __forceinline__ void multiply_step(int step, const uint32_t (&codes)[STRIPS], const uint32_t (&words)[STRIPS][2],
-                                                ExpertSums<SHAPE>& sums) const {
-    const uint32_t rows = ring.rows(place.stage) + half * SHAPE::kColumnBytes + step * 512 + lane * 16;
+  __device__ __forceinline__ void multiply_step(int step, const uint32_t (&codes)[STRIPS],
+                                                float (&parts)[STRIPS][COLUMNS][4]) const {
+    const uint32_t rows = ring.rows(place.stage) + SHAPE::kSumBytes + half * SHAPE::kColumnBytes + step * 512 + lane * 16;
     uint4 b[COLUMNS];
     uint2 eights[STRIPS];
 #pragma unroll
-    for (int i = 0; i < STRIPS; ++i) {
-      eights[i] = load_shared_8(codes[i] + step * 256);
-    }
+    for (int i = 0; i < STRIPS; ++i) eights[i] = load_shared_8(codes[i] + step * 256);
 #pragma unroll
-    for (int column = 0; column < COLUMNS; ++column) b[column] = load_shared_16(rows + column * SHAPE::kBlocks * SHAPE::kColumnBytes);
+    for (int column = 0; column < COLUMNS; ++column) {
+      b[column] = load_shared_16(rows + column * SHAPE::kBlocks * SHAPE::kColumnBytes);
+    }
 #pragma unroll
     for (int i = 0; i < STRIPS; ++i) {
       uint32_t top[4], bottom[4];
-      ScaledRow<T>(words[i][0]).expand(eights[i].x, top);
-      ScaledRow<T>(words[i][1]).expand(eights[i].y, bottom);
+      expand_biased<T>(eights[i].x, top);
+      expand_biased<T>(eights[i].y, bottom);
       const uint32_t first[4] = {top[0], bottom[0], top[1], bottom[1]}, second[4] = {top[2], bottom[2], top[3], bottom[3]};
 #pragma unroll
-      for (int column = 0; column < COLUMNS; ++column) multiply_add<T>(sums.of[i][column], first, b[column].x, b[column].y);
+      for (int column = 0; column < COLUMNS; ++column) multiply_add<T>(parts[i][column], first, b[column].x, b[column].y);
 #pragma unroll
-      for (int column = 0; column < COLUMNS; ++column) multiply_add<T>(sums.of[i][column], second, b[column].z, b[column].w);
+      for (int column = 0; column < COLUMNS; ++column) multiply_add<T>(parts[i][column], second, b[column].z, b[column].w);
+    }
+  }
+
+  // sums += scale * (parts - bias's share - zero * sum of the row), over one group.
+  template <int STRIPS, int COLUMNS>
+  __device__ __forceinline__ void add_group(int first, int group, int word_blocks, const float (&parts)[STRIPS][COLUMNS][4],
+                                            ExpertSums<SHAPE>& sums) const {
+    float scale[STRIPS][2], zero[STRIPS][2];
+#pragma unroll
+    for (int i = 0; i < STRIPS; ++i) {
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const uint32_t word = word_of(first + i, lane / 4 + 8 * part, group, word_blocks);
+        scale[i][part] = scale_of(word);
+        zero[i][part] = 8388608.0f - __uint_as_float(0x4B000000u | word >> 16);   // minus the zero point, without a conversion
+      }
+    }
+    const uint32_t totals = ring.rows(place.stage) + half * (SHAPE::kSumBytes / 2) + (group * SHAPE::kTileRows + lane % 4 * 2) * 8;
+#pragma unroll
+    for (int column = 0; column < COLUMNS; ++column) {
+      const uint4 pair = load_shared_16(totals + column * 64);   // of two rows: bias's share, sum
+      const float share[2] = {__uint_as_float(pair.x), __uint_as_float(pair.z)};
+      const float total[2] = {__uint_as_float(pair.y), __uint_as_float(pair.w)};
+#pragma unroll
+      for (int i = 0; i < STRIPS; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float exact = parts[i][column][e] - share[e % 2] + zero[i][e / 2] * total[e % 2];
+          sums.of[first + i][column][e] += scale[i][e / 2] * exact;
+        }
+      }
     }
   }
 };

@@ -30,15 +30,16 @@ struct ExpertShape {
   static constexpr int kCodeBytes = kStrips * kBlocks * kBlockBytes;   // of a stage
   static constexpr int kWordBytes = kStrips * kBlocks * 64 * GROUPS;
   static constexpr int kColumnBytes = 8 * 128 * 2;                    // 8 rows of a block
-  static constexpr int kRowBytes = kColumns * kBlocks * kColumnBytes;
+  static constexpr int kSumBytes = kBlocks * GROUPS * kTileRows * 8;   // of rows over groups, in front of them
+  static constexpr int kRowBytes = kSumBytes + kColumns * kBlocks * kColumnBytes;
   static constexpr int kStageBytes = kCodeBytes + kWordBytes + kRowBytes;
   static constexpr int kRound = 2;   // strips of a warp whose sums are exchanged at once
-  static constexpr int kSumBytes = kRound * kColumns * kRowWarps * 32 * 16;
+  static constexpr int kExchangeBytes = kRound * kColumns * kRowWarps * 32 * 16;
   static constexpr int kMostExperts = 1024;
   static constexpr int kUntilBytes = 4 * kMostExperts;
-  static constexpr int kStages = (232448 - kSumBytes - kUntilBytes) / (kStageBytes + 16);
-  static constexpr int kSumOffset = kStages * kStageBytes;
-  static constexpr int kUntilOffset = kSumOffset + kSumBytes;
+  static constexpr int kStages = (232448 - kExchangeBytes - kUntilBytes) / (kStageBytes + 16);
+  static constexpr int kExchangeOffset = kStages * kStageBytes;
+  static constexpr int kUntilOffset = kExchangeOffset + kExchangeBytes;
   static constexpr int kBarrierOffset = kUntilOffset + kUntilBytes;
   static constexpr int kTotalBytes = kBarrierOffset + 16 * kStages;
   static_assert(kTotalBytes <= 232448 && kStages >= 3);
