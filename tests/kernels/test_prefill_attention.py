@@ -180,7 +180,8 @@ def test_rounded_queries_are_all_that_fp8_queries_change(hopper, geometry, dtype
     out = torch.full_like(moved.q, float("nan"))
     paged_attention(*moved.tensors(), **moved.keywords(), fp8_queries=True, out=out, backend="cuda")
     unit = case.q.float().abs().amax(-1, keepdim=True) / 448
-    rounded = (case.q.float() / unit).to(FP8).float() * unit
+    inverse = torch.ones_like(unit) / unit  # multiplied, as there: ties fall alike
+    rounded = (case.q.float() * inverse).to(FP8).float() * unit
     rtol, atol = ATTENTION[dtype]
     torch.testing.assert_close(out.cpu().double(), oracle(replace(case, q=rounded)), rtol=rtol, atol=atol)
     exact = oracle(case)
@@ -244,6 +245,36 @@ def test_does_not_depend_on_the_batch_or_on_chunks(hopper) -> None:
         cuda_prefill.paged_attention(chunk)
         assert torch.equal(chunk.out, together.out[1 + start : 1 + start + size])
         start += size
+
+
+def test_keys_are_split_where_tiles_are_few() -> None:
+    def splits(num_tokens: int, max_seq_len: int, num_requests: int = 1) -> int:
+        return 1 << cuda_prefill.splits_log2(4 * num_tokens, num_requests, 8, max_seq_len, 132)
+
+    assert [splits(n, 32768) for n in (17, 64, 128, 256, 264, 512, 4096)] == [8, 8, 4, 2, 2, 1, 1]
+    assert splits(128, 2048) == 1  # short: the tile is done before its parts could be added
+    assert splits(128, 32768, num_requests=16) == 4
+    assert splits(64, 32768, num_requests=512) == 1  # more tiles than there are counters
+
+
+@pytest.mark.parametrize("option", ["window", "all", "none"])
+@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, FP8, torch.int8], ids=str)
+def test_split_keys_are_added_up(hopper, kv_dtype, option) -> None:
+    """Chunks after prefixes of many tiles, after short ones, padding; the same bits from run to run."""
+    queries, lengths = [70, 33, 1, 20], [4700, 900, 2500, 0]
+    case = make_case(queries, lengths, (8, 2, 128, 64), torch.bfloat16, kv_dtype, seed=11)
+    moved = case.to(hopper)
+    slopes = torch.full((8,), 0.01, device=hopper)
+    all_options = {"sliding_window": 4000, "alibi_slopes": slopes, "soft_cap": 5.0}
+    chosen = {"window": {"sliding_window": 3000}, "all": all_options, "none": {}}[option]
+    keywords = moved.keywords() | chosen | {"max_seq_len": 4700, "backend": "cuda"}
+    assert cuda_prefill.splits_log2(4 * sum(queries), 4, 2, 4700, 132) == 3
+    out = paged_attention(*moved.tensors(), **keywords)
+    assert torch.equal(out, paged_attention(*moved.tensors(), **keywords))
+    plain = paged_attention(*moved.tensors(), **keywords | {"backend": "triton"})
+    rtol, atol = ATTENTION[torch.bfloat16]
+    torch.testing.assert_close(out[: sum(queries[:3])], plain[: sum(queries[:3])], rtol=2 * rtol, atol=2 * atol)
+    assert (out[sum(queries[:3]) :] == 0).all()
 
 
 def test_auto_takes_it_for_prompts_and_mixed_steps(hopper) -> None:

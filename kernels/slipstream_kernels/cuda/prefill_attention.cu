@@ -17,6 +17,7 @@
 #include "prefill_convert.cuh"
 #include "prefill_load.cuh"
 #include "prefill_maps.cuh"
+#include "prefill_merge.cuh"
 #include "prefill_queries.cuh"
 #include "prefill_softmax.cuh"
 
@@ -39,7 +40,7 @@ struct Multiplier {
   RingPlace<SHAPE::kStages> key_place, value_place;
   RingPlace<2> slot;
   RingPlace<1> query_place;
-  Work work;
+  int begin_tile, end_tile;
   RowFacts facts;
   RowState state;
   float out[kOutputs];
@@ -50,7 +51,8 @@ struct Multiplier {
 #pragma unroll 1
     while (receive()) {
       attend();
-      store();
+      if (merge_splits()) store();
+      memory.give_back(slot);
     }
   }
 
@@ -59,16 +61,21 @@ struct Multiplier {
     if (threadIdx.x % 32 == 0) arrive(barrier);
   }
 
+  // Read where it lies when it is needed: registers are short in between.
+  __device__ __forceinline__ const Work& work() const { return *memory.work(slot.stage); }
+
   __device__ __forceinline__ bool receive() {
-    work = memory.receive(slot);
-    return work.head >= 0;
+    memory.await(slot);
+    return work().head >= 0;
   }
 
   __device__ __forceinline__ void attend() {
     state = RowState();
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
-    if (work.begin_tile >= work.end_tile) return;
+    const Work work = this->work();
+    begin_tile = work.begin_tile, end_tile = work.end_tile;
+    if (begin_tile >= end_tile) return;
     facts.load<SHAPE::kHasAlibi>(p, work, warpgroup);
     facts.factor[0] = facts.factor[1] = p.scale * head_scale(p.key_scale) * kLog2E;
     const int first_position = work.seq_len - work.query_len + (work.first_row >> p.pack_log2);
@@ -79,7 +86,7 @@ struct Multiplier {
         p.sliding_window > 0 ? (max(last_position - p.sliding_window + 1, 0) + SHAPE::kKeys - 1) / SHAPE::kKeys : 0;
     begin();
 #pragma unroll 1
-    for (int tile = work.end_tile - 2; tile >= work.begin_tile; --tile) {
+    for (int tile = end_tile - 2; tile >= begin_tile; --tile) {
       step(tile, tile >= whole_end || tile < whole_begin);
     }
     wait_barrier(memory.value_full(value_place.stage), value_place.parity);
@@ -92,7 +99,7 @@ struct Multiplier {
 
   __device__ __forceinline__ float head_scale(const float* scales) const {
     if (!SHAPE::kHasHeadScales || scales == nullptr) return 1.0f;
-    return scales[(work.head << p.pack_log2) / (p.num_q_heads / p.num_kv_heads)];
+    return scales[(work().head << p.pack_log2) / (p.num_q_heads / p.num_kv_heads)];
   }
 
   // The last tile's scores: nothing to overlap them with.
@@ -104,14 +111,15 @@ struct Multiplier {
     multiply_scores();
     wait_for_products<0>();
     pin(scores);
-    const int tile = work.end_tile - 1;
-    if (tile == work.begin_tile) release(memory.query_empty());
+    const int tile = end_tile - 1;
+    if (tile == begin_tile) release(memory.query_empty());
     release(memory.key_empty(key_place.stage));
     key_place.advance();
     float rescale[2];
     follow(tile, true, rescale);
     pack_probs();
-    const bool has_tail = work.seq_len % (1 << p.block_size_log2) != 0 && work.seq_len < work.end_tile * SHAPE::kKeys;
+    const int seq_len = work().seq_len;
+    const bool has_tail = seq_len % (1 << p.block_size_log2) != 0 && seq_len < end_tile * SHAPE::kKeys;
     if (std::is_same_v<Element, Operand> && !SHAPE::kHasStagedValues && has_tail) clear_tail(tile);
   }
 
@@ -122,7 +130,7 @@ struct Multiplier {
     multiply_values();
     wait_for_products<1>();
     pin(scores);
-    if (tile == work.begin_tile) release(memory.query_empty());
+    if (tile == begin_tile) release(memory.query_empty());
     release(memory.key_empty(key_place.stage));
     key_place.advance();
     float rescale[2];
@@ -197,9 +205,10 @@ struct Multiplier {
   // Every warpgroup clears them for itself: all write the same.
   __device__ __forceinline__ void clear_tail(int tile) {
     wait_barrier(memory.value_full(value_place.stage), value_place.parity);
+    const int seq_len = work().seq_len;
     const int block_mask = (1 << p.block_size_log2) - 1;
-    const int first = work.seq_len - tile * SHAPE::kKeys;
-    const int end = min(((work.seq_len + block_mask) & ~block_mask) - tile * SHAPE::kKeys, SHAPE::kKeys);
+    const int first = seq_len - tile * SHAPE::kKeys;
+    const int end = min(((seq_len + block_mask) & ~block_mask) - tile * SHAPE::kKeys, SHAPE::kKeys);
     char* values = memory.pointer(memory.values(value_place.stage));
     for (int i = threadIdx.x % 128; i < (end - first) * 8 * SHAPE::kSlabs; i += 128) {
       const int row = first + i / 8 / SHAPE::kSlabs, slab = i / 8 % SHAPE::kSlabs;
@@ -209,7 +218,22 @@ struct Multiplier {
     sync_threads(kWarpgroupBarrier + warpgroup, 128);
   }
 
+  // False if the warp of another CTA stores the rows: prefill_merge.cuh.
+  __device__ __forceinline__ bool merge_splits() {
+    const Work& work = this->work();
+    if (work.num_splits() == 1) return true;
+    // Maxima in exponents of base 2, as finish_scores' factors make them.
+    const float unit = SHAPE::kHasAlibi ? 1.0f : kLog2E;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float factor = SHAPE::kHasSoftCap || SHAPE::kHasAlibi ? unit : facts.factor[r];
+      if (state.maximum[r] != kNothing) state.maximum[r] *= factor;
+    }
+    return SplitMerger<SHAPE>{p, work, warpgroup}.run(state, out);
+  }
+
   __device__ __forceinline__ void store() const {
+    const Work work = this->work();
     Element* to[2];
     float inverse[2];
     bool is_row[2];

@@ -29,30 +29,33 @@ struct PrefillLoader {
   RingPlace<2> slot;
   RingPlace<1> query_place;
 
-  // Runs until no work is left; one warp.
+  // Runs until no work is left; one warp. Work is found where the other warps read it: 24 registers would not hold it.
   __device__ __forceinline__ void run() {
     const WorkList<SHAPE::kRows, SHAPE::kKeys> list(p);
-    Work work;
     int index = blockIdx.x;
     while (index < list.size()) {
+      Work& work = next_work();
       if (list.find(index, work)) {
-        announce(work);
+        announce();
         if (work.begin_tile < work.end_tile) load(work);
       }
       index = list.take();
     }
     list.leave();
-    work.head = -1;
-    announce(work);
+    next_work().head = -1;
+    announce();
   }
 
  private:
-  __device__ __forceinline__ void announce(const Work& work) {
+  // The next slot, once the warps that read it have given it back.
+  __device__ __forceinline__ Work& next_work() const {
     wait_barrier(memory.work_empty(slot.stage), slot.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-      *memory.work(slot.stage) = work;
-      arrive(memory.work_full(slot.stage));
-    }
+    return *memory.work(slot.stage);
+  }
+
+  __device__ __forceinline__ void announce() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(memory.work_full(slot.stage));
     slot.advance();
   }
 

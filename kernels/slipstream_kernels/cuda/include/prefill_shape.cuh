@@ -75,6 +75,7 @@ struct PrefillMemory {
   static constexpr int kRawOffset = kValueOffset + SHAPE::kStages * SHAPE::kValueBytes;
   static constexpr int kWorkOffset = kRawOffset + SHAPE::kRawStages * SHAPE::kRawBytes;
   static constexpr int kBarrierOffset = kWorkOffset + 2 * sizeof(Work);
+  static_assert(sizeof(Work) % 4 == 0 && kBarrierOffset % 8 == 0);
   static constexpr int kRawBarriers = 6 + 4 * SHAPE::kStages;
   static constexpr int kBytes = kBarrierOffset + 8 * (kRawBarriers + 2 * SHAPE::kRawStages);
   // The swizzle wants units of 1024 bytes aligned to their size.
@@ -133,13 +134,21 @@ struct PrefillMemory {
     publish_barriers();
   }
 
-  // The whole warp: takes over the work at a slot and gives the slot back.
-  __device__ __forceinline__ Work receive(RingPlace<2>& slot) const {
+  // The whole warp: work lies at a slot until it is given back.
+  __device__ __forceinline__ void await(const RingPlace<2>& slot) const {
     wait_barrier(work_full(slot.stage), slot.parity);
-    const Work received = *work(slot.stage);
+  }
+
+  __device__ __forceinline__ void give_back(RingPlace<2>& slot) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(work_empty(slot.stage));
     slot.advance();
+  }
+
+  __device__ __forceinline__ Work receive(RingPlace<2>& slot) const {
+    await(slot);
+    const Work received = *work(slot.stage);
+    give_back(slot);
     return received;
   }
 };

@@ -1,7 +1,8 @@
 // Which rows and keys a CTA works on: all tiles of queries of a launch in one order, handed out one by one.
 //
 // Order: sections of heads whose keys and values fit into the L2 cache together; in a section the last tiles, which see
-// the most keys, first. A CTA asks for its next tile when it has loaded the one before, so uneven tiles balance.
+// the most keys, first. A CTA asks for its next tile when it has loaded the one before, so uneven tiles balance. Where
+// tiles are fewer than CTAs, as of short chunks after long prefixes, several CTAs share the keys of one.
 #pragma once
 
 #include "prefill_params.h"
@@ -18,7 +19,15 @@ struct Work {
   int begin_tile;
   int end_tile;
   int request;
+  int share;       // of the keys: item, split and splits_log2 in one, for the loading warp has few registers
+
+  // Which tile of queries and head of all of the launch.
+  __device__ __forceinline__ int item() const { return share >> 8; }
+  __device__ __forceinline__ int split() const { return share >> 4 & 15; }
+  __device__ __forceinline__ int num_splits() const { return 1 << (share & 15); }
 };
+
+constexpr int kMinTilesOfSplitLog2 = 3;
 
 template <int ROWS, int KEYS>
 struct WorkList {
@@ -31,7 +40,7 @@ struct WorkList {
     num_packed_heads = p.num_q_heads >> p.pack_log2;
   }
 
-  __device__ __forceinline__ int size() const { return num_row_tiles * num_packed_heads; }
+  __device__ __forceinline__ int size() const { return num_row_tiles * num_packed_heads << p.splits_log2; }
 
   // The whole warp: the index after those that other CTAs took.
   __device__ __forceinline__ int take() const {
@@ -48,6 +57,8 @@ struct WorkList {
 
   // The whole warp: fills `work`; false if there are no rows at this index.
   __device__ __forceinline__ bool find(int index, Work& work) const {
+    const int split = index & ((1 << p.splits_log2) - 1);
+    index >>= p.splits_log2;
     const int section = index / (num_row_tiles * p.heads_per_section);
     const int first_head = section * p.heads_per_section;
     const int num_heads = min(p.heads_per_section, num_packed_heads - first_head);
@@ -66,10 +77,21 @@ struct WorkList {
     const int first = first_position + (work.first_row >> p.pack_log2) - p.sliding_window + 1;
     work.end_tile = (end + KEYS - 1) / KEYS;
     work.begin_tile = p.sliding_window > 0 ? min(max(first, 0) / KEYS, work.end_tile) : 0;
-    return true;
+    return take_share(index, split, work);
   }
 
  private:
+  // Narrows the tiles of keys to those of the split; false if there are too few for it.
+  __device__ __forceinline__ bool take_share(int item, int split, Work& work) const {
+    const int begin = work.begin_tile, count = work.end_tile - begin;
+    const int splits_log2 = min(p.splits_log2, 31 - __clz(max(count >> kMinTilesOfSplitLog2, 1)));
+    const int share = (count + (1 << splits_log2) - 1) >> splits_log2;
+    work.begin_tile = begin + share * split;
+    work.end_tile = min(work.begin_tile + share, work.end_tile);
+    work.share = item << 8 | split << 4 | splits_log2;
+    return split >> splits_log2 == 0;
+  }
+
   // Tiles of a request are numbered from here: no two requests share a number.
   __device__ __forceinline__ int first_tile(int start, int request) const {
     return (start << p.pack_log2) / ROWS + request;
