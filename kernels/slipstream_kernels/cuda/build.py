@@ -173,6 +173,7 @@ def _main() -> None:
         sample,
         stream_mm,
         w4a8_gemm,
+        w4a8_stream,
     )
 
     parser = argparse.ArgumentParser(description="Build all variants of the CUDA kernels into the user's cache folder.")
@@ -182,7 +183,7 @@ def _main() -> None:
     kernels = (prefill_attention, prefill_stage, decode_attention, stream_mm, cluster_mm, sample)
     wanted = [partial(build, kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
     wanted += [partial(build, *variant) for variant in (*int4_stream.variants(), *int4_experts.variants())]
-    wanted.append(partial(build, int4_mm.DEQUANTISE, ()))
+    wanted += [partial(build, source, ()) for source in (int4_mm.DEQUANTISE, w4a8_stream.SOURCE)]
     if (reason := cutlass.missing()) is not None:
         LOG.warning("without W4A8 products of many tokens: %s", reason)
     else:

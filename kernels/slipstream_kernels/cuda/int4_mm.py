@@ -1,21 +1,22 @@
 """int4_mm in CUDA, for repacked weights: the choice of a kernel by the kind of rows and their number.  Hopper only.
 
-Up to 64 tokens the weights' bytes are the bound and one kernel serves all rows (int4_stream). Beyond, FP8 rows go to
-CUTLASS (w4a8_gemm); 16-bit rows are multiplied 64 at a time as long as that is faster than to write the weights out in
-16 bits once and multiply those by the library (docs/LOG.md).
+Up to 64 tokens the weights' bytes are the bound: int4_stream has kernels of 16-bit rows, w4a8_stream one of FP8 rows.
+Beyond, FP8 rows go to CUTLASS (w4a8_gemm); 16-bit rows are multiplied 64 at a time as long as that is faster than to
+write the weights out in 16 bits once and multiply those by the library (docs/LOG.md).
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
 from slipstream_kernels import int4_layout
-from slipstream_kernels.cuda import int4_stream, w4a8_gemm
+from slipstream_kernels.cuda import int4_stream, w4a8_gemm, w4a8_stream
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import is_hopper
 from slipstream_kernels.cuda.int4_stream import MAX_TOKENS, Int4StreamParams
@@ -44,45 +45,58 @@ def refusal(weight: Int4Weight) -> str | None:
 
 
 def can_gate(num_tokens: int, weight: Int4Weight) -> bool:
-    """Whether int4_mm_gated takes such a product."""
+    """Whether int4_mm_gated takes so many 16-bit rows."""
     return num_tokens <= int4_stream.MAX_ROWS_TOKENS and weight.out_features % (2 * int4_stream.STRIP) == 0
 
 
-def int4_mm_gated(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+def int4_mm_gated(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """silu(first half of the columns of int4_mm) * second half, in one launch."""
-    rows, scales = _aligned(x)
-    out = torch.empty((rows.shape[0], weight.out_features // 2), dtype=x.dtype, device=rows.device)
-    int4_stream.int4_stream(rows, scales, weight, None if bias is None else bias.to(x.dtype), out, gated=True)
+    _require_16_bits(x)
+    out = torch.empty((x.shape[0], weight.out_features // 2), dtype=x.dtype, device=x.device)
+    bias = None if bias is None else bias.to(x.dtype)
+    int4_stream.int4_stream(_aligned(x), weight, bias, out, gated=True)
     return out
 
 
 def int4_mm(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """See ops.int4_mm; weight is repacked."""
-    rows, scales = _aligned(x)
-    num_tokens = rows.shape[0]
+    _require_16_bits(x)
     bias = None if bias is None else bias.to(x.dtype)
-    if num_tokens > MAX_TOKENS and isinstance(x, Fp8Rows) and _many_rows_refusal(x.dtype) is None:
-        out = torch.empty((num_tokens, weight.out_features), dtype=x.dtype, device=rows.device)
-        w4a8_gemm.w4a8_gemm(x, weight, bias, out)
-        return out
+    if isinstance(x, Fp8Rows):
+        return _multiply_fp8(replace(x, values=_aligned(x.values)), weight, bias)
+    num_tokens = x.shape[0]
     if num_tokens > MAX_STREAMED_TOKENS:
-        plain = (rows.float() * scales).to(x.dtype) if scales is not None else rows
-        return F.linear(plain, dequantise(weight, x.dtype), bias)
-    out = torch.empty((num_tokens, weight.out_features), dtype=x.dtype, device=rows.device)
+        return F.linear(x, dequantise(weight, x.dtype), bias)
+    out = torch.empty((num_tokens, weight.out_features), dtype=x.dtype, device=x.device)
     for start in range(0, num_tokens, MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
-        int4_stream.int4_stream(rows[part], None if scales is None else scales[part], weight, bias, out[part])
+        int4_stream.int4_stream(_aligned(x)[part], weight, bias, out[part])
     return out
 
 
-def _aligned(x: torch.Tensor | Fp8Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(rows that begin at multiples of 16 bytes, their scales if any)."""
+def _multiply_fp8(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    num_tokens = rows.num_tokens
+    out = torch.empty((num_tokens, weight.out_features), dtype=rows.dtype, device=rows.values.device)
+    if num_tokens <= w4a8_stream.MAX_TOKENS:
+        w4a8_stream.w4a8_stream(rows, weight, bias, out)
+        return out
+    if _many_rows_refusal(rows.dtype) is None:
+        w4a8_gemm.w4a8_gemm(rows, weight, bias, out)
+        return out
+    plain = (rows.values.float() * rows.scales).to(rows.dtype)
+    return int4_mm(plain, weight, bias)
+
+
+def _require_16_bits(x: torch.Tensor | Fp8Rows) -> None:
     if x.dtype not in w4a8_gemm.OUTPUTS:
         raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which a repacked weight is multiplied by")
-    rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """Rows that begin at multiples of 16 bytes."""
     if rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
-        rows = rows.contiguous()
-    return rows, scales
+        return rows.contiguous()
+    return rows
 
 
 def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:

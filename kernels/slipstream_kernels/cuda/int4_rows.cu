@@ -4,7 +4,7 @@
 // (int4_rows_shape.cuh) through a ring in shared memory, filled by bulk copies that one warp issues; 8 warps multiply 16
 // output features by 8 tokens at a time (int4_rows_multiply.cuh) and add their sums at the end. The kernel starts while
 // the one before it still runs, and fills its ring before it waits for that one's results. Built once per
-// SLIPSTREAM_INPUT: __nv_bfloat16, __half or __nv_fp8_e4m3 (multiplied as fp16, exactly).
+// SLIPSTREAM_INPUT: __nv_bfloat16 or __half.
 
 #include "bulk_copy.cuh"
 #include "dependent_launch.cuh"
@@ -48,8 +48,9 @@ __device__ __forceinline__ void fill_ring(const Int4StreamParams& p, uint32_t ri
 }
 
 // Adds the warps' sums through shared memory, scales, biases and writes them.
-template <typename SHAPE, typename OUT>
+template <typename SHAPE>
 struct RowsEpilogue {
+  using Out = typename SHAPE::Operand;
   const Int4StreamParams& p;
   float4* exchange;   // shared: [warp][fragment of the round][lane]
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -78,10 +79,10 @@ struct RowsEpilogue {
     if (warp >= kFinished || fragment >= SHAPE::kFragments || turn >= pass.end) return;
     const int row = strip_of_turn<SHAPE>(p, turn) * 16;
     float values[4];
-    finish_fragment(mine, row, column, values);
+    finish_fragment(mine, row, values);
     if constexpr (SHAPE::kIsGated) {
       float up[4];
-      finish_fragment(mine + SHAPE::kColumns, row + p.out_features / 2, column, up);
+      finish_fragment(mine + SHAPE::kColumns, row + p.out_features / 2, up);
 #pragma unroll
       for (int e = 0; e < 4; ++e) values[e] = values[e] / (1.0f + __expf(-values[e])) * up[e];
     }
@@ -90,7 +91,7 @@ struct RowsEpilogue {
     for (int e = 0; e < 4; ++e) {
       const int token = token_of(column, e);
       if (token < p.num_tokens) {
-        static_cast<OUT*>(p.out)[int64_t{token} * width + row + lane / 4 + e / 2 * 8] = from_float<OUT>(values[e]);
+        static_cast<Out*>(p.out)[int64_t{token} * width + row + lane / 4 + e / 2 * 8] = from_float<Out>(values[e]);
       }
     }
   }
@@ -98,7 +99,7 @@ struct RowsEpilogue {
   __device__ __forceinline__ int token_of(int column, int e) const { return column * 8 + lane % 4 * 2 + e % 2; }
 
   // The sum over the warps of a fragment of the round, of rows of the weight from `row` on, scaled and biased.
-  __device__ __forceinline__ void finish_fragment(int index, int row, int column, float (&values)[4]) const {
+  __device__ __forceinline__ void finish_fragment(int index, int row, float (&values)[4]) const {
     float sum[4] = {};
 #pragma unroll
     for (int source = 0; source < SHAPE::kWarps; ++source) {
@@ -107,19 +108,18 @@ struct RowsEpilogue {
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int at = row + lane / 4 + e / 2 * 8, token = token_of(column, e);
+      const int at = row + lane / 4 + e / 2 * 8;
       values[e] = sum[e] * __ldg(p.channel_scale + at);
-      if (p.token_scale != nullptr && token < p.num_tokens) values[e] *= p.token_scale[token];
-      if (p.bias != nullptr) values[e] += to_float(static_cast<const OUT*>(p.bias)[at]);
+      if (p.bias != nullptr) values[e] += to_float(static_cast<const Out*>(p.bias)[at]);
     }
   }
 };
 
-template <typename SHAPE, typename OUT>
+template <typename SHAPE>
 __device__ __forceinline__ void multiply_strips(const Int4StreamParams& p, char* memory, uint32_t ring,
                                                 uint32_t barriers) {
   RowsConsumer<SHAPE> consumer{p, ring, barriers};
-  const RowsEpilogue<SHAPE, OUT> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset)};
+  const RowsEpilogue<SHAPE> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset)};
   consumer.x.load(p, consumer.warp);
   const Strips cta = strips_of_cta<SHAPE>(p);
 #pragma unroll 1
@@ -151,29 +151,12 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtasPerSm)
     return;
   }
   await_previous();
-  using Input = typename SHAPE::Input;
-  if constexpr (sizeof(Input) == 2) {
-    multiply_strips<SHAPE, Input>(p, memory, ring, barriers);
-  } else if (p.out_is_half != 0) {
-    multiply_strips<SHAPE, __half>(p, memory, ring, barriers);
-  } else {
-    multiply_strips<SHAPE, __nv_bfloat16>(p, memory, ring, barriers);
-  }
+  multiply_strips<SHAPE>(p, memory, ring, barriers);
 }
-
-using Input = SLIPSTREAM_INPUT;
-template <typename T>
-struct OperandOf {
-  using Type = T;
-};
-template <>
-struct OperandOf<__nv_fp8_e4m3> {
-  using Type = __half;
-};
 
 template <int TILES, int COLUMNS, int GROUPS, bool IS_GATED>
 cudaError_t launch_variant(const Int4StreamParams& params, cudaStream_t stream) {
-  using Shape = RowsShape<Input, OperandOf<Input>::Type, TILES, COLUMNS, GROUPS, IS_GATED>;
+  using Shape = RowsShape<SLIPSTREAM_INPUT, TILES, COLUMNS, GROUPS, IS_GATED>;
   auto* kernel = int4_rows_kernel<Shape>;
   static const cudaError_t configured =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);

@@ -4,9 +4,7 @@
 // (int4_stream_shape.cuh) through a ring in shared memory, which one warp fills by bulk copies (int4_stream_load.cuh);
 // four warpgroups multiply (int4_stream_multiply.cuh) and add and write sums (int4_stream_epilogue.cuh). A small kernel
 // before puts the activations in order; this one starts while that still runs, and fills its ring with weights
-// meanwhile. Built once per SLIPSTREAM_INPUT: __nv_bfloat16, __half or __nv_fp8_e4m3.
-
-#include <cuda_fp8.h>
+// meanwhile. Built once per SLIPSTREAM_INPUT: __nv_bfloat16 or __half.
 
 #include "dependent_launch.cuh"
 #include "int4_stream_epilogue.cuh"
@@ -33,14 +31,7 @@ __device__ __forceinline__ void multiply_share(const Int4StreamParams& p, const 
     multiplier.consume(segment.end - segment.begin, sums);
     epilogue.join(sums);
     if (thread >= SHAPE::kWriters || !epilogue.collect(segment, share.blocks, sums)) continue;
-    using Input = typename SHAPE::Input;
-    if constexpr (sizeof(Input) == 2) {
-      epilogue.template write<Input>(segment.tile, sums);
-    } else if (p.out_is_half != 0) {
-      epilogue.template write<__half>(segment.tile, sums);
-    } else {
-      epilogue.template write<__nv_bfloat16>(segment.tile, sums);
-    }
+    epilogue.write(segment.tile, sums);
   }
 }
 
@@ -65,10 +56,9 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) int4_stream_kernel(const _
   multiply_share<SHAPE>(p, ring, memory);
 }
 
-using Input = SLIPSTREAM_INPUT;
 template <int COLUMNS, int GROUPS>
 cudaError_t launch_variant(const Int4StreamParams& params, cudaStream_t stream) {
-  using Shape = Int4Shape<Input, Input, COLUMNS, GROUPS>;
+  using Shape = Int4Shape<SLIPSTREAM_INPUT, COLUMNS, GROUPS>;
   auto* kernel = int4_stream_kernel<Shape>;
   static const cudaError_t configured =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);

@@ -29,7 +29,7 @@ SHARED_STRIPS = 4  # of an SM, from which on two CTAs share them: below, the nex
 MAX_TILES, MAX_IN_FEATURES = 8192, 1 << 16  # what the workspace has room for
 
 POINTERS = (
-    "x", "token_scale", "codes", "words", "strip_words", "channel_scale", "bias", "out", "arranged", "partials",
+    "x", "codes", "words", "strip_words", "channel_scale", "bias", "out", "arranged", "partials",
     "arrivals",
 )  # fmt: skip
 COUNTS = (
@@ -65,12 +65,11 @@ def defines(dtype: torch.dtype) -> tuple[str, ...]:
 
 def variants() -> list[tuple[str, tuple[str, ...]]]:
     """(source, macros) of all libraries, for building ahead of time."""
-    return [(source, defines(dtype)) for source in (ROWS, TILES) for dtype in INPUTS]
+    return [(source, defines(dtype)) for source in (ROWS, TILES) for dtype in (torch.bfloat16, torch.float16)]
 
 
 def int4_stream(
     x: torch.Tensor,
-    token_scales: torch.Tensor | None,
     weight: Int4Weight,
     bias: torch.Tensor | None,
     out: torch.Tensor,
@@ -78,19 +77,18 @@ def int4_stream(
     source: str | None = None,
     gated: bool = False,
 ) -> None:
-    """out = x @ dequantised(weight).T * token_scales + bias, of at most MAX_TOKENS rows.  One launch.
+    """out = x @ dequantised(weight).T + bias, of at most MAX_TOKENS rows.  One launch.
 
-    x: [num_tokens, in_features] bf16, fp16 or e4m3, rows at multiples of 16 bytes.  token_scales: fp32 [num_tokens].
-    weight: repacked.  out: [num_tokens, out_features], contiguous, x's dtype or of e4m3 bf16 or fp16; bias too.
-    source: the kernel, else chosen by the number of tokens.  gated: out = silu(first half) * second half of columns,
-    of at most MAX_ROWS_TOKENS rows and an even number of strips.
+    x: [num_tokens, in_features] bf16 or fp16, rows at multiples of 16 bytes.  weight: repacked.
+    out: [num_tokens, out_features], contiguous, x's dtype; bias too.  source: else chosen by the number of tokens.
+    gated: out = silu(first half) * second half of columns, of at most MAX_ROWS_TOKENS rows, an even number of strips.
     """
     if x.shape[0] == 0:
         return
     source = source or (ROWS if x.shape[0] <= MAX_ROWS_TOKENS else TILES)
     assert source == ROWS or not gated
     library = load(source, defines(x.dtype))
-    params = _params(x, token_scales, weight, bias, out, source == ROWS)
+    params = _params(x, weight, bias, out, source == ROWS)
     params.is_gated = gated
     launch = library.slipstream_int4_rows if source == ROWS else library.slipstream_int4_stream
     stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
@@ -130,12 +128,7 @@ def workspace(device: torch.device) -> Workspace:
 
 
 def _params(
-    x: torch.Tensor,
-    token_scales: torch.Tensor | None,
-    weight: Int4Weight,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-    by_rows: bool,
+    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor, by_rows: bool
 ) -> Int4StreamParams:
     space, num_tokens = workspace(x.device), x.shape[0]
     strips, ctas_per_sm = weight.out_features // STRIP, 1
@@ -147,7 +140,6 @@ def _params(
     return Int4StreamParams(
         **weight_arguments(weight),
         x=x.data_ptr(),
-        token_scale=None if token_scales is None else token_scales.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
         arranged=space.arranged.data_ptr(),

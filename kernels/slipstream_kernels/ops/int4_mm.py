@@ -45,13 +45,13 @@ def int4_mm(
     if not weight.is_repacked:
         check_int4(weight)
     module = _choose(backend, rows, weight)
-    if not gated:
-        return module.int4_mm(x, weight, bias)
-    if weight.out_features % 2:
+    if gated and weight.out_features % 2:
         raise ValueError(f"weight: {weight.out_features} output features, gated products need pairs")
-    if weight.is_repacked and module.can_gate(rows.shape[0], weight):
+    is_candidate = gated and weight.is_repacked and not isinstance(x, Fp8Rows)
+    if is_candidate and module.can_gate(rows.shape[0], weight):
         return module.int4_mm_gated(x, weight, bias)
-    return silu_mul(module.int4_mm(x, weight, bias))
+    y = module.int4_mm(x, weight, bias)
+    return silu_mul(y) if gated else y
 
 
 def max_plain_int4_tokens(weight: Int4Weight) -> int:

@@ -1,8 +1,6 @@
 // The multiplying warps: each has its own block of 128 input features of every slot; activations stay in registers.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "hopper_copy.cuh"
 #include "int4_codec.cuh"
 #include "int4_rows_shape.cuh"
@@ -10,30 +8,17 @@
 namespace slipstream {
 
 // Not through the read-only path: an earlier kernel may write these bytes while this one has begun.
-__device__ __forceinline__ uint32_t load_global_4(const void* from) {
-  uint32_t v;
-  asm volatile("ld.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
-}
-
 __device__ __forceinline__ uint2 load_global_8(const void* from) {
   uint2 v;
   asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
   return v;
 }
 
-__device__ __forceinline__ uint2 widen_fp8(uint32_t four) {
-  const __half2_raw low = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(four & 0xffff), __NV_E4M3);
-  const __half2_raw high = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(four >> 16), __NV_E4M3);
-  return {uint32_t{low.x} | uint32_t{low.y} << 16, uint32_t{high.x} | uint32_t{high.y} << 16};
-}
-
 // A warp's activations of its block, as they lie in memory: lane l has, of token l / 4 of each column and of each 32
 // input features, four from 4 (l % 4) on and the four that are 16 further.
 template <typename SHAPE>
 struct BlockActivations {
-  static constexpr bool kIsFp8 = sizeof(typename SHAPE::Input) == 1;
-  uint32_t raw[SHAPE::kColumns][4][kIsFp8 ? 2 : 4];
+  uint32_t raw[SHAPE::kColumns][4][4];
 
   __device__ __forceinline__ void load(const Int4StreamParams& p, int block) {
     const int lane = threadIdx.x % 32;
@@ -41,7 +26,7 @@ struct BlockActivations {
     for (int column = 0; column < SHAPE::kColumns; ++column) {
       const int token = 8 * column + lane / 4;
       const bool exists = token < p.num_tokens && block < num_blocks(p);
-      const auto* from = static_cast<const typename SHAPE::Input*>(p.x) + token * p.x_row_stride + block * 128 +
+      const auto* from = static_cast<const typename SHAPE::Operand*>(p.x) + token * p.x_row_stride + block * 128 +
                          lane % 4 * 4;
 #pragma unroll
       for (int step = 0; step < 4; ++step) load_step(raw[column][step], from + 32 * step, exists);
@@ -50,25 +35,16 @@ struct BlockActivations {
 
   // The B operand of the two products of a step: pairs (4 q + i, 16 + 4 q + i), i = 0..3.
   __device__ __forceinline__ void arrange(int column, int step, uint32_t (&pairs)[4]) const {
-    uint2 low, high;
-    if constexpr (kIsFp8) {
-      low = widen_fp8(raw[column][step][0]), high = widen_fp8(raw[column][step][1]);
-    } else {
-      low = {raw[column][step][0], raw[column][step][1]}, high = {raw[column][step][2], raw[column][step][3]};
-    }
-    pairs[0] = __byte_perm(low.x, high.x, 0x5410), pairs[1] = __byte_perm(low.x, high.x, 0x7632);
-    pairs[2] = __byte_perm(low.y, high.y, 0x5410), pairs[3] = __byte_perm(low.y, high.y, 0x7632);
+    const uint32_t(&v)[4] = raw[column][step];
+    pairs[0] = __byte_perm(v[0], v[2], 0x5410), pairs[1] = __byte_perm(v[0], v[2], 0x7632);
+    pairs[2] = __byte_perm(v[1], v[3], 0x5410), pairs[3] = __byte_perm(v[1], v[3], 0x7632);
   }
 
  private:
-  template <int N, typename T>
-  static __device__ __forceinline__ void load_step(uint32_t (&to)[N], const T* from, bool exists) {
-    if constexpr (kIsFp8) {
-      to[0] = exists ? load_global_4(from) : 0, to[1] = exists ? load_global_4(from + 16) : 0;
-    } else {
-      const uint2 low = exists ? load_global_8(from) : uint2{}, high = exists ? load_global_8(from + 16) : uint2{};
-      to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
-    }
+  template <typename T>
+  static __device__ __forceinline__ void load_step(uint32_t (&to)[4], const T* from, bool exists) {
+    const uint2 low = exists ? load_global_8(from) : uint2{}, high = exists ? load_global_8(from + 16) : uint2{};
+    to[0] = low.x, to[1] = low.y, to[2] = high.x, to[3] = high.y;
   }
 };
 

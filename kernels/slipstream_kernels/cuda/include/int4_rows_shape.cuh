@@ -9,10 +9,9 @@
 
 namespace slipstream {
 
-template <typename INPUT, typename OPERAND, int TILES, int COLUMNS, int GROUPS, bool IS_GATED>
+template <typename OPERAND, int TILES, int COLUMNS, int GROUPS, bool IS_GATED>
 struct RowsShape {
-  using Input = INPUT;      // element of x in memory
-  using Operand = OPERAND;  // of the products
+  using Operand = OPERAND;   // element of x
   static constexpr int kTiles = TILES, kColumns = COLUMNS, kGroups = GROUPS;   // strips of a pass; tokens / 8; groups of a block
   static constexpr bool kIsGated = IS_GATED;
   static constexpr int kUnit = IS_GATED ? 2 : 1;   // strips that one CTA must have together

@@ -10,6 +10,7 @@ namespace slipstream {
 template <typename SHAPE>
 struct TileEpilogue {
   static constexpr int kSums = SHAPE::kSums;
+  using Out = typename SHAPE::Operand;
   const Int4StreamParams& p;
   float4* exchange;   // shared: sums of the warpgroups that multiply second blocks
   int* flag;          // shared: whether this CTA came last
@@ -51,7 +52,6 @@ struct TileEpilogue {
   }
 
   // A thread holds rows l / 4 and l / 4 + 8 of its warp's 16, and tokens 8 i + 2 (l % 4) + 0, 1.
-  template <typename OUT>
   __device__ __forceinline__ void write(int tile, const float (&sums)[kSums]) const {
     const int lane = thread % 32, row = tile * SHAPE::kRows + thread / 32 * 16 + lane / 4;
     if (row >= p.out_features) return;   // the last tile's second half; a warp as a whole
@@ -59,22 +59,20 @@ struct TileEpilogue {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       scale[half] = __ldg(p.channel_scale + row + 8 * half);
-      if (p.bias != nullptr) bias[half] = to_float(static_cast<const OUT*>(p.bias)[row + 8 * half]);
+      if (p.bias != nullptr) bias[half] = to_float(static_cast<const Out*>(p.bias)[row + 8 * half]);
     }
 #pragma unroll
     for (int i = 0; i < SHAPE::kColumns / 8; ++i) {
       if (8 * i >= p.num_tokens) break;
-      const int token = 8 * i + 2 * (lane % 4);
-      const float tokens[2] = {token_scale(token), token_scale(token + 1)};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float low = sums[4 * i + 2 * half] * tokens[0] * scale[half] + bias[half];
-        const float high = sums[4 * i + 2 * half + 1] * tokens[1] * scale[half] + bias[half];
+        const float low = sums[4 * i + 2 * half] * scale[half] + bias[half];
+        const float high = sums[4 * i + 2 * half + 1] * scale[half] + bias[half];
         // Lane l now has token l / 4 and rows 2 (l % 4), + 1.
-        const uint32_t pair = transpose_8x8(pack<OUT>(low, high));
+        const uint32_t pair = transpose_8x8(pack<Out>(low, high));
         const int written = 8 * i + lane / 4, column = tile * SHAPE::kRows + thread / 32 * 16 + 8 * half + 2 * (lane % 4);
         if (written < p.num_tokens) {
-          OUT* out = static_cast<OUT*>(p.out) + int64_t{written} * p.out_features + column;
+          Out* out = static_cast<Out*>(p.out) + int64_t{written} * p.out_features + column;
           *reinterpret_cast<uint32_t*>(out) = pair;
         }
       }
@@ -82,10 +80,6 @@ struct TileEpilogue {
   }
 
  private:
-  __device__ __forceinline__ float token_scale(int token) const {
-    return p.token_scale != nullptr && token < p.num_tokens ? p.token_scale[token] : 1.0f;
-  }
-
   // A CTA leaves at most two tiles' sums: of the tile that it begins (and does not end), and of one that it goes on with.
   __device__ __forceinline__ float4* part(int cta, bool is_begun) const {
     const int64_t index = int64_t{2 * cta + (is_begun ? 1 : 0)} * SHAPE::kWriters * (kSums / 4);

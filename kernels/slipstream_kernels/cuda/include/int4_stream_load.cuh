@@ -2,8 +2,6 @@
 // numbers, and a warp that issues bulk copies, of codes and words before that kernel has ended.
 #pragma once
 
-#include <cuda_fp8.h>
-
 #include "bulk_copy.cuh"
 #include "dependent_launch.cuh"
 #include "hopper_copy.cuh"
@@ -20,11 +18,11 @@ __device__ __forceinline__ uint4 load_16_bytes(const void* from) {
 // 32 activations of a token.
 template <typename SHAPE>
 struct Activations32 {
-  static constexpr int kVectors = 2 * sizeof(typename SHAPE::Input);
+  static constexpr int kVectors = 4;
   uint32_t words[4 * kVectors];
 
   __device__ __forceinline__ Activations32(const Int4StreamParams& p, int token, int column) {
-    const auto* row = static_cast<const typename SHAPE::Input*>(p.x) + token * p.x_row_stride + column;
+    const auto* row = static_cast<const typename SHAPE::Operand*>(p.x) + token * p.x_row_stride + column;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const uint4 v = token < p.num_tokens ? load_16_bytes(reinterpret_cast<const uint4*>(row) + i) : uint4{};
@@ -32,41 +30,22 @@ struct Activations32 {
     }
   }
 
-  // Row j of the core matrices. 16 bits, j of 4: the product j / 2 takes elements 4 q + 2 (j / 2) + j % 2 and 16 further,
-  // q = 0..3. e4m3, j of 2: elements 4 q + j, 4 q + 2 + j and 16 further, as two masks take codes out of a word.
+  // Row j of the four core matrices: the product j / 2 takes elements 4 q + 2 (j / 2) + j % 2 and 16 further, q = 0..3.
   __device__ __forceinline__ uint4 row(int j) const {
     uint32_t out[4];
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      if constexpr (SHAPE::kIsFp8) {
-        out[q] = __byte_perm(words[q], words[4 + q], j == 0 ? 0x6420 : 0x7531);
-      } else {
-        out[q] = __byte_perm(words[2 * q + j / 2], words[8 + 2 * q + j / 2], j % 2 ? 0x7632 : 0x5410);
-      }
+      out[q] = __byte_perm(words[2 * q + j / 2], words[8 + 2 * q + j / 2], j % 2 ? 0x7632 : 0x5410);
     }
     return make_uint4(out[0], out[1], out[2], out[3]);
-  }
-
-  // Of e4m3.
-  __device__ __forceinline__ float sum() const {
-    float total = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 2 * 4 * kVectors; ++i) {
-      const uint32_t pair = words[i / 2] >> (i % 2 * 16) & 0xffff;
-      const __half2 values(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(pair), __NV_E4M3));
-      const float2 wide = __half22float2(values);
-      total += wide.x + wide.y;
-    }
-    return total;
   }
 };
 
 // x -> for each block of 128 input features and as the products read them: core matrices of 8 tokens x 16 bytes, tokens
-// that do not exist as zeros; of e4m3 then the sums of groups. One CTA a block; a thread takes 32 columns of a token at a
-// time, and the four threads of a token are 8 lanes apart.
+// that do not exist as zeros. One CTA a block; a thread takes 32 columns of a token at a time.
 template <typename SHAPE>
 __device__ __forceinline__ void arrange_block(const Int4StreamParams& p) {
-  constexpr int kMatrixRows = 2 * sizeof(typename SHAPE::Operand);   // of 16 bytes, in 32 columns
+  constexpr int kMatrixRows = 4;   // of 16 bytes, in 32 columns
   const int block = blockIdx.x;
   char* base = static_cast<char*>(p.arranged) + int64_t{block} * SHAPE::kActivationBytes;
   for (int item = threadIdx.x; item < SHAPE::kColumns * 4; item += blockDim.x) {
@@ -75,15 +54,6 @@ __device__ __forceinline__ void arrange_block(const Int4StreamParams& p) {
 #pragma unroll
     for (int j = 0; j < kMatrixRows; ++j) {
       *reinterpret_cast<uint4*>(base + (part * kMatrixRows + j) * SHAPE::kColumns * 16 + token * 16) = values.row(j);
-    }
-    if constexpr (SHAPE::kIsFp8) {
-      float sum = values.sum();
-      sum += __shfl_xor_sync(~0u, sum, 8);
-      if constexpr (SHAPE::kGroups == 1) sum += __shfl_xor_sync(~0u, sum, 16);
-      if (part * SHAPE::kGroups % 4 == 0) {
-        float* sums = reinterpret_cast<float*>(base + SHAPE::kValueBytes);
-        sums[part * SHAPE::kGroups / 4 * SHAPE::kColumns + token] = sum;
-      }
     }
   }
 }

@@ -1,7 +1,5 @@
-// The multiplying warpgroups. With 16-bit activations codes become 16-bit operands in registers, (code - zero) * scale,
-// rounded once, and sums stay in the tensor cores' fp32 registers. With e4m3 activations codes are operands as they are (a
-// nibble in the low bits of e4m3 is code / 512, exactly), and zero points and scales are applied to a group's sums in fp32.
-// A product with its operand in registers takes 64 clocks for up to 128 tokens: e4m3 needs half as many.
+// The multiplying warpgroups. Codes become 16-bit operands in registers, (code - zero) * scale, rounded once; sums stay in
+// the tensor cores' fp32 registers.
 #pragma once
 
 #include "hopper_copy.cuh"
@@ -49,8 +47,8 @@ struct Multiplier {
   const Ring<SHAPE>& ring;
   int strip, half, lane;   // of the tile's 8 strips; which block of a stage
   RingPlace<SHAPE::kStages> place;
-  static constexpr int kProducts = SHAPE::kIsFp8 ? 1 : 2;   // of a step
-  uint32_t a[kInFlight][kProducts][4];                      // operands: by step, product, register
+  static constexpr int kProducts = 2;    // of a step
+  uint32_t a[kInFlight][kProducts][4];   // operands: by step, product, register
 
   // Adds the products of a segment's blocks to sums, which begin at zero.
   __device__ __forceinline__ void consume(int num_blocks, float (&sums)[SHAPE::kSums]) {
@@ -59,11 +57,7 @@ struct Multiplier {
     for (int i = 0; i < num_blocks; i += SHAPE::kBlocks) {
       wait_barrier(ring.filled(place.stage), place.parity);
       if (i + half < num_blocks) {
-        if constexpr (SHAPE::kIsFp8) {
-          multiply_fp8_block(sums);
-        } else {
-          multiply_block(adds, sums);
-        }
+        multiply_block(adds, sums);
         adds = true;
       }
       __syncwarp();
@@ -96,50 +90,6 @@ struct Multiplier {
     const uint32_t codes = ring.codes(place.stage) + (strip * SHAPE::kBlocks + half) * SHAPE::kBlockBytes + lane * 8;
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) eights[i] = load_shared_8(codes + i * 256);
-  }
-
-  __device__ __forceinline__ void multiply_fp8_block(float (&sums)[SHAPE::kSums]) {
-    uint2 eights[kSteps];
-    load_codes(eights);
-#pragma unroll
-    for (int group = 0; group < SHAPE::kGroups; ++group) {
-      constexpr int kGroupSteps = kSteps / SHAPE::kGroups;
-      float parts[SHAPE::kSums];
-#pragma unroll
-      for (int i = 0; i < kGroupSteps; ++i) {
-        const int step = group * kGroupSteps + i;
-        if (i >= kInFlight) await_registers<kInFlight - 1>();   // the products that read these registers have ended
-        asm volatile("" : "+r"(eights[step].x), "+r"(eights[step].y)::"memory");
-        uint32_t(&operand)[4] = a[step % kInFlight][0];
-        operand[0] = eights[step].x & 0x0F0F0F0Fu, operand[1] = eights[step].y & 0x0F0F0F0Fu;
-        operand[2] = eights[step].x >> 4 & 0x0F0F0F0Fu, operand[3] = eights[step].y >> 4 & 0x0F0F0F0Fu;
-        start_step(step, i > 0, parts);
-      }
-      await_registers<0>();
-      add_group(group, parts, sums);
-    }
-  }
-
-  // sums += scale * (512 parts - zero * sum of activations), for rows l / 4 and l / 4 + 8.
-  __device__ __forceinline__ void add_group(int group, float (&parts)[SHAPE::kSums], float (&sums)[SHAPE::kSums]) const {
-    float scale[2], zero[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const uint32_t word = word_of(lane / 4 + 8 * i, group);
-      scale[i] = 512.0f * scale_of(word), zero[i] = -static_cast<float>(word >> 16) / 512.0f;
-    }
-    const uint32_t totals = ring.activations(place.stage) + half * SHAPE::kActivationBytes + SHAPE::kValueBytes +
-                            (group * SHAPE::kColumns + lane % 4 * 2) * 4;
-#pragma unroll
-    for (int i = 0; i < SHAPE::kColumns / 8; ++i) {
-      const uint2 pair = load_shared_8(totals + 32 * i);
-      const float total[2] = {__uint_as_float(pair.x), __uint_as_float(pair.y)};
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        asm volatile("" : "+f"(parts[4 * i + e])::"memory");
-        sums[4 * i + e] += scale[e / 2] * (parts[4 * i + e] + zero[e / 2] * total[e % 2]);
-      }
-    }
   }
 
   __device__ __forceinline__ void multiply_block(bool adds, float (&sums)[SHAPE::kSums]) {

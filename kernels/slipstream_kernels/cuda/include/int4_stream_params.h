@@ -7,8 +7,7 @@
 namespace slipstream {
 
 struct Int4StreamParams {
-  const void* x;                // [num_tokens, in_features] bf16, fp16 or e4m3, row stride below
-  const float* token_scale;     // [num_tokens], or null: 1
+  const void* x;                // [num_tokens, in_features] bf16 or fp16, row stride below
   const uint4* codes;           // in the order of w4a8_layout.cuh
   const uint32_t* words;        // [blocks of 128, or 1][out_features][groups_per_block]
   const uint32_t* strip_words;  // the same as [out_features / 16][blocks, or 1][16][groups_per_block]
@@ -23,7 +22,7 @@ struct Int4StreamParams {
   int32_t columns;              // the variant: num_tokens rounded up
   int32_t groups_per_block;     // 1 (128 or whole rows), 2 (64): the variant
   int32_t is_channelwise;       // words have one row of groups
-  int32_t out_is_half;          // of e4m3 rows: fp16, else bf16
+  int32_t out_is_half;          // int4_dequantise: fp16, else bf16
   int32_t num_ctas, ctas_per_sm, is_dependent;
   int32_t is_gated;             // int4_rows: out = silu(first half of the rows) * second half
 };

@@ -10,10 +10,9 @@
 
 namespace slipstream {
 
-template <typename INPUT, typename OPERAND, int COLUMNS, int GROUPS>
+template <typename OPERAND, int COLUMNS, int GROUPS>
 struct Int4Shape {
-  using Input = INPUT;      // element of x in memory
-  using Operand = OPERAND;  // of the products
+  using Operand = OPERAND;   // element of x
   static constexpr int kColumns = COLUMNS, kGroups = GROUPS;
   static constexpr int kRows = 128, kDepth = 128;
   static constexpr int kSums = COLUMNS / 2;   // of a thread
@@ -28,10 +27,7 @@ struct Int4Shape {
   static constexpr int kBlockBytes = 16 * kDepth / 2;   // of a strip
   static constexpr int kCodeBytes = kStrips * kBlocks * kBlockBytes;
   static constexpr int kWordBytes = kRows * 4 * GROUPS;   // of a block
-  // Of a block: activations, and with e4m3 products their sum over each group, fp32.
-  static constexpr bool kIsFp8 = sizeof(OPERAND) == 1;
-  static constexpr int kValueBytes = COLUMNS * kDepth * int(sizeof(OPERAND));
-  static constexpr int kActivationBytes = kValueBytes + (kIsFp8 ? COLUMNS * 4 * GROUPS : 0);
+  static constexpr int kActivationBytes = COLUMNS * kDepth * 2;   // of a block
   static constexpr int kStageBytes = kCodeBytes + kBlocks * (kWordBytes + kActivationBytes);
   static constexpr int kSumBytes = kWriters * kSums * 4;
   static constexpr int kStages = (226 * 1024 - kSumBytes) / (kStageBytes + 16);
