@@ -17,6 +17,7 @@ from tiny_model import make_tiny_llama
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
 
 from draft_heads.export import best_choices, export
+from draft_heads.teacher import Teacher
 from draft_heads.train import HeadsConfig, summary, train
 
 FOLDERS = {"medusa": "medusa_heads", "mtp": "mtp_module", "eagle": "eagle_head"}
@@ -58,7 +59,10 @@ def test_the_engine_drafts_what_the_trained_head_guesses(model: Path, tmp_path: 
     while not request.num_output_tokens:
         engine.step()
     assert request.num_output_tokens == 1 and len(request.draft_token_ids) == 3
-    tokens = torch.tensor([request.token_ids], device=trainer.device)
+    # on the CPU and in float32, as the engine computes, also where a GPU has trained in bf16
+    trainer.teacher.network = Teacher(model, torch.device("cpu")).network
+    trainer.head.cpu()
+    tokens = torch.tensor([request.token_ids])
     with torch.no_grad():
         found = [logits[0, 19].argmax() for logits in trainer.head(trainer.teacher.read(tokens), 1)]
     first = int(found[0])

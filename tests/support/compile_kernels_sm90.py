@@ -39,6 +39,13 @@ ACCEPT = {
     **{f"{name}_ptr": "*i32" for name in ("starts", "num_drafts", "counts")},
     "marks_ptr": "*i8", "scores_ptr": "*fp32", "num_words": "i32",
 }  # fmt: skip
+ADVANCE = {
+    **ACCEPT,
+    **{f"{name}_ptr": "*i64" for name in ("positions", "drafts", "words", "depths")},
+    **{f"{name}_ptr": "*i32" for name in ("seq_lens", "tables")},
+    **dict.fromkeys(("table_stride", "table_width", "draft_stride", "word_stride", "depth_stride"), "i32"),
+    "block_size": "i32", "num_rows": "i32",
+}  # fmt: skip
 MOVES = {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "counts": "*i32", "most": "i32"}
 
 FP8_ROWS = {
@@ -242,6 +249,7 @@ KERNELS = [
         {"BLOCK": 1024}, 4,
     ),
     ("move_slots", "_move_kernel", MOVES, {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "WIDTH": 64, "WIDTH_PADDED": 64}, 1),
+    ("advance_rows", "_advance_kernel", ADVANCE, {"HAS_TREE": True, "HAS_MASK": True, "ROWS": 64}, 1),
     (
         "accept_drafts", "_accept_kernel", ACCEPT,
         {"HAS_TREE": True, "HAS_MARKS": True, "HAS_SCORES": True, "ROWS": 64}, 4,
