@@ -154,6 +154,19 @@ def test_choice_can_run_for_every_size() -> None:
         assert cluster_choice.estimate_us(product, variant, H200[variant.splits]) < float("inf")
 
 
+def test_is_chosen_where_it_was_measured_to_be_faster() -> None:
+    gate_up = cluster_choice.Product(64, 28672, 8192, True)
+    assert cluster_choice.is_chosen(gate_up, "plain") and not cluster_choice.is_chosen(gate_up, "unknown")
+    assert not cluster_choice.is_chosen(gate_up._replace(num_tokens=256), "plain")
+    for product in (cluster_choice.Product(64, 4096, 8192, False), cluster_choice.Product(64, 128256, 8192, False)):
+        assert not cluster_choice.is_chosen(product, "plain")
+    down = cluster_choice.Product(128, 4096, 14336, False)
+    assert cluster_choice.is_chosen(down, "channel") and not cluster_choice.is_chosen(down, "block")
+    assert cluster_choice.chosen_columns("plain") == [32, 64, 128]
+    assert cluster_choice.chosen_columns("channel") == [16, 32, 64, 128]
+    assert not ops.prefers_clusters(64, torch.zeros(32, 128))
+
+
 def test_narrow_products_share_sums() -> None:
     """4096 weight rows are 31 for each of 132 SMs: alone they would read as many activations as weights, or more."""
     product = cluster_choice.Product(64, 4096, 14336, False)

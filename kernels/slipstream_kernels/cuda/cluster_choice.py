@@ -56,16 +56,46 @@ COLUMNS = tuple(sorted({columns for columns, _ in COMPILED}))
 MAX_TOKENS = COLUMNS[-1]
 
 
-# Up to how many tokens it is the fastest product there is, by bytes of a weight and kind of output, on one H200
-# (docs/LOG.md).
-MAX_CHOSEN_TOKENS: dict[tuple[int, str], int] = {}
-WIDE_FEATURES = 8192  # out_features from which each SM has weight rows enough to itself
+# Of how many tokens (first, last) it is the fastest product there is, by format of the weight and kind of product, on
+# one H200 (docs/LOG.md); stream_mm is asked before. What is not named was slower or not measured.
+CHOSEN_TOKENS = {
+    ("plain", "gated"): ((17, 128),),
+    ("plain", "wide"): ((17, 64),),
+    ("channel", "gated"): ((1, 64),),
+    ("channel", "wide"): ((1, 64),),
+    ("channel", "long"): ((17, 128),),
+    ("channel", "middle"): ((17, 32), (65, 128)),
+    ("channel", "narrow"): ((65, 128),),
+    ("block", "gated"): ((17, 64),),
+}
+MIDDLE_FEATURES, WIDE_FEATURES, MOST_FEATURES = 6144, 12288, 32768  # out_features
+LONG_BYTES = 8192  # of a weight row
 
 
-def is_chosen(product: Product, weight_bytes: int) -> bool:
-    """Whether it is the fastest product."""
-    kind = "gated" if product.gated else "wide" if product.out_features >= WIDE_FEATURES else "narrow"
-    return product.num_tokens <= MAX_CHOSEN_TOKENS.get((weight_bytes, kind), 0)
+def is_chosen(product: Product, weights: str) -> bool:
+    """Whether it is the fastest product.  weights: "plain" (16 bits), "channel" or "block" (e4m3, by its scales)."""
+    if product.out_features > MOST_FEATURES:
+        return False
+    ranges = CHOSEN_TOKENS.get((weights, kind_of(product)), ())
+    return any(first <= product.num_tokens <= last for first, last in ranges)
+
+
+def chosen_columns(weights: str) -> list[int]:
+    """The tiles' widths that are chosen for weights of the format."""
+    ranges = [tokens for (name, _), all_ranges in CHOSEN_TOKENS.items() if name == weights for tokens in all_ranges]
+    bounds = zip((0, *COLUMNS), COLUMNS)
+    return [widest for below, widest in bounds if any(first <= widest and last > below for first, last in ranges)]
+
+
+def kind_of(product: Product) -> str:
+    """What decides how its work is shared out."""
+    if product.gated:
+        return "gated"
+    if product.out_features >= WIDE_FEATURES:
+        return "wide"
+    if product.row_bytes >= LONG_BYTES:
+        return "long"
+    return "middle" if product.out_features >= MIDDLE_FEATURES else "narrow"
 
 
 def choose(product: Product, count_clusters: Callable[[Variant], int]) -> Variant:
