@@ -22,6 +22,7 @@ _MOST_GROWTH = 3.0
 _WEIGHT = 0.05  # of a new measurement in a running mean
 _REVIEW_STEPS = 16  # steps between two decisions on the number of drafts
 _LEAST_PROMISE = 1.02  # of plain steps' tokens per second
+_LEAST_CHANGE = 1.03  # of the tokens per second, for another number of drafts
 _MOST_SURPLUS = 2.0  # of the seconds expected
 _FORGIVENESS = 0.98
 _MOST_SEEN = 2000  # verifications, before older ones count half
@@ -61,6 +62,7 @@ class _Load:
     plain_surplus: float = 0.0  # seconds that steps take beyond what StepCosts say
     speculating_surplus: float = 0.0
     has_speculated: bool = False
+    num_drafts: dict[str, int] = field(default_factory=dict)  # decided on last, by method
     num_rest_steps: int = 0
 
     def note_surplus(self, step: MeasuredStep, expected: float) -> None:
@@ -211,12 +213,16 @@ class DraftPlanner:
         if plain is None:
             return 0  # more requests than any graph has room for
         extra = load.speculating_surplus if load.has_speculated else load.plain_surplus
-        best, best_rate = 0, _LEAST_PROMISE / (plain + load.plain_surplus)
+        rates = {0: _LEAST_PROMISE / (plain + load.plain_surplus)}
         expected = self._gains_of(method).expected_tokens(most)
         for num_rows in {min(rows // count, 1 + most) for rows, _ in self._costs.verified if rows >= 2 * count}:
             seconds = self._costs.seconds(count, count * num_rows, method)
-            if seconds is not None and expected[num_rows - 1] / (seconds + extra) > best_rate:
-                best, best_rate = num_rows - 1, expected[num_rows - 1] / (seconds + extra)
+            if seconds is not None:
+                rates[num_rows - 1] = expected[num_rows - 1] / (seconds + extra)
+        best, former = max(rates, key=lambda number: rates[number]), load.num_drafts.get(method)
+        if former in rates and rates[best] < _LEAST_CHANGE * rates[former]:
+            best = former  # a change costs the verification that was launched ahead
+        load.num_drafts[method] = best
         if not best:
             load.speculating_surplus *= _FORGIVENESS  # or else what was slow once would never be tried again
         return best
