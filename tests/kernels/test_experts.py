@@ -29,7 +29,7 @@ needs_hopper = pytest.mark.skipif(
 def logits_of(num_tokens: int, num_experts: int, device, dtype=torch.float32) -> torch.Tensor:
     """Of which the last expert is never chosen."""
     logits = 2 * torch.randn(num_tokens, num_experts, device=device)
-    logits[:, -1] = -9
+    logits[:, -1] = -40
     return logits.to(dtype)
 
 
@@ -56,7 +56,8 @@ def test_routing(device, backend, renormalise, shape, dtype, monkeypatch) -> Non
         assert [tokens[row] for row in rows] == [token] * top_k
         chosen = [experts[row] for row in rows]
         order = sorted(range(num_experts), key=lambda e: (-logits[token, e].item(), e))
-        assert chosen == order[:top_k]
+        # logits that differ in the last bits may have one likelihood
+        torch.testing.assert_close(logits[token, chosen], logits[token, order[:top_k]], rtol=0, atol=1e-6)
         expected = probabilities[token, chosen]
         expected = expected / expected.sum() if renormalise else expected
         torch.testing.assert_close(routing.weights[token].double(), expected, rtol=1e-5, atol=1e-6)
