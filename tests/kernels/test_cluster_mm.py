@@ -163,7 +163,7 @@ def test_is_chosen_where_it_was_measured_to_be_faster() -> None:
     down = cluster_choice.Product(128, 4096, 14336, False)
     assert cluster_choice.is_chosen(down, "channel") and not cluster_choice.is_chosen(down, "block")
     assert cluster_choice.chosen_columns("plain") == [32, 64, 128]
-    assert cluster_choice.chosen_columns("channel") == [16, 32, 64, 128]
+    assert cluster_choice.chosen_columns("channel") == [32, 64, 128]
     assert not ops.prefers_clusters(64, torch.zeros(32, 128))
 
 

@@ -61,8 +61,8 @@ MAX_TOKENS = COLUMNS[-1]
 CHOSEN_TOKENS = {
     ("plain", "gated"): ((17, 128),),
     ("plain", "wide"): ((17, 64),),
-    ("channel", "gated"): ((1, 64),),
-    ("channel", "wide"): ((1, 64),),
+    ("channel", "gated"): ((17, 64),),
+    ("channel", "wide"): ((17, 64),),
     ("channel", "long"): ((17, 128),),
     ("channel", "middle"): ((17, 32), (65, 128)),
     ("channel", "narrow"): ((65, 128),),
