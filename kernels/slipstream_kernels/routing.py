@@ -13,9 +13,10 @@ LARGEST_LOGIT = 1e30  # logits beyond are cut to it, and NaN counts as the small
 class Routing:
     """Each token and one of its experts make a pair, a row of every product; rows are sorted by expert, then token.
 
-    weights: [num_tokens, top_k] fp32, of the experts of each token, the likeliest first.  rows: int32 of that shape,
-    the row of each pair.  tokens: [num_tokens * top_k] int32, the token of each row.  offsets: [num_experts + 1] int32:
-    the rows of expert e are offsets[e] .. offsets[e + 1].  All lie on the device: no number of rows is known on the host.
+    weights: [num_tokens, top_k] fp32, of the experts of each token, the likeliest first.
+    rows: int32 of that shape, the row of each pair.  tokens: [num_tokens * top_k] int32, the token of each row.
+    offsets: [num_experts + 1] int32: the rows of expert e are offsets[e] .. offsets[e + 1].
+    All lie on the device: no number of rows is known on the host.
     """
 
     weights: torch.Tensor

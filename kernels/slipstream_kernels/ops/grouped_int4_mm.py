@@ -34,8 +34,7 @@ def grouped_int4_mm(
     repack_expert_int4 made it for x's device.
     x, by_token, gated: as ops.grouped_mm.
     Accuracy: as ops.int4_mm; codes of a repacked weight are multiplied as they are, zero points and scales are applied
-    to the sums of a group in fp32.  Except: from 128 FP8 rows an expert on, on average, (code - zero) * scale is rounded
-    to e4m3.
+    to the sums of a group in fp32.  Except: from 128 FP8 rows an expert on, on average, (code - zero) * scale is e4m3.
     backend: "cuda" is what a repacked weight is multiplied by.
     """
     rows = x.values if isinstance(x, Fp8Rows) else x
