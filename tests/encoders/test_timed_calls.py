@@ -34,7 +34,7 @@ def test_while_one_hangs_others_fail_at_once_and_afterwards_they_do_not() -> Non
 
 
 def test_one_who_leaves_waits_no_longer_and_harms_no_later_call() -> None:
-    calls, may_end = TimedCalls("safety", 20), threading.Event()
+    calls, may_end = TimedCalls("safety", 20, patience_s=0.1), threading.Event()
     started = time.monotonic()
     with pytest.raises(CallAbandoned):
         calls.run(may_end.wait, lambda: True)

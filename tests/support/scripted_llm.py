@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ class TritonPythonModel:
         for request in requests:
             sender = request.get_response_sender()
             script = pb_utils.get_input_tensor_by_name(request, "sampling_parameters")
-            pieces = [] if script is None else json.loads(script.as_numpy().reshape(-1)[0])["pieces"]
+            told = {} if script is None else json.loads(script.as_numpy().reshape(-1)[0])
+            pieces = told.get("pieces", [])
+            time.sleep(told.get("silent_s", 0))
             for number, piece in enumerate(pieces, 1):
                 texts = {"text_output": piece, "finish_reason": "stop" if number == len(pieces) else ""}
                 outputs = [

@@ -54,7 +54,7 @@ def server(llm_server: LlmServer) -> Iterator[LlmServer]:
     write_hanging_encoder(llm_server.repository, "hanging")
     for policy in ("open", "closed"):
         calls = {"llm": "scripted", "safety": "hanging", "quality": "hanging", "on_encoder_failure": policy}
-        copy_guarded(llm_server, f"impatient_{policy}", encoder_timeout_ms="400", **calls)
+        copy_guarded(llm_server, f"impatient_{policy}", encoder_timeout_ms="400", llm_timeout_ms="900", **calls)
     pipelines += ("impatient_open", "impatient_closed")
     names = [
         "guarded_ensemble",
@@ -252,6 +252,17 @@ def test_encoders_that_hang_fail_after_the_time_limit(server: LlmServer, policy:
         lambda: scripted(server, pieces, f"impatient_{policy}").last("safety_checked"), 10, "the encoder to be back"
     )
     assert scripted(server, pieces, f"impatient_{policy}").last("quality_score") == 0.5
+
+
+def test_a_silent_llm_is_given_up(server: LlmServer) -> None:
+    script = {"pieces": ["Well."], "silent_s": 2.5}
+    asked = {"text_input": "Hello", "sampling_parameters": json.dumps(script)}
+    started = time.monotonic()
+    assert (
+        "scripted was silent for longer than llm_timeout_ms=900"
+        in grpc_infer(server.grpc_url, "impatient_open", asked).error
+    )
+    assert scripted(server, ["Fine."], "impatient_open").text == "Fine." and time.monotonic() - started < 15
 
 
 def test_a_client_that_leaves_while_an_encoder_hangs_frees_its_process(server: LlmServer) -> None:

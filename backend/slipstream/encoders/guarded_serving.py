@@ -2,7 +2,8 @@
 
 A process, one instance of the model, runs one request at a time: several BLS requests in one process crash the stub of
 server 2.51, or hang it, once in a hundred (docs/LOG.md). A second thread takes the LLM's responses, so that the first
-sees a cancellation, and stops the LLM, also while no token comes (BLS calls of this server cannot be cancelled).
+sees a cancellation, and stops the LLM, also while no token comes (BLS calls of this server cannot be cancelled). It
+takes the next one when the first has dealt with the last: reading beside a call of an encoder crashes the stub as well.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class GuardSettings:
     quality: str
     on_failure: str
     encoder_timeout_s: float
+    llm_timeout_s: float
     window: WindowSettings
     max_prompt_chars: int
 
@@ -74,6 +76,7 @@ def read_settings(parameters: Parameters) -> GuardSettings:
         quality=parameters.text("quality", "quality"),
         on_failure=parameters.choice("on_encoder_failure", CLOSED, (OPEN, CLOSED)),
         encoder_timeout_s=parameters.integer("encoder_timeout_ms", 30_000, 1, 3_600_000) / 1e3,
+        llm_timeout_s=parameters.integer("llm_timeout_ms", 120_000, 1, 86_400_000) / 1e3,
         window=WindowSettings(size, hold_back, stride),
         max_prompt_chars=parameters.integer("max_prompt_chars", 200_000, 1, 1_000_000),
     )
@@ -148,6 +151,7 @@ class GuardedRequest:
         self._parameters = json.loads(request.parameters() or "{}")
         _refuse_several(self._parameters, self._inputs.get("sampling_parameters"))
         self._responses: queue.SimpleQueue[Piece | LlmFailure | None] = queue.SimpleQueue()
+        self._may_read = threading.Semaphore(0)  # the next response: never beside a call of an encoder
         self._has_ended = True  # no stream of the LLM is open
         self._is_stopped = False
         self._looked_at = 0.0
@@ -205,24 +209,39 @@ class GuardedRequest:
         self._has_ended = False
         taker = threading.Thread(target=self._take, daemon=True)
         taker.start()
+        heard = time.monotonic()
         while True:
             try:
                 response = self._responses.get(timeout=_POLL_S)
             except queue.Empty:
+                self._check_silence(time.monotonic() - heard)
                 yield Piece("")
                 continue
             if response is None:
                 self._has_ended = True
                 return
             if isinstance(response, LlmFailure):
+                self._may_read.release()  # the end
                 raise response
             yield response
+            self._may_read.release()
+            heard = time.monotonic()
+
+    def _check_silence(self, seconds: float) -> None:
+        """Raises LlmFailure when it lasts too long: server 2.51's stub loses an answer now and then (docs/LOG.md)."""
+        if seconds < self._settings.llm_timeout_s:
+            return
+        self._has_ended = True  # for us: nobody waits for the rest
+        self._ask_to_stop()
+        limit = f"llm_timeout_ms={self._settings.llm_timeout_s * 1e3:.0f}"
+        raise LlmFailure(f"{self._settings.llm} was silent for longer than {limit}", pb_utils.TritonError.UNAVAILABLE)
 
     def stop(self) -> None:
         """End the LLM's request by its id, and wait for it: asked again until its stream has ended."""
         if self._has_ended or self._is_stopped:
             return
         self._is_stopped = True
+        self._may_read.release()
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             self._ask_to_stop()
@@ -273,6 +292,8 @@ class GuardedRequest:
             for response in call.exec(decoupled=True):
                 # read here: a response that another thread reads while the next one comes can hang the stub
                 self._responses.put(_piece(response))
+                if not self._is_stopped:
+                    self._may_read.acquire()
         except Exception as error:  # the top of the thread; the model may be gone
             self._responses.put(LlmFailure(str(error)))
         self._responses.put(None)
