@@ -3,6 +3,8 @@ the order of groups and CTAs.  Tests compare it with the reference, and the GPU'
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from slipstream_kernels import int4_layout
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
@@ -116,10 +118,9 @@ def table_operand(weight: Int4Weight) -> torch.Tensor:
     return in_rows(look_up(words_of_codes(weight), table_words(words_of_groups(weight))))
 
 
-def rows(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+def rows(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """int4_rows: sums of half a block in fp32, times the group's scale, added in turns to the sums of 8 warps."""
-    values = x.values.float() if isinstance(x, Fp8Rows) else x.float()
-    operand = codec_operand(weight, torch.float16 if isinstance(x, Fp8Rows) else x.dtype)
+    values, operand = x.float(), codec_operand(weight, x.dtype)
     scales = _relative_scales(weight)
     warps = torch.zeros(8, values.shape[0], weight.out_features)
     for start in range(0, weight.in_features, BLOCK // 2):
@@ -128,10 +129,18 @@ def rows(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | Non
     return _finish(warps.sum(0), x, weight, bias)
 
 
-def tiles(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, num_ctas: int) -> torch.Tensor:
+def clusters(x: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, num_ctas: int) -> torch.Tensor:
+    """w4a8_stream: sums of a CTA's blocks, one after the other, then of the cluster's CTAs in their order."""
+    product = _fp8_blocks(x.values.float(), weight)
+    borders = [len(product) * cta // num_ctas for cta in range(num_ctas + 1)]
+    parts = [product[first:last].sum(0) for first, last in itertools.pairwise(borders)]
+    return _finish(torch.stack(parts).sum(0), x, weight, bias)
+
+
+def tiles(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, num_ctas: int) -> torch.Tensor:
     """int4_stream: sums of every second block of a CTA's run, then of both halves, then of the CTAs in their order."""
-    values = x.values.float() if isinstance(x, Fp8Rows) else x.float()
-    product = _fp8_blocks(values, weight) if isinstance(x, Fp8Rows) else _plain_blocks(values, weight, x.dtype)
+    values = x.float()
+    product = _plain_blocks(values, weight, x.dtype)
     blocks, num_tiles = weight.in_features // BLOCK, -(-weight.out_features // TILE_ROWS)
     out = torch.zeros(values.shape[0], weight.out_features)
     starts = [num_tiles * blocks * cta // num_ctas for cta in range(num_ctas + 1)]

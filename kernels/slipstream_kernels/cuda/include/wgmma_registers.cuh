@@ -6,7 +6,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -20,20 +19,17 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
 #define SLIPSTREAM_OUT4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define SLIPSTREAM_OUT8(i) SLIPSTREAM_OUT4(i), SLIPSTREAM_OUT4(i + 4)
 #define SLIPSTREAM_OUT16(i) SLIPSTREAM_OUT8(i), SLIPSTREAM_OUT8(i + 8)
-#define SLIPSTREAM_LIST4 "%0, %1, %2, %3"
-#define SLIPSTREAM_LIST8 SLIPSTREAM_LIST4 ", %4, %5, %6, %7"
+#define SLIPSTREAM_LIST8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define SLIPSTREAM_LIST16 SLIPSTREAM_LIST8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define SLIPSTREAM_LIST24 SLIPSTREAM_LIST16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define SLIPSTREAM_LIST32 SLIPSTREAM_LIST24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define SLIPSTREAM_PRODUCT(N, TYPES, LIST, A0, A1, A2, A3, B, ADD, ...) \
   asm volatile("{.reg .pred add;\nsetp.ne.b32 add, %" ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" N     \
                TYPES " {" LIST "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B                             \
-               SLIPSTREAM_FLAGS                                                                           \
+               ", add, 1, 1, 0;}\n"                                                                       \
                : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 #define SLIPSTREAM_PRODUCT_OF(TYPES)                                                                            \
-  if constexpr (N == 8) {                                                                                       \
-    SLIPSTREAM_PRODUCT("8", TYPES, SLIPSTREAM_LIST4, "4", "5", "6", "7", "8", "9", SLIPSTREAM_OUT4(0));         \
-  } else if constexpr (N == 16) {                                                                               \
+  if constexpr (N == 16) {                                                                                      \
     SLIPSTREAM_PRODUCT("16", TYPES, SLIPSTREAM_LIST8, "8", "9", "10", "11", "12", "13", SLIPSTREAM_OUT8(0));    \
   } else if constexpr (N == 32) {                                                                               \
     SLIPSTREAM_PRODUCT("32", TYPES, SLIPSTREAM_LIST16, "16", "17", "18", "19", "20", "21", SLIPSTREAM_OUT16(0)); \
@@ -45,28 +41,21 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
                        SLIPSTREAM_OUT16(16));                                                                   \
   }
 
-// T: __half, __nv_bfloat16 or __nv_fp8_e4m3 (then of 64 x 32 and N x 32), of a and b; N of 8, 16, 32, 48, 64.
+// T: __half or __nv_bfloat16, of a and b; N of 16, 32, 48, 64.
 // adds 0: d is overwritten.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, uint32_t adds) {
-  static_assert(N == 8 || N == 16 || N == 32 || N == 48 || N == 64);
-  if constexpr (__is_same(T, __nv_fp8_e4m3)) {
-#define SLIPSTREAM_FLAGS ", add, 1, 1;}\n"
-    SLIPSTREAM_PRODUCT_OF("k32.f32.e4m3.e4m3")
-#undef SLIPSTREAM_FLAGS
-#define SLIPSTREAM_FLAGS ", add, 1, 1, 0;}\n"
-  } else if constexpr (__is_same(T, __half)) {
+  static_assert(N == 16 || N == 32 || N == 48 || N == 64);
+  if constexpr (__is_same(T, __half)) {
     SLIPSTREAM_PRODUCT_OF("k16.f32.f16.f16")
   } else {
     SLIPSTREAM_PRODUCT_OF("k16.f32.bf16.bf16")
   }
-#undef SLIPSTREAM_FLAGS
 }
 
 #undef SLIPSTREAM_OUT4
 #undef SLIPSTREAM_OUT8
 #undef SLIPSTREAM_OUT16
-#undef SLIPSTREAM_LIST4
 #undef SLIPSTREAM_LIST8
 #undef SLIPSTREAM_LIST16
 #undef SLIPSTREAM_LIST24
