@@ -116,7 +116,7 @@ def _refuse_several(parameters: Mapping[str, Any], sampling: np.ndarray | None) 
     if sampling is not None:
         try:
             given = json.loads(sampling.reshape(-1)[0])
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError("sampling_parameters", f"is no JSON ({error}); accepted: a JSON object") from None
         settings.update(given if isinstance(given, dict) else {})
     for name in _SEQUENCE_COUNTS:
