@@ -18,6 +18,7 @@ from slipstream.core.step import ScheduledRequest
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import read_spec
 from slipstream.nn.stored_format import StoredFormat
+from slipstream.runtime.cuda_graphs import GraphShape
 from slipstream.runtime.memory_plan import Hardware
 from slipstream.runtime.sampler import Draws
 from slipstream.runtime.speculation.speculator import FREE_TOKENS, make_planner
@@ -291,6 +292,16 @@ def test_the_planner_drafts_what_promises_most() -> None:
     for _ in range(9000):
         planner.observe("mtp", 3, [0, 1, 2, 3])
     assert drafts(64) == 3
+
+
+def test_a_full_server_decodes_plainly_whatever_was_measured(tiny_llama: Path) -> None:
+    gpu = Hardware(torch.device("cuda"), torch.bfloat16, torch.bfloat16)
+    steps = {GraphShape(count, 1, count): 0.004 for count in (64, 128)}
+    steps |= {GraphShape(rows, 4, rows // 4): 0.005 for rows in (256, 512)}
+    planner = make_planner(EngineConfig(), read_spec(tiny_llama), gpu, steps, {"mtp": {64: 0.001, 128: 0.001}})
+    for num_running, most in ((64, 3), (128, 0), (86, 0), (64, 3)):
+        planner.begin_step(num_running)
+        assert planner.num_drafts(drafting_request(3, "mtp")) == most
 
 
 def test_gains_of_a_tree_are_those_of_its_nodes() -> None:
