@@ -17,7 +17,6 @@ from tiny_model import make_tiny_llama
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
 
 from draft_heads.export import best_choices, export
-from draft_heads.teacher import Teacher
 from draft_heads.train import HeadsConfig, summary, train
 
 FOLDERS = {"medusa": "medusa_heads", "mtp": "mtp_module", "eagle": "eagle_head"}
@@ -37,7 +36,11 @@ def config(kind: str, model: Path, out: Path, **options: object) -> HeadsConfig:
 
 
 @pytest.mark.parametrize("kind", FOLDERS)
-def test_the_engine_drafts_what_the_trained_head_guesses(model: Path, tmp_path: Path, kind: str) -> None:
+def test_the_engine_drafts_what_the_trained_head_guesses(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    # in float32, as the engine computes here: a GPU trains in bf16, and guesses of a head of four steps are near ties
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     trainer = train(config(kind, model, tmp_path / kind, draft_vocab_size=200), TEXT, TEXT[:600])
     record = summary(trainer)
     assert record["steps"] == 4 and len(record["given_right"]) == 3
@@ -59,9 +62,6 @@ def test_the_engine_drafts_what_the_trained_head_guesses(model: Path, tmp_path: 
     while not request.num_output_tokens:
         engine.step()
     assert request.num_output_tokens == 1 and len(request.draft_token_ids) == 3
-    # on the CPU and in float32, as the engine computes, also where a GPU has trained in bf16
-    trainer.teacher.network = Teacher(model, torch.device("cpu")).network
-    trainer.head.cpu()
     tokens = torch.tensor([request.token_ids])
     with torch.no_grad():
         found = [logits[0, 19].argmax() for logits in trainer.head(trainer.teacher.read(tokens), 1)]
