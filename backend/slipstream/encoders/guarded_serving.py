@@ -231,7 +231,8 @@ class GuardedRequest:
         """Raises LlmFailure when it lasts too long: server 2.51's stub loses an answer now and then (docs/LOG.md)."""
         if seconds < self._settings.llm_timeout_s:
             return
-        self._has_ended = True  # for us: nobody waits for the rest
+        self._has_ended = self._is_stopped = True  # for us: nobody waits for the rest, which is only taken
+        self._may_read.release()
         self._ask_to_stop()
         limit = f"llm_timeout_ms={self._settings.llm_timeout_s * 1e3:.0f}"
         raise LlmFailure(f"{self._settings.llm} was silent for longer than {limit}", pb_utils.TritonError.UNAVAILABLE)
