@@ -10,7 +10,7 @@ import torch
 from engine_driver import make_engine
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.nn.spec import DecoderSpec, ExpertsSpec, read_spec
 from slipstream.runtime.memory_plan import Hardware, free_device_memory, plan_memory
 
 CPU = Hardware(torch.device("cpu"), torch.float32, torch.float32)
@@ -36,6 +36,23 @@ def test_gpu_takes_its_fraction(spec: DecoderSpec) -> None:
     assert plan.num_blocks == remaining // 2 // plan.block_bytes
     assert plan.num_full_sequences == plan.num_blocks // 512
     assert plan.weight_bytes == 2 * large.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("quantization", "num_experts", "bytes_per_weight"),
+    [("wint4", 0, 2), ("w4a8_fp8", 0, 0), ("w4a8_fp8", 4, 1), ("a8w8_fp8_wint4", 4, 1), ("fp8", 4, 0)],
+)
+def test_the_workspace_holds_4_bit_weights_written_out(
+    spec: DecoderSpec, quantization: str, num_experts: int, bytes_per_weight: int
+) -> None:
+    wide = replace(spec, hidden_size=512, intermediate_size=4096, num_q_heads=8, num_kv_heads=8, head_dim=64)
+    wide = replace(wide, experts=ExpertsSpec(num_experts, 2) if num_experts else None)
+    largest = wide.expert_gate_up if num_experts else wide.gate_up
+    plain = plan_memory(wide, _config(), GPU, GIB).workspace_bytes
+    config = replace(_config(), model=ModelConfig(max_model_len=256, quantization=quantization))
+    more = plan_memory(wide, config, GPU, GIB).workspace_bytes - plain
+    assert more == largest.num_parameters * bytes_per_weight
+    assert plan_memory(wide, config, CPU, GIB).workspace_bytes == plan_memory(wide, _config(), CPU, GIB).workspace_bytes
 
 
 def test_cpu_takes_a_gibibyte_or_what_it_is_told(spec: DecoderSpec) -> None:

@@ -14,6 +14,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.host_memory import host_memory
 from slipstream.nn.kv_types import gpu_geometry_refusal, resolve_kv_dtype
 from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
+from slipstream.nn.quant import choose_methods
+from slipstream.nn.quant.int4 import Int4
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.draft_memory import draft_memory
 from slipstream.runtime.logprobs import MAX_PROMPT_ROWS
@@ -242,14 +244,29 @@ def _pool_budget(cache: CacheConfig, remaining_bytes: int, device: torch.device)
 
 
 def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
-    """Logits, activations of the largest step, and those of the largest CUDA graph, which keeps them."""
+    """Logits, activations of the largest step, those of the largest CUDA graph, which keeps them, and weights written out."""
     num_tokens = config.scheduler.max_num_batched_tokens
     if hardware.device.type == "cuda" and config.model.cuda_graphs != "off":
         num_tokens += min(num_tokens, MAX_TOKENS)
     logits = LOGITS_COPIES * max(config.scheduler.max_num_seqs, MAX_PROMPT_ROWS) * spec.vocab_size * 4
     rows = 1 if spec.experts is None else spec.experts.num_experts_per_token  # of a token in the MLP
     width = (HIDDEN_COPIES + rows - 1) * spec.hidden_size + rows * INTERMEDIATE_COPIES * spec.intermediate_size
-    return logits + num_tokens * width * hardware.dtype.itemsize
+    return logits + num_tokens * width * hardware.dtype.itemsize + _written_out_bytes(spec, config, hardware)
+
+
+def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
+    """The largest layer of 4-bit weights that products of many rows on a GPU write out first: to 16 bits for 16-bit
+    rows (ops.int4_mm), experts' to e4m3 for FP8 rows (ops.grouped_int4_mm)."""
+    if hardware.device.type != "cuda":
+        return 0
+    methods = choose_methods(config.model, spec)
+    sizes = [0]
+    for linear in (*spec.layer_linears, spec.lm_head):
+        is_head, is_expert = linear == spec.lm_head, bool(linear.num_experts)
+        method = methods.head if is_head else methods.experts if is_expert else methods.linears
+        if isinstance(method, Int4) and method.fp8_inputs == is_expert:
+            sizes.append(linear.num_parameters * (1 if is_expert else hardware.dtype.itemsize))
+    return max(sizes)
 
 
 def _size(num_bytes: int) -> str:
