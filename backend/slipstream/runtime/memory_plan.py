@@ -244,7 +244,7 @@ def _pool_budget(cache: CacheConfig, remaining_bytes: int, device: torch.device)
 
 
 def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
-    """Logits, activations of the largest step, those of the largest CUDA graph, which keeps them, and weights written out."""
+    """Logits, activations of the largest step and of the largest CUDA graph, which keeps them, weights written out."""
     num_tokens = config.scheduler.max_num_batched_tokens
     if hardware.device.type == "cuda" and config.model.cuda_graphs != "off":
         num_tokens += min(num_tokens, MAX_TOKENS)
