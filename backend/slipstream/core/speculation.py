@@ -62,7 +62,7 @@ class _Load:
     plain_surplus: float = 0.0  # seconds that steps take beyond what StepCosts say
     speculating_surplus: float = 0.0
     has_speculated: bool = False
-    num_drafts: dict[str, int] = field(default_factory=dict)  # decided on last, by method
+    num_drafts: dict[tuple[str, int], int] = field(default_factory=dict)  # decided on last, by method and most
     num_rest_steps: int = 0
 
     def note_surplus(self, step: MeasuredStep, expected: float) -> None:
@@ -219,10 +219,10 @@ class DraftPlanner:
             seconds = self._costs.seconds(count, count * num_rows, method)
             if seconds is not None:
                 rates[num_rows - 1] = expected[num_rows - 1] / (seconds + extra)
-        best, former = max(rates, key=lambda number: rates[number]), load.num_drafts.get(method)
+        best, former = max(rates, key=lambda number: rates[number]), load.num_drafts.get((method, most))
         if former in rates and rates[best] < _LEAST_CHANGE * rates[former]:
             best = former  # a change costs the verification that was launched ahead
-        load.num_drafts[method] = best
+        load.num_drafts[method, most] = best
         if not best:
             load.speculating_surplus *= _FORGIVENESS  # or else what was slow once would never be tried again
         return best
