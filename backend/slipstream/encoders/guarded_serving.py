@@ -22,6 +22,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from slipstream.core.errors import ConfigError, RequestError
+from slipstream.core.setting_values import read_int, shown
 from slipstream.encoders.guarded import (
     CLOSED,
     OPEN,
@@ -112,16 +113,17 @@ class GuardedModel:
 
 def _refuse_several(parameters: Mapping[str, Any], sampling: np.ndarray | None) -> None:
     """Raise RequestError for more than one sequence: their tokens come mixed, and nobody would have checked either."""
-    settings = dict(parameters)
+    given: Any = {}
     if sampling is not None:
         try:
             given = json.loads(sampling.reshape(-1)[0])
         except (ValueError, RecursionError) as error:
             raise RequestError("sampling_parameters", f"is no JSON ({error}); accepted: a JSON object") from None
-        settings.update(given if isinstance(given, dict) else {})
-    for name in _SEQUENCE_COUNTS:
-        if str(settings.get(name, 1)) != "1":
-            raise RequestError(name, f"got {settings[name]}; accepted: 1, because each answer is checked by itself")
+    for settings in (parameters, given if isinstance(given, dict) else {}):
+        for name in _SEQUENCE_COUNTS:
+            value = settings.get(name)
+            if value is not None and read_int(name, value) != 1:  # as the LLM reads it: null is as if absent
+                raise RequestError(name, f"got {shown(value)}; accepted: 1, because each answer is checked by itself")
 
 
 class GuardedRequest:
