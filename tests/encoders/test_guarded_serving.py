@@ -59,3 +59,9 @@ def test_any_other_number_is_refused_by_name(load: Callable[[Model], Any], value
             guarded_request(serving, **given)
     with pytest.raises(RequestError, match="n: got"):  # null says nothing: the other source counts
         guarded_request(serving, '{"n": null}', json.dumps({"n": value}))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"n": ' * 100_000, "{", "\x00"])
+def test_what_is_no_json_or_nested_too_deeply_is_refused_by_name(load: Callable[[Model], Any], text: str) -> None:
+    with pytest.raises(RequestError, match="sampling_parameters: is no JSON"):
+        guarded_request(load(no_model), text)
