@@ -1,10 +1,12 @@
-"""`guarded` outside Triton: what it refuses."""
+"""`guarded` outside Triton: what it refuses, and that an LLM that falls silent never holds its process."""
 
 from __future__ import annotations
 
 import importlib
 import json
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,3 +67,63 @@ def test_any_other_number_is_refused_by_name(load: Callable[[Model], Any], value
 def test_what_is_no_json_or_nested_too_deeply_is_refused_by_name(load: Callable[[Model], Any], text: str) -> None:
     with pytest.raises(RequestError, match="sampling_parameters: is no JSON"):
         guarded_request(load(no_model), text)
+
+
+class SilentLlm:
+    """Sends nothing until `may_speak`; a stop is answered only if answers_stops, and never ends the stream."""
+
+    def __init__(self, answers_stops: bool) -> None:
+        self.may_speak, self._answers_stops = threading.Event(), answers_stops
+        self.num_stops = 0
+
+    def __call__(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
+        is_stop = request.inputs[0].name() == "stop"
+        self.num_stops += is_stop
+        if not (is_stop and self._answers_stops):
+            self.may_speak.wait()
+        for _ in range(0 if is_stop else 3):
+            yield InferenceResponse([Tensor("text_output", np.array([b"late"], dtype=object))])
+
+
+def fall_silent(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request to an LLM that is silent for longer than its 100 ms."""
+    monkeypatch.setattr(serving, "_STOP_S", 0.2)
+    request = guarded_request(serving, llm_timeout_ms="100")
+    with pytest.raises(serving.LlmFailure, match="llm was silent for longer than llm_timeout_ms=100"):
+        list(request.pieces())
+    request.stop()  # as the pipeline may: there is nothing to wait for
+
+
+def of_before(threads: set[threading.Thread]) -> bool:
+    """Whether the threads begun since have ended."""
+    for _ in range(100):
+        if set(threading.enumerate()) <= threads:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("answers_stops", [True, False])
+def test_a_silent_llm_is_given_up_in_time_and_leaves_no_thread(
+    load: Callable[[Model], Any], monkeypatch: pytest.MonkeyPatch, answers_stops: bool
+) -> None:
+    llm, threads, started = SilentLlm(answers_stops), set(threading.enumerate()), time.monotonic()
+    fall_silent(load(llm), monkeypatch)
+    assert time.monotonic() - started < 5 and llm.num_stops == 1
+    llm.may_speak.set()
+    assert of_before(threads), "what came late was not taken"
+
+
+def test_an_llm_that_answers_no_stop_does_not_hold_the_process(
+    load: Callable[[Model], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, threads = SilentLlm(answers_stops=False), set(threading.enumerate())
+    serving = load(llm)
+    monkeypatch.setattr(serving, "_STREAM_END_S", 0.5)
+    request, started = guarded_request(serving), time.monotonic()
+    next(request.pieces())
+    request.stop()
+    assert 0.4 < time.monotonic() - started < 5
+    assert llm.num_stops == 1, "never two calls at a time"
+    llm.may_speak.set()
+    assert of_before(threads)

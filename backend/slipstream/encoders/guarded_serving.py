@@ -45,6 +45,9 @@ _OF_LLM = ("text_output", "finish_reason", "num_input_tokens", "num_output_token
 _ASKED_FOR = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens", "exclude_input_in_output")
 _SEQUENCE_COUNTS = ("n", "best_of", "num_return_sequences", "sampling_param_best_of")
 _POLL_S = 0.05  # how late a cancellation may be seen
+# An LLM that is well answers a stop in milliseconds. One that is not may never: its call is left behind then, and BLS
+# calls beside it may crash the stub, which is better than an instance that hangs for ever.
+_STOP_S, _STREAM_END_S = 5.0, 30.0
 _CHECK_ROWS = 32  # windows of one call of the safety model
 
 Result = TypeVar("Result")
@@ -156,6 +159,7 @@ class GuardedRequest:
         self._may_read = threading.Semaphore(0)  # the next response: never beside a call of an encoder
         self._has_ended = True  # no stream of the LLM is open
         self._is_stopped = False
+        self._asking: threading.Thread | None = None  # the last call that asks the LLM to stop
         self._looked_at = 0.0
         self._was_cancelled = False
 
@@ -235,19 +239,19 @@ class GuardedRequest:
             return
         self._has_ended = self._is_stopped = True  # for us: nobody waits for the rest, which is only taken
         self._may_read.release()
-        self._ask_to_stop()
+        self._ask_to_stop(_STOP_S)
         limit = f"llm_timeout_ms={self._settings.llm_timeout_s * 1e3:.0f}"
         raise LlmFailure(f"{self._settings.llm} was silent for longer than {limit}", pb_utils.TritonError.UNAVAILABLE)
 
     def stop(self) -> None:
-        """End the LLM's request by its id, and wait for it: asked again until its stream has ended."""
+        """End the LLM's request by its id, and wait for it, 30 s at most: asked again until its stream has ended."""
         if self._has_ended or self._is_stopped:
             return
         self._is_stopped = True
         self._may_read.release()
-        deadline = time.monotonic() + 30
-        while time.monotonic() < deadline:
-            self._ask_to_stop()
+        deadline = time.monotonic() + _STREAM_END_S
+        while (left := deadline - time.monotonic()) > 0:
+            self._ask_to_stop(min(_STOP_S, left))
             with_end = time.monotonic() + 0.5
             while time.monotonic() < with_end:
                 try:
@@ -301,13 +305,26 @@ class GuardedRequest:
             self._responses.put(LlmFailure(str(error)))
         self._responses.put(None)
 
-    def _ask_to_stop(self) -> None:
-        tensors = [pb_utils.Tensor("stop", np.array([True]))]
-        call = pb_utils.InferenceRequest(
-            model_name=self._settings.llm, request_id=self._id, requested_output_names=[], inputs=tensors
-        )
-        for _ in call.exec(decoupled=True):
-            pass
+    def _ask_to_stop(self, seconds: float) -> None:
+        """Wait no longer for the answer. While there is none, no second call is made beside the first."""
+        if self._asking is None or not self._asking.is_alive():
+            self._asking = threading.Thread(target=self._stop_llm, daemon=True, name=f"stop of {self._id}")
+            self._asking.start()
+        self._asking.join(seconds)
+        if self._asking.is_alive():
+            _log.warning("%s: no answer to a stop in %.1f s", self._settings.llm, seconds)
+
+    def _stop_llm(self) -> None:
+        """A thread of its own, because a BLS call cannot be ended."""
+        try:
+            tensors = [pb_utils.Tensor("stop", np.array([True]))]
+            call = pb_utils.InferenceRequest(
+                model_name=self._settings.llm, request_id=self._id, requested_output_names=[], inputs=tensors
+            )
+            for _ in call.exec(decoupled=True):
+                pass
+        except Exception as error:  # the top of the thread; the model may be gone
+            _log.warning("%s: a stop failed: %s", self._settings.llm, error)
 
 
 def _piece(response: Any) -> Piece | LlmFailure:
