@@ -39,9 +39,10 @@ def no_model(request: InferenceRequest) -> Iterator[InferenceResponse]:
     raise AssertionError("called")
 
 
-def guarded_request(serving: Any, sampling: str = "{}", parameters: str = "", **given: str) -> Any:
+def guarded_request(serving: Any, sampling: str | None = "{}", parameters: str = "", **given: str) -> Any:
     inputs = [Tensor("text_input", np.array([b"Hello"], dtype=object))]
-    inputs.append(Tensor("sampling_parameters", np.array([sampling.encode()], dtype=object)))
+    if sampling is not None:
+        inputs.append(Tensor("sampling_parameters", np.array([sampling.encode()], dtype=object)))
     settings = serving.read_settings(serving.Parameters(given))
     return serving.GuardedRequest(InferenceRequest(inputs, text_parameters=parameters), Sender(), settings, None)
 
@@ -59,6 +60,9 @@ def test_any_other_number_is_refused_by_name(load: Callable[[Model], Any], value
     for given in ({"sampling": json.dumps({"n": value})}, {"parameters": json.dumps({"n": value})}):
         with pytest.raises(RequestError, match="n: got"):
             guarded_request(serving, **given)
+    as_parameter = json.dumps({"sampling_parameters": json.dumps({"n": value})})
+    with pytest.raises(RequestError, match="n: got"):  # the LLM takes the settings as a request parameter too
+        guarded_request(serving, None, as_parameter)
     with pytest.raises(RequestError, match="n: got"):  # null says nothing: the other source counts
         guarded_request(serving, '{"n": null}', json.dumps({"n": value}))
 

@@ -116,10 +116,11 @@ class GuardedModel:
 
 def _refuse_several(parameters: Mapping[str, Any], sampling: np.ndarray | None) -> None:
     """Raise RequestError for more than one sequence: their tokens come mixed, and nobody would have checked either."""
-    given: Any = {}
-    if sampling is not None:
+    text = parameters.get("sampling_parameters") if sampling is None else sampling.reshape(-1)[0]
+    given: Any = text
+    if isinstance(text, (str, bytes)):  # the LLM takes the settings as a tensor or as a request parameter
         try:
-            given = json.loads(sampling.reshape(-1)[0])
+            given = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise RequestError("sampling_parameters", f"is no JSON ({error}); accepted: a JSON object") from None
     for settings in (parameters, given if isinstance(given, dict) else {}):
