@@ -166,7 +166,7 @@ def test_a_key_and_a_verdict(browser: Browser, fake_gateway: GatewayProcess) -> 
     assert page.text_content("#safety") == "flagged: violence"
     assert "ended by the safety model" in page.inner_text("article.assistant")
     page.select_option("#model", "plain")
-    say(page, '{"hang": true}')
+    say(page, '{"pieces": [], "hang": true}')  # a piece would set the time to the first token
     page.wait_for_selector("article.assistant.busy")
     assert page.is_hidden("#safety-row") and page.text_content("#ttft") == "–", "what was said of another answer"
     page.keyboard.press("Escape")
