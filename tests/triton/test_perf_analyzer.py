@@ -36,6 +36,5 @@ def test_streaming_over_grpc(llm_server: LlmServer, perf_analyzer: Path, tmp_pat
     assert "Response Throughput" in done.stdout
     requests = json.loads((tmp_path / "profile.json").read_text())["experiments"][0]["requests"]
     assert len(requests) >= 10
-    # one time stamp per token, one more when an empty final response follows; tokens that wait together share one
-    counts = [len(request["response_timestamps"]) for request in requests]
-    assert max(counts) >= 8 and all(2 <= count <= 9 for count in counts), counts
+    for request in requests:  # one time stamp per token, one more when an empty final response follows
+        assert 8 <= len(request["response_timestamps"]) <= 9, request
