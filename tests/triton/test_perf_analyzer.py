@@ -26,8 +26,9 @@ def perf_analyzer(root: Path) -> Path:
 
 
 def test_streaming_over_grpc(llm_server: LlmServer, perf_analyzer: Path, tmp_path: Path) -> None:
-    data = {"data": [{"text_input": ["def add(a, b):\n"], "stream": [True], "max_tokens": [8]}]}
-    (tmp_path / "input.json").write_text(json.dumps(data))
+    request = {"text_input": ["def add(a, b):\n"], "stream": [True], "max_tokens": [8]}
+    request |= {"temperature": [0.0], "ignore_eos": [True]}  # a drawn end of the text would make an answer shorter
+    (tmp_path / "input.json").write_text(json.dumps({"data": [request]}))
     command = [perf_analyzer, "-m", "llm", "-u", llm_server.grpc_url, "-i", "grpc", "--streaming", "--async"]
     command += ["--input-data", "input.json", "--concurrency-range", "2", "--request-count", "10"]
     command += ["--profile-export-file", "profile.json"]
@@ -36,5 +37,5 @@ def test_streaming_over_grpc(llm_server: LlmServer, perf_analyzer: Path, tmp_pat
     assert "Response Throughput" in done.stdout
     requests = json.loads((tmp_path / "profile.json").read_text())["experiments"][0]["requests"]
     assert len(requests) >= 10
-    for request in requests:  # one time stamp per token, one more when an empty final response follows
-        assert 8 <= len(request["response_timestamps"]) <= 9, request
+    for measured in requests:  # one time stamp per token, one more when an empty final response follows
+        assert 8 <= len(measured["response_timestamps"]) <= 9, measured
