@@ -72,12 +72,7 @@ class InvariantStep:
     def _attend(self, rows: Rows, q: Tensor, cache: LayerCache, layer: int, out: Tensor) -> None:
         is_tree = rows is self.trees
         ops.invariant_attention(
-            q[rows.tokens],
-            cache.key,
-            cache.value,
-            rows.block_tables,
-            rows.query_start_loc,
-            rows.seq_lens,
+            *rows.operands(q, cache),
             max_query_len=rows.max_query_len,
             max_seq_len=self.batch.max_seq_len,
             scale=self.scale,

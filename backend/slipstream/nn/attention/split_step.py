@@ -25,6 +25,10 @@ class Rows:
     seq_lens: Tensor
     max_query_len: int
 
+    def operands(self, q: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the attention ops take by place.  q: of all rows of the step."""
+        return q[self.tokens], cache.key, cache.value, self.block_tables, self.query_start_loc, self.seq_lens
+
 
 @dataclass(frozen=True)
 class SplitStep:
@@ -72,12 +76,7 @@ class SplitStep:
         has others in this step."""
         batch = self.batch
         ops.decode_attention(
-            q[rows.tokens],
-            cache.key,
-            cache.value,
-            rows.block_tables,
-            rows.query_start_loc,
-            rows.seq_lens,
+            *rows.operands(q, cache),
             max_query_len=rows.max_query_len,
             scale=self.scale,
             key_scale=cache.key_scale,
@@ -91,12 +90,7 @@ class SplitStep:
 
     def _attend_prompts(self, rows: Rows, q: Tensor, cache: LayerCache, layer: int, out: Tensor) -> None:
         ops.paged_attention(
-            q[rows.tokens],
-            cache.key,
-            cache.value,
-            rows.block_tables,
-            rows.query_start_loc,
-            rows.seq_lens,
+            *rows.operands(q, cache),
             max_query_len=rows.max_query_len,
             max_seq_len=self.batch.max_seq_len,
             scale=self.scale,
