@@ -260,13 +260,13 @@ def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardwa
     if hardware.device.type != "cuda":
         return 0
     methods = choose_methods(config.model, spec)
-    sizes = [0]
-    for linear in (*spec.layer_linears, spec.lm_head):
-        is_head, is_expert = linear == spec.lm_head, bool(linear.num_experts)
-        method = methods.head if is_head else methods.experts if is_expert else methods.linears
-        if isinstance(method, Int4) and method.fp8_inputs == is_expert:
-            sizes.append(linear.num_parameters * (1 if is_expert else hardware.dtype.itemsize))
-    return max(sizes)
+    held = [(linear, methods.experts if linear.num_experts else methods.linears) for linear in spec.layer_linears]
+    sizes = [
+        linear.num_parameters * (1 if linear.num_experts else hardware.dtype.itemsize)
+        for linear, method in (*held, (spec.lm_head, methods.head))
+        if isinstance(method, Int4) and method.fp8_inputs == bool(linear.num_experts)
+    ]
+    return max(sizes, default=0)
 
 
 def _size(num_bytes: int) -> str:
