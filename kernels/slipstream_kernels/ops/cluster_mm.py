@@ -6,7 +6,14 @@ import torch
 
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.ops.scaled_mm import require_scales
-from slipstream_kernels.ops.select import FLOAT_DTYPES, load_module, require_float, require_shape, require_unit_stride
+from slipstream_kernels.ops.select import (
+    FLOAT_DTYPES,
+    load_module,
+    require_bias,
+    require_float,
+    require_shape,
+    require_unit_stride,
+)
 
 BACKENDS = ("auto", "reference", "cuda")
 
@@ -31,10 +38,7 @@ def cluster_mm(
     Triton-lang version: clusters, and weights fetched before the kernel before has ended, it cannot say.
     """
     _check(x, weight, scales)
-    if bias is not None:
-        require_shape("bias", bias, (weight.shape[0],))
-        if bias.dtype != x.dtype:
-            raise ValueError(f"bias: dtype {bias.dtype}, expected {x.dtype}")
+    require_bias(bias, weight.shape[0], x.dtype)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"weight: {weight.shape[0]} rows, gated products need pairs")
     if backend not in BACKENDS:

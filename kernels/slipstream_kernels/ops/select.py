@@ -60,6 +60,15 @@ def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> No
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}, expected {tuple(shape)}")
 
 
+def require_bias(bias: torch.Tensor | None, num_features: int, dtype: torch.dtype) -> None:
+    """Raise ValueError unless there is none, or one number of `dtype` for each output feature."""
+    if bias is None:
+        return
+    require_shape("bias", bias, (num_features,))
+    if bias.dtype != dtype:
+        raise ValueError(f"bias: dtype {bias.dtype}, expected {dtype}")
+
+
 def require_unit_stride(name: str, tensor: torch.Tensor) -> None:
     """Raise ValueError unless the last dimension of `tensor` is contiguous."""
     if tensor.stride(-1) != 1:

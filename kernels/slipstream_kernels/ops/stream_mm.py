@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 
 from slipstream_kernels.fp8 import BLOCK, E4M3
-from slipstream_kernels.ops.select import FLOAT_DTYPES, load_module, require_float, require_shape, require_unit_stride
+from slipstream_kernels.ops.select import (
+    FLOAT_DTYPES,
+    load_module,
+    require_bias,
+    require_float,
+    require_shape,
+    require_unit_stride,
+)
 
 BACKENDS = ("auto", "reference", "cuda")
 
@@ -32,10 +39,7 @@ def stream_mm(
     has ended, and whole rows per SM, Triton-lang cannot say.
     """
     _check_weight(x, weight, scales)
-    if bias is not None:
-        require_shape("bias", bias, (weight.shape[0],))
-        if bias.dtype != x.dtype:
-            raise ValueError(f"bias: dtype {bias.dtype}, expected {x.dtype}")
+    require_bias(bias, weight.shape[0], x.dtype)
     if gated and weight.shape[0] % 2:
         raise ValueError(f"weight: {weight.shape[0]} rows, gated products need pairs")
     if backend not in BACKENDS:
