@@ -7,7 +7,7 @@ taken move as the model's own do.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,6 @@ import torch
 from slipstream_kernels import ops
 
 from slipstream.core.request import Request
-from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.attention import LayerCache
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import DecoderSpec
@@ -24,12 +23,12 @@ from slipstream.runtime.compaction import Compaction
 from slipstream.runtime.computed_rows import ComputedRows
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.speculation.draft_batch import RowsAfter
-from slipstream.runtime.speculation.head_graphs import HeadGraphs
+from slipstream.runtime.speculation.head_graphs import GraphedHead
 from slipstream.runtime.speculation.proposer import Drafts, Surroundings, Wish
 from slipstream.runtime.speculation.seen_tokens import SeenTokens
 
 
-class FollowingHead(ABC):
+class FollowingHead(GraphedHead):
     """spec: of the head's one layer."""
 
     has_cache = True
@@ -39,6 +38,7 @@ class FollowingHead(ABC):
     num_scratch_slots: int
 
     def __init__(self, surroundings: Surroundings, method: str, spec: DecoderSpec) -> None:
+        super().__init__()
         plan, device = surroundings.plan, surroundings.hardware.device
         self._method = method
         self._num_tokens = spec.vocab_size
@@ -47,11 +47,6 @@ class FollowingHead(ABC):
         self._compaction = Compaction(caches, device)
         self._seen = SeenTokens(plan.num_blocks, plan.block_size)
         self._after = RowsAfter(plan.block_size, plan.max_model_len)
-        self._graphs = HeadGraphs(self._guess)
-
-    @staticmethod
-    def refusal(params: SamplingParams) -> str | None:
-        return None
 
     @abstractmethod
     def drafts(self, wish: Wish, guesses: list[Any]) -> Drafts:
@@ -68,14 +63,6 @@ class FollowingHead(ABC):
     @abstractmethod
     def _levels(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Guesses after the rows `last` of batch, one a request, whose states are the head's, [R, size]."""
-
-    def capture(self, rows: Sequence[ComputedRows]) -> dict[int, float]:
-        self._graphs.capture(rows)
-        return self._graphs.seconds()
-
-    @torch.inference_mode()
-    def draft(self, rows: ComputedRows) -> torch.Tensor:
-        return self._graphs.run(rows)
 
     @torch.inference_mode()
     def follow(self, rows: ComputedRows) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
 
+from slipstream.core.sampling_params import SamplingParams
 from slipstream.runtime.computed_rows import ComputedRows
 from slipstream.runtime.cuda_graphs import GraphShape, replay_seconds, uncollected
 
@@ -48,3 +50,26 @@ class HeadGraphs:
         graph, guesses = captured
         graph.replay()
         return guesses
+
+
+class GraphedHead(ABC):
+    """The parts of a Head whose guesses are tensor work alone, captured where there are graphs."""
+
+    def __init__(self) -> None:
+        self._graphs = HeadGraphs(self._guess)
+
+    @abstractmethod
+    def _guess(self, rows: ComputedRows) -> torch.Tensor:
+        """As Head.draft."""
+
+    @staticmethod
+    def refusal(params: SamplingParams) -> str | None:
+        return None
+
+    def capture(self, rows: Sequence[ComputedRows]) -> dict[int, float]:
+        self._graphs.capture(rows)
+        return self._graphs.seconds()
+
+    @torch.inference_mode()
+    def draft(self, rows: ComputedRows) -> torch.Tensor:
+        return self._graphs.run(rows)

@@ -17,12 +17,11 @@ from slipstream_kernels import ops
 from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths, row_masks
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
-from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.heads.medusa import FIELD, MedusaHeads
 from slipstream.runtime.computed_rows import ComputedRows
 from slipstream.runtime.host_copy import to_device
-from slipstream.runtime.speculation.head_graphs import HeadGraphs
+from slipstream.runtime.speculation.head_graphs import GraphedHead
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
 CHOICES_FILE = "medusa_choices.json"
@@ -64,12 +63,13 @@ def parse_choices(text: str) -> Choices:
 
 
 @PROPOSERS.register("medusa")
-class MedusaDrafter:
+class MedusaDrafter(GraphedHead):
     drafts_trees = True
     has_cache = False
     num_scratch_slots = 0
 
     def __init__(self, surroundings: Surroundings) -> None:
+        super().__init__()
         config, target = surroundings.config, surroundings.target
         assert target is not None
         folder = Path(resolve_checkpoint(config.speculation.medusa_heads)) if config.speculation.medusa_heads else None
@@ -90,19 +90,6 @@ class MedusaDrafter:
         self._tree = to_device([*words[1:], *depths[1:]], torch.int64, surroundings.hardware.device).view(2, -1)
         ranks = [(len(path) - 1) * self._num_ranks + path[-1] for path in self._choices]
         self._ranks = to_device(ranks, torch.int64, surroundings.hardware.device)
-        self._graphs = HeadGraphs(self._guess)
-
-    @staticmethod
-    def refusal(params: SamplingParams) -> str | None:
-        return None
-
-    def capture(self, rows: Sequence[ComputedRows]) -> dict[int, float]:
-        self._graphs.capture(rows)
-        return self._graphs.seconds()
-
-    @torch.inference_mode()
-    def draft(self, rows: ComputedRows) -> torch.Tensor:
-        return self._graphs.run(rows)
 
     def follow(self, rows: ComputedRows) -> None:
         pass
