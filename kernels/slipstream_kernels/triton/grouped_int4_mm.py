@@ -1,7 +1,4 @@
-"""grouped_int4_mm in Triton-lang, for GPUs and shapes that have no kernel of their own: canonical weights.
-
-As triton/int4_mm.py: even and odd input features are two products, because a byte holds one of each.
-"""
+"""grouped_int4_mm in Triton-lang, for GPUs and shapes that have no kernel of their own: canonical weights."""
 
 from __future__ import annotations
 
@@ -10,15 +7,11 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.fp8 import Fp8Rows
-from slipstream_kernels.integer import SYMMETRIC_ZERO, Int4Weight
+from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.ops.silu_mul import silu_mul
 from slipstream_kernels.routing import Routing
 from slipstream_kernels.triton.expert_tiles import find_tile, most_tiles
-from slipstream_kernels.triton.interpreter import dot
-
-BLOCK_N, MAX_BLOCK_K = 64, 128  # ops.int4_mm refuses groups that cross blocks
-MIN_ROWS, MAX_ROWS = 16, 64
-_SYMMETRIC_ZERO = tl.constexpr(SYMMETRIC_ZERO)
+from slipstream_kernels.triton.int4_tile import BLOCK_N, MAX_ROWS, MIN_ROWS, block_k, factor_type, multiply_tile
 
 
 @triton.jit
@@ -55,26 +48,23 @@ def _grouped_int4_mm_kernel(
     row_mask = rows < last
     sources = tl.load(tokens_ptr + rows, mask=row_mask, other=0) if BY_TOKEN else rows
     weight_rows = expert.to(tl.int64) * out_features + features
-    packed_rows = packed_ptr + weight_rows[:, None] * (IN_FEATURES // 2)
-    groups = weight_rows * (IN_FEATURES // GROUP_SIZE)
     x_rows = x_ptr + sources.to(tl.int64)[None, :] * x_row_stride
-    pairs = tl.arange(0, BLOCK_K // 2)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for start in range(0, IN_FEATURES, BLOCK_K):
-        places = start // 2 + pairs
-        inside = places < IN_FEATURES // 2
-        codes = tl.load(packed_rows + places[None, :], mask=feature_mask[:, None] & inside[None, :], other=0)
-        x_mask = row_mask[None, :] & inside[:, None]
-        even = tl.load(x_rows + 2 * places[:, None], mask=x_mask, other=0.0).to(tl.float32).to(FACTOR)
-        odd = tl.load(x_rows + 2 * places[:, None] + 1, mask=x_mask, other=0.0).to(tl.float32).to(FACTOR)
-        group = groups + start // GROUP_SIZE
-        zeros = tl.full((BLOCK_N,), _SYMMETRIC_ZERO, tl.int32)
-        if HAS_ZEROS:
-            zeros = tl.load(zeros_ptr + group, mask=feature_mask, other=0).to(tl.int32)
-        low = ((codes & 15).to(tl.int32) - zeros[:, None]).to(tl.float32).to(FACTOR)
-        high = ((codes >> 4).to(tl.int32) - zeros[:, None]).to(tl.float32).to(FACTOR)
-        scales = tl.load(scales_ptr + group, mask=feature_mask, other=0.0)
-        acc += (dot(low, even) + dot(high, odd)) * scales[:, None]
+    acc = multiply_tile(
+        packed_ptr,
+        scales_ptr,
+        zeros_ptr,
+        weight_rows,
+        feature_mask,
+        x_rows,
+        row_mask,
+        IN_FEATURES,
+        GROUP_SIZE,
+        HAS_ZEROS,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        FACTOR,
+    )
     if HAS_X_SCALES:
         acc *= tl.load(x_scales_ptr + sources, mask=row_mask, other=0.0)[None, :]
     out = out_ptr + rows.to(tl.int64)[None, :] * out_features + features[:, None]
@@ -93,7 +83,6 @@ def grouped_int4_mm(
     average = triton.next_power_of_2(triton.cdiv(routing.num_rows, num_experts))
     block_m = min(max(average, MIN_ROWS), MAX_ROWS)
     num_tiles = most_tiles(routing.num_rows, num_experts, block_m)
-    factor = {torch.float32: tl.float32, torch.float16: tl.float16}.get(x.dtype, tl.bfloat16)
     _grouped_int4_mm_kernel[(num_tiles * triton.cdiv(out_features, BLOCK_N),)](
         rows,
         x.scales if isinstance(x, Fp8Rows) else out,
@@ -115,8 +104,8 @@ def grouped_int4_mm(
         HAS_ZEROS=weight.zeros is not None,
         BLOCK_M=block_m,
         BLOCK_N=BLOCK_N,
-        BLOCK_K=min(weight.group_size, MAX_BLOCK_K) if weight.group_size in (32, 64) else MAX_BLOCK_K,
-        FACTOR=tl.bfloat16 if isinstance(x, Fp8Rows) else factor,
+        BLOCK_K=block_k(weight.group_size),
+        FACTOR=factor_type(x),
         num_warps=4,
     )
     return silu_mul(out) if gated else out
