@@ -62,12 +62,13 @@ class LinearSpec:
 class ExpertsSpec:
     """A layer's MLPs, of which each token takes num_experts_per_token, those that a router rates highest.
 
-    renormalises: the weights of a token's experts add up to one.
+    renormalises: the weights of a token's experts add up to one. stored_format: how the checkpoint stores them.
     """
 
     num_experts: int
     num_experts_per_token: int
     renormalises: bool = True
+    stored_format: StoredFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class DecoderSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     experts: ExpertsSpec | None = None
-    stored_format: StoredFormat | None = None  # of the checkpoint's linear layers; None = not quantised
+    stored_format: StoredFormat | None = None  # of the linear layers but experts; None = not quantised
 
     @property
     def max_model_len(self) -> int:
@@ -168,13 +169,17 @@ class DecoderSpec:
         return (self.qkv, self.o, self.expert_gate_up, self.expert_down)
 
     @property
-    def num_parameters(self) -> int:
-        """Exact count; tied embeddings count once."""
+    def num_layer_parameters(self) -> int:
+        """Of one layer, norms and router included."""
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
         router = 0 if self.experts is None else self.router.num_parameters
-        layer = norms + router + sum(linear.num_parameters for linear in self.layer_linears)
+        return norms + router + sum(linear.num_parameters for linear in self.layer_linears)
+
+    @property
+    def num_parameters(self) -> int:
+        """Exact count; tied embeddings count once."""
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return embeddings + self.num_layers * layer + self.hidden_size
+        return embeddings + self.num_layers * self.num_layer_parameters + self.hidden_size
 
     def weight_bytes(
         self,

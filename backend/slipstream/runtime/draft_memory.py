@@ -8,9 +8,11 @@ from pathlib import Path
 import torch
 
 from slipstream.core.config import EngineConfig, ModelConfig
+from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
-from slipstream.nn.heads.tensors import folder_bytes
-from slipstream.nn.load import weight_bytes
+from slipstream.nn.heads.planned_bytes import BesideModel, HeadBytes, eagle_bytes, medusa_bytes, mtp_bytes
+from slipstream.nn.load import resolve_dtype, weight_bytes
+from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec, read_spec
 
 
@@ -25,33 +27,49 @@ class DraftMemory:
         return DraftMemory(self.weight_bytes + other.weight_bytes, self.kv_bytes_per_token + other.kv_bytes_per_token)
 
 
-def draft_memory(config: EngineConfig, spec: DecoderSpec, dtype: torch.dtype, kv_dtype: torch.dtype) -> DraftMemory:
-    """Of all methods loaded. Raises ConfigError for a draft model that cannot be read."""
-    speculation, total = config.speculation, DraftMemory()
-    layer = spec.kv_bytes_per_token(kv_dtype) // spec.num_layers
+def draft_memory(
+    config: EngineConfig, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> DraftMemory:
+    """Of all methods loaded. Raises ConfigError for a drafter whose files cannot be read."""
+    total = DraftMemory()
     if config.model.load_format == "null":
         return total
-    copy = spec.vocab_size * spec.hidden_size  # of the model's vocabulary matrix, in FP8
-    for method in speculation.loaded:
-        if method == "draft_model" and speculation.draft_model:
-            model = ModelConfig(model=speculation.draft_model)
-            own = read_spec(resolve_checkpoint(model.model))
-            total += DraftMemory(weight_bytes(model, own, dtype), own.kv_bytes_per_token(dtype))
-        elif method == "medusa":
-            total += DraftMemory(_head_bytes(speculation.medusa_heads, 4 * spec.vocab_size * spec.hidden_size, dtype))
-        elif method == "mtp":
-            total += DraftMemory(_head_bytes(speculation.mtp_module, _layer_parameters(spec), dtype) + copy, layer)
-        elif method == "eagle":
-            total += DraftMemory(_head_bytes(speculation.eagle_head, 2 * _layer_parameters(spec), dtype) + copy, layer)
+    model = BesideModel(spec, choose_methods(config.model, spec), device, dtype)
+    for method in config.speculation.loaded:
+        if method == "draft_model" and config.speculation.draft_model:
+            total += _of_draft_model(config, device)
+        else:
+            head = _head_bytes(method, config, model)
+            per_token = head.layer.kv_bytes_per_token(kv_dtype) if head.layer is not None else 0
+            total += DraftMemory(head.weights, per_token)
     return total
 
 
-def _head_bytes(folder: str, num_parameters: int, dtype: torch.dtype) -> int:
-    """Of the files, else of so many parameters (dummies, modules inside the model's own checkpoint)."""
-    if folder and Path(folder).is_dir():
-        return folder_bytes(Path(folder))
-    return num_parameters * dtype.itemsize
+def _of_draft_model(config: EngineConfig, device: torch.device) -> DraftMemory:
+    """Its cache is of its own type."""
+    model = ModelConfig(model=config.speculation.draft_model)
+    spec = read_spec(resolve_checkpoint(model.model))
+    dtype = resolve_dtype(config.model.dtype, spec, device)
+    return DraftMemory(weight_bytes(model, spec, dtype), spec.kv_bytes_per_token(dtype))
 
 
-def _layer_parameters(spec: DecoderSpec) -> int:
-    return sum(linear.num_parameters for linear in spec.layer_linears) + 2 * spec.hidden_size * spec.hidden_size
+def _head_bytes(method: str, config: EngineConfig, model: BesideModel) -> HeadBytes:
+    """Nothing for a head that no folder was given for: loading says so."""
+    speculation = config.speculation
+    folders = {"medusa": speculation.medusa_heads, "mtp": speculation.mtp_module, "eagle": speculation.eagle_head}
+    planned = {"medusa": medusa_bytes, "mtp": mtp_bytes, "eagle": eagle_bytes}.get(method)
+    if planned is None:
+        return HeadBytes(0)
+    folder = folders[method]
+    if not folder and config.model.load_format == "dummy":
+        return planned(model, None)
+    if not folder and method == "mtp":
+        folder = config.model.model  # in the model's own checkpoint
+    if not folder:
+        return HeadBytes(0)
+    try:
+        return planned(model, Path(resolve_checkpoint(folder)))
+    except ConfigError:
+        if speculation.mtp_module or method != "mtp":
+            raise
+        return HeadBytes(0)

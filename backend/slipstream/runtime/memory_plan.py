@@ -142,7 +142,7 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     max_model_len = resolve_max_model_len(config, spec)
     block_bytes = spec.kv_bytes_per_token(hardware.kv_dtype) * config.cache.block_size
     held_bytes = 0 if is_null else weight_bytes(config.model, spec, hardware.dtype)
-    drafting = draft_memory(config, spec, hardware.dtype, hardware.kv_dtype)
+    drafting = draft_memory(config, spec, hardware.device, hardware.dtype, hardware.kv_dtype)
     draft_block_bytes = drafting.kv_bytes_per_token * config.cache.block_size
     held_bytes += drafting.weight_bytes
     workspace_bytes = 0 if is_null else _workspace_bytes(spec, config, hardware)

@@ -7,19 +7,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.linear import Linear
 from slipstream.nn.placement import Placement
-from slipstream.nn.quant import QUANT_METHODS
+from slipstream.nn.quant import QUANT_METHODS, QuantMethod
 from slipstream.nn.quant.fp8 import fp8_refusal
+
+
+def vocabulary_method(device: torch.device, dtype: torch.dtype) -> QuantMethod:
+    """How matrices of drafting are held on a device, beside activations of `dtype`."""
+    is_fast = device.type == "cuda" and fp8_refusal(device, dtype) is None
+    return QUANT_METHODS.get("fp8" if is_fast else "none")
 
 
 def vocabulary_placement(placement: Placement) -> Placement:
     """Of a head's own matrix."""
-    is_fast = placement.device.type == "cuda" and fp8_refusal(placement.device, placement.dtype) is None
-    return replace(placement, method=QUANT_METHODS.get("fp8" if is_fast else "none"))
+    return replace(placement, method=vocabulary_method(placement.device, placement.dtype))
 
 
 def draft_vocabulary(target: Decoder) -> Callable[[Tensor], Tensor]:

@@ -8,8 +8,10 @@ vocabulary, reads norm(g). Sources: arXiv:2401.15077, arXiv:2406.16858, arXiv:25
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -43,6 +45,20 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
     return 2, num_layers // 2, num_layers - 3
 
 
+T = TypeVar("T")
+
+
+def own_names(stored: Mapping[str, T]) -> tuple[dict[str, T], bool]:
+    """What a head stores, by the names of EagleHead.slots, and whether it is EAGLE-3's."""
+    plain = {name.removeprefix("model."): value for name, value in stored.items()}
+    is_third = any(name.startswith("midlayer.") for name in plain)
+    left_out = {"t2d"}  # the same map as d2t the other way round
+    if not is_third:
+        left_out.add("lm_head.weight")  # the model's own
+    own = {name.replace("midlayer.", "layers.0."): value for name, value in plain.items() if name not in left_out}
+    return own, is_third
+
+
 def read_head_spec(folder: Path, target: DecoderSpec) -> DecoderSpec:
     """The head's layer from its config.json, whose architecture may have any name. Raises ConfigError."""
     config = HFConfig.read(folder)
@@ -52,6 +68,15 @@ def read_head_spec(folder: Path, target: DecoderSpec) -> DecoderSpec:
         sizes = f"hidden_size={spec.hidden_size}, vocab_size={spec.vocab_size}"
         raise ConfigError(FIELD, str(folder), f"{sizes}; the model's are {target.hidden_size}, {target.vocab_size}")
     return replace(spec, num_layers=1, sliding_windows=spec.sliding_windows[:1], tie_word_embeddings=False)
+
+
+def dummy_spec(target: DecoderSpec) -> DecoderSpec:
+    """A layer of the model's shape; always a dense one, as published heads are beside MoE models too."""
+    return replace(target, num_layers=1, sliding_windows=(None,), stored_format=None, experts=None)
+
+
+def dummy_vocab_size(target: DecoderSpec) -> int:
+    return max(1, target.vocab_size // 4)
 
 
 class EagleHead:
@@ -91,18 +116,12 @@ class EagleHead:
     @classmethod
     def load(cls, target: Decoder, folder: Path, num_positions: int) -> EagleHead:
         """From the published layouts; `model.` may stand before every name."""
-        stored = read_tensors(FIELD, folder)
-        tensors = {name.removeprefix("model."): tensor for name, tensor in stored.items()}
-        is_third = any(name.startswith("midlayer.") for name in tensors)
-        tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-        tensors.pop("t2d", None)  # the same map the other way round
+        tensors, is_third = own_names(read_tensors(FIELD, folder))
         if is_third and target.spec.num_layers < NUM_FEATURES:
             raise ConfigError(FIELD, str(folder), f"EAGLE-3 reads {NUM_FEATURES} layers of a model: this one has fewer")
         head = tensors.get("lm_head.weight")
         if is_third and head is None:
             raise ConfigError(FIELD, str(folder), "lacks lm_head.weight")
-        if not is_third:
-            tensors.pop("lm_head.weight", None)  # the model's own
         module = cls(
             target,
             read_head_spec(folder, target.spec),
@@ -118,8 +137,8 @@ class EagleHead:
     @classmethod
     def dummy(cls, target: Decoder, num_positions: int) -> EagleHead:
         """EAGLE-3 of the model's own shape with a quarter of its vocabulary."""
-        spec = replace(target.spec, num_layers=1, sliding_windows=(None,), stored_format=None)
-        module = cls(target, spec, num_positions, True, draft_vocab_size=max(1, spec.vocab_size // 4))
+        spec = dummy_spec(target.spec)
+        module = cls(target, spec, num_positions, True, draft_vocab_size=dummy_vocab_size(spec))
         draw({name: slot for name, slot in module.slots().items() if name != "d2t"}, target.placement)
         return module
 

@@ -7,8 +7,9 @@ times, then a vocabulary matrix of its own, or the model's where the checkpoint 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,23 @@ from slipstream.nn.tensor_slot import TensorSlot
 
 FIELD = "medusa_heads"
 _NAME = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
-_DUMMY_HEADS = 4
+T = TypeVar("T")
+DUMMY_HEADS = 4
+
+
+def is_wanted(name: str) -> bool:
+    """Whether a stored tensor is a head's: Medusa-2's files hold the model as well."""
+    return _NAME.search(name) is not None
+
+
+def own_names(stored: Mapping[str, T]) -> dict[str, T]:
+    """By names like 0.0.linear.weight: head, layer, what."""
+    return {".".join(match.groups()): value for name, value in stored.items() if (match := _NAME.search(name))}
+
+
+def count_layers(names: Iterable[str]) -> int:
+    """Layers of each head before its vocabulary matrix."""
+    return sum(name.startswith("0.") and name.endswith("linear.weight") for name in names)
 
 
 class MedusaHeads:
@@ -48,13 +65,9 @@ class MedusaHeads:
     @classmethod
     def load(cls, target: Decoder, folder: Path) -> MedusaHeads:
         """Layouts: `0.0.linear.weight`, …, `0.1.weight` (FasterDecoding), with or without `medusa_head.` in front."""
-        tensors = {}
-        for name, tensor in read_tensors(FIELD, folder, lambda name: _NAME.search(name) is not None).items():
-            match = _NAME.search(name)
-            assert match is not None
-            tensors[".".join(match.groups())] = tensor
+        tensors = own_names(read_tensors(FIELD, folder, is_wanted))
         num_heads = 1 + max(int(name.split(".")[0]) for name in tensors)
-        num_layers = sum(name.startswith("0.") and name.endswith("linear.weight") for name in tensors)
+        num_layers = count_layers(tensors)
         if not num_layers:
             raise ConfigError(FIELD, str(folder), "holds no 0.0.linear.weight")
         heads = cls(target, num_heads, num_layers, f"0.{num_layers}.weight" in tensors)
@@ -63,7 +76,7 @@ class MedusaHeads:
 
     @classmethod
     def dummy(cls, target: Decoder) -> MedusaHeads:
-        heads = cls(target, _DUMMY_HEADS, 1, has_vocabulary=True)
+        heads = cls(target, DUMMY_HEADS, 1, has_vocabulary=True)
         draw(heads.slots(), target.placement)
         return heads
 

@@ -6,8 +6,10 @@ module makes as many drafts as wanted. The layer is the model's own kind of laye
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +33,22 @@ from slipstream.nn.tensor_slot import TensorSlot
 
 FIELD = "mtp_module"
 _OWN = ("enorm", "hnorm", "shared_head.norm")
+
+
+T = TypeVar("T")
+
+
+def is_wanted(name: str) -> bool:
+    return _layer_of(name) >= 0
+
+
+def own_names(folder: Path, stored: Mapping[str, T]) -> dict[str, T]:
+    """What the first module of a checkpoint stores, by name below `model.layers.N.`. Raises ConfigError without one."""
+    modules = sorted({_layer_of(name) for name in stored if name.endswith(".eh_proj.weight")})
+    if not modules:
+        raise ConfigError(FIELD, str(folder), "holds no model.layers.N.eh_proj.weight: no MTP module")
+    prefix = f"model.layers.{modules[0]}."
+    return {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
 
 
 def head_spec(target: DecoderSpec) -> DecoderSpec:
@@ -69,12 +87,7 @@ class MTPModule:
 
         Of several modules the first is taken.
         """
-        tensors = read_tensors(FIELD, folder, lambda name: _layer_of(name) >= 0)
-        modules = sorted({_layer_of(name) for name in tensors if name.endswith(".eh_proj.weight")})
-        if not modules:
-            raise ConfigError(FIELD, str(folder), "holds no model.layers.N.eh_proj.weight: no MTP module")
-        prefix = f"model.layers.{modules[0]}."
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        own = own_names(folder, read_tensors(FIELD, folder, is_wanted))
         module = cls(target, num_positions, "embed_tokens.weight" in own, "shared_head.head.weight" in own)
         fill(FIELD, folder, module.slots(), own)
         return module

@@ -4,8 +4,10 @@ an error that names it, before anything is loaded.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,17 +17,32 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.placement import Placement
 from slipstream.nn.tensor_slot import TensorSlot
 
+T = TypeVar("T")
+# what torch raises for bytes that are no pickle of tensors, besides RuntimeError
+_NO_PICKLE = (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError)
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 
 
 def read_tensors(field: str, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
     """Tensors of a folder by name, on the host. Raises ConfigError (naming `field`) if there are none."""
+    return _read_folder(field, folder, lambda file: _read_file(field, file, wanted))
+
+
+def read_shapes(
+    field: str, folder: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, tuple[int, ...]]:
+    """Their shapes alone: nothing is read but headers. Raises ConfigError as read_tensors does."""
+    return _read_folder(field, folder, lambda file: _read_shapes(field, file, wanted))
+
+
+def _read_folder(field: str, folder: Path, read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
+    """Of the first pattern whose files hold anything."""
     if not folder.is_dir():
         raise ConfigError(field, str(folder), "no such folder")
     for pattern in _PATTERNS:
-        found = {}
+        found: dict[str, T] = {}
         for file in sorted(folder.glob(pattern)):
-            found.update(_read_file(field, file, wanted))
+            found.update(read(file))
         if found:
             return found
     raise ConfigError(field, str(folder), f"holds no tensors of such a head in {', '.join(_PATTERNS)}")
@@ -62,19 +79,39 @@ def copy_slot(tensor: Tensor, std: float = 0.02) -> TensorSlot:
     return TensorSlot(tuple(tensor.shape), load, std=std)
 
 
-def folder_bytes(folder: Path) -> int:
-    """Bytes of the head's files: what it will take, near enough for a memory plan."""
-    sizes = [sum(file.stat().st_size for file in folder.glob(pattern)) for pattern in _PATTERNS]
-    return next((size for size in sizes if size), 0)
-
-
 def _read_file(field: str, file: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
                 names = [name for name in tensors.keys() if wanted(name)]  # noqa: SIM118  (not a mapping)
                 return {name: tensors.get_tensor(name) for name in names}
-        stored = torch.load(file, map_location="cpu", weights_only=True)
+        return _unpickle(field, file, wanted, "cpu")
     except (SafetensorError, OSError, RuntimeError) as error:
         raise ConfigError(field, str(file), f"not a whole file of tensors: {error}") from error
-    return {name: tensor for name, tensor in stored.items() if wanted(name)}
+
+
+def _read_shapes(field: str, file: Path, wanted: Callable[[str], bool]) -> dict[str, tuple[int, ...]]:
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, framework="pt") as tensors:
+                names = [name for name in tensors.keys() if wanted(name)]  # noqa: SIM118  (not a mapping)
+                return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
+        return {name: tuple(tensor.shape) for name, tensor in _unpickle(field, file, wanted, "meta").items()}
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ConfigError(field, str(file), f"not a whole file of tensors: {error}") from error
+
+
+def _unpickle(field: str, file: Path, wanted: Callable[[str], bool], device: str) -> dict[str, Tensor]:
+    """A state dict of tensors and nothing else: code in a pickle is never run."""
+    try:
+        stored = torch.load(file, map_location=device, weights_only=True)
+    except _NO_PICKLE as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(field, str(file), f"not a pickled state dict of tensors alone: {reason}") from error
+    if not isinstance(stored, Mapping):
+        raise ConfigError(field, str(file), f"holds a {type(stored).__name__}; accepted: tensors by name")
+    chosen = {str(name): tensor for name, tensor in stored.items() if wanted(str(name))}
+    for name, tensor in chosen.items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(field, str(file), f"{name} is a {type(tensor).__name__}; accepted: tensors by name")
+    return chosen
