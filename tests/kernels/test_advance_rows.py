@@ -92,9 +92,24 @@ def test_bad_arguments_are_named() -> None:
     made = Case(0, 3, False)
     rows = made.run(torch.device("cpu"), "reference")
     ids = torch.zeros(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match="num_requests"):
-        ops.advance_rows(rows, 99, ids[0], ids[0], ops.DraftRows(ids), BLOCK_SIZE)
-    with pytest.raises(ValueError, match="words"):
-        ops.advance_rows(rows, 1, ids[0], ids[0], ops.DraftRows(ids, ids, ids), BLOCK_SIZE)
-    with pytest.raises(ValueError, match="drafts"):
-        ops.advance_rows(rows, 1, ids[0], ids[0], ops.DraftRows(ids[:, :0]), BLOCK_SIZE)
+    next_ids, last = torch.zeros_like(rows.token_ids), torch.zeros(6, dtype=torch.int64)
+    short = rows.token_ids[:-1]
+    for field, num_requests, given, drafts in (
+        ("num_requests", 99, {}, ops.DraftRows(ids)),
+        ("words", 1, {}, ops.DraftRows(ids, ids, ids)),
+        ("drafts", 1, {}, ops.DraftRows(ids[:, :0])),
+        ("drafts", 3, {}, ops.DraftRows(ids)),
+        ("drafts", 1, {}, ops.DraftRows(ids.T.contiguous().T)),
+        ("last", 2, {"last": last[:1]}, ops.DraftRows(ids)),
+        ("next_ids", 1, {"next_ids": short}, ops.DraftRows(ids)),
+        ("positions", 1, {"positions": short}, ops.DraftRows(ids)),
+        ("slot_mapping", 1, {"slot_mapping": rows.slot_mapping.int()}, ops.DraftRows(ids)),
+        ("tree_mask", 1, {"tree_mask": short}, ops.DraftRows(ids)),
+        ("seq_lens", 1, {"seq_lens": rows.seq_lens.long()}, ops.DraftRows(ids)),
+        ("block_tables", 1, {"block_tables": rows.block_tables.long()}, ops.DraftRows(ids)),
+        ("block_tables", 2, {"block_tables": rows.block_tables[:1]}, ops.DraftRows(ids)),
+    ):
+        step = rows._replace(**{name: tensor for name, tensor in given.items() if name in rows._fields})
+        others = (given.get("next_ids", next_ids), given.get("last", last))
+        with pytest.raises(ValueError, match=f"^{field}: "):
+            ops.advance_rows(step, num_requests, *others, drafts, BLOCK_SIZE)

@@ -43,14 +43,22 @@ def advance_rows(
     """Make of a verified step the one that follows: each request's token after `last`, and its drafts behind it.
 
     num_requests: those that are no padding, with 1 + n rows each from row 0 on.  next_ids: [T] int64, what was drawn
-    after each row.  last: [R] int64, of each request the deepest row that holds.  A request whose blocks do not reach
-    its last draft sees and writes nothing.
+    after each row.  last: [R] int64, of each request the deepest row that holds.  A request whose table ends, or says
+    -1, before its last draft sees and writes nothing.
+
+    The caller has checked, as only the host can, that each request holds blocks for the farthest that it may get:
+    all n drafts, the token after them and 1 + n rows more.  An entry of a table behind a request's own blocks may be an
+    old one, of a block that is another's by now; nothing here can tell, and it would be written to.
     """
     num_drafts = drafts.token_ids.shape[1]
     if not 0 < num_drafts < MAX_ROWS:
         raise ValueError(f"drafts: {num_drafts} a request, accepted: 1 to {MAX_ROWS - 1}")
     if num_requests * (1 + num_drafts) > rows.token_ids.shape[0] or num_requests > rows.seq_lens.shape[0]:
         raise ValueError(f"num_requests: {num_requests} with {1 + num_drafts} rows each do not fit into the step")
+    _check_step(rows, next_ids)
+    for name, tensor in (("last", last), ("drafts", drafts.token_ids), ("block_tables", rows.block_tables)):
+        if tensor.shape[0] < num_requests or tensor.stride(-1) != 1:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, stride {tensor.stride()}; {num_requests} requests")
     for name, tensor in (("words", drafts.words), ("depths", drafts.depths)):
         if (tensor is None) != (drafts.words is None):
             raise ValueError(f"{name}: words and depths are given together")
@@ -60,3 +68,22 @@ def advance_rows(
         raise ValueError("words: the step has no tree_mask to put them into")
     implementation = select("advance_rows", backend, next_ids)
     implementation.advance_rows(rows, num_requests, next_ids, last, drafts, block_size)
+
+
+def _check_step(rows: StepRows, next_ids: torch.Tensor) -> None:
+    """All of a step's rows lie one behind the other, in the types that the kernels read."""
+    num_rows = rows.token_ids.shape[0]
+    for name, tensor, dtype, count in (
+        ("token_ids", rows.token_ids, torch.int64, num_rows),
+        ("positions", rows.positions, torch.int64, num_rows),
+        ("slot_mapping", rows.slot_mapping, torch.int64, num_rows),
+        ("tree_mask", rows.tree_mask, torch.int64, num_rows),
+        ("next_ids", next_ids, torch.int64, num_rows),
+        ("seq_lens", rows.seq_lens, torch.int32, rows.seq_lens.shape[0]),
+    ):
+        if tensor is not None:
+            require_shape(name, tensor, (count,))
+            if tensor.dtype != dtype or not tensor.is_contiguous():
+                raise ValueError(f"{name}: {tensor.dtype}, expected contiguous {dtype}")
+    if rows.block_tables.dim() != 2 or rows.block_tables.dtype != torch.int32:
+        raise ValueError(f"block_tables: {rows.block_tables.dtype} {tuple(rows.block_tables.shape)}, expected int32")
