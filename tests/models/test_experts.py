@@ -16,6 +16,7 @@ from slipstream.nn.experts import Experts
 from slipstream.nn.load import weight_bytes
 from slipstream.nn.spec import read_spec
 from slipstream_kernels import ops
+from stored_experts import make_mixtral
 from tiny_model import make_tiny_llama
 from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
 
@@ -24,19 +25,7 @@ EXPERT, DENSE = (".w1.weight", ".w2.weight", ".w3.weight"), "_proj.weight"
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Unquantised, float32, every size a multiple of 128."""
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=96, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=64, num_local_experts=4, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    model = MixtralForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.normal_(float("norm" in name), 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
-    path = tmp_path_factory.mktemp("mixtral")
-    model.save_pretrained(path)
-    return path
+    return make_mixtral(tmp_path_factory.mktemp("mixtral"))
 
 
 def held(weight: torch.Tensor, form: str) -> torch.Tensor:

@@ -13,8 +13,9 @@ from compressed_tensors.quantization import (
     QuantizationStatus,
     apply_quantization_config,
 )
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
-from quantized_checkpoints import PROMPT
+from quantized_checkpoints import PROMPT, Tensors
 from transformers import AutoModelForCausalLM
 
 
@@ -42,6 +43,35 @@ def store_compressed(
     model.save_pretrained(folder)
     compressor.update_config(folder)
     return logits
+
+
+def compress_linears(weights: Tensors, schemes: dict[str, dict[str, object]]) -> tuple[Tensors, Tensors]:
+    """(stored tensors, what they stand for) of linear layers by name, each a module of its own.
+
+    weights: "name.weight" -> [out, in]. schemes: as QuantizationScheme takes them, by a pattern of names.
+    """
+    tree = torch.nn.Module()
+    for name, weight in weights.items():
+        *path, last = name.removesuffix(".weight").split(".")
+        parent = tree
+        for part in path:
+            if not hasattr(parent, part):
+                parent.add_module(part, torch.nn.Module())
+            parent = getattr(parent, part)
+        linear = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight.data = weight.clone()
+        parent.add_module(last, linear)
+    groups = {f"group_{n}": QuantizationScheme(targets=[t], **s) for n, (t, s) in enumerate(schemes.items())}
+    config = QuantizationConfig(config_groups=groups, quantization_status=QuantizationStatus.FROZEN)
+    apply_quantization_config(tree, config)
+    held = {}
+    for name, module in tree.named_modules():
+        if hasattr(module, "weight_scale"):
+            _set_scales(module)
+            zeros, arguments = getattr(module, "weight_zero_point", None), module.quantization_scheme.weights
+            held[f"{name}.weight"] = fake_quantize(module.weight.data, module.weight_scale.data, zeros, arguments)
+    ModelCompressor.from_pretrained_model(tree).compress_model(tree)
+    return dict(tree.state_dict()), held
 
 
 def _set_scales(module: torch.nn.Module) -> None:

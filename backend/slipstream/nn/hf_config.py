@@ -12,6 +12,9 @@ from typing import cast
 
 from slipstream.core.errors import ConfigError
 
+QUANTIZATION = "quantization_config"
+MODELOPT_FILE = "hf_quant_config.json"  # in its place where ModelOpt wrote the checkpoint before that was agreed on
+
 
 class _Required:
     """Marks a field without a default."""
@@ -47,7 +50,14 @@ class HFConfig:
             raise ConfigError("model", str(checkpoint_dir), "no such folder")
         generation_path = checkpoint_dir / "generation_config.json"
         generation = read_json(generation_path) if generation_path.exists() else {}
-        return cls("config.json", read_json(checkpoint_dir / "config.json"), generation)
+        values, beside = read_json(checkpoint_dir / "config.json"), checkpoint_dir / MODELOPT_FILE
+        if values.get(QUANTIZATION) is None and beside.exists():
+            section = cls(MODELOPT_FILE, read_json(beside)).section("quantization")
+            values = {
+                **values,
+                QUANTIZATION: {"quant_method": "modelopt", **({} if section is None else section.values)},
+            }
+        return cls("config.json", values, generation)
 
     def integer(self, key: str, default: int | _Required = REQUIRED, minimum: int = 1) -> int:
         value = self._get(key, default)

@@ -113,7 +113,8 @@ def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
 def _check(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader], checkpoint_dir: Path) -> None:
     missing = [name for name, slot in slots.items() if name not in headers and not slot.is_optional]
     if missing:
-        raise ConfigError("model", str(checkpoint_dir), f"{_listed(missing)} missing from the checkpoint")
+        reason = f"{_listed(missing)} missing from the checkpoint{_in_place_of(missing[0], headers)}"
+        raise ConfigError("model", str(checkpoint_dir), reason)
     unexpected = [name for name in headers if name not in slots]
     if unexpected:
         raise ConfigError("model", str(checkpoint_dir), f"{_listed(unexpected)} unexpected: this model has no such")
@@ -125,6 +126,13 @@ def _check(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader],
         if header.dtype not in slot.dtypes:
             accepted = f"accepted: {', '.join(slot.dtypes)}"
             raise ConfigError("model", str(header.file), f"tensor {name} has type {header.dtype}; {accepted}")
+
+
+def _in_place_of(name: str, headers: Mapping[str, TensorHeader]) -> str:
+    """What is stored of the module that the tensor is of: layers are stored otherwise than config.json says."""
+    module = name.rpartition(".")[0]
+    stored = [other for other in headers if other.rpartition(".")[0] == module]
+    return f"; of that module it has {_listed(stored)}" if stored else ""
 
 
 def _long_axes(shape: tuple[int, ...]) -> list[int]:

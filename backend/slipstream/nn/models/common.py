@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.models.family import LLAMA_NAMES
+from slipstream.nn.models.module_lists import ATTENTION_PARTS, MLP_PARTS, linear_modules
 from slipstream.nn.models.quantization import read_stored_format
 from slipstream.nn.models.rope import read_rope
 from slipstream.nn.spec import DecoderSpec
@@ -13,8 +15,11 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 ACTIVATIONS = ("silu", "swish")
 
 
-def base_spec(config: HFConfig) -> DecoderSpec:
-    """A spec without biases, query/key norms or windows; a family replaces what differs. Raises ConfigError."""
+def base_spec(config: HFConfig, linear_parts: tuple[str, ...] = (*ATTENTION_PARTS, *MLP_PARTS)) -> DecoderSpec:
+    """A spec without biases, query/key norms or windows; a family replaces what differs. Raises ConfigError.
+
+    linear_parts: those that are called as Llama's are, and held by one method.
+    """
     hidden_size = config.integer("hidden_size")
     num_q_heads = config.integer("num_attention_heads")
     num_kv_heads = config.integer("num_key_value_heads", num_q_heads)
@@ -45,7 +50,7 @@ def base_spec(config: HFConfig) -> DecoderSpec:
         dtype=_checkpoint_dtype(config),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=config.token_ids("eos_token_id"),
-        stored_format=read_stored_format(config, num_layers),
+        stored_format=read_stored_format(config, linear_modules(LLAMA_NAMES, linear_parts, num_layers)),
     )
 
 

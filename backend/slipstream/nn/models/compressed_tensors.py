@@ -1,47 +1,60 @@
 """config.json's quantization_config of compressed-tensors checkpoints -> StoredFormat.
 
-One group of all linear layers is served: its weights and its activations decide the method.
+Linear layers that one method holds must be of one group: its weights and its activations decide the method.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.models.module_lists import HEAD, group_of, matches
 from slipstream.nn.stored_format import StoredFormat
 
 BLOCK_SIZE = [128, 128]
 PACKING = "compressed-tensors"
 FLOAT_FORMATS = ("float-quantized", "naive-quantized")
 INT_FORMATS, PACKED_FORMATS = ("int-quantized",), ("pack-quantized",)
-FORMATS = (*FLOAT_FORMATS, *INT_FORMATS, *PACKED_FORMATS)
+MIXED = "mixed-precision"  # each group has a format of its own
+FORMATS = (*FLOAT_FORMATS, *INT_FORMATS, *PACKED_FORMATS, MIXED)
 
 
-def read_compressed_tensors(section: HFConfig, quantized_head: bool) -> StoredFormat:
-    """Raises ConfigError for formats, strategies and combinations that are not served."""
+def read_compressed_tensors(section: HFConfig, modules: Sequence[str]) -> StoredFormat:
+    """The format of these modules. Raises ConfigError for formats, strategies and combinations that are not served."""
     section.choice("format", FORMATS)
     if section.section("transform_config") is not None:
         raise section.error("transform_config", "rotations (QuIP, SpinQuant) are not served; accepted: absent or empty")
     sparsity = section.section("sparsity_config")
     if sparsity is not None:
         sparsity.choice("format", ("dense",), "dense")
-    groups = section.section("config_groups")
-    names = [] if groups is None else list(groups.values)
-    group = None if groups is None or len(names) != 1 else groups.section(names[0])
-    weights = None if group is None else group.section("weights")
-    if group is None or weights is None or group.strings("targets") != ["Linear"]:
-        raise section.error("config_groups", "must be one group with weights, for Linear")
+    group, weights, head = _group(section, modules)
     if group.section("output_activations") is not None:
         raise group.error("output_activations", "outputs are not quantised when served; accepted: absent or null")
+    stored = group if group.has("format") else section
     inputs = group.section("input_activations")
     kinds = tuple("none" if part is None else _kind(part) for part in (weights, inputs))
     if kinds == ("float 8", "float 8"):
         assert inputs is not None
-        return _read_float8(section, weights, inputs, quantized_head)
+        return _read_float8(stored, weights, inputs, head)
     if kinds in (("int 8", "none"), ("int 8", "int 8")):
-        return _read_int8(section, weights, inputs, quantized_head)
+        return _read_int8(stored, weights, inputs, head)
     if kinds in (("int 4", "none"), ("int 4", "float 8")):
-        return _read_int4(section, weights, inputs, quantized_head)
+        return _read_int4(stored, weights, inputs, head)
     served = "float 8 with float 8; int 8 alone or with int 8; int 4 alone or with float 8"
     raise weights.error("num_bits", f"{kinds[0]} with activations {kinds[1]} is not served; served are {served}")
+
+
+def _group(section: HFConfig, modules: Sequence[str]) -> tuple[HFConfig, HFConfig, bool]:
+    """(group of these modules, its weights, whether lm_head is of it too)."""
+    groups = section.section("config_groups")
+    names = [] if groups is None else list(dict.fromkeys(group_of(groups, module) for module in modules))
+    group = None if groups is None or len(names) != 1 or not names[0] else groups.section(names[0])
+    weights = None if group is None else group.section("weights")
+    if groups is None or group is None or weights is None:
+        what = f"{modules[0]} and its like"
+        raise section.error("config_groups", f"must have one group with weights for {what}, as for Linear")
+    ignored = any(matches(entry, HEAD) for entry in section.strings("ignore"))
+    return group, weights, not ignored and group_of(groups, HEAD) == names[0]
 
 
 def _kind(part: HFConfig) -> str:

@@ -11,7 +11,10 @@ from slipstream.nn.spec import DecoderSpec
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
-    spec = base_spec(config)
+    return with_window(config, base_spec(config))
+
+
+def with_window(config: HFConfig, spec: DecoderSpec) -> DecoderSpec:
     window = config.integer("sliding_window") if config.has("sliding_window") else None
     return replace(spec, sliding_windows=(window,) * spec.num_layers)
 

@@ -5,20 +5,21 @@ Whatever the served layers could not honour is refused here, by name, before any
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.models.compressed_tensors import BLOCK_SIZE, read_compressed_tensors
-from slipstream.nn.models.family import LLAMA_NAMES
+from slipstream.nn.models.module_lists import leaves_out
 from slipstream.nn.stored_format import StoredFormat
 
-LINEAR_PARTS = ("q", "k", "v", "o", "gate", "up", "down")
-HEAD = LLAMA_NAMES["lm_head"]
 CHANNEL = -1  # as group_size: one group a row
 
 
-def read_stored_format(config: HFConfig, num_layers: int) -> StoredFormat | None:
-    """None for an unquantised checkpoint. Raises ConfigError for formats and exceptions that are not served."""
+def read_stored_format(config: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
+    """How the checkpoint stores these linear layers, which one method holds; None: not quantised.
+
+    Raises ConfigError for formats that are not served, and where some of the modules are stored otherwise than others.
+    """
     section = config.section("quantization_config")
     if section is None:
         return None
@@ -29,21 +30,22 @@ def read_stored_format(config: HFConfig, num_layers: int) -> StoredFormat | None
         "compressed-tensors": _read_compressed_tensors,
         "modelopt": _read_modelopt,
     }
-    return readers[section.choice("quant_method", tuple(readers))](section, num_layers)
+    return readers[section.choice("quant_method", tuple(readers))](section, modules)
 
 
-def _read_awq(section: HFConfig, num_layers: int) -> StoredFormat:
+def _read_awq(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
     _require_four_bits(section)
     version = section.string("version", "gemm")
     if version.lower() != "gemm":
         raise section.error("version", "not supported; accepted: gemm")
     if not section.boolean("zero_point", True):
         raise section.error("zero_point", "must be true")
-    _refuse_exceptions(section, "modules_to_not_convert", num_layers)
+    if leaves_out(section, "modules_to_not_convert", modules):
+        return None
     return StoredFormat("wint4", "group", packing="awq", group_size=_group_size(section), has_zeros=True)
 
 
-def _read_gptq(section: HFConfig, num_layers: int) -> StoredFormat:
+def _read_gptq(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
     _require_four_bits(section)
     if section.has("dynamic") and section.values["dynamic"]:
         raise section.error("dynamic", "gives modules formats of their own; served are checkpoints of one")
@@ -73,12 +75,12 @@ def _group_size(section: HFConfig) -> int:
     return 0 if size == CHANNEL else size
 
 
-def _read_fp8(section: HFConfig, num_layers: int) -> StoredFormat:
+def _read_fp8(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
     """Transformers' own format: DeepSeek's blocks if weight_block_size is there, else one scale per tensor."""
     section.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     is_static = section.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
-    for key in ("modules_to_not_convert", "ignored_layers"):
-        _refuse_exceptions(section, key, num_layers)
+    if any(leaves_out(section, key, modules) for key in ("modules_to_not_convert", "ignored_layers")):
+        return None
     if not section.has("weight_block_size"):
         return StoredFormat("fp8", "tensor", static_inputs=is_static)
     if section.values["weight_block_size"] != BLOCK_SIZE or is_static:
@@ -86,31 +88,12 @@ def _read_fp8(section: HFConfig, num_layers: int) -> StoredFormat:
     return StoredFormat("block_wise_fp8", "block", "weight_scale_inv")
 
 
-def _read_compressed_tensors(section: HFConfig, num_layers: int) -> StoredFormat:
-    _refuse_exceptions(section, "ignore", num_layers)
-    return read_compressed_tensors(section, not any(_matches(entry, HEAD) for entry in section.strings("ignore")))
+def _read_compressed_tensors(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
+    return None if leaves_out(section, "ignore", modules) else read_compressed_tensors(section, modules)
 
 
-def _read_modelopt(section: HFConfig, num_layers: int) -> StoredFormat:
+def _read_modelopt(section: HFConfig, modules: Sequence[str]) -> StoredFormat | None:
     section.choice("quant_algo", ("FP8",))
-    for key in ("ignore", "exclude_modules"):
-        _refuse_exceptions(section, key, num_layers)
+    if any(leaves_out(section, key, modules) for key in ("ignore", "exclude_modules")):
+        return None
     return StoredFormat("fp8", "tensor", static_inputs=True)
-
-
-def _refuse_exceptions(section: HFConfig, key: str, num_layers: int) -> None:
-    """All linears of all layers share one method: only modules that are none of them may be left unquantised."""
-    names = [LLAMA_NAMES[part].format(layer=layer) for layer in range(num_layers) for part in LINEAR_PARTS]
-    for entry in section.strings(key):
-        excluded = [name for name in names if _matches(entry, name)]
-        if excluded:
-            raise section.error(key, f"leaves {excluded[0]} unquantised; served are checkpoints without such layers")
-
-
-def _matches(entry: str, name: str) -> bool:
-    """Whether an entry of a list of modules means `name`: "re:" and a pattern, a whole name, or components of one."""
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), name) is not None
-    if "*" in entry:
-        return re.fullmatch(re.escape(entry).replace(r"\*", ".*"), name) is not None
-    return f".{entry}." in f".{name}."

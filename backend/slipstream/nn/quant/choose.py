@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
+from slipstream.nn.models.family import FAMILIES, tensor_name
 from slipstream.nn.quant.fp8 import Fp8
 from slipstream.nn.quant.fp8_block import BlockWiseFp8
 from slipstream.nn.quant.int4 import Int4
@@ -47,22 +48,9 @@ def choose_methods(config: ModelConfig, spec: DecoderSpec) -> Methods:
     Raises ConfigError for methods that serve no experts, for mixed ones of a model without, and for what deterministic
     mode cannot have.
     """
-    mixed = MIXED.get(config.quantization)
-    if mixed is None:
-        name, linears, head = choose_method(config, spec)
-        experts = linears
-    else:
-        name = config.quantization
-        if spec.experts is None:
-            raise ConfigError("quantization", name, f"{spec.architecture} has no experts; accepted: {mixed[0]}")
-        if spec.stored_format is not None:
-            raise ConfigError("quantization", name, f"the checkpoint is stored in {spec.stored_format.method}")
-        whole = replace(config, quantization=mixed[0], quantization_group_size=0)
-        _, linears, head = choose_method(whole, spec)
-        experts = _made_at_load(mixed[1], config.quantization_group_size)
+    name, linears, head, experts = _by_kind(config, spec)
     if spec.experts is not None and not isinstance(experts, ExpertMethod):
-        serving = [known for known in QUANT_METHODS.names() if isinstance(QUANT_METHODS.get(known), ExpertMethod)]
-        raise ConfigError("quantization", name, f"serves no experts; accepted: {', '.join((*serving, *MIXED))}")
+        raise _no_experts(name, spec)
     if not config.deterministic:
         return Methods(name, linears, head, experts)
     if spec.experts is not None:
@@ -70,6 +58,54 @@ def choose_methods(config: ModelConfig, spec: DecoderSpec) -> Methods:
         raise ConfigError("deterministic", True, reason)
     linears = invariant(name, linears)
     return Methods(name, linears, invariant(name, head), linears)
+
+
+def _by_kind(config: ModelConfig, spec: DecoderSpec) -> tuple[str, QuantMethod, QuantMethod, QuantMethod]:
+    """(name, methods of the layers' linears, of lm_head and of experts)."""
+    name, mixed = config.quantization, MIXED.get(config.quantization)
+    if spec.experts is not None and spec.experts.stored_format != spec.stored_format:
+        return _stored_mixture(config, spec)
+    if mixed is None:
+        name, linears, head = choose_method(config, spec)
+        return name, linears, head, linears
+    if spec.experts is None:
+        raise ConfigError("quantization", name, f"{spec.architecture} has no experts; accepted: {mixed[0]}")
+    if spec.stored_format is not None:
+        raise ConfigError("quantization", name, f"the checkpoint is stored in {spec.stored_format.method}")
+    _, linears, head = choose_method(replace(config, quantization=mixed[0], quantization_group_size=0), spec)
+    return name, linears, head, _made_at_load(mixed[1], config.quantization_group_size)
+
+
+def _stored_mixture(config: ModelConfig, spec: DecoderSpec) -> tuple[str, QuantMethod, QuantMethod, QuantMethod]:
+    """The same of a checkpoint whose experts are stored otherwise than its other linears, or alone quantised.
+
+    Without a name of its own it has that of the experts, which are nearly all of the weights.
+    """
+    assert spec.experts is not None
+    asked, stored = config.quantization, spec.experts.stored_format
+    own = replace(config, quantization=AUTO, quantization_group_size=0)
+    of_linears, linears, head = choose_method(own, spec)
+    of_experts, experts, _ = choose_method(replace(own, quantize_lm_head=False), replace(spec, stored_format=stored))
+    pair = (of_linears, of_experts)
+    name = next((name for name, methods in MIXED.items() if methods == pair), of_experts)
+    if asked not in (AUTO, name):
+        reason = f"the checkpoint stores experts in {of_experts}, other layers in {of_linears}; accepted: {AUTO}"
+        raise ConfigError("quantization", asked, reason)
+    size = (stored.group_size or CHANNEL) if stored is not None and stored.scales == "group" else 0
+    if config.quantization_group_size not in (0, size):
+        raise ConfigError("quantization_group_size", config.quantization_group_size, f"the checkpoint has {size}")
+    return name, linears, head, experts
+
+
+def _no_experts(name: str, spec: DecoderSpec) -> ConfigError:
+    serving = [known for known in QUANT_METHODS.names() if isinstance(QUANT_METHODS.get(known), ExpertMethod)]
+    accepted = f"accepted: {', '.join((*serving, *MIXED))}"
+    assert spec.experts is not None
+    if spec.experts.stored_format is None:
+        return ConfigError("quantization", name, f"serves no experts; {accepted}")
+    module = tensor_name(FAMILIES.get(spec.architecture).names, "gate.0", 0)
+    reason = f"serves no experts, and the checkpoint stores {module} and its like so; {accepted}"
+    return ConfigError("quantization", name, reason)
 
 
 def choose_method(config: ModelConfig, spec: DecoderSpec) -> tuple[str, QuantMethod, QuantMethod]:

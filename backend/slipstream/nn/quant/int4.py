@@ -43,8 +43,9 @@ class Int4:
     def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
         self._require_whole_groups(spec)
         if spec.num_experts and self._has_order:
-            reason = "each expert has an order of its input features (desc_act): served in layers without experts"
-            raise ConfigError("quantization", self.stored.packing if self.stored else "", reason)
+            assert self.stored is not None
+            reason = f"{spec.parts[0][0]}.g_idx: groups in an order of each expert's own (desc_act) are not served"
+            raise ConfigError("quantization", self.stored.packing, reason)
         rows, columns = spec.out_features, spec.in_features
         groups = (rows, columns // (self.group_size or columns))
         weights = {
@@ -121,7 +122,8 @@ class Int4:
 
     @property
     def _has_order(self) -> bool:
-        return self.stored is not None and self.stored.act_order
+        """Of one group a row, the order of its input features says nothing."""
+        return self.stored is not None and self.stored.act_order and self.group_size > 0
 
     def _weight(self, weights: Weights, in_features: int) -> ops.Int4Weight:
         zeros = weights.get("zeros")

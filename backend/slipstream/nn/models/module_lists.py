@@ -1,0 +1,54 @@
+"""Lists of modules in config.json's quantization_config: which of the model's linear layers an entry means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.models.family import LLAMA_NAMES, tensor_name
+
+HEAD = LLAMA_NAMES["lm_head"]
+LINEAR = "Linear"  # every linear layer, as a target
+ATTENTION_PARTS = ("q", "k", "v", "o")
+MLP_PARTS = ("gate", "up", "down")
+
+
+def linear_modules(
+    names: Mapping[str, str], parts: Sequence[str], num_layers: int, num_experts: int = 0
+) -> tuple[str, ...]:
+    """The checkpoint's names of these parts in all layers; with num_experts, of each expert."""
+    every = parts if not num_experts else [f"{part}.{expert}" for expert in range(num_experts) for part in parts]
+    return tuple(tensor_name(names, part, layer) for layer in range(num_layers) for part in every)
+
+
+def leaves_out(section: HFConfig, key: str, modules: Sequence[str]) -> bool:
+    """Whether the list under `key` leaves all of these modules unquantised; False: none of them.
+
+    Raises ConfigError if it means some of them: one method holds them all.
+    """
+    entries = section.strings(key)
+    left_out = [module for module in modules if any(matches(entry, module) for entry in entries)]
+    if left_out and len(left_out) < len(modules):
+        kept = next(module for module in modules if module not in left_out)
+        raise section.error(key, f"leaves {left_out[0]} unquantised, not {kept}; served are checkpoints of one format")
+    return bool(left_out)
+
+
+def matches(entry: str, module: str) -> bool:
+    """Whether an entry of a list of modules means this one: "re:" and a pattern, a whole name, or components of one."""
+    if entry.startswith("re:"):
+        return re.match(entry.removeprefix("re:"), module) is not None
+    if "*" in entry:
+        return re.fullmatch(re.escape(entry).replace(r"\*", ".*"), module) is not None
+    return f".{entry}." in f".{module}."
+
+
+def group_of(groups: HFConfig, module: str) -> str:
+    """The name of the config group (of compressed-tensors) whose targets mean this linear layer; "": none does.
+
+    A target that names modules comes before one of all linear layers.
+    """
+    targets = {name: section.strings("targets") for name in groups.values if (section := groups.section(name))}
+    named = (name for name, entries in targets.items() if any(matches(entry, module) for entry in entries))
+    return next(named, next((name for name, entries in targets.items() if LINEAR in entries), ""))
