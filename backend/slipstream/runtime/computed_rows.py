@@ -16,6 +16,8 @@ class ComputedRows:
     """hidden: [T, width of Decoder.forward]. next_ids: [T] int64, the token after each row: drawn or the prompt's next.
     last: [R] int64, of each request the last row that holds. kept: None if no request of the step had drafts.
     graph: whose static tensors all of these are; None: they are this step's own.
+
+    Of a step with prompts hidden, next_ids and last are of the rows that sample alone, where no head reads all rows.
     """
 
     batch: ForwardBatch

@@ -133,11 +133,13 @@ def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: s
 @dataclass(frozen=True)
 class DraftForms:
     """num_drafts: the most of a request, 0 without speculation. has_trees: they may be trees. are_ragged: requests of a
-    step have as many as there are good ones; else as many as the planner gives, all the same."""
+    step have as many as there are good ones; else as many as the planner gives, all the same. reads_all_rows: a drafter
+    reads the hidden states of all tokens of a prompt."""
 
     num_drafts: int = 0
     has_trees: bool = False
     are_ragged: bool = True
+    reads_all_rows: bool = False
 
 
 NO_DRAFTS = DraftForms()

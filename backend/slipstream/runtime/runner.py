@@ -26,6 +26,7 @@ from slipstream.runtime.batch import BatchBuilder, SampledTokens, StepArrays, fi
 from slipstream.runtime.compaction import Compaction
 from slipstream.runtime.computed_rows import ComputedRows
 from slipstream.runtime.cuda_graphs import NO_DRAFTS, DraftForms, GraphShape, StepGraphs, graph_shapes, graph_sizes
+from slipstream.runtime.host_copy import to_device
 from slipstream.runtime.kv_offload import HostBlocks
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.logprobs import PromptLogprobs
@@ -85,20 +86,20 @@ class ModelRunner:
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
-        self._wants_all_rows = False  # hidden states of every token, for those who draft from them
+        self._reads_all_rows = False  # a head wants the hidden states of every token
         self.step_seconds: dict[GraphShape, float] = {}  # of decodes and verifications, where it was measured
         self._finish(phases, "KV pool")
 
     def start(self, config: EngineConfig, plan: MemoryPlan, phases: StartUp, drafts: DraftForms = NO_DRAFTS) -> None:
         """Warm up and capture graphs; before the first step, and after whoever wants features of the model said so."""
         device = self._device
-        self._wants_all_rows = drafts.num_drafts > 0
+        self._reads_all_rows = drafts.reads_all_rows
         refusal = self._model.backend.graph_refusal(plan.block_size)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         shapes = graph_shapes(sizes, drafts)
         room = (self._builder.max_blocks, plan.max_model_len)
         self._graphs = StepGraphs(shapes, *room, self._run_model, device)
-        prompts = [] if self._wants_all_rows else prompt_shapes(sizes, self._max_num_tokens)
+        prompts = [] if self._reads_all_rows else prompt_shapes(sizes, self._max_num_tokens)
         self._prompt_graphs = StepGraphs(prompts, *room, self._run_last, device)
         most = max((shape.num_tokens for shape in shapes), default=0)
         compaction = Compaction(self._kv_caches, device)
@@ -193,6 +194,8 @@ class ModelRunner:
         if isinstance(sample, LaunchedVerification):
             return sample.rows
         drawn = sample.tokens.token_ids if isinstance(sample, LaunchedSample) else None
+        if inputs.is_last_only:
+            return self._last_rows(step, inputs.batch, hidden, drawn)
         next_ids, last = self._verifier.next_ids(step, inputs, drawn), inputs.batch.query_start_loc[1:].long() - 1
         return ComputedRows(inputs.batch, hidden, next_ids, last, None, inputs.graph)
 
@@ -210,11 +213,20 @@ class ModelRunner:
         for request in requests:
             self._prompt_logprobs.discard(request)
 
+    def _last_rows(
+        self, step: ScheduledStep, batch: ForwardBatch, hidden: torch.Tensor, drawn: torch.Tensor | None
+    ) -> ComputedRows:
+        """hidden: of the rows that sample alone. A request that does not sample stands with the first of them."""
+        assert drawn is not None, "nobody drafts behind a step that samples nothing"
+        places = iter(range(len(hidden)))
+        last = to_device([next(places) if row.samples else 0 for row in step.requests], torch.int64, self._device)
+        return ComputedRows(batch, hidden, drawn, last, None)
+
     def _samples_last_only(self, step: ScheduledStep, arrays: StepArrays) -> bool:
-        """Whether the step has rows whose final hidden states nobody reads."""
-        if self._wants_all_rows or len(arrays.logits_indices) == len(arrays.token_ids):
+        """Whether the step has rows whose final hidden states nobody reads; not if some verify drafts beside them."""
+        if self._reads_all_rows or len(arrays.logits_indices) == len(arrays.token_ids):
             return False
-        return all(row.request.params.prompt_logprobs is None for row in step.requests)
+        return all(row.request.params.prompt_logprobs is None and not row.num_drafts for row in step.requests)
 
     def _run_model(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward(batch, self._kv_caches)

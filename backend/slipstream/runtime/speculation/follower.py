@@ -31,7 +31,7 @@ from slipstream.runtime.speculation.seen_tokens import SeenTokens
 class FollowingHead(GraphedHead):
     """spec: of the head's one layer."""
 
-    has_cache = True
+    reads_all_rows = True
     drafts_trees = False
     num_drafts: int
     num_levels: int

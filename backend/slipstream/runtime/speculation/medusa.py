@@ -65,7 +65,7 @@ def parse_choices(text: str) -> Choices:
 @PROPOSERS.register("medusa")
 class MedusaDrafter(GraphedHead):
     drafts_trees = True
-    has_cache = False
+    reads_all_rows = False
     num_scratch_slots = 0
 
     def __init__(self, surroundings: Surroundings) -> None:

@@ -81,12 +81,13 @@ class Proposer(Drafter, Protocol):
 
 @runtime_checkable
 class Head(Drafter, Protocol):
-    """has_cache: it has one of its own, which must follow every prompt and every step of a request that drafts.
+    """reads_all_rows: of every prompt, and of every step of a request that drafts, it reads the hidden states of all
+    tokens, which its own cache follows; if not, of each request's last token alone.
 
     num_levels: the deepest draft.
     """
 
-    has_cache: bool
+    reads_all_rows: bool
     num_levels: int
 
     def capture(self, rows: Sequence[ComputedRows]) -> dict[int, float]:

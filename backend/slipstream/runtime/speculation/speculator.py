@@ -61,6 +61,7 @@ class Speculator:
             num_drafts=min(max((drafter.num_drafts for drafter in drafters), default=0), MAX_DRAFT_TOKENS),
             has_trees=any(drafter.drafts_trees for drafter in drafters),
             are_ragged=bool(self._proposers) or len(self._heads) > 1,
+            reads_all_rows=any(head.reads_all_rows for head in self._heads.values()),
         )
 
     def capture(self, rows: Sequence[ComputedRows]) -> dict[str, dict[int, float]]:
@@ -108,7 +109,7 @@ class Speculator:
             if any(self._drafter_after(row, scheduler) is head for row in step.requests):
                 guesses.on_device[method] = head.draft(rows())
                 guesses.by_method[method] = HostCopy((guesses.on_device[method],), is_urgent=True)
-            elif head.has_cache and any(row.num_scheduled_tokens > 1 + row.num_drafts for row in step.requests):
+            elif head.reads_all_rows and any(row.num_scheduled_tokens > 1 + row.num_drafts for row in step.requests):
                 head.follow(rows())  # prompts always: others may share their blocks, and draft
                 guesses.followed.add(method)
         return guesses

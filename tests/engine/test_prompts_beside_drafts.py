@@ -1,0 +1,76 @@
+"""What servers that speculate compute of prompts: of the last layer what is read, and whole steps as CUDA graphs.
+
+Heads with a cache of their own read all rows; others read each request's last, so that their servers do as plain ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import GREEDY, make_engine, run_all
+from rehearsed_graphs import num_replays, rehearse_graphs
+from slipstream.core.config import SpeculationConfig
+from slipstream.nn.decoder import Decoder
+from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
+from tiny_model import make_tiny_llama
+
+READS_ALL_ROWS = {"ngram": False, "draft_model": False, "medusa": False, "mtp": True, "eagle": True, "eagle3": True}
+SAMPLED = replace(GREEDY, temperature=0.9, seed=5, top_k=50, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("model"), num_layers=3)
+
+
+def speculation(method: str, model: Path, folder: Path) -> SpeculationConfig:
+    made = {
+        "ngram": lambda: ("ngram", {"ngram_min": 1}),
+        "draft_model": lambda: ("draft_model", {"draft_model": str(model)}),
+        "medusa": lambda: ("medusa", {"medusa_heads": str(make_medusa(model, folder))}),
+        "mtp": lambda: ("mtp", {"mtp_module": str(make_mtp(model, folder))}),
+        "eagle": lambda: ("eagle", {"eagle_head": str(make_eagle(model, folder))}),
+        "eagle3": lambda: ("eagle", {"eagle_head": str(make_eagle3(model, folder))}),
+    }
+    name, fields = made[method]()
+    return SpeculationConfig(name, throttle="off", num_draft_tokens=6, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("method", "overlap"), [*((method, "on") for method in READS_ALL_ROWS), ("medusa", "off")])
+def test_prompts_are_computed_as_far_as_they_are_read(
+    model: Path,
+    tmp_path: Path,
+    prompts: list[list[int]],
+    method: str,
+    overlap: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts longer than decodes, in chunks, beside verifications; some requests draft and some do not."""
+    chosen = [prompts[place] * 4 for place in (5, 6, 7, 11)]
+    each = [replace(GREEDY, max_tokens=16), SAMPLED, replace(GREEDY, num_draft_tokens=0), replace(SAMPLED, logprobs=1)]
+    expected = [told.token_ids for told in run_all(make_engine(model), chosen, each)]
+    num_last: list[int] = []
+    forward_last = Decoder.forward_last
+
+    def count(*arguments: object) -> torch.Tensor:
+        num_last.append(1)
+        return forward_last(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Decoder, "forward_last", count)
+    rehearse_graphs(monkeypatch, (2, 4))
+    engine = make_engine(
+        model,
+        scheduler={"max_num_batched_tokens": 150, "overlap_scheduling": overlap},
+        speculation=speculation(method, model, tmp_path),
+    )
+    runner = engine._runner
+    assert bool(runner._prompt_graphs.shapes) is not READS_ALL_ROWS[method]
+    num_captured = len(num_last)
+    for _ in range(2):  # the second time from the prefix cache
+        assert [told.token_ids for told in run_all(engine, chosen, each)] == expected
+    replayed = num_replays(runner._prompt_graphs)
+    assert num_replays(runner._graphs) > 10
+    assert (replayed > 0) is (len(num_last) > num_captured) is not READS_ALL_ROWS[method]
