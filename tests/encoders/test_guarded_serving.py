@@ -1,4 +1,4 @@
-"""`guarded` outside Triton: what it refuses, and that an LLM that falls silent never holds its process."""
+"""`guarded` outside Triton, before models that are functions: what it refuses, passes on, and never waits for."""
 
 from __future__ import annotations
 
@@ -8,126 +8,287 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
-from fake_python_backend import InferenceRequest, InferenceResponse, Sender, Tensor, fake_utils
-from slipstream.core.errors import RequestError
+from fake_models import ERROR, FakeModels
+from fake_python_backend import InferenceRequest, Sender, Tensor, TritonError, fake_utils
+from slipstream.core.errors import ConfigError, RequestError
+from slipstream.encoders.guard_settings import read_settings
+from slipstream.encoders.own_server import grpc_url_of, own_grpc_url
+from slipstream.encoders.parameters import Parameters
 
-Model = Callable[[InferenceRequest], Iterator[InferenceResponse]]
-OF_STUB = ("slipstream.encoders.guarded_serving", "slipstream.encoders.serving")
+OF_STUB = tuple(
+    f"slipstream.encoders.{name}" for name in ("guarded_serving", "guarded_parts", "guarded_request", "serving")
+)
 
 
 @pytest.fixture
-def load(monkeypatch: pytest.MonkeyPatch) -> Callable[[Model], Any]:
-    """Import guarded_serving over a stub whose BLS calls the given model answers."""
-
-    def loaded(model: Model) -> Any:
-        monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake_utils(model))
-        for name in OF_STUB:
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        module = importlib.import_module(OF_STUB[0])
-        for name in OF_STUB:  # the next test's stub is another one
-            del sys.modules[name]
-        return module
-
-    return loaded
+def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The module, over a stand-in for the stub's."""
+    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake_utils())
+    for name in OF_STUB:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    yield importlib.import_module(OF_STUB[0])
+    for name in OF_STUB:  # nobody else has that stub
+        sys.modules.pop(name, None)
 
 
-def no_model(request: InferenceRequest) -> Iterator[InferenceResponse]:
-    raise AssertionError("called")
+Open = Callable[..., Any]
 
 
-def guarded_request(serving: Any, sampling: str | None = "{}", parameters: str = "", **given: str) -> Any:
-    inputs = [Tensor("text_input", np.array([b"Hello"], dtype=object))]
+@pytest.fixture
+def guard(serving: Any) -> Iterator[Open]:
+    """Call it with the models' server and parameters: a loaded `guarded`."""
+    with ExitStack() as stack:
+
+        def opened(models: FakeModels | str, **parameters: str) -> Any:
+            url = models if isinstance(models, str) else stack.enter_context(models).url
+            given = {"triton_url": url, "hold_back_chars": "0", "check_every_chars": "1", **parameters}
+            entries = {name: {"string_value": value} for name, value in given.items()}
+            model = serving.GuardedModel()
+            model.initialize({"model_config": json.dumps({"parameters": entries})})
+            stack.callback(lambda: model._thread.is_alive() and model.finalize())
+            return model
+
+        yield opened
+
+
+def request_of(prompt: str = "Hello", sampling: str | None = None, parameters: str = "", **more: Any) -> Any:
+    inputs = [Tensor("text_input", np.array([prompt.encode()], dtype=object)), Tensor("stream", np.array([True]))]
     if sampling is not None:
         inputs.append(Tensor("sampling_parameters", np.array([sampling.encode()], dtype=object)))
-    settings = serving.read_settings(serving.Parameters(given))
-    return serving.GuardedRequest(InferenceRequest(inputs, text_parameters=parameters), Sender(), settings, None)
+    return InferenceRequest(inputs, text_parameters=parameters, **more)
+
+
+def ask(model: Any, *arguments: Any, **options: Any) -> Sender:
+    request = request_of(*arguments, **options)
+    model.execute([request])
+    return request.sender
+
+
+# ------------------------------------------------------------ what it refuses
 
 
 @pytest.mark.parametrize("value", [None, 1, 1.0, "1"])
-def test_one_sequence_may_be_said_as_the_llm_reads_it(load: Callable[[Model], Any], value: object) -> None:
-    serving = load(no_model)
-    guarded_request(serving, json.dumps({"n": value, "best_of": value}))
-    guarded_request(serving, parameters=json.dumps({"n": 1 if value is None else value}))
+def test_one_sequence_may_be_said_as_the_llm_reads_it(serving: Any, value: object) -> None:
+    serving.read_request(request_of(sampling=json.dumps({"n": value, "best_of": value})), 100)
+    serving.read_request(request_of(parameters=json.dumps({"n": 1 if value is None else value})), 100)
 
 
 @pytest.mark.parametrize("value", [2, 2.0, "2", 0, True, 1.5, [1], "one"])
-def test_any_other_number_is_refused_by_name(load: Callable[[Model], Any], value: object) -> None:
-    serving = load(no_model)
-    for given in ({"sampling": json.dumps({"n": value})}, {"parameters": json.dumps({"n": value})}):
+def test_any_other_number_is_refused_by_name(serving: Any, value: object) -> None:
+    settings = json.dumps({"n": value})
+    for given in (
+        {"sampling": settings},
+        {"parameters": settings},
+        {"parameters": json.dumps({"sampling_parameters": settings})},  # the LLM takes them as a parameter too
+        {"sampling": '{"n": null}', "parameters": settings},  # null says nothing: the other source counts
+    ):
         with pytest.raises(RequestError, match="n: got"):
-            guarded_request(serving, **given)
-    as_parameter = json.dumps({"sampling_parameters": json.dumps({"n": value})})
-    with pytest.raises(RequestError, match="n: got"):  # the LLM takes the settings as a request parameter too
-        guarded_request(serving, None, as_parameter)
-    with pytest.raises(RequestError, match="n: got"):  # null says nothing: the other source counts
-        guarded_request(serving, '{"n": null}', json.dumps({"n": value}))
+            serving.read_request(request_of(**given), 100)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"n": ' * 100_000, "{", "\x00"])
-def test_what_is_no_json_or_nested_too_deeply_is_refused_by_name(load: Callable[[Model], Any], text: str) -> None:
+def test_what_is_no_json_or_nested_too_deeply_is_refused_by_name(serving: Any, text: str) -> None:
     with pytest.raises(RequestError, match="sampling_parameters: is no JSON"):
-        guarded_request(load(no_model), text)
+        serving.read_request(request_of(sampling=text), 100)
 
 
-class SilentLlm:
-    """Sends nothing until `may_speak`; a stop is answered only if answers_stops, and never ends the stream."""
-
-    def __init__(self, answers_stops: bool) -> None:
-        self.may_speak, self._answers_stops = threading.Event(), answers_stops
-        self.num_stops = 0
-
-    def __call__(self, request: InferenceRequest) -> Iterator[InferenceResponse]:
-        is_stop = request.inputs[0].name() == "stop"
-        self.num_stops += is_stop
-        if not (is_stop and self._answers_stops):
-            self.may_speak.wait()
-        for _ in range(0 if is_stop else 3):
-            yield InferenceResponse([Tensor("text_output", np.array([b"late"], dtype=object))])
+def test_a_refused_request_is_answered_and_harms_no_other(guard: Open) -> None:
+    model = guard(FakeModels(lambda models, context: iter(["fine"])))
+    requests = [request_of(""), request_of(), request_of("x" * 200_001)]
+    model.execute(requests)
+    empty, good, long = (request.sender.wait() for request in requests)
+    assert (empty.error.number, good.text, long.error.number) == (TritonError.INVALID_ARG, "fine", 3)
+    assert "max_prompt_chars" in long.error.text
 
 
-def fall_silent(serving: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request to an LLM that is silent for longer than its 100 ms."""
-    monkeypatch.setattr(serving, "_STOP_S", 0.2)
-    request = guarded_request(serving, llm_timeout_ms="100")
-    with pytest.raises(serving.LlmFailure, match="llm was silent for longer than llm_timeout_ms=100"):
-        list(request.pieces())
-    request.stop()  # as the pipeline may: there is nothing to wait for
+# ------------------------------------------------------------ the calls
 
 
-def of_before(threads: set[threading.Thread]) -> bool:
-    """Whether the threads begun since have ended."""
-    for _ in range(100):
-        if set(threading.enumerate()) <= threads:
-            return True
-        time.sleep(0.02)
-    return False
+def test_the_llm_gets_what_the_client_gave(guard: Open) -> None:
+    models = FakeModels(lambda models, context: iter(["one ", "two"]))
+    parameters = json.dumps({"ignore_eos": True, "min_tokens": 2, "min_p": 0.5, "seed": (1 << 64) - 1, "user": "me"})
+    sender = ask(guard(models), "Hello", '{"priority": 3}', parameters, timeout_us=7_000_000).wait()
+    assert sender.text == "one two" and sum(int(one.outputs["num_output_tokens"][0]) for one in sender.sent) == 2
+    last = sender.sent[-1].outputs
+    assert (last["num_input_tokens"][0], last["quality_score"][0], sender.num_ends) == (7, 0.5, 1)
+    [seen] = models.requests
+    given = {tensor.name: raw for tensor, raw in zip(seen.inputs, seen.raw_input_contents)}
+    assert given["text_input"][4:] == b"Hello" and given["sampling_parameters"][4:] == b'{"priority": 3}'
+    assert given["stream"] == given["exclude_input_in_output"] == b"\x01" and seen.model_name == "llm"
+    told = {name: getattr(value, value.WhichOneof("parameter_choice")) for name, value in seen.parameters.items()}
+    assert told == {**json.loads(parameters), "timeout": 7_000_000}
+    assert seen.id.startswith("guarded-")
 
 
-@pytest.mark.parametrize("answers_stops", [True, False])
-def test_a_silent_llm_is_given_up_in_time_and_leaves_no_thread(
-    load: Callable[[Model], Any], monkeypatch: pytest.MonkeyPatch, answers_stops: bool
+def test_many_requests_run_at_once_in_one_process(guard: Open) -> None:
+    """The LLM answers none before it has all."""
+    all_there = threading.Barrier(40)
+
+    def llm(models: FakeModels, context: Any) -> Iterator[str]:
+        all_there.wait(20)
+        yield from ("a", "b", "c")
+
+    model = guard(FakeModels(llm))
+    senders = [ask(model) for _ in range(40)]
+    assert {sender.wait().text for sender in senders} == {"abc"}
+
+
+def test_pieces_that_come_during_a_check_are_checked_together(guard: Open) -> None:
+    def llm(models: FakeModels, context: Any) -> Iterator[str]:
+        yield "first "
+        while "first " not in models.checked:
+            time.sleep(0.005)
+        yield from ("second ",) * 20
+        models.may_check.set()
+
+    models = FakeModels(llm)
+    sender = Sender()
+    request = request_of("prompt", sender=sender)
+    model = guard(models)
+    model.execute([request])
+    while "prompt" not in models.checked:
+        time.sleep(0.005)
+    models.may_check.clear()
+    assert sender.wait().text == "first " + "second " * 20
+    assert len(models.checked) < 10
+
+
+@pytest.mark.parametrize(
+    ("told", "code"),
+    [
+        ("temperature: got -1.0, accepted: 0 or more", TritonError.INVALID_ARG),
+        ("max_waiting_requests=8 requests wait already", TritonError.UNAVAILABLE),
+        ("the engine failed", TritonError.INTERNAL),
+    ],
+)
+def test_errors_of_the_llm_keep_their_code(guard: Open, told: str, code: int) -> None:
+    sender = ask(guard(FakeModels(lambda models, context: iter(["Well. ", ERROR + told])))).wait()
+    assert (sender.error.text, sender.error.number) == (told, code)
+
+
+@pytest.mark.parametrize("status", ["INVALID_ARGUMENT", "UNAVAILABLE", "NOT_FOUND"])
+def test_so_do_those_that_end_the_stream(guard: Open, status: str) -> None:
+    def llm(models: FakeModels, context: Any) -> Iterator[str]:
+        context.abort(grpc.StatusCode[status], "no such thing")
+        yield ""
+
+    codes = {"INVALID_ARGUMENT": TritonError.INVALID_ARG, "UNAVAILABLE": TritonError.UNAVAILABLE}
+    sender = ask(guard(FakeModels(llm))).wait()
+    assert (sender.error.text, sender.error.number) == ("no such thing", codes.get(status, TritonError.INTERNAL))
+
+
+# ------------------------------------------------------------ what ends early
+
+
+def endless(models: FakeModels, context: Any) -> Iterator[str]:
+    while context.is_active():
+        yield "word "
+        time.sleep(0.01)
+
+
+def silent(models: FakeModels, context: Any) -> Iterator[str]:
+    models.may_go.wait(20)
+    yield "late"
+
+
+def test_a_client_that_leaves_stops_the_llm(guard: Open) -> None:
+    models = FakeModels(endless)
+    sender = ask(guard(models))
+    while not sender.sent:
+        time.sleep(0.01)
+    sender.is_gone = True
+    assert models.cancelled.wait(10), "the LLM goes on"
+    assert all(one.error is None for one in sender.wait().sent)
+
+
+def test_unsafe_text_stops_the_llm(guard: Open) -> None:
+    def llm(models: FakeModels, context: Any) -> Iterator[str]:
+        yield "BAD"
+        yield from endless(models, context)
+
+    models = FakeModels(llm)
+    sender = ask(guard(models)).wait()
+    assert models.cancelled.wait(10), "the LLM goes on"
+    assert (sender.text, bytes(sender.sent[-1].outputs["block_reason"][0])) == ("", b"answer")
+
+
+def test_a_silent_llm_is_given_up(guard: Open) -> None:
+    models = FakeModels(silent)
+    sender = ask(guard(models, llm_timeout_ms="100")).wait()
+    assert sender.error.text == "llm was silent for longer than llm_timeout_ms=100"
+    assert sender.error.number == TritonError.UNAVAILABLE and models.cancelled.wait(10)
+
+
+def test_an_encoder_that_hangs_is_given_up(guard: Open) -> None:
+    models = FakeModels(lambda models, context: iter(["fine"]))
+    model = guard(models, encoder_timeout_ms="150")
+    models.may_check.clear()
+    for _ in range(2):
+        last = ask(model).wait().sent[-1].outputs
+        assert (bytes(last["block_reason"][0]), bool(last["safety_checked"][0])) == (b"encoder_failure", False)
+    assert len(models.checked) == 1, "the second did not wait"
+    models.may_check.set()
+    deadline = time.monotonic() + 10
+    while ask(model).wait().text != "fine":
+        assert time.monotonic() < deadline
+
+
+def test_what_still_runs_when_the_model_is_unloaded_is_answered(guard: Open) -> None:
+    models = FakeModels(endless)
+    model = guard(models)
+    sender = ask(model)
+    while not sender.sent:
+        time.sleep(0.01)
+    model.finalize()
+    assert sender.wait().error.number == TritonError.UNAVAILABLE and models.cancelled.wait(10)
+    assert "guarded" not in {thread.name for thread in threading.enumerate()}
+
+
+# ------------------------------------------------------------ the address
+
+
+def test_where_nobody_answers_the_parameter_is_named(
+    guard: Open, serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm, threads, started = SilentLlm(answers_stops), set(threading.enumerate()), time.monotonic()
-    fall_silent(load(llm), monkeypatch)
-    assert time.monotonic() - started < 5 and llm.num_stops == 1
-    llm.may_speak.set()
-    assert of_before(threads), "what came late was not taken"
+    """Not the encoders' failure: neither policy has a say."""
+    monkeypatch.setattr(sys.modules["slipstream.encoders.triton_calls"], "_CONNECT_S", 0.2)
+    sender = ask(guard("127.0.0.1:1")).wait()
+    assert sender.error.number == TritonError.UNAVAILABLE
+    assert sender.error.text.startswith("triton_url: nothing answers gRPC at 127.0.0.1:1; accepted: host:port")
 
 
-def test_an_llm_that_answers_no_stop_does_not_hold_the_process(
-    load: Callable[[Model], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm, threads = SilentLlm(answers_stops=False), set(threading.enumerate())
-    serving = load(llm)
-    monkeypatch.setattr(serving, "_STREAM_END_S", 0.5)
-    request, started = guarded_request(serving), time.monotonic()
-    next(request.pieces())
-    request.stop()
-    assert 0.4 < time.monotonic() - started < 5
-    assert llm.num_stops == 1, "never two calls at a time"
-    llm.may_speak.set()
-    assert of_before(threads)
+@pytest.mark.parametrize(
+    ("options", "url"),
+    [
+        ("", "127.0.0.1:8001"),
+        ("--grpc-port=9001", "127.0.0.1:9001"),
+        ("--grpc-port 9001 --grpc-address 10.0.0.7 --allow-grpc true", "10.0.0.7:9001"),
+        ("--grpc-port=1 --grpc-address=:: --grpc-port=2", "[::1]:2"),
+        ("--http-port=5 --grpc-address=0.0.0.0 --grpc-use-ssl=false", "127.0.0.1:8001"),
+    ],
+)
+def test_the_own_servers_address_is_read_from_its_command_line(options: str, url: str) -> None:
+    assert grpc_url_of(["tritonserver", *options.split()]) == url
+
+
+@pytest.mark.parametrize("option", ["--allow-grpc=false", "--allow-grpc=0", "--grpc-use-ssl=true"])
+def test_a_server_without_plain_grpc_fails_the_load_by_name(option: str) -> None:
+    with pytest.raises(ConfigError, match="triton_url"):
+        grpc_url_of(["tritonserver", option])
+
+
+def test_elsewhere_it_is_tritons_default() -> None:
+    assert own_grpc_url() == read_settings(Parameters({})).triton_url == "127.0.0.1:8001"
+
+
+@pytest.mark.parametrize("url", ["localhost", "http://localhost:8001", "::1:8001", "a b:1", ":8001", "host:"])
+def test_a_bad_address_fails_the_load_by_name(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"triton_url='.*': accepted: host:port"):
+        read_settings(Parameters({"triton_url": url}))
+    assert read_settings(Parameters({"triton_url": "[::1]:8001"})).triton_url == "[::1]:8001"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from slipstream.encoders.guarded import Answer, ClientGone, EncoderFailure, LlmFailure, Piece, Pipeline, Unsafe
+from slipstream.core.answer_faults import AnswerError
+from slipstream.encoders.guarded import Answer, EncoderFailure, Piece, Pipeline, Unsafe
 from slipstream.encoders.window import WindowSettings
 
 WINDOW = WindowSettings(size=40, hold_back=10, stride=5)
@@ -20,43 +22,43 @@ class FakeParts:
 
     texts: list[str] = field(default_factory=lambda: ["one two three ", "four five six ", "seven eight nine"])
     checks_until_failure: int = 1000
-    cancelled_after: int = 1000
+    leaves_at_check: int = 1000
     has_quality: bool = True
     llm_fails: bool = False
     answers: list[Answer] = field(default_factory=list)
-    leaves_at_check: int = 1000
-    num_stops: int = 0
     num_pieces: int = 0
+    is_open: bool = False  # the LLM's stream
+    was_stopped: bool = False
 
-    def check(self, texts: Sequence[str]) -> Unsafe | None:
+    async def check(self, texts: Sequence[str]) -> Unsafe | None:
         self.leaves_at_check -= 1
         if self.leaves_at_check < 0:
-            raise ClientGone
+            raise asyncio.CancelledError
         self.checks_until_failure -= 1
         if self.checks_until_failure < 0:
             raise EncoderFailure("no encoder")
         return UNSAFE if any("BAD" in text for text in texts) else None
 
-    def pieces(self) -> Iterator[Piece]:
-        for text in self.texts:
-            self.num_pieces += 1
-            yield Piece(text, num_input_tokens=4, num_output_tokens=len(text.split()))
-        if self.llm_fails:
-            raise LlmFailure("out of memory")
-        yield Piece("", "stop", num_output_tokens=1)
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        self.is_open = self.was_stopped = True
+        try:
+            for text in self.texts:
+                self.num_pieces += 1
+                yield Piece(text, num_input_tokens=4, num_output_tokens=len(text.split()))
+            if self.llm_fails:
+                raise AnswerError("out of memory")
+            yield Piece("", "stop", num_output_tokens=1)
+            self.was_stopped = False
+        finally:
+            self.is_open = False
 
-    def stop(self) -> None:
-        self.num_stops += 1
-
-    def judge(self, answer: str) -> tuple[float, str]:
+    async def judge(self, answer: str) -> tuple[float, str]:
         if not self.has_quality:
             raise EncoderFailure("no quality")
         return 0.5, json.dumps({"length": len(answer)})
 
-    def is_cancelled(self) -> bool:
-        return self.num_pieces > self.cancelled_after
-
     def send(self, answer: Answer) -> None:
+        assert not (answer.is_last and self.is_open), "the LLM goes on after the last answer"
         self.answers.append(answer)
 
     @property
@@ -65,7 +67,8 @@ class FakeParts:
 
 
 def run(parts: FakeParts, on_failure: str = "closed", is_streaming: bool = True, prompt: str = "hello") -> FakeParts:
-    Pipeline(parts, WINDOW, on_failure, is_streaming).run(prompt)
+    asyncio.run(Pipeline(parts, WINDOW, on_failure, is_streaming).run(prompt))
+    assert not parts.is_open
     return parts
 
 
@@ -88,7 +91,7 @@ def test_an_unsafe_prompt_never_reaches_the_llm() -> None:
 @pytest.mark.parametrize("is_streaming", [True, False])
 def test_an_unsafe_answer_ends_with_a_reason_and_stops_the_llm(is_streaming: bool) -> None:
     parts = run(FakeParts(["fine so far, fine so far ", "then B", "A", "D things", " more"]), is_streaming=is_streaming)
-    assert parts.num_stops == 1
+    assert parts.was_stopped
     assert parts.answers[-1].block_reason == "answer" and parts.answers[-1].finish_reason == "blocked"
     assert "fine so far, fine so far then ".startswith(parts.text)
     assert bool(parts.text) == is_streaming
@@ -104,7 +107,7 @@ def test_encoder_failure_closed(works_for: int) -> None:
     parts = run(FakeParts(checks_until_failure=works_for))
     last = parts.answers[-1]
     assert (last.block_reason, last.is_checked, last.is_last) == ("encoder_failure", False, True)
-    assert parts.num_stops == (1 if works_for else 0)
+    assert parts.was_stopped == (works_for > 0)
     assert len(parts.text) <= WINDOW.size
 
 
@@ -120,14 +123,9 @@ def test_no_quality_is_no_failure() -> None:
     assert (last.quality_score, last.block_reason, last.finish_reason) == (-1.0, "", "stop")
 
 
-def test_a_cancellation_stops_the_llm_and_says_nothing_more() -> None:
-    parts = run(FakeParts(cancelled_after=1))
-    assert parts.num_stops == 1 and not any(answer.is_last for answer in parts.answers)
-
-
 def test_an_error_of_the_llm_is_the_callers() -> None:
     parts = FakeParts(llm_fails=True)
-    with pytest.raises(LlmFailure, match="out of memory"):
+    with pytest.raises(AnswerError, match="out of memory"):
         run(parts)
     assert not any(answer.is_last for answer in parts.answers)
 
@@ -144,6 +142,9 @@ def test_every_token_is_counted_once(is_streaming: bool) -> None:
 
 
 @pytest.mark.parametrize("checks", [0, 1, 2])
-def test_one_who_leaves_during_a_check_is_told_nothing_and_stops_the_llm(checks: int) -> None:
-    parts = run(FakeParts(leaves_at_check=checks))
-    assert parts.num_stops == 1 and not any(answer.is_last for answer in parts.answers)
+def test_one_who_leaves_is_told_nothing_and_stops_the_llm(checks: int) -> None:
+    parts = FakeParts(leaves_at_check=checks)
+    with pytest.raises(asyncio.CancelledError):
+        run(parts)
+    assert parts.was_stopped == (checks > 0) and not parts.is_open
+    assert not any(answer.is_last for answer in parts.answers)

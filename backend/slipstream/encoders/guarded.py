@@ -1,13 +1,13 @@
 """The guarded pipeline: safety of the prompt, the LLM's stream through the window, quality at the end.
 
 Pure order of things; who checks, generates and sends is behind `Parts`, so that tests drive it without Triton.
-One `Pipeline` serves one request and belongs to that request's thread.
+One `Pipeline` serves one request, as a task of the event loop; cancelling the task ends everything.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -19,18 +19,6 @@ NO_QUALITY = -1.0
 
 class EncoderFailure(Exception):
     """The safety or quality model is not there, answered with an error, or did not answer in time."""
-
-
-class ClientGone(Exception):
-    """The client cancelled while its request waited for an encoder."""
-
-
-class LlmFailure(Exception):
-    """The LLM answered with an error; the text and Triton's code go to the client."""
-
-    def __init__(self, message: str, code: int | None = None) -> None:
-        super().__init__(message)
-        self.code = code
 
 
 @dataclass(frozen=True)
@@ -70,16 +58,13 @@ class Answer:
 
 
 class Parts(Protocol):
-    """What the pipeline calls. `pieces` ends early, without error, once `stop` was called.
+    """What the pipeline calls."""
 
-    `check` and `judge` may also raise ClientGone.
-    """
-
-    def check(self, texts: Sequence[str]) -> Unsafe | None: ...  # the worst; None: all safe. Raises EncoderFailure
-    def pieces(self) -> Iterator[Piece]: ...  # Raises LlmFailure. Gives an empty piece now and then while waiting
-    def stop(self) -> None: ...
-    def judge(self, answer: str) -> tuple[float, str]: ...  # score, checks as JSON. Raises EncoderFailure
-    def is_cancelled(self) -> bool: ...
+    async def check(
+        self, texts: Sequence[str]
+    ) -> Unsafe | None: ...  # the worst; None: all safe. Raises EncoderFailure
+    def pieces(self) -> AsyncGenerator[Piece, None]: ...  # Raises AnswerError; closing it stops the LLM
+    async def judge(self, answer: str) -> tuple[float, str]: ...  # score, checks as JSON. Raises EncoderFailure
     def send(self, answer: Answer) -> None: ...
 
 
@@ -92,57 +77,47 @@ class Pipeline:
         self._released: list[str] = []
         self._unsent: list[str] = []
         self._is_checked = True
+        self._finish_reason = ""
         self._num_input_tokens = 0
         self._num_unsent_tokens = 0
 
-    def run(self, prompt: str) -> None:
-        """Raises LlmFailure; everything else ends in an answer, or in silence after a cancellation."""
-        try:
-            self._run(prompt)
-        except ClientGone:
-            self._parts.stop()
+    async def run(self, prompt: str) -> None:
+        """Raises AnswerError; everything else ends in an answer."""
+        blocked = await self._blocked([prompt], "prompt") or await self._generate()
+        self._send(blocked or await self._whole())
 
-    def _run(self, prompt: str) -> None:
-        blocked = self._blocked([prompt], "prompt")
-        if blocked is not None:
-            self._send(blocked)
-            return
-        finish_reason = ""
-        for piece in self._parts.pieces():
-            if self._parts.is_cancelled():
-                self._parts.stop()
-                return
-            self._window.push(piece.text)
-            self._num_input_tokens = max(self._num_input_tokens, piece.num_input_tokens)
-            self._num_unsent_tokens += piece.num_output_tokens
-            finish_reason = piece.finish_reason or finish_reason
-            if self._stopped_by_check(is_end=False):
-                return
-        if self._parts.is_cancelled() or self._stopped_by_check(is_end=True):
-            return
-        self._finish(prompt, finish_reason)
+    async def _generate(self) -> Answer | None:
+        """Send the LLM's text as it passes; the answer that ends the request when some of it does not."""
+        async with aclosing(self._parts.pieces()) as pieces:
+            async for piece in pieces:
+                self._window.push(piece.text)
+                self._num_input_tokens = max(self._num_input_tokens, piece.num_input_tokens)
+                self._num_unsent_tokens += piece.num_output_tokens
+                self._finish_reason = piece.finish_reason or self._finish_reason
+                blocked = await self._release(is_end=False)
+                if blocked is not None:
+                    return blocked
+        return await self._release(is_end=True)
 
-    def _stopped_by_check(self, is_end: bool) -> bool:
-        """Check what is due and send what may leave; True when the answer ended here, blocked."""
+    async def _release(self, is_end: bool) -> Answer | None:
+        """Check what is due and send what may leave; the answer that ends the request when a window fails."""
         windows = self._window.due(is_end)
         if not windows and not is_end:
-            return False
-        blocked = self._blocked(windows, "answer")
+            return None
+        blocked = await self._blocked(windows, "answer")
         if blocked is not None:
-            self._parts.stop()
-            self._send(blocked)
-            return True
+            return blocked
         text = self._window.passed(is_end)
         self._released.append(text)
         self._unsent.append(text)
         if text and self._is_streaming and not is_end:
             self._send(Answer(text=self._take_unsent(), is_checked=self._is_checked))
-        return False
+        return None
 
-    def _blocked(self, texts: Sequence[str], reason: str) -> Answer | None:
+    async def _blocked(self, texts: Sequence[str], reason: str) -> Answer | None:
         """The answer that ends the request, or None when these texts may pass."""
         try:
-            unsafe = self._parts.check(texts) if texts else None
+            unsafe = await self._parts.check(texts) if texts else None
         except EncoderFailure:
             if self._on_failure == OPEN:
                 self._is_checked = False
@@ -154,19 +129,18 @@ class Pipeline:
             finish_reason="blocked", block_reason=reason, unsafe=unsafe, is_checked=self._is_checked, is_last=True
         )
 
-    def _finish(self, prompt: str, finish_reason: str) -> None:
+    async def _whole(self) -> Answer:
+        """The last answer of a text that passed, with its mark."""
         score, checks = NO_QUALITY, "{}"
-        with contextlib.suppress(EncoderFailure):  # an answer is not worse for want of a mark: quality_score stays -1
-            score, checks = self._parts.judge("".join(self._released))
-        self._send(
-            Answer(
-                text=self._take_unsent(),
-                finish_reason=finish_reason,
-                quality_score=score,
-                quality_checks=checks,
-                is_checked=self._is_checked,
-                is_last=True,
-            )
+        with suppress(EncoderFailure):  # an answer is not worse for want of a mark: quality_score stays -1
+            score, checks = await self._parts.judge("".join(self._released))
+        return Answer(
+            text=self._take_unsent(),
+            finish_reason=self._finish_reason,
+            quality_score=score,
+            quality_checks=checks,
+            is_checked=self._is_checked,
+            is_last=True,
         )
 
     def _send(self, answer: Answer) -> None:

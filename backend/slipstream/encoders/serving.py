@@ -20,6 +20,7 @@ from slipstream.encoders.encoder import Encoder, open_encoder
 from slipstream.encoders.parameters import Parameters
 from slipstream.encoders.quality import QualityJudge, open_quality
 from slipstream.encoders.safety import SafetyJudge, Verdict, open_safety
+from slipstream.encoders.text_tensors import strings
 
 _log = logging.getLogger(__name__)
 _MAX_CHARS = 1_000_000
@@ -46,12 +47,6 @@ def _decode(name: str, value: Any) -> str:
         return value.decode("utf-8") if isinstance(value, bytes) else str(value)
     except UnicodeDecodeError as error:
         raise RequestError(name, f"is not UTF-8: {error.reason} at byte {error.start}") from None
-
-
-def strings(values: Sequence[Sequence[str]]) -> np.ndarray:
-    """[rows, columns] of BYTES."""
-    rows = [[text.encode("utf-8") for text in row] for row in values]
-    return np.array(rows, dtype=np.object_).reshape(len(rows), -1)
 
 
 def refuse(error: RequestError) -> Any:

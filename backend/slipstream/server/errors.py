@@ -11,20 +11,20 @@ from typing import Any
 import grpc
 from starlette.exceptions import HTTPException
 
-from slipstream.core.client_settings import names
+from slipstream.core.answer_faults import FIELD, fault_of
+from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
 
 RETRY_AFTER_S = 1
-_FIELD = re.compile(r"([A-Za-z_][\w.]{0,63}): ")
 _NAMES = {
     "text_input": "prompt",
     "input_ids": "prompt",
     "guided_decoding_guide": "structured_outputs",
 }  # ours -> OpenAI's
-_SETTINGS = frozenset({"prompt", "eos_token_ids", "bad_words_ids", "stop_words_ids", "guided_decoding", *names()})
-_UNKNOWN_SETTING = re.compile(r"\S+: unknown (?:sampling|request) parameter")
-_AWAY = re.compile(
-    r"max_waiting_requests=|being (?:restarted|unloaded)|was unloaded|shutting down|no available version"
-)
+_STATUS: dict[type[SlipstreamError], grpc.StatusCode] = {
+    RequestError: grpc.StatusCode.INVALID_ARGUMENT,
+    CapacityError: grpc.StatusCode.UNAVAILABLE,
+    EngineError: grpc.StatusCode.INTERNAL,
+}
 _FULL = re.compile(r"max_waiting_requests=")
 _TOO_LONG = re.compile(r"the prompt has \d+ bytes|^prompt: has \d+ tokens")
 
@@ -68,23 +68,14 @@ def model_not_found(name: str, known: list[str]) -> ApiError:
 
 
 def from_text(message: str) -> ApiError:
-    """An error inside a stream, which has a text and no code: whose fault it is, by the forms that our texts have.
-
-    Codes could be had by the metadata `triton_grpc_error`, but each error then risks the whole server: 2.51 aborts on a
-    reference count of gRPC (docs/LOG.md).
-    """
-    field = _FIELD.match(message)
-    if (field and field.group(1).partition(".")[0] in _SETTINGS) or _UNKNOWN_SETTING.match(message):
-        return from_grpc(grpc.StatusCode.INVALID_ARGUMENT, message)
-    if _AWAY.search(message):
-        return from_grpc(grpc.StatusCode.UNAVAILABLE, message)
-    return from_grpc(grpc.StatusCode.INTERNAL, message)
+    """An error inside a stream, which has a text and no code."""
+    return from_grpc(_STATUS[fault_of(message)], message)
 
 
 def from_grpc(status: grpc.StatusCode, message: str) -> ApiError:
     """Triton's answer as ours. The engine names the field first ("top_p: got 3, ..."); that becomes `param`."""
     if status is grpc.StatusCode.INVALID_ARGUMENT:
-        field = _FIELD.match(message)
+        field = FIELD.match(message)
         code = "context_length_exceeded" if _TOO_LONG.search(message) else None
         param = field.group(1) if field else None
         return ApiError(400, message, code=code, param=_NAMES.get(param, param) if param else None)

@@ -1,0 +1,35 @@
+"""Errors that another model answered with, and whose fault one is whose code is lost, as in a gRPC stream.
+
+The code could be had by the metadata `triton_grpc_error`, but each error then risks the whole server: 2.51 aborts on a
+reference count of gRPC (docs/LOG.md). So the forms that this project's messages have tell. No state; any thread.
+"""
+
+from __future__ import annotations
+
+import re
+
+from slipstream.core.client_settings import names
+from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
+
+FIELD = re.compile(r"([A-Za-z_][\w.]{0,63}): ")  # that a message names first
+_SETTINGS = frozenset({"prompt", "eos_token_ids", "bad_words_ids", "stop_words_ids", "guided_decoding", *names()})
+_UNKNOWN_SETTING = re.compile(r"\S+: unknown (?:sampling|request) parameter")
+_AWAY = re.compile(
+    r"max_waiting_requests=|being (?:restarted|unloaded)|was unloaded|shutting down|no available version"
+)
+
+
+class AnswerError(SlipstreamError):
+    """fault: the class of error, as this project's models raise it, whose code it has."""
+
+    def __init__(self, message: str, fault: type[SlipstreamError] = EngineError) -> None:
+        super().__init__(message)
+        self.fault = fault
+
+
+def fault_of(message: str) -> type[SlipstreamError]:
+    """RequestError: the client's; CapacityError: full or away, it may succeed later; else EngineError."""
+    field = FIELD.match(message)
+    if (field and field.group(1).partition(".")[0] in _SETTINGS) or _UNKNOWN_SETTING.match(message):
+        return RequestError
+    return CapacityError if _AWAY.search(message) else EngineError

@@ -1,0 +1,156 @@
+"""The parts of a guarded pipeline as calls of the models behind it. Event loop thread."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing, suppress
+from typing import Any, TypeVar
+
+import numpy as np
+
+from slipstream.core.answer_faults import AnswerError
+from slipstream.core.errors import CapacityError
+from slipstream.encoders.guard_settings import GuardSettings
+from slipstream.encoders.guarded import Answer, EncoderFailure, Piece, Unsafe
+from slipstream.encoders.guarded_request import GuardedRequest
+from slipstream.encoders.text_tensors import strings
+from slipstream.encoders.timed_calls import CallTimeout, TimedCalls
+from slipstream.encoders.triton_calls import Call, Tensors, TritonCalls
+
+_log = logging.getLogger(__name__)
+_OF_LLM = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
+_CHECK_ROWS = 32  # windows of one call of the safety model
+_RETRY_S = 10.0  # how long after a call was given up the next one is made at the latest
+
+Result = TypeVar("Result")
+
+
+class Models:
+    """The models behind a `guarded`, for all its requests. Make it on the event loop."""
+
+    def __init__(self, settings: GuardSettings) -> None:
+        self.settings = settings
+        self.calls = TritonCalls(settings.triton_url)
+        # apart: one that hangs holds up only its own calls
+        self._safety, self._quality = (TimedCalls(settings.encoder_timeout_s) for _ in range(2))
+
+    async def check(self, texts: Sequence[str]) -> Unsafe | None:
+        """The worst of what is unsafe.  Raises EncoderFailure."""
+        return await _in_time(self.settings.safety, self._safety, self._check(texts))
+
+    async def _check(self, texts: Sequence[str]) -> Unsafe | None:
+        worst: Unsafe | None = None
+        for start in range(0, len(texts), _CHECK_ROWS):
+            rows = strings([[text] for text in texts[start : start + _CHECK_ROWS]])
+            found = await self._infer(self.settings.safety, {"text": rows}, ("flagged", "categories", "scores"))
+            for row in np.flatnonzero(found["flagged"].reshape(-1)):
+                names = tuple(name.decode() for name in found["categories"][row] if name)
+                unsafe = Unsafe(names, float(found["scores"][row].max()))
+                worst = unsafe if worst is None or unsafe.score > worst.score else worst
+        return worst
+
+    async def judge(self, prompt: str, answer: str) -> tuple[float, str]:
+        """Raises EncoderFailure."""
+        return await _in_time(self.settings.quality, self._quality, self._judge(prompt, answer))
+
+    async def _judge(self, prompt: str, answer: str) -> tuple[float, str]:
+        inputs = {"prompt": strings([[prompt]]), "answer": strings([[answer]])}
+        found = await self._infer(self.settings.quality, inputs, ("score", "checks"))
+        return float(found["score"].reshape(-1)[0]), found["checks"].reshape(-1)[0].decode()
+
+    async def _infer(self, model: str, inputs: Tensors, outputs: tuple[str, ...]) -> Tensors:
+        # longer than anybody waits: while a call that was given up still runs, no other is made
+        return await self.calls.infer(Call(model, inputs, outputs), self.settings.encoder_timeout_s + _RETRY_S)
+
+
+async def _in_time(model: str, calls: TimedCalls, call: Coroutine[Any, Any, Result]) -> Result:
+    try:
+        return await calls.run(call)
+    except (AnswerError, CallTimeout) as failure:
+        _log.warning("%s: %s", model, failure)
+        raise EncoderFailure(str(failure)) from failure
+
+
+class GuardedParts:
+    """The `Parts` of one request's pipeline."""
+
+    def __init__(self, models: Models, request: GuardedRequest, send: Callable[[Answer], None]) -> None:
+        self._models, self._request, self._send = models, request, send
+
+    async def check(self, texts: Sequence[str]) -> Unsafe | None:
+        return await self._models.check(texts)
+
+    async def judge(self, answer: str) -> tuple[float, str]:
+        return await self._models.judge(self._request.prompt, answer)
+
+    def send(self, answer: Answer) -> None:
+        self._send(answer)
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """What came while the last piece was dealt with is one piece: the slower the checks, the fewer.
+
+        Raises AnswerError.
+        """
+        received: list[Piece] = []
+        has_more = asyncio.Event()
+        reader = asyncio.ensure_future(self._read(received, has_more))
+        reader.add_done_callback(lambda _: has_more.set())
+        try:
+            while received or not reader.done():
+                await self._wait(has_more)
+                has_more.clear()
+                if received:
+                    piece = _joined(received)
+                    received.clear()
+                    yield piece
+            reader.result()
+        finally:
+            reader.cancel()
+            with suppress(asyncio.CancelledError, AnswerError):
+                await reader
+
+    async def _wait(self, has_more: asyncio.Event) -> None:
+        """Raises AnswerError when the LLM is silent for too long."""
+        settings = self._models.settings
+        try:
+            await asyncio.wait_for(has_more.wait(), settings.llm_timeout_s)
+        except asyncio.TimeoutError:
+            limit = f"llm_timeout_ms={settings.llm_timeout_s * 1e3:.0f}"
+            raise AnswerError(f"{settings.llm} was silent for longer than {limit}", CapacityError) from None
+
+    async def _read(self, received: list[Piece], has_more: asyncio.Event) -> None:
+        """The LLM's stream to its end.  Raises AnswerError.  Cancelling the task cancels the LLM's request."""
+        request = self._request
+        call = Call(
+            self._models.settings.llm,
+            request.inputs,
+            _OF_LLM,
+            request_id=f"guarded-{uuid.uuid4().hex}",
+            parameters=request.parameters,
+            timeout_us=request.timeout_us,
+        )
+        async with aclosing(self._models.calls.stream(call)) as answers:
+            async for outputs in answers:
+                received.append(_piece(outputs))
+                has_more.set()
+
+
+def _piece(outputs: Tensors) -> Piece:
+    text = b"".join(outputs["text_output"].reshape(-1)).decode("utf-8", "replace")
+    reasons = [reason.decode() for reason in outputs["finish_reason"].reshape(-1) if reason]
+    num_input, num_output = (int(outputs[name].sum()) for name in _OF_LLM[2:])
+    return Piece(text, reasons[-1] if reasons else "", num_input, num_output)
+
+
+def _joined(pieces: Sequence[Piece]) -> Piece:
+    if len(pieces) == 1:
+        return pieces[0]
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        next((piece.finish_reason for piece in reversed(pieces) if piece.finish_reason), ""),
+        max(piece.num_input_tokens for piece in pieces),
+        sum(piece.num_output_tokens for piece in pieces),
+    )

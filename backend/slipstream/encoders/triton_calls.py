@@ -1,0 +1,144 @@
+"""Calls of models over Triton's gRPC, by a model of the Python backend that runs on the same server.
+
+Event loop thread; one channel, a stream per generating request. Not by BLS: server 2.51's stub loses a decoupled answer
+once in some hundred, and crashes when one process has several under way (docs/LOG.md). Ending a stream is the cancel
+that Triton passes on to the LLM, which BLS cannot send before server 25.04.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, serialize_byte_tensor, triton_to_np_dtype
+
+from slipstream.core.answer_faults import AnswerError, fault_of
+from slipstream.core.errors import CapacityError, EngineError, RequestError
+
+Tensors = dict[str, np.ndarray]
+_CONNECT_S = 5.0
+_CHANNEL_OPTIONS = [
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.enable_http_proxy", 0),  # a proxy of the environment is not for calls of the own machine
+]
+_FAULTS = {grpc.StatusCode.INVALID_ARGUMENT: RequestError, grpc.StatusCode.UNAVAILABLE: CapacityError}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a model is asked. parameters: the request's; timeout_us: Triton's `timeout`, 0 for none."""
+
+    model: str
+    inputs: Mapping[str, np.ndarray]
+    outputs: Sequence[str]
+    request_id: str = ""
+    parameters: Mapping[str, Any] | None = None
+    timeout_us: int = 0
+
+    def to_proto(self) -> Any:
+        request = service_pb2.ModelInferRequest(model_name=self.model, id=self.request_id)
+        for name, values in self.inputs.items():
+            request.inputs.add(name=name, datatype=np_to_triton_dtype(values.dtype), shape=values.shape)
+            request.raw_input_contents.append(_to_raw(values))
+        for name in self.outputs:
+            request.outputs.add(name=name)
+        for name, value in (self.parameters or {}).items():
+            _set(request.parameters[name], value)
+        if self.timeout_us:
+            request.parameters["timeout"].int64_param = self.timeout_us
+        return request
+
+
+class TritonCalls:
+    """Make it on the event loop that uses it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._channel = grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    async def connect(self) -> None:
+        """Raises AnswerError, which names the parameter, where no server answers gRPC; at once when one did before."""
+        if self._channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY:
+            return
+        try:
+            await asyncio.wait_for(self._channel.channel_ready(), _CONNECT_S)
+        except asyncio.TimeoutError:
+            told = f"triton_url: nothing answers gRPC at {self._url}; accepted: host:port of this server's gRPC"
+            raise AnswerError(told, CapacityError) from None
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def infer(self, call: Call, timeout_s: float) -> Tensors:
+        """The answer of a model that has one.  Raises AnswerError."""
+        try:
+            return _outputs(await self._stub.ModelInfer(call.to_proto(), timeout=timeout_s))
+        except grpc.aio.AioRpcError as error:
+            raise _failure(error.code(), error.details()) from None
+
+    async def stream(self, call: Call) -> AsyncGenerator[Tensors, None]:
+        """The answers of a decoupled model.  Raises AnswerError. Closing it early cancels the request."""
+        stream = self._stub.ModelStreamInfer()
+        try:
+            await stream.write(call.to_proto())
+            await stream.done_writing()
+            while (message := await stream.read()) is not grpc.aio.EOF:
+                if message.error_message:
+                    await _drain(stream)
+                    raise AnswerError(message.error_message, fault_of(message.error_message))
+                if message.infer_response.raw_output_contents:
+                    yield _outputs(message.infer_response)
+            if await stream.code() is not grpc.StatusCode.OK:
+                raise _failure(await stream.code(), await stream.details())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the latter: it ended before the request was written
+            raise _failure(await stream.code(), await stream.details()) from None
+        finally:
+            stream.cancel()  # no effect after the end
+
+
+async def _drain(stream: Any) -> None:
+    """To the end of a stream that failed: server 2.51 never unloads a model if it is cancelled in that moment."""
+    while await stream.read() is not grpc.aio.EOF:
+        pass
+
+
+def _failure(code: grpc.StatusCode, details: str | None) -> AnswerError:
+    return AnswerError(details or code.name, _FAULTS.get(code, EngineError))
+
+
+def _to_raw(values: np.ndarray) -> bytes:
+    if values.dtype != np.object_:
+        return values.tobytes()
+    return serialize_byte_tensor(values).item() if values.size else b""
+
+
+def _set(parameter: Any, value: bool | int | float | str) -> None:
+    if isinstance(value, bool):
+        parameter.bool_param = value
+    elif isinstance(value, int) and value < 1 << 63:
+        parameter.int64_param = value
+    elif isinstance(value, int):
+        parameter.uint64_param = value
+    elif isinstance(value, float):
+        parameter.double_param = value
+    else:
+        parameter.string_param = value
+
+
+def _outputs(response: Any) -> Tensors:
+    return {
+        output.name: _from_raw(raw, output.datatype).reshape(tuple(output.shape))
+        for output, raw in zip(response.outputs, response.raw_output_contents)
+    }
+
+
+def _from_raw(raw: bytes, datatype: str) -> np.ndarray:
+    return deserialize_bytes_tensor(raw) if datatype == "BYTES" else np.frombuffer(raw, triton_to_np_dtype(datatype))
