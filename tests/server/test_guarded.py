@@ -29,7 +29,7 @@ def ask(client: openai.OpenAI, model: str, **options: object) -> object:
 def load(server: LlmServer, policy: str) -> None:
     path = server.repository / "guarded/config.pbtxt"
     assert "on_encoder_failure" in path.read_text()
-    text = path.read_text().replace("count: 8", "count: 1")  # each process takes a second to start, and to end
+    text = path.read_text()
     for other in ("open", "closed"):
         text = text.replace(f'string_value: "{other}"', f'string_value: "{policy}"')
     path.write_text(text)

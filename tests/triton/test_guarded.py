@@ -36,7 +36,6 @@ def copy_guarded(server: LlmServer, name: str, **parameters: str) -> None:
     (other / "1").mkdir(parents=True)
     (other / "1/model.py").write_text((own / "1/model.py").read_text())
     head = (own / "config.pbtxt").read_text().split("parameters {")[0].replace('name: "guarded"', f'name: "{name}"')
-    head = re.sub(r"count: \d+", "count: 1", head)
     lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()]
     (other / "config.pbtxt").write_text("\n".join([head, *lines]) + "\n")
 
@@ -44,8 +43,6 @@ def copy_guarded(server: LlmServer, name: str, **parameters: str) -> None:
 @pytest.fixture(scope="module")
 def server(llm_server: LlmServer) -> Iterator[LlmServer]:
     """The shared server with the encoders, the pipelines, and pipelines over an LLM that says what a test wants."""
-    own = llm_server.repository / "guarded/config.pbtxt"
-    own.write_text(own.read_text().replace("count: 8", "count: 2"))  # each process takes a second to start, and to end
     write_scripted_llm(llm_server.repository, "scripted")
     copy_guarded(llm_server, "guarded_scripted", llm="scripted")
     copy_guarded(llm_server, "guarded_open", llm="scripted", safety="no_such_model", on_encoder_failure="open")
@@ -264,6 +261,36 @@ def test_a_silent_llm_is_given_up(server: LlmServer) -> None:
     )
     grpc_infer(server.grpc_url, "scripted", {"sampling_parameters": "{}"})  # it takes one request at a time
     assert scripted(server, ["Fine."], "impatient_open").text == "Fine." and time.monotonic() - started < 15
+
+
+def test_where_no_server_answers_the_parameter_is_named(server: LlmServer) -> None:
+    copy_guarded(server, "elsewhere", triton_url="127.0.0.1:1")
+    assert server.load("elsewhere")[0] == 200
+    told = grpc_infer(server.grpc_url, "elsewhere", {"text_input": "Hello"}).error
+    assert "triton_url: nothing answers gRPC at 127.0.0.1:1" in told
+    server.unload("elsewhere")
+
+
+def test_many_streams_share_a_process(server: LlmServer, greedy: Any) -> None:
+    """One of them is cancelled, one is refused; nobody gets another's text."""
+    prompts = [f"def add_{number}(a, b):\n" for number in range(6)]
+
+    def one(number: int) -> str:
+        if number == 0:
+            with grpc_stream(server.grpc_url, cancel=True) as stream:
+                endless = {"text_input": prompts[number], "stream": True, "max_tokens": 1500}
+                stream.send("guarded", endless, parameters={"ignore_eos": True})
+                stream.receive()
+            return ""
+        settings = {**GREEDY, "temperature": -1.0} if number == 1 else GREEDY
+        answer = grpc_infer(server.grpc_url, "guarded", {"text_input": prompts[number], "stream": True, **settings})
+        return answer.error or answer.text
+
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        answers = list(pool.map(one, range(len(prompts))))
+    assert "temperature" in answers[1]
+    assert answers[2:] == [greedy(prompt) for prompt in prompts[2:]]
+    server.wait_idle()
 
 
 def test_a_client_that_leaves_while_an_encoder_hangs_frees_its_process(server: LlmServer) -> None:

@@ -21,7 +21,7 @@ from slipstream.core.answer_faults import AnswerError, fault_of
 from slipstream.core.errors import CapacityError, EngineError, RequestError
 
 Tensors = dict[str, np.ndarray]
-_CONNECT_S = 5.0
+_CONNECT_S = 2.0
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
