@@ -68,7 +68,8 @@ def check_declaration(declared: Any, folder: Path) -> None:
     if declared.name and declared.name != folder.name:
         raise ConfigError("name", declared.name, f"accepted: the folder's name, {folder.name!r}, or leave it out")
     if declared.backend != BACKEND:
-        raise ConfigError("backend", declared.backend or declared.platform, f"accepted: {BACKEND!r}")
+        accepted = f"accepted: {BACKEND!r}; models of other backends are checked when they load"
+        raise ConfigError("backend", declared.backend or declared.platform, accepted)
     num_instances = sum(max(1, group.count) for group in declared.instance_group)
     if num_instances > 1:
         accepted = "1 instance (one engine batches all requests); leave instance_group out"
