@@ -253,3 +253,20 @@ def test_a_prefix_of_a_request_without_drafts_is_followed(
     (request,) = drafted(engine, [prompts[11]])
     assert request.num_cached_tokens >= 64 and request.num_drafted_tokens > 20
     assert request.output_token_ids == plain.output_token_ids
+
+
+def test_a_draft_goes_on_being_right_once_every_block_was_used(tiny_llama: Path, tmp_path: Path) -> None:
+    """A block that is given out anew holds what the draft made of other tokens."""
+    engine = make_engine(
+        tiny_llama,
+        model={"max_model_len": 128},
+        cache={"num_blocks": 20},
+        speculation=settings("same_draft", tiny_llama, tmp_path),
+    )
+    for number in range(8):
+        prompt = [(7 * place + 13 * number) % 300 + 100 for place in range(50)]
+        (request,) = drafted(engine, [prompt])
+        assert request.num_cached_tokens == 0
+        assert request.num_accepted_tokens == request.num_drafted_tokens > 15
+    (again,) = drafted(engine, [prompt])
+    assert again.num_cached_tokens >= 40 and again.num_accepted_tokens == again.num_drafted_tokens > 15

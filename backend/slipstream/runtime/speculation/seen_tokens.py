@@ -1,15 +1,14 @@
 """How far a drafter has followed each request, and which blocks hold what it computed. Engine thread.
 
-A block that the model's prefix cache shares may hold nothing of the drafter's: its first user did not speculate. Such
-marks are hints; a wrong one costs acceptance, never text.
+A block that the model's prefix cache shares may hold nothing of the drafter's: its first user did not speculate, or its
+content came back from host memory; and a block that is given out anew holds what the drafter made of other tokens. So a
+block is known by the hash of the content that the drafter computed into it, the one that the prefix cache goes by.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from slipstream.core.request import Request
 
@@ -20,20 +19,19 @@ LOST = -1
 class _Followed:
     life: int  # the request's number of preemptions when it was followed
     end: int  # tokens seen, from the first on; LOST: there is a gap
+    num_noted: int = 0  # blocks whose content is known to be this request's
 
 
 class SeenTokens:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
-        self._is_filled = np.zeros(num_blocks, dtype=bool)
+        self._contents: list[bytes | None] = [None] * num_blocks
         self._followed: dict[int, _Followed] = {}
 
     def seen(self, request: Request) -> int:
-        """Tokens seen; of a request that is new here, those in blocks that others have filled."""
-        followed = self._followed.get(request.request_id)
-        if followed is None or followed.life != request.num_preemptions:
-            return self._num_filled(request) * self._block_size
-        return followed.end
+        """Tokens seen; of a request that is new here, those in blocks that others have filled with the same."""
+        followed = self._of(request)
+        return self._num_filled(request) * self._block_size if followed is None else followed.end
 
     def follow(self, request: Request, start: int, count: int) -> bool:
         """Take note that tokens start to start + count are being computed; False: there is a gap before them.
@@ -43,22 +41,36 @@ class SeenTokens:
         if self.seen(request) < start:
             self.lose(request, start, count)
             return False
-        self._followed[request.request_id] = _Followed(request.num_preemptions, start + count)
-        blocks = request.block_ids[start // self._block_size : (start + count) // self._block_size]
-        self._is_filled[blocks] = True
+        followed = self._of(request)
+        if followed is None:
+            followed = self._followed[request.request_id] = _Followed(request.num_preemptions, 0)
+        followed.end = start + count
+        num_full = min(followed.end // self._block_size, len(request.block_hashes))  # the last may have no hash yet
+        for place in range(followed.num_noted, num_full):
+            self._contents[request.block_ids[place]] = request.block_hashes[place]
+        followed.num_noted = max(followed.num_noted, num_full)
         return True
 
     def lose(self, request: Request, start: int, count: int) -> None:
         """The model computed tokens that the drafter did not."""
         self._followed[request.request_id] = _Followed(request.num_preemptions, LOST)
-        blocks = request.block_ids[start // self._block_size : -(-(start + count) // self._block_size)]
-        self._is_filled[blocks] = False
+        for block in request.block_ids[start // self._block_size : -(-(start + count) // self._block_size)]:
+            self._contents[block] = None
 
     def forget(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._followed.pop(request.request_id, None)
 
+    def _of(self, request: Request) -> _Followed | None:
+        followed = self._followed.get(request.request_id)
+        return followed if followed is not None and followed.life == request.num_preemptions else None
+
     def _num_filled(self, request: Request) -> int:
-        """Leading blocks that are filled."""
-        filled = self._is_filled[request.block_ids]
-        return len(filled) if filled.all() else int(filled.argmin())
+        """Leading blocks that hold this request's tokens here too. Without a prefix cache there are no hashes: none."""
+        pairs = zip(request.block_ids, request.block_hashes)
+        count = 0
+        for block, content in pairs:
+            if self._contents[block] != content:
+                break
+            count += 1
+        return count
