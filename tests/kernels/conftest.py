@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hopper import hopper_device
 
 
 @pytest.fixture(params=["cpu", "cuda"])
@@ -16,3 +17,9 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     if torch.cuda.is_available():
         pytest.skip("a GPU is present: kernels are compiled in this process, not interpreted")
     return torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def hopper() -> torch.device:
+    """The GPU, of the tests that ask for it; skips where there is none."""
+    return hopper_device()

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 
 import pytest
 import torch
+from hopper import assert_compiles_well, needs_hopper
 from slipstream_kernels import ops
-from slipstream_kernels.cuda import build, cluster_choice
+from slipstream_kernels.cuda import cluster_choice
 from slipstream_kernels.cuda import cluster_mm as cuda_cluster
-from stream_cases import Case, draw_case, exact, quantised, tolerance
-
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+from stream_cases import (
+    Case,
+    assert_chain_in_a_graph_is_right,
+    draw_case,
+    exact,
+    poison_result,
+    quantised,
+    tolerance,
 )
+
 FORMATS = ("plain", "channel", "block")
 # out, in: several passes of a CTA; sums that end inside a chunk; fewer rows than CTAs
 SHAPES = [(6144, 4096), (1072, 1152), (160, 256), (32, 128)]
@@ -48,7 +53,7 @@ def test_cuda_is_right_for_every_variant(
         limit = tolerance(case, expected, "cpu" if weights == "plain" else "cuda")
         for variant in variants(case.what):
             monkeypatch.setattr(cuda_cluster, "choose", lambda *_, variant=variant: variant)
-            poison(case)
+            poison_result(case.what)
             y = ops.cluster_mm(x, *case.operands[1:], gated=gated, backend="cuda")
             error = (y.double() - expected).abs() - limit
             assert (error <= 0).all(), f"{variant}, {case.what}: {error.max()} at {error.argmax()}"
@@ -70,12 +75,6 @@ def variants(what: Case) -> Iterator[cluster_choice.Variant]:
                 yield variant
 
 
-def poison(case) -> None:
-    """Fill what the result's memory will be with NaN, so that an element never written shows."""
-    rows = case.what.out_features // (2 if case.what.gated else 1)
-    torch.full((case.what.num_tokens, rows), float("nan"), dtype=case.what.dtype, device="cuda")
-
-
 @needs_hopper
 @pytest.mark.parametrize("weights", FORMATS)
 def test_same_bits_in_every_run(weights: str) -> None:
@@ -87,27 +86,7 @@ def test_same_bits_in_every_run(weights: str) -> None:
 
 @needs_hopper
 def test_a_chain_in_a_graph_sees_what_the_kernel_before_wrote() -> None:
-    """Each product starts before the one before it has ended: 40 in a row, captured and replayed on new input."""
-    weights = [torch.randn(1024, 1024, device="cuda", dtype=torch.bfloat16) / 1024**0.5 for _ in range(40)]
-    x = torch.randn(40, 1024, device="cuda", dtype=torch.bfloat16)
-
-    def chain(y: torch.Tensor) -> torch.Tensor:
-        for weight in weights:
-            y = ops.cluster_mm(y, weight, backend="cuda")
-        return y
-
-    chain(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = chain(x)
-    for _ in range(10):
-        x.normal_()
-        graph.replay()
-        expected = x
-        for weight in weights:
-            expected = ops.cluster_mm(expected, weight, backend="cuda")
-            torch.cuda.synchronize()
-        assert torch.equal(y, expected)
+    assert_chain_in_a_graph_is_right(partial(ops.cluster_mm, backend="cuda"), num_tokens=40, features=1024)
 
 
 FP8 = torch.zeros(32, 128).to(torch.float8_e4m3fn)
@@ -175,15 +154,5 @@ def test_narrow_products_share_sums() -> None:
     assert cluster_choice.choose(wide, lambda variant: H200[variant.splits]).splits == 1
 
 
-def test_compiles_without_spills(tmp_path: Path) -> None:
-    nvcc = build.find_nvcc()
-    if nvcc is None:
-        pytest.skip("no nvcc")
-    defines = cuda_cluster.defines(torch.bfloat16, torch.float8_e4m3fn, False, 64)
-    command = [str(nvcc), *build.FLAGS, *(f"-D{define}" for define in defines), "-Xptxas=-v"]
-    command += [f"-I{build.SOURCE_FOLDER / 'include'}", str(build.SOURCE_FOLDER / cuda_cluster.SOURCE)]
-    done = subprocess.run([*command, "-o", str(tmp_path / "l.so")], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "spill" in line]
-    assert lines and all("0 bytes spill stores, 0 bytes spill loads" in line for line in lines), done.stderr
-    assert "serialized" not in done.stderr  # products that wait for each other
+def test_compiles_without_spills() -> None:
+    assert_compiles_well(cuda_cluster.SOURCE, cuda_cluster.defines(torch.bfloat16, torch.float8_e4m3fn, False, 64))

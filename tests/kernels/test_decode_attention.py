@@ -131,15 +131,6 @@ def test_compiles_for_hopper_and_is_cached(tmp_path) -> None:
         build.build(cuda_decode.SOURCE, ["SLIPSTREAM_QUERY"], tmp_path)
 
 
-@pytest.fixture(scope="module")
-def hopper() -> torch.device:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no Hopper GPU")
-    if build.find_nvcc() is None:
-        pytest.skip("no nvcc")
-    return torch.device("cuda")
-
-
 def assert_cuda_right(case: DecodeCase, device: torch.device) -> None:
     case = case.to(device)
     out, expected = attend(case, "cuda"), attend(case, "reference")

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hopper import needs_hopper
 from slipstream_kernels import int4_layout, ops
 from slipstream_kernels.cuda import int4_experts
 from slipstream_kernels.cuda.build import build, find_nvcc
-from slipstream_kernels.cuda.device import is_hopper
 from slipstream_kernels.ops import Fp8Rows, Int4Weight, Routing
 from slipstream_kernels.triton.expert_weights import expert_weights
 from tolerances import ELEMENTWISE, INT_MM, SCALED_MM
@@ -19,11 +19,6 @@ BACKENDS = ["reference", "triton"]
 ROUTINGS = [(1, 8, 2), (7, 5, 1), (33, 6, 3), (6, 9, 8)]
 # tokens, experts, top_k, out, in
 SHAPES = [(1, 8, 2, 32, 64), (9, 3, 2, 80, 192), (40, 2, 1, 16, 128)]
-
-
-needs_hopper = pytest.mark.skipif(
-    not (torch.cuda.is_available() and is_hopper(torch.device("cuda"))), reason="needs a Hopper GPU"
-)
 
 
 def logits_of(num_tokens: int, num_experts: int, device, dtype=torch.float32) -> torch.Tensor:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import int4_emulator
 import pytest
 import torch
+from hopper import needs_hopper
 from slipstream_kernels import int4_layout, ops
 from slipstream_kernels.cuda import cutlass, cutlass_gemm, int4_mm, int4_stream, int8_gemm, w4a8_gemm, w4a8_stream
 from slipstream_kernels.cuda.build import build, find_nvcc
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 
-IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 GROUPS = [64, 128, 0]  # 0: whole rows
 KINDS = ["bf16", "fp16", "fp8"]
 # (out, in features): one strip and block; a tile that is not full; a chunk of blocks that is not full; many CTAs

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hopper import needs_hopper
 from slipstream_kernels import ops
 from slipstream_kernels.ops import Int4Weight, Int8Rows
 from tolerances import INT_MM
@@ -127,9 +128,7 @@ def test_a_gated_int8_product_is_two_ops_in_one(device) -> None:
         ops.int8_mm(x, weight.values[:63], weight.scales[:63], gated=True)
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
+@needs_hopper
 @pytest.mark.parametrize("gated", [False, True])
 def test_few_16_bit_rows_beside_int8_weights_are_streamed(gated) -> None:
     weight = ops.quantize_int8_weight(torch.randn(512, 1024, device="cuda"))

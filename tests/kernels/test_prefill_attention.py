@@ -6,13 +6,13 @@ Everywhere: what the compiler makes of it, and that both sides of the C interfac
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import replace
 
 import pytest
 import torch
 from decode_cases import FP8, make_case, oracle
 from dense_attention import PagedBatch, dense_attention, make_batch
+from hopper import assert_compiles_well
 from slipstream_kernels.attention_call import AttentionCall
 from slipstream_kernels.cuda import build, prefill_stage
 from slipstream_kernels.cuda import prefill_attention as cuda_prefill
@@ -33,19 +33,8 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("kv, head_dim", [(0, 64), (0, 128), (2, 128), (cuda_prefill.FP8_KEYS, 128)])
-def test_compiles_without_spills_or_serialised_products(kv, head_dim, tmp_path) -> None:
-    nvcc = build.find_nvcc()
-    if nvcc is None:
-        pytest.skip("no nvcc")
-    defines = cuda_prefill.variant(torch.bfloat16, kv, head_dim)
-    command = [str(nvcc), *build.FLAGS, *(f"-D{define}" for define in defines), "-Xptxas=-v"]
-    command += [f"-I{build.SOURCE_FOLDER / 'include'}", "-o", str(tmp_path / "kernel.so")]
-    command += [str(build.SOURCE_FOLDER / cuda_prefill.SOURCE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=build.MAX_COMPILE_S)
-    report = done.stdout + done.stderr
-    assert done.returncode == 0, report[-3000:]
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
-    assert not re.search(r"\(C75\d\d\)", report), report
+def test_compiles_without_spills_or_serialised_products(kv, head_dim) -> None:
+    assert_compiles_well(cuda_prefill.SOURCE, cuda_prefill.variant(torch.bfloat16, kv, head_dim))
 
 
 @pytest.mark.parametrize(
@@ -91,15 +80,6 @@ def test_refusal_says_why() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="cuda cannot run"):
             paged_attention(*batch.tensors(), max_query_len=3, scale=0.125, backend="cuda")
-
-
-@pytest.fixture(scope="module")
-def hopper() -> torch.device:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no Hopper GPU")
-    if build.find_nvcc() is None:
-        pytest.skip("no nvcc")
-    return torch.device("cuda")
 
 
 def call_of(batch: PagedBatch, options: dict | None = None) -> AttentionCall:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
 
 import pytest
 import torch
+from hopper import assert_compiles_well
 from sampling_cases import random_rows
 from slipstream_kernels import ops
 from slipstream_kernels.cuda import build
@@ -15,18 +15,8 @@ from slipstream_kernels.cuda import sample as cuda_sample
 UNUSED = [(), ("top_k",), ("top_p", "min_p"), ("top_k", "top_p")]
 
 
-def test_compiles_without_spills(tmp_path) -> None:
-    nvcc = build.find_nvcc()
-    if nvcc is None:
-        pytest.skip("no nvcc")
-    defines = cuda_sample.defines(torch.bfloat16)
-    command = [str(nvcc), *build.FLAGS, *(f"-D{define}" for define in defines), "-Xptxas=-v"]
-    command += [f"-I{build.SOURCE_FOLDER / 'include'}", "-o", str(tmp_path / "kernel.so")]
-    command += [str(build.SOURCE_FOLDER / cuda_sample.SOURCE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=build.MAX_COMPILE_S)
-    report = done.stdout + done.stderr
-    assert done.returncode == 0, report[-3000:]
-    assert "0 bytes spill stores, 0 bytes spill loads" in report
+def test_compiles_without_spills() -> None:
+    assert_compiles_well(cuda_sample.SOURCE, cuda_sample.defines(torch.bfloat16))
 
 
 def test_c_and_python_agree_on_the_arguments() -> None:
@@ -42,15 +32,6 @@ def test_refusal_says_why() -> None:
         ops.sample(**rows, backend="cuda")
     with pytest.raises(ValueError, match="cuda cannot run sample: no row is filtered"):
         ops.greedy(rows["logits"], backend="cuda")
-
-
-@pytest.fixture(scope="module")
-def hopper() -> torch.device:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("no Hopper GPU")
-    if build.find_nvcc() is None:
-        pytest.skip("no nvcc")
-    return torch.device("cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -6,18 +6,17 @@ import itertools
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from hopper import assert_compiles_well, needs_hopper
 from slipstream_kernels import ops
 from slipstream_kernels.cuda import build
 from slipstream_kernels.cuda import stream_mm as cuda_stream
-from stream_cases import Case, draw_case, exact, tolerance
+from stream_cases import Case, assert_chain_in_a_graph_is_right, draw_case, exact, poison_result, tolerance
 
-needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-)
 FORMATS = ("plain", "channel", "block", "int8")
 # out, in: several passes and a last one that is not full; rows that end inside a chunk; fewer rows than SMs
 SHAPES = [(6144, 4096), (1000, 4224), (128, 128), (28672, 1024)]
@@ -46,7 +45,7 @@ def test_cuda_is_right_for_every_variant(
         expected = exact(case)
         for variant in variants(num_tokens, in_features, is_queued):
             monkeypatch.setattr(cuda_stream, "choose", lambda *_, variant=variant: variant)
-            poison(case)
+            poison_result(case.what)
             y = ops.stream_mm(*case.operands, gated=gated, backend="cuda")
             error = (y.double() - expected).abs() - tolerance(case, expected)
             assert (error <= 0).all(), f"{variant}, {case.what}: {error.max()} at {error.argmax()}"
@@ -59,12 +58,6 @@ def variants(num_tokens: int, in_features: int, is_queued: bool) -> Iterator[cud
     if num_tokens <= cuda_stream.MAX_HELD_TOKENS and in_features <= cuda_stream.MAX_HELD_FEATURES:
         for tiles in cuda_stream.HELD_TILES:
             yield cuda_stream.Variant(tiles, 1, True, is_queued)
-
-
-def poison(case) -> None:
-    """Fill what the result's memory will be with NaN, so that an element never written shows."""
-    rows = case.what.out_features // (2 if case.what.gated else 1)
-    torch.full((case.what.num_tokens, rows), float("nan"), dtype=case.what.dtype, device="cuda")
 
 
 @needs_hopper
@@ -123,27 +116,7 @@ def test_same_bits_alone_in_a_batch_and_in_every_run(weights: str) -> None:
 
 @needs_hopper
 def test_a_chain_in_a_graph_sees_what_the_kernel_before_wrote() -> None:
-    """Each product starts before the one before it has ended: 40 in a row, captured and replayed on new input."""
-    weights = [torch.randn(512, 512, device="cuda", dtype=torch.bfloat16) / 512**0.5 for _ in range(40)]
-    x = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16)
-
-    def chain(y: torch.Tensor) -> torch.Tensor:
-        for weight in weights:
-            y = ops.stream_mm(y, weight, backend="cuda")
-        return y
-
-    chain(x)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = chain(x)
-    for _ in range(10):
-        x.normal_()
-        graph.replay()
-        expected = x
-        for weight in weights:
-            expected = ops.stream_mm(expected, weight, backend="cuda")
-            torch.cuda.synchronize()
-        assert torch.equal(y, expected)
+    assert_chain_in_a_graph_is_right(partial(ops.stream_mm, backend="cuda"), num_tokens=4, features=512)
 
 
 @pytest.mark.parametrize(
@@ -210,14 +183,5 @@ def walk_check(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return program
 
 
-def test_compiles_without_spills(tmp_path: Path) -> None:
-    nvcc = build.find_nvcc()
-    if nvcc is None:
-        pytest.skip("no nvcc")
-    defines = cuda_stream.defines(torch.bfloat16, torch.float8_e4m3fn, False)
-    command = [str(nvcc), *build.FLAGS, *(f"-D{define}" for define in defines), "-Xptxas=-v"]
-    command += [f"-I{build.SOURCE_FOLDER / 'include'}", str(build.SOURCE_FOLDER / cuda_stream.SOURCE)]
-    done = subprocess.run([*command, "-o", str(tmp_path / "l.so")], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    lines = [line for line in done.stderr.splitlines() if "spill" in line]
-    assert lines and all("0 bytes spill stores, 0 bytes spill loads" in line for line in lines), done.stderr
+def test_compiles_without_spills() -> None:
+    assert_compiles_well(cuda_stream.SOURCE, cuda_stream.defines(torch.bfloat16, torch.float8_e4m3fn, False))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,38 @@ def tolerance(case: Drawn, expected: torch.Tensor, sums: str = "cpu") -> torch.T
         gate_limit, up_limit = limit.chunk(2, dim=-1)
         limit = 1.1 * gate_limit * up.abs() + (gate.abs() + gate_limit) * up_limit
     return rtol * expected.abs() + limit
+
+
+def poison_result(what: Case) -> None:
+    """Fill what the result's memory will be with NaN, so that an element never written shows."""
+    features = what.out_features // (2 if what.gated else 1)
+    torch.full((what.num_tokens, features), float("nan"), dtype=what.dtype, device="cuda")
+
+
+def assert_chain_in_a_graph_is_right(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], num_tokens: int, features: int
+) -> None:
+    """Each product starts before the one before it has ended: 40 in a row, captured and replayed on new input."""
+    weights = [torch.randn(features, features, device="cuda", dtype=torch.bfloat16) / features**0.5 for _ in range(40)]
+    x = torch.randn(num_tokens, features, device="cuda", dtype=torch.bfloat16)
+
+    def chain(y: torch.Tensor) -> torch.Tensor:
+        for weight in weights:
+            y = product(y, weight)
+        return y
+
+    chain(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = chain(x)
+    for _ in range(10):
+        x.normal_()
+        graph.replay()
+        expected = x
+        for weight in weights:
+            expected = product(expected, weight)
+            torch.cuda.synchronize()
+        assert torch.equal(y, expected)
 
 
 def _sums(case: Drawn) -> tuple[torch.Tensor, torch.Tensor]:

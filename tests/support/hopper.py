@@ -1,0 +1,45 @@
+"""Tests of CUDA kernels: which need a Hopper GPU, and what its compiler says of a kernel where there is none."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from slipstream_kernels.cuda import build
+
+IS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+
+
+def hopper_device() -> torch.device:
+    """The GPU that kernels are built for and run on; skips where there is none, or no compiler."""
+    if not IS_HOPPER:
+        pytest.skip("no Hopper GPU")
+    require_nvcc()
+    return torch.device("cuda")
+
+
+def require_nvcc() -> Path:
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    return nvcc
+
+
+def assert_compiles_well(source: str, defines: Sequence[str]) -> None:
+    """No kernel of the library keeps registers in memory, or has warpgroup products that wait for each other."""
+    command = [str(require_nvcc()), *build.FLAGS, *(f"-D{define}" for define in defines), "-Xptxas=-v"]
+    command += [f"-I{build.SOURCE_FOLDER / 'include'}", str(build.SOURCE_FOLDER / source)]
+    with tempfile.TemporaryDirectory() as folder:
+        command += ["-o", f"{folder}/kernel.so"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=build.MAX_COMPILE_S)
+    report = done.stdout + done.stderr
+    assert done.returncode == 0, report[-3000:]
+    spills = [line for line in report.splitlines() if "spill" in line]
+    assert spills and all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills), report
+    assert not re.search(r"\(C75\d\d\)|serialized", report), report
