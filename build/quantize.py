@@ -54,20 +54,27 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 def check_shapes(plan: Plan, model: Path) -> None:
     """Raises ConfigError unless the method holds the model's layers, as loading the result would."""
-    group_size = (plan.group_size or CHANNEL) if plan.method in INT4_METHODS else 0
+    grouped = plan.of_experts.method in INT4_METHODS
     spec = read_spec(model)
-    if spec.stored_format is not None:
-        raise ValueError(f"model: {model} is quantised already, in {spec.stored_format.method}")
-    config = ModelConfig(quantization=plan.method, quantization_group_size=group_size)
-    if spec.experts is not None:
-        raise ValueError(f"model: experts of {spec.architecture} are not calibrated; set quantization when loading it")
+    stored = spec.stored_format or (spec.experts and spec.experts.stored_format)
+    if stored:
+        raise ValueError(f"model: {model} is quantised already, in {stored.method}")
+    group_size = (plan.group_size or CHANNEL) if grouped else 0
+    methods = choose_methods(ModelConfig(quantization=plan.method, quantization_group_size=group_size), spec)
     for linear in spec.layer_linears:
-        linear_bytes(choose_methods(config, spec).linears, linear, spec.dtype)
+        linear_bytes(methods.experts if linear.num_experts else methods.linears, linear, spec.dtype)
+
+
+def check_output(output: Path) -> None:
+    """Raises ValueError for a folder with files: a checkpoint there would be mixed with the new one, or lost."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"output: {output} is there already and not an empty folder")
 
 
 def quantize(args: argparse.Namespace) -> int:
     """Returns the bytes of the tensors that were written."""
     plan = make_plan(args)
+    check_output(args.output)
     spec = read_spec(args.model)
     device = resolve_device(args.device)
     decoder = load_recorded(args.model, device, resolve_dtype(args.dtype, spec, device))
@@ -75,7 +82,11 @@ def quantize(args: argparse.Namespace) -> int:
     if plan.needs_text:
         windows = cut_windows(read_token_ids(args.text, args.model, "train"), args.num_tokens, args.window_tokens)
         walk = LayerWalk(decoder, windows, args.batch_windows)
-    return write_checkpoint(args.model, args.output, decoder, plan, Quantizer(decoder, plan, walk).run())
+    quantizer = Quantizer(decoder, plan, walk)
+    size = write_checkpoint(args.model, args.output, decoder, plan, quantizer.run())
+    if quantizer.unseen:
+        print(f"experts that the text did not reach, rounded without calibration: {'; '.join(quantizer.unseen)}")
+    return size
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
 from slipstream.nn.decoder import Decoder, DecoderLayer
+from slipstream.nn.experts import Experts
 from slipstream.nn.linear import Linear
 from slipstream.nn.placement import Placement
 from slipstream.nn.quant.input_form import Activation, InputForm
@@ -20,6 +21,7 @@ from slipstream.nn.quant.method import Weights
 from slipstream.nn.quant.unquantized import Unquantized
 from slipstream.nn.spec import read_spec
 from slipstream.nn.weights import load_checkpoint
+from slipstream_kernels import ops
 from torch import Tensor
 
 from quantization.forward import BLOCK_SIZE, empty_caches, window_step
@@ -34,10 +36,27 @@ class InputStatistics:
     num_tokens: int = 0
 
     def add(self, x: Tensor) -> None:
+        if not len(x):  # an expert that no token of the batch chose
+            return
         wide = x.float()
         self.gram.addmm_(wide.t(), wide)
         torch.maximum(self.largest, wide.abs().amax(0), out=self.largest)
         self.num_tokens += x.shape[0]
+
+    @classmethod
+    def empty(cls, size: int, device: torch.device) -> InputStatistics:
+        return cls(torch.zeros(size, size, device=device), torch.zeros(size, device=device))
+
+    @classmethod
+    def together(cls, parts: list[InputStatistics]) -> InputStatistics:
+        """Of all the inputs that the parts saw."""
+        if len(parts) == 1:
+            return parts[0]
+        largest = torch.stack([part.largest for part in parts]).amax(0)
+        gram = torch.zeros_like(parts[0].gram)
+        for part in parts:
+            gram += part.gram
+        return cls(gram, largest, sum(part.num_tokens for part in parts))
 
     def rescaled(self, factors: Tensor) -> InputStatistics:
         """As if every input feature had been divided by its factor."""
@@ -45,24 +64,34 @@ class InputStatistics:
         return InputStatistics(gram, self.largest / factors, self.num_tokens)
 
 
+Seen = list[InputStatistics]  # of a linear; of experts one each
+
+
 @dataclass
 class Recorder(Unquantized):
     """Unquantised weights that stay as they were loaded; while `seen` is set, their inputs are shown to it."""
 
-    seen: dict[int, InputStatistics] = field(default_factory=dict)
+    seen: dict[int, Seen] = field(default_factory=dict)
 
     def finish(self, weights: Weights) -> None:
         """Not packed: they will be changed."""
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         assert isinstance(x, Tensor)
-        statistics = self.seen.get(id(weights))
-        if statistics is not None:
+        for statistics in self.seen.get(id(weights), ()):
             statistics.add(x)
         return torch.nn.functional.linear(x, weights["weight"], weights.get("bias"))
 
     def apply_gated(self, weights: Weights, x: Activation, form: InputForm) -> Activation:
         return form.silu_mul(self.apply(weights, x))
+
+    def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
+        rows, ends = x[routing.tokens.long()] if by_token else x, routing.offsets[1:].tolist()
+        start = 0
+        for statistics, end in zip(self.seen.get(id(weights), ()), ends):
+            statistics.add(rows[start:end])
+            start = end
+        return super().apply_experts(weights, x, routing, by_token, gated)
 
 
 def load_recorded(model: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -72,6 +101,9 @@ def load_recorded(model: Path, device: torch.device, dtype: torch.dtype) -> Deco
     recorder = Recorder()
     placement = Placement(device, dtype, recorder, Unquantized() if spec.tie_word_embeddings else recorder)
     decoder = Decoder(spec, placement, backend(spec), spec.max_model_len)
+    for layer in decoder.layers:
+        if isinstance(layer.mlp, Experts):
+            layer.mlp.router.method = recorder  # never quantised, but changed where factors are folded
     load_checkpoint(decoder, model)
     return decoder
 
@@ -98,10 +130,10 @@ class LayerWalk:
             self.batches.append(_Batch(on_device, decoder.embedding(on_device.reshape(-1))))
 
     @torch.inference_mode()
-    def record(self, layer: DecoderLayer) -> dict[Linear, InputStatistics]:
+    def record(self, layer: DecoderLayer) -> dict[Linear, Seen]:
         """What each linear of the layer sees, with the layer's weights as they are now."""
         with ExitStack() as stack:
-            seen = {linear: stack.enter_context(recording(linear)) for linear in layer.linears()}
+            seen = {linear: stack.enter_context(recording(linear)) for linear in quantised_linears(layer)}
             for batch in self.batches:
                 self._run(layer, batch)
         return seen
@@ -118,14 +150,20 @@ class LayerWalk:
         return layer(batch.hidden, batch.residual, step, self.cache)
 
 
+def quantised_linears(layer: DecoderLayer) -> tuple[Linear, ...]:
+    """Those that a method holds: all but a router."""
+    router = layer.mlp.router if isinstance(layer.mlp, Experts) else None
+    return tuple(linear for linear in layer.linears() if linear is not router)
+
+
 @contextmanager
-def recording(linear: Linear) -> Iterator[InputStatistics]:
+def recording(linear: Linear) -> Iterator[Seen]:
     """Statistics of the linear's inputs while the context is open."""
-    method, weight = linear.method, linear.weights["weight"]
+    method, device = linear.method, linear.weights["weight"].device
     assert isinstance(method, Recorder)
-    size = linear.spec.in_features
-    gram, largest = torch.zeros(size, size, device=weight.device), torch.zeros(size, device=weight.device)
-    statistics = method.seen[id(linear.weights)] = InputStatistics(gram, largest)
+    count = linear.spec.num_experts or 1
+    statistics = [InputStatistics.empty(linear.spec.in_features, device) for _ in range(count)]
+    method.seen[id(linear.weights)] = statistics
     try:
         yield statistics
     finally:

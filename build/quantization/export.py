@@ -11,10 +11,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.models.family import FAMILIES
+from slipstream.nn.experts import Experts
+from slipstream.nn.models.family import FAMILIES, tensor_name
 from slipstream.nn.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, read_headers
 from torch import Tensor
 
+from quantization.calibration import quantised_linears
 from quantization.folding import rows_of
 from quantization.plan import Plan
 from quantization.quantizer import Stored
@@ -70,9 +72,10 @@ def write_checkpoint(model: Path, output: Path, decoder: Decoder, plan: Plan, st
     names = FAMILIES.get(decoder.spec.architecture).names
     writer = ShardWriter(output)
     for part, layer, tensors in stored:
-        module = names["q"].rpartition(".")[0] if part == "attention" else names[part]
+        of_attention = part == "attention"  # whose scales of keys and values are no linear's
+        module = tensor_name(names, "q", layer).rpartition(".")[0] if of_attention else tensor_name(names, part, layer)
         for suffix, tensor in tensors.items():
-            writer.add(f"{module.format(layer=layer)}.{suffix}", tensor)
+            writer.add(f"{module}.{suffix}", tensor)
     changed = _changed(decoder, names, plan)
     for name, header in read_headers(checkpoint_files(model)).items():
         if name not in changed:
@@ -84,8 +87,8 @@ def write_checkpoint(model: Path, output: Path, decoder: Decoder, plan: Plan, st
     for path in model.iterdir():
         if path.is_file() and path.suffix not in NOT_COPIED and path.name not in ("config.json", INDEX_FILE):
             shutil.copy(path, output / path.name)
-    config = json.loads((model / "config.json").read_text())
-    (output / "config.json").write_text(json.dumps({**config, "quantization_config": plan.config()}, indent=2) + "\n")
+    config, said = json.loads((model / "config.json").read_text()), plan.config(routers(decoder, names))
+    (output / "config.json").write_text(json.dumps({**config, "quantization_config": said}, indent=2) + "\n")
     return writer.total_bytes
 
 
@@ -95,10 +98,18 @@ def _changed(decoder: Decoder, names: Mapping[str, str], plan: Plan) -> dict[str
     for index, layer in enumerate(decoder.layers):
         for module, norm in layer.norms():
             changed[f"{names[module].format(layer=index)}.weight"] = norm.weight
-        for linear in layer.linears():
+        if isinstance(layer.mlp, Experts):
+            changed[f"{tensor_name(names, 'router', index)}.weight"] = layer.mlp.router.weights["weight"]
+        for linear in quantised_linears(layer):
             for part, _ in linear.spec.parts:
-                module = names[part].format(layer=index)
+                module = tensor_name(names, part, index)
                 changed[f"{module}.weight"] = None
                 if "bias" in linear.weights:
                     changed[f"{module}.bias"] = linear.weights["bias"][rows_of(linear, part)]
     return changed
+
+
+def routers(decoder: Decoder, names: Mapping[str, str]) -> list[str]:
+    """The modules of the layers' routers, which stay unquantised."""
+    count = 0 if decoder.spec.experts is None else len(decoder.layers)
+    return [tensor_name(names, "router", layer) for layer in range(count)]

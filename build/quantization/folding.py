@@ -1,11 +1,13 @@
 """Factors per input feature of a linear layer, folded into what makes that input: the model computes the same.
 
-A norm's weight makes the inputs of qkv and gate_up; the rows of v those of o; the rows of up those of down.
+A norm's weight makes the inputs of qkv and gate_up; the rows of v those of o; the rows of up those of down. Experts
+share the norm, with the router as well; each has an up of its own.
 """
 
 from __future__ import annotations
 
 from slipstream.nn.decoder import DecoderLayer
+from slipstream.nn.experts import Experts
 from slipstream.nn.linear import Linear
 from slipstream.nn.spec import DecoderSpec
 from torch import Tensor
@@ -20,17 +22,34 @@ def shared(spec: DecoderSpec, layer: DecoderLayer, linear: Linear, factors: Tens
 
 
 def fold(spec: DecoderSpec, layer: DecoderLayer, linear: Linear, factors: Tensor) -> None:
-    """Multiply the linear's columns by `factors` (as `shared` gave them) and divide their source by them."""
-    linear.weights["weight"].mul_(factors)
+    """Multiply the linear's columns by `factors` (as `shared` gave them) and divide their source by them.
+
+    factors: [in]; of experts' down [num_experts, in].
+    """
+    linear.weights["weight"].mul_(factors if factors.dim() == 1 else factors[:, None])
     if linear is layer.attention.qkv:
         layer.input_norm.weight.div_(factors)
     elif linear is layer.mlp.gate_up:
         layer.post_attention_norm.weight.div_(factors)
+        if isinstance(layer.mlp, Experts):
+            layer.mlp.router.weights["weight"].mul_(factors)
     elif linear is layer.mlp.down:
-        _divide_rows(layer.mlp.gate_up, "up", factors)
+        for part, _ in linear.spec.parts:
+            own = factors if factors.dim() == 1 else factors[expert_of(part)]
+            _divide_rows(layer.mlp.gate_up, part.replace("down", "up"), own)
     else:
         per_head = factors.view(spec.num_kv_heads, -1, spec.head_dim)[:, 0].reshape(-1)
         _divide_rows(layer.attention.qkv, "v", per_head)
+
+
+def expert_of(part: str) -> int:
+    """Whose the part is: 3 of "gate.3"; 0 of parts that no expert has."""
+    return int(part.partition(".")[2] or 0)
+
+
+def weight_of(linear: Linear, part: str) -> Tensor:
+    """The part's rows, [rows, in], of unquantised weights."""
+    return linear.weights["weight"].view(-1, linear.spec.in_features)[rows_of(linear, part)]
 
 
 def rows_of(linear: Linear, part: str) -> slice:
@@ -44,7 +63,6 @@ def rows_of(linear: Linear, part: str) -> slice:
 
 
 def _divide_rows(source: Linear, part: str, factors: Tensor) -> None:
-    rows = rows_of(source, part)
-    source.weights["weight"][rows].div_(factors[:, None])
+    weight_of(source, part).div_(factors[:, None])
     if "bias" in source.weights:
-        source.weights["bias"][rows].div_(factors)
+        source.weights["bias"][rows_of(source, part)].div_(factors)

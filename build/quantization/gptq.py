@@ -15,11 +15,14 @@ DAMPING = 0.01  # of the mean diagonal, added to it
 COLUMNS = 128  # whose errors are fed on together
 
 
-def round_by_feedback(weight: Tensor, gram: Tensor, grid: Grid) -> Tensor:
-    """weight: [out, in] fp32. gram: [in, in], sum of x xᵀ over the inputs. Returns values on the grid, [out, in]."""
+def round_by_feedback(weight: Tensor, gram: Tensor, num_rows: int, grid: Grid) -> Tensor:
+    """weight: [out, in] fp32. gram: [in, in], sum of x xᵀ over num_rows inputs. Returns values on the grid, [out, in].
+
+    Of few rows, what features seem to share is chance: an error would be hidden where only those rows do not see it.
+    """
     order = torch.argsort(gram.diagonal(), descending=True)
     work, result = weight[:, order].clone(), torch.empty_like(weight)
-    factor = _inverse_factor(gram[order][:, order])
+    factor = _inverse_factor(_trusted(gram[order][:, order], num_rows))
     for start in range(0, work.shape[1], COLUMNS):
         end = min(start + COLUMNS, work.shape[1])
         errors = torch.empty(work.shape[0], end - start, device=work.device)
@@ -31,6 +34,16 @@ def round_by_feedback(weight: Tensor, gram: Tensor, grid: Grid) -> Tensor:
             errors[:, column - start] = error
         work[:, end:] -= errors @ factor[start:end, end:]
     return result
+
+
+def _trusted(gram: Tensor, num_rows: int) -> Tensor:
+    """The gram matrix with less of its off-diagonal, the fewer rows it is of.
+
+    Demo model, 4 bits, KL with all of it | with this: 512 tokens 0.066 | 0.041, 2048 0.040 | 0.033, 8192 0.032 | 0.031.
+    """
+    shrunk = gram * (num_rows / (num_rows + gram.shape[0]))
+    shrunk.diagonal().copy_(gram.diagonal())
+    return shrunk
 
 
 def _inverse_factor(gram: Tensor) -> Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from slipstream.nn.quant.choose import MIXED
 from torch import Tensor
 
 from quantization.grids import Grid, fp8_block_grid, fp8_grid, int4_grid, int8_grid
 
-METHODS = ("fp8", "block_wise_fp8", "wint8", "w8a8_int8", "wint4", "w4a8_fp8")
+METHODS = ("fp8", "block_wise_fp8", "wint8", "w8a8_int8", "wint4", "w4a8_fp8", *MIXED)
 ALGORITHMS = ("awq", "gptq", "smoothquant")
 FORMATS = ("compressed-tensors", "awq", "gptq")
 INT4_METHODS = ("wint4", "w4a8_fp8")
+# as wide as they are, since engines rename experts' products
+ATTENTION_TARGET, EXPERTS_TARGET = r"re:.*\.self_attn\..*", r"re:.*\.experts\..*"
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,32 @@ class Plan:
             raise ValueError("format: awq checkpoints leave lm_head alone")
         if self.has_zeros and self.method != "wint4":
             raise ValueError(f"zeros: only of wint4, not of {self.method}")
-        if "awq" in self.algorithms and self.method not in INT4_METHODS:
-            raise ValueError(f"algorithm: awq is for {', '.join(INT4_METHODS)}, not {self.method}")
+        if "awq" in self.algorithms and self.of_experts.method not in INT4_METHODS:
+            raise ValueError(f"algorithm: awq is for {', '.join((*INT4_METHODS, *MIXED))}, not {self.method}")
         if "smoothquant" in self.algorithms and self.method != "w8a8_int8":
             raise ValueError(f"algorithm: smoothquant is for w8a8_int8, not {self.method}")
+
+    @property
+    def of_experts(self) -> Plan:
+        """What is made of experts."""
+        return self._part(1)
+
+    @property
+    def of_linears(self) -> Plan:
+        """What is made of all other linears: AWQ is for 4-bit weights alone."""
+        return self._part(0)
+
+    def _part(self, place: int) -> Plan:
+        method = MIXED[self.method][place] if self.method in MIXED else self.method
+        has_awq = method in INT4_METHODS
+        return replace(
+            self, method=method, algorithms=tuple(name for name in self.algorithms if has_awq or name != "awq")
+        )
+
+    @property
+    def layout(self) -> str:
+        """How tensors are stored: awq, gptq or a format of compressed-tensors."""
+        return _SCHEMES[self.method][2] if self.format == "compressed-tensors" else self.format
 
     @property
     def needs_text(self) -> bool:
@@ -69,32 +94,39 @@ class Plan:
             return int8_grid(weight, scale_dtype)
         return (fp8_grid if self.method == "fp8" else fp8_block_grid)(weight, scale_dtype)
 
-    def config(self) -> dict[str, object]:
-        """quantization_config of config.json."""
+    def config(self, routers: list[str]) -> dict[str, object]:
+        """quantization_config of config.json. routers: modules of MoE layers that stay as they are."""
         if self.format == "compressed-tensors":
-            return self._compressed_tensors()
+            return self._compressed_tensors(routers)
         common = {"quant_method": self.format, "bits": 4, "group_size": self.group_size or -1}
         if self.format == "awq":
-            return {**common, "zero_point": True, "version": "gemm", "modules_to_not_convert": None}
+            return {**common, "zero_point": True, "version": "gemm", "modules_to_not_convert": routers or None}
         sym = not self.has_zeros
         return {**common, "sym": sym, "desc_act": False, "checkpoint_format": "gptq", "lm_head": self.with_head}
 
-    def _compressed_tensors(self) -> dict[str, object]:
+    def _compressed_tensors(self, routers: list[str]) -> dict[str, object]:
+        head = ["lm_head"]
+        groups = {"group_0": self._group(["Linear"])} if self.method not in MIXED else {
+            "group_0": self.of_linears._group([ATTENTION_TARGET, *head] if self.with_head else [ATTENTION_TARGET]),
+            "group_1": self.of_experts._group([EXPERTS_TARGET]),
+        }  # fmt: skip
+        scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "mixed-precision" if self.method in MIXED else self.layout,
+            "quantization_status": "compressed",
+            "config_groups": groups,
+            "ignore": [*routers, *([] if self.with_head else head)],
+            "kv_cache_scheme": scheme if self.with_kv_scales else None,
+        }
+
+    def _group(self, targets: list[str]) -> dict[str, object]:
         weights, inputs, stored = _SCHEMES[self.method]
         weights = {"dynamic": False, "symmetric": not self.has_zeros, **weights}
         if self.method in INT4_METHODS:
             grouped = {"strategy": "group", "group_size": self.group_size}
             weights |= grouped if self.group_size else {"strategy": "channel"}
-        group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": stored}
-        scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-        return {
-            "quant_method": "compressed-tensors",
-            "format": stored,
-            "quantization_status": "compressed",
-            "config_groups": {"group_0": group},
-            "ignore": [] if self.with_head else ["lm_head"],
-            "kv_cache_scheme": scheme if self.with_kv_scales else None,
-        }
+        return {"targets": targets, "weights": weights, "input_activations": inputs, "format": stored}
 
 
 def _token(kind: str) -> dict[str, object]:

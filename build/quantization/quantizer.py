@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from slipstream.nn.attention import LayerCache
@@ -12,8 +12,8 @@ from slipstream.nn.linear import Linear
 from torch import Tensor
 from tqdm import tqdm
 
-from quantization.calibration import InputStatistics, LayerWalk
-from quantization.folding import fold, rows_of, shared
+from quantization.calibration import InputStatistics, LayerWalk, Seen, quantised_linears
+from quantization.folding import expert_of, fold, shared, weight_of
 from quantization.gptq import round_by_feedback
 from quantization.grids import Grid
 from quantization.plan import Plan
@@ -26,11 +26,12 @@ Stored = Iterator[tuple[str, int, dict[str, Tensor]]]  # (module of the decoder,
 
 @dataclass
 class Quantizer:
-    """walk: None if the plan needs no text."""
+    """walk: None if the plan needs no text. unseen: experts that the text did not reach, a layer an entry."""
 
     decoder: Decoder
     plan: Plan
     walk: LayerWalk | None
+    unseen: list[str] = field(default_factory=list)
 
     def run(self) -> Stored:
         """Quantise layer after layer; its tensors are on the decoder's device."""
@@ -41,13 +42,15 @@ class Quantizer:
 
     def _layer(self, index: int, layer: DecoderLayer) -> Stored:
         """A layer's linears are all fitted to what the full layer gives them, after the quantised layers before it."""
-        inputs: dict[Linear, InputStatistics] = {}
+        linears = quantised_linears(layer)
+        inputs: dict[Linear, Seen] = {}
         if self.walk is not None and self.plan.algorithms:
             inputs = self.walk.record(layer)
-        if {"awq", "smoothquant"} & set(self.plan.algorithms):
-            for linear in reversed(layer.linears()):  # each changes rows of one before it
+            self._look_for_unseen(index, inputs)
+        for linear in reversed(linears):  # each changes rows of one before it
+            if {"awq", "smoothquant"} & set(self._plan_of(linear).algorithms):
                 inputs[linear] = self._scale(layer, linear, inputs[linear])
-        grids = {linear: self._round(linear, inputs.get(linear)) for linear in layer.linears()}
+        grids = {linear: self._round(linear, inputs.get(linear)) for linear in linears}
         ranges = _KvRanges()
         if self.walk is not None:
             self.walk.pass_on(layer, ranges.look)
@@ -57,50 +60,74 @@ class Quantizer:
         if self.plan.with_kv_scales:
             yield "attention", index, ranges.scales()
 
-    def _scale(self, layer: DecoderLayer, linear: Linear, inputs: InputStatistics) -> InputStatistics:
-        """Fold AWQ's or SmoothQuant's factors into the linear and its source. Returns what the linear sees then."""
-        weight, spec = linear.weights["weight"].float(), self.decoder.spec
+    def _plan_of(self, linear: Linear) -> Plan:
+        return self.plan.of_experts if linear.spec.num_experts else self.plan.of_linears
+
+    def _look_for_unseen(self, index: int, inputs: dict[Linear, Seen]) -> None:
+        """Experts that no token chose are rounded without calibration: what is known of them is their weights."""
+        last = list(inputs.values())[-1]
+        unseen = [str(expert) for expert, statistics in enumerate(last) if not statistics.num_tokens]
+        if unseen:
+            self.unseen.append(f"layer {index}: {', '.join(unseen)}")
+
+    def _scale(self, layer: DecoderLayer, linear: Linear, inputs: Seen) -> Seen:
+        """Fold AWQ's or SmoothQuant's factors into the linear and its source. Returns what the linear sees then.
+
+        Inputs that a norm makes have one factor for all experts, those of experts' down one for each.
+        """
+        weight, dtype = linear.weights["weight"], linear.weights["weight"].dtype
+        if linear is layer.mlp.down and linear.spec.num_experts:
+            own = [self._factors(layer, linear, *pair) for pair in zip(weight, inputs)]
+            fold(self.decoder.spec, layer, linear, torch.stack(own).to(dtype))
+            return [seen.rescaled(factors) for seen, factors in zip(inputs, own)]
+        factors = self._factors(layer, linear, weight.flatten(0, -2), InputStatistics.together(inputs))
+        fold(self.decoder.spec, layer, linear, factors.to(dtype))
+        return [seen.rescaled(factors) for seen in inputs]
+
+    def _factors(self, layer: DecoderLayer, linear: Linear, rows: Tensor, inputs: InputStatistics) -> Tensor:
+        """rows: [out, in] of the linear's weight, which see these inputs."""
+        weight, plan, spec = rows.float(), self._plan_of(linear), self.decoder.spec
+        if not inputs.num_tokens:
+            return torch.ones(weight.shape[1], device=weight.device)
         every = torch.arange(weight.shape[1], device=weight.device)
 
         def common(factors: Tensor) -> Tensor:
             return shared(spec, layer, linear, factors)
 
         def quantised(scaled: Tensor, seen: InputStatistics) -> Tensor:
-            return self._grid(scaled, seen).nearest(every, scaled)
+            return self._grid(plan, scaled, seen).nearest(every, scaled)
 
-        if "smoothquant" in self.plan.algorithms:
-            factors = common(smoothing_factors(weight, inputs, self.plan.smoothing))
-        else:
-            factors = awq_factors(weight, inputs, quantised, common)
-        fold(spec, layer, linear, factors.to(linear.weights["weight"].dtype))
-        return inputs.rescaled(factors)
+        if "smoothquant" in plan.algorithms:
+            return common(smoothing_factors(weight, inputs, plan.smoothing))
+        return awq_factors(weight, inputs, quantised, common)
 
-    def _round(self, linear: Linear, inputs: InputStatistics | None) -> dict[str, Grid]:
+    def _round(self, linear: Linear, inputs: Seen | None) -> dict[str, Grid]:
         """Put the linear's weights onto grids, one per part."""
-        grids = {}
+        grids, plan = {}, self._plan_of(linear)
         for part, _ in linear.spec.parts:
-            rows = linear.weights["weight"][rows_of(linear, part)]
-            weight = rows.float()
-            grids[part] = self._grid(weight, inputs)
-            if inputs is not None and "gptq" in self.plan.algorithms:
-                held = round_by_feedback(weight, inputs.gram, grids[part])
+            rows = weight_of(linear, part)
+            weight, seen = rows.float(), None if inputs is None else inputs[expert_of(part)]
+            grids[part] = self._grid(plan, weight, seen)
+            if seen is not None and seen.num_tokens and "gptq" in plan.algorithms:
+                held = round_by_feedback(weight, seen.gram, seen.num_tokens, grids[part])
             else:
                 held = grids[part].nearest(torch.arange(weight.shape[1], device=weight.device), weight)
             rows.copy_(held)
         return grids
 
-    def _grid(self, weight: Tensor, inputs: InputStatistics | None) -> Grid:
-        importance = None if inputs is None else inputs.gram.diagonal() / inputs.num_tokens
-        return self.plan.grid(weight, importance, self.decoder.spec.dtype)
+    def _grid(self, plan: Plan, weight: Tensor, inputs: InputStatistics | None) -> Grid:
+        importance = None
+        if inputs is not None and inputs.num_tokens:
+            importance = inputs.gram.diagonal() / inputs.num_tokens
+        return plan.grid(weight, importance, self.decoder.spec.dtype)
 
     def _stored(self, linear: Linear, part: str, grid: Grid) -> dict[str, Tensor]:
-        weight = linear.weights["weight"][rows_of(linear, part)].float()
-        layout = self.plan.format if self.plan.format != "compressed-tensors" else str(self.plan.config()["format"])
-        return stored_tensors(weight, grid, layout, self.plan.scale_dtype(self.decoder.spec.dtype))
+        plan, weight = self._plan_of(linear), weight_of(linear, part).float()
+        return stored_tensors(weight, grid, plan.layout, plan.scale_dtype(self.decoder.spec.dtype))
 
     def _head(self, head: Linear) -> dict[str, Tensor]:
         weight = head.weights["weight"].float()
-        grid = self._grid(weight, None)
+        grid = self._grid(self.plan.of_linears, weight, None)
         weight = grid.nearest(torch.arange(weight.shape[1], device=weight.device), weight)
         head.weights["weight"].copy_(weight)
         return self._stored(head, "lm_head", grid)

@@ -36,7 +36,8 @@ def stored_tensors(weight: Tensor, grid: Grid, layout: str, scale_dtype: torch.d
 
 def _words(codes: Tensor) -> Tensor:
     """uint8 codes [..., 8 n] -> int32 [..., n], the first in the lowest bits."""
-    return ops.pack_int4(codes.contiguous()).view(torch.int32)
+    packed = ops.pack_int4(codes.contiguous())
+    return packed.flatten().view(torch.int32).view(*packed.shape[:-1], -1)  # one row has a stride that no view takes
 
 
 def _packed_int4(codes: Tensor, zeros: Tensor | None, scales: Tensor) -> dict[str, Tensor]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import lzma
+import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from packed_text import make_packed_text
 from quantized_checkpoints import PROMPT, load, logits, make_full, rms_error
 from safetensors.torch import load_file
 from slipstream.core.errors import ConfigError
@@ -37,15 +37,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A packed text as build/train_demo_model.py writes it, of invented ids."""
-    folder = tmp_path_factory.mktemp("text")
-    index = {}
-    for seed, split in enumerate(("train", "held_out")):
-        ids = torch.randint(96, (2048,), generator=torch.Generator().manual_seed(seed)).short().numpy().tobytes()
-        (folder / f"{split}.xz").write_bytes(lzma.compress(ids))
-        index[split] = {"shards": [f"{split}.xz"], "num_bytes": 1, "sha256": hashlib.sha256(ids).hexdigest()}
-    (folder / "index.json").write_text(json.dumps(index))
-    return folder
+    return make_packed_text(tmp_path_factory.mktemp("text"))
 
 
 def make(full: Path, text: Path, output: Path, *arguments: str) -> Path:
@@ -102,7 +94,7 @@ def test_feedback_lowers_the_error_of_outputs() -> None:
     weight, mix = torch.randn(48, 128), torch.randn(128, 128)
     x = torch.randn(1000, 128) @ mix
     grid = int4_grid(weight, 64, False, None, torch.float16)
-    rounded, fed = grid.nearest(torch.arange(128), weight), round_by_feedback(weight, x.t() @ x, grid)
+    rounded, fed = grid.nearest(torch.arange(128), weight), round_by_feedback(weight, x.t() @ x, 1000, grid)
     torch.testing.assert_close(grid.nearest(torch.arange(128), fed), fed)
     errors = [((held - weight) @ x.t()).square().mean() for held in (rounded, fed)]
     assert errors[1] < 0.7 * errors[0]
@@ -122,7 +114,7 @@ def test_a_walk_records_what_linears_see(full: Path) -> None:
     decoder = load_recorded(full, torch.device("cpu"), torch.float32)
     windows = torch.randint(96, (3, 32))
     walk = LayerWalk(decoder, windows, batch_windows=2)
-    seen = walk.record(decoder.layers[0])[decoder.layers[0].attention.qkv]
+    (seen,) = walk.record(decoder.layers[0])[decoder.layers[0].attention.qkv]
     hidden = decoder.embedding(windows.reshape(-1))
     x = hidden * torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6) * decoder.layers[0].input_norm.weight
     torch.testing.assert_close(seen.gram, x.t() @ x, rtol=1e-3, atol=1e-2)
@@ -145,7 +137,7 @@ def test_head_and_kv_scales(full: Path, text: Path, tmp_path: Path) -> None:
         (["--method", "fp8", "--format", "gptq"], "format: gptq checkpoints hold wint4 only, not fp8"),
         (["--method", "wint4", "--format", "awq"], "format: awq checkpoints hold zero-points"),
         (["--method", "w4a8_fp8", "--zeros"], "zeros: only of wint4"),
-        (["--method", "fp8", "--algorithm", "awq"], "awq is for wint4, w4a8_fp8, not fp8"),
+        (["--method", "fp8", "--algorithm", "awq"], "awq is for wint4, w4a8_fp8, a8w8_fp8_wint4, not fp8"),
         (["--method", "wint4", "--algorithm", "smoothquant"], "smoothquant is for w8a8_int8"),
         (["--method", "wint4", "--algorithm", "hqq"], "algorithm: 'hqq' is not one of awq, gptq, smoothquant"),
         (["--method", "wint4", "--num-tokens", "4096"], None),
@@ -167,7 +159,20 @@ def test_models_that_cannot_be_quantised_so(full: Path, text: Path, tmp_path: Pa
     narrow = make_full(tmp_path / "narrow", num_key_value_heads=2)
     with pytest.raises(ConfigError, match="k has 64 outputs, not a multiple of 128"):
         make(narrow, text, tmp_path / "blocks", "--method", "block_wise_fp8")
-    assert not (tmp_path / "again").exists() and not (tmp_path / "blocks").exists()
+    with pytest.raises(ConfigError, match=r"a8w8_fp8_wint4.*Qwen2ForCausalLM has no experts; accepted: fp8"):
+        make(full, text, tmp_path / "mixed", "--method", "a8w8_fp8_wint4")
+    assert not any((tmp_path / name).exists() for name in ("again", "blocks", "mixed"))
+
+
+def test_a_folder_with_files_is_not_written_into(full: Path, text: Path, tmp_path: Path) -> None:
+    """A model's own would be lost, and the index of another checkpoint would hide the new one."""
+    made = make(full, text, tmp_path / "made", "--method", "wint8")
+    for output in (full, made, made / "config.json"):
+        with pytest.raises(
+            ValueError, match=f"output: {re.escape(str(output))} is there already and not an empty folder"
+        ):
+            make(full, text, output, "--method", "wint4")
+    assert load(made).spec.stored_format.method == "wint8"
 
 
 def test_shards(full: Path, tmp_path: Path) -> None:

@@ -1,0 +1,168 @@
+"""build/quantize.py on MoE models: each expert is fitted to the tokens that chose it, the router is never quantised."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from packed_text import make_packed_text
+from quantized_checkpoints import load, logits, rms_error
+from safetensors.torch import load_file, save_file
+from slipstream.core.errors import ConfigError
+from slipstream.nn.experts import Experts
+from slipstream_kernels import ops
+from stored_experts import ROUTERS, make_mixtral
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
+import quantize
+from quantization.calibration import LayerWalk, load_recorded, quantised_linears
+from quantization.folding import fold, shared
+from quantization.text import cut_windows, read_token_ids
+
+needs_library = pytest.mark.skipif(find_spec("compressed_tensors") is None, reason="needs compressed-tensors (dev)")
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With two query heads for each head of keys and values."""
+    sizes = {"num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 128}
+    return make_mixtral(tmp_path_factory.mktemp("mixtral"), **sizes)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_packed_text(tmp_path_factory.mktemp("text"))
+
+
+def make(full: Path, text: Path, output: Path, *arguments: str) -> Path:
+    common = ["--model", str(full), "--output", str(output), "--device", "cpu", "--num-tokens", "256"]
+    quantize.quantize(quantize.parse_arguments([*common, "--text", str(text), "--window-tokens", "64", *arguments]))
+    return output
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "held"),
+    [
+        ("fp8", ["--algorithm", "gptq"], ("fp8", "fp8")),
+        ("wint4", [], ("wint4", "wint4")),
+        ("wint4", ["--algorithm", "gptq", "--group-size", "64"], ("wint4", "wint4")),
+        ("wint4", ["--algorithm", "awq", "--zeros", "--format", "awq"], ("wint4", "wint4")),
+        ("wint4", ["--algorithm", "gptq", "--format", "gptq", "--lm-head"], ("wint4", "wint4")),
+        ("w4a8_fp8", ["--algorithm", "gptq", "--group-size", "-1"], ("w4a8_fp8", "w4a8_fp8")),
+        ("a8w8_fp8_wint4", ["--algorithm", "awq,gptq"], ("fp8", "w4a8_fp8")),
+        ("a8w8_fp8_wint4", ["--lm-head", "--kv-scales"], ("fp8", "w4a8_fp8")),
+    ],
+)
+def test_every_method(
+    full: Path, text: Path, tmp_path: Path, method: str, arguments: list[str], held: tuple[str, str]
+) -> None:
+    made = make(full, text, tmp_path / "made", "--method", method, *arguments)
+    decoder = load(made)
+    assert decoder.spec.stored_format is not None and decoder.spec.experts is not None
+    assert decoder.spec.experts.stored_format is not None
+    assert (decoder.spec.stored_format.method, decoder.spec.experts.stored_format.method) == held
+    assert 0.01 < rms_error(logits(decoder), logits(load(full))) < 0.4
+    assert torch.equal(logits(load(made, quantization=method)), logits(decoder))
+    stored, before = (load_file(folder / "model.safetensors") for folder in (made, full))
+    for router in ROUTERS:
+        assert {name for name in stored if name.startswith(router)} == {f"{router}.weight"}
+        assert ("awq" in "".join(arguments)) != torch.equal(stored[f"{router}.weight"], before[f"{router}.weight"])
+
+
+def test_calibration_lowers_the_error(full: Path, text: Path, tmp_path: Path) -> None:
+    """Over the calibration text, of the outputs of each expert."""
+    found = {}
+    for algorithm in ("", "gptq"):
+        made = make(full, text, tmp_path / f"made{algorithm}", "--method", "wint4", "--algorithm", algorithm)
+        config = json.loads((made / "config.json").read_text())
+        assert config["quantization_config"]["ignore"] == [*ROUTERS, "lm_head"]
+        found[algorithm] = load(made)
+    windows = cut_windows(read_token_ids(text, full, "train"), 256, 64)
+    decoder = load_recorded(full, torch.device("cpu"), torch.float32)
+    first = decoder.layers[0]
+    seen = LayerWalk(decoder, windows, batch_windows=8).record(first)[first.mlp.down]
+    for expert, statistics in enumerate(seen):
+        errors = []
+        for algorithm in found:
+            weights = found[algorithm].layers[0].mlp.down.weights
+            packed = ops.int4_weight(weights["packed"], weights["scales"], None, 128, 128)
+            rows = slice(128 * expert, 128 * expert + 128)
+            error = ops.dequantize_int4(packed)[rows] - first.mlp.down.weights["weight"][expert]
+            errors.append(((error @ statistics.gram) * error).sum())
+        assert errors[1] < 0.9 * errors[0]
+
+
+def test_a_walk_records_what_each_expert_sees(full: Path) -> None:
+    decoder = load_recorded(full, torch.device("cpu"), torch.float32)
+    layer = decoder.layers[0]
+    mlp, asked = layer.mlp, []
+    assert isinstance(mlp, Experts)
+    take = mlp.gate_up.method.apply_experts
+
+    def spy(weights, x, routing, by_token, gated):
+        asked.append((x, routing, by_token))
+        return take(weights, x, routing, by_token, gated)
+
+    mlp.gate_up.method.apply_experts = spy
+    seen = LayerWalk(decoder, torch.randint(96, (3, 32)), batch_windows=3).record(layer)
+    assert set(seen) == set(quantised_linears(layer)) and len(asked) == 2
+    for linear, (x, routing, by_token) in zip((mlp.gate_up, mlp.down), asked):
+        rows = x[routing.tokens.long()] if by_token else x
+        for statistics, (start, end) in zip(seen[linear], pairwise(routing.offsets.tolist())):
+            of_expert = rows[start:end]
+            torch.testing.assert_close(statistics.gram, of_expert.t() @ of_expert, rtol=1e-3, atol=1e-3)
+            assert statistics.num_tokens == end - start
+    assert sum(statistics.num_tokens for statistics in seen[mlp.down]) == 3 * 32 * 2
+
+
+def test_folding_changes_nothing(full: Path) -> None:
+    decoder = load_recorded(full, torch.device("cpu"), torch.float32)
+    before = logits(decoder)
+    for layer in decoder.layers:
+        for linear in reversed(quantised_linears(layer)):
+            size = linear.spec.in_features
+            factors = torch.rand(4, size) + 0.5 if linear is layer.mlp.down else torch.rand(size) + 0.5
+            fold(decoder.spec, layer, linear, shared(decoder.spec, layer, linear, factors))
+    assert rms_error(logits(decoder), before) < 1e-5
+
+
+@pytest.mark.parametrize("algorithm", ["gptq", "awq"])
+def test_experts_that_no_token_chose(
+    full: Path, text: Path, tmp_path: Path, algorithm: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are rounded as without calibration, and named."""
+    tensors = load_file(full / "model.safetensors")
+    for router in ROUTERS:  # of equal scores the lower expert is chosen: never the last
+        weight = tensors[f"{router}.weight"]
+        weight[1], weight[2:] = -weight[0], 0
+    shy = tmp_path / "shy"
+    shy.mkdir()
+    save_file(tensors, shy / "model.safetensors")
+    (shy / "config.json").write_text((full / "config.json").read_text())
+    made = make(shy, text, tmp_path / "made", "--method", "wint4", "--algorithm", algorithm)
+    assert "did not reach, rounded without calibration: layer 0: 3; layer 1: 3" in capsys.readouterr().out
+    assert logits(load(made)).isfinite().all()
+    if algorithm == "gptq":
+        plain = load_file(make(shy, text, tmp_path / "plain", "--method", "wint4") / "model.safetensors")
+        fitted = load_file(made / "model.safetensors")
+        packed = [name for name in plain if name.endswith("weight_packed") and "experts" in name]
+        same = {name.split(".")[5] for name in packed if torch.equal(plain[name], fitted[name])}
+        assert same == {"3"}
+
+
+@pytest.mark.parametrize("method", ["block_wise_fp8", "wint8", "w8a8_int8"])
+def test_methods_that_serve_no_experts(full: Path, text: Path, tmp_path: Path, method: str) -> None:
+    with pytest.raises(ConfigError, match=f"quantization='{method}': serves no experts; accepted: fp8, wint4"):
+        make(full, text, tmp_path / "made", "--method", method)
+    assert not (tmp_path / "made").exists()
+
+
+def test_quantised_experts_are_not_quantised_again(full: Path, text: Path, tmp_path: Path) -> None:
+    made = make(full, text, tmp_path / "made", "--method", "wint4")
+    with pytest.raises(ValueError, match="is quantised already, in wint4"):
+        make(made, text, tmp_path / "again", "--method", "fp8")
