@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from hopper import assert_compiles_well
 from sampling_cases import random_rows
 from slipstream_kernels import ops
-from slipstream_kernels.cuda import build
 from slipstream_kernels.cuda import sample as cuda_sample
 
 UNUSED = [(), ("top_k",), ("top_p", "min_p"), ("top_k", "top_p")]
@@ -17,12 +14,6 @@ UNUSED = [(), ("top_k",), ("top_p", "min_p"), ("top_k", "top_p")]
 
 def test_compiles_without_spills() -> None:
     assert_compiles_well(cuda_sample.SOURCE, cuda_sample.defines(torch.bfloat16))
-
-
-def test_c_and_python_agree_on_the_arguments() -> None:
-    text = (build.SOURCE_FOLDER / "include" / "sample_params.h").read_text()
-    in_c = re.findall(r"^  (?:const )?\w+\*? (\w+);", text, re.MULTILINE)
-    assert in_c == [name for name, _ in cuda_sample.SampleParams._fields_]
 
 
 def test_refusal_says_why() -> None:

@@ -14,7 +14,8 @@ import torch
 from slipstream_kernels.cuda import cluster_choice
 from slipstream_kernels.cuda.build import build, load, missing
 from slipstream_kernels.cuda.cluster_choice import COLUMNS, MAX_TOKENS, UNIT_ROWS, Product, Variant
-from slipstream_kernels.cuda.device import is_hopper
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.launch import fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
 
@@ -31,11 +32,7 @@ COUNTS = (
 class ClusterParams(ctypes.Structure):
     """include/cluster_params.h, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int64) for name in STRIDES),
-        *((name, ctypes.c_int32) for name in COUNTS),
-    ]
+    _fields_ = fields(POINTERS, STRIDES, COUNTS)
 
 
 def refusal(x: torch.Tensor | Fp8Rows, weight: torch.Tensor, scales: torch.Tensor | None, gated: bool) -> str | None:
@@ -99,10 +96,8 @@ def count_clusters(
 def _refusal(
     device: torch.device, output: torch.dtype, weight: torch.dtype, out_features: int, in_features: int
 ) -> str | None:
-    if device.type != "cuda":
-        return f"weight is on {device}"
-    if not is_hopper(device):
-        return "the GPU is not a Hopper (compute capability 9.0)"
+    if (reason := device_refusal(device, "weight is")) is not None:
+        return reason
     if output not in OUTPUTS:
         return f"x is {output}, not bfloat16 or float16"
     if out_features % UNIT_ROWS:
@@ -149,12 +144,7 @@ def cluster_mm(
         splits=variant.splits,
         is_gated=gated,
     )
-    stream = ctypes.c_void_p(torch.cuda.current_stream(weight.device).cuda_stream)
-    with torch.cuda.device(weight.device):
-        error = library.slipstream_cluster_mm(ctypes.byref(params), stream)
-    if error != 0:
-        library.slipstream_error_text.restype = ctypes.c_char_p
-        raise RuntimeError(f"cluster_mm: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+    launch("cluster_mm", library, params, weight.device)
     return out
 
 

@@ -65,14 +65,6 @@ def load_all(source: str, variants: tuple[tuple[str, ...], ...]) -> tuple[ctypes
         return tuple(pool.map(lambda defines: load(source, defines, FLAGS, include_folder), variants))
 
 
-def error_text(library: ctypes.CDLL, error: int) -> str:
-    """What a library built with CUTLASS returned: a CUDA error, or minus a status of CUTLASS."""
-    if error < 0:
-        return f"CUTLASS status {-error}"
-    library.slipstream_error_text.restype = ctypes.c_char_p
-    return f"CUDA error {error}: {library.slipstream_error_text(error).decode()}"
-
-
 def fetch() -> Path:
     """Download the package with pip and unpack its headers into the cache folder; the folder they are in."""
     folder = _unpacked()

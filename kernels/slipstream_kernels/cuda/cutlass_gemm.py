@@ -15,6 +15,7 @@ import torch
 from slipstream_kernels.cuda import cutlass
 from slipstream_kernels.cuda.build import is_built, missing
 from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.cuda.launch import launch
 from slipstream_kernels.dependent_launch import launches_dependently
 
 OUTPUTS = {torch.bfloat16: "bfloat16_t", torch.float16: "half_t"}
@@ -57,13 +58,9 @@ def refusal(source: str, variants: tuple[tuple[str, ...], ...]) -> str | None:
     return missing(source, variants[0], cutlass.FLAGS) or cutlass.missing()
 
 
-def launch(name: str, library: ctypes.CDLL, params: ctypes.Structure, device: torch.device) -> None:
+def launch_gemm(name: str, library: ctypes.CDLL, params: ctypes.Structure, device: torch.device) -> None:
     """Run slipstream_<name> on the device's current stream; fills the arguments' COMMON fields."""
     common = (device.index or 0, count_sms(device), launches_dependently(device))
     for field, value in zip(COMMON, common, strict=True):
         setattr(params, field, value)
-    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    with torch.cuda.device(device):
-        error = getattr(library, f"slipstream_{name}")(ctypes.byref(params), stream)
-    if error != 0:
-        raise RuntimeError(f"{name}: {cutlass.error_text(library, error)}")
+    launch(name, library, params, device)

@@ -12,7 +12,9 @@ from functools import lru_cache
 import torch
 
 from slipstream_kernels.cuda.build import load, missing
-from slipstream_kernels.cuda.device import count_sms, is_hopper
+from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.decode_call import DecodeCall
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE
@@ -40,9 +42,7 @@ class DecodeParams(ctypes.Structure):
     """include/decode_params.h, field by field."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int64) for name in STRIDES),
-        *((name, ctypes.c_int32) for name in COUNTS),
+        *fields(POINTERS, STRIDES, COUNTS),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("is_dependent", ctypes.c_int32),
@@ -63,10 +63,8 @@ class Workspace:
 
 def refusal(call: DecodeCall) -> str | None:
     """Why this version cannot take the call; None if it can."""
-    if not call.q.is_cuda:
-        return f"q is on {call.q.device}"
-    if not is_hopper(call.q.device):
-        return "the GPU is not a Hopper (compute capability 9.0)"
+    if (reason := device_refusal(call.q.device, "q is")) is not None:
+        return reason
     if call.q.dtype not in QUERY_TYPES:
         return f"q is {call.q.dtype}, not bfloat16 or float16"
     if call.q.shape[2] not in HEAD_DIMS:
@@ -85,12 +83,7 @@ def decode_attention(call: DecodeCall) -> None:
         return
     library = load(SOURCE, defines(call.q.dtype, call.key_cache.dtype, call.q.shape[2]))
     params = _params(call, workspace(call.q.device))
-    stream = ctypes.c_void_p(torch.cuda.current_stream(call.q.device).cuda_stream)
-    with torch.cuda.device(call.q.device):
-        error = library.slipstream_decode_attention(ctypes.byref(params), stream)
-    if error != 0:
-        library.slipstream_error_text.restype = ctypes.c_char_p
-        raise RuntimeError(f"decode_attention: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+    launch("decode_attention", library, params, call.q.device)
 
 
 def defines(query: torch.dtype, cache: torch.dtype, head_dim: int) -> tuple[str, ...]:
@@ -136,7 +129,7 @@ def _params(call: DecodeCall, space: Workspace) -> DecodeParams:
         "partial_state": space.partial_state, "arrivals": space.arrivals,
     }  # fmt: skip
     return DecodeParams(
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
+        **addresses(tensors),
         q_token_stride=call.q.stride(0),
         q_head_stride=call.q.stride(1),
         table_stride=call.block_tables.stride(0),

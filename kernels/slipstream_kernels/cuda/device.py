@@ -12,6 +12,13 @@ def is_hopper(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def refusal(device: torch.device, what: str) -> str | None:
+    """Why kernels for Hopper cannot run there; None if they can.  what: begins the answer, as in "x is"."""
+    if device.type != "cuda":
+        return f"{what} on {device}"
+    return None if is_hopper(device) else "the GPU is not a Hopper (compute capability 9.0)"
+
+
 @lru_cache
 def count_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -15,6 +15,7 @@ from slipstream_kernels import int4_layout
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import count_sms, is_hopper
 from slipstream_kernels.cuda.int4_stream import INPUTS
+from slipstream_kernels.cuda.launch import fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
@@ -38,11 +39,7 @@ COUNTS = (
 class ExpertParams(ctypes.Structure):
     """include/expert_params.h, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        ("x_row_stride", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in COUNTS),
-    ]
+    _fields_ = fields(POINTERS, ("x_row_stride",), COUNTS)
 
 
 def defines(dtype: torch.dtype, columns: int, groups_per_block: int, gated: bool) -> tuple[str, ...]:
@@ -134,10 +131,5 @@ def grouped_int4_mm(
         is_dependent=launches_dependently(device),
     )
     library = load(SOURCE, defines(rows.dtype, columns, groups_per_block(weight), gated))
-    with torch.cuda.device(device):
-        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        error = library.slipstream_int4_experts(ctypes.byref(params), stream)
-    if error != 0:
-        library.slipstream_error_text.restype = ctypes.c_char_p
-        raise RuntimeError(f"{SOURCE}: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+    launch("int4_experts", library, params, device)
     return out

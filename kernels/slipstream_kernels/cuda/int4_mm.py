@@ -7,7 +7,6 @@ write the weights out in 16 bits once and multiply those by the library (docs/LO
 
 from __future__ import annotations
 
-import ctypes
 import logging
 from dataclasses import replace
 from functools import lru_cache
@@ -18,8 +17,9 @@ import torch.nn.functional as F
 from slipstream_kernels import int4_layout
 from slipstream_kernels.cuda import int4_stream, w4a8_gemm, w4a8_stream
 from slipstream_kernels.cuda.build import load, missing
-from slipstream_kernels.cuda.device import is_hopper
+from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.int4_stream import MAX_TOKENS, Int4StreamParams
+from slipstream_kernels.cuda.launch import launch
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 
@@ -32,10 +32,8 @@ MAX_PLAIN_TOKENS = int4_stream.MAX_ROWS_TOKENS  # so many 16-bit rows take no lo
 def refusal(weight: Int4Weight) -> str | None:
     """Why this version cannot serve a canonical weight; None if it can."""
     device = weight.packed.device
-    if device.type != "cuda":
-        return f"the weight is on {device}"
-    if not is_hopper(device):
-        return "the GPU is not a Hopper (compute capability 9.0)"
+    if (reason := device_refusal(device, "the weight is")) is not None:
+        return reason
     sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
     if sizes is not None or weight.out_features > int4_stream.MAX_TILES * int4_stream.TILE_ROWS:
         return sizes or f"out_features: {weight.out_features} are too many"
@@ -107,12 +105,7 @@ def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
         **int4_stream.weight_arguments(weight), out=out.data_ptr(), out_is_half=dtype == torch.float16
     )
     library = load(DEQUANTISE, ())
-    with torch.cuda.device(device):
-        stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-        error = library.slipstream_int4_dequantise(ctypes.byref(params), stream)
-    if error != 0:
-        library.slipstream_error_text.restype = ctypes.c_char_p
-        raise RuntimeError(f"int4_dequantise: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+    launch("int4_dequantise", library, params, device)
     return out
 
 

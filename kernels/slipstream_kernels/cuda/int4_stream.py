@@ -15,6 +15,7 @@ import torch
 
 from slipstream_kernels.cuda.build import load
 from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.cuda.launch import fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.integer import Int4Weight
@@ -41,11 +42,7 @@ COUNTS = (
 class Int4StreamParams(ctypes.Structure):
     """include/int4_stream_params.h, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        ("x_row_stride", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in COUNTS),
-    ]
+    _fields_ = fields(POINTERS, ("x_row_stride",), COUNTS)
 
 
 @dataclass(frozen=True)
@@ -90,13 +87,7 @@ def int4_stream(
     library = load(source, defines(x.dtype))
     params = _params(x, weight, bias, out, source == ROWS)
     params.is_gated = gated
-    launch = library.slipstream_int4_rows if source == ROWS else library.slipstream_int4_stream
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    with torch.cuda.device(x.device):
-        error = launch(ctypes.byref(params), stream)
-    if error != 0:
-        library.slipstream_error_text.restype = ctypes.c_char_p
-        raise RuntimeError(f"{source}: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+    launch("int4_rows" if source == ROWS else "int4_stream", library, params, x.device)
 
 
 def weight_arguments(weight: Int4Weight) -> dict[str, int]:

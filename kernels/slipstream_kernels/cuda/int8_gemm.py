@@ -11,7 +11,9 @@ import torch
 
 from slipstream_kernels.cuda import cutlass, cutlass_gemm
 from slipstream_kernels.cuda.cutlass_gemm import COMMON, OUTPUTS, Tile
-from slipstream_kernels.cuda.device import count_sms, is_hopper
+from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.launch import fields
 from slipstream_kernels.integer import Int8Rows
 
 SOURCE = "int8_gemm.cu"
@@ -26,7 +28,7 @@ COUNTS = ("num_tokens", "out_features", "in_features", *COMMON)
 class Int8GemmParams(ctypes.Structure):
     """include/int8_gemm_params.h, field by field."""
 
-    _fields_ = [*((name, ctypes.c_void_p) for name in POINTERS), *((name, ctypes.c_int32) for name in COUNTS)]
+    _fields_ = fields(POINTERS, int32s=COUNTS)
 
 
 def variants(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, ...]]:
@@ -36,10 +38,8 @@ def variants(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, ...]]:
 
 def refusal(rows: Int8Rows, weight: torch.Tensor) -> str | None:
     """Why this version cannot multiply these; None if it can."""
-    if not weight.is_cuda:
-        return f"the weight is on {weight.device}"
-    if not is_hopper(weight.device):
-        return "the GPU is not a Hopper (compute capability 9.0)"
+    if (reason := device_refusal(weight.device, "the weight is")) is not None:
+        return reason
     if rows.dtype not in OUTPUTS:
         return f"results are {rows.dtype}, not bfloat16 or float16"
     if any(size % ALIGNMENT for size in weight.shape):
@@ -67,5 +67,5 @@ def int8_gemm(rows: Int8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: 
         out_features=out_features,
         in_features=weight.shape[1],
     )
-    cutlass_gemm.launch("int8_gemm", libraries[TILES.index(tile)], params, device)
+    cutlass_gemm.launch_gemm("int8_gemm", libraries[TILES.index(tile)], params, device)
     return out

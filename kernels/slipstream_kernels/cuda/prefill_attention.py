@@ -13,7 +13,9 @@ import torch
 from slipstream_kernels.attention_call import AttentionCall
 from slipstream_kernels.cuda import prefill_stage
 from slipstream_kernels.cuda.build import load, missing
-from slipstream_kernels.cuda.device import count_sms, is_hopper
+from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
 from slipstream_kernels.ops.paged_attention import FP8_QUERY_HEAD_DIM
 
@@ -45,9 +47,7 @@ class PrefillParams(ctypes.Structure):
     """include/prefill_params.h, field by field."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int64) for name in STRIDES),
-        *((name, ctypes.c_int32) for name in COUNTS),
+        *fields(POINTERS, STRIDES, COUNTS),
         ("scale", ctypes.c_float),
         ("soft_cap", ctypes.c_float),
         ("staged_blocks", ctypes.c_int32),
@@ -59,10 +59,8 @@ class PrefillParams(ctypes.Structure):
 def refusal(call: AttentionCall) -> str | None:
     """Why this version cannot take the call; None if it can."""
     q = call.q
-    if not q.is_cuda:
-        return f"q is on {q.device}"
-    if not is_hopper(q.device):
-        return "the GPU is not a Hopper (compute capability 9.0)"
+    if (reason := device_refusal(q.device, "q is")) is not None:
+        return reason
     if q.dtype not in TYPES:
         return f"q is {q.dtype}, not bfloat16 or float16"
     if q.shape[2] not in HEAD_DIMS:
@@ -92,12 +90,7 @@ def paged_attention(call: AttentionCall) -> None:
     library = load(SOURCE, defines(call))
     staged = _STAGERS[kv](call) if kv in _STAGERS else None
     params = _params(call, staged)
-    stream = ctypes.c_void_p(torch.cuda.current_stream(call.q.device).cuda_stream)
-    with torch.cuda.device(call.q.device):
-        error = library.slipstream_prefill_attention(ctypes.byref(params), stream)
-    if error != 0:
-        library.slipstream_error_text.restype = ctypes.c_char_p
-        raise RuntimeError(f"prefill_attention: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+    launch("prefill_attention", library, params, call.q.device)
 
 
 _STAGERS = {STAGED: prefill_stage.stage_both, FP8_KEYS: prefill_stage.stage_values}
@@ -186,7 +179,7 @@ def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> Prefill
         "counters": _counters(call.q.device), "parts": parts,
     }  # fmt: skip
     return PrefillParams(
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
+        **addresses(tensors),
         q_token_stride=call.q.stride(0),
         q_head_stride=call.q.stride(1),
         table_stride=call.block_tables.stride(0),

@@ -9,6 +9,7 @@ import torch
 
 from slipstream_kernels.attention_call import AttentionCall
 from slipstream_kernels.cuda.build import load
+from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
 
 SOURCE = "prefill_stage.cu"
@@ -27,11 +28,7 @@ COUNTS = ("num_requests", "staged_blocks", "num_kv_heads", "head_dim", "block_si
 class PrefillStageParams(ctypes.Structure):
     """include/prefill_stage_params.h, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in COUNTS),
-    ]
+    _fields_ = fields(POINTERS, ("table_stride",), COUNTS)
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,7 @@ def _launch(call: AttentionCall, staged: Staged) -> Staged:
         "keys": staged.keys, "values": staged.values, "block_tables": call.block_tables, "seq_lens": call.seq_lens,
     }  # fmt: skip
     params = PrefillStageParams(
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
+        **addresses(tensors),
         table_stride=call.block_tables.stride(0),
         num_requests=call.seq_lens.shape[0],
         staged_blocks=staged.num_blocks,
@@ -94,10 +91,5 @@ def _launch(call: AttentionCall, staged: Staged) -> Staged:
         kv_type=KV_TYPES[call.key_cache.dtype],
     )
     library = load(SOURCE, ())
-    stream = ctypes.c_void_p(torch.cuda.current_stream(call.q.device).cuda_stream)
-    with torch.cuda.device(call.q.device):
-        error = library.slipstream_prefill_stage(ctypes.byref(params), stream)
-    if error != 0:
-        library.slipstream_error_text.restype = ctypes.c_char_p
-        raise RuntimeError(f"prefill_stage: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+    launch("prefill_stage", library, params, call.q.device)
     return staged

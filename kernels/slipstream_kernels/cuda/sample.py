@@ -7,7 +7,8 @@ import ctypes
 import torch
 
 from slipstream_kernels.cuda.build import load, missing
-from slipstream_kernels.cuda.device import is_hopper
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.triton.sample import first_pass, most_groups
 
@@ -24,19 +25,13 @@ COUNTS = ("num_rows", "vocab_size", "num_chunks", "num_groups", "group_log2", "m
 class SampleParams(ctypes.Structure):
     """include/sample_params.h, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        ("row_stride", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in COUNTS),
-    ]
+    _fields_ = fields(POINTERS, ("row_stride",), COUNTS)
 
 
 def refusal(logits: torch.Tensor) -> str | None:
     """Why this version cannot take these logits; None if it can."""
-    if not logits.is_cuda:
-        return f"logits are on {logits.device}"
-    if not is_hopper(logits.device):
-        return "the GPU is not a Hopper (compute capability 9.0)"
+    if (reason := device_refusal(logits.device, "logits are")) is not None:
+        return reason
     if logits.data_ptr() % 16 or logits.stride(0) * logits.element_size() % 16:
         return "logits has rows that do not begin at multiples of 16 bytes"
     return missing(SOURCE, defines(logits.dtype))
@@ -73,7 +68,7 @@ def sample(
         "seeds": seeds, "positions": positions,
     }  # fmt: skip
     params = SampleParams(
-        **{name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()},
+        **addresses(tensors),
         row_stride=logits.stride(0),
         num_rows=num_rows,
         vocab_size=vocab_size,
@@ -84,10 +79,5 @@ def sample(
         is_dependent=launches_dependently(logits.device),
     )
     library = load(SOURCE, defines(logits.dtype))
-    stream = ctypes.c_void_p(torch.cuda.current_stream(logits.device).cuda_stream)
-    with torch.cuda.device(logits.device):
-        error = library.slipstream_sample(ctypes.byref(params), stream)
-    if error != 0:
-        library.slipstream_error_text.restype = ctypes.c_char_p
-        raise RuntimeError(f"sample: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+    launch("sample", library, params, logits.device)
     return token_ids

@@ -13,7 +13,9 @@ from typing import NamedTuple
 import torch
 
 from slipstream_kernels.cuda.build import load, missing
-from slipstream_kernels.cuda.device import count_sms, is_hopper
+from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.launch import fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import E4M3
 
@@ -49,11 +51,7 @@ class Variant(NamedTuple):
 class StreamParams(ctypes.Structure):
     """include/stream_params.h, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        *((name, ctypes.c_int64) for name in STRIDES),
-        *((name, ctypes.c_int32) for name in COUNTS),
-    ]
+    _fields_ = fields(POINTERS, STRIDES, COUNTS)
 
 
 def refusal(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -> str | None:
@@ -83,10 +81,8 @@ def _max_tokens(device: torch.device, dtype: torch.dtype, in_features: int, by_b
 
 
 def _refusal(device: torch.device, operand: torch.dtype, weight: torch.dtype, in_features: int) -> str | None:
-    if device.type != "cuda":
-        return f"x is on {device}"
-    if not is_hopper(device):
-        return "the GPU is not a Hopper (compute capability 9.0)"
+    if (reason := device_refusal(device, "x is")) is not None:
+        return reason
     if operand not in OPERANDS:
         return f"x is {operand}, not bfloat16 or float16"
     if in_features * weight.itemsize % SPAN_BYTES:
@@ -125,12 +121,7 @@ def stream_mm(
         is_gated=gated,
         is_held=variant.is_held,
     )
-    stream = ctypes.c_void_p(torch.cuda.current_stream(x.device).cuda_stream)
-    with torch.cuda.device(x.device):
-        error = library.slipstream_stream_mm(ctypes.byref(params), stream)
-    if error != 0:
-        library.slipstream_error_text.restype = ctypes.c_char_p
-        raise RuntimeError(f"stream_mm: CUDA error {error}: {library.slipstream_error_text(error).decode()}")
+    launch("stream_mm", library, params, x.device)
     return out
 
 

@@ -12,6 +12,7 @@ import torch
 from slipstream_kernels.cuda import cutlass, cutlass_gemm
 from slipstream_kernels.cuda.cutlass_gemm import COMMON, OUTPUTS, Tile
 from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.cuda.launch import fields
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 
@@ -27,7 +28,7 @@ COUNTS = ("num_tokens", "out_features", "in_features", "tiled_group", *COMMON)
 class W4a8Params(ctypes.Structure):
     """include/w4a8_params.h, field by field."""
 
-    _fields_ = [*((name, ctypes.c_void_p) for name in POINTERS), *((name, ctypes.c_int32) for name in COUNTS)]
+    _fields_ = fields(POINTERS, int32s=COUNTS)
 
 
 def defines(tile: Tile, groups: int, dtype: torch.dtype) -> tuple[str, ...]:
@@ -69,4 +70,4 @@ def w4a8_gemm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, out:
         in_features=weight.in_features,
         tiled_group=weight.in_features if words.shape[0] == 1 else BLOCK,
     )
-    cutlass_gemm.launch("w4a8_gemm", libraries[TILES.index(tile)], params, out.device)
+    cutlass_gemm.launch_gemm("w4a8_gemm", libraries[TILES.index(tile)], params, out.device)

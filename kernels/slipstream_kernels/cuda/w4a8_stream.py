@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from slipstream_kernels.cuda.build import load
+from slipstream_kernels.cuda.launch import check, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
@@ -40,11 +41,7 @@ COUNTS = (
 class W4a8StreamParams(ctypes.Structure):
     """include/w4a8_stream_params.h, field by field."""
 
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in POINTERS),
-        ("x_row_stride", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in COUNTS),
-    ]
+    _fields_ = fields(POINTERS, ("x_row_stride",), COUNTS)
 
 
 class Split(NamedTuple):
@@ -89,10 +86,7 @@ def w4a8_stream(
         num_clusters=split.num_clusters,
         is_dependent=launches_dependently(device),
     )
-    library = load(SOURCE, ())
-    stream = ctypes.c_void_p(torch.cuda.current_stream(device).cuda_stream)
-    with torch.cuda.device(device):
-        _check(library, library.slipstream_w4a8_stream(ctypes.byref(params), stream))
+    launch("w4a8_stream", load(SOURCE, ()), params, device)
 
 
 def choose_split(columns: int, out_features: int, in_features: int, at_once: Callable[[int], int]) -> Split:
@@ -119,11 +113,6 @@ def clusters_at_once(device: torch.device, columns: int, groups_per_block: int, 
     library, count = load(SOURCE, ()), ctypes.c_int()
     params = W4a8StreamParams(columns=columns, groups_per_block=groups_per_block, splits=ctas, num_clusters=1)
     with torch.cuda.device(device):
-        _check(library, library.slipstream_w4a8_stream_clusters(ctypes.byref(params), ctypes.byref(count)))
+        error = library.slipstream_w4a8_stream_clusters(ctypes.byref(params), ctypes.byref(count))
+    check("w4a8_stream", library, error)
     return count.value
-
-
-def _check(library: ctypes.CDLL, error: int) -> None:
-    if error != 0:
-        library.slipstream_error_text.restype = ctypes.c_char_p
-        raise RuntimeError(f"w4a8_stream: CUDA error {error}: {library.slipstream_error_text(error).decode()}")

@@ -59,11 +59,11 @@ def advance_rows(
     for name, tensor in (("last", last), ("drafts", drafts.token_ids), ("block_tables", rows.block_tables)):
         if tensor.shape[0] < num_requests or tensor.stride(-1) != 1:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, stride {tensor.stride()}; {num_requests} requests")
-    for name, tensor in (("words", drafts.words), ("depths", drafts.depths)):
-        if (tensor is None) != (drafts.words is None):
+    for name, of_tree in (("words", drafts.words), ("depths", drafts.depths)):
+        if (of_tree is None) != (drafts.words is None):
             raise ValueError(f"{name}: words and depths are given together")
-        if tensor is not None:
-            require_shape(name, tensor, tuple(drafts.token_ids.shape))
+        if of_tree is not None:
+            require_shape(name, of_tree, tuple(drafts.token_ids.shape))
     if drafts.words is not None and rows.tree_mask is None:
         raise ValueError("words: the step has no tree_mask to put them into")
     implementation = select("advance_rows", backend, next_ids)
