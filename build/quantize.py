@@ -17,18 +17,19 @@ import time
 from pathlib import Path
 
 import torch
+from quantization.arguments import check_window, positive, share
 from quantization.calibration import LayerWalk, load_recorded
 from quantization.export import write_checkpoint
-from quantization.plan import ALGORITHMS, FORMATS, INT4_METHODS, METHODS, Plan
+from quantization.plan import ALGORITHMS, CHANNEL, FORMATS, GROUPS, INT4_METHODS, METHODS, Plan
 from quantization.quantizer import Quantizer
 from quantization.text import cut_windows, read_token_ids
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.load import resolve_device, resolve_dtype
 from slipstream.nn.quant import choose_methods, linear_bytes
+from slipstream.nn.quant.choose import MIXED
+from slipstream.nn.quant.int4 import DEFAULT_GROUP_SIZE
 from slipstream.nn.spec import read_spec
-
-CHANNEL = -1
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
@@ -37,7 +38,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         method=args.method,
         algorithms=tuple(name for name in args.algorithm.split(",") if name),
         format=args.format,
-        group_size=0 if args.group_size == CHANNEL else args.group_size,
+        group_size=group_size(args.group_size, args.method),
         has_zeros=args.zeros,
         smoothing=args.smoothing,
         with_head=args.lm_head,
@@ -52,6 +53,17 @@ def make_plan(args: argparse.Namespace) -> Plan:
     return plan
 
 
+def group_size(asked: int | None, method: str) -> int:
+    """As a Plan has it. Raises ValueError for one that the method has no use for."""
+    if asked is None:
+        return DEFAULT_GROUP_SIZE
+    if method not in (*INT4_METHODS, *MIXED):
+        raise ValueError(f"group-size: {method} has no groups; those of {', '.join((*INT4_METHODS, *MIXED))} have")
+    if asked not in GROUPS:
+        raise ValueError(f"group-size: {asked} is not one of {', '.join(map(str, GROUPS))}")
+    return 0 if asked == CHANNEL else asked
+
+
 def check_shapes(plan: Plan, model: Path) -> None:
     """Raises ConfigError unless the method holds the model's layers, as loading the result would."""
     grouped = plan.of_experts.method in INT4_METHODS
@@ -59,8 +71,8 @@ def check_shapes(plan: Plan, model: Path) -> None:
     stored = spec.stored_format or (spec.experts and spec.experts.stored_format)
     if stored:
         raise ValueError(f"model: {model} is quantised already, in {stored.method}")
-    group_size = (plan.group_size or CHANNEL) if grouped else 0
-    methods = choose_methods(ModelConfig(quantization=plan.method, quantization_group_size=group_size), spec)
+    size = (plan.group_size or CHANNEL) if grouped else 0
+    methods = choose_methods(ModelConfig(quantization=plan.method, quantization_group_size=size), spec)
     for linear in spec.layer_linears:
         linear_bytes(methods.experts if linear.num_experts else methods.linears, linear, spec.dtype)
 
@@ -77,11 +89,12 @@ def quantize(args: argparse.Namespace) -> int:
     check_output(args.output)
     spec = read_spec(args.model)
     device = resolve_device(args.device)
-    decoder = load_recorded(args.model, device, resolve_dtype(args.dtype, spec, device))
-    walk = None
+    dtype, windows = resolve_dtype(args.dtype, spec, device), None
     if plan.needs_text:
+        check_window(args.window_tokens, spec)
         windows = cut_windows(read_token_ids(args.text, args.model, "train"), args.num_tokens, args.window_tokens)
-        walk = LayerWalk(decoder, windows, args.batch_windows)
+    decoder = load_recorded(args.model, device, dtype)
+    walk = None if windows is None else LayerWalk(decoder, windows, args.batch_windows)
     quantizer = Quantizer(decoder, plan, walk)
     size = write_checkpoint(args.model, args.output, decoder, plan, quantizer.run())
     if quantizer.unseen:
@@ -96,15 +109,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--method", required=True, choices=METHODS)
     parser.add_argument("--algorithm", default="", help=f"{', '.join(ALGORITHMS)}, with commas between; none: rounding")
     parser.add_argument("--format", default="compressed-tensors", choices=FORMATS)
-    parser.add_argument("--group-size", type=int, default=128, help=f"of 4-bit weights; {CHANNEL}: one group a row")
+    parser.add_argument("--group-size", type=int, help=f"of 4-bit weights, by default 128; {CHANNEL}: one group a row")
     parser.add_argument("--zeros", action="store_true", help="zero-points, of wint4")
-    parser.add_argument("--smoothing", type=float, default=0.5, help="SmoothQuant's strength")
+    parser.add_argument("--smoothing", type=share, default=0.5, help="SmoothQuant's strength")
     parser.add_argument("--lm-head", action="store_true", help="quantise lm_head too")
     parser.add_argument("--kv-scales", action="store_true", help="store scales of an FP8 KV cache")
     parser.add_argument("--text", type=Path, help="a UTF-8 file, or a folder of packed shards")
-    parser.add_argument("--num-tokens", type=int, default=32768, help="tokens of text, spread over all of it")
-    parser.add_argument("--window-tokens", type=int, default=512)
-    parser.add_argument("--batch-windows", type=int, default=16)
+    parser.add_argument("--num-tokens", type=positive, default=32768, help="tokens of text, spread over all of it")
+    parser.add_argument("--window-tokens", type=positive, default=512)
+    parser.add_argument("--batch-windows", type=positive, default=16)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     return parser.parse_args(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from slipstream.core.config import GROUP_SIZES
 from slipstream.nn.quant.choose import MIXED
 from torch import Tensor
 
@@ -14,6 +15,8 @@ METHODS = ("fp8", "block_wise_fp8", "wint8", "w8a8_int8", "wint4", "w4a8_fp8", *
 ALGORITHMS = ("awq", "gptq", "smoothquant")
 FORMATS = ("compressed-tensors", "awq", "gptq")
 INT4_METHODS = ("wint4", "w4a8_fp8")
+CHANNEL = -1  # as a group size: one group a row, which is 0 in a plan
+GROUPS = tuple(size for size in GROUP_SIZES if size)
 # as wide as they are, since engines rename experts' products
 ATTENTION_TARGET, EXPERTS_TARGET = r"re:.*\.self_attn\..*", r"re:.*\.experts\..*"
 

@@ -140,6 +140,15 @@ def test_head_and_kv_scales(full: Path, text: Path, tmp_path: Path) -> None:
         (["--method", "fp8", "--algorithm", "awq"], "awq is for wint4, w4a8_fp8, a8w8_fp8_wint4, not fp8"),
         (["--method", "wint4", "--algorithm", "smoothquant"], "smoothquant is for w8a8_int8"),
         (["--method", "wint4", "--algorithm", "hqq"], "algorithm: 'hqq' is not one of awq, gptq, smoothquant"),
+        (["--method", "wint4", "--group-size", "48"], "group-size: 48 is not one of -1, 32, 64, 128"),
+        (["--method", "wint4", "--group-size", "0"], "group-size: 0 is not one of"),
+        (["--method", "fp8", "--group-size", "64"], "group-size: fp8 has no groups; those of wint4, w4a8_fp8, a8w8"),
+        (["--method", "fp8", "--kv-scales", "--window-tokens", "65"], "window-tokens: 65; this model takes 2 to 64"),
+        (["--method", "fp8", "--kv-scales", "--text", "nothing.txt"], "text: nothing.txt is not a readable UTF-8 file"),
+        (
+            ["--method", "fp8", "--kv-scales", "--text", "."],
+            r"text: \. is not a folder of packed shards and index.json",
+        ),
         (["--method", "wint4", "--num-tokens", "4096"], None),
         (["--method", "wint4", "--algorithm", "gptq", "--num-tokens", "4096"], "the text has 2048 tokens, asked for"),
     ],
@@ -173,6 +182,26 @@ def test_a_folder_with_files_is_not_written_into(full: Path, text: Path, tmp_pat
         ):
             make(full, text, output, "--method", "wint4")
     assert load(made).spec.stored_format.method == "wint8"
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("num-tokens", "0"), ("batch-windows", "-1"), ("smoothing", "3"), ("method", "wint5")]
+)
+def test_arguments_that_say_nothing(argument: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        quantize.parse_arguments(["--model", "m", "--output", "o", "--method", "fp8", f"--{argument}", value])
+    assert f"argument --{argument}: " in (said := capsys.readouterr().err) and repr(value) in said
+
+
+def test_one_group_a_row_is_stored_in_every_layout(full: Path, text: Path, tmp_path: Path) -> None:
+    found = []
+    for layout in ("compressed-tensors", "awq", "gptq"):
+        arguments = ["--method", "wint4", "--zeros", "--group-size", "-1", "--format", layout, "--algorithm", ""]
+        made = load(make(full, text, tmp_path / layout, *arguments))
+        assert made.spec.stored_format is not None and made.spec.stored_format.group_size == 0
+        found.append(logits(made))
+    # scales are float16 in two of them
+    assert rms_error(found[1], found[0]) < 0.15 and torch.equal(found[1], found[2])
 
 
 def test_shards(full: Path, tmp_path: Path) -> None:
@@ -219,6 +248,41 @@ def test_evaluation_of_weights_and_caches(
     divergences = [result["measures"]["divergence"] for result in results]
     assert divergences[0] == pytest.approx(0, abs=1e-9) and all(d > 1e-5 for d in divergences[1:])
     assert (output / "evaluation.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--model", "nothing"], "model='nothing': no such folder"),
+        (["--text", "nothing.txt"], "text: nothing.txt is not a readable UTF-8 file"),
+        (["--window-tokens", "65"], "window-tokens: 65; this model takes 2 to 64"),
+        (["--device", "tpu"], "device='tpu': accepted: auto, cpu"),
+        (["--weights", "wint4:abc,wint5,other={other}"], "none of --weights could be served"),
+    ],
+)
+def test_evaluations_that_cannot_be_made(
+    full: Path,
+    text: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    other = make_full(tmp_path / "other", vocab_size=64) if "other" in arguments[1] else tmp_path
+    common = ["--model", str(full), "--text", str(text), "--num-tokens", "64", "--window-tokens", "64"]
+    given = [argument.format(other=other) for argument in arguments]
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", *common, "--device", "cpu", *given])
+    with pytest.raises(SystemExit, match=named):
+        evaluate.main()
+    if "other" in arguments[1]:
+        said = capsys.readouterr().out
+        for left_out in (
+            "wint4:abc: quantization_group_size='abc': accepted: -1, 32",
+            "wint5: ",
+            "other: vocab_size=64",
+        ):
+            assert f"left out: {left_out}" in said
 
 
 def test_windows_cover_the_text() -> None:
