@@ -25,7 +25,11 @@ _LEAST_PROMISE = 1.02  # of plain steps' tokens per second
 _LEAST_CHANGE = 1.03  # of the tokens per second, for another number of drafts
 _MOST_SURPLUS = 2.0  # of the seconds expected
 _FORGIVENESS = 0.98
-_MOST_SEEN = 2000  # verifications, before older ones count half
+_LEAST_MOVE = 0.25  # of the seconds expected: how far off a step may be and still count as it is
+_PLAIN_SHARE = 0.5  # of a verification's surplus: what is thought of plain steps' before any were seen
+_PRIOR_STEPS = 4  # for which a first estimate counts
+_MOST_AGE = 4096  # verifications at a load, before what others took there is forgotten
+_MOST_SEEN = 2000  # verifications of a draft, before older ones fade
 _PRIOR_FIRST, _PRIOR_NEXT, _PRIOR_WEIGHT = 0.7, 0.8, 8.0  # how often drafts are right, before any were seen
 
 
@@ -54,26 +58,91 @@ class _Mean:
 
 
 @dataclass(slots=True)
+class _Steady:
+    """A value that is approached: one that is far off (something was compiled) moves it little."""
+
+    value: float = 0.0
+    count: int = 0
+
+    def approach(self, value: float, least_move: float) -> None:
+        self.count += 1
+        most = max(self.value, least_move)
+        self.value += max(_WEIGHT, 1.0 / (_PRIOR_STEPS + self.count)) * min(most, max(-most, value - self.value))
+
+
+class Surplus:
+    """Seconds that steps take beyond what StepCosts say: long contexts, the host. Kept for plain steps and for each
+    number of rows that was verified, because attention costs a tree of 64 rows more than one of 8.
+
+    What was not verified yet lies on the line between its neighbours, of which plain steps are one: a number of rows
+    that looks good is tried, and then judged by what it took.
+    """
+
+    def __init__(self) -> None:
+        self._plain = _Steady()
+        self._verified: dict[int, _Steady] = {}
+        self._noted_at: dict[int, int] = {}
+        self._num_noted = 0
+
+    @property
+    def plain(self) -> float:
+        return self._plain.value
+
+    def note_plain(self, seconds: float, expected: float) -> None:
+        """A step was expected to take so long."""
+        self._plain.approach(_surplus(seconds, expected), _LEAST_MOVE * expected)
+
+    def note_verified(self, num_rows: int, num_requests: int, seconds: float, expected: float) -> None:
+        known = self._verified.get(num_rows)
+        if known is None:
+            known = self._verified[num_rows] = _Steady(self.verified(num_rows, num_requests))
+        known.approach(_surplus(seconds, expected), _LEAST_MOVE * expected)
+        self._num_noted += 1
+        self._noted_at[num_rows] = self._num_noted
+        for rows in [rows for rows, noted in self._noted_at.items() if noted < self._num_noted - _MOST_AGE]:
+            del self._noted_at[rows], self._verified[rows]  # contexts grow, other requests come
+
+    def verified(self, num_rows: int, num_requests: int) -> float:
+        """Of a verification of so many rows, of which so many are there anyhow."""
+        known = sorted((rows, steady.value) for rows, steady in self._verified.items() if rows > num_requests)
+        plain = self.plain
+        if known and not self._plain.count:
+            plain = _PLAIN_SHARE * known[0][1]
+        points = [(num_requests, plain), *known]
+        place = next((place for place, (rows, _) in enumerate(points) if rows >= num_rows), len(points) - 1)
+        (start, low), (end, high) = points[max(0, place - 1)], points[place]
+        if start == end or num_rows == end:
+            return high
+        rise = (high - low) / (end - start)
+        if num_rows > end:
+            return high + max(0.0, rise) * (num_rows - end)  # more rows are never thought to take less
+        return low + rise * (num_rows - start)
+
+    def forgive(self) -> None:
+        """Or else what was slow once would never be tried again."""
+        for steady in self._verified.values():
+            steady.value *= _FORGIVENESS
+
+
+def _surplus(seconds: float, expected: float) -> float:
+    return min(max(0.0, seconds - expected), _MOST_SURPLUS * expected)
+
+
+@dataclass(slots=True)
 class _Load:
     """What was measured with about as many requests: seconds per token of one request, plain and speculating."""
 
     plain: _Mean = field(default_factory=_Mean)
     speculating: _Mean = field(default_factory=_Mean)
-    plain_surplus: float = 0.0  # seconds that steps take beyond what StepCosts say
-    speculating_surplus: float = 0.0
-    has_speculated: bool = False
+    surplus: Surplus = field(default_factory=Surplus)
     num_drafts: dict[tuple[str, int], int] = field(default_factory=dict)  # decided on last, by method and most
     num_rest_steps: int = 0
 
-    def note_surplus(self, step: MeasuredStep, expected: float) -> None:
-        """A step was expected to take so long. What takes far longer (something was compiled) counts as a little."""
-        surplus = min(max(0.0, step.seconds - expected), _MOST_SURPLUS * expected)
+    def note_surplus(self, step: MeasuredStep, padded_rows: int, expected: float) -> None:
         if step.method:
-            if not self.has_speculated:
-                self.has_speculated, self.speculating_surplus = True, self.plain_surplus
-            self.speculating_surplus += _WEIGHT * (surplus - self.speculating_surplus)
+            self.surplus.note_verified(padded_rows, step.num_running, step.seconds, expected)
         else:
-            self.plain_surplus += _WEIGHT * (surplus - self.plain_surplus)
+            self.surplus.note_plain(step.seconds, expected)
 
     def allows(self) -> bool:
         if self.num_rest_steps:
@@ -113,33 +182,49 @@ class StepCosts:
         behind = _at_least(drafting, num_requests) if drafting else 0.0
         return None if step is None or behind is None else step + behind
 
+    def padded_rows(self, num_rows: int) -> int:
+        """Rows that a verification of so many computes."""
+        return next((known for known, _ in self.verified if known >= num_rows), num_rows)
+
 
 class DraftGains:
     """How much each draft of a list brings, the first counting most: how often it was on the way that was taken."""
 
     def __init__(self) -> None:
-        self._num_seen = [0.0] * (MAX_DRAFT_TOKENS + 1)  # verifications by their number of drafts
+        self._num_seen = [0.0] * MAX_DRAFT_TOKENS  # verifications that had this draft
         self._num_taken = [0.0] * MAX_DRAFT_TOKENS
+        self._news = [0] * (MAX_DRAFT_TOKENS + 1)  # verifications by their number of drafts, not yet in _num_seen
 
     def add(self, num_drafts: int, rows: Sequence[int]) -> None:
         """rows: kept, of which row 1 + i is draft i."""
-        self._num_seen[num_drafts] += 1
+        self._news[num_drafts] += 1
         for row in rows:
             if row:
                 self._num_taken[row - 1] += 1
 
     def expected_tokens(self, most: int) -> list[float]:
-        """By number of drafts, 0 to `most`: tokens of a verification. What was not seen yet is thought well of."""
-        if sum(self._num_seen) > _MOST_SEEN:
-            self._num_seen = [count / 2 for count in self._num_seen]
-            self._num_taken = [count / 2 for count in self._num_taken]
-        num_seen, tokens = sum(self._num_seen), [1.0]
+        """By number of drafts, 0 to `most`: tokens of a verification. What was not seen yet is thought well of, but
+        not better than the draft before it: lists are given with the best first."""
+        self._take_in()
+        tokens, last = [1.0], 1.0
         for draft in range(most):
-            num_seen -= self._num_seen[draft]
-            prior = _PRIOR_FIRST * _PRIOR_NEXT**draft
-            gain = (self._num_taken[draft] + _PRIOR_WEIGHT * prior) / (num_seen + _PRIOR_WEIGHT)
-            tokens.append(tokens[-1] + gain)
+            prior = min(last, _PRIOR_FIRST * _PRIOR_NEXT**draft)
+            last = (self._num_taken[draft] + _PRIOR_WEIGHT * prior) / (self._num_seen[draft] + _PRIOR_WEIGHT)
+            tokens.append(tokens[-1] + last)
         return tokens
+
+    def _take_in(self) -> None:
+        """Old verifications of a draft fade as new ones come, but not while there are none: what was found out about
+        long lists holds while short ones are drafted."""
+        num_new = 0
+        for draft in reversed(range(MAX_DRAFT_TOKENS)):
+            num_new += self._news[draft + 1]
+            self._num_seen[draft] += num_new
+            if self._num_seen[draft] > _MOST_SEEN:
+                fading = 0.5 * _MOST_SEEN / self._num_seen[draft]
+                self._num_seen[draft] *= fading
+                self._num_taken[draft] *= fading
+        self._news = [0] * (MAX_DRAFT_TOKENS + 1)
 
 
 class DraftPlanner:
@@ -195,7 +280,7 @@ class DraftPlanner:
         if self._costs is not None:
             expected = self._costs.seconds(step.num_running, step.num_rows, step.method)
             if expected is not None:
-                load.note_surplus(step, expected)
+                load.note_surplus(step, self._costs.padded_rows(step.num_rows), expected)
         if step.method:
             load.speculating.add(seconds)
             if not load.allows():
@@ -205,26 +290,37 @@ class DraftPlanner:
         load.plain.add(seconds)
         load.num_rest_steps = max(0, load.num_rest_steps - 1)
 
-    def _most_useful(self, method: str, most: int) -> int:
-        """The number of drafts, up to `most`, that promises the most tokens a second at this load; 0 if none does."""
+    def promises(self, method: str, most: int) -> dict[int, float]:
+        """Tokens a second of one request, by its number of drafts, up to `most`, at the load of this step: 0 is plain.
+
+        Of those numbers that some graph is made for; empty if no graph has room for so many requests."""
         assert self._costs is not None
         count, load = max(1, self._num_running), self._load(self._num_running)
         plain = self._costs.seconds(count, count, "")
         if plain is None:
-            return 0  # more requests than any graph has room for
-        extra = load.speculating_surplus if load.has_speculated else load.plain_surplus
-        rates = {0: _LEAST_PROMISE / (plain + load.plain_surplus)}
+            return {}
+        rates = {0: 1.0 / (plain + load.surplus.plain)}
         expected = self._gains_of(method).expected_tokens(most)
         for num_rows in {min(rows // count, 1 + most) for rows, _ in self._costs.verified if rows >= 2 * count}:
             seconds = self._costs.seconds(count, count * num_rows, method)
             if seconds is not None:
-                rates[num_rows - 1] = expected[num_rows - 1] / (seconds + extra)
+                seconds += load.surplus.verified(self._costs.padded_rows(count * num_rows), count)
+                rates[num_rows - 1] = expected[num_rows - 1] / seconds
+        return rates
+
+    def _most_useful(self, method: str, most: int) -> int:
+        """The number of drafts, up to `most`, that promises the most tokens a second at this load; 0 if none does."""
+        rates, load = self.promises(method, most), self._load(self._num_running)
+        if not rates:
+            return 0  # more requests than any graph has room for
+        plain = rates[0]
+        rates[0] *= _LEAST_PROMISE
         best, former = max(rates, key=lambda number: rates[number]), load.num_drafts.get((method, most))
-        if former in rates and rates[best] < _LEAST_CHANGE * rates[former]:
+        if former in rates and rates[former] >= plain and rates[best] < _LEAST_CHANGE * rates[former]:
             best = former  # a change costs the verification that was launched ahead
         load.num_drafts[method, most] = best
         if not best:
-            load.speculating_surplus *= _FORGIVENESS  # or else what was slow once would never be tried again
+            load.surplus.forgive()
         return best
 
     def _num_affordable(self, num_running: int) -> int:
