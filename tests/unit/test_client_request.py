@@ -286,6 +286,8 @@ def test_guides_of_both_kinds() -> None:
 def test_stop_is_a_stop_request_as_truth_value_and_a_stop_string_as_text() -> None:
     client = parse(tensor("stop", True), request_id="abc")
     assert client.is_stop and client.request is None and client.request_id == "abc"
+    assert client.outputs == ("text_output",)
+    assert parse(tensor("stop", True), request_id="abc", outputs=("output_ids", "sequence_length")).outputs == ()
     assert parse(parameters={"stop": True}, request_id="abc").is_stop
     assert parse(parameters={"stop": True, "id": "abc"}).request_id == "abc"
     assert parse(PROMPT, parameters={"request_id": "abc"}).request.client_request_id == "abc"

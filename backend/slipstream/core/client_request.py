@@ -80,10 +80,10 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     has_batch_dim = config.serving.max_batch_size > 0
     settings = read_settings(raw, has_batch_dim, config.serving.ignored_request_parameters)
     request_id = raw.request_id or settings.get("request_id", "")
-    if settings.get("stop_request"):
-        return _stop_request(raw.handle, request_id)
     outputs = _outputs(raw, settings)
     stream = settings.get("stream", False)
+    if settings.get("stop_request"):
+        return _stop_request(raw.handle, request_id, outputs, has_batch_dim)
     token_ids, text = _prompt(settings, config, tokenizer)
     params = _sampling_params(settings, config, outputs, tokenizer)
     echo_text = ""
@@ -113,10 +113,11 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     )
 
 
-def _stop_request(handle: int, request_id: str) -> ClientRequest:
+def _stop_request(handle: int, request_id: str, outputs: tuple[str, ...], has_batch_dim: bool) -> ClientRequest:
     if not request_id:
         raise RequestError("stop", "needs a request id: that of the running request which is to stop")
-    return ClientRequest(handle, None, request_id=request_id, is_stop=True)
+    text = tuple(name for name in outputs if name == "text_output")
+    return ClientRequest(handle, None, request_id=request_id, is_stop=True, outputs=text, has_batch_dim=has_batch_dim)
 
 
 def _prompt(settings: Settings, config: EngineConfig, tokenizer: TextCodec) -> tuple[list[int], str | None]:

@@ -100,7 +100,7 @@ class GenerateServer:
             client = parse_request(raw, self._config, self._engine.tokenizer)
             request = client.request
             if request is None:
-                self._stop_by_id(raw.handle, client.request_id)
+                self._stop_by_id(client)
                 return
             self._live[raw.handle] = client
             if client.request_id:
@@ -132,15 +132,15 @@ class GenerateServer:
             self._forget(handle)
         self._link.send(error_answer(handle, error))
 
-    def _stop_by_id(self, handle: int, request_id: str) -> None:
-        """`stop: true`: end the earlier request of the same id. The stop request itself gets one response with an empty
-        text, because HTTP's `generate` wants exactly one."""
-        earlier = self._handles_by_id.get(request_id)
+    def _stop_by_id(self, client: ClientRequest) -> None:
+        """`stop: true`: end the earlier request of the same id. The stop request itself gets one response, because
+        HTTP's `generate` wants exactly one: an empty text, or nothing where no text is asked for or declared."""
+        earlier = self._handles_by_id.get(client.request_id)
         if earlier is not None:
             self._cancel(earlier)
-        shape = (1, 1) if self._config.serving.max_batch_size else (1,)
-        empty_text = (_TEXT_OUTPUT, shape, wire.bytes_tensor([b""]))
-        self._link.send(wire.encode_responses([wire.tensor_response(handle, wire.ResponseFlag.FINAL, [empty_text])]))
+        shape = (1, 1) if client.has_batch_dim else (1,)
+        texts = [(_TEXT_OUTPUT, shape, wire.bytes_tensor([b""]))] if client.outputs else []
+        self._link.send(wire.encode_responses([wire.tensor_response(client.handle, wire.ResponseFlag.FINAL, texts)]))
 
     def _cancel(self, handle: int) -> None:
         if handle in self._guided:
