@@ -248,6 +248,28 @@ def test_outputs_that_need_logprobs_turn_them_on() -> None:
     assert params(tensor("return_prompt_logprobs", True)).prompt_logprobs == 0
 
 
+def test_who_sends_ids_gets_ids_unless_outputs_are_named() -> None:
+    ids = tensor("input_ids", [5, 6])
+    assert parse(ids).outputs == ("text_output", "output_ids", "sequence_length")
+    assert parse(ids, outputs=("text_output",)).outputs == ("text_output",)
+
+
+def test_a_step_of_an_ensemble_computes_logprobs_when_a_flag_asks() -> None:
+    named = ("output_ids", "request_handle", "cum_log_probs", "output_log_probs")
+    assert params(outputs=named).logprobs is None and params(outputs=named[2:]).logprobs == 0
+    for flag in ("return_log_probs", "return_cumulative_logprob"):
+        assert params(tensor(flag, True), outputs=named).logprobs == 0
+        assert params(tensor(flag, False), outputs=named).logprobs is None
+
+
+def test_the_default_temperature_is_for_requests_that_say_nothing_of_sampling() -> None:
+    greedy = EngineConfig(serving=ServingConfig(default_temperature=0.0))
+    assert params(config=greedy).is_greedy and not params().is_greedy
+    for asked in ({"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.9}):
+        got = params(sampling(**asked), config=greedy)
+        assert got.temperature == asked.get("temperature", 1.0)
+
+
 def test_tensorrt_llm_top_p_zero_is_off_and_greedy_without_top_k() -> None:
     got = params(tensor("runtime_top_p", 0.0), tensor("temperature", 0.8))
     assert (got.top_p, got.is_greedy) == (1.0, True)

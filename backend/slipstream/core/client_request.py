@@ -193,6 +193,8 @@ def _deadline(raw: WireRequest, settings: Settings) -> float | None:
 def _outputs(raw: WireRequest, settings: Settings) -> tuple[str, ...]:
     flags = frozenset(name for name, value in settings.items() if value is True and name.startswith("return_"))
     return select_outputs(raw.requested_outputs, flags)
+    if "prompt_token_ids" in settings:  # who sends ids reads ids: TensorRT-LLM's core model answers with them
+        flags |= {"return_output_ids"}
 
 
 @lru_cache(maxsize=256)
