@@ -25,6 +25,7 @@ from slipstream.core.wire_messages import Request as WireRequest
 
 _OUTPUTS = {spec.name: spec for spec in OUTPUTS}
 _NEED_LOGPROBS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
+_LOGPROB_FLAGS = ("return_log_probs", "return_logprobs", "return_cumulative_logprob")
 _SPECULATION = ("speculative_method", "speculative_acceptance")
 _DIRECT = frozenset(FIELD_NAMES) - {"guide", "logit_bias", "reference_ids", *_SPECULATION}
 _LISTS = {name: name for name in ("stop", "stop_token_ids", "bad_words", "logit_bias")} | {
@@ -224,7 +225,7 @@ def _sampling_params(
             fields["temperature"] = 0.0
     if settings.get("best_of", fields.get("n", 1)) not in (1, fields.get("n", 1)):
         raise refuse("best_of", settings["best_of"], f"n={fields.get('n', 1)}: every sequence made is returned")
-    if "logprobs" not in fields and not _NEED_LOGPROBS.isdisjoint(outputs):
+    if "logprobs" not in fields and _asks_for_logprobs(settings, outputs):
         fields["logprobs"] = 0
     if "prompt_logprobs" not in fields and "prompt_logprobs" in outputs:
         fields["prompt_logprobs"] = 0
@@ -238,6 +239,14 @@ def _sampling_params(
 
 def _logit_bias(settings: Settings, tokenizer: TextCodec) -> tuple[tuple[int, float], ...]:
     """The sum of logit_bias, embedding_bias and embedding_bias_words, by token."""
+def _asks_for_logprobs(settings: Settings, outputs: tuple[str, ...]) -> bool:
+    """By an output's name or a flag. A step of an ensemble names all that the ensemble may send: there the flags count,
+    as with TensorRT-LLM, since log-probabilities of every request would slow down all."""
+    if "request_handle" in outputs:
+        return any(settings.get(flag, False) for flag in _LOGPROB_FLAGS)
+    return not _NEED_LOGPROBS.isdisjoint(outputs)
+
+
     total: dict[int, float] = {token_id: bias for token_id, bias in enumerate(settings.get("bias_vector", ())) if bias}
     pairs = list(settings.get("logit_bias", ()))
     words, weights = settings.get("bias_words", ()), settings.get("bias_weights", ())

@@ -109,7 +109,8 @@ def _sent_ids(client: ClientRequest, output: RequestOutput) -> list[int]:
 
 
 def _output_log_probs(client: ClientRequest, output: RequestOutput) -> Encoded:
-    values = [entry.logprob for entry in output.logprobs or ()]
+    """Zeros where they were not computed, as TensorRT-LLM sends through an ensemble."""
+    values = [0.0] * len(output.token_ids) if output.logprobs is None else [one.logprob for one in output.logprobs]
     return (1, len(values)), struct.pack(f"<{len(values)}f", *values)
 
 
