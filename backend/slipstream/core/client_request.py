@@ -82,9 +82,9 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     settings = read_settings(raw, has_batch_dim, config.serving.ignored_request_parameters)
     request_id = raw.request_id or settings.get("request_id", "")
     outputs = _outputs(raw, settings)
-    stream = settings.get("stream", False)
     if settings.get("stop_request"):
         return _stop_request(raw.handle, request_id, outputs, has_batch_dim)
+    stream = settings.get("stream", False)
     token_ids, text = _prompt(settings, config, tokenizer)
     params = _sampling_params(settings, config, outputs, tokenizer)
     echo_text = ""
@@ -193,9 +193,9 @@ def _deadline(raw: WireRequest, settings: Settings) -> float | None:
 
 def _outputs(raw: WireRequest, settings: Settings) -> tuple[str, ...]:
     flags = frozenset(name for name, value in settings.items() if value is True and name.startswith("return_"))
-    return select_outputs(raw.requested_outputs, flags)
     if "prompt_token_ids" in settings:  # who sends ids reads ids: TensorRT-LLM's core model answers with them
         flags |= {"return_output_ids"}
+    return select_outputs(raw.requested_outputs, flags)
 
 
 @lru_cache(maxsize=256)
@@ -218,6 +218,8 @@ def _sampling_params(
 ) -> SamplingParams:
     fields: dict[str, Any] = {"max_tokens": config.serving.default_max_tokens}
     fields["skip_special_tokens"] = config.serving.skip_special_tokens
+    if not ({"top_k", "top_p"} & settings.keys()):
+        fields["temperature"] = config.serving.default_temperature
     fields.update({name: value for name, value in settings.items() if name in _DIRECT})
     if fields.get("top_p") == 0.0:  # TensorRT-LLM: off; with no top_k either, greedy
         fields["top_p"] = 1.0
@@ -237,8 +239,6 @@ def _sampling_params(
     return SamplingParams(**fields)
 
 
-def _logit_bias(settings: Settings, tokenizer: TextCodec) -> tuple[tuple[int, float], ...]:
-    """The sum of logit_bias, embedding_bias and embedding_bias_words, by token."""
 def _asks_for_logprobs(settings: Settings, outputs: tuple[str, ...]) -> bool:
     """By an output's name or a flag. A step of an ensemble names all that the ensemble may send: there the flags count,
     as with TensorRT-LLM, since log-probabilities of every request would slow down all."""
@@ -247,6 +247,8 @@ def _asks_for_logprobs(settings: Settings, outputs: tuple[str, ...]) -> bool:
     return not _NEED_LOGPROBS.isdisjoint(outputs)
 
 
+def _logit_bias(settings: Settings, tokenizer: TextCodec) -> tuple[tuple[int, float], ...]:
+    """The sum of logit_bias, embedding_bias and embedding_bias_words, by token."""
     total: dict[int, float] = {token_id: bias for token_id, bias in enumerate(settings.get("bias_vector", ())) if bias}
     pairs = list(settings.get("logit_bias", ()))
     words, weights = settings.get("bias_words", ()), settings.get("bias_weights", ())

@@ -111,6 +111,7 @@ class ServingConfig:
     """Defaults of what a client may leave out, and limits of the server process."""
 
     default_max_tokens: int = 16
+    default_temperature: float = 1.0  # of a request that gives no temperature, top_k or top_p
     stream_interval: int = 1
     exclude_input_in_output: bool | None = None  # None: excluded when streaming, echoed otherwise (vLLM backend)
     drain_timeout_s: float = 60.0

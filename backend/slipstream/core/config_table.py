@@ -119,6 +119,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("acceptance_top_p", "speculation.acceptance_top_p", "For `top_p_window`: total probability of the tokens accepted, where a request sets no top_p.", **_FRACTION),
     Parameter("acceptance_window", "speculation.acceptance_window", "For `top_p_window`: likeliest tokens in a row after a second-likeliest one that make it accepted.", ("speculate_verify_window",), **_at_least(1)),
     Parameter("default_max_tokens", "serving.default_max_tokens", "`max_tokens` of a request that gives none.", **_at_least(1)),
+    Parameter("default_temperature", "serving.default_temperature", "Temperature of a request that gives none, nor `top_k` or `top_p`. 0 (greedy) is what TensorRT-LLM's clients are used to.", limits="a number from 0 to 100", is_good=lambda value: 0.0 <= value <= 100.0),
     Parameter("stream_interval", "serving.stream_interval", "Tokens per streamed response of a request that does not say; the first leaves at once.", **_at_least(1)),
     Parameter("exclude_input_in_output", "serving.exclude_input_in_output", "Whether the prompt is left out of a response; unset: left out when streaming, echoed otherwise."),
     Parameter("drain_timeout_s", "serving.drain_timeout_s", "Seconds that running requests have to finish at unload.", limits="a number >= 0", is_good=lambda value: value >= 0.0),
