@@ -100,6 +100,7 @@ def test_tensorrt_llm_values_that_ask_for_nothing_may_stay(tmp_path: Path) -> No
     config = parse(tmp_path, **harmless)
     assert config.scheduler.policy == "guaranteed_no_evict" and config.cache.memory_fraction == 0.5
     assert config.cache.num_blocks == 100
+                "accumulate_tokens": "false", "decoding_mode": "", "tensorrt_llm_model_name": "",
 
 
 def test_paths_count_from_the_model_folder(tmp_path: Path) -> None:

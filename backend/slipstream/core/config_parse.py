@@ -97,7 +97,7 @@ def _refuse_foreign(name: str, value: object) -> None:
         return
     if name in FOREIGN:
         harmless, advice = FOREIGN[name]
-        if str(value).lower() not in harmless:
+        if str(value).lower() not in ("", *harmless):
             raise ConfigError(name, value, f"a TensorRT-LLM or vLLM parameter without meaning here; {advice}")
         return
     close = difflib.get_close_matches(name, [*_BY_NAME, _TOKENS], n=1)
