@@ -82,6 +82,11 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"gpt_model_type": "V1"}, "gpt_model_type='V1': a TensorRT-LLM or vLLM parameter .*remove it"),
         ({"max_beam_width": "4"}, "max_beam_width='4': .*no beam search"),
         ({"gpu_device_ids": "0,1"}, "gpu_device_ids='0,1': .*set `device` instead"),
+        ({"tensorrt_llm_model_name": "tensorrt_llm"}, "tensorrt_llm_model_name='tensorrt_llm': .*`model`"),
+        ({"speculative_method": "ngram,medusa"}, "medusa_heads='': needed for speculative_method medusa"),
+        ({"speculative_method": "eagle"}, "eagle_head='': needed for speculative_method eagle"),
+        ({"speculative_method": "draft_model"}, "draft_model='': needed for speculative_method draft_model"),
+        ({"speculative_method": "medusa", "medusa_heads": "/nowhere"}, "medusa_heads='/nowhere': no such folder"),
         ({"model": ""}, "model='': missing; accepted: a checkpoint folder"),
         ({"model": "./nowhere"}, "model='./nowhere': no such folder: .*/llm/nowhere; accepted: a path relative to"),
         ({"tokenizer_dir": "../nowhere"}, "tokenizer='../nowhere': no such folder"),
@@ -95,12 +100,12 @@ def test_what_is_wrong_is_named_with_its_value(parameters: dict[str, str], messa
 
 def test_tensorrt_llm_values_that_ask_for_nothing_may_stay(tmp_path: Path) -> None:
     harmless = {"gpt_model_type": "inflight_fused_batching", "max_beam_width": "1", "encoder_model_path": "",
+                "accumulate_tokens": "false", "decoding_mode": "", "tensorrt_llm_model_name": "",
                 "batch_scheduler_policy": "guaranteed_no_evict", "enable_chunked_context": "true",
                 "kv_cache_free_gpu_mem_fraction": "0.5", "max_tokens_in_paged_kv_cache": "6400"}  # fmt: skip
     config = parse(tmp_path, **harmless)
     assert config.scheduler.policy == "guaranteed_no_evict" and config.cache.memory_fraction == 0.5
     assert config.cache.num_blocks == 100
-                "accumulate_tokens": "false", "decoding_mode": "", "tensorrt_llm_model_name": "",
 
 
 def test_paths_count_from_the_model_folder(tmp_path: Path) -> None:

@@ -248,6 +248,29 @@ def check(config: EngineConfig) -> None:
             cache.memory_bytes,
             f"given together with num_blocks={cache.num_blocks}; accepted: one of them",
         )
+    _check_drafters(config)
     if not scheduler.enable_chunked_prefill and model.max_model_len > scheduler.max_num_batched_tokens:
         limit = f"accepted with enable_chunked_prefill=false: at least max_model_len={model.max_model_len}"
         raise ConfigError("max_num_batched_tokens", scheduler.max_num_batched_tokens, limit)
+
+
+# what to say of a way to draft whose files no parameter names; a module of `mtp` may be in the model's own checkpoint
+_DRAFT_FILES = {
+    "draft_model": ("draft_model", "a checkpoint, or a model of this repository"),
+    "medusa": ("medusa_heads", "the folder of the heads"),
+    "eagle": ("eagle_head", "the folder of the head"),
+}
+
+
+def _check_drafters(config: EngineConfig) -> None:
+    if config.model.load_format in ("dummy", "null"):
+        return
+    for method, (field, what) in _DRAFT_FILES.items():
+        if method not in config.speculation.loaded:
+            continue
+        value: str = getattr(config.speculation, field)
+        if not value:
+            raise ConfigError(field, "", f"needed for speculative_method {method}: {what}")
+        folder = Path(value).expanduser()
+        if folder.is_absolute() and not folder.exists():
+            raise ConfigError(field, value, "no such folder")

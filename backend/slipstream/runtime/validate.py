@@ -96,7 +96,7 @@ def check_tensors(declared: Any, task: TaskContract) -> None:
 def _settings(config: EngineConfig) -> str:
     """The values that differ from the defaults."""
     default, lines = EngineConfig(), []
-    for section in ("model", "cache", "scheduler", "serving"):
+    for section in ("model", "cache", "scheduler", "speculation", "serving"):
         ours, theirs = getattr(config, section), getattr(default, section)
         for field in fields(ours):
             value = getattr(ours, field.name)
