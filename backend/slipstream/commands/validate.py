@@ -1,6 +1,7 @@
 """Check model folders as a load would, without a server and without reading weights.
 
 Prints the memory plan of each model (or what is wrong with it, by field); the exit status is 1 if one would not load.
+Ensembles and models of Triton's Python backend are passed over, so that model_repository/* may be given.
 
     slipstream validate model_repository/llm
 """
@@ -18,12 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from slipstream.runtime.validate import passed_over
     from slipstream.runtime.validate import validate as report
 
     status = 0
     for folder in arguments.model_dir:
         try:
-            print(report(folder))
+            reason = passed_over(folder)
+            print(f"{folder}: {reason}" if reason else report(folder))
         except SlipstreamError as error:
             print(f"{folder}: {error}", file=sys.stderr)
             status = 1

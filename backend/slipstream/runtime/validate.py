@@ -36,6 +36,13 @@ def validate(model_dir: str | Path) -> str:
     return "\n".join([*parts, "ok: this would load"])
 
 
+def passed_over(model_dir: str | Path) -> str:
+    """Why a model of a repository is none to check, empty for one of this backend. Raises ConfigError."""
+    declared = read_config(Path(model_dir).resolve())
+    kind = declared.platform if declared.platform == "ensemble" else declared.backend
+    return f"not checked: {kind} is Triton's own" if kind in ("ensemble", "python") else ""
+
+
 def read_config(folder: Path) -> Any:
     """config.pbtxt as Triton's ModelConfig message."""
     path = folder / "config.pbtxt"
