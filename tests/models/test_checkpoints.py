@@ -152,7 +152,10 @@ def test_broken_checkpoint_is_named(folder: Path, damage: Callable[[Path], objec
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM, Mistral.*Qwen2.*Qwen3"),
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "GPT2LMHeadModel': models of this .* not served.*LlamaForCausalLM, Mistral.*Qwen3",
+        ),
         ({"architectures": ...}, "architectures.*missing.*LlamaForCausalLM"),
         ({"hidden_act": "relu2"}, "hidden_act='relu2'.*silu"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "rope_type='longrope'.*default, linear"),

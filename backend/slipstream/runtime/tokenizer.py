@@ -78,9 +78,12 @@ def _convert(path: Path) -> Tokenizer:
     accepted = "a folder with tokenizer.json (or a tokenizer that transformers can convert), or the file itself"
     if not path.is_dir():
         raise ConfigError("tokenizer", str(path), f"not found; accepted: {accepted}")
+    if not any(path.glob("*token*")) and not any(path.glob("vocab.*")):
+        raise ConfigError("tokenizer", str(path), f"the folder holds no tokenizer; accepted: {accepted}")
     try:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(str(path), local_files_only=True).backend_tokenizer
     except Exception as error:
-        raise ConfigError("tokenizer", str(path), f"{error}; accepted: {accepted}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError("tokenizer", str(path), f"{reason}; accepted: {accepted}") from error

@@ -14,4 +14,8 @@ def family_of(config: HFConfig) -> Family:
     if not architectures:
         accepted = ", ".join(sorted(FAMILIES.names()))
         raise ConfigError("config.json architectures", None, f"is missing; accepted: {accepted}")
+    if architectures[0] not in FAMILIES.names():
+        accepted = ", ".join(sorted(FAMILIES.names()))
+        reason = f"models of this architecture are not served; served are {accepted}"
+        raise ConfigError("config.json architectures", architectures[0], reason)
     return FAMILIES.get(architectures[0])
