@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from engine_driver import GREEDY, make_engine, run_all
+from safetensors.torch import load_file, save_file
+from slipstream.core.errors import ConfigError
 from slipstream.core.sampling_params import Guide
 from slipstream.runtime.engine import Engine
 
@@ -50,3 +53,12 @@ def test_gpu_sampling_repeats(tiny_llama: Path, prompts: list[list[int]]) -> Non
     params = [replace(GREEDY, temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, seed=i) for i in range(len(prompts))]
     first = [told.token_ids for told in run_all(engine, prompts, params)]
     assert [told.token_ids for told in run_all(engine, prompts, params)] == first
+
+
+def test_weights_that_are_no_numbers_fail_the_load_by_name(tiny_llama: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_llama, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"NaN or infinity: tensor model\.layers\.1\.mlp\.down_proj\.weight of"):
+        make_engine(folder)

@@ -15,7 +15,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.placement import Placement
 from slipstream.nn.quant import choose_methods, linear_bytes
 from slipstream.nn.spec import DecoderSpec, read_spec
-from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint
+from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint, tensor_without_numbers
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -86,6 +86,13 @@ def load_model(
         time.perf_counter() - start,
     )
     return decoder
+
+
+def refuse_without_numbers(config: ModelConfig, dtype: torch.dtype) -> ConfigError:
+    """Of a model whose logits are not finite: which tensor is at fault, or else the dtype."""
+    found = "" if config.load_format == "dummy" else tensor_without_numbers(resolve_checkpoint(config.model))
+    reason = f"tensor {found} holds NaN or infinity" if found else f"too large for {str(dtype).removeprefix('torch.')}"
+    return ConfigError("model", config.model, f"computes NaN or infinity: {reason}")
 
 
 def weight_bytes(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype) -> int:

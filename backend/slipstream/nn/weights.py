@@ -62,6 +62,17 @@ def check_checkpoint(
     return slots, headers
 
 
+def tensor_without_numbers(checkpoint_dir: Path) -> str:
+    """The first tensor that holds NaN or infinity, empty when there is none. Reads everything: for an error's words."""
+    for file in checkpoint_files(checkpoint_dir):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                tensor = tensors.get_tensor(name)
+                if tensor.is_floating_point() and not tensor.float().isfinite().all():
+                    return f"{name} of {file.name}"
+    return ""
+
+
 def draw_dummies(decoder: Decoder, seed: int) -> None:
     """Random weights, made on the decoder's device in its dtype, that keep activations at the scale of a trained model.
 

@@ -20,7 +20,7 @@ from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.load import load_model
+from slipstream.nn.load import load_model, refuse_without_numbers
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.batch import BatchBuilder, SampledTokens, StepArrays, fill_pending, padding_batch
 from slipstream.runtime.compaction import Compaction
@@ -106,7 +106,7 @@ class ModelRunner:
         seats = most, max(config.scheduler.max_num_seqs, *sizes, 1)
         self._verifier = Verifier(self._model, self._sampler, compaction, config.speculation, plan, seats)
         with torch.inference_mode():
-            self._warm_up()
+            self._warm_up(config)
             self._finish(phases, "warm-up")
             self._prompt_graphs.capture()
             self._graphs.capture(beside=self._prompt_graphs)
@@ -234,16 +234,19 @@ class ModelRunner:
     def _run_last(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward_last(batch, self._kv_caches)
 
-    def _warm_up(self) -> None:
+    def _warm_up(self, config: EngineConfig) -> None:
         """What libraries prepare once and what is compiled is prepared now; nothing is written to the pool.
 
         On a GPU a prompt of the largest step, a shorter one and one of a few tokens (their attention kernels differ),
-        a draw with filters, then every size of decode; on a CPU one token.
+        a draw with filters, then every size of decode; on a CPU one token, which weights that are no numbers would
+        make the end of every text without a word.
         """
         is_gpu = self._device.type == "cuda"
         for num_tokens in (self._max_num_tokens, 2 * MAX_DECODE_QUERY_LEN, 32) if is_gpu else (1,):
             batch = padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
             logits = self._model.logits(self._run_model(batch)[:1])
+        if not is_gpu and not logits.isfinite().all():
+            raise refuse_without_numbers(config.model, self._model.placement.dtype)
         if is_gpu:
             logits.argmax(dim=-1)
             _draw_once(logits)
