@@ -57,12 +57,20 @@ def test_light_verbs_need_no_torch() -> None:
         (["serve-openai", "--api-key-file", "/nowhere"], "cannot be read"),
         (["serve-openai", "--workers", "0"], "workers=0: accepted: an integer of at least 1"),
         (["serve-openai", "--send-timeout-s", "0"], "send_timeout_s=0.0: accepted"),
+        (["serve-openai", "--model-repository", "/nowhere"], "model_repository='/nowhere': no such folder"),
+        (["bench", "--json", "/nowhere/rows.json"], "--json='/nowhere/rows.json': no such folder"),
         (["validate", "/nowhere"], "/nowhere"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], words: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 1
     assert words in capfd.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_gets_no_traceback() -> None:
+    command = f"{sys.executable} -m slipstream.cli validate {ROOT}/model_repository/pre* {ROOT}/model_repository/post*"
+    done = subprocess.run(["bash", "-c", f"{command} | true"], capture_output=True, text=True, timeout=60)
+    assert not done.stderr
 
 
 def test_bench(llm_server: LlmServer, tmp_path: Path) -> None:

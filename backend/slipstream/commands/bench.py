@@ -65,6 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     for name, least in (("input_tokens", 1), ("output_tokens", 1), ("requests", 0)):
         if getattr(arguments, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')}", getattr(arguments, name), f"accepted: {least} or more")
+    if arguments.json and not arguments.json.parent.is_dir():
+        raise ConfigError("--json", str(arguments.json), f"no such folder: {arguments.json.parent}")
     rows = asyncio.run(sweep(arguments, levels))
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")

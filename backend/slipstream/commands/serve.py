@@ -100,6 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--set", arguments.set[0], "needs --model; a repository has its parameters in config.pbtxt")
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         if arguments.model:
+            arguments.load = arguments.load or ["llm"]  # by name, so that the server's last words say why it failed
             repository = write_repository(Path(folder), arguments.model, arguments.set)
         else:
             repository = arguments.model_repository or SOURCE_TREE / "model_repository"

@@ -58,9 +58,10 @@ class GatewayOptions:
             raise ConfigError("max_events_per_s", self.max_events_per_s, "accepted: 0 (no limit) or more")
         if self.tool_parser not in TOOL_PARSERS:
             raise ConfigError("tool_parser", self.tool_parser, f"accepted: {', '.join(TOOL_PARSERS)}")
-        for folder in (*self.checkpoints.values(), *((self.model_repository,) if self.model_repository else ())):
-            if not folder.is_dir():
-                raise ConfigError("checkpoint", str(folder), "no such folder")
+        named = [("checkpoint", folder) for folder in self.checkpoints.values()]
+        for name, folder in (*named, ("model_repository", self.model_repository)):
+            if folder is not None and not folder.is_dir():
+                raise ConfigError(name, str(folder), "no such folder")
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ConfigError("chat_template", str(self.chat_template), "no such file")
         if any(not key for key in self.api_keys):
