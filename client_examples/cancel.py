@@ -2,7 +2,7 @@
 
 python cancel.py                # cancel the stream: ends every request on it
 python cancel.py --stop         # send a request with the same id and `stop`: ends that request, keeps the stream;
-                                # also reaches a request that was sent to `ensemble`, which a cancel does not
+                                # reaches a request that was sent to `ensemble` as well
 """
 
 from __future__ import annotations
