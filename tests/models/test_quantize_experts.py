@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from packed_text import make_packed_text
-from quantized_checkpoints import load, logits, rms_error
+from quantized_checkpoints import PROMPT, load, logits, rms_error
 from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
+from slipstream.nn.decoder import Decoder
 from slipstream.nn.experts import Experts
 from slipstream_kernels import ops
 from stored_experts import ROUTERS, make_mixtral
+from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
 import quantize
@@ -72,6 +74,38 @@ def test_every_method(
     for router in ROUTERS:
         assert {name for name in stored if name.startswith(router)} == {f"{router}.weight"}
         assert ("awq" in "".join(arguments)) != torch.equal(stored[f"{router}.weight"], before[f"{router}.weight"])
+
+
+def held_by_us(decoder: Decoder, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the experts of a layer are multiplied by: [num_experts, out, in] of gate and up, and of down."""
+    mlp = decoder.layers[layer].mlp
+    assert isinstance(mlp, Experts)
+    found = []
+    for linear in (mlp.gate_up, mlp.down):
+        weights, size = linear.weights, linear.spec.in_features
+        if "packed" in weights:
+            group_size = size // weights["scales"].shape[1]
+            held = ops.dequantize_int4(ops.int4_weight(weights["packed"], weights["scales"], None, group_size, size))
+        else:
+            held = weights["weight"].float() * weights["scale"][:, None]
+        found.append(held.unflatten(0, (4, -1)))
+    return found[0], found[1]
+
+
+@needs_library
+@pytest.mark.parametrize("arguments", [["fp8"], ["wint4", "--group-size", "64"], ["wint4", "--group-size", "-1"],
+                                       ["a8w8_fp8_wint4"]])  # fmt: skip
+def test_transformers_reads_the_same_experts(full: Path, text: Path, tmp_path: Path, arguments: list[str]) -> None:
+    """It dequantises experts as it loads them, by compressed-tensors' code; it takes no zero-points of them."""
+    made = make(full, text, tmp_path / "made", "--method", *arguments)
+    ours, theirs = load(made), AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    for layer in range(2):
+        experts = theirs.model.layers[layer].mlp.experts
+        for held, read in zip(held_by_us(ours, layer), (experts.gate_up_proj, experts.down_proj)):
+            torch.testing.assert_close(held, read.data, rtol=1e-6, atol=1e-7)
+    if arguments[0] == "wint4":  # no rounding of activations, here or there
+        with torch.no_grad():
+            assert rms_error(logits(ours), theirs(torch.tensor([PROMPT])).logits[0]) < 1e-5
 
 
 def test_calibration_lowers_the_error(full: Path, text: Path, tmp_path: Path) -> None:

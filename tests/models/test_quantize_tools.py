@@ -57,14 +57,23 @@ COMPRESSED = [
 ]
 
 
+OPTIONS = [
+    ("wint4", ["--group-size", "-1", "--lm-head"], 1e-4),
+    ("wint8", ["--lm-head"], 1e-4),
+]
+
+
 @needs_library
-@pytest.mark.parametrize(("method", "algorithm", "bound"), COMPRESSED)
+@pytest.mark.parametrize(
+    ("method", "options", "bound"),
+    [*((method, ["--algorithm", algorithm], bound) for method, algorithm, bound in COMPRESSED), *OPTIONS],
+)
 def test_compressed_tensors_load_here_and_in_transformers(
-    full: Path, text: Path, tmp_path: Path, method: str, algorithm: str, bound: float
+    full: Path, text: Path, tmp_path: Path, method: str, options: list[str], bound: float
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    made = make(full, text, tmp_path / "made", "--method", method, "--algorithm", algorithm)
+    made = make(full, text, tmp_path / "made", "--method", method, *options)
     decoder = load(made)
     assert decoder.spec.stored_format is not None and decoder.spec.stored_format.method == method
     ours = logits(decoder)
@@ -72,6 +81,36 @@ def test_compressed_tensors_load_here_and_in_transformers(
     with torch.no_grad():
         theirs = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)(torch.tensor([PROMPT])).logits[0]
     assert rms_error(ours, theirs) < bound
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("wint4", ["--zeros", "--group-size", "32"]),  # for which transformers 5.23 makes tensors of the wrong shape
+        ("wint4", ["--group-size", "64"]),
+        ("w4a8_fp8", ["--group-size", "-1"]),
+        ("wint8", []),
+        ("w8a8_int8", []),
+        ("fp8", []),
+        ("block_wise_fp8", []),
+    ],
+)
+def test_the_library_unpacks_the_weights_that_are_multiplied(
+    full: Path, text: Path, tmp_path: Path, method: str, options: list[str]
+) -> None:
+    """Module by module, by compressed-tensors' own code, against products of unit vectors."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationScheme
+
+    made = make(full, text, tmp_path / "made", "--method", method, *options)
+    group = json.loads((made / "config.json").read_text())["quantization_config"]["config_groups"]["group_0"]
+    compressor, tensors = BaseCompressor.get_value_from_registry(group["format"]), load_file(made / "model.safetensors")
+    linear = load(made).layers[1].mlp.down
+    module = "model.layers.1.mlp.down_proj."
+    stored = {name.removeprefix(module): tensor for name, tensor in tensors.items() if name.startswith(module)}
+    weight = compressor.decompress(stored, QuantizationScheme.model_validate(group))["weight"]
+    torch.testing.assert_close(linear(torch.eye(384)).t(), weight.float(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
