@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import functools
 import os
+import random
 import shutil
+import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from fixed_examples import register_profiles
 
 if TYPE_CHECKING:
     from llm_server import LlmServer
@@ -20,6 +24,7 @@ if shutil.which("nvidia-smi") is None:
     # Read when triton is first imported, by whichever test comes first: without a GPU, kernels are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+register_profiles()
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -35,6 +40,25 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
     if missing_server():
         raise pytest.UsageError(missing_server())
+
+
+def draw_the_same(name: str) -> None:
+    """Start the global generators anew, by a name: what is drawn depends on no test before, nor on a worker's share."""
+    seed = zlib.crc32(name.encode())
+    random.seed(seed)
+    for module, start in (("numpy", "random.seed"), ("torch", "manual_seed")):
+        if module in sys.modules:
+            functools.reduce(getattr, start.split("."), sys.modules[module])(seed)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> None:
+    draw_the_same(f"{fixturedef.baseid}::{fixturedef.argname}[{request.param_index}]")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> None:
+    draw_the_same(item.nodeid)
 
 
 @pytest.fixture(scope="session")

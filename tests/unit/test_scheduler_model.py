@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fake_llm import FakeLLM, check_blocks, continuation
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
@@ -217,10 +217,4 @@ class SchedulerWalk(RuleBasedStateMachine):
 
 
 TestSchedulerWalk = SchedulerWalk.TestCase
-TestSchedulerWalk.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+TestSchedulerWalk.settings = settings(max_examples=150, stateful_step_count=40)
