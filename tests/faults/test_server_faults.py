@@ -21,10 +21,11 @@ import numpy as np
 import pytest
 from llm_client import grpc_infer, grpc_stream, http_events, http_generate
 from llm_server import ROOT, LlmServer
+from patience import PATIENCE_S
 from sse_client import stream_many
 
 PROMPT = "import os\n"
-LONG = {"max_tokens": 400, "temperature": 0.0, "ignore_eos": True}
+LONG = {"max_tokens": 1500, "temperature": 0.0, "ignore_eos": True}  # some seconds: what ends it is never its length
 SHORT = {"max_tokens": 8, "temperature": 0.0, "ignore_eos": True}
 
 
@@ -65,14 +66,16 @@ def test_an_engine_killed_in_mid_stream(llm_server: LlmServer) -> None:
             assert "error" in list(events)[-1]
         answer = stream.collect(timeout_s=10)
     assert "engine" in answer.error
-    assert time.monotonic() - killed < 5, "the streams hung"
-    assert not llm_server.is_model_ready("llm"), "ready while the engine is down"
+    assert time.monotonic() - killed < 10, "the streams hung"
+    # Triton unloads it on a thread of its own; a new engine needs half a second and the time to load torch
+    llm_server.wait_until(lambda: not llm_server.is_model_ready("llm"), "llm not to be ready", 5)
     assert http_generate(llm_server.http_url, "llm", {"text_input": PROMPT})[0] >= 400
-    llm_server.wait_model_ready("llm", timeout_s=60)
+    llm_server.wait_model_ready("llm")
     assert llm_server.metric("slipstream_engine_restarts_total") == restarts + 1
 
 
 def test_unloading_lets_a_stream_finish(llm_server: LlmServer) -> None:
+    before = len(llm_server.engines())
     with llm_server.variant("unloaded", {}) as model, grpc_stream(llm_server.grpc_url) as stream:
         sampling = {**LONG, "max_tokens": 60}
         stream.send(model, {"text_input": PROMPT, "stream": True}, parameters=sampling)
@@ -80,17 +83,15 @@ def test_unloading_lets_a_stream_finish(llm_server: LlmServer) -> None:
         llm_server.unload(model)
         answer = stream.collect()
         assert answer.error == "" and len(answer.responses) > 40
-    llm_server.wait_until(lambda: len(llm_server.engines()) == 3, 10, "the unloaded model's engine to end")
+    llm_server.wait_until(lambda: len(llm_server.engines()) == before, "the unloaded model's engine to end")
 
 
 # ---------------------------------------------------------------- the client goes
 
 
-def wait_cancelled(server: LlmServer, before: float, timeout_s: float = 5.0) -> None:
-    server.wait_until(
-        lambda: server.metric("slipstream_cancellations_total") > before, timeout_s, "the request to be cancelled"
-    )
-    server.wait_idle(timeout_s=2)
+def wait_cancelled(server: LlmServer, before: float) -> None:
+    server.wait_until(lambda: server.metric("slipstream_cancellations_total") > before, "the request to be cancelled")
+    server.wait_idle()
 
 
 def test_a_grpc_stream_is_cancelled(llm_server: LlmServer) -> None:
@@ -103,7 +104,7 @@ def test_a_grpc_stream_is_cancelled(llm_server: LlmServer) -> None:
 def test_a_client_process_is_killed(llm_server: LlmServer) -> None:
     before = llm_server.metric("slipstream_cancellations_total")
     command = [sys.executable, str(ROOT / "client_examples/stream.py"), "--url", llm_server.grpc_url]
-    client = subprocess.Popen([*command, "--max-tokens", "400"], stdout=subprocess.PIPE)
+    client = subprocess.Popen([*command, "--max-tokens", str(LONG["max_tokens"])], stdout=subprocess.PIPE)
     assert client.stdout is not None and client.stdout.read(10)
     client.kill()
     client.wait()
@@ -129,7 +130,7 @@ def test_a_stop_request_ends_the_request_of_its_id(llm_server: LlmServer, protoc
         else:
             status, reply = http_generate(llm_server.http_url, "llm", {"id": "to-be-stopped", "stop": True})
             assert (status, reply["text_output"]) == (200, "")
-        stream.collect(timeout_s=5)
+        stream.collect()
     wait_cancelled(llm_server, before)
 
 
@@ -137,7 +138,7 @@ def test_a_stop_request_ends_the_request_of_its_id(llm_server: LlmServer, protoc
 def test_a_request_through_the_ensemble_is_stopped(llm_server: LlmServer, how: str) -> None:
     """Triton does not pass a cancel on to a running step of an ensemble: the watchdog and the stop request do."""
     before = llm_server.metric("slipstream_cancellations_total")
-    inputs = {"text_input": PROMPT, "stream": True, "max_tokens": 400}
+    inputs = {"text_input": PROMPT, "stream": True, "max_tokens": LONG["max_tokens"], "end_id": -1}  # no token ends it
     if how == "http":
         with http_events(llm_server.http_url, "ensemble", inputs) as events:
             next(events)
@@ -149,16 +150,16 @@ def test_a_request_through_the_ensemble_is_stopped(llm_server: LlmServer, how: s
             if how == "stop":
                 stopped = grpc_infer(llm_server.grpc_url, "llm", {"stop": True}, request_id="through-the-ensemble")
                 assert not stopped.error
-                stream.collect(timeout_s=5)
+                stream.collect()
     wait_cancelled(llm_server, before)
 
 
 def test_a_deadline_passes(llm_server: LlmServer) -> None:
     """What was made until then has been sent; the end says why."""
-    inputs = {"text_input": PROMPT, "stream": True, "timeout_ms": 300, "return_finish_reason": True}
-    answer = grpc_infer(llm_server.grpc_url, "llm", inputs, parameters={**LONG, "max_tokens": 900})
+    inputs = {"text_input": PROMPT, "stream": True, "timeout_ms": 800, "return_finish_reason": True}
+    answer = grpc_infer(llm_server.grpc_url, "llm", inputs, parameters=LONG)
     assert (answer.error, answer.last("finish_reason")) == ("", b"timeout")
-    assert answer.text and len(answer.responses) < 900
+    assert answer.text and len(answer.responses) < LONG["max_tokens"]
 
 
 # ---------------------------------------------------------------- bad bytes
@@ -199,7 +200,7 @@ def test_token_ids_outside_the_vocabulary(llm_server: LlmServer) -> None:
 
 
 def test_broken_http(llm_server: LlmServer) -> None:
-    connection = http.client.HTTPConnection(llm_server.http_url, timeout=10)
+    connection = http.client.HTTPConnection(llm_server.http_url, timeout=PATIENCE_S)
     connection.request("POST", "/v2/models/llm/generate", b'{"text_input": "abc"')
     assert connection.getresponse().status >= 400
     connection.close()
@@ -258,8 +259,8 @@ def test_out_of_blocks(llm_server: LlmServer, greedy: Callable[..., str]) -> Non
 
 def test_too_many_waiting_requests_are_turned_away(llm_server: LlmServer) -> None:
     with llm_server.variant("small_queue", {"max_num_seqs": 1, "max_waiting_requests": 2}) as model:
-        bodies: list[dict[str, object]] = [{"text_input": PROMPT, "stream": True, **SHORT} for _ in range(24)]
-        streams = stream_many(llm_server.http_url, model, bodies, timeout_s=60)
+        asked = {"text_input": PROMPT, "stream": True, **SHORT, "max_tokens": 100}  # long beside the time to send all
+        streams = stream_many(llm_server.http_url, model, [dict(asked) for _ in range(24)], timeout_s=120)
         served = [stream for stream in streams if stream.texts()]
         refused = [stream for stream in streams if stream.errors()]
         assert len(served) + len(refused) == 24 and len(served) >= 1 and refused

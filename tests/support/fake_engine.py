@@ -215,8 +215,8 @@ def start_up(connection: socket.socket, config: wire.Config) -> None:
     load = options.get("load", "ok")
     if "fail_file" in options:
         load = "die" if Path(options["fail_file"]).exists() else load
-    if "slow_file" in options and Path(options["slow_file"]).exists():
-        time.sleep(60)
+    while "slow_file" in options and Path(options["slow_file"]).exists():
+        time.sleep(0.02)
     if "worker" in options:
         subprocess.Popen(["sleep", "600"])
     if load == "fail":

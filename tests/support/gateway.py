@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
+from patience import PATIENCE_S
 from triton_server import HOST, free_ports
 
 
 class GatewayProcess:
     """Start on entering, ready when `with` gives it, gone after leaving."""
 
-    def __init__(self, grpc_url: str, arguments: Sequence[str] = (), start_timeout_s: float = 30.0) -> None:
+    def __init__(self, grpc_url: str, arguments: Sequence[str] = (), start_timeout_s: float = 2 * PATIENCE_S) -> None:
         [self.port] = free_ports(1)
         self.url = f"http://{HOST}:{self.port}"
         self._arguments = ["--triton", grpc_url, "--host", HOST, "--port", str(self.port), *arguments]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
+from patience import PATIENCE_S
 
 
 class GrpcStream:
@@ -43,7 +44,7 @@ class GrpcStream:
     def cancel(self) -> None:
         self._client.stop_stream(cancel_requests=True)
 
-    def wait(self, num_texts: int = 10**9, num_ends: int = 10**9, timeout_s: float = 10.0) -> None:
+    def wait(self, num_texts: int = 10**9, num_ends: int = 10**9, timeout_s: float = PATIENCE_S) -> None:
         """Until that many texts, or that many final answers and errors.  Raises TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while len(self.texts) < num_texts and self.num_finals + len(self.errors) < num_ends:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+from patience import PATIENCE_S
 from triton_server import TritonServer, find_tritonserver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +57,6 @@ class LlmServer(TritonServer):
             backends,
             control_mode="explicit",
             load_models=MODELS,
-            start_timeout_s=120,
             env=path,
             **options,
         )
@@ -79,7 +79,7 @@ class LlmServer(TritonServer):
             yield name
         finally:
             self.unload(name)
-            self.wait_until(lambda: not self.is_model_ready(name), 30, f"{name} to be unloaded")
+            self.wait_until(lambda: not self.is_model_ready(name), f"{name} to be unloaded")
 
     def engines(self) -> list[psutil.Process]:
         """Engine processes of this server that run (a process that is just ending is not among them)."""
@@ -91,7 +91,22 @@ class LlmServer(TritonServer):
         samples = self.metrics().items()
         return sum(v for name, v in samples if name.partition("{")[0] == family and all(w in name for w in wanted))
 
-    def wait_idle(self, model: str = "llm", timeout_s: float = 10.0) -> None:
+    def settled(self, family: str, model: str = "llm", **labels: str) -> float:
+        """A counter that has come to rest: an engine tells its numbers up to a quarter of a second late."""
+        self.wait_idle(model)
+        seen, value = -1.0, self.metric(family, model, **labels)
+        while value != seen:
+            time.sleep(0.6)
+            seen, value = value, self.metric(family, model, **labels)
+        return value
+
+    def wait_counted(self, value: float, family: str, model: str = "llm", **labels: str) -> None:
+        """Until a counter has that value and the engine is idle."""
+        self.wait_idle(model)
+        what = f"{family} {labels} of {model} to be {value}; it was {self.metric(family, model, **labels)}"
+        self.wait_until(lambda: self.metric(family, model, **labels) == value, what)
+
+    def wait_idle(self, model: str = "llm", timeout_s: float = PATIENCE_S) -> None:
         """Until nothing runs, every KV block is back and the metrics have settled (they lag by a quarter of a second).
 
         Fails with the figures when something stays behind.

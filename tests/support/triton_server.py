@@ -5,9 +5,11 @@ Runs the server that nvidia-pytriton ships (2.51) on free loopback ports; the lo
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,6 +21,8 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+
+from patience import PATIENCE_S
 
 HOST = "127.0.0.1"
 
@@ -33,15 +37,18 @@ def find_tritonserver() -> Path | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now; another process could still take one before the server does."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind((HOST, 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
+    """Ports nobody listens on now.
+
+    They lie below those that Linux gives to outgoing connections: one of these, of which tests open hundreds, would
+    take a port before its server does. Drawn from the system: tests' own draws are the same in every run.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            found += [port] if port not in found else []
+    return found
 
 
 class TritonServer:
@@ -60,9 +67,9 @@ class TritonServer:
         load_models: Sequence[str] = (),
         extra_args: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-        start_timeout_s: float = 60.0,
+        start_timeout_s: float = 2 * PATIENCE_S,
     ) -> None:
-        self._model_repository = Path(model_repository)
+        self.repository = Path(model_repository)
         self._backend_dir = Path(backend_dir)
         self._control = [f"--model-control-mode={control_mode}", *(f"--load-model={name}" for name in load_models)]
         self._extra_args = list(extra_args)
@@ -108,7 +115,7 @@ class TritonServer:
                 self._command(), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._environment()
             )
         try:
-            self.wait_until(self._is_server_ready, self._start_timeout_s, "the server to be ready")
+            self.wait_until(self._is_server_ready, "the server to be ready", self._start_timeout_s)
         except BaseException:
             self.stop()
             raise
@@ -131,7 +138,7 @@ class TritonServer:
         http, grpc, metrics = self._ports
         return [
             str(binary),
-            f"--model-repository={self._model_repository}",
+            f"--model-repository={self.repository}",
             f"--backend-directory={self._backend_dir}",
             f"--http-address={HOST}",
             f"--http-port={http}",
@@ -156,7 +163,7 @@ class TritonServer:
     def _is_server_ready(self) -> bool:
         return self.get("/v2/health/ready")[0] == 200
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
         """Poll condition() until it is true.  Raises RuntimeError on time-out or when the server exits."""
         deadline = time.monotonic() + timeout_s
         while not condition():
@@ -179,8 +186,8 @@ class TritonServer:
     def is_model_ready(self, name: str) -> bool:
         return self.get(f"/v2/models/{name}/ready")[0] == 200
 
-    def wait_model_ready(self, name: str, timeout_s: float = 30.0) -> None:
-        self.wait_until(lambda: self.is_model_ready(name), timeout_s, f"model {name} to be ready")
+    def wait_model_ready(self, name: str) -> None:
+        self.wait_until(lambda: self.is_model_ready(name), f"model {name} to be ready")
 
     def load(self, name: str) -> tuple[int, bytes]:
         return self.post(f"/v2/repository/models/{name}/load", {})

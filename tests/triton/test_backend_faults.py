@@ -15,6 +15,7 @@ import psutil
 import pytest
 from fake_backend import add_model
 from grpc_stream import GrpcStream
+from patience import wait_until
 from sse_client import stream_many
 from triton_server import TritonServer
 
@@ -36,11 +37,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_gone(pid: int, timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} still runs"
-        time.sleep(0.02)
+def wait_gone(pid: int) -> None:
+    wait_until(lambda: not is_running(pid), f"process {pid} to end")
 
 
 def connect_to_engine_socket(pid: int) -> None:
@@ -57,15 +55,24 @@ def connect_to_engine_socket(pid: int) -> None:
 @pytest.fixture(scope="module")
 def server(fake_backend_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
-    add_model(repository, "llm", {"step_ms": "2", "worker": "true"})
+    add_model(repository, "llm", {"step_ms": "2", "worker": "true", "slow_file": str(repository / "slow")})
     with TritonServer(repository, fake_backend_dir, env={"FAKE_ENGINE_STRAYS": "1"}) as started:
         yield started
 
 
 @pytest.fixture
 def healthy(server: TritonServer) -> TritonServer:
-    server.wait_until(lambda: server.metrics()[UP] == 1, 40, "the engine to be up")
+    server.wait_until(lambda: server.metrics()[UP] == 1, "the engine to be up")
     return server
+
+
+@pytest.fixture
+def stays_down(healthy: TritonServer) -> Iterator[TritonServer]:
+    """A healthy server whose engine, once it has died, does not come back before the test ends."""
+    flag = healthy.repository / "slow"
+    flag.touch()
+    yield healthy
+    flag.unlink()
 
 
 def test_strangers_on_the_socket_are_turned_away(healthy: TritonServer) -> None:
@@ -84,41 +91,41 @@ def test_sigkill_in_mid_stream_and_text_flows_again(healthy: TritonServer) -> No
         stream.send("llm", {"tokens": 100000})
         stream.wait(num_texts=5)
         engine.kill()
-        stream.wait(num_ends=1, timeout_s=2)
+        stream.wait(num_ends=1, timeout_s=10)
         assert len(stream.errors) == 1
-        wait_gone(worker.pid, 2)
-        assert not psutil.pid_exists(engine.pid), "a zombie was left"
-        healthy.wait_until(lambda: healthy.metrics()[UP] == 1, 40, "the engine to be up")
+        wait_gone(worker.pid)
+        assert not engine.is_running(), "a zombie was left"
+        healthy.wait_until(lambda: healthy.metrics()[UP] == 1, "the engine to be up")
         stream.send("llm", "back again")
         stream.wait(num_texts=len(stream.texts) + 2)
     assert stream.texts[-2:] == [" back", " again"]
 
 
 @pytest.mark.parametrize("fault", ["crash", "garbage"])
-def test_every_stream_is_answered_when_the_engine_fails(healthy: TritonServer, fault: str) -> None:
-    before = healthy.metrics()[RESTARTS]
+def test_every_stream_is_answered_when_the_engine_fails(stays_down: TritonServer, fault: str) -> None:
+    healthy, before = stays_down, stays_down.metrics()[RESTARTS]
     with GrpcStream(healthy.grpc_url) as stream:
         for _ in range(8):
             stream.send("llm", {"tokens": 100000})
         stream.wait(num_texts=20)
         stream.send("llm", {"tokens": 1})  # at its end the engine reports the others as running
-        healthy.wait_until(lambda: healthy.metrics()[RUNNING] == 8, 2, "8 running requests")
+        healthy.wait_until(lambda: healthy.metrics()[RUNNING] == 8, "8 running requests")
         stream.send("llm", {"tokens": 3, "then": fault})
         stream.wait(num_ends=10)
         assert len(stream.errors) == 9
         assert all(error.startswith("the engine of model 'llm' ") for error in stream.errors)
         assert all(error.endswith("; it is being restarted") for error in stream.errors)
-        started = time.monotonic()
         stream.send("llm", "while it is down")
         stream.wait(num_ends=11)
-        assert time.monotonic() - started < 0.3 and "is being restarted" in stream.errors[-1]
+        assert "is being restarted" in stream.errors[-1], "not kept for the next engine"
     samples = healthy.metrics()
     assert samples[UP] == 0 and samples[RESTARTS] == before + 1
     assert samples[RUNNING] == 0, "a gauge stays frozen while the engine is down"
     assert healthy.is_model_ready("llm")  # server 2.51 in this control mode cannot say otherwise: see the README there
 
 
-def test_the_client_learns_how_the_engine_died(healthy: TritonServer) -> None:
+def test_the_client_learns_how_the_engine_died(stays_down: TritonServer) -> None:
+    healthy = stays_down
     body = {"text_input": json.dumps({"tokens": 2, "then": "crash"})}
     [stream] = stream_many(healthy.http_url, "llm", [body])
     assert len(stream.texts()) == 2 and stream.is_complete
@@ -127,7 +134,7 @@ def test_the_client_learns_how_the_engine_died(healthy: TritonServer) -> None:
         "the engine of model 'llm' was killed by signal 9 (Killed) (its last error: about to crash near weights.bin); "
         "it is being restarted"
     )
-    healthy.wait_until(lambda: "serving llm version 1" in healthy.log.rpartition("its last lines:")[2], 2, "the log")
+    healthy.wait_until(lambda: "serving llm version 1" in healthy.log.rpartition("its last lines:")[2], "the log")
     status, reply = healthy.post("/v2/models/llm/generate", {"text_input": "x"})
     assert status >= 400 and b"is being restarted" in reply  # 400 on server 2.51, whatever the error code
 
@@ -200,16 +207,16 @@ def test_ready_is_false_while_the_engine_is_down_and_dependents_come_back(
     flag = repository / "fails"
     flag.touch()
     crash(loaded)
-    loaded.wait_until(lambda: not loaded.is_model_ready("llm"), 0.5, "llm not to be ready")
-    loaded.wait_until(lambda: not loaded.is_model_ready("ensemble"), 0.5, "the ensemble not to be ready")
-    loaded.wait_until(lambda: "could not be loaded again, next try" in loaded.log, 5, "a failed restart")
+    loaded.wait_until(lambda: not loaded.is_model_ready("llm"), "llm not to be ready", 5)
+    loaded.wait_until(lambda: not loaded.is_model_ready("ensemble"), "the ensemble not to be ready", 5)
+    loaded.wait_until(lambda: "could not be loaded again, next try" in loaded.log, "a failed restart")
     samples = loaded.metrics()
     assert samples[UP] == 0 and samples[RESTARTS] == before + 1  # the metrics outlive the unloaded model
     status, _ = loaded.post("/v2/models/llm/generate", {"text_input": "x"})
     assert status in (400, 404, 503)
     flag.unlink()
-    loaded.wait_model_ready("llm", 10)
-    loaded.wait_model_ready("ensemble", 2)
+    loaded.wait_model_ready("llm")
+    loaded.wait_model_ready("ensemble")
     [stream] = stream_many(loaded.http_url, "ensemble", [{"text_input": "well again"}])
     assert stream.texts() == [" well", " again"]
     assert loaded.metrics()[UP] == 1
@@ -220,11 +227,11 @@ def test_a_model_whose_folder_is_gone_is_not_loaded_again(explicit: TritonServer
     add_model(repository, "gone", {})
     assert explicit.load("gone")[0] == 200
     [engine] = set(psutil.Process(explicit.pid).children()) - others
-    engine.kill()
-    explicit.wait_until(lambda: not explicit.is_model_ready("gone"), 1, "the model to be unloaded")
     (repository / "gone").rename(repository.parent / "moved-away")
-    explicit.wait_until(lambda: "model gone is not in the repository any more" in explicit.log, 3, "the end of trying")
-    explicit.wait_until(lambda: UP.replace("llm", "gone") not in explicit.metrics(), 2, "its metrics to be gone")
+    engine.kill()
+    explicit.wait_until(lambda: not explicit.is_model_ready("gone"), "the model to be unloaded")
+    explicit.wait_until(lambda: "model gone is not in the repository any more" in explicit.log, "the end of trying")
+    explicit.wait_until(lambda: UP.replace("llm", "gone") not in explicit.metrics(), "its metrics to be gone")
 
 
 def test_an_engine_that_dies_while_it_drains_is_not_said_to_be_terminated(
@@ -233,7 +240,7 @@ def test_an_engine_that_dies_while_it_drains_is_not_said_to_be_terminated(
     add_model(repository, "mortal", {"drain": "die"})
     assert explicit.load("mortal")[0] == 200
     assert explicit.unload("mortal")[0] == 200
-    explicit.wait_until(lambda: "successfully unloaded 'mortal'" in explicit.log, 3, "the model to be unloaded")
+    explicit.wait_until(lambda: "successfully unloaded 'mortal'" in explicit.log, "the model to be unloaded")
     assert "the engine of model 'mortal' did not drain" not in explicit.log
 
 
@@ -243,11 +250,11 @@ def test_unload_lets_streams_finish_and_takes_the_metrics_away(loaded: TritonSer
         stream.send("llm", {"tokens": 100})
         stream.wait(num_texts=5)
         assert loaded.unload("ensemble")[0] == 200 and loaded.unload("llm")[0] == 200
-        loaded.wait_until(lambda: not loaded.is_model_ready("llm"), 1, "the model to be unloaded")
+        loaded.wait_until(lambda: not loaded.is_model_ready("llm"), "the model to be unloaded")
         stream.wait(num_ends=1)
         assert len(stream.texts) == 100 and not stream.errors
-    loaded.wait_until(lambda: not is_running(pid), 5, "the engine to be gone")
-    loaded.wait_until(lambda: UP not in loaded.metrics(), 2, "the metrics to be gone")
+    wait_gone(pid)
+    loaded.wait_until(lambda: UP not in loaded.metrics(), "the metrics to be gone")
     assert "did not drain in time" not in loaded.log
 
 
@@ -270,7 +277,7 @@ def test_sigterm_in_mid_stream_finishes_the_stream(fake_backend_dir: Path, tmp_p
         assert len(stream.texts) == 200 and not stream.errors
         server.stop()
         assert "did not drain in time" not in server.log
-        wait_gone(pid, 1)
+        wait_gone(pid)
 
 
 def test_sigterm_answers_what_does_not_end_within_the_drain_timeout(fake_backend_dir: Path, tmp_path: Path) -> None:
@@ -282,35 +289,35 @@ def test_sigterm_answers_what_does_not_end_within_the_drain_timeout(fake_backend
             stream.send("hung", {"tokens": 1, "then": "hang"})
             stream.wait(num_texts=10)
             os.kill(server.pid, signal.SIGTERM)
-            stream.wait(num_ends=2, timeout_s=5)
+            stream.wait(num_ends=2)
         assert len(stream.texts) == 101
         assert stream.errors == ["the server is shutting down and the request did not end within drain_timeout_s"]
         started = time.monotonic()
         server.stop()
-        assert time.monotonic() - started < 6, "a hung engine must not outlast the server's exit time-out of 10 s"
+        assert time.monotonic() - started < 10, "a hung engine must not outlast the server's exit time-out"
         assert "exit timeout expired" not in server.log.lower()
         assert server.log.count("did not drain in time; terminating it") == 1
         for engine in engines:
-            wait_gone(engine.pid, 1)
+            wait_gone(engine.pid)
 
 
 def test_no_orphan_is_left_when_the_server_is_killed(fake_backend_dir: Path, tmp_path: Path) -> None:
     with small_server(fake_backend_dir, tmp_path) as server:
         pid = engine_pid(server)
         os.kill(server.pid, signal.SIGKILL)
-        wait_gone(pid, 2)
+        wait_gone(pid)
 
 
 def test_a_server_killed_before_its_engine_connects_leaves_nothing(fake_backend_dir: Path, tmp_path: Path) -> None:
-    environment = {"TMPDIR": str(tmp_path / "tmp"), "FAKE_ENGINE_SLEEP_S": "30"}
+    environment = {"TMPDIR": str(tmp_path / "tmp"), "FAKE_ENGINE_SLEEP_S": "600"}
     (tmp_path / "tmp").mkdir()
     add_model(tmp_path / "repository", "llm", {})
     with TritonServer(tmp_path / "repository", fake_backend_dir, control_mode="explicit", env=environment) as server:
         threading.Thread(target=server.load, args=("llm",), daemon=True).start()
-        server.wait_until(lambda: len(psutil.Process(server.pid).children()) == 1, 5, "the engine to be started")
+        server.wait_until(lambda: len(psutil.Process(server.pid).children()) == 1, "the engine to be started")
         pid = engine_pid(server)
         os.kill(server.pid, signal.SIGKILL)
-        wait_gone(pid, 2)
+        wait_gone(pid)
         assert list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -326,7 +333,7 @@ def test_sigterm_while_the_engine_restarts_ends_the_server(
             (tmp_path / "slow").touch()
         crash(server)
         if is_loading:
-            server.wait_until(lambda: server.log.count("serving llm version 1") == 2, 5, "the second start")
+            server.wait_until(lambda: server.log.count("serving llm version 1") == 2, "the second start")
         started = time.monotonic()
-        server.stop(timeout_s=15)
-        assert time.monotonic() - started < 5
+        server.stop()
+        assert time.monotonic() - started < 10, "before the server's exit time-out"

@@ -67,7 +67,7 @@ def server(llm_server: LlmServer) -> Iterator[LlmServer]:
     names += ["safety", "quality"]
     for name in names:
         llm_server.unload(name)
-    llm_server.wait_until(lambda: not any(map(llm_server.is_model_ready, names)), 30, "the encoders to be unloaded")
+    llm_server.wait_until(lambda: not any(map(llm_server.is_model_ready, names)), "the encoders to be unloaded")
 
 
 def generate(server: LlmServer, model: str, **body: Any) -> dict[str, Any]:
@@ -182,12 +182,12 @@ def test_guarded_streams_the_text_of_llm(server: LlmServer, greedy: Any) -> None
 
 
 def test_an_unsafe_prompt_is_blocked_with_its_reason(server: LlmServer) -> None:
-    before = server.metric("slipstream_prompt_tokens_total")
+    before = server.settled("slipstream_prompt_tokens_total")
     answer = guarded(server, THREAT, stream=True)
     assert (answer.text, len(answer.responses)) == ("", 1)
     assert answer.last("blocked") and answer.last("block_reason") == b"prompt"
     assert b"violence" in answer.responses[0]["block_categories"] and answer.last("block_score") > 0.5
-    assert server.metric("slipstream_prompt_tokens_total") == before, "the LLM has not seen it"
+    assert server.settled("slipstream_prompt_tokens_total") == before, "the LLM has not seen it"
 
 
 @pytest.mark.parametrize("size", [1, 5, 1000])
@@ -238,17 +238,19 @@ def test_encoders_that_hang_fail_after_the_time_limit(server: LlmServer, policy:
         for _ in range(2):
             started = time.monotonic()
             answer = scripted(server, pieces, f"impatient_{policy}")
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < 15  # of the limits of 0.4 s, three or four pass
             assert not answer.last("safety_checked")
             blocked = (b"encoder_failure", "") if policy == "closed" else (b"", "".join(pieces))
             assert (answer.last("block_reason"), answer.text) == blocked
             assert answer.last("quality_score") == -1
     finally:
         sign.unlink()
-    server.wait_until(
-        lambda: scripted(server, pieces, f"impatient_{policy}").last("safety_checked"), 10, "the encoder to be back"
-    )
-    assert scripted(server, pieces, f"impatient_{policy}").last("quality_score") == 0.5
+
+    def is_well() -> bool:
+        answer = scripted(server, pieces, f"impatient_{policy}")
+        return bool(answer.last("safety_checked")) and answer.last("quality_score") == 0.5
+
+    server.wait_until(is_well, "the encoder to be back, in time for both of its calls")
 
 
 def test_a_silent_llm_is_given_up(server: LlmServer) -> None:
@@ -329,14 +331,13 @@ def test_errors_of_the_llm_reach_the_client(server: LlmServer) -> None:
 
 
 def test_a_cancelled_stream_frees_the_llms_cache(server: LlmServer) -> None:
-    """The client leaves after the first text; the LLM would go on for a thousand tokens."""
-    before = server.metric("slipstream_generation_tokens_total")
+    """The client leaves after the first text; the LLM would go on for two thousand tokens."""
+    before = server.settled("slipstream_cancellations_total")
     with grpc_stream(server.grpc_url, cancel=True) as stream:
-        endless = {"text_input": PROMPT, "stream": True, "max_tokens": 1500, "temperature": 1.0}
+        endless = {"text_input": PROMPT, "stream": True, "max_tokens": 2000, "temperature": 0.0}
         stream.send("guarded", endless, parameters={"ignore_eos": True})
         stream.receive()
-    server.wait_idle()
-    assert server.metric("slipstream_generation_tokens_total") - before < 1000
+    server.wait_counted(before + 1, "slipstream_cancellations_total")
     assert server.metric("slipstream_kv_blocks_used") == 0
 
 
