@@ -34,6 +34,7 @@ def start(client: triton.InferenceServerClient, arguments: argparse.Namespace, r
         tensor("text_input", "BYTES", arguments.prompt.encode(), shape),
         tensor("max_tokens", "INT32", arguments.max_tokens, shape),
         tensor("stream", "BOOL", True, shape),
+        tensor("end_id", "INT32", -1, shape),  # no token ends the text: it would go on to max_tokens
     ]
     outputs = [triton.InferRequestedOutput("text_output")]
     client.async_stream_infer(arguments.model, inputs, outputs=outputs, request_id=request_id)

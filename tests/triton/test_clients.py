@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from llm_server import ROOT, LlmServer
+from patience import PATIENCE_S
 
 EXAMPLES = sorted(path.name for path in (ROOT / "client_examples").glob("*.py"))
 PROMPT = "def fibonacci(n):\n"
@@ -20,7 +21,7 @@ PROMPT = "def fibonacci(n):\n"
 
 def run(name: str, *arguments: str, folder: Path = ROOT / "client_examples", **options: object) -> str:
     command = [sys.executable, str(folder / name), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE_S, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -67,12 +68,11 @@ def test_stream(llm_server: LlmServer, greedy: Callable[..., str], name: str) ->
 
 @pytest.mark.parametrize("how", [[], ["--stop"], ["--stop", "--model", "ensemble"]])
 def test_cancel(llm_server: LlmServer, how: list[str]) -> None:
-    before = llm_server.metric("slipstream_cancellations_total")
-    told = run("cancel.py", "--url", llm_server.grpc_url, "--max-tokens", "400", *how)
+    before = llm_server.settled("slipstream_cancellations_total")
+    told = run("cancel.py", "--url", llm_server.grpc_url, "--max-tokens", "1500", *how)
     figures = json.loads(told.splitlines()[-1])
-    assert figures["responses_before"] == 8 and figures["responses_after"] < 200
-    llm_server.wait_idle()
-    assert llm_server.metric("slipstream_cancellations_total") == before + 1
+    assert figures["responses_before"] == 8 and figures["responses_after"] < 1000
+    llm_server.wait_counted(before + 1, "slipstream_cancellations_total")
 
 
 def test_chat(llm_server: LlmServer) -> None:

@@ -1,5 +1,7 @@
 """Conformance, a test per tensor of the contract: taken as a tensor over gRPC and, a scalar, as a parameter over HTTP.
 
+Tokens are drawn here as for a client who says nothing of it, so no end token may make an answer shorter (ignore_eos).
+
 A tensor that is served must be accepted with an ordinary value; one that is declared for other clients' sake with its
 neutral value, and refused by name with another. Every output must come with its declared type and rank.
 """
@@ -86,7 +88,7 @@ def ask(server: LlmServer, tensors: dict[str, Any]) -> str:
     """The error of a short request, "" if it was served."""
     inputs = tensors if {"text_input", "input_ids"} & set(tensors) else {**PROMPT, **tensors}
     has_length = {"max_tokens", "request_output_len", "sampling_param_max_tokens"} & set(inputs)
-    parameters = None if has_length else {"max_tokens": 4}
+    parameters = {"ignore_eos": True, **({} if has_length else {"max_tokens": 4})}
     return grpc_infer(server.grpc_url, "llm", inputs, parameters=parameters, request_id="conformance").error
 
 
@@ -109,7 +111,7 @@ def test_a_served_tensor_is_taken(llm_server: LlmServer, spec: InputSpec) -> Non
 
 @pytest.mark.parametrize("spec", [s for s in SERVED if s.dims == (1,)], ids=name)
 def test_a_scalar_is_taken_as_a_parameter_over_http(llm_server: LlmServer, spec: InputSpec) -> None:
-    body = {**PROMPT, "max_tokens": 4, **COMPANIONS.get(spec.name, {}), spec.name: ordinary(spec)}
+    body = {**PROMPT, "max_tokens": 4, "ignore_eos": True, **COMPANIONS.get(spec.name, {}), spec.name: ordinary(spec)}
     if spec.target == "max_tokens" and spec.name != "max_tokens":
         del body["max_tokens"]  # two names of one setting may not disagree
     if "input_ids" in body:
@@ -139,7 +141,11 @@ def test_a_tensor_that_is_not_served_is_taken_only_neutral(llm_server: LlmServer
 def test_an_output_comes_as_declared(llm_server: LlmServer, spec: OutputSpec) -> None:
     inputs = {**PROMPT, "stream": True, **({spec.flag: True} if spec.flag else {})}
     answer = grpc_infer(
-        llm_server.grpc_url, "llm", inputs, outputs=("text_output", spec.name), parameters={"max_tokens": 3}
+        llm_server.grpc_url,
+        "llm",
+        inputs,
+        outputs=("text_output", spec.name),
+        parameters={"max_tokens": 3, "ignore_eos": True},
     )
     assert answer.error == ""
     arrays = [response[spec.name] for response in answer.responses if spec.name in response]

@@ -15,6 +15,7 @@ from llm_server import LlmServer
 
 PROMPT = "def fibonacci(n):\n"
 GREEDY = {"max_tokens": 24, "temperature": 0.0}
+N_SEQUENCES = {"max_tokens": 8, "temperature": 1.0, "n": 3, "seed": 7, "ignore_eos": True}
 
 
 def infer(server: LlmServer, inputs: dict[str, Any], **options: Any) -> Any:
@@ -114,17 +115,13 @@ def test_a_wrong_field_is_invalid_argument_over_grpc(llm_server: LlmServer) -> N
 
 
 def test_n_sequences(llm_server: LlmServer) -> None:
-    sampling = {"max_tokens": 8, "temperature": 1.0, "n": 3, "seed": 7}
-    inputs = {"text_input": PROMPT, "stream": True, "sampling_parameters": json.dumps(sampling)}
+    inputs = {"text_input": PROMPT, "stream": True, "sampling_parameters": json.dumps(N_SEQUENCES)}
     answer = infer(llm_server, inputs, outputs=("text_output", "sequence_index", "finish_reason"))
     texts = dict.fromkeys(range(3), "")
     for response in answer.responses:
         texts[int(response["sequence_index"][0])] += response["text_output"][0].decode()
     assert all(texts.values()) and len(set(texts.values())) > 1
     assert sorted(filter(None, answer.all("finish_reason"))) == [b"length"] * 3
-
-
-N_SEQUENCES = {"max_tokens": 8, "temperature": 1.0, "n": 3, "seed": 7}
 
 
 def test_n_sequences_share_one_response_unless_streaming(llm_server: LlmServer) -> None:
@@ -149,7 +146,7 @@ def test_n_sequences_over_http_generate(llm_server: LlmServer) -> None:
 
 def test_n_sequences_that_are_stopped_share_one_response(llm_server: LlmServer) -> None:
     """A time limit ends all of them, a stop string one earlier than the others: still one response."""
-    late = {**N_SEQUENCES, "max_tokens": 900, "ignore_eos": True, "timeout_ms": 200}
+    late = {**N_SEQUENCES, "max_tokens": 1500, "timeout_ms": 200}
     inputs = {"text_input": PROMPT, "return_finish_reason": True}
     [response] = infer(llm_server, inputs, parameters=late).responses
     assert response["finish_reason"].tolist() == [b"timeout"] * 3
@@ -226,13 +223,11 @@ def test_stream_interval_coalesces_but_not_the_first_token(llm_server: LlmServer
 
 def test_a_prefix_is_found_again_and_metrics_move(llm_server: LlmServer, greedy: Callable[..., str]) -> None:
     prompt = "import os\nimport sys\n" * 40  # several blocks
-    llm_server.wait_idle()
-    before = llm_server.metric("slipstream_generation_tokens_total")
+    before = llm_server.settled("slipstream_generation_tokens_total")
     for _ in range(2):
         inputs = {"text_input": prompt, "stream": True, "sampling_parameters": json.dumps(GREEDY)}
         assert infer(llm_server, inputs).text == greedy(prompt)
-    llm_server.wait_idle()
-    assert llm_server.metric("slipstream_generation_tokens_total") == before + 48
+    llm_server.wait_counted(before + 48, "slipstream_generation_tokens_total")
     assert llm_server.metric("slipstream_prefix_cache_hits_tokens_total") > 0
     assert llm_server.metric("slipstream_requests_finished_total", reason="length") > 0
     assert llm_server.metric("slipstream_time_to_first_token_seconds_count") > 0
