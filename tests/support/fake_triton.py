@@ -1,7 +1,8 @@
 """A stand-in for Triton's gRPC with scripted models, so that the gateway is tested alone: answers, faults and all.
 
 A prompt is JSON such as {"pieces": ["Hel", "lo"], "fail": ["UNAVAILABLE", "the engine died"]}: the pieces are sent one
-by one, then the request ends or fails. {"hang": true} sends no more until the client cancels. The model `blocking` has
+by one, then the request ends or fails. {"hang": true} sends no more until its own client cancels. `cancelled` is set
+by a client that leaves before the end of what it asked for, and by no other. The model `blocking` has
 the tensors of model_repository/guarded but counts no tokens; {"blocked": ["answer", "violence"]} are its last
 response's reason and categories.
 """
@@ -37,6 +38,19 @@ STRING, FP32 = model_config_pb2.TYPE_STRING, model_config_pb2.TYPE_FP32
 def string(text: str) -> bytes:
     data = text.encode()
     return len(data).to_bytes(4, "little") + data
+
+
+class Stream:
+    """cancelled: to be set if the client leaves before it has its answer."""
+
+    def __init__(self, cancelled: threading.Event) -> None:
+        self._cancelled = cancelled
+        self.has_ended, self.is_answered = threading.Event(), threading.Event()
+
+    def end(self) -> None:
+        if not self.is_answered.is_set():
+            self._cancelled.set()
+        self.has_ended.set()
 
 
 class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
@@ -119,7 +133,16 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
         return reply
 
     def ModelStreamInfer(self, request_iterator: Any, context: Any) -> Iterator[Any]:
-        context.add_callback(self.cancelled.set)
+        stream = Stream(self.cancelled)
+        context.add_callback(stream.end)
+        try:
+            yield from self._answers(request_iterator, context, stream)
+        except Exception:  # context.abort; one who leaves has ended the stream before
+            stream.is_answered.set()
+            raise
+        stream.is_answered.set()
+
+    def _answers(self, request_iterator: Any, context: Any, stream: Stream) -> Iterator[Any]:
         for request in request_iterator:
             self.requests.append(request)
             if refusal := self._refusal(request):
@@ -134,9 +157,11 @@ class FakeTriton(service_pb2_grpc.GRPCInferenceServiceServicer):
                 pieces = ["".join(pieces)]
             for number, piece in enumerate(pieces):
                 is_last = number == len(pieces) - 1 and "fail" not in script and "hang" not in script
+                if is_last:
+                    stream.is_answered.set()
                 yield self._reply(names, piece, script.get("reason", "stop") if is_last else "", script)
             if "hang" in script:
-                self.cancelled.wait(20)
+                stream.has_ended.wait(60)
             if "fail" in script:
                 code, message = script["fail"]
                 if code:
