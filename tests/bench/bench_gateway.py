@@ -18,6 +18,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,17 +96,22 @@ def median(runs: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
-def through_gateway(server: TritonServer, load: Load, *arguments: str) -> dict[str, float]:
-    with GatewayProcess(server.grpc_url, ["--workers", str(load.num_workers), *arguments]) as gateway:
-        measure_gateway(server, gateway, load)  # warm up; the gateway learns the model's rate
-        return median([measure_gateway(server, gateway, load) for _ in range(load.repeats)])
-
-
 def directly(server: TritonServer, client: Path, request: Path, load: Load) -> dict[str, float]:
-    measure(server, client, request, load.num_streams, load.num_tokens)  # warm up
-    runs = [measure(server, client, request, load.num_streams, load.num_tokens) for _ in range(load.repeats)]
-    figures = median(runs)
+    figures = measure(server, client, request, load.num_streams, load.num_tokens)
     return {**figures, "tokens_per_s": figures["responses_per_s"], "tokens_per_event": 1.0, "gateway_us": 0.0}
+
+
+def take_turns(ways: Mapping[str, Callable[[], dict[str, float]]], repeats: int) -> list[dict[str, object]]:
+    """Rows by COLUMNS. The ways take turns, so that what else the machine does falls on all of them; the first round
+    warms up, and the gateway learns the model's rate. ratio: the median of each round's, to the first way's.
+    """
+    rounds = [{name: way() for name, way in ways.items()} for _ in range(1 + repeats)][1:]
+    first, rows = next(iter(ways)), []
+    for name in ways:
+        figures = median([one[name] for one in rounds])
+        ratio = statistics.median(one[name]["tokens_per_s"] / one[first]["tokens_per_s"] for one in rounds)
+        rows.append({"way": name, "ratio": ratio, **figures})
+    return rows
 
 
 def write_repository(folder: Path) -> Path:
@@ -125,15 +131,18 @@ def run(load: Load) -> list[dict[str, object]]:
         scratch = Path(name)
         client = build_client()
         request = write_request(scratch / "request.bin", load.num_tokens)
-        with TritonServer(write_repository(scratch / "repository"), backends, env=dict(os.environ)) as server:
-            direct = directly(server, client, request, load)
+        workers = ["--workers", str(load.num_workers), "--max-events-per-s"]
+        with (
+            TritonServer(write_repository(scratch / "repository"), backends, env=dict(os.environ)) as server,
+            GatewayProcess(server.grpc_url, [*workers, "0"]) as plain,
+            GatewayProcess(server.grpc_url, [*workers, str(load.max_events_per_s)]) as sharing,
+        ):
             ways = {
-                "direct gRPC": direct,
-                "gateway, 1 token per event": through_gateway(server, load, "--max-events-per-s", "0"),
-                "gateway": through_gateway(server, load, "--max-events-per-s", str(load.max_events_per_s)),
+                "direct gRPC": lambda: directly(server, client, request, load),
+                "gateway, 1 token per event": lambda: measure_gateway(server, plain, load),
+                "gateway": lambda: measure_gateway(server, sharing, load),
             }
-    ratio = direct["tokens_per_s"]
-    return [{"way": way, "ratio": figures["tokens_per_s"] / ratio, **figures} for way, figures in ways.items()]
+            return take_turns(ways, load.repeats)
 
 
 def main() -> int:
@@ -152,6 +161,7 @@ def main() -> int:
     for row in rows:
         cells = [row[name] for name in COLUMNS]
         print("| " + " | ".join(cell if isinstance(cell, str) else f"{cell:.4g}" for cell in cells) + " |")
+    print(f"load {os.getloadavg()[0]:.1f}")
     return 0
 
 

@@ -19,7 +19,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "tests/support")]
@@ -63,26 +66,45 @@ def one(server: LlmServer, model: str, num_tokens: int) -> tuple[float, float, i
     return first * 1e3, last * 1e3 / num_tokens, len(arrivals)
 
 
+@dataclass
+class Figures:
+    """Of one way. rows: (first text ms, ms a token, responses) of each answer; the others of each round."""
+
+    rows: list[tuple[float, float, int]] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)
+
+    def line(self, name: str, streams: int) -> str:
+        first, token, responses = (statistics.median(column) for column in zip(*self.rows))
+        rate, cpu = statistics.median(self.rates), statistics.median(self.cpu_us)
+        return f"| {name} | {streams} | {first:.1f} | {token:.3f} | {rate:.0f} | {cpu:.0f} | {responses:.0f} |"
+
+
+def cpu_seconds(server: LlmServer, model: str) -> float:
+    """Of the Python backend's processes of a model; 0 for `llm`, which has none."""
+    file = str(server.repository / model / "1/model.py")
+    processes = [one for one in psutil.Process(server.pid).children() if file in one.cmdline()]
+    return sum(one.cpu_times().user + one.cpu_times().system for one in processes)
+
+
 def measure(server: LlmServer, arguments: argparse.Namespace) -> None:
     """The ways take turns, so that what else the machine does falls on all of them."""
-    rows: dict[str, list[tuple[float, float, int]]] = {name: [] for name in WAYS}
-    rates: dict[str, list[float]] = {name: [] for name in WAYS}
-    loads = []
+    figures, loads, num_tokens = {name: Figures() for name in WAYS}, [], arguments.tokens * arguments.streams
     with ThreadPoolExecutor(arguments.streams) as pool:
         for number in range(1 + arguments.repeats):
             for name, model in WAYS.items():
-                started = time.perf_counter()
+                started, used = time.perf_counter(), cpu_seconds(server, model)
                 calls = [pool.submit(one, server, model, arguments.tokens) for _ in range(arguments.streams)]
-                found = [call.result() for call in calls]
+                rows = [call.result() for call in calls]
                 if number:  # the first round warms up
-                    rows[name] += found
-                    rates[name].append(arguments.tokens * arguments.streams / (time.perf_counter() - started))
+                    figures[name].rows += rows
+                    figures[name].rates.append(num_tokens / (time.perf_counter() - started))
+                    figures[name].cpu_us.append((cpu_seconds(server, model) - used) / num_tokens * 1e6)
             loads.append(os.getloadavg()[0])
-    print("| way | streams | first text ms | ms a token, all in | tokens/s | responses |\n|---|--:|--:|--:|--:|--:|")
+    columns = ("way", "streams", "first text ms", "ms a token, all in", "tokens/s", "guard CPU us a token", "responses")
+    print(f"| {' | '.join(columns)} |\n|---|" + "--:|" * (len(columns) - 1))
     for name in WAYS:
-        first, token, responses = (statistics.median(column) for column in zip(*rows[name]))
-        rate = statistics.median(rates[name])
-        print(f"| {name} | {arguments.streams} | {first:.1f} | {token:.3f} | {rate:.0f} | {responses:.0f} |")
+        print(figures[name].line(name, arguments.streams))
     print(f"load {min(loads):.1f} to {max(loads):.1f}", flush=True)
 
 
