@@ -6,7 +6,9 @@
 
 With a checkpoint, acceptance is real: prompts are the beginnings of held-out texts, or texts to repeat with small edits
 (--task edit). With --shape, weights are random and acceptance is simulated: drafts cost what they cost, and of each
-verification as many are taken as the method's rates (profiles.py) say. One JSON object per line, then a table.
+verification as many are taken as the method's rates (profiles.py) say. One JSON object per line, then a table. by_rows
+says what decode steps took: [rows a request, how many, median ms, longest ms, tokens a request]; costs, of an engine
+with CUDA graphs, is what its planner was told at start.
 """
 
 from __future__ import annotations
@@ -19,9 +21,12 @@ import shutil
 import tempfile
 import time
 from bisect import bisect
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +35,7 @@ from shapes import SHAPES
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.speculation import MeasuredStep
 from slipstream.nn.batch import ForwardBatch
 from slipstream.runtime import verifier, verify
 from slipstream.runtime.engine import Engine
@@ -38,7 +44,7 @@ from slipstream.runtime.speculation import ngram
 from slipstream.runtime.speculation.proposer import PROPOSERS
 from slipstream_kernels import ops
 
-DRAFT_SHAPE = "llama3-1b"
+DRAFT_SHAPES = {"llama3-8b": "llama3-1b", "baichuan2-13b": "llama3-1b"}  # of other shapes: the shape itself
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "slipstream-demo-code"
 
 
@@ -90,8 +96,11 @@ class TalkativeNgram(ngram.NgramProposer):
         return (super()._continue(request, num_drafts) + request.token_ids[-num_drafts:])[:num_drafts]
 
 
-def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, float]:
+def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, Any]:
     """Decode all prompts at once; timed from when all are prefilled, so that prompts do not count."""
+    planner = engine.scheduler.planner
+    steps: list[MeasuredStep] = []
+    planner.measure = lambda step: (steps.append(step), type(planner).measure(planner, step))[1]  # type: ignore[method-assign]
     requests = [Request(list(prompt), wanted) for prompt, wanted in zip(prompts, params)]
     for request in requests:
         engine.submit(request)
@@ -113,7 +122,34 @@ def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) 
         "tokens_per_step": made / max(1, num_rows),
         "acceptance": accepted / max(1, drafted),
         "steps": num_steps,
+        "by_rows": by_rows(steps),
     }
+
+
+def by_rows(steps: list[MeasuredStep]) -> list[list[float]]:
+    """What steps took, by their rows a request, rounded; see the head of this file."""
+    alike: dict[int, list[MeasuredStep]] = defaultdict(list)
+    for step in steps:
+        alike[round(step.num_rows / step.num_running)].append(step)
+    return [
+        [
+            rows,
+            len(some),
+            round(1e3 * median(step.seconds for step in some), 3),
+            round(1e3 * max(step.seconds for step in some), 3),
+            round(fmean(step.tokens_per_request for step in some), 3),
+        ]
+        for rows, some in sorted(alike.items())
+    ]
+
+
+def print_costs(method: str, engine: Engine) -> None:
+    costs = engine.scheduler.planner._costs
+    if costs is not None:
+        in_ms = lambda pairs: {size: round(1e3 * seconds, 3) for size, seconds in pairs}  # noqa: E731
+        drafting = {name: in_ms(pairs) for name, pairs in costs.drafting.items()}
+        told = {"plain": in_ms(costs.plain), "verified": in_ms(costs.verified), "drafting": drafting}
+        print(json.dumps({"method": method, "costs": told}), flush=True)
 
 
 def read_prompts(arguments: argparse.Namespace, engine: Engine, count: int) -> tuple[list[list[int]], list[int]]:
@@ -181,6 +217,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
     for method in ("plain", *arguments.methods):
         SimulatedVerification.rates = PROFILES.get(method.split(":")[0], [])
         engine = make_engine(arguments, method)
+        print_costs(method, engine)
         for temperature in arguments.temperatures:
             for count in arguments.concurrency:
                 prompts, lengths = read_prompts(arguments, engine, count)
@@ -191,7 +228,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
                 run(engine, prompts, [replace(wanted, max_tokens=8) for wanted in params])  # warm
                 best = max((run(engine, prompts, params) for _ in range(arguments.repeats)), key=lambda r: r["tok_s"])
                 record = {"method": method.split(":")[0], "temperature": temperature, "concurrency": count}
-                records.append({**record, **{key: round(value, 3) for key, value in best.items()}})
+                rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in best.items()}
+                records.append({**record, **rounded})
                 print(json.dumps(records[-1]), flush=True)
         engine.close()
         del engine
@@ -229,7 +267,7 @@ def table(records: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--shape", choices=tuple(SHAPES), help="random weights of this shape, acceptance simulated")
@@ -244,16 +282,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--throttle", choices=("auto", "off"), default="off")
     parser.add_argument("--options", nargs="*", default=[], help="further parameters, name=value")
     parser.add_argument("--out", type=Path)
-    return parser.parse_args()
+    return parser.parse_args(words)
 
 
-def main() -> None:
-    arguments = parse_args()
+def main(words: Sequence[str] | None = None) -> None:
+    arguments = parse_args(words)
     with tempfile.TemporaryDirectory() as folder:
         if arguments.shape:
             arguments.model = Path(folder) / "model"
             write_shape(arguments.shape, arguments.model)
-            write_shape(DRAFT_SHAPE, arguments.model.parent / "draft")
+            write_shape(DRAFT_SHAPES.get(arguments.shape, arguments.shape), arguments.model.parent / "draft")
         records = measure(arguments)
     print(table(records))
     if arguments.out:

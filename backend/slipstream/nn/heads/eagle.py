@@ -41,8 +41,8 @@ NUM_FEATURES = 3  # layers whose states EAGLE-3 reads
 
 
 def feature_layers(num_layers: int) -> tuple[int, int, int]:
-    """Layers before which EAGLE-3 takes the residual stream: low, middle, high."""
-    return 2, num_layers // 2, num_layers - 3
+    """Layers before which EAGLE-3 takes the residual stream: low, middle, high. Dummies may have fewer than three."""
+    return min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)
 
 
 T = TypeVar("T")

@@ -1,0 +1,39 @@
+"""bench_speculation.py's simulation, every method through the graphs that a GPU has: it must not fail there first."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from rehearsed_graphs import rehearse_graphs
+from slipstream.runtime import verifier
+from slipstream.runtime.speculation.proposer import PROPOSERS
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import bench_speculation
+from shapes import SHAPES, Shape
+
+SMALL = Shape(64, 3, 4, 2, 96, 600, max_len=512, head_dim=16)
+METHODS = ("ngram", "draft_model", "medusa", "mtp", "eagle")
+
+
+def test_every_method_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(SHAPES, "tiny", SMALL)
+    monkeypatch.setattr(verifier, "Verification", verifier.Verification)  # put back after the test
+    monkeypatch.setitem(PROPOSERS._entries, "ngram", PROPOSERS.get("ngram"))
+    rehearse_graphs(monkeypatch, (2,))
+    sizes = "--concurrency 2 --input-len 24 --output-len 40 --repeats 1 --throttle auto"
+    options = "--options device=cpu num_blocks=64 overlap_scheduling=on eagle_depth=3 eagle_top_k=4"
+    bench_speculation.main(["--shape", "tiny", "--methods", *METHODS, *sizes.split(), *options.split()])
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    found = {line["method"]: line for line in lines if "tok_s" in line}
+    assert set(found) == {"plain", *METHODS}
+    assert found["plain"]["tokens_per_step"] == 1.0
+    costs = {line["method"]: line["costs"] for line in lines if "costs" in line}
+    for method in METHODS:
+        assert found[method]["tokens_per_step"] > 1.2, method
+        assert any(rows > 1 and tokens > 1 for rows, _, _, _, tokens in found[method]["by_rows"])
+        assert costs[method]["plain"] and costs[method]["verified"]
