@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,17 @@ def test_stored_blocks_are_blocks_made_at_load(checkpoint: Path, tmp_path: Path)
     assert stored.spec.stored_format is not None
     assert torch.equal(logits(stored), logits(load(checkpoint, quantization="block_wise_fp8")))
     assert torch.equal(logits(load(tmp_path, quantization="block_wise_fp8")), logits(stored))
+
+
+@pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads this format with accelerate only")
+def test_transformers_reads_the_same_blocks(checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    decoder = load(store(checkpoint, tmp_path, DEEPSEEK, by_block))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).model.layers[0].self_attn
+    weight = torch.cat([theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight])
+    bias = torch.cat([theirs.q_proj.bias, theirs.k_proj.bias, theirs.v_proj.bias])
+    torch.testing.assert_close(decoder.layers[0].attention.qkv(torch.eye(128)), weight.t() + bias, rtol=1e-5, atol=1e-5)
 
 
 def test_stored_channels(checkpoint: Path, tmp_path: Path) -> None:

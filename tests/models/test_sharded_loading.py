@@ -1,4 +1,4 @@
-"""A checkpoint of several files, quantised as it is loaded: the host holds one of the files at a time, not all."""
+"""A checkpoint of several files, quantised as it is loaded, its head too: the host holds one of the files at a time."""
 
 from __future__ import annotations
 
@@ -25,18 +25,22 @@ from slipstream.nn.load import load_model
 def bytes_of(field):
     return int(open("/proc/self/status").read().split(field)[1].split()[0]) * 1024
 
-config = ModelConfig(model=sys.argv[1], device="cpu", dtype="bfloat16", quantization="wint8")
+config = ModelConfig(
+    model=sys.argv[1], device="cpu", dtype="bfloat16", quantization="wint8", quantize_lm_head=True
+)
 torch.zeros(4, 4) @ torch.zeros(4, 4)
 open("/proc/self/clear_refs", "w").write("5")  # the mark starts from here
 before = bytes_of("VmRSS:")
 decoder = load_model(config)
-held = sum(t.nbytes for layer in decoder.layers for linear in layer.linears() for t in linear.weights.values())
+linears = [decoder.lm_head, *(linear for layer in decoder.layers for linear in layer.linears())]
+held = sum(tensor.nbytes for linear in linears for tensor in linear.weights.values())
+held += decoder.embedding.weight.nbytes
 print(bytes_of("VmHWM:") - before, held)
 """
 
 
 def test_the_host_holds_one_shard(tmp_path: Path) -> None:
-    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 512, "max_position_embeddings": 64, **FIELDS}
+    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "max_position_embeddings": 64, **FIELDS}
     (tmp_path / "config.json").write_text(json.dumps(config))
     slots = load_model(ModelConfig(model=str(tmp_path), device="cpu", load_format="dummy")).tensor_slots(LLAMA_NAMES)
     weight_map = {}
