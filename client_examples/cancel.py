@@ -8,6 +8,7 @@ python cancel.py --stop         # send a request with the same id and `stop`: en
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 
 def tensor(name: str, kind: str, value: Any, shape: list[int]) -> triton.InferInput:
@@ -37,7 +39,8 @@ def start(client: triton.InferenceServerClient, arguments: argparse.Namespace, r
         tensor("end_id", "INT32", -1, shape),  # no token ends the text: it would go on to max_tokens
     ]
     outputs = [triton.InferRequestedOutput("text_output")]
-    client.async_stream_infer(arguments.model, inputs, outputs=outputs, request_id=request_id)
+    with contextlib.suppress(InferenceServerException):  # of a stream that broke already; its own error says why
+        client.async_stream_infer(arguments.model, inputs, outputs=outputs, request_id=request_id)
 
 
 def send_stop(url: str, request_id: str) -> None:

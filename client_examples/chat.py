@@ -7,6 +7,7 @@ chat template.  With --code every line you type is appended to a program that th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 
 def text_tensor(name: str, value: str) -> triton.InferInput:
@@ -31,7 +33,8 @@ def stream(url: str, model: str, prompt: str, sampling: dict[str, Any]) -> Itera
     outputs = [triton.InferRequestedOutput("text_output")]
     client = triton.InferenceServerClient(url)
     client.start_stream(lambda result, error: answers.put((result, error)))
-    client.async_stream_infer(model, inputs, outputs=outputs, enable_empty_final_response=True)
+    with contextlib.suppress(InferenceServerException):  # of a stream that broke already; its own error says why
+        client.async_stream_infer(model, inputs, outputs=outputs, enable_empty_final_response=True)
     try:
         while True:
             result, error = answers.get()

@@ -8,12 +8,14 @@ Every tensor has a leading batch dimension of 1 here, as those clients send it; 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import queue
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 
@@ -41,7 +43,8 @@ def stream(url: str, model: str, prompt: str, max_tokens: int, temperature: floa
     ]
     with triton.InferenceServerClient(url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
-        client.async_stream_infer(model, inputs, enable_empty_final_response=True)
+        with contextlib.suppress(InferenceServerException):  # of a stream that broke already; its own error says why
+            client.async_stream_infer(model, inputs, enable_empty_final_response=True)
         is_final = False
         while not is_final:
             result, error = answers.get()

@@ -6,14 +6,17 @@ python generate.py --prompt "def fibonacci(n):" --max-tokens 48
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import sys
+import urllib.error
 import urllib.request
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 
@@ -32,7 +35,8 @@ def generate_grpc(url: str, model: str, prompt: str, sampling: dict[str, Any]) -
     client.start_stream(lambda result, error: answers.put((result, error)))
     inputs = [text_tensor("text_input", prompt), text_tensor("sampling_parameters", json.dumps(sampling))]
     outputs = [triton.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")]
-    client.async_stream_infer(model, inputs, outputs=outputs)
+    with contextlib.suppress(InferenceServerException):  # of a stream that broke already; its own error says why
+        client.async_stream_infer(model, inputs, outputs=outputs)
     result, error = answers.get()
     client.stop_stream()
     if error is not None:
@@ -43,8 +47,13 @@ def generate_grpc(url: str, model: str, prompt: str, sampling: dict[str, Any]) -
 def generate_http(url: str, model: str, prompt: str, sampling: dict[str, Any]) -> tuple[str, int]:
     """POST /v2/models/<model>/generate: scalars next to text_input are sampling parameters."""
     body = json.dumps({"text_input": prompt, "return_num_output_tokens": True, **sampling}).encode()
-    with urllib.request.urlopen(f"http://{url}/v2/models/{model}/generate", data=body) as reply:
-        answer = json.loads(reply.read())
+    try:
+        with urllib.request.urlopen(f"http://{url}/v2/models/{model}/generate", data=body) as reply:
+            answer = json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"the server says: {error.read().decode()}") from None
+    except urllib.error.URLError as error:
+        raise SystemExit(f"{url} does not answer: {error.reason}") from None
     return answer["text_output"], answer["num_output_tokens"]
 
 

@@ -28,6 +28,8 @@ def stream(url: str, model: str, prompt: str, sampling: dict[str, Any]) -> Itera
                     yield json.loads(line[len(b"data:") :])
     except urllib.error.HTTPError as error:
         raise SystemExit(f"the server says: {error.read().decode()}") from None
+    except urllib.error.URLError as error:
+        raise SystemExit(f"{url} does not answer: {error.reason}") from None
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ A Python client spends 65-380 µs per message: above some thousand tokens per se
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import queue
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 PROMPTS = ("def fibonacci(n):\n", "import os\n\n", "class Stack:\n", "for index, value in enumerate(", '"""Read a file')
 
@@ -58,12 +60,14 @@ def run_stream(arguments: argparse.Namespace, todo: queue.SimpleQueue[int], figu
             index = todo.get_nowait()
         except queue.Empty:
             break
-        run_request(client, answers, arguments, index, figures)
+        if not run_request(client, answers, arguments, index, figures):
+            break
     client.stop_stream()
     client.close()
 
 
-def run_request(client: Any, answers: Any, arguments: argparse.Namespace, index: int, figures: Figures) -> None:
+def run_request(client: Any, answers: Any, arguments: argparse.Namespace, index: int, figures: Figures) -> bool:
+    """Whether the stream takes another."""
     sampling = {"max_tokens": arguments.max_tokens, "temperature": 0.0, "ignore_eos": True}
     inputs = [
         tensor("text_input", "BYTES", PROMPTS[index % len(PROMPTS)].encode()),
@@ -73,19 +77,21 @@ def run_request(client: Any, answers: Any, arguments: argparse.Namespace, index:
     ]
     outputs = [triton.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")]
     started, arrivals, num_tokens, is_final = time.perf_counter(), [], 0, False
-    client.async_stream_infer(arguments.model, inputs, outputs=outputs, enable_empty_final_response=True)
+    with contextlib.suppress(InferenceServerException):  # of a stream that broke already; its own error says why
+        client.async_stream_infer(arguments.model, inputs, outputs=outputs, enable_empty_final_response=True)
     while not is_final:
         arrived, result, error = answers.get()
         if error is not None:
             with figures.lock:
                 figures.errors.append(str(error))
-            return
+            return not str(error).startswith("[StatusCode.")  # else it is the stream's error, not the request's
         is_final = result.get_response().parameters["triton_final_response"].bool_param
         count = result.as_numpy("num_output_tokens")
         if count is not None and len(count):
             arrivals.append(arrived)
             num_tokens += int(count[0])
     figures.add(started, arrivals, num_tokens)
+    return True
 
 
 def percentiles(name: str, seconds: list[float]) -> str:

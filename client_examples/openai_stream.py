@@ -32,6 +32,8 @@ def stream(url: str, key: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]
                     yield chunk
     except urllib.error.HTTPError as error:
         raise SystemExit(f"the server says: {json.loads(error.read())['error']['message']}") from None
+    except urllib.error.URLError as error:
+        raise SystemExit(f"{url} does not answer: {error.reason}") from None
 
 
 def main() -> None:

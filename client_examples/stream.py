@@ -6,6 +6,7 @@ python stream.py --prompt "def fibonacci(n):" --max-tokens 64
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as triton
+from tritonclient.utils import InferenceServerException
 
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 
@@ -38,7 +40,8 @@ def stream(url: str, model: str, prompt: str, sampling: dict[str, Any]) -> Itera
     with triton.InferenceServerClient(url) as client:
         client.start_stream(lambda result, error: answers.put((result, error)))
         # without the empty final response a stream whose last text came earlier would not be seen to end
-        client.async_stream_infer(model, inputs, outputs=outputs, enable_empty_final_response=True)
+        with contextlib.suppress(InferenceServerException):  # of a stream that broke already; its own error says why
+            client.async_stream_infer(model, inputs, outputs=outputs, enable_empty_final_response=True)
         is_final = False
         while not is_final:
             result, error = answers.get()

@@ -35,6 +35,20 @@ def test_it_runs_alone(name: str, tmp_path: Path) -> None:
     assert ast.get_docstring(ast.parse((tmp_path / name).read_text()))
 
 
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_without_a_server_it_says_so(name: str) -> None:
+    address = "http://127.0.0.1:1" if name == "openai_stream.py" else "127.0.0.1:1"
+    command = [sys.executable, str(ROOT / "client_examples" / name), "--url", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, input="hello\n")
+    assert done.returncode == 1 and "refused" in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_a_refusal_is_shown_in_the_servers_words(llm_server: LlmServer) -> None:
+    command = [sys.executable, str(ROOT / "client_examples/generate.py"), "--url", llm_server.http_url]
+    done = subprocess.run([*command, "--protocol", "http", "--max-tokens", "-1"], capture_output=True, text=True)
+    assert done.returncode == 1 and "the server says" in done.stderr and "max_tokens: got -1" in done.stderr
+
+
 def test_generate(llm_server: LlmServer, greedy: Callable[..., str]) -> None:
     for protocol, url in (("grpc", llm_server.grpc_url), ("http", llm_server.http_url)):
         told = run("generate.py", "--url", url, "--protocol", protocol, "--prompt", PROMPT, "--max-tokens", "24")
