@@ -62,19 +62,23 @@ def test_finish_ends_one_sequence_only(engine: Engine) -> None:
     assert len(told[first].token_ids) < 10 and len(told[second].token_ids) == 200
 
 
-def test_deadline_and_queue_timeout(tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama, scheduler={"max_num_seqs": 1, "default_max_queue_ms": 30})
+def test_deadline_and_queue_timeout(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that goes on when the test says so."""
+    engine = make_engine(tiny_llama, scheduler={"max_num_seqs": 1, "default_max_queue_ms": 1000})
+    clock, expire = [time.monotonic()], engine.scheduler.expire
+    monkeypatch.setattr(engine.scheduler, "expire", lambda now: expire(clock[0]))
     told: dict[Request, Told] = {}
-    (late,) = engine.submit(_request(1, deadline=time.monotonic() + 0.02))
+    (late,) = engine.submit(_request(1, deadline=clock[0] + 2000))
     (queued,) = engine.submit(_request(2))
-    end = time.monotonic() + 5
-    while engine.has_work and time.monotonic() < end:
-        run_steps(engine, told, 1)
-        time.sleep(0.005)
-        if len(late.token_ids) > 210:
-            break
-    assert told[late].finish_reason is FinishReason.TIMEOUT and 0 < len(told[late].token_ids) < 200
-    assert queued in told
+    run_steps(engine, told, 5)
+    assert told[late].token_ids and queued not in told
+    clock[0] += 1000  # seconds; one is the limit of the queue
+    run_steps(engine, told, 5)
+    assert told[queued].finish_reason is FinishReason.TIMEOUT and told[queued].token_ids == []
+    assert told[late].finish_reason is None
+    clock[0] += 1001
+    run_steps(engine, told)
+    assert told[late].finish_reason is FinishReason.TIMEOUT and 0 < len(told[late].token_ids) < 20
 
 
 def test_cancelled_prompt_logprobs_leave_nothing(tiny_llama: Path) -> None:
