@@ -13,7 +13,7 @@ def test_every_kernel_compiles_for_hopper(root: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     script = root / "tests" / "support" / "compile_kernels_sm90.py"
-    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = set(re.findall(r"^(_\w+_kernel) [1-9]\d*$", done.stdout, re.MULTILINE))
     sources = (root / "kernels" / "slipstream_kernels" / "triton").glob("*.py")

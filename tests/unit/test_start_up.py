@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 
 import pytest
@@ -20,4 +21,4 @@ def test_phases_add_up(caplog: pytest.LogCaptureFixture) -> None:
     assert 0.02 <= phases.seconds["plan"] + phases.seconds["weights"] <= time.monotonic() - start
     with caplog.at_level(logging.INFO):
         phases.log()
-    assert "spawn and imports" in caplog.text and "plan 0.0" in caplog.text
+    assert "spawn and imports" in caplog.text and re.search(r"plan \d", caplog.text)
