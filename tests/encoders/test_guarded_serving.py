@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from fake_models import ERROR, FakeModels
 from fake_python_backend import InferenceRequest, Sender, Tensor, TritonError, fake_utils
+from patience import PATIENCE_S, wait_until
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.encoders.guard_settings import read_settings
 from slipstream.encoders.own_server import grpc_url_of, own_grpc_url
@@ -141,6 +142,7 @@ def test_many_requests_run_at_once_in_one_process(guard: Open) -> None:
 
 def test_pieces_that_come_during_a_check_are_checked_together(guard: Open) -> None:
     def llm(models: FakeModels, context: Any) -> Iterator[str]:
+        models.may_check.clear()  # of the prompt it has ended
         yield "first "
         while "first " not in models.checked:
             time.sleep(0.005)
@@ -148,14 +150,7 @@ def test_pieces_that_come_during_a_check_are_checked_together(guard: Open) -> No
         models.may_check.set()
 
     models = FakeModels(llm)
-    sender = Sender()
-    request = request_of("prompt", sender=sender)
-    model = guard(models)
-    model.execute([request])
-    while "prompt" not in models.checked:
-        time.sleep(0.005)
-    models.may_check.clear()
-    assert sender.wait().text == "first " + "second " * 20
+    assert ask(guard(models), "prompt").wait().text == "first " + "second " * 20
     assert len(models.checked) < 10
 
 
@@ -203,7 +198,7 @@ def test_a_client_that_leaves_stops_the_llm(guard: Open) -> None:
     while not sender.sent:
         time.sleep(0.01)
     sender.is_gone = True
-    assert models.cancelled.wait(10), "the LLM goes on"
+    assert models.cancelled.wait(PATIENCE_S), "the LLM goes on"
     assert all(one.error is None for one in sender.wait().sent)
 
 
@@ -214,7 +209,7 @@ def test_unsafe_text_stops_the_llm(guard: Open) -> None:
 
     models = FakeModels(llm)
     sender = ask(guard(models)).wait()
-    assert models.cancelled.wait(10), "the LLM goes on"
+    assert models.cancelled.wait(PATIENCE_S), "the LLM goes on"
     assert (sender.text, bytes(sender.sent[-1].outputs["block_reason"][0])) == ("", b"answer")
 
 
@@ -222,7 +217,7 @@ def test_a_silent_llm_is_given_up(guard: Open) -> None:
     models = FakeModels(silent)
     sender = ask(guard(models, llm_timeout_ms="100")).wait()
     assert sender.error.text == "llm was silent for longer than llm_timeout_ms=100"
-    assert sender.error.number == TritonError.UNAVAILABLE and models.cancelled.wait(10)
+    assert sender.error.number == TritonError.UNAVAILABLE and models.cancelled.wait(PATIENCE_S)
 
 
 def test_an_encoder_that_hangs_is_given_up(guard: Open) -> None:
@@ -234,9 +229,7 @@ def test_an_encoder_that_hangs_is_given_up(guard: Open) -> None:
         assert (bytes(last["block_reason"][0]), bool(last["safety_checked"][0])) == (b"encoder_failure", False)
     assert len(models.checked) == 1, "the second did not wait"
     models.may_check.set()
-    deadline = time.monotonic() + 10
-    while ask(model).wait().text != "fine":
-        assert time.monotonic() < deadline
+    wait_until(lambda: ask(model).wait().text == "fine", "the encoder to be back")
 
 
 def test_what_still_runs_when_the_model_is_unloaded_is_answered(guard: Open) -> None:
@@ -246,7 +239,7 @@ def test_what_still_runs_when_the_model_is_unloaded_is_answered(guard: Open) -> 
     while not sender.sent:
         time.sleep(0.01)
     model.finalize()
-    assert sender.wait().error.number == TritonError.UNAVAILABLE and models.cancelled.wait(10)
+    assert sender.wait().error.number == TritonError.UNAVAILABLE and models.cancelled.wait(PATIENCE_S)
     assert "guarded" not in {thread.name for thread in threading.enumerate()}
 
 

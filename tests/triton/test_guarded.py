@@ -51,7 +51,7 @@ def server(llm_server: LlmServer) -> Iterator[LlmServer]:
     write_hanging_encoder(llm_server.repository, "hanging")
     for policy in ("open", "closed"):
         calls = {"llm": "scripted", "safety": "hanging", "quality": "hanging", "on_encoder_failure": policy}
-        copy_guarded(llm_server, f"impatient_{policy}", encoder_timeout_ms="400", llm_timeout_ms="900", **calls)
+        copy_guarded(llm_server, f"impatient_{policy}", encoder_timeout_ms="400", llm_timeout_ms="2000", **calls)
     pipelines += ("impatient_open", "impatient_closed")
     names = [
         "guarded_ensemble",
@@ -254,11 +254,11 @@ def test_encoders_that_hang_fail_after_the_time_limit(server: LlmServer, policy:
 
 
 def test_a_silent_llm_is_given_up(server: LlmServer) -> None:
-    script = {"pieces": ["Well."], "silent_s": 2.5}
+    script = {"pieces": ["Well."], "silent_s": 4}
     asked = {"text_input": "Hello", "sampling_parameters": json.dumps(script)}
     started = time.monotonic()
     assert (
-        "scripted was silent for longer than llm_timeout_ms=900"
+        "scripted was silent for longer than llm_timeout_ms=2000"
         in grpc_infer(server.grpc_url, "impatient_open", asked).error
     )
     grpc_infer(server.grpc_url, "scripted", {"sampling_parameters": "{}"})  # it takes one request at a time
