@@ -52,7 +52,8 @@ class DraftModelProposer:
         self._model = load_model(model, spec, hardware.device, resolve_dtype(model.dtype, spec, hardware.device))
         own = replace(hardware, dtype=self._model.placement.dtype, kv_dtype=self._model.placement.dtype)
         self._caches = allocate_pool(spec, own, plan).layers
-        self._words = VocabularyMap.between(config.model, model, surroundings.target.spec.vocab_size, hardware.device)
+        sizes = surroundings.target.spec.vocab_size, spec.vocab_size
+        self._words = VocabularyMap.between(config.model, model, *sizes, hardware.device)
         self._seen = SeenTokens(plan.num_blocks, plan.block_size)
         self._fed: dict[int, tuple[int, list[int]]] = {}  # by request: drafts that were fed, and from which place on
         self._max_tokens = config.scheduler.max_num_batched_tokens
