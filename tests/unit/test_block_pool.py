@@ -69,16 +69,3 @@ def test_the_first_block_of_equal_content_stays_the_one_that_is_found() -> None:
     pool.release([blocks[1]])
     assert pool.num_cached_blocks == 0, "the duplicate has nothing to offer"
     pool.check()
-
-
-def test_clear_cache_forgets_content_but_not_owners() -> None:
-    pool = BlockPool(3)
-    used, cached = pool.allocate(1) or [], pool.allocate(1) or []
-    pool.publish(used[0], b"used")
-    pool.publish(cached[0], b"cached")
-    pool.release(cached)
-    pool.clear_cache()
-    assert pool.find(b"used") is None and pool.find(b"cached") is None
-    assert pool.num_used_blocks == 1 and pool.num_free_blocks == 2
-    pool.release(used)
-    pool.check()

@@ -92,13 +92,6 @@ class BlockPool:
     def count_unreferenced(self, blocks: Iterable[int]) -> int:
         return sum(1 for block in blocks if self._ref_counts[block] == 0)
 
-    def clear_cache(self) -> None:
-        """Forget all cached content (the weights changed); used blocks stay with their owners, unfindable."""
-        self._empty.extend(self._cached)
-        self._cached.clear()
-        self._block_of.clear()
-        self._hashes = [None] * self.num_blocks
-
     def check(self) -> None:
         """Assert the pool's invariants; O(num_blocks), for tests."""
         used = {block for block, count in enumerate(self._ref_counts) if count > 0}

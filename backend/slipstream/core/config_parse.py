@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,15 +180,6 @@ def _set(config: EngineConfig, path: str, value: object) -> EngineConfig:
 
 def parameter_default(parameter: Parameter) -> Any:
     return _default(EngineConfig(), parameter.path)
-
-
-def unreachable_fields() -> list[str]:
-    """Fields of the configuration that no parameter sets (a test holds this to what is meant)."""
-    paths = {parameter.path for parameter in PARAMETERS}
-    sections = {f.name: getattr(EngineConfig(), f.name) for f in fields(EngineConfig) if f.name != "task"}
-    return [
-        f"{name}.{f.name}" for name, part in sections.items() for f in fields(part) if f"{name}.{f.name}" not in paths
-    ]
 
 
 def _version_folder(model_dir: Path, version: int) -> str:

@@ -128,7 +128,6 @@ def _are_words(words: Any) -> bool:
     return all(word and all(map(_is_token_id, word)) for word in words)
 
 
-_METHODS = (*SPECULATIVE_METHODS, NO_SPECULATION)
 _WORDS_IDS = f"non-empty lists of token ids from 0 to {MAX_INT32}"
 
 # (field, predicate, what is accepted): one row per bounded field. What passes fits the type that the engine holds it

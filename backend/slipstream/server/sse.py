@@ -118,11 +118,6 @@ async def _body(send: Send, data: bytes, more: bool) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
-def delta_event(head: dict[str, Any], choice: dict[str, Any]) -> bytes:
-    """One chunk with one choice."""
-    return event({**head, "choices": [choice]})
-
-
 class TextEvents:
     """The events of plain text, by far the most frequent: JSON around the text is made once, not per token."""
 
