@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
@@ -207,3 +208,24 @@ def test_shapes_are_those_of_the_tensors(model: Path, tmp_path: Path) -> None:
     for folder in (make_eagle(model, tmp_path / "bin"), make_eagle3(model, tmp_path / "safetensors")):
         tensors = read_tensors("eagle_head", folder)
         assert read_shapes("eagle_head", folder) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def test_a_head_of_the_hub_may_be_pickled(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a repository everything that a head may be published as is fetched; one that is not there is named."""
+    folder = make_medusa(model, tmp_path, is_pickled=True)
+    fetched: list[str] = []
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        if name != "org/heads":
+            raise OSError("there is none")
+        fetched.extend(file.name for file in folder.iterdir() if any(file.match(pattern) for pattern in allow_patterns))
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    config = SpeculationConfig("medusa", throttle="off", medusa_heads="org/heads")
+    assert drafts_of(model, config, PROMPT)[0]
+    assert "medusa_lm_head.pt" in fetched
+    for method, field in (("medusa", "medusa_heads"), ("eagle", "eagle_head"), ("mtp", "mtp_module")):
+        with pytest.raises(ConfigError, match="no such folder") as caught:
+            make_engine(model, speculation=SpeculationConfig(method, **{field: "org/other"}))
+        assert caught.value.field == field

@@ -11,6 +11,7 @@ from slipstream.core.errors import ConfigError
 
 _TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 _CHECKPOINT_FILES = (*_TOKENIZER_FILES, "*.safetensors")
+_HEAD_FILES = ("*.json", "*.safetensors", "*.bin", "*.pt")  # many heads are published as pickled state dicts alone
 
 
 def resolve_checkpoint(model: str) -> Path:
@@ -20,6 +21,12 @@ def resolve_checkpoint(model: str) -> Path:
     """
     path = Path(model).expanduser()
     return path if path.is_dir() else _fetch("model", model, _CHECKPOINT_FILES)
+
+
+def resolve_head(field: str, folder: str) -> Path:
+    """The same for a head that drafts, whose weights may be pickled. field: names it in errors."""
+    path = Path(folder).expanduser()
+    return path if path.is_dir() else _fetch(field, folder, _HEAD_FILES)
 
 
 def resolve_tokenizer(tokenizer: str) -> Path:

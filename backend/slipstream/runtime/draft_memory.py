@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from slipstream.core.config import EngineConfig, ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.checkpoint_path import resolve_checkpoint
+from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_head
 from slipstream.nn.heads.planned_bytes import BesideModel, HeadBytes, eagle_bytes, medusa_bytes, mtp_bytes
 from slipstream.nn.load import resolve_dtype, weight_bytes
 from slipstream.nn.quant import choose_methods
@@ -56,11 +55,14 @@ def _of_draft_model(config: EngineConfig, device: torch.device) -> DraftMemory:
 def _head_bytes(method: str, config: EngineConfig, model: BesideModel) -> HeadBytes:
     """Nothing for a head that no folder was given for: loading says so."""
     speculation = config.speculation
-    folders = {"medusa": speculation.medusa_heads, "mtp": speculation.mtp_module, "eagle": speculation.eagle_head}
-    planned = {"medusa": medusa_bytes, "mtp": mtp_bytes, "eagle": eagle_bytes}.get(method)
-    if planned is None:
+    heads = {
+        "medusa": ("medusa_heads", speculation.medusa_heads, medusa_bytes),
+        "mtp": ("mtp_module", speculation.mtp_module, mtp_bytes),
+        "eagle": ("eagle_head", speculation.eagle_head, eagle_bytes),
+    }
+    if method not in heads:
         return HeadBytes(0)
-    folder = folders[method]
+    field, folder, planned = heads[method]
     if not folder and config.model.load_format == "dummy":
         return planned(model, None)
     if not folder and method == "mtp":
@@ -68,7 +70,7 @@ def _head_bytes(method: str, config: EngineConfig, model: BesideModel) -> HeadBy
     if not folder:
         return HeadBytes(0)
     try:
-        return planned(model, Path(resolve_checkpoint(folder)))
+        return planned(model, resolve_head(field, folder))
     except ConfigError:
         if speculation.mtp_module or method != "mtp":
             raise

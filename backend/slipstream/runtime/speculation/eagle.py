@@ -7,15 +7,13 @@ level, one layer over a few rows, so that a branch needs no cache of its own. So
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from slipstream_kernels import ops
 
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
-from slipstream.nn.checkpoint_path import resolve_checkpoint
+from slipstream.nn.checkpoint_path import resolve_head
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.eagle import FIELD, EagleHead
 from slipstream.runtime.speculation.follower import FollowingHead
@@ -137,7 +135,7 @@ class EagleDrafter(FollowingHead):
 def _load(surroundings: Surroundings, target: Decoder) -> EagleHead:
     folder, num_positions = surroundings.config.speculation.eagle_head, surroundings.plan.max_model_len
     if folder:
-        return EagleHead.load(target, Path(resolve_checkpoint(folder)), num_positions)
+        return EagleHead.load(target, resolve_head(FIELD, folder), num_positions)
     if surroundings.config.model.load_format == "dummy":
         return EagleHead.dummy(target, num_positions)
     raise ConfigError(FIELD, "", "needed for speculative_method eagle: the folder of the head")

@@ -17,7 +17,7 @@ from slipstream_kernels import ops
 from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths, row_masks
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
-from slipstream.nn.checkpoint_path import resolve_checkpoint
+from slipstream.nn.checkpoint_path import resolve_head
 from slipstream.nn.heads.medusa import FIELD, MedusaHeads
 from slipstream.runtime.computed_rows import ComputedRows
 from slipstream.runtime.host_copy import to_device
@@ -72,7 +72,8 @@ class MedusaDrafter(GraphedHead):
         super().__init__()
         config, target = surroundings.config, surroundings.target
         assert target is not None
-        folder = Path(resolve_checkpoint(config.speculation.medusa_heads)) if config.speculation.medusa_heads else None
+        heads = config.speculation.medusa_heads
+        folder = resolve_head(FIELD, heads) if heads else None
         if folder is not None:
             self._heads = MedusaHeads.load(target, folder)
         elif config.model.load_format == "dummy":

@@ -6,14 +6,12 @@ through it too. A request that it has not followed from its beginning (speculati
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from slipstream_kernels import ops
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
-from slipstream.nn.checkpoint_path import resolve_checkpoint
+from slipstream.nn.checkpoint_path import resolve_head
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.mtp import FIELD, MTPModule
 from slipstream.runtime.speculation.follower import FollowingHead
@@ -60,7 +58,7 @@ def _load(surroundings: Surroundings, target: Decoder) -> MTPModule:
     if not folder and config.model.load_format == "dummy":
         return MTPModule.dummy(target, num_positions)
     try:
-        return MTPModule.load(target, Path(resolve_checkpoint(folder or config.model.model)), num_positions)
+        return MTPModule.load(target, resolve_head(FIELD, folder or config.model.model), num_positions)
     except ConfigError:
         if folder:
             raise
