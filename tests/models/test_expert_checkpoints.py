@@ -195,7 +195,7 @@ DOWN = "model.layers.1.block_sparse_moe.experts.2.w2"
 @pytest.mark.parametrize(
     ("quantization", "write", "damage", "named"),
     [
-        (AWQ, awq(64), lambda t: t.pop(f"{DOWN}.qzeros"), f"{DOWN}.qzeros missing .*; of that module it has tensors"),
+        (AWQ, awq(64), lambda t: t.pop(f"{DOWN}.qzeros"), f"{DOWN}.qzeros missing from the checkpoint$"),
         (
             AWQ, awq(64), lambda t: t.update({f"{DOWN}.scales": t[f"{DOWN}.scales"][:3]}),
             rf"{DOWN}.scales has shape \[3, 128\], config.json implies \[4, 128\]",

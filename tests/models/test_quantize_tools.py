@@ -12,7 +12,7 @@ import pytest
 import torch
 from packed_text import make_packed_text
 from quantized_checkpoints import PROMPT, load, logits, make_full, rms_error
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
@@ -241,6 +241,40 @@ def test_one_group_a_row_is_stored_in_every_layout(full: Path, text: Path, tmp_p
         found.append(logits(made))
     # scales are float16 in two of them
     assert rms_error(found[1], found[0]) < 0.15 and torch.equal(found[1], found[2])
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        (["fp8"], ["wint4"], r"1\.self_attn\.q_proj\.weight, .* missing .*; of that module it has tensors .*packed"),
+        (["wint4"], ["wint4", "--group-size", "64"], r"1\.mlp\.down_proj\.weight_scale has shape \[128, 6\], .* \[128"),
+        (["wint8"], ["wint4"], r"1\.mlp\.down_proj\.weight_packed has shape \[128, 48\], .* implies \[128, 96\]"),
+        (["wint4"], ["damaged"], r"1\.self_attn\.q_proj\.weight_shape says \[256, 127\], config.json implies"),
+        (["wint8"], ["damaged"], r"1\.self_attn\.q_proj\.weight_shape says \[256, 127\]"),
+        (["wint4"], ["half"], "model-1.safetensors': not a whole safetensors file"),
+    ],
+)  # fmt: skip
+def test_files_of_two_checkpoints_and_damaged_ones(
+    full: Path, text: Path, tmp_path: Path, first: list[str], second: list[str], named: str
+) -> None:
+    made = make(full, text, tmp_path / "made", "--method", *first)
+    tensors = load_file(made / "model.safetensors")
+    other = dict(tensors)
+    if second == ["damaged"]:
+        other["model.layers.1.self_attn.q_proj.weight_shape"] = torch.tensor([256, 127])
+    elif second != ["half"]:
+        other = load_file(make(full, text, tmp_path / "other", "--method", *second) / "model.safetensors")
+    parts = [{n: t for n, t in tensors.items() if ".1." not in n}, {n: t for n, t in other.items() if ".1." in n}]
+    weight_map = {}
+    for number, part in enumerate(parts):
+        save_file(part, made / f"model-{number}.safetensors")
+        weight_map |= dict.fromkeys(part, f"model-{number}.safetensors")
+    (made / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    if second == ["half"]:
+        whole = (made / "model-1.safetensors").read_bytes()
+        (made / "model-1.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ConfigError, match=named):
+        load(made)
 
 
 def test_shards(full: Path, tmp_path: Path) -> None:

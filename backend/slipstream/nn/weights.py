@@ -124,11 +124,12 @@ def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
 def _check(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader], checkpoint_dir: Path) -> None:
     missing = [name for name, slot in slots.items() if name not in headers and not slot.is_optional]
     if missing:
-        reason = f"{_listed(missing)} missing from the checkpoint{_in_place_of(missing[0], headers)}"
+        reason = f"{_listed(missing)} missing from the checkpoint{_in_place_of(missing[0], slots, headers)}"
         raise ConfigError("model", str(checkpoint_dir), reason)
     unexpected = [name for name in headers if name not in slots]
     if unexpected:
-        raise ConfigError("model", str(checkpoint_dir), f"{_listed(unexpected)} unexpected: this model has no such")
+        reason = f"{_listed(unexpected)} unexpected: config.json implies no such"
+        raise ConfigError("model", str(checkpoint_dir), reason)
     for name, header in headers.items():
         slot = slots[name]
         if _long_axes(header.shape) != _long_axes(slot.shape):
@@ -139,11 +140,11 @@ def _check(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader],
             raise ConfigError("model", str(header.file), f"tensor {name} has type {header.dtype}; {accepted}")
 
 
-def _in_place_of(name: str, headers: Mapping[str, TensorHeader]) -> str:
-    """What is stored of the module that the tensor is of: layers are stored otherwise than config.json says."""
+def _in_place_of(name: str, slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader]) -> str:
+    """What is stored instead of the module that the tensor is of: config.json says of it other than was stored."""
     module = name.rpartition(".")[0]
-    stored = [other for other in headers if other.rpartition(".")[0] == module]
-    return f"; of that module it has {_listed(stored)}" if stored else ""
+    others = [other for other in headers if other.rpartition(".")[0] == module and other not in slots]
+    return f"; of that module it has {_listed(others)}" if others else ""
 
 
 def _long_axes(shape: tuple[int, ...]) -> list[int]:

@@ -17,7 +17,14 @@ from slipstream.nn.quant import input_form
 from slipstream.nn.quant.fp8 import fp8_refusal
 from slipstream.nn.quant.input_form import PLAIN, A, Activation, InputForm
 from slipstream.nn.quant.int4_packing import CODES_PER_WORD, PACKINGS
-from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, Weights, plain_tensors
+from slipstream.nn.quant.method import (
+    QUANT_METHODS,
+    SHAPE,
+    CheckpointTensors,
+    Weights,
+    plain_tensors,
+    require_stored_shape,
+)
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
 
@@ -69,6 +76,9 @@ class Int4:
         return tensors
 
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
+        if suffix == SHAPE:
+            require_stored_shape(tensor, rows, 2 * weights["packed"].shape[1])
+            return
         tensor = tensor.to(weights["packed"].device)
         if suffix == "bias":
             weights["bias"][rows].copy_(tensor)
@@ -77,9 +87,8 @@ class Int4:
                 weights[name][rows].copy_(value)
         else:
             decoders = PACKINGS[self.stored.packing].decoders(self.stored)
-            if suffix in decoders:  # the others say what the shapes say too
-                name, decode = decoders[suffix]
-                self._put(weights, name, rows, decode(tensor))
+            name, decode = decoders[suffix]
+            self._put(weights, name, rows, decode(tensor))
 
     def finish(self, weights: Weights) -> None:
         group_of_column = weights.pop(GROUP_OF_COLUMN, None)

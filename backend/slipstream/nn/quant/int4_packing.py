@@ -12,7 +12,7 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.quant.method import CheckpointTensors, StoredTensor
+from slipstream.nn.quant.method import SHAPE, CheckpointTensors, StoredTensor
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.tensor_slot import FLOAT_DTYPES
 
@@ -90,7 +90,7 @@ def _plain_words(stored: StoredFormat, rows: int, columns: int, num_groups: int)
     tensors: CheckpointTensors = {
         "weight_packed": StoredTensor((rows, columns // CODES_PER_WORD), WORDS),
         "weight_scale": StoredTensor((rows, num_groups), FLOAT_DTYPES),
-        "weight_shape": StoredTensor((2,), INDICES, is_index=True),
+        SHAPE: StoredTensor((2,), INDICES, is_index=True),
     }
     if stored.has_zeros:
         tensors["weight_zero_point"] = StoredTensor((rows // CODES_PER_WORD, num_groups), WORDS)

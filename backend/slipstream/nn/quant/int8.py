@@ -15,7 +15,15 @@ from torch import Tensor
 from slipstream.nn.quant import input_form
 from slipstream.nn.quant.fp8 import INPUT_SCALE
 from slipstream.nn.quant.input_form import PLAIN, A, Activation, InputForm
-from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
+from slipstream.nn.quant.method import (
+    QUANT_METHODS,
+    SHAPE,
+    CheckpointTensors,
+    StoredTensor,
+    Weights,
+    plain_tensors,
+    require_stored_shape,
+)
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.tensor_slot import FLOAT_DTYPES
@@ -58,7 +66,7 @@ class Int8:
         del tensors["weight"]
         if self.stored.packing:
             tensors["weight_packed"] = StoredTensor((rows, -(-spec.in_features // BYTES_PER_WORD)), ("I32",))
-            tensors["weight_shape"] = StoredTensor((2,), ("I32", "I64"), is_index=True)
+            tensors[SHAPE] = StoredTensor((2,), ("I32", "I64"), is_index=True)
         else:
             tensors["weight"] = StoredTensor((rows, spec.in_features), ("I8",))
         scales = (rows, 1) if self.stored.scales == "channel" else (1,)
@@ -84,7 +92,9 @@ class Int8:
         elif suffix == "weight_packed":  # words of unsigned bytes: value + 128
             unsigned = tensor.contiguous().view(torch.uint8)[:, : values.shape[1]]
             values.copy_((unsigned ^ 128).view(torch.int8))
-        elif suffix != "weight_shape":  # that says what the shapes say too
+        elif suffix == SHAPE:
+            require_stored_shape(tensor, rows, values.shape[1])
+        else:
             scales.copy_(tensor.reshape(-1))
 
     def finish(self, weights: Weights) -> None:

@@ -17,6 +17,7 @@ from slipstream.nn.spec import LinearSpec
 from slipstream.nn.tensor_slot import FLOAT_DTYPES
 
 Weights = dict[str, Tensor]
+SHAPE = "weight_shape"  # beside words of compressed-tensors: [out, in] of what they hold
 
 
 class StoredTensor(NamedTuple):
@@ -103,6 +104,13 @@ def plain_tensors(spec: LinearSpec, rows: int) -> CheckpointTensors:
     if spec.bias:
         tensors["bias"] = StoredTensor((rows,), FLOAT_DTYPES)
     return tensors
+
+
+def require_stored_shape(tensor: Tensor, rows: slice, columns: int) -> None:
+    """Raise ValueError unless a stored "weight_shape" is what the packed words are read as."""
+    expected = [rows.stop - rows.start, columns]
+    if tensor.tolist() != expected:
+        raise ValueError(f"says {tensor.tolist()}, config.json implies {expected}")
 
 
 def linear_bytes(method: QuantMethod, spec: LinearSpec, dtype: torch.dtype) -> int:
