@@ -72,7 +72,10 @@ std::string complete_config(const std::string& config, const std::string& contra
   const auto batch = json_member(*entry, "max_batch_size");
   const auto given_batch = json_member(completed, "max_batch_size");
   if (batch && (!given_batch || *given_batch == "0")) completed = json_with_member(completed, "max_batch_size", *batch);
-  const auto decoupled = json_member(*entry, "decoupled");
+  // What config.pbtxt says stands where it asks for less: one response a request, which plain infer calls want.
+  const auto given_policy = json_path(completed, {"model_transaction_policy", "decoupled"});
+  const bool wants_one = given_policy && *given_policy == "false";
+  const auto decoupled = wants_one ? given_policy : json_member(*entry, "decoupled");
   const std::string policy = "{\"decoupled\":" + std::string(decoupled.value_or("true")) + "}";
   return json_with_member(completed, "model_transaction_policy", policy);
 }

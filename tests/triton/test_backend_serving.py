@@ -44,6 +44,7 @@ def server(fake_backend_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     add_model(repository, "slow", {"step_ms": "10"})
     add_model(repository, "deaf", {"step_ms": "10", "ignore_cancel": "true"})
     add_model(repository, "tok", {"task": "tokenize"})
+    add_model(repository, "one_answer", {}, "model_transaction_policy { decoupled: false }\n")
     add_model(repository, "detok", {"task": "detokenize"}, OWN_INPUTS)
     (repository / "ensemble" / "1").mkdir(parents=True)
     (repository / "ensemble" / "config.pbtxt").write_text(ENSEMBLE)
@@ -83,6 +84,15 @@ def test_text_arrives_from_models_that_are_not_decoupled(server: TritonServer) -
     status, body = server.post("/v2/models/tok/infer", {**request, "outputs": [{"name": "text_output"}]})
     assert status == 200, body
     assert json.loads(body)["outputs"][0]["data"] == [" hi"]
+
+
+def test_config_pbtxt_may_ask_for_one_response_a_request(server: TritonServer) -> None:
+    request = {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hi"]}]}
+    outputs = {"outputs": [{"name": "text_output"}]}
+    status, body = server.post("/v2/models/one_answer/infer", {**request, **outputs})
+    assert status == 200 and json.loads(body)["outputs"][0]["data"] == [" hi"], body
+    status, body = server.post("/v2/models/llm/infer", {**request, **outputs})
+    assert status >= 400 and "decoupled" in str(body)
 
 
 def test_an_empty_final_response_ends_the_stream(server: TritonServer) -> None:

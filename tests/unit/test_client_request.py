@@ -270,6 +270,16 @@ def test_the_default_temperature_is_for_requests_that_say_nothing_of_sampling() 
         assert got.temperature == asked.get("temperature", 1.0)
 
 
+def test_a_model_that_is_not_decoupled_gives_one_response() -> None:
+    plain = EngineConfig(serving=ServingConfig(is_decoupled=False))
+    assert params(sampling(n=2), config=plain).n == 2  # gathered
+    with pytest.raises(RequestError, match=r"^stream: got True, accepted: False, because .*decoupled: false"):
+        parse(PROMPT, tensor("stream", True), config=plain)
+    batched = EngineConfig(serving=ServingConfig(is_decoupled=False, max_batch_size=1))
+    with pytest.raises(RequestError, match=r"^num_return_sequences: got 2, accepted: 1, because"):
+        parse(replace(PROMPT, shape=(1, 1)), parameters={"n": 2}, config=batched)
+
+
 def test_tensorrt_llm_top_p_zero_is_off_and_greedy_without_top_k() -> None:
     got = params(tensor("runtime_top_p", 0.0), tensor("temperature", 0.8))
     assert (got.top_p, got.is_greedy) == (1.0, True)

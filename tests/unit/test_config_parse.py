@@ -56,7 +56,7 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
     sections = {part.name: getattr(EngineConfig(), part.name) for part in fields(EngineConfig) if part.name != "task"}
     of_config = {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
     without = of_config - {parameter.path for parameter in PARAMETERS}
-    assert without == {"serving.max_batch_size"}  # config.pbtxt has a field of its own for it
+    assert without == {"serving.max_batch_size", "serving.is_decoupled"}  # config.pbtxt has fields of its own
     names = [name for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)]
     assert len(names) == len(set(names)) and not set(names) & set(FOREIGN)
 
@@ -130,6 +130,9 @@ def test_what_triton_sends_is_read(tmp_path: Path) -> None:
     }
     config = parse_config(Config("llm", 1, str(tmp_path), json.dumps(triton)))
     assert (config.model.model, config.model.seed, config.serving.max_batch_size) == ("/m", 3, 1)
+    assert parse_config(Config("llm", 1, str(tmp_path), json.dumps(triton))).serving.is_decoupled
+    one_response = {**triton, "model_transaction_policy": {"decoupled": False}}
+    assert not parse_config(Config("llm", 1, str(tmp_path), json.dumps(one_response))).serving.is_decoupled
     with pytest.raises(ConfigError, match=r"^max_batch_size=8: accepted: 0, or 1"):
         parse_config(Config("llm", 1, str(tmp_path), json.dumps(triton | {"max_batch_size": 8})))
 

@@ -33,6 +33,7 @@ _LISTS = {name: name for name in ("stop", "stop_token_ids", "bad_words", "logit_
     "bad_words_ids": "bad_words_list",
     "bias_words": "embedding_bias_words",
 }
+_NOT_DECOUPLED = "because config.pbtxt says `decoupled: false`: a request has one response"
 MAX_TIMEOUT_US = 2**63 - 1
 STREAM_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed."  # the vLLM backend's words
 
@@ -85,6 +86,8 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     if settings.get("stop_request"):
         return _stop_request(raw.handle, request_id, outputs, has_batch_dim)
     stream = settings.get("stream", False)
+    if not config.serving.is_decoupled:
+        _check_one_response(settings, stream, has_batch_dim or "context_ids" in outputs)
     token_ids, text = _prompt(settings, config, tokenizer)
     params = _sampling_params(settings, config, outputs, tokenizer)
     echo_text = ""
@@ -112,6 +115,13 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         wants_context="context_ids" in outputs,
         token_text=tokenizer.token_text,
     )
+
+
+def _check_one_response(settings: Settings, stream: bool, is_response_per_sequence: bool) -> None:
+    if stream:
+        raise RequestError("stream", f"got True, accepted: False, {_NOT_DECOUPLED}")
+    if is_response_per_sequence and settings.get("n", 1) != 1:
+        raise refuse("num_return_sequences", settings["n"], f"1, {_NOT_DECOUPLED}")
 
 
 def _stop_request(handle: int, request_id: str, outputs: tuple[str, ...], has_batch_dim: bool) -> ClientRequest:

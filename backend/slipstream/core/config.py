@@ -118,6 +118,7 @@ class ServingConfig:
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     ignored_request_parameters: str = ""  # patterns like "x-*,traceparent": request parameters that mean nothing here
+    is_decoupled: bool = True  # of config.pbtxt; else a request has one response, which plain infer calls want
     max_batch_size: int = 0  # of config.pbtxt; above 0 every tensor has a batch dimension of 1 in front
 
 

@@ -31,7 +31,9 @@ def parse_config(received: WireConfig) -> EngineConfig:
     triton = json.loads(received.config_json)
     parameters = {name: entry.get("string_value", "") for name, entry in triton.get("parameters", {}).items()}
     max_batch_size = int(triton.get("max_batch_size", 0))
-    return parse_parameters(parameters, Path(received.model_dir), received.model_version, max_batch_size)
+    config = parse_parameters(parameters, Path(received.model_dir), received.model_version, max_batch_size)
+    is_decoupled = triton.get("model_transaction_policy", {}).get("decoupled", True)
+    return replace(config, serving=replace(config.serving, is_decoupled=is_decoupled))
 
 
 def parse_parameters(
