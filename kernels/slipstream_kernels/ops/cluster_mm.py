@@ -11,11 +11,11 @@ from slipstream_kernels.ops.select import (
     load_module,
     require_bias,
     require_float,
+    require_pairs,
     require_shape,
     require_unit_stride,
+    select_cuda_or_reference,
 )
-
-BACKENDS = ("auto", "reference", "cuda")
 
 
 def cluster_mm(
@@ -39,18 +39,11 @@ def cluster_mm(
     """
     _check(x, weight, scales)
     require_bias(bias, weight.shape[0], x.dtype)
-    if gated and weight.shape[0] % 2:
-        raise ValueError(f"weight: {weight.shape[0]} rows, gated products need pairs")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    if backend == "cuda" or (backend == "auto" and weight.is_cuda):
-        cuda = load_module("cuda", "cluster_mm")
-        refusal = cuda.refusal(x, weight, scales, gated)
-        if refusal is None:
-            return cuda.cluster_mm(x, weight, scales, bias, gated)
-        if backend == "cuda":
-            raise ValueError(f"backend: cuda cannot run cluster_mm: {refusal}")
-    return load_module("reference", "cluster_mm").cluster_mm(x, weight, scales, bias, gated)
+    require_pairs(gated, weight.shape[0])
+    version = select_cuda_or_reference(
+        "cluster_mm", backend, weight.is_cuda, lambda cuda: cuda.refusal(x, weight, scales, gated)
+    )
+    return version.cluster_mm(x, weight, scales, bias, gated)
 
 
 def prefers_clusters(

@@ -7,10 +7,8 @@ import torch
 from slipstream_kernels.decode_call import DecodeCall
 from slipstream_kernels.kv_cache import KvCache
 from slipstream_kernels.ops.attention_arguments import check_options, check_tensors
-from slipstream_kernels.ops.select import load_module, require_shape
-from slipstream_kernels.reference import decode_attention as reference
+from slipstream_kernels.ops.select import require_shape, select_cuda_or_reference
 
-BACKENDS = ("auto", "reference", "cuda")
 MAX_QUERY_LEN = 64
 
 
@@ -80,21 +78,9 @@ def decode_attention(
         soft_cap=soft_cap,
         is_prefix_settled=is_prefix_settled,
     )
-    _run(call, backend)
+    version = select_cuda_or_reference("decode_attention", backend, q.is_cuda, lambda cuda: cuda.refusal(call))
+    version.decode_attention(call)
     return call.out
-
-
-def _run(call: DecodeCall, backend: str) -> None:
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    if backend == "cuda" or (backend == "auto" and call.q.is_cuda):
-        cuda = load_module("cuda", "decode_attention")
-        refusal = cuda.refusal(call)
-        if refusal is None:
-            return cuda.decode_attention(call)
-        if backend == "cuda":
-            raise ValueError(f"backend: cuda cannot run decode_attention: {refusal}")
-    return reference.decode_attention(call)
 
 
 def check_rows(

@@ -8,7 +8,7 @@ from slipstream_kernels.decode_call import DecodeCall
 from slipstream_kernels.kv_cache import KvCache
 from slipstream_kernels.ops.attention_arguments import check_options, check_tensors
 from slipstream_kernels.ops.decode_attention import check_rows
-from slipstream_kernels.ops.paged_attention import TRITON_HEAD_DIMS, triton_min_block_size
+from slipstream_kernels.ops.paged_attention import triton_refusal
 from slipstream_kernels.ops.select import select
 
 MAX_GROUP = 64  # query heads of a kv head: one token's rows must fit a tile
@@ -73,13 +73,7 @@ def invariant_attention(
 
 
 def _triton_refusal(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
-    """A reason why the Triton-lang version cannot take the call, or None."""
-    (_, num_q_heads, head_dim), (_, num_kv_heads, block_size, _) = q.shape, key_cache.shape
-    if head_dim not in TRITON_HEAD_DIMS:
-        return f"head_dim {head_dim} is not one of {TRITON_HEAD_DIMS}"
-    if num_q_heads // num_kv_heads > MAX_GROUP:
-        return f"{num_q_heads // num_kv_heads} query heads share a kv head, at most {MAX_GROUP}"
-    smallest = triton_min_block_size(key_cache.dtype)
-    if block_size < smallest or block_size & (block_size - 1):
-        return f"block_size {block_size} is not a power of two >= {smallest}"
-    return None
+    group = q.shape[1] // key_cache.shape[1]
+    if group > MAX_GROUP:
+        return f"{group} query heads share a kv head, at most {MAX_GROUP}"
+    return triton_refusal(q, key_cache)

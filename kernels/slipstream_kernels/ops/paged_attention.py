@@ -7,7 +7,7 @@ import torch
 from slipstream_kernels.attention_call import AttentionCall
 from slipstream_kernels.kv_cache import INT4_DTYPE, KvCache
 from slipstream_kernels.ops.attention_arguments import check_options, check_tensors
-from slipstream_kernels.ops.select import load_module, select
+from slipstream_kernels.ops.select import select, select_cuda
 
 TRITON_HEAD_DIMS = (64, 80, 96, 128, 256)
 # Calls of longer queries than decode and draft rows go to the CUDA kernel, where it can run.
@@ -90,14 +90,11 @@ def paged_attention(
 
 
 def _run(call: AttentionCall, backend: str) -> None:
-    if backend == "cuda" or (backend == "auto" and call.q.is_cuda and call.max_query_len > SHORT_QUERY_LEN):
-        cuda = load_module("cuda", "prefill_attention")
-        refusal = cuda.refusal(call)
-        if refusal is None:
-            return cuda.paged_attention(call)
-        if backend == "cuda":
-            raise ValueError(f"backend: cuda cannot run paged_attention: {refusal}")
-    select("paged_attention", backend, call.q, _triton_refusal(call.q, call.key_cache)).paged_attention(call)
+    is_long = call.q.is_cuda and call.max_query_len > SHORT_QUERY_LEN
+    version = select_cuda("paged_attention", "prefill_attention", backend, is_long, lambda cuda: cuda.refusal(call))
+    if version is None:
+        version = select("paged_attention", backend, call.q, triton_refusal(call.q, call.key_cache))
+    version.paged_attention(call)
 
 
 def triton_min_block_size(kv_dtype: torch.dtype | None) -> int:
@@ -109,7 +106,8 @@ def triton_min_block_size(kv_dtype: torch.dtype | None) -> int:
     return 32 if kv_dtype == INT4_DTYPE else 16
 
 
-def _triton_refusal(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
+def triton_refusal(q: torch.Tensor, key_cache: torch.Tensor) -> str | None:
+    """Why attention in Triton-lang cannot take these; None if it can."""
     if q.shape[2] not in TRITON_HEAD_DIMS:
         return f"head_dim {q.shape[2]} is not one of {TRITON_HEAD_DIMS}"
     block_size, smallest = key_cache.shape[2], triton_min_block_size(key_cache.dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.ops.select import load_module, require_float, require_shape, require_unit_stride, select
+from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select, select_cuda
 
 
 def sample(
@@ -35,14 +35,14 @@ def sample(
     _check(logits, temperature, top_k, top_p, min_p, seeds, positions)
     call = (logits, temperature, top_k, top_p, min_p, seeds, positions)
     is_filtered = temperature is not None and not (top_k is None and top_p is None and min_p is None)
-    if backend == "cuda" or (backend == "auto" and logits.is_cuda and is_filtered):
-        cuda = load_module("cuda", "sample")
-        refusal = cuda.refusal(logits) if is_filtered else "no row is filtered"
-        if refusal is None:
-            return cuda.sample(*call)
-        if backend == "cuda":
-            raise ValueError(f"backend: cuda cannot run sample: {refusal}")
-    return select("sample", backend, logits).sample(*call)
+    version = select_cuda(
+        "sample",
+        "sample",
+        backend,
+        logits.is_cuda and is_filtered,
+        lambda cuda: cuda.refusal(logits) if is_filtered else "no row is filtered",
+    )
+    return (version or select("sample", backend, logits)).sample(*call)
 
 
 def greedy(logits: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:

@@ -6,12 +6,14 @@ No state is kept but Python's own cache of imported modules; triton is imported 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 
 import torch
 
 BACKENDS = ("auto", "reference", "triton")
+CUDA_BACKENDS = ("auto", "reference", "cuda")
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -36,6 +38,31 @@ def select(op: str, backend: str, tensor: torch.Tensor, triton_refusal: str | No
             f"backend: triton cannot run {op} on {tensor.device}: needs CUDA, or TRITON_INTERPRET=1 before import"
         )
     return module
+
+
+def select_cuda(
+    op: str, module: str, backend: str, is_preferred: bool, refusal_of: Callable[[ModuleType], str | None]
+) -> ModuleType | None:
+    """cuda/<module>.py if a call of `op` goes there; None: to another of its versions.
+
+    is_preferred: "auto" goes there too, unless it refuses.  Raises ValueError if `backend` is "cuda" and it refuses.
+    """
+    if backend != "cuda" and not (backend == "auto" and is_preferred):
+        return None
+    cuda = load_module("cuda", module)
+    refusal = refusal_of(cuda)
+    if refusal is not None and backend == "cuda":
+        raise ValueError(f"backend: cuda cannot run {op}: {refusal}")
+    return cuda if refusal is None else None
+
+
+def select_cuda_or_reference(
+    op: str, backend: str, is_on_gpu: bool, refusal_of: Callable[[ModuleType], str | None]
+) -> ModuleType:
+    """The same for operations without a version in Triton-lang."""
+    if backend not in CUDA_BACKENDS:
+        raise ValueError(f"backend: {backend!r} is not one of {', '.join(CUDA_BACKENDS)}")
+    return select_cuda(op, op, backend, is_on_gpu, refusal_of) or load_module("reference", op)
 
 
 @cache
@@ -67,6 +94,12 @@ def require_bias(bias: torch.Tensor | None, num_features: int, dtype: torch.dtyp
     require_shape("bias", bias, (num_features,))
     if bias.dtype != dtype:
         raise ValueError(f"bias: dtype {bias.dtype}, expected {dtype}")
+
+
+def require_pairs(gated: bool, num_features: int) -> None:
+    """Raise ValueError if a gated product's weight has not as many rows of gate as of up."""
+    if gated and num_features % 2:
+        raise ValueError(f"weight: {num_features} rows, gated products need pairs")
 
 
 def require_unit_stride(name: str, tensor: torch.Tensor) -> None:

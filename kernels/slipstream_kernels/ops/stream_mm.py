@@ -10,11 +10,11 @@ from slipstream_kernels.ops.select import (
     load_module,
     require_bias,
     require_float,
+    require_pairs,
     require_shape,
     require_unit_stride,
+    select_cuda_or_reference,
 )
-
-BACKENDS = ("auto", "reference", "cuda")
 
 
 def stream_mm(
@@ -40,18 +40,9 @@ def stream_mm(
     """
     _check_weight(x, weight, scales)
     require_bias(bias, weight.shape[0], x.dtype)
-    if gated and weight.shape[0] % 2:
-        raise ValueError(f"weight: {weight.shape[0]} rows, gated products need pairs")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    if backend == "cuda" or (backend == "auto" and x.is_cuda):
-        cuda = load_module("cuda", "stream_mm")
-        refusal = cuda.refusal(x, weight, scales)
-        if refusal is None:
-            return cuda.stream_mm(x, weight, scales, bias, gated)
-        if backend == "cuda":
-            raise ValueError(f"backend: cuda cannot run stream_mm: {refusal}")
-    return load_module("reference", "stream_mm").stream_mm(x, weight, scales, bias, gated)
+    require_pairs(gated, weight.shape[0])
+    version = select_cuda_or_reference("stream_mm", backend, x.is_cuda, lambda cuda: cuda.refusal(x, weight, scales))
+    return version.stream_mm(x, weight, scales, bias, gated)
 
 
 def max_streamed_tokens(weight: torch.Tensor, scales: torch.Tensor | None = None) -> int:

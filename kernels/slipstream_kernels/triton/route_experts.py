@@ -36,6 +36,14 @@ def _likelihoods(
 
 
 @triton.jit
+def _take_best(left, experts):
+    """Of each token the best expert that is left, where it is, and what is left without it."""
+    best = tl.argmax(left, axis=1)
+    is_best = experts[None, :] == best[:, None]
+    return best, is_best, tl.where(is_best, -1.0, left)
+
+
+@triton.jit
 def _total(likelihoods, experts, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr):
     """What a token's weights are shares of: all experts, or the chosen ones."""
     total = tl.sum(tl.maximum(likelihoods, 0.0), axis=1)
@@ -43,7 +51,7 @@ def _total(likelihoods, experts, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr)
         total = tl.zeros_like(total)
         for _ in tl.static_range(TOP_K):
             total += tl.max(likelihoods, axis=1)
-            likelihoods = tl.where(experts[None, :] == tl.argmax(likelihoods, axis=1)[:, None], -1.0, likelihoods)
+            _, _, likelihoods = _take_best(likelihoods, experts)
     return total
 
 
@@ -72,7 +80,7 @@ def _route_experts_kernel(
     left = likelihoods
     for turn in tl.static_range(TOP_K):
         tl.store(weights_ptr + tokens * TOP_K + turn, tl.max(left, axis=1) / total, mask=mask)
-        left = tl.where(experts[None, :] == tl.argmax(left, axis=1)[:, None], -1.0, left)
+        _, _, left = _take_best(left, experts)
     is_chosen = ((left != likelihoods) & mask[:, None]).to(tl.int32)
     counts = tl.sum(is_chosen, axis=0)
     begins = tl.cumsum(counts, axis=0) - counts
@@ -80,11 +88,10 @@ def _route_experts_kernel(
     tl.store(offsets_ptr + NUM_EXPERTS, tl.sum(counts, axis=0))
     rows_of = begins[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
     for turn in tl.static_range(TOP_K):
-        is_best = experts[None, :] == tl.argmax(likelihoods, axis=1)[:, None]
+        _, is_best, likelihoods = _take_best(likelihoods, experts)
         rows = tl.sum(tl.where(is_best, rows_of, 0), axis=1)
         tl.store(rows_ptr + tokens * TOP_K + turn, rows, mask=mask)
         tl.store(tokens_ptr + rows, tokens, mask=mask)
-        likelihoods = tl.where(is_best, -1.0, likelihoods)
 
 
 @triton.jit
@@ -109,10 +116,10 @@ def _choose_experts_kernel(
     left = _likelihoods(logits_ptr, tokens, num_tokens, logits_row_stride, NUM_EXPERTS, EXPERTS_PADDED)
     total = _total(left, experts, TOP_K, RENORMALISE)
     for turn in tl.static_range(TOP_K):
-        best = tl.argmax(left, axis=1)
+        best, _, others = _take_best(left, experts)
         tl.store(weights_ptr + tokens * TOP_K + turn, tl.max(left, axis=1) / total, mask=mask)
         tl.store(experts_ptr + tokens * TOP_K + turn, best.to(tl.int32), mask=mask)
-        left = tl.where(experts[None, :] == best[:, None], -1.0, left)
+        left = others
 
 
 @triton.jit
