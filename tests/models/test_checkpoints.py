@@ -233,6 +233,7 @@ watcher.start()
 decoder = load_model(ModelConfig(model=sys.argv[1], device="cpu"))
 stop.set()
 watcher.join()
+samples.append(anonymous_bytes())  # the watcher may have had no turn for a while
 print(max(samples) - before, decoder.spec.weight_bytes(torch.float32), decoder.spec.gate_up.num_parameters * 4)
 """
 
@@ -244,6 +245,6 @@ def test_loading_holds_one_layer_beyond_the_model(tmp_path: Path) -> None:
     slots = load(tmp_path, load_format="dummy").tensor_slots(LLAMA_NAMES)
     save_file({name: torch.full(slot.shape, 0.01) for name, slot in slots.items()}, tmp_path / "model.safetensors")
     command = [sys.executable, "-c", WATCHED_LOAD, str(tmp_path)]
-    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=400).stdout
     peak, model, largest_linear = map(int, output.split())
     assert 0.8 * model < peak <= model + largest_linear + (8 << 20)  # a linear exists twice while it is repacked
