@@ -41,7 +41,7 @@ def drafting(llm_server: LlmServer) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def client(gateway: GatewayProcess) -> openai.OpenAI:
     openai = pytest.importorskip("openai")
-    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="not-needed", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="not-needed", max_retries=0, timeout=120)
 
 
 def write_checkpoint(folder: Path, template: str) -> Path:
@@ -87,4 +87,4 @@ def fake_gateway(fake_triton: FakeTriton) -> Iterator[GatewayProcess]:
 @pytest.fixture(scope="session")
 def fake_client(fake_gateway: GatewayProcess) -> openai.OpenAI:
     openai = pytest.importorskip("openai")
-    return openai.OpenAI(base_url=f"{fake_gateway.url}/v1", api_key="sk-right", max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{fake_gateway.url}/v1", api_key="sk-right", max_retries=0, timeout=120)

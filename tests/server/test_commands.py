@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from llm_server import LlmServer, missing_server
+from patience import PATIENCE_S
 from slipstream.cli import VERBS, main
 from slipstream.commands import examinations, serve
 from slipstream.core.host_memory import HostMemory
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def slipstream(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "slipstream.cli", *arguments]
-    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -97,7 +98,7 @@ def test_chat(llm_server: LlmServer) -> None:
     assert "plain transcript" in plain.stderr and plain.returncode == 0
 
 
-def get_when_there(url: str, timeout_s: float = 60) -> bytes:
+def get_when_there(url: str, timeout_s: float = 2 * PATIENCE_S) -> bytes:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -130,7 +131,7 @@ def test_serve_with_a_checkpoint_and_the_gateway(demo_model: Path) -> None:
         assert json.loads(get_when_there(f"http://{HOST}:{ports['openai']}/ready"))["models"] == ["llm"]
     finally:
         server.terminate()
-        output, _ = server.communicate(timeout=30)
+        output, _ = server.communicate(timeout=2 * PATIENCE_S)
     assert server.returncode == 0, output[-2000:]
 
 

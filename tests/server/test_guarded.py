@@ -17,7 +17,7 @@ from llm_server import LlmServer
 def guarded(llm_server: LlmServer) -> Iterator[openai.OpenAI]:
     """A client of a gateway that takes the template of the guarded LLM; the models are loaded by the tests."""
     with GatewayProcess(llm_server.grpc_url, []) as running:
-        yield openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=60)
+        yield openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=120)
 
 
 def ask(client: openai.OpenAI, model: str, **options: object) -> object:

@@ -273,7 +273,7 @@ def test_what_a_model_does_not_declare(
 def test_too_many_at_once(fake_triton: FakeTriton) -> None:
     fake_triton.cancelled.clear()
     with GatewayProcess(fake_triton.url, ["--max-concurrent-requests", "2", "--no-page"]) as small:
-        client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="x", max_retries=0, timeout=30)
+        client = openai.OpenAI(base_url=f"{small.url}/v1", api_key="x", max_retries=0, timeout=120)
         held = [ask(client, "plain", {"pieces": ["a"], "hang": True}, stream=True) for _ in range(2)]
         with pytest.raises(openai.RateLimitError) as error:
             ask(client, "plain", {})
@@ -293,7 +293,7 @@ def test_too_many_at_once(fake_triton: FakeTriton) -> None:
 def test_a_model_that_was_there_a_moment_ago(fake_triton: FakeTriton) -> None:
     fake_triton.models["brief"] = dict(fake_triton.models["plain"])
     with GatewayProcess(fake_triton.url) as running:
-        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=30)
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="x", max_retries=0, timeout=120)
         assert ask(client, "brief", {"pieces": ["x"]}).choices
         del fake_triton.models["brief"]
         fake_triton.states["brief"] = ("UNAVAILABLE", "unloaded")

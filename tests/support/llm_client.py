@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpc_client
+from patience import PATIENCE_S
 from tritonclient.utils import np_to_triton_dtype
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 2 * PATIENCE_S
 
 
 @dataclass

@@ -6,6 +6,8 @@ import asyncio
 import json
 from dataclasses import dataclass, field
 
+from patience import PATIENCE_S
+
 
 @dataclass
 class Stream:
@@ -22,7 +24,9 @@ class Stream:
         return [str(event["error"]) for event in self.events if "error" in event]
 
 
-def stream_many(url: str, model: str, bodies: list[dict[str, object]], timeout_s: float = 60.0) -> list[Stream]:
+def stream_many(
+    url: str, model: str, bodies: list[dict[str, object]], timeout_s: float = 2 * PATIENCE_S
+) -> list[Stream]:
     """POST every body to the model's generate_stream at once.  A stream that hangs is returned incomplete."""
     return asyncio.run(_stream_many(url, model, bodies, timeout_s))
 

@@ -19,13 +19,14 @@ from pathlib import Path
 import pytest
 from hub_cache import COMMIT, make_hub_cache
 from llm_server import backends_dir
+from patience import PATIENCE_S
 from triton_server import free_ports
 
 pytestmark = pytest.mark.skipif(backends_dir() is None, reason="no install tree: run `make assemble`")
 
 
 def test_demo(root: Path, demo_model: Path) -> None:
-    done = subprocess.run([sys.executable, "build/demo.py"], cwd=root, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "build/demo.py"], cwd=root, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(re.findall(r"-- 48 tokens, .* \d+ tokens/s", done.stdout)) == 4
     assert "all ways gave the same text" in done.stdout
@@ -44,7 +45,7 @@ def serving(root: Path, model: str, environment: dict[str, str] | None = None) -
             yield http
         finally:
             server.send_signal(signal.SIGTERM)
-            told, _ = server.communicate(timeout=60)
+            told, _ = server.communicate(timeout=2 * PATIENCE_S)
     assert server.returncode == 0
     assert f"curl -s  http://127.0.0.1:{http}/v2/models/llm/generate" in told
 
@@ -73,12 +74,12 @@ def test_serve_a_hub_id(root: Path, demo_model: Path, tmp_path: Path) -> None:
 def test_serving_a_model_that_is_nowhere_says_so(root: Path, tmp_path: Path) -> None:
     command = [sys.executable, "build/serve.py", "--model", "org/nowhere"]
     environment = {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S)
     assert done.returncode == 1 and done.stderr.startswith("model='org/nowhere': no such folder"), done.stderr
 
 
 def wait_ready(server: subprocess.Popen[str], port: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 2 * PATIENCE_S
     while True:
         assert server.poll() is None and time.monotonic() < deadline, "the server did not become ready"
         try:

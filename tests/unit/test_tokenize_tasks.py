@@ -133,7 +133,7 @@ def test_tasks_load_from_a_folder_without_torch(tmp_path: Path) -> None:
     TOKENIZER.backend.save(str(tmp_path / "tokenizer.json"))
     config = EngineConfig(task="tokenize", model=ModelConfig(tokenizer=str(tmp_path)))
     assert isinstance(make_task(config), TokenizeTask)
-    subprocess.run([sys.executable, "-c", LOAD_TASK, str(tmp_path)], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", LOAD_TASK, str(tmp_path)], check=True, timeout=300)
 
 
 def test_tasks_load_from_a_hub_id_without_torch(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_tasks_load_from_a_hub_id_without_torch(tmp_path: Path) -> None:
     environment = make_hub_cache(tmp_path / "home", "org/name", tmp_path / "checkpoint")
     for name, is_there in (("org/name", True), ("org/other", False)):
         done = subprocess.run(
-            [sys.executable, "-c", LOAD_TASK, name], env=environment, capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", LOAD_TASK, name], env=environment, capture_output=True, text=True, timeout=300
         )
         assert (done.returncode == 0) is is_there, done.stderr
     assert "ConfigError: tokenizer='org/other': no such folder, and not to be had from the hub" in done.stderr

@@ -18,7 +18,7 @@ def run_tool(work: Path, *arguments: str) -> str:
     """Run one subcommand in `work`; returns what it printed."""
     command = [sys.executable, str(TOOL), "--data", str(work / "data"), "--model", str(work / "model"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
