@@ -74,3 +74,27 @@ def test_prompts_are_computed_as_far_as_they_are_read(
     replayed = num_replays(runner._prompt_graphs)
     assert num_replays(runner._graphs) > 10
     assert (replayed > 0) is (len(num_last) > num_captured) is not READS_ALL_ROWS[method]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("method", READS_ALL_ROWS)
+def test_graphs_of_prompts_are_eager_steps(
+    tmp_path: Path, prompts: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same on a GPU, with real graphs of prompts, verifications and drafting."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr("slipstream.runtime.cuda_graphs.LAUNCH_BOUND", 1e9)
+    model = make_tiny_llama(tmp_path / "model", head_dim=64, num_layers=3)
+    texts = []
+    for graphs in ("off", "2,4"):
+        engine = make_engine(
+            model,
+            {"device": "cuda", "dtype": "float32", "cuda_graphs": graphs},
+            {"block_size": 16},
+            {"max_num_batched_tokens": 150, "overlap_scheduling": "on"},
+            speculation(method, model, tmp_path / f"heads-{graphs}"),
+        )
+        assert bool(engine._runner._prompt_graphs.shapes) is (graphs != "off" and not READS_ALL_ROWS[method])
+        chosen = [prompts[place] * 4 for place in (5, 6, 7, 11)]
+        texts.append([told.token_ids for told in run_all(engine, chosen, replace(GREEDY, max_tokens=16))])
+    assert texts[0] == texts[1]
