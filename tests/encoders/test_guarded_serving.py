@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import sys
@@ -21,6 +22,7 @@ from slipstream.core.errors import ConfigError, RequestError
 from slipstream.encoders.guard_settings import read_settings
 from slipstream.encoders.own_server import grpc_url_of, own_grpc_url
 from slipstream.encoders.parameters import Parameters
+from slipstream.encoders.timed_calls import happens
 
 OF_STUB = tuple(
     f"slipstream.encoders.{name}" for name in ("guarded_serving", "guarded_parts", "guarded_request", "serving")
@@ -241,6 +243,36 @@ def test_what_still_runs_when_the_model_is_unloaded_is_answered(guard: Open) -> 
     model.finalize()
     assert sender.wait().error.number == TritonError.UNAVAILABLE and models.cancelled.wait(PATIENCE_S)
     assert "guarded" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("policy", ["open", "closed"])
+def test_a_server_that_shuts_down_is_no_encoder_that_fails(guard: Open, policy: str) -> None:
+    """Its models are gone already; the client may ask another server."""
+    models = FakeModels(lambda models, context: iter(["fine"]))
+    model = guard(models, safety="gone", on_encoder_failure=policy)
+    assert not ask(model).wait().sent[-1].outputs["safety_checked"][0]
+    models.is_ending = True
+    error = ask(model).wait().error
+    assert (error.text, error.number) == ("the server is shutting down: Server exiting", TritonError.UNAVAILABLE)
+
+
+def test_a_cancellation_counts_in_the_moment_of_an_event_too() -> None:
+    """asyncio.wait_for gave the event's result there, and the request went on for ever."""
+
+    async def run() -> None:
+        for num_steps in range(8):
+            event = asyncio.Event()
+            waiter = asyncio.ensure_future(happens(event.wait(), 10))
+            await asyncio.sleep(0)
+            event.set()
+            for _ in range(num_steps):
+                await asyncio.sleep(0)
+            was_done = waiter.done()
+            waiter.cancel()
+            await asyncio.wait({waiter})
+            assert waiter.cancelled() != was_done
+
+    asyncio.run(run())
 
 
 # ------------------------------------------------------------ the address

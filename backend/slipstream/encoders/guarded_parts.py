@@ -17,7 +17,7 @@ from slipstream.encoders.guard_settings import GuardSettings
 from slipstream.encoders.guarded import Answer, EncoderFailure, Piece, Unsafe
 from slipstream.encoders.guarded_request import GuardedRequest
 from slipstream.encoders.text_tensors import strings
-from slipstream.encoders.timed_calls import CallTimeout, TimedCalls
+from slipstream.encoders.timed_calls import CallTimeout, TimedCalls, happens
 from slipstream.encoders.triton_calls import Call, Tensors, TritonCalls
 
 _log = logging.getLogger(__name__)
@@ -38,8 +38,8 @@ class Models:
         self._safety, self._quality = (TimedCalls(settings.encoder_timeout_s) for _ in range(2))
 
     async def check(self, texts: Sequence[str]) -> Unsafe | None:
-        """The worst of what is unsafe.  Raises EncoderFailure."""
-        return await _in_time(self.settings.safety, self._safety, self._check(texts))
+        """The worst of what is unsafe.  Raises EncoderFailure, and AnswerError of a server that shuts down."""
+        return await self._in_time(self.settings.safety, self._safety, self._check(texts))
 
     async def _check(self, texts: Sequence[str]) -> Unsafe | None:
         worst: Unsafe | None = None
@@ -53,8 +53,8 @@ class Models:
         return worst
 
     async def judge(self, prompt: str, answer: str) -> tuple[float, str]:
-        """Raises EncoderFailure."""
-        return await _in_time(self.settings.quality, self._quality, self._judge(prompt, answer))
+        """Raises EncoderFailure, and AnswerError."""
+        return await self._in_time(self.settings.quality, self._quality, self._judge(prompt, answer))
 
     async def _judge(self, prompt: str, answer: str) -> tuple[float, str]:
         inputs = {"prompt": strings([[prompt]]), "answer": strings([[answer]])}
@@ -65,13 +65,13 @@ class Models:
         # longer than anybody waits: while a call that was given up still runs, no other is made
         return await self.calls.infer(Call(model, inputs, outputs), self.settings.encoder_timeout_s + _RETRY_S)
 
-
-async def _in_time(model: str, calls: TimedCalls, call: Coroutine[Any, Any, Result]) -> Result:
-    try:
-        return await calls.run(call)
-    except (AnswerError, CallTimeout) as failure:
-        _log.warning("%s: %s", model, failure)
-        raise EncoderFailure(str(failure)) from failure
+    async def _in_time(self, model: str, calls: TimedCalls, call: Coroutine[Any, Any, Result]) -> Result:
+        try:
+            return await calls.run(call)
+        except (AnswerError, CallTimeout) as failure:
+            _log.warning("%s: %s", model, failure)
+            await self.calls.check_live()  # a server that shuts down is no encoder that fails: no policy has a say
+            raise EncoderFailure(str(failure)) from failure
 
 
 class GuardedParts:
@@ -115,11 +115,9 @@ class GuardedParts:
     async def _wait(self, has_more: asyncio.Event) -> None:
         """Raises AnswerError when the LLM is silent for too long."""
         settings = self._models.settings
-        try:
-            await asyncio.wait_for(has_more.wait(), settings.llm_timeout_s)
-        except asyncio.TimeoutError:
+        if not await happens(has_more.wait(), settings.llm_timeout_s):
             limit = f"llm_timeout_ms={settings.llm_timeout_s * 1e3:.0f}"
-            raise AnswerError(f"{settings.llm} was silent for longer than {limit}", CapacityError) from None
+            raise AnswerError(f"{settings.llm} was silent for longer than {limit}", CapacityError)
 
     async def _read(self, received: list[Piece], has_more: asyncio.Event) -> None:
         """The LLM's stream to its end.  Raises AnswerError.  Cancelling the task cancels the LLM's request."""

@@ -13,6 +13,15 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 
+async def happens(event: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
+    """Whether it does in time. Not asyncio.wait_for: before Python 3.12 that swallows a cancellation in that moment."""
+    task = asyncio.ensure_future(event)
+    try:
+        return bool((await asyncio.wait({task}, timeout=timeout_s))[0])
+    finally:
+        task.cancel()
+
+
 class CallTimeout(Exception):
     """The model did not answer in time, or an earlier call still hangs."""
 

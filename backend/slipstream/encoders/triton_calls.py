@@ -1,8 +1,8 @@
 """Calls of models over Triton's gRPC, by a model of the Python backend that runs on the same server.
 
-Event loop thread; one channel, a stream per generating request. Not by BLS: server 2.51's stub loses a decoupled answer
-once in some hundred, and crashes when one process has several under way (docs/LOG.md). Ending a stream is the cancel
-that Triton passes on to the LLM, which BLS cannot send before server 25.04.
+Event loop thread; one channel, a stream per generating request. Not by BLS: server 2.51's stub now and then loses a
+decoupled answer, or crashes (docs/LOG.md). Ending a stream is the cancel that Triton passes on to the LLM, which BLS
+cannot send before server 25.04.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, ser
 
 from slipstream.core.answer_faults import AnswerError, fault_of
 from slipstream.core.errors import CapacityError, EngineError, RequestError
+from slipstream.encoders.timed_calls import happens
 
 Tensors = dict[str, np.ndarray]
 _CONNECT_S = 2.0
@@ -68,11 +69,16 @@ class TritonCalls:
         """Raises AnswerError, which names the parameter, where no server answers gRPC; at once when one did before."""
         if self._channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY:
             return
-        try:
-            await asyncio.wait_for(self._channel.channel_ready(), _CONNECT_S)
-        except asyncio.TimeoutError:
+        if not await happens(self._channel.channel_ready(), _CONNECT_S):
             told = f"triton_url: nothing answers gRPC at {self._url}; accepted: host:port of this server's gRPC"
-            raise AnswerError(told, CapacityError) from None
+            raise AnswerError(told, CapacityError)
+
+    async def check_live(self) -> None:
+        """Raises AnswerError of a server that shuts down: its models have no versions any more."""
+        try:
+            await self._stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=_CONNECT_S)
+        except grpc.aio.AioRpcError as error:
+            raise AnswerError(f"the server is shutting down: {error.details()}", CapacityError) from None
 
     async def close(self) -> None:
         await self._channel.close()
