@@ -5,6 +5,7 @@
     python build/quantize.py --model MODEL --output OUT --method wint4 --algorithm awq --zeros --format awq --text TEXT
     python build/quantize.py --model MODEL --output OUT --method w8a8_int8 --algorithm smoothquant --text TEXT
     python build/quantize.py --model MODEL --output OUT --method fp8 --kv-scales --text TEXT
+    python build/quantize.py --model MIXTRAL --output OUT --method a8w8_fp8_wint4 --algorithm gptq --text TEXT
 
 Algorithms may be joined, as in "awq,gptq". Without one, weights are rounded to the best of a grid of scales, which is
 what `quantization` in config.pbtxt does at load. Formats: docs/quantization.md.
