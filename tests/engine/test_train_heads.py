@@ -30,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(kind: str, model: Path, out: Path, **options: object) -> HeadsConfig:
     sizes = {"batch_windows": 2, "window_tokens": 32, "eval_windows": 4, "num_heads": 3, "num_steps": 3}
-    settings = {"max_steps": 4, "max_seconds": 60.0, **sizes, **options}
+    settings = {"max_steps": 4, "max_seconds": 6e4, **sizes, **options}  # steps end it: the rate falls with either
     out.mkdir(parents=True, exist_ok=True)
     return HeadsConfig(kind, model, out, **settings)  # type: ignore[arg-type]
 
@@ -64,6 +64,8 @@ def test_the_engine_drafts_what_the_trained_head_guesses(
     assert request.num_output_tokens == 1 and len(request.draft_token_ids) == 3
     tokens = torch.tensor([request.token_ids])
     with torch.no_grad():
+        for weight in trainer.head.parameters():  # as they were exported: of a head of four steps, guesses are near ties
+            weight.copy_(weight.bfloat16())
         found = [logits[0, 19].argmax() for logits in trainer.head(trainer.teacher.read(tokens), 1)]
     first = int(found[0])
     if kind == "eagle":
