@@ -41,8 +41,10 @@ def nothing_is_left_behind(llm_server: LlmServer) -> Iterator[None]:
 
 
 def engine_of(server: LlmServer) -> Any:
-    """The engine process that has torch loaded: the generating one."""
-    return max(server.engines(), key=lambda process: process.memory_info().rss)
+    """The engine process that generates meanwhile: another test's model may be loaded beside `llm`."""
+    before = {process: process.cpu_times().user for process in server.engines()}
+    time.sleep(0.3)
+    return max(before, key=lambda process: process.cpu_times().user - before[process])
 
 
 def run_long(server: LlmServer, stream: Any, num_responses: int = 3, **options: Any) -> None:
