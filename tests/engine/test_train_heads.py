@@ -64,7 +64,7 @@ def test_the_engine_drafts_what_the_trained_head_guesses(
     assert request.num_output_tokens == 1 and len(request.draft_token_ids) == 3
     tokens = torch.tensor([request.token_ids])
     with torch.no_grad():
-        for weight in trainer.head.parameters():  # as they were exported: of a head of four steps, guesses are near ties
+        for weight in trainer.head.parameters():  # as exported: after four steps guesses are near ties
             weight.copy_(weight.bfloat16())
         found = [logits[0, 19].argmax() for logits in trainer.head(trainer.teacher.read(tokens), 1)]
     first = int(found[0])
