@@ -3,17 +3,19 @@
 //
 // Weights are the tall operand (64 rows a tensor core instruction), tokens the other, so few of them waste little. One
 // persistent CTA an SM: a loading warp fills a ring with weights and activations by tensor copies (cluster_load.cuh),
-// two warpgroups multiply out of it (cluster_multiply.cuh). Where outputs are narrow, CTAs of a cluster share the summed
-// dimension, so that each still reads activations for many weight rows, and add their sums through each other's shared
-// memory (cluster_epilogue.cuh). The kernel starts while the one before it still runs, and fills its ring with weights
-// before it waits for that one's results. Built once per SLIPSTREAM_OUTPUT (__half, __nv_bfloat16), SLIPSTREAM_TILES (a
-// format of cluster_shape.cuh) and SLIPSTREAM_COLUMNS (tokens of a tile: 16, 32, 64, 128, 256).
+// two warpgroups multiply out of it (cluster_multiply.cuh). Where outputs are narrow, CTAs of a cluster share the
+// summed dimension, so that each still reads activations for many weight rows, and add their sums through each other's
+// shared memory (cluster_epilogue.cuh). The kernel starts while the one before it still runs, and fills its ring with
+// weights before it waits for that one's results. Built once per SLIPSTREAM_OUTPUT (__half, __nv_bfloat16),
+// SLIPSTREAM_TILES (a format of cluster_shape.cuh) and SLIPSTREAM_COLUMNS (tokens of a tile: 16, 32, 64, 128, 256).
 
 #include <cuda.h>
 #include <cuda_runtime.h>
 
 #include "cluster_epilogue.cuh"
 #include "cluster_load.cuh"
+#include "kernel_launch.h"
+#include "library.h"
 #include "tensor_map.h"
 
 namespace slipstream {
@@ -87,41 +89,13 @@ bool encode_maps(const ClusterParams& p, ClusterMaps* maps) {
          encode_tensor_map(&maps->tokens, kType, CU_TENSOR_MAP_SWIZZLE_128B, p.x, tokens);
 }
 
-template <typename SHAPE>
-cudaLaunchConfig_t cluster_config(cudaLaunchAttribute (&attributes)[2], bool is_dependent) {
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = SHAPE::kSplits;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(SHAPE::kSplits);
-  config.blockDim = dim3(SHAPE::kThreads);
-  config.dynamicSmemBytes = SHAPE::kTotalBytes;
-  config.attrs = attributes;
-  config.numAttrs = is_dependent ? 2 : 1;
-  return config;
-}
-
-// Clusters that run at once: as many as are launched.
-template <typename SHAPE>
-cudaError_t prepare(int* num_clusters) {
-  auto* kernel = cluster_mm_kernel<SHAPE>;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, SHAPE::kTotalBytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchAttribute attributes[2] = {};
-  const cudaLaunchConfig_t config = cluster_config<SHAPE>(attributes, false);
-  return cudaOccupancyMaxActiveClusters(num_clusters, kernel, &config);
-}
-
-// The same, asked of the driver once.
+// Clusters that run at once, as many as are launched; asked of the driver once.
 template <typename SHAPE>
 cudaError_t count_clusters_at_once(int* num_clusters) {
   static int counted = 0;
-  static const cudaError_t prepared = prepare<SHAPE>(&counted);
+  static const cudaError_t error = count_clusters<SHAPE, cluster_mm_kernel<SHAPE>>(SHAPE::kSplits, &counted);
   *num_clusters = counted;
-  return prepared;
+  return error;
 }
 
 // A cluster that shares sums has one pass; two stages at least, or nothing overlaps.
@@ -140,11 +114,8 @@ cudaError_t launch(const ClusterParams& p, cudaStream_t stream) {
   ClusterMaps maps;
   if (p.num_tokens > SHAPE::kColumns || !encode_maps<SHAPE>(p, &maps)) return cudaErrorInvalidValue;
   if (!fits<SHAPE>(p.num_units, num_clusters)) return cudaErrorInvalidConfiguration;
-  cudaLaunchAttribute attributes[2] = {};
-  cudaLaunchConfig_t config = cluster_config<SHAPE>(attributes, p.is_dependent != 0);
-  config.gridDim = dim3(num_clusters * SHAPE::kSplits);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, cluster_mm_kernel<SHAPE>, p, maps);
+  const ClusterLaunch<SHAPE> launch(num_clusters, SHAPE::kSplits, p.is_dependent != 0, stream);
+  return cudaLaunchKernelEx(&launch.config, cluster_mm_kernel<SHAPE>, p, maps);
 }
 
 template <int TILES, int SPLITS, bool IS_GATED>
@@ -185,8 +156,6 @@ using Compiled = Variants<Variant<1, 1, false>, Variant<2, 1, false>, Variant<1,
 
 }  // namespace slipstream
 
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
-
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_cluster_mm(const ClusterParams* params, void* stream) {
   return slipstream::Compiled::launch_wanted(*params, static_cast<cudaStream_t>(stream));
@@ -195,8 +164,4 @@ SLIPSTREAM_API int slipstream_cluster_mm(const ClusterParams* params, void* stre
 // How many clusters of the variant run at once on this device; 0: none, or it is not compiled.
 SLIPSTREAM_API int slipstream_count_clusters(const ClusterParams* params) {
   return slipstream::Compiled::count_wanted(*params);
-}
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

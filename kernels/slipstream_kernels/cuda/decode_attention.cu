@@ -15,6 +15,8 @@
 #include "decode_merge.cuh"
 #include "decode_stream.cuh"
 #include "dependent_launch.cuh"
+#include "kernel_launch.h"
+#include "library.h"
 
 namespace slipstream {
 
@@ -190,7 +192,8 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas)
 
   count_tiles<SHAPE::kRows, SHAPE::kUnitCost, SHAPE::kThreads>(p, ends);
   const int total = ends[p.num_requests - 1];
-  // A warp has its first tiles on their way at once, so sharing them with fewer others costs nothing and spares merging.
+  // A warp has its first tiles on their way at once, so sharing them with fewer others costs nothing and spares
+  // merging.
   const int grid = gridDim.x, share = max((total + grid - 1) / grid, SHAPE::kWarps * (SHAPE::kStages - 1));
   typename SHAPE::Walk walk = share_of<typename SHAPE::Walk>(cta, share, total, ends, p.num_requests);
 
@@ -237,17 +240,10 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtas)
 template <int NUM_N>
 cudaError_t launch(const DecodeParams& params, cudaStream_t stream) {
   using Shape = DecodeShape<SLIPSTREAM_QUERY, static_cast<KvType>(SLIPSTREAM_KV), SLIPSTREAM_HEAD_DIM, NUM_N>;
-  auto* kernel = decode_attention_kernel<Shape>;
-  static const cudaError_t configured =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
-  if (configured != cudaSuccess) return configured;
-  const dim3 grid(params.num_sms * Shape::kCtas);
-  return launch_kernel(params.is_dependent, grid, Shape::kThreads, Shape::kTotalBytes, stream, kernel, params);
+  return launch_shape<Shape, decode_attention_kernel<Shape>>(params, params.num_sms * Shape::kCtas, stream);
 }
 
 }  // namespace slipstream
-
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
 
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_decode_attention(const DecodeParams* params, void* stream) {
@@ -259,8 +255,4 @@ SLIPSTREAM_API int slipstream_decode_attention(const DecodeParams* params, void*
   if (params->rows == 32) return slipstream::launch<4>(*params, cuda_stream);
 #endif
   return cudaErrorInvalidValue;
-}
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

@@ -2,6 +2,7 @@
 // One thread expands the 8 bytes that a lane of the products holds: two output features, eight input features of each.
 #include "int4_codec.cuh"
 #include "int4_stream_params.h"
+#include "library.h"
 
 namespace slipstream {
 
@@ -41,8 +42,6 @@ __global__ void dequantise_kernel(const Int4StreamParams p) {
 
 }  // namespace slipstream
 
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
-
 // out: [out_features, in_features] bf16, or fp16 if out_is_half. Returns a cudaError_t.
 SLIPSTREAM_API int slipstream_int4_dequantise(const slipstream::Int4StreamParams* params, void* stream) {
   const int64_t threads = int64_t{params->out_features} * params->in_features / 16;
@@ -54,8 +53,4 @@ SLIPSTREAM_API int slipstream_int4_dequantise(const slipstream::Int4StreamParams
     slipstream::dequantise_kernel<__nv_bfloat16><<<blocks, 256, 0, cuda_stream>>>(*params);
   }
   return static_cast<int>(cudaGetLastError());
-}
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

@@ -1,14 +1,16 @@
 // Products of rows sorted by expert with their experts' 4-bit weights, for Hopper (sm_90a). Contract:
 // ops/grouped_int4_mm.py.
 //
-// Up to 48 rows an expert the bytes of the weights are the bound. One persistent CTA per SM streams an equal share of the
-// strips of the experts that have rows (expert_walk.cuh) through a ring in shared memory, which one warp fills by bulk
-// copies (expert_load.cuh); eight warps multiply (expert_multiply.cuh) and write (expert_epilogue.cuh). Which experts
-// have rows is known on the device alone. A small kernel before gathers the rows. Built once per SLIPSTREAM_INPUT
-// (__nv_bfloat16, __half, or __nv_fp8_e4m3, multiplied as fp16, exactly), SLIPSTREAM_COLUMNS of 8 rows in a tile,
-// SLIPSTREAM_GROUPS of a block and SLIPSTREAM_GATED.
+// Up to 48 rows an expert the bytes of the weights are the bound. One persistent CTA per SM streams an equal share of
+// the strips of the experts that have rows (expert_walk.cuh) through a ring in shared memory, which one warp fills by
+// bulk copies (expert_load.cuh); eight warps multiply (expert_multiply.cuh) and write (expert_epilogue.cuh). Which
+// experts have rows is known on the device alone. A small kernel before gathers the rows. Built once per
+// SLIPSTREAM_INPUT (__nv_bfloat16, __half, or __nv_fp8_e4m3, multiplied as fp16, exactly), SLIPSTREAM_COLUMNS of 8 rows
+// in a tile, SLIPSTREAM_GROUPS of a block and SLIPSTREAM_GATED.
 
 #include "expert_epilogue.cuh"
+#include "kernel_launch.h"
+#include "library.h"
 
 namespace slipstream {
 
@@ -83,28 +85,18 @@ using Shape =
     ExpertShape<Input, OperandOf<Input>::Type, SLIPSTREAM_COLUMNS, SLIPSTREAM_GROUPS, SLIPSTREAM_GATED != 0>;
 
 cudaError_t launch(const ExpertParams& params, cudaStream_t stream) {
-  auto* kernel = int4_experts_kernel<Shape>;
-  static const cudaError_t configured =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
-  if (configured != cudaSuccess) return configured;
-  const bool is_dependent = params.is_dependent != 0;
   const dim3 tiles(params.in_features / 128, params.most_tiles);
-  const cudaError_t arranged = launch_kernel(is_dependent, tiles, 192, 0, stream, arrange_experts_kernel<Shape>, params);
+  const cudaError_t arranged =
+      launch_kernel(params.is_dependent != 0, tiles, 192, 0, stream, arrange_experts_kernel<Shape>, params);
   if (arranged != cudaSuccess) return arranged;
-  return launch_kernel(is_dependent, dim3(params.num_ctas), Shape::kThreads, Shape::kTotalBytes, stream, kernel, params);
+  return launch_shape<Shape, int4_experts_kernel<Shape>>(params, params.num_ctas, stream);
 }
 
 }  // namespace slipstream
-
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
 
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_int4_experts(const slipstream::ExpertParams* params, void* stream) {
   const bool is_served = params->num_experts >= 1 && params->num_experts <= slipstream::Shape::kMostExperts &&
                          params->most_tiles <= 65535 && params->out_features % (16 * slipstream::Shape::kUnit) == 0;
   return is_served ? slipstream::launch(*params, static_cast<cudaStream_t>(stream)) : cudaErrorInvalidValue;
-}
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

@@ -1,14 +1,16 @@
 // Products of at most 16 tokens with 4-bit weights, for Hopper (sm_90a). Contract: ops/int4_mm.py.
 //
-// The bytes of the weights are the bound. One or two persistent CTAs per SM stream equal shares of strips of output features
-// (int4_rows_shape.cuh) through a ring in shared memory, filled by bulk copies that one warp issues; 8 warps multiply 16
-// output features by 8 tokens at a time (int4_rows_multiply.cuh) and add their sums at the end. The kernel starts while
-// the one before it still runs, and fills its ring before it waits for that one's results. Built once per
+// The bytes of the weights are the bound. One or two persistent CTAs per SM stream equal shares of strips of output
+// features (int4_rows_shape.cuh) through a ring in shared memory, filled by bulk copies that one warp issues; 8 warps
+// multiply 16 output features by 8 tokens at a time (int4_rows_multiply.cuh) and add their sums at the end. The kernel
+// starts while the one before it still runs, and fills its ring before it waits for that one's results. Built once per
 // SLIPSTREAM_INPUT: __nv_bfloat16 or __half.
 
 #include "bulk_copy.cuh"
 #include "dependent_launch.cuh"
 #include "int4_rows_multiply.cuh"
+#include "kernel_launch.h"
+#include "library.h"
 
 namespace slipstream {
 
@@ -30,7 +32,7 @@ __device__ __forceinline__ void fill_slot(const Int4StreamParams& p, uint32_t sl
 template <typename SHAPE>
 __device__ __forceinline__ void fill_ring(const Int4StreamParams& p, uint32_t ring, uint32_t barriers) {
   if (threadIdx.x % 32 != 0) return;
-  const Strips cta = strips_of_cta<SHAPE>(p);
+  const UnitRange cta = strips_of_cta<SHAPE>(p);
   const int chunks = num_chunks<SHAPE>(p);
   const uint64_t policy = evict_first_policy();
   RingPlace<SHAPE::kSlots> place;
@@ -55,7 +57,7 @@ struct RowsEpilogue {
   float4* exchange;   // shared: [warp][fragment of the round][lane]
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  __device__ __forceinline__ void write(const Strips& pass, const RowSums<SHAPE>& sums) const {
+  __device__ __forceinline__ void write(const UnitRange& pass, const RowSums<SHAPE>& sums) const {
 #pragma unroll
     for (int first = 0; first < SHAPE::kFragments; first += SHAPE::kRound) {
       sync_threads(1, 32 * SHAPE::kWarps);   // what the round before left is read
@@ -72,7 +74,7 @@ struct RowsEpilogue {
 
  private:
   // A warp finishes a fragment; gated, a fragment of a gate's strip and that of the up strip, which is the next.
-  __device__ __forceinline__ void finish_round(const Strips& pass, int first) const {
+  __device__ __forceinline__ void finish_round(const UnitRange& pass, int first) const {
     constexpr int kFinished = SHAPE::kRound / SHAPE::kUnit;
     const int mine = SHAPE::kColumns == 1 ? SHAPE::kUnit * warp : warp;
     const int fragment = first + mine, turn = pass.begin + fragment / SHAPE::kColumns, column = fragment % SHAPE::kColumns;
@@ -84,7 +86,7 @@ struct RowsEpilogue {
       float up[4];
       finish_fragment(mine + SHAPE::kColumns, row + p.out_features / 2, up);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) values[e] = values[e] / (1.0f + __expf(-values[e])) * up[e];
+      for (int e = 0; e < 4; ++e) values[e] = silu(values[e]) * up[e];
     }
     const int width = p.out_features / SHAPE::kUnit;
 #pragma unroll
@@ -121,10 +123,10 @@ __device__ __forceinline__ void multiply_strips(const Int4StreamParams& p, char*
   RowsConsumer<SHAPE> consumer{p, ring, barriers};
   const RowsEpilogue<SHAPE> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset)};
   consumer.x.load(p, consumer.warp);
-  const Strips cta = strips_of_cta<SHAPE>(p);
+  const UnitRange cta = strips_of_cta<SHAPE>(p);
 #pragma unroll 1
   for (int begin = cta.begin; begin < cta.end; begin += SHAPE::kTiles) {
-    const Strips pass{begin, min(begin + SHAPE::kTiles, cta.end)};
+    const UnitRange pass{begin, min(begin + SHAPE::kTiles, cta.end)};
     RowSums<SHAPE> sums;
     consumer.consume_pass(pass.size(), sums);
     epilogue.write(pass, sums);
@@ -157,12 +159,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtasPerSm)
 template <int TILES, int COLUMNS, int GROUPS, bool IS_GATED>
 cudaError_t launch_variant(const Int4StreamParams& params, cudaStream_t stream) {
   using Shape = RowsShape<SLIPSTREAM_INPUT, TILES, COLUMNS, GROUPS, IS_GATED>;
-  auto* kernel = int4_rows_kernel<Shape>;
-  static const cudaError_t configured =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
-  if (configured != cudaSuccess) return configured;
-  return launch_kernel(params.is_dependent != 0, dim3(params.num_ctas), Shape::kThreads, Shape::kTotalBytes, stream,
-                       kernel, params);
+  return launch_shape<Shape, int4_rows_kernel<Shape>>(params, params.num_ctas, stream);
 }
 
 template <int TILES, int COLUMNS, bool IS_GATED>
@@ -194,8 +191,6 @@ cudaError_t launch_tiles(const Int4StreamParams& params, cudaStream_t stream) {
 
 }  // namespace slipstream
 
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
-
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_int4_rows(const slipstream::Int4StreamParams* params, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
@@ -204,8 +199,4 @@ SLIPSTREAM_API int slipstream_int4_rows(const slipstream::Int4StreamParams* para
   if (params->columns == 8) return slipstream::launch_tiles<1>(*params, cuda_stream);
   if (params->columns == 16) return slipstream::launch_tiles<2>(*params, cuda_stream);
   return cudaErrorInvalidValue;
-}
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

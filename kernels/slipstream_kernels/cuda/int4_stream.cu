@@ -9,6 +9,8 @@
 #include "dependent_launch.cuh"
 #include "int4_stream_epilogue.cuh"
 #include "int4_stream_multiply.cuh"
+#include "kernel_launch.h"
+#include "library.h"
 
 namespace slipstream {
 
@@ -59,16 +61,11 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) int4_stream_kernel(const _
 template <int COLUMNS, int GROUPS>
 cudaError_t launch_variant(const Int4StreamParams& params, cudaStream_t stream) {
   using Shape = Int4Shape<SLIPSTREAM_INPUT, COLUMNS, GROUPS>;
-  auto* kernel = int4_stream_kernel<Shape>;
-  static const cudaError_t configured =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
-  if (configured != cudaSuccess) return configured;
   const int threads = COLUMNS * 4 < 256 ? COLUMNS * 4 : 256;
   const cudaError_t arranged = launch_kernel(params.is_dependent != 0, dim3(params.in_features / Shape::kDepth), threads, 0,
                                              stream, arrange_kernel<Shape>, params);
   if (arranged != cudaSuccess) return arranged;
-  return launch_kernel(params.is_dependent != 0, dim3(params.num_ctas), Shape::kThreads, Shape::kTotalBytes, stream,
-                       kernel, params);
+  return launch_shape<Shape, int4_stream_kernel<Shape>>(params, params.num_ctas, stream);
 }
 
 template <int COLUMNS>
@@ -80,8 +77,6 @@ cudaError_t launch_groups(const Int4StreamParams& params, cudaStream_t stream) {
 
 }  // namespace slipstream
 
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
-
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_int4_stream(const slipstream::Int4StreamParams* params, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
@@ -92,8 +87,4 @@ SLIPSTREAM_API int slipstream_int4_stream(const slipstream::Int4StreamParams* pa
     case 64: return slipstream::launch_groups<64>(*params, cuda_stream);
     default: return cudaErrorInvalidValue;
   }
-}
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

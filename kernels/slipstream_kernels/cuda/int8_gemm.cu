@@ -1,9 +1,10 @@
 // W8A8 products of many tokens on CUTLASS: int8 rows times int8 weights, exact sums in int32, scales and bias in the
-// epilogue.  One configuration a library, by macros: SLIPSTREAM_TILE_TOKENS, _TILE_ROWS (tokens and output features of a
-// tile), _CLUSTER (tiles of tokens that share their weights) and _OUT (element of the result).
+// epilogue.  One configuration a library, by macros: SLIPSTREAM_TILE_TOKENS, _TILE_ROWS (tokens and output features of
+// a tile), _CLUSTER (tiles of tokens that share their weights) and _OUT (element of the result).
 
 #include "cutlass_launch.cuh"
 #include "int8_gemm_params.h"
+#include "library.h"
 
 namespace slipstream {
 using namespace cute;
@@ -43,5 +44,3 @@ typename Gemm::Arguments arguments_of(Int8GemmParams const& p) {
 SLIPSTREAM_API int slipstream_int8_gemm(const slipstream::Int8GemmParams* params, cudaStream_t stream) {
   return slipstream::launch_gemm<slipstream::Gemm>(slipstream::arguments_of(*params), *params, stream);
 }
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) { return cudaGetErrorString(cudaError_t(error)); }

@@ -14,6 +14,8 @@
 
 #include <type_traits>
 
+#include "kernel_launch.h"
+#include "library.h"
 #include "prefill_convert.cuh"
 #include "prefill_load.cuh"
 #include "prefill_maps.cuh"
@@ -89,11 +91,11 @@ struct Multiplier {
     for (int tile = end_tile - 2; tile >= begin_tile; --tile) {
       step(tile, tile >= whole_end || tile < whole_begin);
     }
-    wait_barrier(memory.value_full(value_place.stage), value_place.parity);
+    wait_barrier(memory.value_filled(value_place.stage), value_place.parity);
     multiply_values();
     wait_for_products<0>();
     pin(out);
-    release(memory.value_empty(value_place.stage));
+    release(memory.value_emptied(value_place.stage));
     value_place.advance();
   }
 
@@ -104,16 +106,16 @@ struct Multiplier {
 
   // The last tile's scores: nothing to overlap them with.
   __device__ __forceinline__ void begin() {
-    wait_barrier(memory.query_full(), query_place.parity);
+    wait_barrier(memory.query_filled(), query_place.parity);
     query_place.advance();
     if constexpr (!std::is_same_v<Element, KeyOperand>) convert_queries();
-    wait_barrier(memory.key_full(key_place.stage), key_place.parity);
+    wait_barrier(memory.key_filled(key_place.stage), key_place.parity);
     multiply_scores();
     wait_for_products<0>();
     pin(scores);
     const int tile = end_tile - 1;
-    if (tile == begin_tile) release(memory.query_empty());
-    release(memory.key_empty(key_place.stage));
+    if (tile == begin_tile) release(memory.query_emptied());
+    release(memory.key_emptied(key_place.stage));
     key_place.advance();
     float rescale[2];
     follow(tile, true, rescale);
@@ -124,21 +126,21 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void step(int tile, bool is_masked) {
-    wait_barrier(memory.key_full(key_place.stage), key_place.parity);
+    wait_barrier(memory.key_filled(key_place.stage), key_place.parity);
     multiply_scores();
-    wait_barrier(memory.value_full(value_place.stage), value_place.parity);
+    wait_barrier(memory.value_filled(value_place.stage), value_place.parity);
     multiply_values();
     wait_for_products<1>();
     pin(scores);
-    if (tile == begin_tile) release(memory.query_empty());
-    release(memory.key_empty(key_place.stage));
+    if (tile == begin_tile) release(memory.query_emptied());
+    release(memory.key_emptied(key_place.stage));
     key_place.advance();
     float rescale[2];
     follow(tile, is_masked, rescale);
     wait_for_products<0>();
     pin(out);
     pin(probs);
-    release(memory.value_empty(value_place.stage));
+    release(memory.value_emptied(value_place.stage));
     value_place.advance();
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) out[i] *= rescale[i / 2 % 2];
@@ -204,7 +206,7 @@ struct Multiplier {
   // Slots of the last block that the sequence has not reached may hold NaN, which a probability of 0 would not stop.
   // Every warpgroup clears them for itself: all write the same.
   __device__ __forceinline__ void clear_tail(int tile) {
-    wait_barrier(memory.value_full(value_place.stage), value_place.parity);
+    wait_barrier(memory.value_filled(value_place.stage), value_place.parity);
     const int seq_len = work().seq_len;
     const int block_mask = (1 << p.block_size_log2) - 1;
     const int first = seq_len - tile * SHAPE::kKeys;
@@ -308,26 +310,18 @@ template <typename SHAPE>
 cudaError_t launch(const PrefillParams& p, cudaStream_t stream) {
   PrefillMaps maps;
   if (!MapEncoder<SHAPE>{p}.run(&maps)) return cudaErrorInvalidValue;
-  auto* kernel = prefill_attention_kernel<SHAPE>;
   constexpr int kBytes = PrefillMemory<SHAPE>::kAllocatedBytes;
-  static const cudaError_t configured =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
-  if (configured != cudaSuccess) return configured;
-  kernel<<<p.num_sms, SHAPE::kThreads, kBytes, stream>>>(p, maps);
+  const cudaError_t allowed = allow_shared_memory<prefill_attention_kernel<SHAPE>, kBytes>();
+  if (allowed != cudaSuccess) return allowed;
+  prefill_attention_kernel<SHAPE><<<p.num_sms, SHAPE::kThreads, kBytes, stream>>>(p, maps);
   return cudaGetLastError();
 }
 
 }  // namespace slipstream
-
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
 
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_prefill_attention(const PrefillParams* params, void* stream) {
   using Shape = slipstream::PrefillShape<SLIPSTREAM_TYPE, static_cast<slipstream::PrefillKv>(SLIPSTREAM_KV),
                                          SLIPSTREAM_HEAD_DIM, SLIPSTREAM_SOFT_CAP, SLIPSTREAM_ALIBI>;
   return slipstream::launch<Shape>(*params, static_cast<cudaStream_t>(stream));
-}
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

@@ -1,11 +1,12 @@
 // Copies the blocks of some requests, of 8 or 4 bits, into buffers of fp16 in the order of their tokens, for prefill
 // attention (PrefillKv::kStaged, kFp8Keys): a long prompt reads each block many times, and converts it once so.
 //
-// int8 and int4 are multiplied by their tokens' scales; fp8 is copied as stored, its heads' scales are left to attention.
-// Rows past a sequence become zero up to the end of its last block of 64.
+// int8 and int4 are multiplied by their tokens' scales; fp8 is copied as stored, its heads' scales are left to
+// attention. Rows past a sequence become zero up to the end of its last block of 64.
 
 #include <cuda_runtime.h>
 
+#include "library.h"
 #include "prefill_convert.cuh"
 #include "prefill_stage_params.h"
 
@@ -53,8 +54,6 @@ cudaError_t launch_stage(const PrefillStageParams& p, cudaStream_t stream) {
 
 }  // namespace slipstream
 
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
-
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_prefill_stage(const PrefillStageParams* params, void* stream) {
   using namespace slipstream;
@@ -65,8 +64,4 @@ SLIPSTREAM_API int slipstream_prefill_stage(const PrefillStageParams* params, vo
     case KvType::kInt4: return launch_stage<KvType::kInt4>(*params, to);
     default: return cudaErrorInvalidValue;
   }
-}
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

@@ -2,12 +2,14 @@
 // Contract: ops/sample.py.
 //
 // A filtered row: a floor that some 1,500 of its groups' largest logits reach, these groups' tokens from the floor up,
-// the cuts of top-k and top-p among them by search, and the race of those that are left.  Filters that keep tokens below
-// the floor are solved from the row itself, with the same search.  Built once per SLIPSTREAM_TYPE, the logits'.
+// the cuts of top-k and top-p among them by search, and the race of those that are left.  Filters that keep tokens
+// below the floor are solved from the row itself, with the same search.  Built once per SLIPSTREAM_TYPE, the logits'.
 
 #include <cuda_runtime.h>
 
 #include "dependent_launch.cuh"
+#include "kernel_launch.h"
+#include "library.h"
 #include "sample_candidates.cuh"
 #include "sample_row.cuh"
 
@@ -78,8 +80,8 @@ struct RowChunks {
   }
 };
 
-// The largest key in [low, high] at or above which the weights (0: not there) reach target; low if none does.  Ends when
-// one key is left between the borders: their tokens are counted on the way, with the same sum.
+// The largest key in [low, high] at or above which the weights (0: not there) reach target; low if none does.  Ends
+// when one key is left between the borders: their tokens are counted on the way, with the same sum.
 template <bool IS_COUNT>
 __device__ __forceinline__ uint32_t find_cut(BlockSums& sums, const uint32_t (&keys)[kCandidatesPerThread],
                                              const uint64_t (&weights)[kCandidatesPerThread], uint32_t low,
@@ -199,15 +201,9 @@ __global__ void __launch_bounds__(kSampleThreads, 1) sample_kernel(const SampleP
 
 }  // namespace slipstream
 
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
-
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_sample(const SampleParams* params, void* stream) {
   using namespace slipstream;
   return launch_kernel(params->is_dependent != 0, dim3(params->num_rows), kSampleThreads, 0,
                        static_cast<cudaStream_t>(stream), sample_kernel<SLIPSTREAM_TYPE>, *params);
-}
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

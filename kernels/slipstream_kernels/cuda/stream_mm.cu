@@ -2,12 +2,14 @@
 //
 // The bytes of W are the bound. One persistent CTA per SM streams whole weight rows, an equal share of them or what it
 // takes from a queue (stream_shape.cuh, stream_passes.cuh), through a ring in shared memory, filled by bulk copies that
-// two warps issue (stream_producer.cuh); 8 warps multiply 16 weight rows by 8 tokens at a time (stream_consumer.cuh) and
-// add their sums at the end (stream_epilogue.cuh). The kernel starts while the one before it still runs, and fills its
-// ring before it waits for that one's results: weights are nobody's output. Built once per SLIPSTREAM_OPERAND (__half, __nv_bfloat16) and SLIPSTREAM_WEIGHTS (a format of
-// stream_weights.cuh).
+// two warps issue (stream_producer.cuh); 8 warps multiply 16 weight rows by 8 tokens at a time (stream_consumer.cuh)
+// and add their sums at the end (stream_epilogue.cuh). The kernel starts while the one before it still runs, and fills
+// its ring before it waits for that one's results: weights are nobody's output. Built once per SLIPSTREAM_OPERAND
+// (__half, __nv_bfloat16) and SLIPSTREAM_WEIGHTS (a format of stream_weights.cuh).
 
 #include "dependent_launch.cuh"
+#include "kernel_launch.h"
+#include "library.h"
 #include "stream_epilogue.cuh"
 #include "stream_producer.cuh"
 #include "stream_weights.cuh"
@@ -54,12 +56,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) stream_mm_kernel(const __g
 template <int TILES, int COLUMNS, bool IS_GATED, bool IS_HELD>
 cudaError_t launch_variant(const StreamParams& params, cudaStream_t stream) {
   using Shape = StreamShape<SLIPSTREAM_WEIGHTS<SLIPSTREAM_OPERAND>, TILES, COLUMNS, IS_GATED, IS_HELD>;
-  auto* kernel = stream_mm_kernel<Shape>;
-  static const cudaError_t configured =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kTotalBytes);
-  if (configured != cudaSuccess) return configured;
-  return launch_kernel(params.is_dependent != 0, dim3(params.num_ctas), Shape::kThreads, Shape::kTotalBytes, stream,
-                       kernel, params);
+  return launch_shape<Shape, stream_mm_kernel<Shape>>(params, params.num_ctas, stream);
 }
 
 template <int TILES, int COLUMNS, bool IS_HELD>
@@ -80,8 +77,6 @@ cudaError_t launch_tiles(const StreamParams& params, cudaStream_t stream) {
 
 }  // namespace slipstream
 
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
-
 // Returns a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_stream_mm(const StreamParams* params, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
@@ -89,8 +84,4 @@ SLIPSTREAM_API int slipstream_stream_mm(const StreamParams* params, void* stream
   if (params->tiles == 3) return slipstream::launch_tiles<3>(*params, cuda_stream);
   if (params->tiles == 4) return slipstream::launch_tiles<4>(*params, cuda_stream);
   return cudaErrorInvalidValue;
-}
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

@@ -6,6 +6,7 @@
 //   share their tokens), _GROUPS (groups per 128 input features), _OUT (element of the result).
 
 #include "cutlass_launch.cuh"
+#include "library.h"
 #include "w4a8_layout.cuh"
 #include "w4a8_mainloop.cuh"
 #include "w4a8_params.h"
@@ -55,5 +56,3 @@ typename Gemm::Arguments arguments_of(W4a8Params const& p) {
 SLIPSTREAM_API int slipstream_w4a8_gemm(const slipstream::W4a8Params* params, cudaStream_t stream) {
   return slipstream::launch_gemm<slipstream::Gemm>(slipstream::arguments_of(*params), *params, stream);
 }
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) { return cudaGetErrorString(cudaError_t(error)); }

@@ -1,13 +1,16 @@
 // Products of some tens of FP8 rows with 4-bit weights, for Hopper (sm_90a). Contract: ops/int4_mm.py.
 //
 // One persistent CTA per SM, or a cluster of them for narrow outputs, owns strips of output features
-// (w4a8_stream_shape.cuh). Two warps fill a ring with codes and activations (w4a8_stream_load.cuh), two add activations up, four
-// warpgroups multiply (w4a8_stream_multiply.cuh), and the sums of a cluster meet in its shared memory (w4a8_stream_epilogue.cuh). The kernel
-// starts while the one before it still runs, and fills its ring with weights meanwhile.
+// (w4a8_stream_shape.cuh). Two warps fill a ring with codes and activations (w4a8_stream_load.cuh), two add activations
+// up, four warpgroups multiply (w4a8_stream_multiply.cuh), and the sums of a cluster meet in its shared memory
+// (w4a8_stream_epilogue.cuh). The kernel starts while the one before it still runs, and fills its ring with weights
+// meanwhile.
 
 #include <cuda_fp8.h>
 
 #include "dependent_launch.cuh"
+#include "kernel_launch.h"
+#include "library.h"
 #include "tensor_map.h"
 #include "w4a8_stream_epilogue.cuh"
 #include "w4a8_stream_load.cuh"
@@ -71,62 +74,30 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1)
 }
 
 template <typename SHAPE>
-cudaError_t configure() {
-  return cudaFuncSetAttribute(w4a8_stream_kernel<SHAPE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              SHAPE::kTotalBytes);
-}
-
-template <typename SHAPE>
-cudaLaunchConfig_t launch_config(const W4a8StreamParams& p, cudaLaunchAttribute (&attributes)[2]) {
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = p.splits;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(p.num_clusters * p.splits);
-  config.blockDim = dim3(SHAPE::kThreads);
-  config.dynamicSmemBytes = SHAPE::kTotalBytes;
-  config.attrs = attributes;
-  config.numAttrs = p.is_dependent != 0 ? 2 : 1;
-  return config;
-}
-
-template <typename SHAPE>
 cudaError_t launch(const W4a8StreamParams& p, cudaStream_t stream) {
-  static const cudaError_t configured = configure<SHAPE>();
-  if (configured != cudaSuccess) return configured;
+  const cudaError_t allowed = allow_shared_memory<w4a8_stream_kernel<SHAPE>, SHAPE::kTotalBytes>();
+  if (allowed != cudaSuccess) return allowed;
   const uint64_t row = p.in_features, tokens = p.num_tokens;
   const Extent<2> extent{{row, tokens}, {static_cast<uint64_t>(p.x_row_stride)}, {128, SHAPE::kColumns}};
   CUtensorMap map;
   if (!encode_tensor_map(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, p.x, extent)) {
     return cudaErrorInvalidValue;
   }
-  cudaLaunchAttribute attributes[2] = {};
-  cudaLaunchConfig_t config = launch_config<SHAPE>(p, attributes);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, w4a8_stream_kernel<SHAPE>, p, map);
+  const ClusterLaunch<SHAPE> launch(p.num_clusters, p.splits, p.is_dependent != 0, stream);
+  return cudaLaunchKernelEx(&launch.config, w4a8_stream_kernel<SHAPE>, p, map);
 }
 
-// How many clusters of p.splits CTAs run at once.
+// count: of clusters of p.splits CTAs that run at once; null to launch.
 template <typename SHAPE>
-cudaError_t count_clusters_at_once(const W4a8StreamParams& p, int* count) {
-  const cudaError_t configured = configure<SHAPE>();
-  if (configured != cudaSuccess) return configured;
-  cudaLaunchAttribute attributes[2] = {};
-  const cudaLaunchConfig_t config = launch_config<SHAPE>(p, attributes);
-  return cudaOccupancyMaxActiveClusters(count, w4a8_stream_kernel<SHAPE>, &config);
+cudaError_t run_shape(const W4a8StreamParams& p, cudaStream_t stream, int* count) {
+  if (count == nullptr) return launch<SHAPE>(p, stream);
+  return count_clusters<SHAPE, w4a8_stream_kernel<SHAPE>>(p.splits, count);
 }
 
-// count: null to launch.
 template <int COLUMNS>
 cudaError_t run_columns(const W4a8StreamParams& p, cudaStream_t stream, int* count) {
-  if (p.groups_per_block == 1) {
-    using Shape = W4a8Shape<COLUMNS, 1>;
-    return count != nullptr ? count_clusters_at_once<Shape>(p, count) : launch<Shape>(p, stream);
-  }
-  using Shape = W4a8Shape<COLUMNS, 2>;
-  return count != nullptr ? count_clusters_at_once<Shape>(p, count) : launch<Shape>(p, stream);
+  if (p.groups_per_block == 1) return run_shape<W4a8Shape<COLUMNS, 1>>(p, stream, count);
+  return run_shape<W4a8Shape<COLUMNS, 2>>(p, stream, count);
 }
 
 cudaError_t run(const W4a8StreamParams& p, cudaStream_t stream, int* count) {
@@ -141,8 +112,6 @@ cudaError_t run(const W4a8StreamParams& p, cudaStream_t stream, int* count) {
 
 }  // namespace slipstream
 
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
-
 // Both return a cudaError_t; 0 is success.
 SLIPSTREAM_API int slipstream_w4a8_stream(const slipstream::W4a8StreamParams* params, void* stream) {
   return slipstream::run(*params, static_cast<cudaStream_t>(stream), nullptr);
@@ -150,8 +119,4 @@ SLIPSTREAM_API int slipstream_w4a8_stream(const slipstream::W4a8StreamParams* pa
 
 SLIPSTREAM_API int slipstream_w4a8_stream_clusters(const slipstream::W4a8StreamParams* params, int* count) {
   return slipstream::run(*params, nullptr, count);
-}
-
-SLIPSTREAM_API const char* slipstream_error_text(int error) {
-  return cudaGetErrorString(static_cast<cudaError_t>(error));
 }

@@ -7,14 +7,6 @@
 
 namespace slipstream {
 
-// Turns an 8 x 8 matrix of 16-bit elements round: lane l gives row l / 4, elements 2 (l % 4) and the next, and receives
-// the same of the transpose.
-__device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
-  uint32_t turned;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
-  return turned;
-}
-
 template <typename SHAPE>
 struct ClusterEpilogue {
   using T = typename SHAPE::Output;
@@ -45,7 +37,7 @@ struct ClusterEpilogue {
       const int token = threadIdx.x - 128;
       if (token < SHAPE::kColumns) {
         const float scale = token < p.num_tokens ? p.x_scale[token] : 0.0f;
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(memory.token_scales() + 4 * token), "f"(scale) : "memory");
+        store_shared_4(memory.token_scales() + 4 * token, scale);
       }
       sync_threads(1, SHAPE::kMultipliers);
     }
@@ -153,12 +145,12 @@ struct ClusterEpilogue {
     T* out = static_cast<T*>(p.out) + token * p.out_row_stride + threadIdx.x % 4 * 2;
     if constexpr (SHAPE::kIsGated) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) sum.v[i] = sum.v[i] / (1.0f + __expf(-sum.v[i])) * sum.v[i + 2];
-      const uint32_t pair = transpose_matrix(pack<T>(sum.v[0], sum.v[1]));
+      for (int i = 0; i < 2; ++i) sum.v[i] = silu(sum.v[i]) * sum.v[i + 2];
+      const uint32_t pair = transpose_8x8(pack<T>(sum.v[0], sum.v[1]));
       if (token < p.num_tokens) *reinterpret_cast<uint32_t*>(out + 8 * unit) = pair;
     } else {
-      const uint32_t low = transpose_matrix(pack<T>(sum.v[0], sum.v[1]));
-      const uint32_t high = transpose_matrix(pack<T>(sum.v[2], sum.v[3]));
+      const uint32_t low = transpose_8x8(pack<T>(sum.v[0], sum.v[1]));
+      const uint32_t high = transpose_8x8(pack<T>(sum.v[2], sum.v[3]));
       if (token >= p.num_tokens) return;
       *reinterpret_cast<uint32_t*>(out + 16 * unit) = low;
       *reinterpret_cast<uint32_t*>(out + 16 * unit + 8) = high;

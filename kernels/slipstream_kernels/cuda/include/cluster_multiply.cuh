@@ -1,7 +1,8 @@
-// The multiplying warpgroups of a product by clusters: 64 weight rows times all tokens at a time, weights as the tall side.
+// The multiplying warpgroups of a product by clusters: 64 weight rows times all tokens at a time, weights as the tall
+// side.
 //
-// 16-bit sums stay in the tensor cores' fp32 accumulators. Those of e4m3 have about 14 bits of fraction, so its sums move
-// to fp32 registers every 128 columns (arXiv:2412.19437, 3.3.2), where scales of blocks are applied.
+// 16-bit sums stay in the tensor cores' fp32 accumulators. Those of e4m3 have about 14 bits of fraction, so its sums
+// move to fp32 registers every 128 columns (arXiv:2412.19437, 3.3.2), where scales of blocks are applied.
 #pragma once
 
 #include "cluster_shape.cuh"
@@ -79,7 +80,7 @@ struct ClusterMultiplier {
   }
 
   __device__ __forceinline__ void release(int stage) const {
-    if (threadIdx.x % 32 == 0) arrive(memory.empty(stage));
+    if (threadIdx.x % 32 == 0) arrive(memory.emptied(stage));
   }
 
   // A stage is released once the products of the next one are under way.
@@ -88,7 +89,7 @@ struct ClusterMultiplier {
     int last = -1;
 #pragma unroll 1
     for (int chunk = share.begin_chunk; chunk < share.end_chunk; ++chunk) {
-      wait_barrier(memory.full(place.stage), place.parity);
+      wait_barrier(memory.filled(place.stage), place.parity);
       pin_all<kBlocks, SHAPE::kSets>(sums);
       begin_products();
       multiply_chunk<kBlocks, SHAPE::kSets, true>(0, sums);
@@ -115,7 +116,7 @@ struct ClusterMultiplier {
     for (int chunk = share.begin_chunk; chunk < share.end_chunk; ++chunk) {
       float weight_scales[SHAPE::kTiles][2];
       if constexpr (SHAPE::Format::kIsByBlocks) load_weight_scales(units, chunk, weight_scales);
-      wait_barrier(memory.full(place.stage), place.parity);
+      wait_barrier(memory.filled(place.stage), place.parity);
 #pragma unroll
       for (int first = 0; first < kBlocks; first += SHAPE::kFresh) {
         Sums<SHAPE::kFresh, SHAPE::kFreshSets> fresh;

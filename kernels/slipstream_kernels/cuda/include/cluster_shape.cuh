@@ -9,11 +9,12 @@
 #include "cluster.cuh"
 #include "cluster_params.h"
 #include "hopper_copy.cuh"
+#include "unit_range.cuh"
 
 namespace slipstream {
 
 // Weight formats. Product: the type that tensor cores multiply. A format that is expanded on the way to it (int4) would
-// take a warpgroup between the loader and the multipliers: it waits for `full`, writes kRows x 128 bytes of Product,
+// take a warpgroup between the loader and the multipliers: it waits for `filled`, writes kRows x 128 bytes of Product,
 // swizzled as the copies of the others do, into a second ring, and arrives on that ring's barrier.
 template <typename T>
 struct PlainTiles {
@@ -99,10 +100,6 @@ struct ClusterMaps {
   CUtensorMap tokens;
 };
 
-struct UnitRange {
-  int begin, end;
-};
-
 // This CTA's share of the product.
 template <typename SHAPE>
 struct ClusterShare {
@@ -160,9 +157,9 @@ struct ClusterMemory {
 
   __device__ __forceinline__ uint32_t exchange() const { return base; }
   __device__ __forceinline__ uint32_t token_scales() const { return base + SHAPE::kScaleOffset; }
-  __device__ __forceinline__ uint32_t full(int stage) const { return base + SHAPE::kBarrierOffset + 8 * stage; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(SHAPE::kMaxStages + stage); }
-  __device__ __forceinline__ uint32_t received() const { return full(2 * SHAPE::kMaxStages); }
+  __device__ __forceinline__ uint32_t filled(int stage) const { return base + SHAPE::kBarrierOffset + 8 * stage; }
+  __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(SHAPE::kMaxStages + stage); }
+  __device__ __forceinline__ uint32_t received() const { return filled(2 * SHAPE::kMaxStages); }
   __device__ __forceinline__ uint32_t weights(int stage) const {
     return base + SHAPE::kRingOffset + stage * stage_bytes;
   }
@@ -172,8 +169,8 @@ struct ClusterMemory {
   // By one thread.
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < num_stages; ++stage) {
-      init_barrier(full(stage), 1);
-      init_barrier(empty(stage), SHAPE::kMultipliers / 32);
+      init_barrier(filled(stage), 1);
+      init_barrier(emptied(stage), SHAPE::kMultipliers / 32);
     }
     init_barrier(received(), 1);
     publish_barriers();

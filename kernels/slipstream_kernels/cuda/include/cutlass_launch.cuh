@@ -12,8 +12,6 @@
 #include "cutlass/gemm/dispatch_policy.hpp"
 #include "cutlass/gemm/kernel/gemm_universal.hpp"
 
-#define SLIPSTREAM_API extern "C" __attribute__((visibility("default")))
-
 namespace slipstream {
 
 // out = channel scale * (token scale * sum) + bias; without a bias its pointer is null, and 0 is added.
@@ -54,7 +52,8 @@ cudaError_t allow_shared_memory(int device) {
   return error;
 }
 
-// 0, a cudaError_t, or minus a cutlass::Status. Of params: device, num_sms, is_dependent. No kernel here has a workspace.
+// 0, a cudaError_t, or minus a cutlass::Status. Of params: device, num_sms, is_dependent. No kernel here has a
+// workspace.
 template <class GEMM, class PARAMS>
 int launch_gemm(typename GEMM::Arguments arguments, PARAMS const& params, cudaStream_t stream) {
   using Kernel = typename GEMM::GemmKernel;

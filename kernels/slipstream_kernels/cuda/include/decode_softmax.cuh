@@ -8,7 +8,6 @@
 
 namespace slipstream {
 
-constexpr float kLog2E = 1.4426950408889634f;
 // A maximum that no score reaches and that still gives exp2(maximum - maximum) = 1, never NaN.
 constexpr float kNoMaximum = -1e30f;
 // The running maximum may lag behind by this much (base 2): most tiles then need neither shuffles nor rescaling.

@@ -86,8 +86,8 @@ struct ExpertEpilogue {
       float low = sums.of[i][column][2 * part] * tokens.x * scale[0][part];
       float high = sums.of[i][column][2 * part + 1] * tokens.y * scale[0][part];
       if constexpr (SHAPE::kIsGated) {
-        low = low / (1.0f + __expf(-low)) * (sums.of[i + 1][column][2 * part] * tokens.x * scale[1][part]);
-        high = high / (1.0f + __expf(-high)) * (sums.of[i + 1][column][2 * part + 1] * tokens.y * scale[1][part]);
+        low = silu(low) * (sums.of[i + 1][column][2 * part] * tokens.x * scale[1][part]);
+        high = silu(high) * (sums.of[i + 1][column][2 * part + 1] * tokens.y * scale[1][part]);
       }
       // Lane l now has token l / 4 and rows 2 (l % 4), + 1.
       const uint32_t pair = transpose_8x8(pack<OUT>(low, high));

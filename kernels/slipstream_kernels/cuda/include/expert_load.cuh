@@ -1,5 +1,5 @@
-// What fills the ring: a kernel before that gathers each tile's rows into the order in which codes come out of a word, as
-// 16-bit numbers, and a warp that issues bulk copies.
+// What fills the ring: a kernel before that gathers each tile's rows into the order in which codes come out of a word,
+// as 16-bit numbers, and a warp that issues bulk copies.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -12,8 +12,9 @@
 
 namespace slipstream {
 
-// A code in the low bits of fp16 1024 makes 1024 + code, four bits higher 1024 + 16 code; of bf16 128 (7 bits of fraction)
-// it makes 128 + code, in the low bits only. So operands need no arithmetic: what is too much is a multiple of sums of rows.
+// A code in the low bits of fp16 1024 makes 1024 + code, four bits higher 1024 + 16 code; of bf16 128 (7 bits of
+// fraction) it makes 128 + code, in the low bits only. So operands need no arithmetic: what is too much is a multiple
+// of sums of rows.
 template <typename T>
 struct CodeBias;
 template <>

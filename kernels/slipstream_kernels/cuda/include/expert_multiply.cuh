@@ -1,5 +1,6 @@
 // The multiplying warps: 16 output features by 8 rows at a time, up to four strips by six columns of rows a warp. Codes
-// become 16-bit operands, code + bias, by masks alone; zero points, biases and scales are applied to a group's sums in fp32.
+// become 16-bit operands, code + bias, by masks alone; zero points, biases and scales are applied to a group's sums in
+// fp32.
 //
 // mma and not wgmma: a warpgroup product with its operand in registers takes the time of 128 rows however few there are
 // (docs/LOG.md).
@@ -9,12 +10,6 @@
 #include "int4_codec.cuh"
 
 namespace slipstream {
-
-__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
-}
 
 // The eight codes of a word as four pairs (codes i and i + 4): code + bias, of fp16 odd pairs 16 code + bias.
 template <typename T>

@@ -1,9 +1,10 @@
 // Sizes of the product of sorted rows with their experts' 4-bit weights, and the walk over a CTA's share that all its
 // roles make in step.
 //
-// The rows of an expert are cut into tiles of up to 16 or 48. A tile is multiplied by strips of 16 of the expert's output
-// features; gated, a unit is a strip of gate and the same strip of up. The units of all tiles, one after the other, are
-// dealt out to the CTAs in equal runs, and a run is done in passes of up to 16 strips of one tile. No sum crosses CTAs.
+// The rows of an expert are cut into tiles of up to 16 or 48. A tile is multiplied by strips of 16 of the expert's
+// output features; gated, a unit is a strip of gate and the same strip of up. The units of all tiles, one after the
+// other, are dealt out to the CTAs in equal runs, and a run is done in passes of up to 16 strips of one tile. No sum
+// crosses CTAs.
 #pragma once
 
 #include "expert_params.h"
@@ -19,7 +20,8 @@ struct ExpertShape {
   static constexpr int kColumns = COLUMNS, kTileRows = 8 * COLUMNS;   // of 8 rows
   static constexpr int kStrips = 16, kUnit = IS_GATED ? 2 : 1, kPassUnits = kStrips / kUnit;
 
-  // A stage is two blocks of 128 input features: four warps multiply the first, up to four strips each, four the second.
+  // A stage is two blocks of 128 input features: four warps multiply the first, up to four strips each, four the
+  // second.
   static constexpr int kBlocks = 2, kRowWarps = 4, kWarpStrips = kStrips / kRowWarps;
   static constexpr int kWarps = kBlocks * kRowWarps;
   // One more fills the ring; it comes with three idle ones, because registers change hands by four warps.

@@ -11,6 +11,8 @@
 
 #include <cstdint>
 
+#include "wgmma_lists.h"
+
 namespace slipstream {
 
 // Rows of 128 bytes in groups of eight make one swizzled unit.
@@ -52,21 +54,6 @@ __device__ __forceinline__ void wait_for_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-#define SLIPSTREAM_OUT8(i)                                                                                        \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
-      "+f"(d[i + 7])
-#define SLIPSTREAM_OUT32(i) SLIPSTREAM_OUT8(i), SLIPSTREAM_OUT8(i + 8), SLIPSTREAM_OUT8(i + 16), SLIPSTREAM_OUT8(i + 24)
-#define SLIPSTREAM_LIST32                                                                                       \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
-  "%23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define SLIPSTREAM_LIST64                                                                                         \
-  SLIPSTREAM_LIST32                                                                                               \
-  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
-  "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define SLIPSTREAM_LIST96                                                                                         \
-  SLIPSTREAM_LIST64                                                                                               \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
-  "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 
 // d (+)= a b^T over 16 summed columns, both operands in shared memory with contiguous summed dimension.
 #define SLIPSTREAM_WGMMA_ROWS_OF(FLAGS, SHAPE, TYPES, LIST, A, B, ADD, ...)                                \
@@ -83,7 +70,7 @@ __device__ __forceinline__ void wait_for_products() {
 // Scores: d[64 x 128] (+)= a[64 x 16] b[128 x 16]^T.
 template <typename T, bool ADDS>
 __device__ __forceinline__ void multiply_rows(float (&d)[64], uint64_t a, uint64_t b) {
-#define SLIPSTREAM_OUTPUTS SLIPSTREAM_OUT32(0), SLIPSTREAM_OUT32(32)
+#define SLIPSTREAM_OUTPUTS SLIPSTREAM_SUMS32(0), SLIPSTREAM_SUMS32(32)
   if constexpr (__is_same(T, __half)) {
     SLIPSTREAM_WGMMA_ROWS("m64n128k16", "f16.f16", SLIPSTREAM_LIST64, "64", "65", "66", SLIPSTREAM_OUTPUTS);
   } else {
@@ -95,7 +82,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[64], uint64_t a, uint64
 // The same for 192 rows of b; e4m3: over 32 summed columns.
 template <typename T, bool ADDS>
 __device__ __forceinline__ void multiply_rows(float (&d)[96], uint64_t a, uint64_t b) {
-#define SLIPSTREAM_OUTPUTS SLIPSTREAM_OUT32(0), SLIPSTREAM_OUT32(32), SLIPSTREAM_OUT32(64)
+#define SLIPSTREAM_OUTPUTS SLIPSTREAM_SUMS32(0), SLIPSTREAM_SUMS32(32), SLIPSTREAM_SUMS32(64)
   if constexpr (__is_same(T, __nv_fp8_e4m3)) {
     SLIPSTREAM_WGMMA_ROWS_OF("", "m64n192k32", "e4m3.e4m3", SLIPSTREAM_LIST96, "96", "97", "98", SLIPSTREAM_OUTPUTS);
   } else if constexpr (__is_same(T, __half)) {
@@ -109,7 +96,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[96], uint64_t a, uint64
 // Values: d[64 x 128] += a[64 x 16] b[16 x 128]; a as four registers in the layout of two accumulator columns.
 template <typename T>
 __device__ __forceinline__ void multiply_columns(float (&d)[64], const uint32_t* a, uint64_t b) {
-#define SLIPSTREAM_OUTPUTS SLIPSTREAM_OUT32(0), SLIPSTREAM_OUT32(32)
+#define SLIPSTREAM_OUTPUTS SLIPSTREAM_SUMS32(0), SLIPSTREAM_SUMS32(32)
   if constexpr (__is_same(T, __half)) {
     SLIPSTREAM_WGMMA_COLUMNS("m64n128k16", "f16.f16", SLIPSTREAM_LIST64, "64", "65", "66", "67", "68",
                              SLIPSTREAM_OUTPUTS);
@@ -125,20 +112,15 @@ template <typename T>
 __device__ __forceinline__ void multiply_columns(float (&d)[32], const uint32_t* a, uint64_t b) {
   if constexpr (__is_same(T, __half)) {
     SLIPSTREAM_WGMMA_COLUMNS("m64n64k16", "f16.f16", SLIPSTREAM_LIST32, "32", "33", "34", "35", "36",
-                             SLIPSTREAM_OUT32(0));
+                             SLIPSTREAM_SUMS32(0));
   } else {
     SLIPSTREAM_WGMMA_COLUMNS("m64n64k16", "bf16.bf16", SLIPSTREAM_LIST32, "32", "33", "34", "35", "36",
-                             SLIPSTREAM_OUT32(0));
+                             SLIPSTREAM_SUMS32(0));
   }
 }
 
 #undef SLIPSTREAM_WGMMA_ROWS_OF
 #undef SLIPSTREAM_WGMMA_ROWS
 #undef SLIPSTREAM_WGMMA_COLUMNS
-#undef SLIPSTREAM_LIST32
-#undef SLIPSTREAM_LIST64
-#undef SLIPSTREAM_LIST96
-#undef SLIPSTREAM_OUT8
-#undef SLIPSTREAM_OUT32
 
 }  // namespace slipstream

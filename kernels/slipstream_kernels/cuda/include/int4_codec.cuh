@@ -53,18 +53,6 @@ struct Codec<__nv_bfloat16> {
   }
 };
 
-__device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
-  uint2 v;
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
-
 // The scale of a word of scale and zero point.
 __device__ __forceinline__ float scale_of(uint32_t word) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(word)));

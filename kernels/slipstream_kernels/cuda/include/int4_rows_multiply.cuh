@@ -7,13 +7,6 @@
 
 namespace slipstream {
 
-// Not through the read-only path: an earlier kernel may write these bytes while this one has begun.
-__device__ __forceinline__ uint2 load_global_8(const void* from) {
-  uint2 v;
-  asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
-  return v;
-}
-
 // A warp's activations of its block, as they lie in memory: lane l has, of token l / 4 of each column and of each 32
 // input features, four from 4 (l % 4) on and the four that are 16 further.
 template <typename SHAPE>

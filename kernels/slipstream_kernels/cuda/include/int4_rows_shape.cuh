@@ -1,11 +1,13 @@
 // Sizes of one variant of the product of 4-bit weights with at most 16 tokens, and the walk over a CTA's weights.
 //
 // A CTA owns consecutive strips of 16 output features: no sum crosses CTAs. Gated, strips of gate and up take turns, so
-// that a CTA has both of a pair. It goes through them in passes of kTiles strips; a pass goes through the input features in chunks of 8 blocks of 128, one for each of
-// the 8 multiplying warps; each (chunk, strip) is one slot of the ring. The warps' sums are added at the end of a pass.
+// that a CTA has both of a pair. It goes through them in passes of kTiles strips; a pass goes through the input
+// features in chunks of 8 blocks of 128, one for each of the 8 multiplying warps; each (chunk, strip) is one slot of
+// the ring. The warps' sums are added at the end of a pass.
 #pragma once
 
 #include "int4_stream_params.h"
+#include "unit_range.cuh"
 
 namespace slipstream {
 
@@ -28,7 +30,8 @@ struct RowsShape {
   static constexpr int kFragments = TILES * COLUMNS;
   static constexpr int kRound = kFragments < 4 ? kFragments : 4;   // fragments summed over the warps at once
   static constexpr int kSumBytes = kWarps * kRound * 32 * 16;
-  // Two CTAs share an SM: of one launch, their latencies overlap; of two, the next one's ring fills while this one ends.
+  // Two CTAs share an SM: of one launch, their latencies overlap; of two, the next one's ring fills while this one
+  // ends.
   static constexpr int kSlots = (113664 - kSumBytes) / (kSlotBytes + 16);
   static constexpr int kSumOffset = kSlots * kSlotBytes;
   static constexpr int kBarrierOffset = kSumOffset + kSumBytes;
@@ -36,15 +39,9 @@ struct RowsShape {
   static_assert(kTotalBytes <= 113664 && kSumOffset % 16 == 0);
 };
 
-struct Strips {
-  int begin, end;
-
-  __device__ __forceinline__ int size() const { return end - begin; }
-};
-
 // An SM's even share of the strips; two CTAs that run on it at once divide it: c and c + num_ctas / 2.
 template <typename SHAPE>
-__device__ __forceinline__ Strips strips_of_cta(const Int4StreamParams& p) {
+__device__ __forceinline__ UnitRange strips_of_cta(const Int4StreamParams& p) {
   const int64_t units = p.out_features / (16 * SHAPE::kUnit);
   const int num_sms = p.num_ctas / p.ctas_per_sm, sm = blockIdx.x % num_sms;
   int begin = static_cast<int>(units * sm / num_sms), end = static_cast<int>(units * (sm + 1) / num_sms);

@@ -80,7 +80,8 @@ struct TileEpilogue {
   }
 
  private:
-  // A CTA leaves at most two tiles' sums: of the tile that it begins (and does not end), and of one that it goes on with.
+  // A CTA leaves at most two tiles' sums: of the tile that it begins (and does not end), and of one that it goes on
+  // with.
   __device__ __forceinline__ float4* part(int cta, bool is_begun) const {
     const int64_t index = int64_t{2 * cta + (is_begun ? 1 : 0)} * SHAPE::kWriters * (kSums / 4);
     return reinterpret_cast<float4*>(p.partials) + index + thread;

@@ -1,5 +1,5 @@
-// What fills the ring: a kernel before that puts activations into the order in which codes come out of a word, as 16-bit
-// numbers, and a warp that issues bulk copies, of codes and words before that kernel has ended.
+// What fills the ring: a kernel before that puts activations into the order in which codes come out of a word, as
+// 16-bit numbers, and a warp that issues bulk copies, of codes and words before that kernel has ended.
 #pragma once
 
 #include "bulk_copy.cuh"
@@ -8,12 +8,6 @@
 #include "int4_stream_shape.cuh"
 
 namespace slipstream {
-
-__device__ __forceinline__ uint4 load_16_bytes(const void* from) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
-  return v;
-}
 
 // 32 activations of a token.
 template <typename SHAPE>
@@ -25,7 +19,7 @@ struct Activations32 {
     const auto* row = static_cast<const typename SHAPE::Operand*>(p.x) + token * p.x_row_stride + column;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const uint4 v = token < p.num_tokens ? load_16_bytes(reinterpret_cast<const uint4*>(row) + i) : uint4{};
+      const uint4 v = token < p.num_tokens ? load_global_16(reinterpret_cast<const uint4*>(row) + i) : uint4{};
       words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
     }
   }

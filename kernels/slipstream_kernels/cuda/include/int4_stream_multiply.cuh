@@ -1,20 +1,14 @@
-// The multiplying warpgroups. Codes become 16-bit operands in registers, (code - zero) * scale, rounded once; sums stay in
-// the tensor cores' fp32 registers.
+// The multiplying warpgroups. Codes become 16-bit operands in registers, (code - zero) * scale, rounded once; sums stay
+// in the tensor cores' fp32 registers.
 #pragma once
 
 #include "hopper_copy.cuh"
+#include "hopper_mma.cuh"
 #include "int4_codec.cuh"
 #include "int4_stream_load.cuh"
 #include "wgmma_registers.cuh"
 
 namespace slipstream {
-
-__device__ __forceinline__ void begin_registers() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_registers() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void await_registers() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
 
 // (code - zero) * scale of a row's codes.
 template <typename T>
@@ -64,8 +58,7 @@ struct Multiplier {
       if (lane == 0) arrive(ring.emptied(place.stage));
       place.advance();
     }
-#pragma unroll
-    for (int i = 0; i < SHAPE::kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+    pin(sums);
   }
 
  private:
@@ -77,13 +70,13 @@ struct Multiplier {
   __device__ __forceinline__ void start_step(int step, bool adds, float (&sums)[SHAPE::kSums]) {
     const uint32_t block = ring.activations(place.stage) + half * SHAPE::kActivationBytes;
     const uint64_t tokens = core_matrices(block, SHAPE::kColumns * 16);
-    begin_registers();
+    begin_products();
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
       const uint64_t b = tokens + ((kProducts * step + product) * SHAPE::kColumns * 32 >> 4);
       multiply_registers<T, SHAPE::kColumns>(sums, a[step % kInFlight][product], b, adds || product > 0);
     }
-    commit_registers();
+    commit_products();
   }
 
   __device__ __forceinline__ void load_codes(uint2 (&eights)[kSteps]) const {
@@ -100,7 +93,7 @@ struct Multiplier {
       const ScaledCodec<T> upper(word_of(lane / 4, group)), lower(word_of(lane / 4 + 8, group));
 #pragma unroll
       for (int i = group * kSteps / SHAPE::kGroups; i < (group + 1) * kSteps / SHAPE::kGroups; ++i) {
-        if (i >= kInFlight) await_registers<kInFlight - 1>();   // the products that read these registers have ended
+        if (i >= kInFlight) wait_for_products<kInFlight - 1>();   // the products that read these registers have ended
         asm volatile("" : "+r"(eights[i].x), "+r"(eights[i].y)::"memory");
         uint32_t top[4], bottom[4];
         upper.expand(eights[i].x, top);
@@ -113,7 +106,7 @@ struct Multiplier {
         start_step(i, adds || i > 0, sums);
       }
     }
-    await_registers<0>();
+    wait_for_products<0>();
   }
 };
 

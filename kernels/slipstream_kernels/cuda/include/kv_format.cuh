@@ -51,19 +51,14 @@ struct KvFormat<KvType::kFp8E4m3> {
     return 16 * step + 4 * j + 2 * b + e;
   }
   static __device__ __forceinline__ int value_dim(int step, int i, int h) { return 16 * step + 2 * i + h; }
-  // Four bytes to two pairs of fp16, in order.
-  static __device__ __forceinline__ void pairs(uint32_t word, uint32_t& low, uint32_t& high) {
-    asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h;}"
-        : "=r"(low), "=r"(high) : "r"(word));
-  }
   static __device__ __forceinline__ void keys(const uint32_t (&r)[4], int step, uint32_t (&a)[4]) {
-    pairs(r[2 * step], a[0], a[2]);
-    pairs(r[2 * step + 1], a[1], a[3]);
+    widen_e4m3(r[2 * step], a[0], a[2]);
+    widen_e4m3(r[2 * step + 1], a[1], a[3]);
   }
   // A transposed word holds two dims of one token, then the same dims of the next.
   static __device__ __forceinline__ void values(const uint32_t (&r)[4], int step, uint32_t (&a)[4]) {
-    pairs(__byte_perm(r[2 * step], 0, 0x3120), a[0], a[1]);
-    pairs(__byte_perm(r[2 * step + 1], 0, 0x3120), a[2], a[3]);
+    widen_e4m3(__byte_perm(r[2 * step], 0, 0x3120), a[0], a[1]);
+    widen_e4m3(__byte_perm(r[2 * step + 1], 0, 0x3120), a[2], a[3]);
   }
 };
 

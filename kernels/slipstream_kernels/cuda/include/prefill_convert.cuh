@@ -27,7 +27,7 @@ __device__ __forceinline__ void convert_values(const uint32_t* words, float scal
   const auto half2_of = [](uint32_t bits) { return *reinterpret_cast<__half2*>(&bits); };
   if constexpr (KV == KvType::kFp8E4m3) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) KvFormat<KV>::pairs(words[i], pairs[2 * i], pairs[2 * i + 1]);
+    for (int i = 0; i < 4; ++i) widen_e4m3(words[i], pairs[2 * i], pairs[2 * i + 1]);
   } else if constexpr (KV == KvType::kInt8) {
     const TokenScale factor(scale);
     const __half2 offset = __float2half2_rn(-1024.0f - 128.0f);
@@ -68,13 +68,13 @@ struct PrefillConverter {
 #pragma unroll 1
       for (int tile = work.end_tile - 1; tile >= work.begin_tile - 1; --tile) {
         if (tile >= work.begin_tile) {
-          convert(work.seq_len - tile * SHAPE::kKeys, memory.keys(key_place.stage), memory.key_full(key_place.stage),
-                  memory.key_empty(key_place.stage), key_place.parity);
+          convert(work.seq_len - tile * SHAPE::kKeys, memory.keys(key_place.stage), memory.key_filled(key_place.stage),
+                  memory.key_emptied(key_place.stage), key_place.parity);
           key_place.advance();
         }
         if (tile < work.end_tile - 1) {
           convert(work.seq_len - (tile + 1) * SHAPE::kKeys, memory.values(value_place.stage),
-                  memory.value_full(value_place.stage), memory.value_empty(value_place.stage), value_place.parity);
+                  memory.value_filled(value_place.stage), memory.value_emptied(value_place.stage), value_place.parity);
           value_place.advance();
         }
       }
@@ -84,7 +84,7 @@ struct PrefillConverter {
  private:
   // One tile, of which num_rows rows lie before the end of the sequence.
   __device__ __forceinline__ void convert(int num_rows, uint32_t to, uint32_t full, uint32_t empty, uint32_t parity) {
-    wait_barrier(memory.raw_full(raw_place.stage), raw_place.parity);
+    wait_barrier(memory.raw_filled(raw_place.stage), raw_place.parity);
     wait_barrier(empty, parity ^ 1);
     const char* raw = memory.pointer(memory.raw(raw_place.stage));
     if (num_rows >= SHAPE::kKeys) convert_rows<true>(raw, memory.pointer(to), num_rows);
@@ -93,7 +93,7 @@ struct PrefillConverter {
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
       arrive(full);
-      arrive(memory.raw_empty(raw_place.stage));
+      arrive(memory.raw_emptied(raw_place.stage));
     }
     raw_place.advance();
   }

@@ -49,13 +49,13 @@ struct PrefillLoader {
  private:
   // The next slot, once the warps that read it have given it back.
   __device__ __forceinline__ Work& next_work() const {
-    wait_barrier(memory.work_empty(slot.stage), slot.parity ^ 1);
+    wait_barrier(memory.work_emptied(slot.stage), slot.parity ^ 1);
     return *memory.work(slot.stage);
   }
 
   __device__ __forceinline__ void announce() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(memory.work_full(slot.stage));
+    if (threadIdx.x % 32 == 0) arrive(memory.work_filled(slot.stage));
     slot.advance();
   }
 
@@ -74,12 +74,12 @@ struct PrefillLoader {
   }
 
   __device__ __forceinline__ void load_queries(const Work& work) {
-    wait_barrier(memory.query_empty(), query_place.parity ^ 1);
+    wait_barrier(memory.query_emptied(), query_place.parity ^ 1);
     if (threadIdx.x % 32 == 0) {
-      arrive_expecting(memory.query_full(), SHAPE::kQueryBytes);
+      arrive_expecting(memory.query_filled(), SHAPE::kQueryBytes);
       const int token = work.start + (work.first_row >> p.pack_log2);
       for (int slab = 0; slab < SHAPE::kSlabs; ++slab) {
-        copy_box(memory.queries() + slab * SHAPE::kQuerySlab, &maps.q, memory.query_full(), 64 * slab,
+        copy_box(memory.queries() + slab * SHAPE::kQuerySlab, &maps.q, memory.query_filled(), 64 * slab,
                  work.head << p.pack_log2, token);
       }
     }
@@ -121,8 +121,8 @@ struct PrefillLoader {
     if constexpr (SHAPE::kIsConverted) {
       load_raw(&maps.keys, p.key_scale, place);
     } else {
-      const Buffer to{memory.keys(key_place.stage), memory.key_full(key_place.stage), memory.key_empty(key_place.stage),
-                      key_place.parity};
+      const Buffer to{memory.keys(key_place.stage), memory.key_filled(key_place.stage),
+                      memory.key_emptied(key_place.stage), key_place.parity};
       copy<SHAPE::kKeySlabs, kSwizzleBytes, SHAPE::kHasStagedKeys>(&maps.keys, nullptr, place, to);
       key_place.advance();
     }
@@ -132,23 +132,23 @@ struct PrefillLoader {
     if constexpr (SHAPE::kIsConverted) {
       load_raw(&maps.values, p.value_scale, place);
     } else {
-      const Buffer to{memory.values(value_place.stage), memory.value_full(value_place.stage),
-                      memory.value_empty(value_place.stage), value_place.parity};
+      const Buffer to{memory.values(value_place.stage), memory.value_filled(value_place.stage),
+                      memory.value_emptied(value_place.stage), value_place.parity};
       copy<SHAPE::kSlabs, kSwizzleBytes, SHAPE::kHasStagedValues>(&maps.values, nullptr, place, to);
       value_place.advance();
     }
   }
 
   __device__ __forceinline__ void load_raw(const CUtensorMap* map, const float* scales, int place) {
-    const Buffer to{memory.raw(raw_place.stage), memory.raw_full(raw_place.stage), memory.raw_empty(raw_place.stage),
-                    raw_place.parity};
+    const Buffer to{memory.raw(raw_place.stage), memory.raw_filled(raw_place.stage),
+                    memory.raw_emptied(raw_place.stage), raw_place.parity};
     copy<SHAPE::kSlabs, SHAPE::kRawRowBytes, false>(map, scales, place, to);
     raw_place.advance();
   }
 
   // A stage of a ring, the barriers of both its states, and the parity of its current pass.
   struct Buffer {
-    uint32_t address, full, empty, parity;
+    uint32_t address, filled, emptied, parity;
   };
 
   template <int SLABS, int ROW_BYTES, bool IS_STAGED>
@@ -157,18 +157,18 @@ struct PrefillLoader {
     constexpr int kRowElements = SHAPE::kIsConverted ? ROW_BYTES : SLABS < SHAPE::kSlabs ? kSwizzleBytes : 64;
     const int rows_log2 = chunk_rows_log2<IS_STAGED>(), num_chunks = SHAPE::kKeys >> rows_log2;
     const int lane = threadIdx.x % 32, chunk = lane % num_chunks, slab = lane / num_chunks;
-    wait_barrier(to.empty, to.parity ^ 1);
-    if (lane == 0) arrive_expecting(to.full, SHAPE::kIsConverted ? SHAPE::kRawBytes : SLABS * kSlab);
+    wait_barrier(to.emptied, to.parity ^ 1);
+    if (lane == 0) arrive_expecting(to.filled, SHAPE::kIsConverted ? SHAPE::kRawBytes : SLABS * kSlab);
     __syncwarp();
     if (slab < SLABS) {
       const int chunk_bytes = ROW_BYTES << rows_log2;
-      copy_box(to.address + slab * kSlab + chunk * chunk_bytes, map, to.full, kRowElements * slab, 0, place);
+      copy_box(to.address + slab * kSlab + chunk * chunk_bytes, map, to.filled, kRowElements * slab, 0, place);
     }
     if (SHAPE::kHasTokenScales && slab == 0) {
       // Any scales will do past the end of the sequence, where they are not used.
       const int64_t first = static_cast<int64_t>(max(place, 0)) << rows_log2;
       const int bytes = sizeof(float) << rows_log2;
-      copy_bytes(to.address + SHAPE::kScaleOffset + chunk * bytes, scales + first, to.full, bytes);
+      copy_bytes(to.address + SHAPE::kScaleOffset + chunk * bytes, scales + first, to.filled, bytes);
     }
     __syncwarp();
   }

@@ -1,5 +1,5 @@
-// Rows whose keys several CTAs share: each warp leaves its sums, and that of the CTAs which comes last adds all of them,
-// in order of the keys, so that the result does not depend on which it is.
+// Rows whose keys several CTAs share: each warp leaves its sums, and that of the CTAs which comes last adds all of
+// them, in order of the keys, so that the result does not depend on which it is.
 #pragma once
 
 #include "prefill_shape.cuh"

@@ -99,49 +99,49 @@ struct PrefillMemory {
   __device__ __forceinline__ char* pointer(uint32_t to) const { return base + (to - address); }
 
   __device__ __forceinline__ uint32_t barrier(int index) const { return address + kBarrierOffset + 8 * index; }
-  __device__ __forceinline__ uint32_t query_full() const { return barrier(0); }
-  __device__ __forceinline__ uint32_t query_empty() const { return barrier(1); }
-  __device__ __forceinline__ uint32_t work_full(int slot) const { return barrier(2 + slot); }
-  __device__ __forceinline__ uint32_t work_empty(int slot) const { return barrier(4 + slot); }
-  __device__ __forceinline__ uint32_t key_full(int stage) const { return barrier(6 + stage); }
-  __device__ __forceinline__ uint32_t key_empty(int stage) const { return barrier(6 + SHAPE::kStages + stage); }
-  __device__ __forceinline__ uint32_t value_full(int stage) const { return barrier(6 + 2 * SHAPE::kStages + stage); }
-  __device__ __forceinline__ uint32_t value_empty(int stage) const { return barrier(6 + 3 * SHAPE::kStages + stage); }
-  __device__ __forceinline__ uint32_t raw_full(int stage) const { return barrier(kRawBarriers + stage); }
-  __device__ __forceinline__ uint32_t raw_empty(int stage) const {
+  __device__ __forceinline__ uint32_t query_filled() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t query_emptied() const { return barrier(1); }
+  __device__ __forceinline__ uint32_t work_filled(int slot) const { return barrier(2 + slot); }
+  __device__ __forceinline__ uint32_t work_emptied(int slot) const { return barrier(4 + slot); }
+  __device__ __forceinline__ uint32_t key_filled(int stage) const { return barrier(6 + stage); }
+  __device__ __forceinline__ uint32_t key_emptied(int stage) const { return barrier(6 + SHAPE::kStages + stage); }
+  __device__ __forceinline__ uint32_t value_filled(int stage) const { return barrier(6 + 2 * SHAPE::kStages + stage); }
+  __device__ __forceinline__ uint32_t value_emptied(int stage) const { return barrier(6 + 3 * SHAPE::kStages + stage); }
+  __device__ __forceinline__ uint32_t raw_filled(int stage) const { return barrier(kRawBarriers + stage); }
+  __device__ __forceinline__ uint32_t raw_emptied(int stage) const {
     return barrier(kRawBarriers + SHAPE::kRawStages + stage);
   }
 
   // One thread. What copies fill completes with their bytes, the rest when each warp that reads or writes has arrived.
   __device__ __forceinline__ void init() const {
     constexpr int kReaders = 4 * SHAPE::kWarpgroups;
-    init_barrier(query_full(), 1);
-    init_barrier(query_empty(), kReaders);
+    init_barrier(query_filled(), 1);
+    init_barrier(query_emptied(), kReaders);
     for (int slot = 0; slot < 2; ++slot) {
-      init_barrier(work_full(slot), 1);
-      init_barrier(work_empty(slot), kReaders + SHAPE::kConverterWarps);
+      init_barrier(work_filled(slot), 1);
+      init_barrier(work_emptied(slot), kReaders + SHAPE::kConverterWarps);
     }
     for (int stage = 0; stage < SHAPE::kStages; ++stage) {
-      init_barrier(key_full(stage), SHAPE::kIsConverted ? SHAPE::kConverterWarps : 1);
-      init_barrier(value_full(stage), SHAPE::kIsConverted ? SHAPE::kConverterWarps : 1);
-      init_barrier(key_empty(stage), kReaders);
-      init_barrier(value_empty(stage), kReaders);
+      init_barrier(key_filled(stage), SHAPE::kIsConverted ? SHAPE::kConverterWarps : 1);
+      init_barrier(value_filled(stage), SHAPE::kIsConverted ? SHAPE::kConverterWarps : 1);
+      init_barrier(key_emptied(stage), kReaders);
+      init_barrier(value_emptied(stage), kReaders);
     }
     for (int stage = 0; stage < SHAPE::kRawStages; ++stage) {
-      init_barrier(raw_full(stage), 1);
-      init_barrier(raw_empty(stage), SHAPE::kConverterWarps);
+      init_barrier(raw_filled(stage), 1);
+      init_barrier(raw_emptied(stage), SHAPE::kConverterWarps);
     }
     publish_barriers();
   }
 
   // The whole warp: work lies at a slot until it is given back.
   __device__ __forceinline__ void await(const RingPlace<2>& slot) const {
-    wait_barrier(work_full(slot.stage), slot.parity);
+    wait_barrier(work_filled(slot.stage), slot.parity);
   }
 
   __device__ __forceinline__ void give_back(RingPlace<2>& slot) const {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(work_empty(slot.stage));
+    if (threadIdx.x % 32 == 0) arrive(work_emptied(slot.stage));
     slot.advance();
   }
 

@@ -8,7 +8,6 @@
 
 namespace slipstream {
 
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kNothing = -__builtin_huge_valf();
 
 // What a thread knows of its two rows.

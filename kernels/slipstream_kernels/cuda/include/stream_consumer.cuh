@@ -8,19 +8,6 @@
 
 namespace slipstream {
 
-__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
-}
-
-// Not through the read-only path: an earlier kernel may write these bytes while this one has begun.
-__device__ __forceinline__ uint4 load_global_16(const void* from) {
-  uint4 v;
-  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
-  return v;
-}
-
 // One warp's activations of a chunk as operands: lane l holds those of token l / 4 of each column.
 template <typename SHAPE>
 struct Operands {

@@ -6,12 +6,6 @@
 
 namespace slipstream {
 
-// Among the consumers only: the producer is ahead in its own loop.
-template <typename SHAPE>
-__device__ __forceinline__ void sync_consumers() {
-  asm volatile("bar.sync 1, %0;" ::"n"(32 * SHAPE::kWarps) : "memory");
-}
-
 template <typename SHAPE>
 struct Epilogue {
   using T = typename SHAPE::Operand;
@@ -22,7 +16,7 @@ struct Epilogue {
   __device__ __forceinline__ void write(const UnitRange& pass, const Sums<SHAPE>& sums) const {
 #pragma unroll
     for (int first = 0; first < SHAPE::kFragments; first += SHAPE::kRound) {
-      sync_consumers<SHAPE>();   // what the round before left is read
+      sync_threads(1, 32 * SHAPE::kWarps);   // of the consumers only: what the round before left is read
 #pragma unroll
       for (int i = 0; i < SHAPE::kRound; ++i) {
         if (first + i < SHAPE::kFragments) {
@@ -30,7 +24,7 @@ struct Epilogue {
           exchange[(warp * SHAPE::kRound + i) * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
         }
       }
-      sync_consumers<SHAPE>();
+      sync_threads(1, 32 * SHAPE::kWarps);
       if (warp < SHAPE::kRound && first + warp < SHAPE::kFragments) finish_fragment(pass, first + warp);
     }
   }
@@ -52,7 +46,7 @@ struct Epilogue {
       if (token + e >= p.num_tokens) continue;
       T* out = static_cast<T*>(p.out) + (token + e) * p.out_row_stride;
       if constexpr (SHAPE::kIsGated) {
-        if (low < pass.end) out[low] = from_float<T>(sum[e] / (1.0f + __expf(-sum[e])) * sum[e + 2]);
+        if (low < pass.end) out[low] = from_float<T>(silu(sum[e]) * sum[e + 2]);
       } else {
         if (low < pass.end) out[low] = from_float<T>(sum[e]);
         if (high < pass.end) out[high] = from_float<T>(sum[e + 2]);

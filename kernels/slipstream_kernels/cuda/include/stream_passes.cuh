@@ -1,5 +1,5 @@
-// Which passes a CTA makes: its own share, or what it takes from a queue, so that SMs which memory serves faster do more.
-// Producers and consumers each walk the same passes.
+// Which passes a CTA makes: its own share, or what it takes from a queue, so that SMs which memory serves faster do
+// more. Producers and consumers each walk the same passes.
 #pragma once
 
 #include "dependent_launch.cuh"
@@ -9,8 +9,9 @@
 
 namespace slipstream {
 
-// From the queue: the first two passes follow from the CTA's number, so that the ring fills before the kernel before has
-// ended; the others are drawn after that, as the queue is that kernel's too. One lane of the CTA draws and posts them.
+// From the queue: the first two passes follow from the CTA's number, so that the ring fills before the kernel before
+// has ended; the others are drawn after that, as the queue is that kernel's too. One lane of the CTA draws and posts
+// them.
 template <typename SHAPE>
 struct PassSource {
   const StreamParams& p;

@@ -1,9 +1,9 @@
 // Sizes of one variant of the streaming product.
 //
-// A CTA makes passes of kTiles tiles of 16 rows: of consecutive units of the output (weight rows, or pairs of gate and up
-// rows), so that no sum crosses CTAs. They are of its share of all units, as even as can be to one row, or of a queue,
-// where there are many: memory serves SMs unevenly, by up to a third. A pass goes through the columns in chunks of
-// kChunkBytes; each half (8 rows) of a (chunk, tile) is one slot of the ring.
+// A CTA makes passes of kTiles tiles of 16 rows: of consecutive units of the output (weight rows, or pairs of gate and
+// up rows), so that no sum crosses CTAs. They are of its share of all units, as even as can be to one row, or of a
+// queue, where there are many: memory serves SMs unevenly, by up to a third. A pass goes through the columns in chunks
+// of kChunkBytes; each half (8 rows) of a (chunk, tile) is one slot of the ring.
 #pragma once
 
 #include "stream_params.h"

@@ -3,11 +3,7 @@
 #pragma once
 
 #include "stream_shape.cuh"
-
-#ifndef __CUDACC__
-#define __device__
-#define __forceinline__ inline
-#endif
+#include "unit_range.cuh"
 
 namespace slipstream {
 
@@ -15,13 +11,6 @@ template <typename T>
 __device__ __forceinline__ T smaller(T a, T b) {
   return a < b ? a : b;
 }
-
-// The units of one CTA and of one pass.
-struct UnitRange {
-  int begin, end;
-
-  __device__ __forceinline__ int size() const { return end - begin; }
-};
 
 __device__ __forceinline__ UnitRange units_of_cta(const StreamParams& p, int cta) {
   const int64_t units = p.num_units;
@@ -43,7 +32,8 @@ __device__ __forceinline__ int num_chunks(const StreamParams& p) {
   return (p.in_features + SHAPE::kChunkElements - 1) / SHAPE::kChunkElements;
 }
 
-// The unit of row 0..7 of a half tile, and its row of the weight. Gated: the first half has gate rows, the second up rows.
+// The unit of row 0..7 of a half tile, and its row of the weight. Gated: the first half has gate rows, the second up
+// rows.
 template <typename SHAPE>
 __device__ __forceinline__ int unit_of(const UnitRange& pass, int tile, int half, int row) {
   return pass.begin + tile * SHAPE::kUnitsPerTile + (SHAPE::kIsGated ? row : 8 * half + row);

@@ -5,9 +5,9 @@
 // lane's 16 bytes and its kElements activations are both contiguous in memory.
 //
 // A format has: Operand, the type of activations and results; Product, that of operands; kElements (weights in 16
-// bytes); kSteps = kElements / 4; kGroupSpans, how many spans are multiplied at once; expand(); arrange(); kIsScaled: by
-// one fp32 number per row, at the end; kIsScaledInside: by load_scale(), one per row and group of spans; kIsRescaled:
-// activations are multiplied by powers of two to fit Product.
+// bytes); kSteps = kElements / 4; kGroupSpans, how many spans are multiplied at once; expand(); arrange(); kIsScaled:
+// by one fp32 number per row, at the end; kIsScaledInside: by load_scale(), one per row and group of spans;
+// kIsRescaled: activations are multiplied by powers of two to fit Product.
 #pragma once
 
 #include "stream_params.h"
@@ -35,10 +35,10 @@ struct PlainWeights {
 };
 
 // e4m3, expanded exactly to fp16: one instruction for two weights, and Hopper has none to bf16 (moving the bits into a
-// bf16's place takes 7 for four, and made products of 1 to 8 tokens slower by up to a fifth). So bf16 activations become
-// fp16 too: those of one token in a warp's columns of a chunk are multiplied by a power of two that brings the largest
-// to 2^14..2^15, and the sum is multiplied by its inverse. What has not more than 8 bits of fraction stays exact down
-// to 2^-32 of the largest; no magnitude overflows, and no token sees another.
+// bf16's place takes 7 for four, and made products of 1 to 8 tokens slower by up to a fifth). So bf16 activations
+// become fp16 too: those of one token in a warp's columns of a chunk are multiplied by a power of two that brings the
+// largest to 2^14..2^15, and the sum is multiplied by its inverse. What has not more than 8 bits of fraction stays
+// exact down to 2^-32 of the largest; no magnitude overflows, and no token sees another.
 template <typename T>
 struct Fp8Weights {
   using Operand = T;
@@ -51,11 +51,7 @@ struct Fp8Weights {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      asm("{.reg .b16 low, high;\n"
-          "mov.b32 {low, high}, %2;\n"
-          "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-          "cvt.rn.f16x2.e4m3x2 %1, high;}"
-          : "=r"(pairs[step][0]), "=r"(pairs[step][1]) : "r"(words[step]));
+      widen_e4m3(words[step], pairs[step][0], pairs[step][1]);
     }
   }
 

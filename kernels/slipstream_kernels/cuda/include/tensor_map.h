@@ -1,5 +1,5 @@
-// Tensor maps for Hopper's tensor copies, made on the host.  The driver's function is found at run time: nothing links to
-// libcuda.
+// Tensor maps for Hopper's tensor copies, made on the host.  The driver's function is found at run time: nothing links
+// to libcuda.
 #pragma once
 
 #include <cuda.h>

@@ -1,10 +1,10 @@
 // Order of 4-bit weights in memory, shared by the streaming kernel of few tokens and the CUTLASS kernel of many; the
 // same map in torch is slipstream_kernels/int4_layout.py.
 //
-// A strip is 16 output features: its fragments of 32 input features follow each other, 256 bytes each, so that any run of
-// them is one copy. Of a fragment lane l's 8 bytes are the A operand of one e4m3 product of 16 x 32, a word for row l / 4
-// and one for row l / 4 + 8. Nibble i of a word is input feature 4 (l % 4) + i, nibble i + 4 the one 16 further: a pair
-// that one mask takes out of the word, as two 16-bit numbers of the same row.
+// A strip is 16 output features: its fragments of 32 input features follow each other, 256 bytes each, so that any run
+// of them is one copy. Of a fragment lane l's 8 bytes are the A operand of one e4m3 product of 16 x 32, a word for row
+// l / 4 and one for row l / 4 + 8. Nibble i of a word is input feature 4 (l % 4) + i, nibble i + 4 the one 16 further:
+// a pair that one mask takes out of the word, as two 16-bit numbers of the same row.
 #pragma once
 
 #include <cute/layout.hpp>

@@ -110,7 +110,8 @@ struct TableMainloop : Base {
     convert(0);
     warpgroup_fence_operand(sums);
 
-    // The next tile's tables and first codes are fetched while this one is multiplied: their latency would be the loop's.
+    // The next tile's tables and first codes are fetched while this one is multiplied: their latency would be the
+    // loop's.
     auto multiply_tile = [&](bool is_first, bool is_last) {
       const int stage = read.index();
       ++read;

@@ -1,6 +1,7 @@
-// The multiplying warpgroups. Each expands the codes of its 64 output features to e4m3 in shared memory, a block while the
-// one before is multiplied: a nibble in the low bits of e4m3 is code / 512, exactly. A group's products are summed by the
-// tensor cores; zero point, times the sum of activations (w4a8_stream_totals.cuh), and scale are applied in fp32.
+// The multiplying warpgroups. Each expands the codes of its 64 output features to e4m3 in shared memory, a block while
+// the one before is multiplied: a nibble in the low bits of e4m3 is code / 512, exactly. A group's products are summed
+// by the tensor cores; zero point, times the sum of activations (w4a8_stream_totals.cuh), and scale are applied in
+// fp32.
 //
 // What it takes to expand bounds the time (docs/LOG.md): tables of (code - zero) cost twice as many instructions.
 #pragma once
@@ -11,10 +12,6 @@
 #include "wgmma_shared.cuh"
 
 namespace slipstream {
-
-__device__ __forceinline__ void store_shared_4(uint32_t address, uint32_t v) {
-  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
-}
 
 template <typename SHAPE>
 struct W4a8Multiplier {

@@ -1,5 +1,5 @@
-// Sizes of one variant of the product of 4-bit weights with some tens of FP8 rows, who does what, and where things lie in
-// shared memory.
+// Sizes of one variant of the product of 4-bit weights with some tens of FP8 rows, who does what, and where things lie
+// in shared memory.
 //
 // A cluster owns consecutive strips of 16 output features and goes through them in passes of up to 16, one for each
 // multiplying warp. Its CTAs have a part of the input features each. So activations are read once for 256 output

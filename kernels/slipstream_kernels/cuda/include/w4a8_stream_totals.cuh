@@ -1,5 +1,6 @@
-// The adding warps: of each stage, the sum of every token's activations over each group, which zero points are multiplied by.
-// Ones times activations by tensor cores: exact in fp32, and a sixth of the instructions of adding them up.
+// The adding warps: of each stage, the sum of every token's activations over each group, which zero points are
+// multiplied by. Ones times activations by tensor cores: exact in fp32, and a sixth of the instructions of adding them
+// up.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -8,12 +9,6 @@
 #include "w4a8_stream_shape.cuh"
 
 namespace slipstream {
-
-__device__ __forceinline__ uint4 load_shared_16(uint32_t address) {
-  uint4 v;
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-  return v;
-}
 
 template <typename SHAPE>
 struct W4a8Adder {
@@ -44,8 +39,8 @@ struct W4a8Adder {
       for (int group = 0; group < SHAPE::kGroups; ++group) {
         const uint32_t to = memory.totals(stage, block, group) + (first + lane / 4) * 4;
         if (lane % 4 == 0) {
-          asm volatile("st.shared.f32 [%0], %1;" ::"r"(to), "f"(sums[group][0]) : "memory");
-          asm volatile("st.shared.f32 [%0], %1;" ::"r"(to + 32), "f"(sums[group][2]) : "memory");
+          store_shared_4(to, sums[group][0]);
+          store_shared_4(to + 32, sums[group][2]);
         }
       }
     }

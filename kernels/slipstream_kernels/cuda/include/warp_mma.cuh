@@ -7,11 +7,10 @@
 
 #include <cstdint>
 
-namespace slipstream {
+#include "memory_access.cuh"
+#include "numbers.cuh"
 
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
+namespace slipstream {
 
 // Copies BYTES (4, 8 or 16) to shared memory without passing through registers; 16 bytes bypass L1 and bring their
 // whole line of 128 to L2, which made the kernel 2 % faster.
@@ -68,7 +67,8 @@ __device__ __forceinline__ void load_matrices_x2(uint32_t (&r)[4], uint32_t addr
   }
 }
 
-// Transposes an 8x8 matrix of 16-bit units spread over the warp.
+// Transposes an 8x8 matrix of 16-bit units: lane l gives row l / 4, units 2 (l % 4) and the next, and receives the same
+// of the transpose.
 __device__ __forceinline__ uint32_t transpose_8x8(uint32_t unit_pair) {
   uint32_t transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(unit_pair));
@@ -90,35 +90,5 @@ __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[
   }
 }
 #undef SLIPSTREAM_MMA
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-template <typename T>
-__device__ __forceinline__ T from_float(float x) {
-  if constexpr (__is_same(T, __half)) {
-    return __float2half_rn(x);
-  } else {
-    return __float2bfloat16_rn(x);
-  }
-}
-
-// Two values as one register, `low` in the lower half.
-template <typename T>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  uint32_t packed;
-  if constexpr (__is_same(T, __half)) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
 
 }  // namespace slipstream

@@ -9,6 +9,8 @@
 
 #include <cstdint>
 
+#include "wgmma_lists.h"
+
 namespace slipstream {
 
 // Core matrices of eight more summed columns are `k_stride` bytes away, those of eight more rows 128.
@@ -16,13 +18,6 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
   return (uint64_t{128 >> 4} << 32) | (uint64_t{k_stride >> 4} << 16) | ((address & 0x3FFFF) >> 4);
 }
 
-#define SLIPSTREAM_OUT4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
-#define SLIPSTREAM_OUT8(i) SLIPSTREAM_OUT4(i), SLIPSTREAM_OUT4(i + 4)
-#define SLIPSTREAM_OUT16(i) SLIPSTREAM_OUT8(i), SLIPSTREAM_OUT8(i + 8)
-#define SLIPSTREAM_LIST8 "%0, %1, %2, %3, %4, %5, %6, %7"
-#define SLIPSTREAM_LIST16 SLIPSTREAM_LIST8 ", %8, %9, %10, %11, %12, %13, %14, %15"
-#define SLIPSTREAM_LIST24 SLIPSTREAM_LIST16 ", %16, %17, %18, %19, %20, %21, %22, %23"
-#define SLIPSTREAM_LIST32 SLIPSTREAM_LIST24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define SLIPSTREAM_PRODUCT(N, TYPES, LIST, A0, A1, A2, A3, B, ADD, ...) \
   asm volatile("{.reg .pred add;\nsetp.ne.b32 add, %" ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" N     \
                TYPES " {" LIST "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B                             \
@@ -30,15 +25,15 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
                : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 #define SLIPSTREAM_PRODUCT_OF(TYPES)                                                                            \
   if constexpr (N == 16) {                                                                                      \
-    SLIPSTREAM_PRODUCT("16", TYPES, SLIPSTREAM_LIST8, "8", "9", "10", "11", "12", "13", SLIPSTREAM_OUT8(0));    \
+    SLIPSTREAM_PRODUCT("16", TYPES, SLIPSTREAM_LIST8, "8", "9", "10", "11", "12", "13", SLIPSTREAM_SUMS8(0));    \
   } else if constexpr (N == 32) {                                                                               \
-    SLIPSTREAM_PRODUCT("32", TYPES, SLIPSTREAM_LIST16, "16", "17", "18", "19", "20", "21", SLIPSTREAM_OUT16(0)); \
+    SLIPSTREAM_PRODUCT("32", TYPES, SLIPSTREAM_LIST16, "16", "17", "18", "19", "20", "21", SLIPSTREAM_SUMS16(0)); \
   } else if constexpr (N == 48) {                                                                               \
-    SLIPSTREAM_PRODUCT("48", TYPES, SLIPSTREAM_LIST24, "24", "25", "26", "27", "28", "29", SLIPSTREAM_OUT16(0), \
-                       SLIPSTREAM_OUT8(16));                                                                    \
+    SLIPSTREAM_PRODUCT("48", TYPES, SLIPSTREAM_LIST24, "24", "25", "26", "27", "28", "29", SLIPSTREAM_SUMS16(0), \
+                       SLIPSTREAM_SUMS8(16));                                                                    \
   } else {                                                                                                      \
-    SLIPSTREAM_PRODUCT("64", TYPES, SLIPSTREAM_LIST32, "32", "33", "34", "35", "36", "37", SLIPSTREAM_OUT16(0), \
-                       SLIPSTREAM_OUT16(16));                                                                   \
+    SLIPSTREAM_PRODUCT("64", TYPES, SLIPSTREAM_LIST32, "32", "33", "34", "35", "36", "37", SLIPSTREAM_SUMS16(0), \
+                       SLIPSTREAM_SUMS16(16));                                                                   \
   }
 
 // T: __half or __nv_bfloat16, of a and b; N of 16, 32, 48, 64.
@@ -53,13 +48,6 @@ __device__ __forceinline__ void multiply_registers(float (&d)[N / 2], const uint
   }
 }
 
-#undef SLIPSTREAM_OUT4
-#undef SLIPSTREAM_OUT8
-#undef SLIPSTREAM_OUT16
-#undef SLIPSTREAM_LIST8
-#undef SLIPSTREAM_LIST16
-#undef SLIPSTREAM_LIST24
-#undef SLIPSTREAM_LIST32
 #undef SLIPSTREAM_PRODUCT
 #undef SLIPSTREAM_PRODUCT_OF
 
