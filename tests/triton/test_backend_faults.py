@@ -180,10 +180,11 @@ def explicit(fake_backend_dir: Path, repository: Path) -> Iterator[TritonServer]
     ],
 )
 def test_the_load_fails_with_the_reason(explicit: TritonServer, model: str, text: str) -> None:
+    others = set(psutil.Process(explicit.pid).children())
     status, body = explicit.load(model)
     assert status == 400 and text in body.decode(), body
     assert explicit.get(f"/v2/models/{model}/ready")[0] == 400
-    assert psutil.Process(explicit.pid).children() == [], "an engine was left behind"
+    assert set(psutil.Process(explicit.pid).children()) <= others, "an engine was left behind"
 
 
 # ---------------------------------------------------------------- readiness, unload, shutdown (explicit mode)
@@ -245,7 +246,7 @@ def test_an_engine_that_dies_while_it_drains_is_not_said_to_be_terminated(
 
 
 def test_unload_lets_streams_finish_and_takes_the_metrics_away(loaded: TritonServer) -> None:
-    pid = engine_pid(loaded)
+    pid = engine_pid(loaded)  # of the one model that is loaded
     with GrpcStream(loaded.grpc_url) as stream:
         stream.send("llm", {"tokens": 100})
         stream.wait(num_texts=5)
