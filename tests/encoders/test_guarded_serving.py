@@ -44,8 +44,9 @@ Open = Callable[..., Any]
 
 
 @pytest.fixture
-def guard(serving: Any) -> Iterator[Open]:
+def guard(serving: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
     """Call it with the models' server and parameters: a loaded `guarded`."""
+    monkeypatch.setattr(sys.modules["slipstream.encoders.triton_calls"], "_CONNECT_S", PATIENCE_S)
     with ExitStack() as stack:
 
         def opened(models: FakeModels | str, **parameters: str) -> Any:
@@ -134,7 +135,7 @@ def test_many_requests_run_at_once_in_one_process(guard: Open) -> None:
     all_there = threading.Barrier(40)
 
     def llm(models: FakeModels, context: Any) -> Iterator[str]:
-        all_there.wait(20)
+        all_there.wait(PATIENCE_S)
         yield from ("a", "b", "c")
 
     model = guard(FakeModels(llm))
@@ -190,7 +191,7 @@ def endless(models: FakeModels, context: Any) -> Iterator[str]:
 
 
 def silent(models: FakeModels, context: Any) -> Iterator[str]:
-    models.may_go.wait(20)
+    models.may_go.wait(PATIENCE_S)
     yield "late"
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import numpy as np
+from patience import PATIENCE_S
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, serialize_byte_tensor
 
@@ -56,7 +57,7 @@ class FakeModels(service_pb2_grpc.GRPCInferenceServiceServicer):
         if request.model_name != "safety":
             context.abort(grpc.StatusCode.NOT_FOUND, f"Request for unknown model: '{request.model_name}' is not found")
         self.checked += texts
-        self.may_check.wait(20)
+        self.may_check.wait(PATIENCE_S)
         flagged = np.array([["BAD" in text] for text in texts])
         categories = _strings([["violence" if "BAD" in text else ""] for text in texts])
         return _reply(flagged=flagged, categories=categories, scores=flagged.astype(np.float32))

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from patience import PATIENCE_S
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Sender:
     def is_cancelled(self) -> bool:
         return self.is_gone
 
-    def wait(self, timeout_s: float = 20) -> Sender:
+    def wait(self, timeout_s: float = PATIENCE_S) -> Sender:
         assert self.has_ended.wait(timeout_s), "the request never ended"
         return self
 
