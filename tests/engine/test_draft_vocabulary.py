@@ -76,9 +76,10 @@ def test_a_draft_of_another_tokenizer_is_right_where_it_knows_the_words(model: P
         model, speculation=SpeculationConfig("draft_model", throttle="off", draft_model=str(draft), num_draft_tokens=3)
     )
     dice = random.Random(3)
-    prompts = [[dice.choice(list(own)) for _ in range(12)] for _ in range(6)]
+    prompts = [[dice.choice(list(own)) for _ in range(12)] for _ in range(4)]
+    plain = make_engine(model)
     for params in (GREEDY, SAMPLED):
-        expected = [told.token_ids for told in run_all(make_engine(model), prompts, params)]
+        expected = [told.token_ids for told in run_all(plain, prompts, params)]
         requests = [Request(list(prompt), params) for prompt in prompts]
         for request in requests:
             engine.submit(request)
@@ -89,7 +90,7 @@ def test_a_draft_of_another_tokenizer_is_right_where_it_knows_the_words(model: P
         assert [request.output_token_ids for request in requests] == expected
         assert drafted <= set(own)
         if params is GREEDY:
-            assert sum(request.num_accepted_tokens for request in requests) > 20
+            assert sum(request.num_accepted_tokens for request in requests) > 12
 
 
 def test_a_draft_that_knows_too_few_words_is_refused(model: Path, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from slipstream.runtime.llm import LLM
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 
-PLAIN = SamplingParams(max_tokens=22, temperature=0.0, ignore_eos=True)
+PLAIN = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 CELLS = {
     "greedy": PLAIN,
     "penalties": replace(PLAIN, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
