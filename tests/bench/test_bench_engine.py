@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from measures import measure_decode
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,7 +50,19 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench_engine.py", *options.split()])
     _load().main()
     records = {record["what"]: record for record in map(json.loads, out.read_text().splitlines())}
-    assert records["decode"]["tpot_ms"] > 0 and records["throughput"]["out_tok_s"] > 0
+    # a difference of two times, of either sign where the machine stalls
+    assert [records["decode"]["tpot_ms"]] == records["decode"]["tpot_ms_all"] and records["throughput"]["out_tok_s"] > 0
     assert records["prefill"]["ratio"] == pytest.approx(1e6 / records["prefill"]["ttft_ms"], rel=1e-3)
     assert records["streams"]["elapsed_s"] > 0 and records["streams"]["num_prompts"] == 2
     assert {"plan", "weights", "KV pool"} <= set(records["setup"]["phases"])
+
+
+def test_a_step_is_what_more_tokens_take() -> None:
+    """By a clock of 500 ms for a prompt and 10 ms for a token."""
+    bench_engine = _load()
+    bench = SimpleNamespace(shape=bench_engine.SHAPES["demo"], max_model_len=64, pool_tokens=1000)
+    bench.timed = lambda prompts, num_output: 0.5 + 0.01 * num_output
+    asked = {"decode_short": 2, "decode_long": 5, "decode_input_len": 8, "batches": [2, 200], "decode_repeats": 3}
+    [record, skipped] = measure_decode(bench, Namespace(**asked, weight_bytes=2, kv_bytes=2))
+    assert (record["tpot_ms"], record["out_tok_s"], record["batch"]) == (10, 200, 2)
+    assert skipped["batch"] == 200 and "does not hold it" in skipped["skipped"]
