@@ -198,8 +198,8 @@ def silent(models: FakeModels, context: Any) -> Iterator[str]:
 def test_a_client_that_leaves_stops_the_llm(guard: Open) -> None:
     models = FakeModels(endless)
     sender = ask(guard(models))
-    while not sender.sent:
-        time.sleep(0.01)
+    wait_until(lambda: bool(sender.sent), "the first text")
+    assert sender.text, sender.sent
     sender.is_gone = True
     assert models.cancelled.wait(PATIENCE_S), "the LLM goes on"
     assert all(one.error is None for one in sender.wait().sent)

@@ -20,7 +20,7 @@ def test_drafts_leave_the_text_and_are_counted(llm_server: LlmServer) -> None:
         return answer.responses[0]
 
     plain = ask("llm")
-    with llm_server.variant("drafting", {"speculative_method": "ngram", "ngram_min": 1}) as name:
+    with llm_server.variant("drafting_eagerly", {"speculative_method": "ngram", "ngram_min": 1}) as name:
         drafted = ask(name)
         assert drafted["text_output"] == plain["text_output"]
         count, accepted = (int(drafted[output][0]) for output in COUNTS)
