@@ -49,6 +49,7 @@ class SeenTokens:
         for place in range(followed.num_noted, num_full):
             self._contents[request.block_ids[place]] = request.block_hashes[place]
         followed.num_noted = max(followed.num_noted, num_full)
+        self._forget_others(request, num_full)
         return True
 
     def lose(self, request: Request, start: int, count: int) -> None:
@@ -60,6 +61,16 @@ class SeenTokens:
     def forget(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._followed.pop(request.request_id, None)
+
+    def _forget_others(self, request: Request, first: int) -> None:
+        """What others left in the request's blocks from place `first` on, which are written in part, or by its drafts.
+
+        Without this a block would go on as what its last user filled it with, though its first slots hold other keys.
+        """
+        for place in range(first, len(request.block_ids)):
+            block, own = request.block_ids[place], request.block_hashes[place : place + 1]
+            if [self._contents[block]] != own:
+                self._contents[block] = None
 
     def _of(self, request: Request) -> _Followed | None:
         followed = self._followed.get(request.request_id)

@@ -1,0 +1,48 @@
+"""Which blocks hold what a drafter made of a request's tokens, when blocks pass from one request to another."""
+
+from __future__ import annotations
+
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.runtime.speculation.seen_tokens import SeenTokens
+
+BLOCK_SIZE = 4
+
+
+def held(blocks: list[int], *hashes: bytes) -> Request:
+    return Request([1], SamplingParams(), block_ids=blocks, block_hashes=list(hashes))
+
+
+def followed(seen: SeenTokens, request: Request, count: int) -> None:
+    assert seen.follow(request, 0, count)
+    seen.forget([request])
+
+
+def test_a_full_block_is_known_by_its_content() -> None:
+    seen = SeenTokens(4, BLOCK_SIZE)
+    followed(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
+    assert seen.seen(held([0, 1, 2], b"x", b"y", b"z")) == 2 * BLOCK_SIZE
+    assert seen.seen(held([0, 1], b"x", b"other")) == BLOCK_SIZE
+
+
+def test_a_block_written_in_part_is_no_longer_what_it_was() -> None:
+    seen = SeenTokens(4, BLOCK_SIZE)
+    followed(seen, held([0], b"x"), BLOCK_SIZE)
+    followed(seen, held([0]), 2)
+    assert seen.seen(held([0], b"x")) == 0
+
+
+def test_a_block_for_drafts_is_no_longer_what_it_was() -> None:
+    """Drafts are fed behind the last token, maybe in a block of which no token is followed yet."""
+    seen = SeenTokens(4, BLOCK_SIZE)
+    followed(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
+    followed(seen, held([2, 1], b"z"), BLOCK_SIZE)
+    assert seen.seen(held([0, 1], b"x", b"y")) == BLOCK_SIZE
+
+
+def test_a_block_shared_with_others_stays_what_it_is() -> None:
+    """Of a prompt whose last block is in the prefix cache, only a token may be computed again."""
+    seen = SeenTokens(4, BLOCK_SIZE)
+    followed(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
+    followed(seen, held([0, 1, 2], b"x", b"y"), 2 * BLOCK_SIZE - 1)
+    assert seen.seen(held([0, 1], b"x", b"y")) == 2 * BLOCK_SIZE
