@@ -260,6 +260,7 @@ def test_a_step_of_an_ensemble_computes_logprobs_when_a_flag_asks() -> None:
     for flag in ("return_log_probs", "return_cumulative_logprob"):
         assert params(tensor(flag, True), outputs=named).logprobs == 0
         assert params(tensor(flag, False), outputs=named).logprobs is None
+    assert params(outputs=("text_output", *named)).logprobs == 0  # a client's own request: a step takes no text
 
 
 def test_the_default_temperature_is_for_requests_that_say_nothing_of_sampling() -> None:

@@ -251,8 +251,11 @@ def _sampling_params(
 
 def _asks_for_logprobs(settings: Settings, outputs: tuple[str, ...]) -> bool:
     """By an output's name or a flag. A step of an ensemble names all that the ensemble may send: there the flags count,
-    as with TensorRT-LLM, since log-probabilities of every request would slow down all."""
-    if "request_handle" in outputs:
+    as with TensorRT-LLM, since log-probabilities of every request would slow down all.
+
+    Triton marks no request as a step's. Who takes the handle and not the text hands the tokens on to be detokenised.
+    """
+    if "request_handle" in outputs and "text_output" not in outputs:
         return any(settings.get(flag, False) for flag in _LOGPROB_FLAGS)
     return not _NEED_LOGPROBS.isdisjoint(outputs)
 
