@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import Any
 
@@ -244,6 +245,43 @@ def test_what_still_runs_when_the_model_is_unloaded_is_answered(guard: Open) -> 
     model.finalize()
     assert sender.wait().error.number == TritonError.UNAVAILABLE and models.cancelled.wait(PATIENCE_S)
     assert "guarded" not in {thread.name for thread in threading.enumerate()}
+
+
+def on_loop(model: Any, step: Callable[[], Any]) -> Any:
+    """step() as one callback of the model's event loop: nothing of that loop runs meanwhile."""
+    done: Future[Any] = Future()
+    model._loop.call_soon_threadsafe(lambda: done.set_result(step()))
+    return done.result(PATIENCE_S)
+
+
+@pytest.mark.parametrize("is_unloaded", [False, True])
+def test_a_request_cancelled_before_its_first_step_ends(guard: Open, serving: Any, is_unloaded: bool) -> None:
+    model = guard(FakeModels(endless))
+    request = request_of()
+
+    def start_and_cancel() -> None:
+        model._guard.start(serving.read_request(request, 100), request.sender)
+        [(task, client)] = model._guard._clients.items()
+        model._guard._is_closing, client.has_left = is_unloaded, not is_unloaded
+        task.cancel()
+
+    on_loop(model, start_and_cancel)
+    sender = request.sender.wait()
+    assert (sender.num_ends, len(sender.sent)) == (1, int(is_unloaded)) and not model._guard._clients
+    assert not is_unloaded or sender.error.number == TritonError.UNAVAILABLE
+
+
+def test_a_client_that_cannot_be_asked_harms_no_other(guard: Open, caplog: pytest.LogCaptureFixture) -> None:
+    models = FakeModels(endless)
+    model = guard(models)
+    silent_client, other = ask(model), ask(model)
+    silent_client.is_gone = RuntimeError("no answer")
+    wait_until(lambda: "whether a client left cannot be told" in caplog.text, "the failure to be logged")
+    other.is_gone = True
+    other.wait()
+    silent_client.is_gone = True
+    silent_client.wait()
+    assert caplog.text.count("whether a client left cannot be told") == 1
 
 
 @pytest.mark.parametrize("policy", ["open", "closed"])

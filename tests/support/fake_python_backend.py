@@ -41,11 +41,11 @@ class InferenceResponse:
 
 @dataclass
 class Sender:
-    """is_gone: the client cancelled; has_ended: set by the final flag."""
+    """is_gone: the client cancelled, or what asking about it raises; has_ended: set by the final flag."""
 
     sent: list[InferenceResponse] = field(default_factory=list)
     num_ends: int = 0
-    is_gone: bool = False
+    is_gone: bool | Exception = False
     has_ended: threading.Event = field(default_factory=threading.Event)
 
     def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
@@ -57,6 +57,8 @@ class Sender:
             self.has_ended.set()
 
     def is_cancelled(self) -> bool:
+        if isinstance(self.is_gone, Exception):
+            raise self.is_gone
         return self.is_gone
 
     def wait(self, timeout_s: float = PATIENCE_S) -> Sender:

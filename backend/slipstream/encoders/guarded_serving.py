@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -68,53 +69,72 @@ class Guard:
     def __init__(self, settings: GuardSettings) -> None:
         self._settings = settings
         self._models = Models(settings)
-        self._senders: dict[asyncio.Task[None], Any] = {}  # of clients that are still there
+        self._clients: dict[asyncio.Task[Any], _Client] = {}  # until their final flag is sent
         self._is_closing = False
         self._watcher = asyncio.ensure_future(self._watch())
 
     def start(self, request: GuardedRequest, sender: Any) -> None:
         task = asyncio.ensure_future(self._serve(request, sender))
-        self._senders[task] = sender
+        self._clients[task] = _Client(sender)
+        task.add_done_callback(self._end)  # not the task's own `finally`: a task cancelled before it began has none
 
     async def close(self) -> None:
         self._is_closing = True
         self._watcher.cancel()
-        tasks = list(self._senders)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_END_S)
+        for task, client in self._clients.items():
+            if not client.has_left:
+                task.cancel()
+        if self._clients:
+            await asyncio.wait(list(self._clients), timeout=_END_S)
         await self._models.calls.close()
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(_POLL_S)
-            for task, sender in list(self._senders.items()):
-                if sender.is_cancelled():
-                    del self._senders[task]  # cancelled once: what it does then is not to be disturbed
+            for task, client in list(self._clients.items()):
+                if not client.has_left and client.leaves():  # cancelled once: its way out is not to be disturbed
                     task.cancel()
 
-    async def _serve(self, request: GuardedRequest, sender: Any) -> None:
-        """One request: every way out sends the final flag."""
-        error = None
+    async def _serve(self, request: GuardedRequest, sender: Any) -> Any:
+        """One request; the error that ends it, or None."""
         try:
             await self._models.calls.connect()
             parts = GuardedParts(self._models, request, lambda answer: sender.send(_response(answer)))
             settings = self._settings
             await Pipeline(parts, settings.window, settings.on_failure, request.is_streaming).run(request.prompt)
-        except asyncio.CancelledError:  # nothing to one who left: server 2.51 minds an error in that moment
-            if self._is_closing:
-                error = pb_utils.TritonError("guarded was unloaded", pb_utils.TritonError.UNAVAILABLE)
         except AnswerError as failure:
-            error = pb_utils.TritonError(str(failure), _codes()[failure.fault])
+            return pb_utils.TritonError(str(failure), _codes()[failure.fault])
         except Exception as failure:  # the top of the request
             _log.exception("a guarded request failed")
-            error = pb_utils.TritonError(f"guarded: {failure}", pb_utils.TritonError.INTERNAL)
-        finally:
-            if (task := asyncio.current_task()) is not None:
-                self._senders.pop(task, None)
-            response = () if error is None else (pb_utils.InferenceResponse(error=error),)
-            sender.send(*response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            return pb_utils.TritonError(f"guarded: {failure}", pb_utils.TritonError.INTERNAL)
+        return None
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        """Every way out comes here: without the final flag the model could never be unloaded."""
+        client = self._clients.pop(task)
+        error = None if task.cancelled() else task.result()
+        if task.cancelled() and self._is_closing and not client.has_left:
+            error = pb_utils.TritonError("guarded was unloaded", pb_utils.TritonError.UNAVAILABLE)
+        # nothing to one who left: server 2.51 minds an error in that moment
+        response = () if error is None else (pb_utils.InferenceResponse(error=error),)
+        client.sender.send(*response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+
+@dataclass
+class _Client:
+    sender: Any
+    has_left: bool = False
+    is_unheard: bool = False  # asking about it failed once, and was logged
+
+    def leaves(self) -> bool:
+        """Whether it has left, as far as the server tells."""
+        try:
+            self.has_left = bool(self.sender.is_cancelled())
+        except Exception:  # whatever it is, the other clients are asked all the same
+            if not self.is_unheard:
+                _log.exception("whether a client left cannot be told; it is asked again")
+            self.is_unheard = True
+        return self.has_left
 
 
 def _codes() -> dict[type[SlipstreamError], int]:
