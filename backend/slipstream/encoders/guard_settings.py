@@ -52,6 +52,7 @@ def read_settings(parameters: Parameters) -> GuardSettings:
 
 
 def _triton_url(given: str) -> str:
-    if given and not _URL.fullmatch(given):
-        raise ConfigError("triton_url", given, "accepted: host:port of a Triton server's gRPC, such as 127.0.0.1:8001")
-    return given or own_grpc_url()
+    url = given or own_grpc_url()
+    if not _URL.fullmatch(url):
+        raise ConfigError("triton_url", url, "accepted: host:port of a Triton server's gRPC, such as 127.0.0.1:8001")
+    return url

@@ -12,7 +12,7 @@ from pathlib import Path
 from slipstream.core.errors import ConfigError
 
 DEFAULT_PORT = "8001"
-_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+_EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1", "[::]": "::1"}
 _OFF = ("0", "false", "off")
 
 
@@ -34,7 +34,9 @@ def grpc_url_of(command: Sequence[str]) -> str:
     if _option(command, "grpc-use-ssl", "false").lower() not in _OFF:
         raise ConfigError("triton_url", "", "this server's gRPC wants TLS; accepted: host:port of a plain one")
     host = _option(command, "grpc-address", "0.0.0.0")
-    return f"{_EVERYWHERE.get(host, host)}:{_option(command, 'grpc-port', DEFAULT_PORT)}"
+    host = _EVERYWHERE.get(host, host)
+    host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+    return f"{host}:{_option(command, 'grpc-port', DEFAULT_PORT)}"
 
 
 def _option(command: Sequence[str], name: str, default: str) -> str:
