@@ -14,8 +14,19 @@ from slipstream.core.errors import CapacityError, EngineError, RequestError, Sli
 FIELD = re.compile(r"([A-Za-z_][\w.]{0,63}): ")  # that a message names first
 _SETTINGS = frozenset({"prompt", "eos_token_ids", "bad_words_ids", "stop_words_ids", "guided_decoding", *names()})
 _UNKNOWN_SETTING = re.compile(r"\S+: unknown (?:sampling|request) parameter")
-_AWAY = re.compile(
-    r"max_waiting_requests=|being (?:restarted|unloaded)|was unloaded|shutting down|no available version"
+_AWAY = re.compile(  # whole forms, from the first word on: an engine's text may hold any of these words
+    r"(?:in ensemble '[^']*', )?(?:\[request id: [^\]]*\] )?(?:"
+    r"\d+ requests are (?:running|waiting)\b.*max_waiting_requests="
+    r"|the engine of model '[^']*' .*; it is being restarted$"
+    r"|(?:the model|model '[^']*') is being unloaded$"
+    r"|the model was unloaded before the request ended$"
+    r"|the server is shutting down(?:$|:| and )"
+    r"|guarded was unloaded$|triton_url: nothing answers |\S+ was silent for longer than llm_timeout_ms="
+    # Triton's own
+    r"|Server exiting|Server is stopping\b|Request timeout expired|Exceeds maximum queue size"
+    r"|Request for unknown model: '[^']*' has no available versions"
+    r")",
+    re.DOTALL,
 )
 
 
@@ -32,4 +43,4 @@ def fault_of(message: str) -> type[SlipstreamError]:
     field = FIELD.match(message)
     if (field and field.group(1).partition(".")[0] in _SETTINGS) or _UNKNOWN_SETTING.match(message):
         return RequestError
-    return CapacityError if _AWAY.search(message) else EngineError
+    return CapacityError if _AWAY.match(message) else EngineError
