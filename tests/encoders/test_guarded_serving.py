@@ -8,9 +8,10 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -19,10 +20,7 @@ import pytest
 from fake_models import ERROR, FakeModels
 from fake_python_backend import InferenceRequest, Sender, Tensor, TritonError, fake_utils
 from patience import PATIENCE_S, wait_until
-from slipstream.core.errors import ConfigError, RequestError
-from slipstream.encoders.guard_settings import read_settings
-from slipstream.encoders.own_server import grpc_url_of, own_grpc_url
-from slipstream.encoders.parameters import Parameters
+from slipstream.core.errors import RequestError
 from slipstream.encoders.timed_calls import happens
 
 OF_STUB = tuple(
@@ -160,9 +158,9 @@ def test_pieces_that_come_during_a_check_are_checked_together(guard: Open) -> No
 
 @pytest.mark.parametrize(
     ("told", "code"),
-    [
+    [  # those of docs/clients.md; all of them: tests/unit/test_answer_faults.py
         ("temperature: got -1.0, accepted: 0 or more", TritonError.INVALID_ARG),
-        ("max_waiting_requests=8 requests wait already", TritonError.UNAVAILABLE),
+        ("8 requests are waiting; max_waiting_requests=8", TritonError.UNAVAILABLE),
         ("the engine failed", TritonError.INTERNAL),
     ],
 )
@@ -180,6 +178,21 @@ def test_so_do_those_that_end_the_stream(guard: Open, status: str) -> None:
     codes = {"INVALID_ARGUMENT": TritonError.INVALID_ARG, "UNAVAILABLE": TritonError.UNAVAILABLE}
     sender = ask(guard(FakeModels(llm))).wait()
     assert (sender.error.text, sender.error.number) == ("no such thing", codes.get(status, TritonError.INTERNAL))
+
+
+def test_an_llm_that_is_not_decoupled_is_named(guard: Open) -> None:
+    """The client asked for no stream."""
+    told = "stream: got True, accepted: False, because config.pbtxt says `decoupled: false`"
+    error = ask(guard(FakeModels(lambda models, context: iter([ERROR + told])))).wait().error
+    assert error.text == f"guarded needs a decoupled LLM; llm said: {told}" and error.number == TritonError.INTERNAL
+
+
+def test_of_several_errors_the_first_is_told(guard: Open) -> None:
+    def llm(models: FakeModels, context: Any) -> Iterator[str]:
+        yield ERROR + "the engine failed"
+        context.abort(grpc.StatusCode.UNAVAILABLE, "and then the server")
+
+    assert ask(guard(FakeModels(llm))).wait().error.text == "the engine failed"
 
 
 # ------------------------------------------------------------ what ends early
@@ -206,6 +219,29 @@ def test_a_client_that_leaves_stops_the_llm(guard: Open) -> None:
     assert all(one.error is None for one in sender.wait().sent)
 
 
+def test_a_stream_that_fails_on_its_way_out_hides_no_cancellation(serving: Any) -> None:
+    async def stream(call: Any) -> AsyncGenerator[Any, None]:
+        try:
+            await asyncio.sleep(PATIENCE_S)
+            yield
+        finally:
+            raise RuntimeError("something else")
+
+    async def run() -> None:
+        models = SimpleNamespace(
+            settings=SimpleNamespace(llm="llm", llm_timeout_s=PATIENCE_S), calls=SimpleNamespace(stream=stream)
+        )
+        parts = serving.GuardedParts(models, serving.read_request(request_of(), 100), print)
+        task = asyncio.ensure_future(anext(parts.pieces()))
+        for _ in range(5):  # until it waits
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    asyncio.run(run())
+
+
 def test_unsafe_text_stops_the_llm(guard: Open) -> None:
     def llm(models: FakeModels, context: Any) -> Iterator[str]:
         yield "BAD"
@@ -222,6 +258,30 @@ def test_a_silent_llm_is_given_up(guard: Open) -> None:
     sender = ask(guard(models, llm_timeout_ms="100")).wait()
     assert sender.error.text == "llm was silent for longer than llm_timeout_ms=100"
     assert sender.error.number == TritonError.UNAVAILABLE and models.cancelled.wait(PATIENCE_S)
+
+
+def test_an_error_waits_for_no_stream_that_stays_open(guard: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled in that moment the LLM's model could never be unloaded: whoever leaves, the stream gets its time."""
+    drain_s = "slipstream.encoders.triton_calls._DRAIN_S"
+
+    def llm(models: FakeModels, context: Any) -> Iterator[str]:
+        yield ERROR + "the engine failed"
+        yield from silent(models, context)
+
+    models = FakeModels(llm)
+    model = guard(models)
+    monkeypatch.setattr(drain_s, PATIENCE_S)
+    assert ask(model).wait().error.text == "the engine failed"
+    assert on_loop(model, lambda: len(model._guard._models.calls._draining)) == 1
+    assert not models.cancelled.is_set(), "cancelled in the moment of its error"
+    models.may_go.set()
+    assert models.cancelled.wait(PATIENCE_S)
+    wait_until(lambda: not model._guard._models.calls._draining, "the stream to be read to its end")
+    models.may_go.clear()
+    models.cancelled.clear()
+    monkeypatch.setattr(drain_s, 0.05)
+    ask(model).wait()
+    assert models.cancelled.wait(PATIENCE_S), "a stream that never ends stays open"
 
 
 def test_an_encoder_that_hangs_is_given_up(guard: Open) -> None:
@@ -290,9 +350,17 @@ def test_a_server_that_shuts_down_is_no_encoder_that_fails(guard: Open, policy: 
     models = FakeModels(lambda models, context: iter(["fine"]))
     model = guard(models, safety="gone", on_encoder_failure=policy)
     assert not ask(model).wait().sent[-1].outputs["safety_checked"][0]
-    models.is_ending = True
-    error = ask(model).wait().error
-    assert (error.text, error.number) == ("the server is shutting down: Server exiting", TritonError.UNAVAILABLE)
+    for live, told in ((grpc.StatusCode.UNAVAILABLE, "Server exiting"), (False, "it is not live")):
+        models.live = live
+        error = ask(model).wait().error
+        assert (error.text, error.number) == (f"the server is shutting down: {told}", TritonError.UNAVAILABLE)
+
+
+def test_a_server_that_is_slow_to_say_so_is_alive(guard: Open) -> None:
+    models = FakeModels(lambda models, context: iter(["fine"]))
+    models.live = grpc.StatusCode.DEADLINE_EXCEEDED
+    sender = ask(guard(models, safety="gone", on_encoder_failure="open")).wait()
+    assert sender.text == "fine" and not sender.sent[-1].outputs["safety_checked"][0]
 
 
 def test_a_cancellation_counts_in_the_moment_of_an_event_too() -> None:
@@ -325,34 +393,3 @@ def test_where_nobody_answers_the_parameter_is_named(
     sender = ask(guard("127.0.0.1:1")).wait()
     assert sender.error.number == TritonError.UNAVAILABLE
     assert sender.error.text.startswith("triton_url: nothing answers gRPC at 127.0.0.1:1; accepted: host:port")
-
-
-@pytest.mark.parametrize(
-    ("options", "url"),
-    [
-        ("", "127.0.0.1:8001"),
-        ("--grpc-port=9001", "127.0.0.1:9001"),
-        ("--grpc-port 9001 --grpc-address 10.0.0.7 --allow-grpc true", "10.0.0.7:9001"),
-        ("--grpc-port=1 --grpc-address=:: --grpc-port=2", "[::1]:2"),
-        ("--http-port=5 --grpc-address=0.0.0.0 --grpc-use-ssl=false", "127.0.0.1:8001"),
-    ],
-)
-def test_the_own_servers_address_is_read_from_its_command_line(options: str, url: str) -> None:
-    assert grpc_url_of(["tritonserver", *options.split()]) == url
-
-
-@pytest.mark.parametrize("option", ["--allow-grpc=false", "--allow-grpc=0", "--grpc-use-ssl=true"])
-def test_a_server_without_plain_grpc_fails_the_load_by_name(option: str) -> None:
-    with pytest.raises(ConfigError, match="triton_url"):
-        grpc_url_of(["tritonserver", option])
-
-
-def test_elsewhere_it_is_tritons_default() -> None:
-    assert own_grpc_url() == read_settings(Parameters({})).triton_url == "127.0.0.1:8001"
-
-
-@pytest.mark.parametrize("url", ["localhost", "http://localhost:8001", "::1:8001", "a b:1", ":8001", "host:"])
-def test_a_bad_address_fails_the_load_by_name(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"triton_url='.*': accepted: host:port"):
-        read_settings(Parameters({"triton_url": url}))
-    assert read_settings(Parameters({"triton_url": "[::1]:8001"})).triton_url == "[::1]:8001"

@@ -27,7 +27,7 @@ class FakeModels(service_pb2_grpc.GRPCInferenceServiceServicer):
         self._llm = llm
         self.requests: list[Any] = []
         self.checked: list[str] = []
-        self.is_ending = False
+        self.live: bool | grpc.StatusCode = True  # what ServerLive answers
         self.cancelled, self.may_go, self.may_check = threading.Event(), threading.Event(), threading.Event()
         self.may_check.set()
         self._server = grpc.server(ThreadPoolExecutor(num_threads))
@@ -46,9 +46,9 @@ class FakeModels(service_pb2_grpc.GRPCInferenceServiceServicer):
     # names are those of the protocol
 
     def ServerLive(self, request: Any, context: Any) -> Any:
-        if self.is_ending:
-            context.abort(grpc.StatusCode.UNAVAILABLE, "Server exiting")
-        return service_pb2.ServerLiveResponse(live=True)
+        if isinstance(self.live, grpc.StatusCode):
+            context.abort(self.live, "Server exiting")
+        return service_pb2.ServerLiveResponse(live=self.live)
 
     def ModelInfer(self, request: Any, context: Any) -> Any:
         texts = [text.decode() for text in deserialize_bytes_tensor(request.raw_input_contents[-1])]

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,11 +17,12 @@ from slipstream.encoders.guard_settings import GuardSettings
 from slipstream.encoders.guarded import Answer, EncoderFailure, Piece, Unsafe
 from slipstream.encoders.guarded_request import GuardedRequest
 from slipstream.encoders.text_tensors import strings
-from slipstream.encoders.timed_calls import CallTimeout, TimedCalls, happens
+from slipstream.encoders.timed_calls import CallTimeout, TimedCalls, forget_failure, happens
 from slipstream.encoders.triton_calls import Call, Tensors, TritonCalls
 
 _log = logging.getLogger(__name__)
 _OF_LLM = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
+_REFUSES_TO_STREAM = "stream: got True"
 _CHECK_ROWS = 32  # windows of one call of the safety model
 _RETRY_S = 10.0  # how long after a call was given up the next one is made at the latest
 
@@ -109,8 +110,8 @@ class GuardedParts:
             reader.result()
         finally:
             reader.cancel()
-            with suppress(asyncio.CancelledError, AnswerError):
-                await reader
+            reader.add_done_callback(forget_failure)
+            await asyncio.wait({reader})  # not `await reader`: its failure would replace the reason for leaving
 
     async def _wait(self, has_more: asyncio.Event) -> None:
         """Raises AnswerError when the LLM is silent for too long."""
@@ -130,10 +131,15 @@ class GuardedParts:
             parameters=request.parameters,
             timeout_us=request.timeout_us,
         )
-        async with aclosing(self._models.calls.stream(call)) as answers:
-            async for outputs in answers:
-                received.append(_piece(outputs))
-                has_more.set()
+        try:
+            async with aclosing(self._models.calls.stream(call)) as answers:
+                async for outputs in answers:
+                    received.append(_piece(outputs))
+                    has_more.set()
+        except AnswerError as failure:
+            if str(failure).startswith(_REFUSES_TO_STREAM):  # the client never asked for that
+                raise AnswerError(f"guarded needs a decoupled LLM; {call.model} said: {failure}") from None
+            raise
 
 
 def _piece(outputs: Tensors) -> Piece:

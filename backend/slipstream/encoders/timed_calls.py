@@ -40,7 +40,7 @@ class TimedCalls:
             call.close()
             raise CallTimeout("an earlier call still has no answer")
         task = asyncio.ensure_future(call)
-        task.add_done_callback(_forget_failure)
+        task.add_done_callback(forget_failure)
         await asyncio.wait({task}, timeout=self._timeout_s)
         if not task.done():
             self._given_up.add(task)
@@ -49,7 +49,7 @@ class TimedCalls:
         return task.result()
 
 
-def _forget_failure(task: asyncio.Task[Any]) -> None:
+def forget_failure(task: asyncio.Task[Any]) -> None:
     """Nobody may be left to hear of it; asyncio would log that."""
     if not task.cancelled():
         task.exception()

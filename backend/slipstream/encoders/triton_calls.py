@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +24,13 @@ from slipstream.encoders.timed_calls import happens
 
 Tensors = dict[str, np.ndarray]
 _CONNECT_S = 2.0
+_LIVE_S = 2.0
+_DRAIN_S = 4.0  # of a stream that failed; the request has its error already
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
-    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.initial_reconnect_backoff_ms", 200),  # several tries within _CONNECT_S
+    ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_http_proxy", 0),  # a proxy of the environment is not for calls of the own machine
 ]
 _FAULTS = {grpc.StatusCode.INVALID_ARGUMENT: RequestError, grpc.StatusCode.UNAVAILABLE: CapacityError}
@@ -64,6 +68,7 @@ class TritonCalls:
         self._url = url
         self._channel = grpc.aio.insecure_channel(url, options=_CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._draining: set[asyncio.Task[None]] = set()
 
     async def connect(self) -> None:
         """Raises AnswerError, which names the parameter, where no server answers gRPC; at once when one did before."""
@@ -74,13 +79,18 @@ class TritonCalls:
             raise AnswerError(told, CapacityError)
 
     async def check_live(self) -> None:
-        """Raises AnswerError of a server that shuts down: its models have no versions any more."""
+        """Raises AnswerError of a server that shuts down: its models have no versions any more. Not of a slow one."""
         try:
-            await self._stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=_CONNECT_S)
+            answer = await self._stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=_LIVE_S)
+            is_live, told = answer.live, "it is not live"
         except grpc.aio.AioRpcError as error:
-            raise AnswerError(f"the server is shutting down: {error.details()}", CapacityError) from None
+            is_live, told = error.code() is not grpc.StatusCode.UNAVAILABLE, error.details() or error.code().name
+        if not is_live:
+            raise AnswerError(f"the server is shutting down: {told}", CapacityError)
 
     async def close(self) -> None:
+        if self._draining:
+            await asyncio.wait(self._draining)
         await self._channel.close()
 
     async def infer(self, call: Call, timeout_s: float) -> Tensors:
@@ -93,12 +103,13 @@ class TritonCalls:
     async def stream(self, call: Call) -> AsyncGenerator[Tensors, None]:
         """The answers of a decoupled model.  Raises AnswerError. Closing it early cancels the request."""
         stream = self._stub.ModelStreamInfer()
+        has_failed = False
         try:
             await stream.write(call.to_proto())
             await stream.done_writing()
             while (message := await stream.read()) is not grpc.aio.EOF:
                 if message.error_message:
-                    await _drain(stream)
+                    has_failed = True
                     raise AnswerError(message.error_message, fault_of(message.error_message))
                 if message.infer_response.raw_output_contents:
                     yield _outputs(message.infer_response)
@@ -107,13 +118,28 @@ class TritonCalls:
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the latter: it ended before the request was written
             raise _failure(await stream.code(), await stream.details()) from None
         finally:
-            stream.cancel()  # no effect after the end
+            if has_failed:
+                self._drain(stream)
+            else:
+                stream.cancel()  # no effect after the end
+
+    def _drain(self, stream: Any) -> None:
+        """In a task of its own, that no client who leaves can cancel."""
+        task = asyncio.ensure_future(_drained(stream))
+        self._draining.add(task)
+        task.add_done_callback(self._draining.discard)
 
 
-async def _drain(stream: Any) -> None:
+async def _drained(stream: Any) -> None:
     """To the end of a stream that failed: server 2.51 never unloads a model if it is cancelled in that moment."""
-    while await stream.read() is not grpc.aio.EOF:
-        pass
+    await happens(_read_all(stream), _DRAIN_S)
+    stream.cancel()
+
+
+async def _read_all(stream: Any) -> None:
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the request has the first message
+        while await stream.read() is not grpc.aio.EOF:
+            pass
 
 
 def _failure(code: grpc.StatusCode, details: str | None) -> AnswerError:
