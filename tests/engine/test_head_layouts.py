@@ -211,7 +211,7 @@ def test_shapes_are_those_of_the_tensors(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_head_of_the_hub_may_be_pickled(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a repository everything that a head may be published as is fetched; one that is not there is named."""
+    """Pickled files of a repository are fetched where it has no others; one that is not there is named."""
     folder = make_medusa(model, tmp_path, is_pickled=True)
     fetched: list[str] = []
 
@@ -225,7 +225,24 @@ def test_a_head_of_the_hub_may_be_pickled(model: Path, tmp_path: Path, monkeypat
     config = SpeculationConfig("medusa", throttle="off", medusa_heads="org/heads")
     assert drafts_of(model, config, PROMPT)[0]
     assert "medusa_lm_head.pt" in fetched
-    for method, field in (("medusa", "medusa_heads"), ("eagle", "eagle_head"), ("mtp", "mtp_module")):
+    heads = (("medusa", "medusa_heads"), ("eagle", "eagle_head"), ("mtp", "mtp_module"))
+    for method, field in (*heads, ("draft_model", "draft_model")):
         with pytest.raises(ConfigError, match="no such folder") as caught:
             make_engine(model, speculation=SpeculationConfig(method, **{field: "org/other"}))
         assert caught.value.field == field
+
+
+def test_the_models_own_module_is_looked_for_in_what_the_model_is_made_of(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of the hub may have pickled weights beside the others: nobody reads them, for a module either."""
+    patterns: set[str] = set()
+
+    def snapshot(name: str, allow_patterns: list[str]) -> str:
+        patterns.update(allow_patterns)
+        return str(model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    with pytest.raises(ConfigError, match=r"^mtp_module='': needed"):
+        make_engine(Path("org/model"), speculation=SpeculationConfig("mtp"))
+    assert "*.safetensors" in patterns and not {"*.bin", "*.pt"} & patterns

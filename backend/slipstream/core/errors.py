@@ -6,6 +6,9 @@ UNAVAILABLE, EngineError -> INTERNAL; a ConfigError makes the load fail with its
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class SlipstreamError(Exception):
     """Base of all errors that a user may see; str() is the sentence shown to them."""
@@ -15,8 +18,19 @@ class ConfigError(SlipstreamError):
     """The deployment's fault: the load fails. Names the field, the value and what would be accepted."""
 
     def __init__(self, field: str, value: object, accepted: str) -> None:
-        self.field = field
+        self.field, self.value, self.accepted = field, value, accepted
         super().__init__(f"{field}={value!r}: {accepted}")
+
+
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """What is said of `model` inside is said of `field`: the checkpoint that is being read was given by that one."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.field != "model":
+            raise
+        raise ConfigError(field, error.value, error.accepted) from error.__cause__
 
 
 class RequestError(SlipstreamError):

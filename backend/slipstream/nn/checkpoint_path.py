@@ -11,7 +11,8 @@ from slipstream.core.errors import ConfigError
 
 _TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 _CHECKPOINT_FILES = (*_TOKENIZER_FILES, "*.safetensors")
-_HEAD_FILES = ("*.json", "*.safetensors", "*.bin", "*.pt")  # many heads are published as pickled state dicts alone
+_HEAD_FILES = ("*.json", "*.safetensors")
+_PICKLED_FILES = ("*.bin", "*.pt")  # many heads are published as pickled state dicts alone
 
 
 def resolve_checkpoint(model: str) -> Path:
@@ -24,9 +25,15 @@ def resolve_checkpoint(model: str) -> Path:
 
 
 def resolve_head(field: str, folder: str) -> Path:
-    """The same for a head that drafts, whose weights may be pickled. field: names it in errors."""
+    """The same for a head that drafts, whose weights may be pickled. field: names it in errors.
+
+    Pickled files are fetched where there are no others: who publishes both publishes everything twice.
+    """
     path = Path(folder).expanduser()
-    return path if path.is_dir() else _fetch(field, folder, _HEAD_FILES)
+    if path.is_dir():
+        return path
+    fetched = _fetch(field, folder, _HEAD_FILES)
+    return fetched if any(fetched.glob("*.safetensors")) else _fetch(field, folder, (*_HEAD_FILES, *_PICKLED_FILES))
 
 
 def resolve_tokenizer(tokenizer: str) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.core.config import EngineConfig, ModelConfig
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, naming
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_head
 from slipstream.nn.heads.planned_bytes import BesideModel, HeadBytes, eagle_bytes, medusa_bytes, mtp_bytes
 from slipstream.nn.load import resolve_dtype, weight_bytes
@@ -47,9 +47,10 @@ def draft_memory(
 def _of_draft_model(config: EngineConfig, device: torch.device) -> DraftMemory:
     """Its cache is of its own type."""
     model = ModelConfig(model=config.speculation.draft_model)
-    spec = read_spec(resolve_checkpoint(model.model))
-    dtype = resolve_dtype(config.model.dtype, spec, device)
-    return DraftMemory(weight_bytes(model, spec, dtype), spec.kv_bytes_per_token(dtype))
+    with naming("draft_model"):
+        spec = read_spec(resolve_checkpoint(model.model))
+        dtype = resolve_dtype(config.model.dtype, spec, device)
+        return DraftMemory(weight_bytes(model, spec, dtype), spec.kv_bytes_per_token(dtype))
 
 
 def _head_bytes(method: str, config: EngineConfig, model: BesideModel) -> HeadBytes:
@@ -65,13 +66,11 @@ def _head_bytes(method: str, config: EngineConfig, model: BesideModel) -> HeadBy
     field, folder, planned = heads[method]
     if not folder and config.model.load_format == "dummy":
         return planned(model, None)
-    if not folder and method == "mtp":
-        folder = config.model.model  # in the model's own checkpoint
-    if not folder:
-        return HeadBytes(0)
-    try:
+    if folder:
         return planned(model, resolve_head(field, folder))
+    if method != "mtp":
+        return HeadBytes(0)
+    try:  # in the model's own checkpoint
+        return planned(model, resolve_checkpoint(config.model.model))
     except ConfigError:
-        if speculation.mtp_module or method != "mtp":
-            raise
         return HeadBytes(0)

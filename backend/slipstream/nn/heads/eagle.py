@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, naming
 from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
@@ -61,7 +61,8 @@ def own_names(stored: Mapping[str, T]) -> tuple[dict[str, T], bool]:
 
 def read_head_spec(folder: Path, target: DecoderSpec) -> DecoderSpec:
     """The head's layer from its config.json, whose architecture may have any name. Raises ConfigError."""
-    config = HFConfig.read(folder)
+    with naming(FIELD):
+        config = HFConfig.read(folder)
     known = HFConfig("config.json", {**config.values, "architectures": ["LlamaForCausalLM"]})
     spec = family_of(known).read_spec(known)
     if spec.hidden_size != target.hidden_size or spec.vocab_size != target.vocab_size:

@@ -15,7 +15,7 @@ import torch
 from slipstream_kernels import ops
 
 from slipstream.core.config import EngineConfig, ModelConfig
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, naming
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.batch import ForwardBatch
@@ -45,11 +45,13 @@ class DraftModelProposer:
         assert surroundings.target is not None
         self._device = hardware.device
         model = draft_config(config)
-        spec = read_spec(resolve_checkpoint(model.model))
+        with naming(FIELD):
+            spec = read_spec(resolve_checkpoint(model.model))
         if spec.max_model_len < plan.max_model_len:
             lengths = f"is made for {spec.max_model_len} tokens, max_model_len is {plan.max_model_len}"
             raise ConfigError(FIELD, model.model, lengths)
-        self._model = load_model(model, spec, hardware.device, resolve_dtype(model.dtype, spec, hardware.device))
+        with naming(FIELD):
+            self._model = load_model(model, spec, hardware.device, resolve_dtype(model.dtype, spec, hardware.device))
         own = replace(hardware, dtype=self._model.placement.dtype, kv_dtype=self._model.placement.dtype)
         self._caches = allocate_pool(spec, own, plan).layers
         sizes = surroundings.target.spec.vocab_size, spec.vocab_size

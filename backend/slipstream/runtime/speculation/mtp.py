@@ -11,7 +11,7 @@ from slipstream_kernels import ops
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
-from slipstream.nn.checkpoint_path import resolve_head
+from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_head
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.mtp import FIELD, MTPModule
 from slipstream.runtime.speculation.follower import FollowingHead
@@ -57,11 +57,11 @@ def _load(surroundings: Surroundings, target: Decoder) -> MTPModule:
     folder = config.speculation.mtp_module
     if not folder and config.model.load_format == "dummy":
         return MTPModule.dummy(target, num_positions)
+    if folder:
+        return MTPModule.load(target, resolve_head(FIELD, folder), num_positions)
     try:
-        return MTPModule.load(target, resolve_head(FIELD, folder or config.model.model), num_positions)
+        return MTPModule.load(target, resolve_checkpoint(config.model.model), num_positions)
     except ConfigError:
-        if folder:
-            raise
         raise ConfigError(
             FIELD, "", "needed for speculative_method mtp: the model's checkpoint has no module"
         ) from None
