@@ -322,7 +322,7 @@ def test_a_request_cancelled_before_its_first_step_ends(guard: Open, serving: An
     def start_and_cancel() -> None:
         model._guard.start(serving.read_request(request, 100), request.sender)
         [(task, client)] = model._guard._clients.items()
-        model._guard._is_closing, client.has_left = is_unloaded, not is_unloaded
+        client.has_left = not is_unloaded
         task.cancel()
 
     on_loop(model, start_and_cancel)

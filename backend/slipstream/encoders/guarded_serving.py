@@ -70,7 +70,6 @@ class Guard:
         self._settings = settings
         self._models = Models(settings)
         self._clients: dict[asyncio.Task[Any], _Client] = {}  # until their final flag is sent
-        self._is_closing = False
         self._watcher = asyncio.ensure_future(self._watch())
 
     def start(self, request: GuardedRequest, sender: Any) -> None:
@@ -79,7 +78,6 @@ class Guard:
         task.add_done_callback(self._end)  # not the task's own `finally`: a task cancelled before it began has none
 
     async def close(self) -> None:
-        self._is_closing = True
         self._watcher.cancel()
         for task, client in self._clients.items():
             if not client.has_left:
@@ -111,11 +109,13 @@ class Guard:
 
     def _end(self, task: asyncio.Task[Any]) -> None:
         """Every way out comes here: without the final flag the model could never be unloaded."""
-        client = self._clients.pop(task)
-        error = None if task.cancelled() else task.result()
-        if task.cancelled() and self._is_closing and not client.has_left:
+        client, error = self._clients.pop(task), None
+        if client.has_left:
+            pass  # nothing to one who left: server 2.51 minds an error in that moment
+        elif task.cancelled():
             error = pb_utils.TritonError("guarded was unloaded", pb_utils.TritonError.UNAVAILABLE)
-        # nothing to one who left: server 2.51 minds an error in that moment
+        elif task.exception() is None:
+            error = task.result()
         response = () if error is None else (pb_utils.InferenceResponse(error=error),)
         client.sender.send(*response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
