@@ -30,6 +30,12 @@ TOKEN = bytes(range(16))
 TIMEOUT_S = 60
 
 
+def completed(config: dict[str, Any], parameters: dict[str, Any]) -> str:
+    """A model's config as the C++ side sends it: with the policy that config.pbtxt left out."""
+    values = {key: {"string_value": str(value)} for key, value in parameters.items()}
+    return json.dumps({**config, "parameters": values, "model_transaction_policy": {"decoupled": True}})
+
+
 class Backend:
     """The other end: listens, sends frames, keeps what comes back by kind."""
 
@@ -60,8 +66,7 @@ class Backend:
             self._received += self._frames.feed(data)
 
     def configure(self, parameters: dict[str, Any]) -> None:
-        values = {key: {"string_value": str(value)} for key, value in parameters.items()}
-        config = json.dumps({"name": "m", "parameters": values})
+        config = completed({"name": "m"}, parameters)
         self.connection.sendall(wire.encode_config(wire.Config("m", 1, "/nowhere", config)))
 
     def request(self, handle: int, max_tokens: int, **parameters: Any) -> None:
@@ -98,8 +103,7 @@ class InThread:
         self.status: int | None = None
         self.num_steps = 0
         parameters = {"model": checkpoint, "load_format": "null", "num_blocks": 256}
-        values = {key: {"string_value": str(value)} for key, value in parameters.items()}
-        config = parse_config(wire.Config("m", 1, "/nowhere", json.dumps({"parameters": values})))
+        config = parse_config(wire.Config("m", 1, "/nowhere", completed({}, parameters)))
         link = EngineLink(backend.path, TOKEN)
         backend.accept()
         self.server = GenerateServer(link, config)

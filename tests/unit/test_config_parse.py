@@ -130,11 +130,20 @@ def test_what_triton_sends_is_read(tmp_path: Path) -> None:
     }
     config = parse_config(Config("llm", 1, str(tmp_path), json.dumps(triton)))
     assert (config.model.model, config.model.seed, config.serving.max_batch_size) == ("/m", 3, 1)
-    assert parse_config(Config("llm", 1, str(tmp_path), json.dumps(triton))).serving.is_decoupled
-    one_response = {**triton, "model_transaction_policy": {"decoupled": False}}
-    assert not parse_config(Config("llm", 1, str(tmp_path), json.dumps(one_response))).serving.is_decoupled
     with pytest.raises(ConfigError, match=r"^max_batch_size=8: accepted: 0, or 1"):
         parse_config(Config("llm", 1, str(tmp_path), json.dumps(triton | {"max_batch_size": 8})))
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_decoupled"), [({"decoupled": True}, True), ({"decoupled": False}, False), (None, False)]
+)
+def test_the_policy_is_what_triton_goes_by(tmp_path: Path, policy: dict[str, bool] | None, is_decoupled: bool) -> None:
+    """None: nobody filled it in, because Triton was told not to complete configs; to it the model is not decoupled."""
+    triton: dict[str, object] = {"parameters": {"model": {"string_value": "/m"}}}
+    if policy is not None:
+        triton["model_transaction_policy"] = policy
+    config = parse_config(Config("llm", 1, str(tmp_path), json.dumps(triton)))
+    assert config.serving.is_decoupled is is_decoupled
 
 
 def test_keyword_arguments_go_through_the_same_table() -> None:

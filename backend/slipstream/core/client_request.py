@@ -33,7 +33,9 @@ _LISTS = {name: name for name in ("stop", "stop_token_ids", "bad_words", "logit_
     "bad_words_ids": "bad_words_list",
     "bias_words": "embedding_bias_words",
 }
-_NOT_DECOUPLED = "because config.pbtxt says `decoupled: false`: a request has one response"
+_NOT_DECOUPLED = (
+    "because the model_transaction_policy of config.pbtxt is `decoupled: false`: a request has one response"
+)
 MAX_TIMEOUT_US = 2**63 - 1
 STREAM_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed."  # the vLLM backend's words
 

@@ -32,7 +32,8 @@ def parse_config(received: WireConfig) -> EngineConfig:
     parameters = {name: entry.get("string_value", "") for name, entry in triton.get("parameters", {}).items()}
     max_batch_size = int(triton.get("max_batch_size", 0))
     config = parse_parameters(parameters, Path(received.model_dir), received.model_version, max_batch_size)
-    is_decoupled = triton.get("model_transaction_policy", {}).get("decoupled", True)
+    # The backend fills in a policy that is missing, unless Triton runs without auto-complete: to it, that is false.
+    is_decoupled = triton.get("model_transaction_policy", {}).get("decoupled", False)
     return replace(config, serving=replace(config.serving, is_decoupled=is_decoupled))
 
 
