@@ -255,6 +255,30 @@ def test_batch_dimension_by_configuration(llm_server: LlmServer, greedy: Callabl
     assert answer.responses[0]["text_output"].shape == (1, 1)
 
 
+def test_one_response_by_configuration(llm_server: LlmServer, greedy: Callable[..., str]) -> None:
+    """decoupled: false in config.pbtxt: plain infer calls, and the model goes on after what it refuses."""
+    llm_server.add_variant("one_response", {})
+    path = llm_server.repository / "one_response/config.pbtxt"
+    path.write_text(path.read_text() + "model_transaction_policy { decoupled: false }\n")
+    assert llm_server.load("one_response")[0] == 200
+
+    def infer_plainly(**parameters: Any) -> tuple[int, dict[str, Any]]:
+        prompt = {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [PROMPT]}
+        options = {**GREEDY, "exclude_input_in_output": True, **parameters}
+        request = {"inputs": [prompt], "parameters": options, "outputs": [{"name": "text_output"}]}
+        status, body = llm_server.post("/v2/models/one_response/infer", request)
+        return status, json.loads(body)
+
+    try:
+        for refused in ({"stream": True}, {"max_tokens": -1}):
+            status, reply = infer_plainly(**refused)
+            assert status == 400 and reply["error"].startswith(f"{next(iter(refused))}: got "), reply
+            status, reply = infer_plainly()
+            assert (status, reply["outputs"][0]["data"]) == (200, [greedy(PROMPT)])
+    finally:
+        llm_server.unload("one_response")
+
+
 def test_numbers_of_numpy(llm_server: LlmServer, greedy: Callable[..., str]) -> None:
     """What tritonclient users send: arrays of the declared types."""
     arrays = {"max_tokens": np.array([24], np.int32), "temperature": np.array([0], np.float32)}
