@@ -38,14 +38,12 @@ from slipstream.nn.tensor_slot import TensorSlot
 
 FIELD = "eagle_head"
 NUM_FEATURES = 3  # layers whose states EAGLE-3 reads
+T = TypeVar("T")
 
 
 def feature_layers(num_layers: int) -> tuple[int, int, int]:
     """Layers before which EAGLE-3 takes the residual stream: low, middle, high. Dummies may have fewer than three."""
     return min(2, num_layers - 1), num_layers // 2, max(0, num_layers - 3)
-
-
-T = TypeVar("T")
 
 
 def own_names(stored: Mapping[str, T]) -> tuple[dict[str, T], bool]:

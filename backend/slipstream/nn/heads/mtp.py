@@ -33,8 +33,6 @@ from slipstream.nn.tensor_slot import TensorSlot
 
 FIELD = "mtp_module"
 _OWN = ("enorm", "hnorm", "shared_head.norm")
-
-
 T = TypeVar("T")
 
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,24 +26,41 @@ _PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 
 def read_tensors(field: str, folder: Path, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
     """Tensors of a folder by name, on the host. Raises ConfigError (naming `field`) if there are none."""
-    return _read_folder(field, folder, lambda file: _read_file(field, file, wanted))
+    return _read_folder(field, folder, wanted, _Reading("cpu", _stored_tensor, lambda tensor: tensor))
 
 
 def read_shapes(
     field: str, folder: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, tuple[int, ...]]:
     """Their shapes alone: nothing is read but headers. Raises ConfigError as read_tensors does."""
-    return _read_folder(field, folder, lambda file: _read_shapes(field, file, wanted))
+    return _read_folder(field, folder, wanted, _Reading("meta", _stored_shape, lambda tensor: tuple(tensor.shape)))
 
 
-def _read_folder(field: str, folder: Path, read: Callable[[Path], dict[str, T]]) -> dict[str, T]:
+@dataclass(frozen=True)
+class _Reading(Generic[T]):
+    """What is read of each tensor: by name of a safetensors file; of a tensor that was unpickled to `device`."""
+
+    device: str
+    of_file: Callable[[Any, str], T]
+    of_pickled: Callable[[Tensor], T]
+
+
+def _stored_tensor(file: Any, name: str) -> Tensor:
+    return file.get_tensor(name)
+
+
+def _stored_shape(file: Any, name: str) -> tuple[int, ...]:
+    return tuple(file.get_slice(name).get_shape())
+
+
+def _read_folder(field: str, folder: Path, wanted: Callable[[str], bool], reading: _Reading[T]) -> dict[str, T]:
     """Of the first pattern whose files hold anything."""
     if not folder.is_dir():
         raise ConfigError(field, str(folder), "no such folder")
     for pattern in _PATTERNS:
         found: dict[str, T] = {}
         for file in sorted(folder.glob(pattern)):
-            found.update(read(file))
+            found.update(_read_file(field, file, wanted, reading))
         if found:
             return found
     raise ConfigError(field, str(folder), f"holds no tensors of such a head in {', '.join(_PATTERNS)}")
@@ -79,24 +97,14 @@ def copy_slot(tensor: Tensor, std: float = 0.02) -> TensorSlot:
     return TensorSlot(tuple(tensor.shape), load, std=std)
 
 
-def _read_file(field: str, file: Path, wanted: Callable[[str], bool]) -> dict[str, Tensor]:
+def _read_file(field: str, file: Path, wanted: Callable[[str], bool], reading: _Reading[T]) -> dict[str, T]:
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt") as tensors:
                 names = [name for name in tensors.keys() if wanted(name)]  # noqa: SIM118  (not a mapping)
-                return {name: tensors.get_tensor(name) for name in names}
-        return _unpickle(field, file, wanted, "cpu")
-    except (SafetensorError, OSError, RuntimeError) as error:
-        raise ConfigError(field, str(file), f"not a whole file of tensors: {error}") from error
-
-
-def _read_shapes(field: str, file: Path, wanted: Callable[[str], bool]) -> dict[str, tuple[int, ...]]:
-    try:
-        if file.suffix == ".safetensors":
-            with safe_open(file, framework="pt") as tensors:
-                names = [name for name in tensors.keys() if wanted(name)]  # noqa: SIM118  (not a mapping)
-                return {name: tuple(tensors.get_slice(name).get_shape()) for name in names}
-        return {name: tuple(tensor.shape) for name, tensor in _unpickle(field, file, wanted, "meta").items()}
+                return {name: reading.of_file(tensors, name) for name in names}
+        pickled = _unpickle(field, file, wanted, reading.device)
+        return {name: reading.of_pickled(tensor) for name, tensor in pickled.items()}
     except (SafetensorError, OSError, RuntimeError) as error:
         raise ConfigError(field, str(file), f"not a whole file of tensors: {error}") from error
 
