@@ -6,6 +6,7 @@ Every engine runs each format in a process of its own, one after the other, with
 (measures.py). Writes results/*.jsonl (every line measured), results/compare.json, results/table.md and results/plot.png
 (tokens/s over batch, TTFT over prompt length), and prints the table: ratios are rival over ours, above 1 we are faster;
 `limit` is the share of the physical limit. An engine that is not installed is left out, with the reason in the table.
+Of `-- --measure batch` our formats stand side by side below it (format_table.py).
 Options after `--` go to every engine, e.g. `-- --batches 1,8 --measure decode`.
 """
 
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent / "support")]
 
+import format_table  # noqa: E402
 from measures import RATIO_KEYS, Record, figure_of, read_records, time_ratio  # noqa: E402
 
 
@@ -34,19 +36,26 @@ class Format(NamedTuple):
     weight_bytes: float
     kv_bytes: float
     rival: str  # of bench_vllm.py; its KV cache is ours, but for INT8, which it has not
+    with_head: bool = False  # quantises lm_head too, which the rival does not, nor does the limit
 
 
 FORMATS = {
     "none": Format("none", "auto", 2.0, 2.0, "none"),
     "fp8": Format("fp8", "fp8", 1.0, 1.0, "fp8"),
     "w4a8_fp8": Format("w4a8_fp8", "fp8", 0.5195, 1.0, "w4a8_fp8"),
+    "w4a8_fp8-head": Format("w4a8_fp8", "fp8", 0.5195, 1.0, "w4a8_fp8", with_head=True),
     "wint4": Format("wint4", "auto", 0.5195, 2.0, "wint4"),
     "wint4-fp8kv": Format("wint4", "fp8", 0.5195, 1.0, "wint4-marlin"),
     "wint8": Format("wint8", "int8", 1.0, 1.0, "wint8"),
     "w8a8_int8": Format("w8a8_int8", "int8", 1.0, 1.0, "w8a8_int8"),
 }
 OURS, SERVED, RIVAL = "slipstream", "slipstream+triton", "vllm"
-FIGURES = {"decode": ("tpot_ms", "ms/token"), "prefill": ("ttft_ms", "ms"), "throughput": ("out_tok_s", "tokens/s")}
+FIGURES = {
+    "decode": ("tpot_ms", "ms/token"),
+    "prefill": ("ttft_ms", "ms"),
+    "throughput": ("out_tok_s", "tokens/s"),
+    "batch": ("out_tok_s", "tokens/s"),
+}
 
 
 def why_absent(engine: str) -> str:
@@ -69,6 +78,8 @@ def command(engine: str, name: str, arguments: argparse.Namespace, out: Path) ->
         kv_type = "fp8" if form.kv_cache_dtype == "fp8" else "auto"
         return ["bench_vllm.py", *common, "--format", form.rival, "--kv-cache-dtype", kv_type]
     common += ["--set", f"quantization={form.quantization}", "--set", f"kv_cache_dtype={form.kv_cache_dtype}"]
+    if form.with_head:
+        common += ["--set", "quantize_lm_head=true"]
     for pair in arguments.set:
         common += ["--set", pair]
     return ["bench_engine.py" if engine == OURS else "bench_triton.py", *common]
@@ -106,7 +117,7 @@ def rows(records: list[Record]) -> Iterator[list[str]]:
             continue
         figure, unit = FIGURES[ours["what"]]
         label = {"decode": f"decode, batch {ours.get('batch')}", "prefill": f"prefill, {ours.get('input_len')} tokens"}
-        count = f"{ours.get('num_prompts')} x {ours.get('input_len')}/{ours.get('output_len')}"
+        count = f"{ours.get('num_prompts') or ours.get('batch')} x {ours.get('input_len')}/{ours.get('output_len')}"
         cells = [ours["format"], label.get(ours["what"], count), unit, f"{ours[figure]:g}"]
         cells.append(f"{ours['limit']:.0%}" if "limit" in ours else "")
         for engine in (SERVED, RIVAL):
@@ -182,7 +193,7 @@ def main() -> None:
         for name in arguments.formats.split(","):
             records += measure(engine, name, arguments)
     (arguments.out / "compare.json").write_text(json.dumps(records, indent=1))
-    text = table(records)
+    text = "\n\n".join(filter(None, (table(records), format_table.table(records))))
     reason = plot(records, arguments.out / "plot.png")
     (arguments.out / "table.md").write_text(text + "\n")
     print(text + (f"\n\n{reason}" if reason else ""))

@@ -1,6 +1,7 @@
 """The loops that time an engine, whichever it is: decode TPOT by batch, TTFT by prompt length, offline throughput.
 
 TPOT is the difference of two runs that differ only in output length; TTFT is one prompt with one token of output.
+`batch` is both of batches that come at once: tokens/s from the first prompt to the last token, and while decoding.
 `limit` is the share of the physical limit: the bytes that a step must read at 4.3 TB/s, or its products at 790 (bf16)
 or 1600 (fp8) TFLOP/s, whichever is longer, at the context before the timed steps. One JSON object per line. Standard
 library only, so that it runs beside any engine.
@@ -92,6 +93,26 @@ def measure_decode(bench: Bench, arguments: argparse.Namespace) -> Iterator[Reco
         }
 
 
+def measure_batch(bench: Bench, arguments: argparse.Namespace) -> Iterator[Record]:
+    """Whole batches, prompts and all. Needs more tokens of output than decode_short."""
+    num_input, num_output, short = arguments.input_len, arguments.output_len, arguments.decode_short
+    for batch in arguments.batches:
+        sizes = {"what": "batch", "batch": batch, "input_len": num_input, "output_len": num_output}
+        if batch * (num_input + num_output) > bench.pool_tokens:
+            yield {**sizes, "skipped": "the KV cache does not hold it"}
+            continue
+        prompts = draw_prompts(bench.shape, batch, num_input)
+        bench.timed(prompts[:16], 2)
+        first_s, whole_s = bench.timed(prompts, short), bench.timed(prompts, num_output)
+        decoded = batch * (num_output - short)
+        yield {
+            **sizes,
+            "elapsed_s": round(whole_s, 3),
+            "out_tok_s": round(batch * num_output / whole_s, 1),
+            "decode_tok_s": round(decoded / (whole_s - first_s), 1),
+        }
+
+
 def measure_throughput(bench: Bench, arguments: argparse.Namespace) -> Iterator[Record]:
     count, num_input, num_output = arguments.num_prompts, arguments.input_len, arguments.output_len
     prompts = draw_prompts(bench.shape, count, num_input)
@@ -132,6 +153,7 @@ MEASURES: dict[str, Measure] = {
     "prefill": measure_prefill,
     "decode": measure_decode,
     "throughput": measure_throughput,
+    "batch": measure_batch,
 }
 
 

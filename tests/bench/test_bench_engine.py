@@ -45,7 +45,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rival.write_text(json.dumps({"what": "prefill", "batch": 1, "input_len": 16, "ttft_ms": 1e6}) + "\n")
     sizes = "--batches 2 --decode-input-len 8 --decode-short 2 --decode-long 5 --decode-repeats 1 --prefill-lens 16"
     more = "--num-prompts 2 --input-len 8 --output-len 4 --max-model-len 64 --max-num-batched-tokens 256 --repeats 1"
-    more += " --measure decode,prefill,throughput,streams --concurrency 1"
+    more += " --measure decode,prefill,throughput,streams,batch --concurrency 1"
     options = f"--shape demo {sizes} {more} --set device=cpu --set memory_bytes=50000000 --rival {rival} --out {out}"
     monkeypatch.setattr(sys, "argv", ["bench_engine.py", *options.split()])
     _load().main()
@@ -54,6 +54,7 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [records["decode"]["tpot_ms"]] == records["decode"]["tpot_ms_all"] and records["throughput"]["out_tok_s"] > 0
     assert records["prefill"]["ratio"] == pytest.approx(1e6 / records["prefill"]["ttft_ms"], rel=1e-3)
     assert records["streams"]["elapsed_s"] > 0 and records["streams"]["num_prompts"] == 2
+    assert records["batch"]["elapsed_s"] > 0 and records["batch"]["out_tok_s"] > 0
     assert {"plan", "weights", "KV pool"} <= set(records["setup"]["phases"])
 
 

@@ -38,6 +38,28 @@ def test_the_table_compares_like_with_like(compare) -> None:
     assert "- vllm, fp8: exit code 1" in compare.table(records)
 
 
+def test_formats_stand_side_by_side(compare) -> None:
+    sizes = {"what": "batch", "input_len": 1024, "output_len": 128}
+    records = [
+        {**record("slipstream", **sizes, batch=1, decode_tok_s=100.0, out_tok_s=50.0), "format": "wint4"},
+        {**record("slipstream", **sizes, batch=64, skipped="the KV cache does not hold it"), "format": "wint4"},
+        {**record("slipstream", **sizes, batch=1, decode_tok_s=150.0, out_tok_s=60.0), "format": "w4a8_fp8"},
+        {**record("slipstream", **sizes, batch=64, decode_tok_s=1500.4, out_tok_s=600.0), "format": "w4a8_fp8"},
+        {**record("slipstream", "prefill", input_len=1024, ttft_ms=30.0), "format": "wint4"},
+        {**record("slipstream", "prefill", input_len=1024, ttft_ms=15.0), "format": "w4a8_fp8"},
+        {**record("vllm", **sizes, batch=1, decode_tok_s=1.0, out_tok_s=1.0), "format": "fp8"},
+    ]
+    batches, prompts = (part.splitlines() for part in compare.format_table.table(records).split("\n\n"))
+    assert batches[0] == "| tokens/s while decoding / in all, of 1024 in and 128 out | 1 | 64 |"
+    assert batches[2:] == [
+        "| wint4 | 100 / 50 |  |",
+        "| w4a8_fp8 | 150 / 60 | 1,500 / 600 |",
+        "| **w4a8_fp8 / wint4** | 1.50 / 1.20 |  |",
+    ]
+    assert prompts[2:] == ["| wint4 | 30 |", "| w4a8_fp8 | 15 |", "| **w4a8_fp8 / wint4** | 2.00 |"]
+    assert compare.format_table.table(records[4:6]) == ""
+
+
 def test_an_engine_that_fails_is_reported_with_what_it_measured(compare, tmp_path: Path, monkeypatch) -> None:
     script = tmp_path / "bench_engine.py"
     script.write_text(
