@@ -17,8 +17,15 @@ from pathlib import Path
 
 from measures import Record
 
-RATIOS = (("fp8", "none"), ("wint4", "none"), ("w4a8_fp8", "wint4"), ("w4a8_fp8", "wint4-fp8kv"), ("w4a8_fp8", "fp8"))
-Cells = dict[tuple[str, int], Record]  # by format and batch or length
+RATIOS = (
+    ("fp8", "none"),
+    ("wint4", "none"),
+    ("w4a8_fp8", "wint4"),
+    ("w4a8_fp8", "wint4-fp8kv"),
+    ("w4a8_fp8", "fp8"),
+    ("w8a8_int8", "fp8"),
+)  # how many times faster the first is than the second
+Cells = dict[tuple[str, int], Record]  # by format and the number that heads a column
 
 
 def table(records: list[Record], engine: str = "slipstream") -> str:
@@ -30,31 +37,39 @@ def table(records: list[Record], engine: str = "slipstream") -> str:
     if batches:
         sizes = next(iter(batches.values()))
         title = f"tokens/s while decoding / in all, of {sizes['input_len']} in and {sizes['output_len']} out"
-        speeds: list[Callable[[Record], float]] = [lambda r: r["decode_tok_s"], lambda r: r["out_tok_s"]]
-        parts.append(_table(title, batches, speeds, lambda r: " / ".join(f"{speed(r):,.0f}" for speed in speeds)))
+        parts.append(side_by_side(title, batches, _show_speeds, _speed_ratios))
     if parts and prompts:
-        rates: list[Callable[[Record], float]] = [lambda r: 1 / r["ttft_ms"]]
-        parts.append(_table("ms to the first token", prompts, rates, lambda r: f"{r['ttft_ms']:,.4g}"))
+        title = "ms to the first token of a prompt"
+        parts.append(side_by_side(title, prompts, lambda r: f"{r['ttft_ms']:,.4g}", _ttft_ratio))
     return "\n\n".join(parts)
 
 
-def _table(title: str, cells: Cells, speeds: list[Callable[[Record], float]], show: Callable[[Record], str]) -> str:
-    """A row a format, a column a batch or length, then rows of how many times faster one format is than another."""
+def side_by_side(
+    title: str, cells: Cells, show: Callable[[Record], str], ratio: Callable[[Record, Record], str]
+) -> str:
+    """Markdown: a row a format, a column a number, then a row for each pair of RATIOS that is there."""
     names = list(dict.fromkeys(name for name, _ in cells))
     columns = sorted({column for _, column in cells})
-    rows = [[name, *(show(cells[name, c]) if (name, c) in cells else "" for c in columns)] for name in names]
+    rows = [[title, *(f"{column:,}" for column in columns)], ["---", *["--:"] * len(columns)]]
+    rows += [[name, *(show(cells[name, c]) if (name, c) in cells else "" for c in columns)] for name in names]
     for fast, slow in RATIOS:
-        found = [[cells.get((name, column)) for name in (fast, slow)] for column in columns]
-        if any(None not in pair for pair in found):
-            rows.append([f"**{fast} / {slow}**", *(_ratios(*pair, speeds) for pair in found)])
-    head = [[title, *(f"{column:,}" for column in columns)], ["---", *["--:"] * len(columns)]]
-    return "\n".join("| " + " | ".join(row) + " |" for row in [*head, *rows])
+        pairs = [(cells.get((fast, column)), cells.get((slow, column))) for column in columns]
+        ratios = [ratio(*pair) if pair[0] and pair[1] else "" for pair in pairs]
+        if any(ratios):
+            rows.append([f"**{fast} / {slow}**", *ratios])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
-def _ratios(fast: Record | None, slow: Record | None, speeds: list[Callable[[Record], float]]) -> str:
-    if fast is None or slow is None:
-        return ""
-    return " / ".join(f"{speed(fast) / speed(slow):.2f}" for speed in speeds)
+def _show_speeds(record: Record) -> str:
+    return f"{record['decode_tok_s']:,.0f} / {record['out_tok_s']:,.0f}"
+
+
+def _speed_ratios(fast: Record, slow: Record) -> str:
+    return " / ".join(f"{fast[speed] / slow[speed]:.2f}" for speed in ("decode_tok_s", "out_tok_s"))
+
+
+def _ttft_ratio(fast: Record, slow: Record) -> str:
+    return f"{slow['ttft_ms'] / fast['ttft_ms']:.2f}"
 
 
 def main() -> None:
