@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.speculation import DraftPlanner
 from slipstream.core.step import ScheduledStep
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.flight import Flight, FlightAhead
 from slipstream.runtime.speculation.medusa import default_choices, parse_choices
+from slipstream.runtime.speculation.speculator import Guesses, Speculator
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 
@@ -127,6 +130,41 @@ def test_a_request_ends_while_its_verification_is_under_way(
     engine.cancel(6)
     run_steps(engine, told)
     assert engine.error is None and request.is_finished, "nobody was left in the step that was under way"
+
+
+class Fickle(DraftPlanner):
+    """Gives no drafts while it is asked behind every other launch, and all of them once such a step is read."""
+
+    num_launches = 0
+    is_launching = False
+
+    def num_drafts(self, request: Request) -> int:
+        return 0 if self.is_launching and self.num_launches % 2 else super().num_drafts(request)
+
+
+@pytest.mark.parametrize("method", ["medusa", "mtp"])
+def test_the_planner_thinks_again_while_a_step_is_under_way(
+    eight_layers: Path, tmp_path: Path, prompts: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(
+        eight_layers,
+        scheduler={"max_num_batched_tokens": 40},
+        speculation=settings(method, eight_layers, tmp_path),
+    )
+    planner = engine.scheduler.planner = Fickle()
+    launch = Speculator.launch
+
+    def launch_in_doubt(self: Speculator, *arguments: Any) -> Guesses:
+        planner.num_launches, planner.is_launching = planner.num_launches + 1, True
+        guesses = launch(self, *arguments)
+        planner.is_launching = False
+        return guesses
+
+    monkeypatch.setattr(Speculator, "launch", launch_in_doubt)
+    expected = run_all(make_engine(eight_layers), prompts[4:7], GREEDY)
+    requests = drafted(engine, prompts[4:7])
+    assert engine.error is None and sum(request.num_drafted_tokens for request in requests) > 0
+    assert [request.output_token_ids for request in requests] == [told.token_ids for told in expected]
 
 
 def drafted(engine: Engine, prompts: list[list[int]], params: SamplingParams = GREEDY) -> list[Request]:

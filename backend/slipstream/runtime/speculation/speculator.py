@@ -139,7 +139,7 @@ class Speculator:
             if wish is not None:
                 assert wish.request.speculation is not None
                 method = wish.request.speculation.method
-                if method not in self._heads or is_sound.get(method):
+                if method not in self._heads or (is_sound.get(method) and method in guesses.by_method):
                     wishes.setdefault(method, []).append(wish)
         for method, some in wishes.items():
             if method in self._heads:
