@@ -20,15 +20,14 @@ import random
 import shutil
 import tempfile
 import time
-from bisect import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, ClassVar
+from typing import Any
 
+import simulated_acceptance
 import torch
 from profiles import PROFILES
 from shapes import SHAPES
@@ -36,57 +35,12 @@ from slipstream.core.config_parse import config_from_values
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import MeasuredStep
-from slipstream.nn.batch import ForwardBatch
-from slipstream.runtime import verifier, verify
 from slipstream.runtime.engine import Engine
-from slipstream.runtime.host_copy import to_device
 from slipstream.runtime.speculation import ngram
 from slipstream.runtime.speculation.proposer import PROPOSERS
-from slipstream_kernels import ops
 
 DRAFT_SHAPES = {"llama3-8b": "llama3-1b", "baichuan2-13b": "llama3-1b"}  # of other shapes: the shape itself
 TOKENIZER = Path(__file__).resolve().parents[2] / "models" / "slipstream-demo-code"
-
-
-class SimulatedVerification(verify.Verification):
-    """Takes drafts by a profile instead of by the model's word, along first children. On the device, which alone may
-    know the tree: some thirty small kernels that a real verification does not have."""
-
-    rates: ClassVar[list[list[float]]] = []
-    dice = random.Random(0)
-
-    def accept(self, batch: ForwardBatch, *arguments: Any) -> ops.KeptRows:
-        if not self._scheduled:  # warming up
-            return super().accept(batch, *arguments)
-        device = batch.token_ids.device
-        ranks = [[self._right_rank(depth) for depth in range(len(self.rates))] for _ in self._scheduled]
-        flat = [number for row in (ranks, [[first] for first in self.first_rows]) for one in row for number in one]
-        numbers = to_device(flat, torch.int64, device)
-        right, firsts = numbers[: -len(ranks)].view(len(ranks), -1), numbers[-len(ranks) :]
-        counts = to_device([row.num_drafts for row in self._scheduled], torch.int64, device)
-        rows = torch.arange(64, device=device)
-        inside = rows <= counts[:, None]
-        places = batch.logits_indices[: self.num_rows][(firsts[:, None] + rows).clamp(max=self.num_rows - 1)]
-        bits = torch.ones_like(rows) << rows
-        words = bits | (bits - 1)
-        if batch.tree_mask is not None:
-            words = batch.tree_mask[places.clamp(max=len(batch.tree_mask) - 1)]
-        words = torch.where(inside, words, 0)
-        word, chosen = torch.ones_like(firsts), torch.zeros_like(inside)
-        for depth in range(len(self.rates)):
-            is_child = ((words ^ bits) == word[:, None]) & inside & (rows > 0)
-            is_right = is_child & (is_child.cumsum(dim=1) - 1 == right[:, depth, None])
-            chosen |= is_right
-            word = (words * is_right).sum(dim=1)  # 0, which nothing follows, where no guess is right
-        marks = torch.zeros(self.num_rows + 1, dtype=torch.int8, device=device)  # the last for what is nobody's row
-        own = torch.where(inside, firsts[:, None] + rows, self.num_rows).flatten()
-        self._marks = marks.scatter_(0, own, torch.where(chosen, 1, -1).to(torch.int8).flatten())[: self.num_rows]
-        return super().accept(batch, *arguments)
-
-    def _right_rank(self, depth: int) -> int:
-        """Which of a node's guesses, likeliest first, is right; a large number for none."""
-        found = bisect(list(accumulate(self.rates[depth])), self.dice.random())
-        return found if found < len(self.rates[depth]) else 1 << 30
 
 
 class TalkativeNgram(ngram.NgramProposer):
@@ -201,6 +155,8 @@ def make_engine(arguments: argparse.Namespace, method: str) -> Engine:
     engine = Engine(config_from_values(values))
     if arguments.shape and method.startswith("eagle"):
         sharpen(engine)
+    gc.collect()
+    gc.freeze()  # as the server does: a collection of what loading made would take 100 ms of a run
     return engine
 
 
@@ -215,7 +171,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
         simulate()
     records = []
     for method in ("plain", *arguments.methods):
-        SimulatedVerification.rates = PROFILES.get(method.split(":")[0], [])
+        simulated_acceptance.SimulatedVerification.rates = PROFILES.get(method.split(":")[0], [])
         engine = make_engine(arguments, method)
         print_costs(method, engine)
         for temperature in arguments.temperatures:
@@ -225,13 +181,14 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
                     SamplingParams(max_tokens=length, temperature=temperature, seed=place, ignore_eos=True)
                     for place, length in enumerate(lengths)
                 ]
-                run(engine, prompts, [replace(wanted, max_tokens=8) for wanted in params])  # warm
+                run(engine, prompts, [replace(wanted, max_tokens=arguments.warm_len) for wanted in params])
                 best = max((run(engine, prompts, params) for _ in range(arguments.repeats)), key=lambda r: r["tok_s"])
                 record = {"method": method.split(":")[0], "temperature": temperature, "concurrency": count}
                 rounded = {key: round(value, 3) if isinstance(value, float) else value for key, value in best.items()}
                 records.append({**record, **rounded})
                 print(json.dumps(records[-1]), flush=True)
         engine.close()
+        gc.unfreeze()
         del engine
         _empty_device()
     return records
@@ -239,7 +196,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:
 
 def simulate() -> None:
     """From now on in this process."""
-    verifier.Verification = SimulatedVerification  # type: ignore[misc]
+    simulated_acceptance.simulate()
     PROPOSERS._entries["ngram"] = TalkativeNgram
 
 
@@ -278,6 +235,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--input-len", type=int, default=256)
     parser.add_argument("--output-len", type=int, default=256)
+    parser.add_argument("--warm-len", type=int, default=64, help="tokens made before, in which the planner learns")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--throttle", choices=("auto", "off"), default="off")
     parser.add_argument("--options", nargs="*", default=[], help="further parameters, name=value")
