@@ -16,6 +16,7 @@ from typing import Any
 
 from slipstream.core.config import EngineConfig, SpeculationConfig
 from slipstream.core.config_table import FOREIGN, PARAMETERS, Parameter
+from slipstream.core.draft_files import DRAFT_FILES, missing_files
 from slipstream.core.errors import ConfigError
 from slipstream.core.wire_messages import Config as WireConfig
 
@@ -248,23 +249,15 @@ def check(config: EngineConfig) -> None:
         raise ConfigError("max_num_batched_tokens", scheduler.max_num_batched_tokens, limit)
 
 
-# what to say of a way to draft whose files no parameter names; a module of `mtp` may be in the model's own checkpoint
-_DRAFT_FILES = {
-    "draft_model": ("draft_model", "a checkpoint, or a model of this repository"),
-    "medusa": ("medusa_heads", "the folder of the heads"),
-    "eagle": ("eagle_head", "the folder of the head"),
-}
-
-
 def _check_drafters(config: EngineConfig) -> None:
     if config.model.load_format in ("dummy", "null"):
         return
-    for method, (field, what) in _DRAFT_FILES.items():
-        if method not in config.speculation.loaded:
+    for method, (field, _) in DRAFT_FILES.items():
+        if method not in config.speculation.loaded or method == "mtp":  # whose module may be in the model's checkpoint
             continue
         value: str = getattr(config.speculation, field)
         if not value:
-            raise ConfigError(field, "", f"needed for speculative_method {method}: {what}")
+            raise missing_files(method)
         folder = Path(value).expanduser()
         if folder.is_absolute() and not folder.exists():
             raise ConfigError(field, value, "no such folder")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from slipstream.core.config import EngineConfig, ModelConfig
-from slipstream.core.errors import ConfigError, naming
-from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_head
+from slipstream.core.errors import naming
+from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.heads.planned_bytes import BesideModel, HeadBytes, eagle_bytes, medusa_bytes, mtp_bytes
 from slipstream.nn.load import resolve_dtype, weight_bytes
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.runtime.speculation.head_files import read_head
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,5 @@ def _of_draft_model(config: EngineConfig, device: torch.device) -> DraftMemory:
 
 
 def _head_bytes(method: str, config: EngineConfig, model: BesideModel) -> HeadBytes:
-    """Nothing for a head that no folder was given for: loading says so."""
-    speculation = config.speculation
-    heads = {
-        "medusa": ("medusa_heads", speculation.medusa_heads, medusa_bytes),
-        "mtp": ("mtp_module", speculation.mtp_module, mtp_bytes),
-        "eagle": ("eagle_head", speculation.eagle_head, eagle_bytes),
-    }
-    if method not in heads:
-        return HeadBytes(0)
-    field, folder, planned = heads[method]
-    if not folder and config.model.load_format == "dummy":
-        return planned(model, None)
-    if folder:
-        return planned(model, resolve_head(field, folder))
-    if method != "mtp":
-        return HeadBytes(0)
-    try:  # in the model's own checkpoint
-        return planned(model, resolve_checkpoint(config.model.model))
-    except ConfigError:
-        return HeadBytes(0)
+    planned = {"medusa": medusa_bytes, "mtp": mtp_bytes, "eagle": eagle_bytes}.get(method)
+    return HeadBytes(0) if planned is None else read_head(config, method, partial(planned, model))

@@ -13,10 +13,10 @@ from slipstream_kernels import ops
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
-from slipstream.nn.checkpoint_path import resolve_head
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.heads.eagle import FIELD, EagleHead
+from slipstream.nn.heads.eagle import EagleHead
 from slipstream.runtime.speculation.follower import FollowingHead
+from slipstream.runtime.speculation.head_files import read_head
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
 NUM_DRAFTS = 15
@@ -133,12 +133,9 @@ class EagleDrafter(FollowingHead):
 
 
 def _load(surroundings: Surroundings, target: Decoder) -> EagleHead:
-    folder, num_positions = surroundings.config.speculation.eagle_head, surroundings.plan.max_model_len
-    if folder:
-        return EagleHead.load(target, resolve_head(FIELD, folder), num_positions)
-    if surroundings.config.model.load_format == "dummy":
-        return EagleHead.dummy(target, num_positions)
-    raise ConfigError(FIELD, "", "needed for speculative_method eagle: the folder of the head")
+    num_positions = surroundings.plan.max_model_len
+    folder = read_head(surroundings.config, "eagle", lambda folder: folder)
+    return EagleHead.load(target, folder, num_positions) if folder else EagleHead.dummy(target, num_positions)
 
 
 def _cut(wish: Wish, places: list[int], tokens: list[int], parents: list[int]) -> Drafts:

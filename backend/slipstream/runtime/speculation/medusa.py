@@ -17,10 +17,10 @@ from slipstream_kernels import ops
 from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths, row_masks
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
-from slipstream.nn.checkpoint_path import resolve_head
-from slipstream.nn.heads.medusa import FIELD, MedusaHeads
+from slipstream.nn.heads.medusa import MedusaHeads
 from slipstream.runtime.computed_rows import ComputedRows
 from slipstream.runtime.host_copy import to_device
+from slipstream.runtime.speculation.head_files import read_head
 from slipstream.runtime.speculation.head_graphs import GraphedHead
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
@@ -72,14 +72,8 @@ class MedusaDrafter(GraphedHead):
         super().__init__()
         config, target = surroundings.config, surroundings.target
         assert target is not None
-        heads = config.speculation.medusa_heads
-        folder = resolve_head(FIELD, heads) if heads else None
-        if folder is not None:
-            self._heads = MedusaHeads.load(target, folder)
-        elif config.model.load_format == "dummy":
-            self._heads = MedusaHeads.dummy(target)
-        else:
-            raise ConfigError(FIELD, "", "needed for speculative_method medusa: the folder of the heads")
+        folder = read_head(config, "medusa", lambda folder: folder)
+        self._heads = MedusaHeads.load(target, folder) if folder else MedusaHeads.dummy(target)
         self._target = target
         self._choices = _choices(config.speculation.medusa_choices, folder, self._heads.num_heads)
         self.num_drafts = min(config.speculation.num_draft_tokens or len(self._choices), len(self._choices))

@@ -6,15 +6,16 @@ through it too. A request that it has not followed from its beginning (speculati
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from slipstream_kernels import ops
 
-from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
-from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_head
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.heads.mtp import FIELD, MTPModule
+from slipstream.nn.heads.mtp import MTPModule
 from slipstream.runtime.speculation.follower import FollowingHead
+from slipstream.runtime.speculation.head_files import read_head
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
 NUM_DRAFTS = 3
@@ -53,15 +54,9 @@ class MTPHead(FollowingHead):
 
 
 def _load(surroundings: Surroundings, target: Decoder) -> MTPModule:
-    config, num_positions = surroundings.config, surroundings.plan.max_model_len
-    folder = config.speculation.mtp_module
-    if not folder and config.model.load_format == "dummy":
-        return MTPModule.dummy(target, num_positions)
-    if folder:
-        return MTPModule.load(target, resolve_head(FIELD, folder), num_positions)
-    try:
-        return MTPModule.load(target, resolve_checkpoint(config.model.model), num_positions)
-    except ConfigError:
-        raise ConfigError(
-            FIELD, "", "needed for speculative_method mtp: the model's checkpoint has no module"
-        ) from None
+    num_positions = surroundings.plan.max_model_len
+
+    def read(folder: Path | None) -> MTPModule:
+        return MTPModule.load(target, folder, num_positions) if folder else MTPModule.dummy(target, num_positions)
+
+    return read_head(surroundings.config, "mtp", read)
