@@ -14,7 +14,7 @@ from slipstream.nn.heads.planned_bytes import BesideModel, HeadBytes, eagle_byte
 from slipstream.nn.load import resolve_dtype, weight_bytes
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec, read_spec
-from slipstream.runtime.speculation.head_files import read_head
+from slipstream.runtime.head_files import read_head
 
 
 @dataclass(frozen=True)

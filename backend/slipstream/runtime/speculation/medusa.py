@@ -19,8 +19,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.nn.heads.medusa import MedusaHeads
 from slipstream.runtime.computed_rows import ComputedRows
+from slipstream.runtime.head_files import read_head
 from slipstream.runtime.host_copy import to_device
-from slipstream.runtime.speculation.head_files import read_head
 from slipstream.runtime.speculation.head_graphs import GraphedHead
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 

@@ -14,8 +14,8 @@ from slipstream_kernels import ops
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.mtp import MTPModule
+from slipstream.runtime.head_files import read_head
 from slipstream.runtime.speculation.follower import FollowingHead
-from slipstream.runtime.speculation.head_files import read_head
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
 NUM_DRAFTS = 3
