@@ -10,11 +10,9 @@ python build/serve.py --encoders                   # also safety, quality, embed
 from __future__ import annotations
 
 import argparse
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +24,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.commands.serve import OWN_MODELS, server_command, supervise
+from slipstream.commands.serve import OWN_MODELS, free_ports, server_command, supervise
 from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 
@@ -64,14 +62,7 @@ class Address:
 
 
 def free_address(host: str = "127.0.0.1") -> Address:
-    """Three ports that nobody listens on now, below those that outgoing connections are given."""
-    found: list[int] = []
-    while len(found) < 3:
-        port = random.randrange(20_000, 32_000)
-        with socket.socket() as probe:
-            is_taken = port in found or probe.connect_ex((host, port)) == 0
-        found += [] if is_taken else [port]
-    return Address(host, *found)
+    return Address(host, *free_ports(3, host))
 
 
 @contextmanager

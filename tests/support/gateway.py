@@ -15,7 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from patience import PATIENCE_S
-from triton_server import HOST, free_ports
+from slipstream.commands.serve import free_ports
+from triton_server import HOST
 
 
 class GatewayProcess:

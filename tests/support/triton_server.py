@@ -5,13 +5,10 @@ Runs the server that nvidia-pytriton ships (2.51) on free loopback ports; the lo
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sysconfig
 import tempfile
@@ -23,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 
 from patience import PATIENCE_S
+from slipstream.commands.serve import free_ports
 
 HOST = "127.0.0.1"
 
@@ -34,21 +32,6 @@ def find_tritonserver() -> Path | None:
         return None
     binary = Path(spec.origin).parent / "tritonserver" / "bin" / "tritonserver"
     return binary if binary.exists() else None
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on now.
-
-    They lie below those that Linux gives to outgoing connections: one of these, of which tests open hundreds, would
-    take a port before its server does. Drawn from the system: tests' own draws are the same in every run.
-    """
-    found: list[int] = []
-    while len(found) < count:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((HOST, port))
-            found += [port] if port not in found else []
-    return found
 
 
 class TritonServer:
