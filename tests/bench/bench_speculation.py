@@ -8,7 +8,7 @@ With a checkpoint, acceptance is real: prompts are the beginnings of held-out te
 (--task edit). With --shape, weights are random and acceptance is simulated: drafts cost what they cost, and of each
 verification as many are taken as the method's rates (profiles.py) say. One JSON object per line, then a table. by_rows
 says what decode steps took: [rows a request, how many, median ms, longest ms, tokens a request]; costs, of an engine
-with CUDA graphs, is what its planner was told at start.
+with CUDA graphs, is what its planner was told at start, in ms (verified: by rows/requests).
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def print_costs(method: str, engine: Engine) -> None:
     if costs is not None:
         in_ms = lambda pairs: {size: round(1e3 * seconds, 3) for size, seconds in pairs}  # noqa: E731
         drafting = {name: in_ms(pairs) for name, pairs in costs.drafting.items()}
-        told = {"plain": in_ms(costs.plain), "verified": in_ms(costs.verified), "drafting": drafting}
+        verified = in_ms((f"{rows}/{count}", seconds) for rows, count, seconds in costs.verified)
+        told = {"plain": in_ms(costs.plain), "verified": verified, "drafting": drafting}
         print(json.dumps({"method": method, "costs": told}), flush=True)
 
 

@@ -15,7 +15,8 @@ from itertools import accumulate
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.speculation import DraftPlanner, MeasuredStep, Speculation, StepCosts
+from slipstream.core.speculation import DraftPlanner, MeasuredStep, Speculation
+from slipstream.core.step_costs import StepCosts
 
 MS = 1e-3
 PLAIN_EMPTY = ((1, 3.67), (2, 3.70), (4, 3.73), (8, 3.75), (16, 3.89), (32, 4.45), (64, 4.90), (128, 5.80))
@@ -43,10 +44,12 @@ def on_line(points: tuple[tuple[int, float], ...], place: float) -> float:
 def costs_of(method: str, most_drafts: int) -> StepCosts:
     """As an engine measures them at start: of the graphs that it has."""
     lengths = {1 + most_drafts, *(length for length in (2, 4, 8, 16, 32) if length <= most_drafts)}
-    rows = sorted({size * length for size in SIZES for length in lengths if size * length <= MOST_ROWS_OF_A_GRAPH})
+    shapes = sorted(
+        {(size * length, size) for size in SIZES for length in lengths if size * length <= MOST_ROWS_OF_A_GRAPH}
+    )
     return StepCosts(
         tuple((size, on_line(PLAIN_EMPTY, size) * MS) for size in SIZES),
-        tuple((size, on_line(VERIFY_EMPTY, size) * MS) for size in rows),
+        tuple((rows, size, on_line(VERIFY_EMPTY, rows) * MS) for rows, size in shapes if rows <= MOST_ROWS_OF_A_GRAPH),
         {method: tuple((size, on_line(DRAFTING[method], size) * MS) for size in SIZES)},
     )
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from simulated_server import SimulatedServer
-from slipstream.core.speculation import DraftGains, DraftPlanner, Surplus
+from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep
+from slipstream.core.step_costs import StepCosts, Surplus
 from slipstream.runtime.speculation.medusa import default_choices
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
@@ -125,3 +126,34 @@ def test_what_steps_take_beyond_their_costs_is_kept_by_rows() -> None:
     assert surplus.verified(32, 4) == pytest.approx(0.2 + 0.2 * 28 / 60, abs=0.02), "long ago"
     surplus.forgive()
     assert surplus.verified(64, 4) < 0.4
+
+
+def test_a_verification_of_many_requests_is_not_judged_by_one_of_few() -> None:
+    """64 rows of 32 requests read the keys of 32 contexts, a tree of 64 rows those of one."""
+    costs = StepCosts(
+        plain=((1, 4.0), (32, 6.0)),
+        verified=((64, 1, 5.0), (64, 32, 7.0), (128, 4, 6.5)),
+        drafting={"medusa": ((1, 0.5), (32, 1.0))},
+    )
+    assert costs.seconds(1, 64, "medusa") == 5.5
+    assert costs.seconds(20, 60, "medusa") == 8.0
+    assert costs.seconds(2, 64, "ngram") == 7.0 and costs.padded_rows(65, 2) == 128
+    assert costs.seconds(1, 1, "medusa") == 4.5, "nothing is verified, but drafted"
+    assert costs.seconds(32, 200, "medusa") is None and costs.seconds(33, 33, "") is None
+
+
+def test_speculation_is_not_paused_for_the_spread_of_its_tokens() -> None:
+    """A quarter of the verifications brings 4 tokens, the others 1: 1.75 a step, though the mean of their quotients is
+    less than plain steps'. One step that took a second pauses nothing either."""
+    planner = DraftPlanner(is_adaptive=True)
+    planner.measure(MeasuredStep(1, 4, 1.0, 1.0, "mtp"))
+    for step in range(200):
+        planner.measure(MeasuredStep(1, 4, 0.0055, 4.0 if step % 4 == 0 else 1.0, "mtp"))
+    for _ in range(40):
+        planner.measure(MeasuredStep(1, 1, 0.004, 1.0))
+    assert planner._load(1).allows()
+    slow = DraftPlanner(is_adaptive=True)
+    for _ in range(40):
+        slow.measure(MeasuredStep(1, 1, 0.004, 1.0))
+        slow.measure(MeasuredStep(1, 4, 0.0045, 1.0, "mtp"))
+    assert not slow._load(1).allows()

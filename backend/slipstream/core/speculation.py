@@ -8,12 +8,13 @@ measured at start, a number of rows that the device computes for nothing beside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths
 from slipstream.core.request import Request
 from slipstream.core.stats import Metric, Stats, accepted_metric, drafted_metric
+from slipstream.core.step_costs import StepCosts, Surplus
 
 _LEAST_STEPS = 32  # measured steps before a speed is believed
 _LEAST_GAIN = 1.0  # of tokens per second, below which speculation pauses
@@ -23,12 +24,6 @@ _WEIGHT = 0.05  # of a new measurement in a running mean
 _REVIEW_STEPS = 16  # steps between two decisions on the number of drafts
 _LEAST_PROMISE = 1.02  # of plain steps' tokens per second
 _LEAST_CHANGE = 1.03  # of the tokens per second, for another number of drafts
-_MOST_SURPLUS = 2.0  # of the seconds expected
-_FORGIVENESS = 0.98
-_LEAST_MOVE = 0.25  # of the seconds expected: how far off a step may be and still count as it is
-_PLAIN_SHARE = 0.5  # of a verification's surplus: what is thought of plain steps' before any were seen
-_PRIOR_STEPS = 4  # for which a first estimate counts
-_MOST_AGE = 4096  # verifications at a load, before what others took there is forgotten
 _MOST_SEEN = 2000  # verifications of a draft, before older ones fade
 _PRIOR_FIRST, _PRIOR_NEXT, _PRIOR_WEIGHT = 0.7, 0.8, 8.0  # how often drafts are right, before any were seen
 
@@ -43,113 +38,50 @@ class Speculation:
 
 
 @dataclass(slots=True)
-class _Mean:
-    """A running mean; the first values weigh more."""
+class _Speed:
+    """Running means of what steps took and of the tokens that each request got; the first values weigh more."""
 
-    value: float = 0.0
+    seconds: float = 0.0
+    tokens: float = 0.0
     count: int = 0
 
-    def add(self, value: float) -> None:
+    def add(self, seconds: float, tokens: float) -> None:
         """What takes far longer than before (something was compiled, another process ran) counts as a little longer."""
         if self.count:
-            value = min(value, _MOST_GROWTH * self.value)
+            seconds = min(seconds, _MOST_GROWTH * self.seconds)
         self.count += 1
-        self.value += (value - self.value) * max(_WEIGHT, 1.0 / self.count)
-
-
-@dataclass(slots=True)
-class _Steady:
-    """A value that is approached: one that is far off (something was compiled) moves it little."""
-
-    value: float = 0.0
-    count: int = 0
-
-    def approach(self, value: float, least_move: float) -> None:
-        self.count += 1
-        most = max(self.value, least_move)
-        self.value += max(_WEIGHT, 1.0 / (_PRIOR_STEPS + self.count)) * min(most, max(-most, value - self.value))
-
-
-class Surplus:
-    """Seconds that steps take beyond what StepCosts say: long contexts, the host. Kept for plain steps and for each
-    number of rows that was verified, because attention costs a tree of 64 rows more than one of 8.
-
-    What was not verified yet lies on the line between its neighbours, of which plain steps are one: a number of rows
-    that looks good is tried, and then judged by what it took.
-    """
-
-    def __init__(self) -> None:
-        self._plain = _Steady()
-        self._verified: dict[int, _Steady] = {}
-        self._noted_at: dict[int, int] = {}
-        self._num_noted = 0
+        weight = max(_WEIGHT, 1.0 / self.count)
+        self.seconds += (seconds - self.seconds) * weight
+        self.tokens += (tokens - self.tokens) * weight
 
     @property
-    def plain(self) -> float:
-        return self._plain.value
-
-    def note_plain(self, seconds: float, expected: float) -> None:
-        """A step was expected to take so long."""
-        self._plain.approach(_surplus(seconds, expected), _LEAST_MOVE * expected)
-
-    def note_verified(self, num_rows: int, num_requests: int, seconds: float, expected: float) -> None:
-        known = self._verified.get(num_rows)
-        if known is None:
-            known = self._verified[num_rows] = _Steady(self.verified(num_rows, num_requests))
-        known.approach(_surplus(seconds, expected), _LEAST_MOVE * expected)
-        self._num_noted += 1
-        self._noted_at[num_rows] = self._num_noted
-        for rows in [rows for rows, noted in self._noted_at.items() if noted < self._num_noted - _MOST_AGE]:
-            del self._noted_at[rows], self._verified[rows]  # contexts grow, other requests come
-
-    def verified(self, num_rows: int, num_requests: int) -> float:
-        """Of a verification of so many rows, of which so many are there anyhow."""
-        known = sorted((rows, steady.value) for rows, steady in self._verified.items() if rows > num_requests)
-        plain = self.plain
-        if known and not self._plain.count:
-            plain = _PLAIN_SHARE * known[0][1]
-        points = [(num_requests, plain), *known]
-        place = next((place for place, (rows, _) in enumerate(points) if rows >= num_rows), len(points) - 1)
-        (start, low), (end, high) = points[max(0, place - 1)], points[place]
-        if start == end or num_rows == end:
-            return high
-        rise = (high - low) / (end - start)
-        if num_rows > end:
-            return high + max(0.0, rise) * (num_rows - end)  # more rows are never thought to take less
-        return low + rise * (num_rows - start)
-
-    def forgive(self) -> None:
-        """Or else what was slow once would never be tried again."""
-        for steady in self._verified.values():
-            steady.value *= _FORGIVENESS
-
-
-def _surplus(seconds: float, expected: float) -> float:
-    return min(max(0.0, seconds - expected), _MOST_SURPLUS * expected)
+    def seconds_per_token(self) -> float:
+        """Of the means: the mean of the quotients is what verifications with few tokens make it."""
+        return self.seconds / self.tokens
 
 
 @dataclass(slots=True)
 class _Load:
-    """What was measured with about as many requests: seconds per token of one request, plain and speculating."""
+    """What was measured with about as many requests, plain and speculating."""
 
-    plain: _Mean = field(default_factory=_Mean)
-    speculating: _Mean = field(default_factory=_Mean)
+    plain: _Speed = field(default_factory=_Speed)
+    speculating: _Speed = field(default_factory=_Speed)
     surplus: Surplus = field(default_factory=Surplus)
     num_drafts: dict[tuple[str, int], int] = field(default_factory=dict)  # decided on last, by method and most
     num_rest_steps: int = 0
 
     def note_surplus(self, step: MeasuredStep, padded_rows: int, expected: float) -> None:
-        if step.method:
-            self.surplus.note_verified(padded_rows, step.num_running, step.seconds, expected)
-        else:
+        if not step.method:
             self.surplus.note_plain(step.seconds, expected)
+        elif step.num_rows > step.num_running:  # not the first step behind which something is drafted
+            self.surplus.note_verified(padded_rows, step.num_running, step.seconds, expected)
 
     def allows(self) -> bool:
         if self.num_rest_steps:
             return False
         if min(self.plain.count, self.speculating.count) < _LEAST_STEPS:
             return True
-        return self.plain.value >= _LEAST_GAIN * self.speculating.value
+        return self.plain.seconds_per_token >= _LEAST_GAIN * self.speculating.seconds_per_token
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,30 +93,6 @@ class MeasuredStep:
     seconds: float
     tokens_per_request: float
     method: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class StepCosts:
-    """Seconds on the device, measured at start with nothing in the cache, as (size, seconds) by ascending size.
-
-    plain: by requests, verified: by rows, drafting: by method, then requests. A step is padded to the next size.
-    """
-
-    plain: tuple[tuple[int, float], ...]
-    verified: tuple[tuple[int, float], ...]
-    drafting: Mapping[str, tuple[tuple[int, float], ...]]
-
-    def seconds(self, num_requests: int, num_rows: int, method: str) -> float | None:
-        """Of a step and the drafting behind it; None for one that is larger than what was measured."""
-        if not method:
-            return _at_least(self.plain, num_requests)
-        step, drafting = _at_least(self.verified, num_rows), self.drafting.get(method, ())
-        behind = _at_least(drafting, num_requests) if drafting else 0.0
-        return None if step is None or behind is None else step + behind
-
-    def padded_rows(self, num_rows: int) -> int:
-        """Rows that a verification of so many computes."""
-        return next((known for known, _ in self.verified if known >= num_rows), num_rows)
 
 
 class DraftGains:
@@ -275,19 +183,19 @@ class DraftPlanner:
 
     def measure(self, step: MeasuredStep) -> None:
         """A decode step that went by."""
-        load = self._load(step.num_running)
-        seconds = step.seconds / step.tokens_per_request
+        load, seconds = self._load(step.num_running), step.seconds
         if self._costs is not None:
             expected = self._costs.seconds(step.num_running, step.num_rows, step.method)
             if expected is not None:
-                load.note_surplus(step, self._costs.padded_rows(step.num_rows), expected)
+                load.note_surplus(step, self._costs.padded_rows(step.num_rows, step.num_running), expected)
+                seconds = min(seconds, _MOST_GROWTH * expected)
         if step.method:
-            load.speculating.add(seconds)
+            load.speculating.add(seconds, step.tokens_per_request)
             if not load.allows():
                 load.num_rest_steps = _REST_STEPS
-                load.speculating = _Mean()
+                load.speculating = _Speed()
             return
-        load.plain.add(seconds)
+        load.plain.add(seconds, step.tokens_per_request)
         load.num_rest_steps = max(0, load.num_rest_steps - 1)
 
     def promises(self, method: str, most: int) -> dict[int, float]:
@@ -301,12 +209,18 @@ class DraftPlanner:
             return {}
         rates = {0: 1.0 / (plain + load.surplus.plain)}
         expected = self._gains_of(method).expected_tokens(most)
-        for num_rows in {min(rows // count, 1 + most) for rows, _ in self._costs.verified if rows >= 2 * count}:
+        for num_rows in self._row_counts(count, 1 + most):
             seconds = self._costs.seconds(count, count * num_rows, method)
             if seconds is not None:
-                seconds += load.surplus.verified(self._costs.padded_rows(count * num_rows), count)
+                seconds += load.surplus.verified(self._costs.padded_rows(count * num_rows, count), count)
                 rates[num_rows - 1] = expected[num_rows - 1] / seconds
         return rates
+
+    def _row_counts(self, num_requests: int, most: int) -> set[int]:
+        """Rows of a request, up to `most`, with which so many requests fill a verification that has a graph."""
+        assert self._costs is not None
+        fits = [rows // num_requests for rows, count, _ in self._costs.verified if count >= num_requests]
+        return {min(rows, most) for rows in fits if rows >= 2}
 
     def _most_useful(self, method: str, most: int) -> int:
         """The number of drafts, up to `most`, that promises the most tokens a second at this load; 0 if none does."""
@@ -337,10 +251,6 @@ class DraftPlanner:
     def _load(self, num_running: int) -> _Load:
         """Loads are told apart by powers of two."""
         return self._loads.setdefault(num_running.bit_length(), _Load())
-
-
-def _at_least(pairs: Sequence[tuple[int, float]], size: int) -> float | None:
-    return next((seconds for known, seconds in pairs if known >= size), None)
 
 
 def settle_drafts(request: Request, num_new: int, stats: Stats) -> None:

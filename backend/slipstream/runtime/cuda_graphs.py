@@ -14,15 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.runtime.batch import StepArrays
+from slipstream.runtime.memory_plan import MemoryPlan
+from slipstream.runtime.static_tensors import StaticTensors, StepShape
 
 logger = logging.getLogger(__name__)
 
@@ -34,35 +36,8 @@ MAX_TOKENS = 512
 LAUNCH_BOUND = 1.3
 # The fewest tokens of a step with a prompt that is worth a graph of its own.
 MIN_PROMPT_TOKENS = 16
-
-
-class StepShape(Protocol):
-    """What a graph has room for, and how a step is laid out in it."""
-
-    @property
-    def num_tokens(self) -> int: ...
-    @property
-    def max_query_len(self) -> int: ...
-    @property
-    def num_requests(self) -> int: ...
-    @property
-    def is_tree(self) -> bool: ...
-    @property
-    def num_decodes(self) -> int: ...
-    @property
-    def num_decode_tokens(self) -> int: ...
-    @property
-    def max_decode_query_len(self) -> int: ...
-    @property
-    def num_logits(self) -> int:
-        """How many of logits_indices its forward pass reads."""
-        ...
-
-    def holds(self, step: StepArrays) -> bool: ...
-
-    def spread(self, step: StepArrays) -> StepArrays:
-        """The step as it lies in the graph's tensors, but for padding behind it."""
-        ...
+# Tokens of each request in the cache where steps are timed.
+TIMED_CONTEXT = 1024
 
 
 Shape = TypeVar("Shape", bound=StepShape)
@@ -249,9 +224,21 @@ class StepGraphs(Generic[Shape]):
             f"decode steps of {', '.join(decodes)} requests, " if decodes else "", self._shapes[-1].num_tokens,
         )  # fmt: skip
 
-    def time_steps(self, shapes: Sequence[Shape]) -> dict[Shape, float]:
-        """Seconds of steps by shape, with nothing in the cache: what they take at least."""
-        return {shape: replay_seconds(self._graphs[shape][0]) for shape in shapes}
+    def time_steps(
+        self, shapes: Sequence[Shape], plan: MemoryPlan, after: Callable[[torch.Tensor], object]
+    ) -> dict[Shape, float]:
+        """Seconds of steps by shape, each request with TIMED_CONTEXT tokens in the cache, if there may be so many.
+
+        after: what is done with the output of every step. No block may hold anything yet."""
+        context, seconds = max(0, min(TIMED_CONTEXT, plan.max_model_len - MAX_DECODE_QUERY_LEN)), {}
+        for shape in shapes:
+            self._static.pretend(shape, context, plan)
+            seconds[shape] = seconds_of(partial(self._replay_and, shape, after))
+        self._static.clear()
+        return seconds
+
+    def _replay_and(self, shape: Shape, after: Callable[[torch.Tensor], object]) -> None:
+        after(self.replay(shape))
 
     def load(self, shape: Shape, step: StepArrays) -> ForwardBatch:
         """Copy a step into the static tensors. The batch is of the shape, but for its logits_indices, which are the
@@ -284,65 +271,12 @@ class StepGraphs(Generic[Shape]):
         )
 
 
-class StaticTensors:
-    """What the graphs read. They arrive by one copy from the host; block tables, which it brings as wide as the step
-    needs them, are spread by one on the device."""
-
-    def __init__(self, shapes: Sequence[StepShape], max_blocks: int, device: torch.device) -> None:
-        self._num_tokens = max((shape.num_tokens for shape in shapes), default=0)
-        self._num_requests = max((shape.num_requests for shape in shapes), default=0)
-        self._num_words = 5 * self._num_tokens  # of 64 bits; then 32-bit ones: starts and lengths, then tables
-        self._num_fixed_bytes = self._num_words * 8 + (2 * self._num_requests + 1) * 4
-        num_bytes = self._num_fixed_bytes + self._num_requests * max_blocks * 4
-        self._arriving = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        words = self._arriving[: self._num_words * 8].view(torch.int64).view(5, self._num_tokens)
-        self.token_ids, self.positions, self.slot_mapping, self.logits_indices, self.tree_mask = words
-        self.slot_mapping.fill_(-1)
-        self.tree_mask.fill_(1)
-        halves = self._arriving[self._num_words * 8 :].view(torch.int32)
-        self.query_start_loc = halves[: self._num_requests + 1]
-        torch.arange(self._num_requests + 1, out=self.query_start_loc)  # before a first step all requests pad
-        self.seq_lens = halves[self._num_requests + 1 : 2 * self._num_requests + 1]
-        self._arriving_tables = halves[2 * self._num_requests + 1 :]
-        self.block_tables = torch.zeros(self._num_requests, max_blocks, dtype=torch.int32, device=device)
-
-    def load(self, shape: StepShape, step: StepArrays) -> None:
-        count, width = step.block_tables.shape
-        num_bytes = self._num_fixed_bytes + count * width * 4
-        staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._arriving.is_cuda)
-        view = staging.numpy()
-        words = view[: self._num_words * 8].view(np.int64).reshape(5, self._num_tokens)
-        tree_mask = step.tree_mask if step.tree_mask is not None else _chain_masks(step) if shape.is_tree else None
-        for row, (values, padding) in enumerate(
-            (
-                (step.token_ids, 0),
-                (step.positions, 0),
-                (step.slot_mapping, -1),
-                (step.logits_indices, 0),
-                (() if tree_mask is None else tree_mask, 1),
-            )
-        ):
-            words[row, : len(values)] = values
-            words[row, len(values) : shape.num_tokens] = padding
-        halves = view[self._num_words * 8 :].view(np.int32)
-        starts, seq_lens = halves[: self._num_requests + 1], halves[self._num_requests + 1 : 2 * self._num_requests + 1]
-        starts[: count + 1] = step.query_start_loc
-        # Requests that pad have a token each, as long as there are any, and see nothing.
-        padding_starts = step.query_start_loc[-1] + np.arange(1, self._num_requests - count + 1)
-        starts[count + 1 :] = np.minimum(padding_starts, shape.num_tokens)
-        seq_lens[:count] = step.seq_lens
-        seq_lens[count:] = 0
-        halves[2 * self._num_requests + 1 :].reshape(count, width)[:] = step.block_tables
-        self._arriving[:num_bytes].copy_(staging, non_blocking=True)
-        self.block_tables[:count, :width].copy_(self._arriving_tables[: count * width].view(count, width))
-
-
-def replay_seconds(graph: torch.cuda.CUDAGraph) -> float:
-    """What one more replay of a graph takes."""
+def seconds_of(run: Callable[[], object]) -> float:
+    """What running something once more takes on the device."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
+    run()
     start.record()
-    graph.replay()
+    run()
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3
@@ -359,10 +293,3 @@ def uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _chain_masks(step: StepArrays) -> np.ndarray:
-    """The mask words of rows that see all rows before them."""
-    starts = step.query_start_loc.astype(np.int64)
-    rows = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
-    return (~np.uint64(0) >> (np.uint64(63) - rows.astype(np.uint64))).view(np.int64)

@@ -114,7 +114,8 @@ class ModelRunner:
         self._finish(phases, "graphs")
         if drafts.num_drafts:
             timed = [shape for shape in shapes if shape.max_query_len == 1 or shape.is_verification]
-            self.step_seconds = self._graphs.time_steps(timed)
+            with torch.inference_mode():
+                self.step_seconds = self._graphs.time_steps(timed, plan, self._draw_greedily)
 
     @property
     def model(self) -> Decoder:
@@ -233,6 +234,9 @@ class ModelRunner:
 
     def _run_last(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward_last(batch, self._kv_caches)
+
+    def _draw_greedily(self, hidden: torch.Tensor) -> None:
+        self._sampler.greedy(self._model.lm_head(self._model.final(hidden)))
 
     def _warm_up(self, config: EngineConfig) -> None:
         """What libraries prepare once and what is compiled is prepared now; nothing is written to the pool.

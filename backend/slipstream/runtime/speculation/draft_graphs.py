@@ -37,6 +37,7 @@ class DraftGraphs:
         with torch.inference_mode():
             self._graphs.warm_up()
             self._graphs.capture()
+            self._seconds = self._graphs.time_steps(shapes, surroundings.plan, lambda tokens: None)
 
     def run(self, arrays: StepArrays) -> torch.Tensor:
         """Good until the next `run`."""
@@ -45,6 +46,10 @@ class DraftGraphs:
             return self._draft(self.tensors(arrays))
         self._graphs.load(shape, arrays)
         return self._graphs.replay(shape)
+
+    def seconds(self) -> dict[int, float]:
+        """What a draft takes, by number of requests."""
+        return {shape.num_requests: took for shape, took in self._seconds.items()}
 
     def tensors(self, arrays: StepArrays) -> ForwardBatch:
         """For a draft that is no graph's."""

@@ -92,6 +92,9 @@ class DraftModelProposer:
             answers.append(Drafts(chain[:count], [], drawn_from))
         return answers
 
+    def seconds(self) -> dict[int, float]:
+        return self._graphs.seconds()
+
     def forget(self, requests: Sequence[Request]) -> None:
         self._seen.forget(requests)
         for request in requests:

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.runtime.computed_rows import ComputedRows
-from slipstream.runtime.cuda_graphs import GraphShape, replay_seconds, uncollected
+from slipstream.runtime.cuda_graphs import GraphShape, seconds_of, uncollected
 
 
 class HeadGraphs:
@@ -40,7 +40,7 @@ class HeadGraphs:
     def seconds(self) -> dict[int, float]:
         """What drafting takes, by number of requests: behind the largest verification of so many."""
         largest = {shape.num_requests: graph for shape, (graph, _) in reversed(self._graphs.items())}
-        return {num_requests: replay_seconds(graph) for num_requests, graph in largest.items()}
+        return {num_requests: seconds_of(graph.replay) for num_requests, graph in largest.items()}
 
     def run(self, rows: ComputedRows) -> torch.Tensor:
         """Good until the next `run`."""

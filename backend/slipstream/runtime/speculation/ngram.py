@@ -75,6 +75,9 @@ class NgramProposer:
     def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:
         return [Drafts(self._continue(wish.request, wish.num_drafts)) for wish in wishes]
 
+    def seconds(self) -> dict[int, float]:
+        return {}
+
     def forget(self, requests: Sequence[Request]) -> None:
         for request in requests:
             self._texts.pop(request.request_id, None)

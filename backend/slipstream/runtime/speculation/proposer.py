@@ -78,6 +78,10 @@ class Proposer(Drafter, Protocol):
         """One answer per wish, perhaps empty."""
         ...
 
+    def seconds(self) -> dict[int, float]:
+        """What drafting takes on the device, by number of requests, as far as that was measured."""
+        ...
+
 
 @runtime_checkable
 class Head(Drafter, Protocol):

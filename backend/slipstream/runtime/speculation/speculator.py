@@ -14,8 +14,9 @@ from slipstream.core.errors import RequestError
 from slipstream.core.request import Request, RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
-from slipstream.core.speculation import DraftPlanner, Speculation, StepCosts
+from slipstream.core.speculation import DraftPlanner, Speculation
 from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.core.step_costs import StepCosts
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.computed_rows import ComputedRows
@@ -67,8 +68,9 @@ class Speculator:
     def capture(self, rows: Sequence[ComputedRows]) -> dict[str, dict[int, float]]:
         """Make graphs of what heads do behind verifications; rows: the tensors of each graph of one.
 
-        Returns the seconds that this takes, by method and number of requests."""
-        return {method: head.capture(rows) for method, head in self._heads.items()}
+        Returns the seconds that drafting takes, by method and number of requests."""
+        seconds = {method: head.capture(rows) for method, head in self._heads.items()}
+        return seconds | {method: proposer.seconds() for method, proposer in self._proposers.items()}
 
     def resolve(self, params: SamplingParams) -> Speculation | None:
         """How a request speculates. Raises RequestError for a method that is not loaded or cannot serve it."""
@@ -256,14 +258,15 @@ def make_planner(
 
 def _costs(step_seconds: Mapping[GraphShape, float], draft_seconds: Mapping[str, Mapping[int, float]]) -> StepCosts:
     plain: dict[int, float] = {}
-    verified: dict[int, float] = {}
+    verified: dict[tuple[int, int], float] = {}
     for shape, seconds in step_seconds.items():
         if shape.max_query_len == 1:
             plain[shape.num_requests] = seconds
-        else:  # whoever's rows they are: products and logits depend on their number
-            verified.setdefault(shape.num_tokens, seconds)
+        else:
+            verified[shape.num_tokens, shape.num_requests] = seconds
     drafting = {method: tuple(sorted(seconds.items())) for method, seconds in draft_seconds.items()}
-    return StepCosts(tuple(sorted(plain.items())), tuple(sorted(verified.items())), drafting)
+    rows = tuple((*size, seconds) for size, seconds in sorted(verified.items()))
+    return StepCosts(tuple(sorted(plain.items())), rows, drafting)
 
 
 def _free_tokens(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> int:
