@@ -6,7 +6,9 @@ Random heads are mostly wrong, which is what rejects; drafts that are right come
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,9 @@ from slipstream.core.speculation import DraftPlanner
 from slipstream.core.step import ScheduledStep
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.flight import Flight, FlightAhead
+from slipstream.runtime.speculation.eagle import EagleDrafter
 from slipstream.runtime.speculation.medusa import default_choices, parse_choices
+from slipstream.runtime.speculation.proposer import Drafts, Wish
 from slipstream.runtime.speculation.speculator import Guesses, Speculator
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
@@ -308,3 +312,28 @@ def test_a_draft_goes_on_being_right_once_every_block_was_used(tiny_llama: Path,
         assert request.num_accepted_tokens == request.num_drafted_tokens > 15
     (again,) = drafted(engine, [prompt])
     assert again.num_cached_tokens >= 40 and again.num_accepted_tokens == again.num_drafted_tokens > 15
+
+
+@pytest.mark.parametrize("make_head", [make_eagle, make_eagle3])
+def test_a_chain_is_the_tree_of_one_branch(
+    eight_layers: Path,
+    tmp_path: Path,
+    prompts: list[list[int]],
+    make_head: Callable[[Path, Path], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whose tokens were fed again at each level; a chain feeds each once."""
+    head = str(make_head(eight_layers, tmp_path))
+    config = SpeculationConfig("eagle", eagle_head=head, eagle_top_k=1, eagle_depth=4, throttle="off")
+    found: dict[str, list[list[int]]] = {"chain": [], "tree": []}
+    give = EagleDrafter.drafts
+
+    def note(self: EagleDrafter, wish: Wish, guesses: list[Any], name: str) -> Drafts:
+        found[name].append(guesses)
+        return give(self, wish, guesses)
+
+    for name in found:
+        monkeypatch.setattr(EagleDrafter, "drafts", partialmethod(note, name=name))
+        drafted(make_engine(eight_layers, speculation=config), prompts[4:8])
+        monkeypatch.setattr(EagleDrafter, "_chain", lambda self, *arguments: self._tree(*arguments)[:, 1])
+    assert len(found["chain"]) > 40 and found["chain"] == found["tree"]

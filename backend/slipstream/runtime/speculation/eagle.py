@@ -2,10 +2,13 @@
 
 Level by level the eagle_top_k likeliest nodes are fed to the head, each seeing its own branch; of all guesses the
 likeliest num_draft_tokens are verified. The tree is built on the device and read once. What is fed is fed again at each
-level, one layer over a few rows, so that a branch needs no cache of its own. Source: arXiv:2406.16858.
+level, one layer over a few rows, so that a branch needs no cache of its own. With eagle_top_k=1 there is one branch: a
+chain, each token of which is fed once. Source: arXiv:2406.16858.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from slipstream_kernels import ops
@@ -71,8 +74,6 @@ class _Tree:
 
 @PROPOSERS.register("eagle")
 class EagleDrafter(FollowingHead):
-    drafts_trees = True
-
     def __init__(self, surroundings: Surroundings) -> None:
         target, speculation = surroundings.target, surroundings.config.speculation
         assert target is not None
@@ -80,6 +81,7 @@ class EagleDrafter(FollowingHead):
         super().__init__(surroundings, "eagle", self._head.spec)
         target.feature_layers = self._head.feature_layers
         self._top_k, self._depth = speculation.eagle_top_k, speculation.eagle_depth
+        self.drafts_trees = self._top_k > 1
         self.num_levels = self._depth
         num_fed = self._top_k * (self._depth - 1)
         if num_fed >= MAX_DRAFT_TOKENS:
@@ -89,10 +91,15 @@ class EagleDrafter(FollowingHead):
         self.num_drafts = min(speculation.num_draft_tokens or NUM_DRAFTS, num_nodes)
         self.num_scratch_slots = num_fed + 1
 
-    def drafts(self, wish: Wish, guesses: list[list[int]]) -> Drafts:
-        return _cut(wish, *guesses[:3]) if wish.has_scratch else Drafts()
+    def drafts(self, wish: Wish, guesses: list[Any]) -> Drafts:
+        """guesses: of a tree as _Tree.best gives them, of a chain its tokens."""
+        if not wish.has_scratch:
+            return Drafts()
+        return _cut(wish, *guesses[:3]) if self.drafts_trees else Drafts(guesses[: min(wish.num_drafts, wish.depth)])
 
     def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        if not self.drafts_trees:
+            return ops.DraftRows(guesses[:, :num_drafts])
         _, tokens, _, words, depths = guesses[:, :, :num_drafts].unbind(dim=1)
         return ops.DraftRows(tokens, words, depths)
 
@@ -100,6 +107,25 @@ class EagleDrafter(FollowingHead):
         return self._head.forward(batch, self._head.first_features(hidden), self._cache)
 
     def _levels(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """See `drafts`."""
+        return self._tree(batch, last, states) if self.drafts_trees else self._chain(batch, last, states)
+
+    def _chain(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """[num_requests, num_drafts]."""
+        levels = [self._likeliest(states)]
+        for level in range(1, self.num_drafts):
+            depth = torch.full_like(levels[0][:1], level - 1)
+            rows = self._after(batch, last, levels[-1], depth, level - 1)
+            states = self._head.forward(rows, states, self._cache)
+            levels.append(self._likeliest(states))
+        return torch.stack(levels, dim=1)
+
+    def _likeliest(self, features: torch.Tensor) -> torch.Tensor:
+        logits = self._head.logits(features)
+        known = ops.greedy(logits).clamp(0, logits.shape[1] - 1)  # rows that pad may say anything
+        return self._head.token_ids(known)
+
+    def _tree(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """The nodes of each request's tree, as _Tree.best gives them."""
         tokens, log_probs = self._guesses(states)
         tree = _Tree(tokens, log_probs)
