@@ -46,6 +46,12 @@ ADVANCE = {
     **dict.fromkeys(("table_stride", "table_width", "draft_stride", "word_stride", "depth_stride"), "i32"),
     "block_size": "i32", "num_rows": "i32",
 }  # fmt: skip
+LEVEL = {
+    **{f"{name}_ptr": "*i64" for name in ("positions", "last", "deep", "slots")},
+    **{f"{name}_ptr": "*i32" for name in ("seq_lens", "tables", "ends")},
+    **dict.fromkeys(("table_stride", "table_width", "first", "num_rows", "rows_per_level"), "i32"),
+    "block_size": "i32", "num_positions": "i32",
+}  # fmt: skip
 MOVES = {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "counts": "*i32", "most": "i32"}
 
 FP8_ROWS = {
@@ -249,6 +255,7 @@ KERNELS = [
         {"BLOCK": 1024}, 4,
     ),
     ("move_slots", "_move_kernel", MOVES, {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "WIDTH": 64, "WIDTH_PADDED": 64}, 1),
+    ("level_rows", "_level_kernel", LEVEL, {"ROWS": 16}, 1),
     ("advance_rows", "_advance_kernel", ADVANCE, {"HAS_TREE": True, "HAS_MASK": True, "ROWS": 64}, 1),
     (
         "accept_drafts", "_accept_kernel", ACCEPT,

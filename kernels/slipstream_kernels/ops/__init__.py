@@ -17,6 +17,7 @@ from slipstream_kernels.ops.int4_mm import int4_mm, max_plain_int4_tokens, repac
 from slipstream_kernels.ops.int8_mm import int8_mm
 from slipstream_kernels.ops.invariant_attention import invariant_attention
 from slipstream_kernels.ops.invariant_mm import invariant_mm
+from slipstream_kernels.ops.level_rows import LevelRows, level_rows
 from slipstream_kernels.ops.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.ops.move_slots import SlotTable, move_slots, slot_table
 from slipstream_kernels.ops.paged_attention import paged_attention
@@ -55,6 +56,7 @@ __all__ = [
     "Int8Rows",
     "KeptRows",
     "KvCache",
+    "LevelRows",
     "Rope",
     "Routing",
     "SlotTable",
@@ -80,6 +82,7 @@ __all__ = [
     "invariant_attention",
     "invariant_mm",
     "kv_row_bytes",
+    "level_rows",
     "max_plain_expert_tokens",
     "max_plain_int4_tokens",
     "max_streamed_tokens",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from slipstream_kernels import ops
 
 from slipstream.core.request import Request
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
@@ -86,32 +87,37 @@ class RowsAfter:
         batch: ForwardBatch,
         last: torch.Tensor,
         token_ids: torch.Tensor,
-        depths: torch.Tensor,
-        first: int = 0,
+        first: int,
+        rows_per_level: int = 1,
         tree_mask: torch.Tensor | None = None,
     ) -> ForwardBatch:
         """Rows behind the row `last` of each request of `batch`, in slots `first`, … after it.
 
-        token_ids, tree_mask: [num_requests * n], depths: [n], of each row below the first level. A request whose blocks
+        token_ids, tree_mask: [num_requests * n], of n rows each, rows_per_level of a level. A request whose blocks
         end before its last row, and one that pads, has no rows: it computes nothing that counts.
         """
-        starts = batch.positions[last] + 1
-        num_requests, num_rows, size = len(starts), len(depths), self._block_size
-        places = starts[:, None] + first + torch.arange(num_rows, device=starts.device)
-        width = batch.block_tables.shape[1]
-        columns = places // size
-        blocks = batch.block_tables.gather(1, columns.clamp(max=width - 1)).long()
-        is_there = (blocks >= 0) & (columns < width) & (batch.seq_lens > 0)[:, None]
-        is_whole = is_there.all(dim=1)
-        slots = torch.where(is_whole[:, None], blocks * size + places % size, -1)
-        seq_lens = torch.where(is_whole, starts + first + num_rows, 0).int()
+        num_requests = len(last)
+        num_rows = len(token_ids) // num_requests
+        rows = ops.level_rows(
+            batch.positions,
+            last,
+            batch.seq_lens,
+            batch.block_tables,
+            first=first,
+            num_rows=num_rows,
+            rows_per_level=rows_per_level,
+            block_size=self._block_size,
+            num_positions=self._num_positions,
+        )
         return ForwardBatch(
             token_ids=token_ids,
-            positions=(starts[:, None] + depths).clamp(max=self._num_positions - 1).flatten(),
-            query_start_loc=torch.arange(num_requests + 1, dtype=torch.int32, device=starts.device) * num_rows,
-            seq_lens=seq_lens,
+            positions=rows.positions,
+            query_start_loc=torch.arange(
+                0, len(token_ids) + 1, num_rows, dtype=torch.int32, device=batch.positions.device
+            ),
+            seq_lens=rows.seq_lens,
             block_tables=batch.block_tables,
-            slot_mapping=slots.flatten(),
+            slot_mapping=rows.slots,
             logits_indices=last[:0],
             max_query_len=num_rows,
             max_seq_len=min(self._num_positions, batch.max_seq_len + first + num_rows),

@@ -141,8 +141,7 @@ class DraftModelProposer:
         last = last_rows(batch)
         levels = [choose(self._logits(self._forward(batch)[last]), 0)]
         for level in range(1, self.num_drafts):
-            depth = torch.full_like(levels[0][:1], level - 1)
-            rows = self._batches.rows_after(batch, last, levels[-1], depth, level - 1)
+            rows = self._batches.rows_after(batch, last, levels[-1], level - 1)
             levels.append(choose(self._logits(self._forward(rows)), level))
         return torch.stack(levels, dim=1)
 

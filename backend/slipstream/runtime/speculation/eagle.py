@@ -114,8 +114,7 @@ class EagleDrafter(FollowingHead):
         """[num_requests, num_drafts]."""
         levels = [self._likeliest(states)]
         for level in range(1, self.num_drafts):
-            depth = torch.full_like(levels[0][:1], level - 1)
-            rows = self._after(batch, last, levels[-1], depth, level - 1)
+            rows = self._after(batch, last, levels[-1], level - 1)
             states = self._head.forward(rows, states, self._cache)
             levels.append(self._likeliest(states))
         return torch.stack(levels, dim=1)
@@ -135,8 +134,7 @@ class EagleDrafter(FollowingHead):
         bits = torch.arange(top_k, device=tokens.device).expand_as(tokens)
         masks = torch.ones_like(tokens) << bits
         for level in range(1, self._depth):
-            depths = torch.arange(level * top_k, device=tokens.device) // top_k
-            rows = self._after(batch, last, fed_tokens.flatten(), depths, 0, masks.flatten())
+            rows = self._after(batch, last, fed_tokens.flatten(), 0, top_k, masks.flatten())
             out = self._head.forward(rows, fed_states.flatten(0, 1), self._cache).unflatten(0, (num_requests, -1))
             out = out[:, -top_k:]
             tokens, log_probs = (part.unflatten(0, (num_requests, top_k)) for part in self._guesses(out.flatten(0, 1)))

@@ -45,9 +45,8 @@ class MTPHead(FollowingHead):
         """A chain of each request, [num_requests, num_drafts]."""
         levels = [ops.greedy(self._module.logits(states))]
         for level in range(1, self.num_drafts):
-            depth = torch.full_like(levels[0][:1], level - 1)
             known = levels[-1].clamp(0, self._num_tokens - 1)  # rows that pad may say anything
-            rows = self._after(batch, last, known, depth, level - 1)
+            rows = self._after(batch, last, known, level - 1)
             states = self._module.forward(rows, states, self._cache)
             levels.append(ops.greedy(self._module.logits(states)))
         return torch.stack(levels, dim=1)
