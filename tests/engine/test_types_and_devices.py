@@ -55,10 +55,11 @@ def test_gpu_sampling_repeats(tiny_llama: Path, prompts: list[list[int]]) -> Non
     assert [told.token_ids for told in run_all(engine, prompts, params)] == first
 
 
-def test_weights_that_are_no_numbers_fail_the_load_by_name(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_cuda)])
+def test_weights_that_are_no_numbers_fail_the_load_by_name(tiny_llama: Path, tmp_path: Path, device: str) -> None:
     folder = shutil.copytree(tiny_llama, tmp_path / "model")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"NaN or infinity: tensor model\.layers\.1\.mlp\.down_proj\.weight of"):
-        make_engine(folder)
+        make_engine(folder, model={"device": device})
