@@ -141,8 +141,9 @@ def test_defaults_on_a_gpu(checkpoint: Path, prompts: list[list[int]]) -> None:
         graph_shapes((1, 2, 4, 8, 16, 24, 32, 48, 64))
     )
     assert {"plan", "weights", "KV pool", "warm-up", "graphs"} <= set(engine.start_up.seconds)
-    first = _texts(engine, prompts)
-    assert _texts(engine, prompts) == first
+    _texts(engine, prompts)  # what follows finds its prompts' blocks: in bf16 other shapes may say something else
+    second = _texts(engine, prompts)
+    assert _texts(engine, prompts) == second
 
 
 @needs_cuda

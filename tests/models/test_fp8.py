@@ -136,13 +136,22 @@ def test_stored_blocks_are_blocks_made_at_load(checkpoint: Path, tmp_path: Path)
     assert torch.equal(logits(load(tmp_path, quantization="block_wise_fp8")), logits(stored))
 
 
+def _their_weight(linear: torch.nn.Module) -> torch.Tensor:
+    """Where a GPU is, transformers keeps the blocks as they are stored."""
+    if linear.weight.dtype != torch.float8_e4m3fn:
+        return linear.weight
+    rows, columns = linear.weight.shape
+    scales = linear.weight_scale_inv.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return linear.weight.float() * scales
+
+
 @pytest.mark.skipif(find_spec("accelerate") is None, reason="transformers reads this format with accelerate only")
 def test_transformers_reads_the_same_blocks(checkpoint: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     decoder = load(store(checkpoint, tmp_path, DEEPSEEK, by_block))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).model.layers[0].self_attn
-    weight = torch.cat([theirs.q_proj.weight, theirs.k_proj.weight, theirs.v_proj.weight])
+    weight = torch.cat([_their_weight(linear) for linear in (theirs.q_proj, theirs.k_proj, theirs.v_proj)])
     bias = torch.cat([theirs.q_proj.bias, theirs.k_proj.bias, theirs.v_proj.bias])
     torch.testing.assert_close(decoder.layers[0].attention.qkv(torch.eye(128)), weight.t() + bias, rtol=1e-5, atol=1e-5)
 
