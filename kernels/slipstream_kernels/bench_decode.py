@@ -53,6 +53,7 @@ SHAPES = (
     + [Shape(32, 8, 128, "fp8", 128, 2048, uneven=True)]
     + [Shape(32, 8, 128, kv, 1, 8192, 64, tree=True) for kv in ("bf16", "fp8")]
     + [Shape(32, 8, 128, "fp8", 32, 2048, 5)]
+    + [Shape(32, 8, 128, "bf16", batch, 1024, rows, tree=True) for batch, rows in ((1, 8), (1, 64), (4, 16), (64, 4))]
     + [Shape(32, 8, dim, kv, 128, 2048) for dim in (64, 80, 96, 256) for kv in ("bf16", "fp8")]
 )
 

@@ -13,6 +13,8 @@ from decode_cases import FP8, DecodeCase, chain_or_tree, make_case, oracle
 from slipstream_kernels import ops
 from slipstream_kernels.cuda import build
 from slipstream_kernels.cuda import decode_attention as cuda_decode
+from slipstream_kernels.cuda import verify_attention as cuda_verify
+from slipstream_kernels.decode_call import DecodeCall
 from slipstream_kernels.ops.decode_attention import decode_attention
 from tolerances import ATTENTION
 
@@ -21,6 +23,7 @@ KV_TYPES = {"bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8, "int4": torc
 GEOMETRIES = [(6, 2, 64, 16), (3, 3, 80, 32), (5, 1, 96, 16), (8, 2, 128, 64), (2, 1, 256, 16)]
 DECODE = ([1, 1, 1, 1], [70, 1, 16, 0])
 VERIFY = ([5, 1, 7, 0, 12], [75, 33, 7, 0, 40])
+OPTIONAL = ("key_scale", "value_scale", "tree_mask", "positions", "sliding_window", "alibi_slopes", "soft_cap")
 OPTIONS = {
     "plain": {},
     "window": {"sliding_window": 9},
@@ -189,10 +192,62 @@ def test_cuda_tree_of_64_rows(hopper) -> None:
         assert_cuda_right(case, hopper)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cuda_many_rows(hopper, dtype) -> None:
+    """More rows of a kv head than a pass of the kernel for few takes: keys shared by 1 to 8 CTAs, requests beside each
+    other that have fewer, none, or nothing in the cache."""
+    lens = {
+        (8, 2, 128, 64): ([64, 49, 0, 21, 33], [1500, 49, 0, 700, 64]),
+        (4, 4, 128, 16): ([64], [64]),
+        (16, 2, 128, 32): ([27, 64, 5], [3000, 65, 129]),
+        (6, 2, 128, 64): ([12] * 40, [40 + 97 * place for place in range(40)]),
+        (32, 8, 128, 16): ([4, 1, 3, 4] * 18, [5 + 41 * place for place in range(72)]),
+        (32, 8, 128, 64): ([64], [1088]),
+    }
+    for seed, (geometry, (query_lens, seq_lens)) in enumerate(lens.items()):
+        case = make_case(query_lens, seq_lens, geometry, dtype, seed=seed)
+        for one in (case, chain_or_tree(case, seed)):
+            assert cuda_verify.takes(call_of(one.to(hopper)))
+            assert_cuda_right(one, hopper)
+
+
+def test_many_rows_are_taken_where_the_kernel_has_all_that_they_ask(monkeypatch) -> None:
+    monkeypatch.setattr(cuda_verify, "missing", lambda *arguments: None)
+    case = make_case([12], [40], (8, 2, 128, 64))
+    assert cuda_verify.takes(call_of(case)) and cuda_verify.takes(call_of(make_case([4, 2], [9, 40], (8, 2, 128, 64))))
+    decodes, few = make_case([1] * 8, [40] * 8, (32, 1, 128, 64)), make_case([2], [40], (8, 2, 128, 64))
+    others = [decodes, few, make_case([64], [70], (2, 2, 64, 16)), make_case([12], [40], (8, 2, 128, 64), kv_dtype=FP8)]
+    assert not any(cuda_verify.takes(call_of(other)) for other in others)
+    beside_decodes = make_case([64, *[1] * 20], [64, *[40] * 20], (8, 2, 128, 64))
+    assert not cuda_verify.takes(call_of(beside_decodes)), "a short prompt is not what the others have"
+    for option in ("window", "alibi", "soft_cap"):
+        assert not cuda_verify.takes(call_of(with_options(case, option)))
+
+
+def test_keys_are_shared_by_as_many_as_there_is_room_for() -> None:
+    clusters = {1: 264, 2: 132, 4: 66, 8: 32}
+    assert [cuda_verify.splits_of(units, clusters) for units in (1, 32, 33, 66, 67, 132, 133, 264, 265)] == [
+        8, 8, 4, 4, 2, 2, 1, 1, 2,
+    ]  # fmt: skip
+
+
+def call_of(case: DecodeCase) -> DecodeCall:
+    options = {name: case.options.get(name) for name in OPTIONAL}
+    return DecodeCall(
+        *case.tensors(), torch.empty_like(case.q), case.max_query_len, 1.0, **options, is_prefix_settled=False
+    )
+
+
 def test_cuda_graph_replays_with_new_lengths(hopper) -> None:
     """A captured launch follows seq_lens and block tables as they change on the device."""
-    case = make_case([1] * 5, [1] * 5, (8, 2, 128, 64), torch.bfloat16, FP8).to(hopper)
-    long = make_case([1] * 5, [900, 64, 5, 129, 2000], (8, 2, 128, 64), torch.bfloat16, FP8, seed=1).to(hopper)
+    for num_rows, kv_dtype in ((1, FP8), (12, torch.bfloat16)):
+        check_replays(hopper, num_rows, kv_dtype)
+
+
+def check_replays(hopper, num_rows, kv_dtype) -> None:
+    lens, geometry = [900, 64, 12, 129, 2000], (8, 2, 128, 64)
+    case = make_case([num_rows] * 5, [12] * 5, geometry, torch.bfloat16, kv_dtype).to(hopper)
+    long = make_case([num_rows] * 5, lens, geometry, torch.bfloat16, kv_dtype, seed=1).to(hopper)
     lengths = torch.ones_like(long.seq_lens)
     live = replace(long, seq_lens=lengths)
     out = attend(live, "cuda")

@@ -22,6 +22,7 @@ from slipstream_kernels.cuda import (
     prefill_stage,
     sample,
     stream_mm,
+    verify_attention,
     w4a8_gemm,
     w4a8_stream,
 )
@@ -36,6 +37,7 @@ MIRRORS = {
     "prefill_stage_params.h": prefill_stage.PrefillStageParams,
     "sample_params.h": sample.SampleParams,
     "stream_params.h": stream_mm.StreamParams,
+    "verify_params.h": verify_attention.VerifyParams,
     "w4a8_params.h": w4a8_gemm.W4a8Params,
     "w4a8_stream_params.h": w4a8_stream.W4a8StreamParams,
 }

@@ -172,6 +172,7 @@ def _main() -> None:
         prefill_stage,
         sample,
         stream_mm,
+        verify_attention,
         w4a8_gemm,
         w4a8_stream,
     )
@@ -180,7 +181,7 @@ def _main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     jobs = parser.parse_args().jobs
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    kernels = (prefill_attention, prefill_stage, decode_attention, stream_mm, cluster_mm, sample)
+    kernels = (prefill_attention, prefill_stage, decode_attention, verify_attention, stream_mm, cluster_mm, sample)
     wanted = [partial(build, kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
     wanted += [partial(build, *variant) for variant in (*int4_stream.variants(), *int4_experts.variants())]
     wanted += [partial(build, source, ()) for source in (int4_mm.DEQUANTISE, w4a8_stream.SOURCE)]

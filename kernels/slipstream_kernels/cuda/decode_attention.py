@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from slipstream_kernels.cuda import verify_attention
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.device import refusal as device_refusal
@@ -80,6 +81,9 @@ def refusal(call: DecodeCall) -> str | None:
 def decode_attention(call: DecodeCall) -> None:
     """See ops.decode_attention; writes call.out.  One launch."""
     if call.q.shape[0] == 0:
+        return
+    if verify_attention.takes(call):
+        verify_attention.verify_attention(call)
         return
     library = load(SOURCE, defines(call.q.dtype, call.key_cache.dtype, call.q.shape[2]))
     params = _params(call, workspace(call.q.device))
