@@ -13,7 +13,9 @@ import torch
 from engine_driver import GREEDY, make_engine, run_all
 from rehearsed_graphs import num_replays, rehearse_graphs
 from slipstream.core.config import SpeculationConfig
+from slipstream.nn.attention.paged import PagedAttention
 from slipstream.nn.decoder import Decoder
+from slipstream.nn.spec import read_spec
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 
@@ -80,15 +82,18 @@ def test_prompts_are_computed_as_far_as_they_are_read(
 def test_graphs_of_prompts_are_eager_steps(
     tmp_path: Path, prompts: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same on a GPU, with real graphs of prompts, verifications and drafting."""
+    """The same on a GPU, with real graphs of prompts, verifications and drafting. In float32, whose trees have none,
+    for chains; trees to the bit in deterministic mode."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr("slipstream.runtime.cuda_graphs.LAUNCH_BOUND", 1e9)
+    has_trees = method in ("medusa", "eagle", "eagle3")
+    arithmetic = {"dtype": "bfloat16", "deterministic": True} if has_trees else {"dtype": "float32"}
     model = make_tiny_llama(tmp_path / "model", head_dim=64, num_layers=3)
     texts = []
     for graphs in ("off", "2,4"):
         engine = make_engine(
             model,
-            {"device": "cuda", "dtype": "float32", "cuda_graphs": graphs},
+            {"device": "cuda", "cuda_graphs": graphs, **arithmetic},
             {"block_size": 16},
             {"max_num_batched_tokens": 150, "overlap_scheduling": "on"},
             speculation(method, model, tmp_path / f"heads-{graphs}"),
@@ -97,3 +102,11 @@ def test_graphs_of_prompts_are_eager_steps(
         chosen = [prompts[place] * 4 for place in (5, 6, 7, 11)]
         texts.append([told.token_ids for told in run_all(engine, chosen, replace(GREEDY, max_tokens=16))])
     assert texts[0] == texts[1]
+
+
+def test_a_model_whose_trees_have_no_graphs_says_so(model: Path) -> None:
+    """float32 on a GPU: chains may be captured, trees are attended to by the reference."""
+    backend = PagedAttention(replace(read_spec(model), head_dim=64))
+    assert backend.graph_refusal(64) is None
+    assert "trees of drafts" in (backend.graph_refusal(64, has_trees=True) or "")
+    assert "head_dim" in (PagedAttention(read_spec(model)).graph_refusal(64, has_trees=True) or "")

@@ -94,7 +94,7 @@ class ModelRunner:
         """Warm up and capture graphs; before the first step, and after whoever wants features of the model said so."""
         device = self._device
         self._reads_all_rows = drafts.reads_all_rows
-        refusal = self._model.backend.graph_refusal(plan.block_size)
+        refusal = self._model.backend.graph_refusal(plan.block_size, drafts.has_trees)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         shapes = graph_shapes(sizes, drafts)
         room = (self._builder.max_blocks, plan.max_model_len)

@@ -48,8 +48,8 @@ class AttentionBackend(Protocol):
         """Once per step, before the first layer."""
         ...
 
-    def graph_refusal(self, block_size: int) -> str | None:
-        """A reason why decode steps cannot be captured as CUDA graphs, or None."""
+    def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
+        """A reason why decode steps, and trees of drafts, cannot be captured as CUDA graphs, or None."""
         ...
 
 

@@ -31,7 +31,7 @@ class InvariantAttention:
         """Blocks of 64 tokens are refused nowhere; whether the configured ones are served is the runtime's to check."""
         return None if device.type == "cpu" else gpu_geometry_refusal(spec.head_dim, 64, kv_dtype)
 
-    def graph_refusal(self, block_size: int) -> str | None:
+    def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
         return gpu_geometry_refusal(self._head_dim, block_size)
 
     def plan(self, batch: ForwardBatch) -> InvariantStep:

@@ -24,9 +24,9 @@ class PagedAttention:
     ) -> str | None:
         return None
 
-    def graph_refusal(self, block_size: int) -> str | None:
-        """The reference, which serves what triton does not, reads lengths on the host."""
-        return gpu_geometry_refusal(self._head_dim, block_size)
+    def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
+        trees = "trees of drafts are attended to by the reference here, which reads lengths on the host"
+        return gpu_geometry_refusal(self._head_dim, block_size) or (trees if has_trees else None)
 
     def plan(self, batch: ForwardBatch) -> SplitStep:
         """All rows go to the paged op, which knows no trees: a step with one sends its decode rows to the decode op."""

@@ -40,7 +40,7 @@ class SplitKVAttention:
             return str(error)
         return None
 
-    def graph_refusal(self, block_size: int) -> str | None:
+    def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
         return self._paged.graph_refusal(block_size)
 
     def plan(self, batch: ForwardBatch) -> SplitStep:
