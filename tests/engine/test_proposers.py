@@ -108,6 +108,31 @@ def test_verifications_launched_ahead_say_the_same(
     assert found["whole"] > 20, found
 
 
+def test_requests_that_fill_their_blocks_one_by_one_are_launched_ahead_together(
+    eight_layers: Path, tmp_path: Path, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 8 tokens, six requests: nearly every step some request comes to the end of one. What is launched ahead
+    reads block tables that were copied before."""
+    engine = make_engine(
+        eight_layers,
+        scheduler={"overlap_scheduling": "on"},
+        speculation=settings("mtp", eight_layers, tmp_path),
+    )
+    num_launched: list[int] = []
+    launch = Engine._launch
+
+    def count(self: Engine, step: ScheduledStep) -> Flight:
+        num_launched.append(len(step.requests))
+        return launch(self, step)
+
+    monkeypatch.setattr(Engine, "_launch", count)
+    params = replace(GREEDY, max_tokens=100)
+    requests = drafted(engine, [prompts[place] for place in (4, 5, 6, 7, 8, 9)], params)
+    assert engine.error is None and all(request.num_output_tokens == 100 for request in requests)
+    num_steps = max(request.num_output_tokens - request.num_accepted_tokens for request in requests)
+    assert len(num_launched) < num_steps / 5, (len(num_launched), num_steps)
+
+
 def test_a_request_ends_while_its_verification_is_under_way(
     eight_layers: Path, tmp_path: Path, prompts: list[list[int]]
 ) -> None:

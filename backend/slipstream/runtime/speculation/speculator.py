@@ -26,6 +26,9 @@ from slipstream.runtime.memory_plan import Hardware
 from slipstream.runtime.sampler import draws_by_itself
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafter, Drafts, Head, Proposer, Surroundings, Wish
 
+# For a dozen of verifications launched one ahead of the other.
+SPARE_SLOTS = 64
+
 
 @dataclass(frozen=True)
 class Guesses:
@@ -97,12 +100,17 @@ class Speculator:
     def prepare(self, step: ScheduledStep, scheduler: Scheduler, is_ahead: bool) -> None:
         """Find blocks for what drafting writes behind a step's requests, as far as there are any.
 
-        is_ahead: so that the next verification may be launched before this step is read."""
+        is_ahead: so that the next verifications may be launched before this step is read, and before block tables are
+        copied again. If nobody waits for blocks there are some to spare: else of many requests one would come to the
+        end of its blocks at nearly every step."""
+        cache, num_spare = scheduler.cache, 0 if scheduler.num_waiting or not is_ahead else SPARE_SLOTS
         for row in step.requests:
             drafter = self._drafter_after(row, scheduler)
             if drafter is not None:
                 num_slots = _most_slots_after(row, drafter, 1 + row.num_drafts if is_ahead else 0)
-                scheduler.cache.allocate(row.request, min(num_slots, scheduler.most_slots(row.request)))
+                most = scheduler.most_slots(row.request)
+                if not (num_spare and cache.allocate(row.request, min(num_slots + num_spare, most))):
+                    cache.allocate(row.request, min(num_slots, most))
 
     def launch(self, step: ScheduledStep, scheduler: Scheduler, rows: Callable[[], ComputedRows]) -> Guesses:
         """Let heads draft right behind a step. rows: what it computed, asked for only if a head wants it."""
