@@ -296,14 +296,23 @@ def test_the_planner_drafts_what_promises_most() -> None:
     assert drafts(64) == 3
 
 
-def test_a_full_server_decodes_plainly_whatever_was_measured(tiny_llama: Path) -> None:
+@pytest.mark.parametrize(("seconds_of_512_rows", "most"), [(0.0110, 3), (0.0210, 0)])
+def test_a_full_server_drafts_if_its_steps_are_worth_it(
+    tiny_llama: Path, seconds_of_512_rows: float, most: int
+) -> None:
+    """No number of rows is a limit where it was measured what they take."""
     gpu = Hardware(torch.device("cuda"), torch.bfloat16, torch.bfloat16)
-    steps = {GraphShape(count, 1, count): 0.004 for count in (64, 128)}
-    steps |= {GraphShape(rows, 4, rows // 4): 0.005 for rows in (256, 512)}
-    planner = make_planner(EngineConfig(), read_spec(tiny_llama), gpu, steps, {"mtp": {64: 0.001, 128: 0.001}})
-    for num_running, most in ((64, 3), (128, 0), (86, 0), (64, 3)):
+    steps = {GraphShape(64, 1, 64): 0.0065, GraphShape(128, 1, 128): 0.0075}
+    steps |= {GraphShape(256, 4, 64): 0.0090, GraphShape(512, 4, 128): seconds_of_512_rows}
+    planner = make_planner(EngineConfig(), read_spec(tiny_llama), gpu, steps, {"mtp": {64: 0.001, 128: 0.0015}})
+    for num_running, expected in ((64, 3), (128, most), (129, 0), (64, 3)):
         planner.begin_step(num_running)
-        assert planner.num_drafts(drafting_request(3, "mtp")) == most
+        assert planner.num_drafts(drafting_request(3, "mtp")) == expected
+    limited = make_planner(
+        EngineConfig(speculation=SpeculationConfig(free_tokens=256)), read_spec(tiny_llama), gpu, steps, {}
+    )
+    limited.begin_step(128)
+    assert limited.num_drafts(drafting_request(3, "mtp")) == 0, "one that is asked for is one"
 
 
 def test_gains_of_a_tree_are_those_of_its_nodes() -> None:

@@ -240,9 +240,6 @@ FREE_TOKENS = {
     "w4a8_fp8": 97,
     "a8w8_fp8_wint4": 97,
 }
-# Most rows of a step with drafts where costs were measured: where more were allowed, 128 requests were at 0.78-0.94x
-# plain on one H200.
-MOST_ROWS = 256
 _FREE_TOKENS_OF_FLOAT32 = 28  # its products do not run on tensor cores
 
 
@@ -253,14 +250,15 @@ def make_planner(
     step_seconds: Mapping[GraphShape, float] | None = None,
     draft_seconds: Mapping[str, Mapping[int, float]] | None = None,
 ) -> DraftPlanner:
-    """step_seconds, draft_seconds: what was measured at start. Where nothing was, free rows are known by how the
-    weights are held. A CPU has no rows for free, and none are held back there: it is for development."""
+    """step_seconds, draft_seconds: what was measured at start, by which rows are worth it or not. Where nothing was,
+    free rows are known by how the weights are held. A CPU has none, and none are held back there: it is for
+    development."""
     if config.speculation.throttle == "off":
         return DraftPlanner()
     costs = _costs(step_seconds, draft_seconds or {}) if step_seconds else None
     free_tokens = config.speculation.free_tokens
-    if free_tokens == 0 and hardware.device.type == "cuda":
-        free_tokens = _free_tokens(config, spec, hardware) if costs is None else MOST_ROWS
+    if free_tokens == 0 and costs is None and hardware.device.type == "cuda":
+        free_tokens = _free_tokens(config, spec, hardware)
     return DraftPlanner(max(0, free_tokens), is_adaptive=True, costs=costs)
 
 
