@@ -170,6 +170,10 @@ def plot(records: list[Record], path: Path) -> str:
     return ""
 
 
+def save(records: list[Record], folder: Path) -> None:
+    (folder / "compare.json").write_text(json.dumps(records, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="llama3-8b")
@@ -189,10 +193,11 @@ def main() -> None:
         reason = why_absent(engine)
         if reason:
             records.append({"engine": engine, "format": "all formats", "what": "failed", "reason": reason})
+            save(records, arguments.out)
             continue
         for name in arguments.formats.split(","):
             records += measure(engine, name, arguments)
-    (arguments.out / "compare.json").write_text(json.dumps(records, indent=1))
+            save(records, arguments.out)  # what a run that is ended has measured, too
     text = "\n\n".join(filter(None, (table(records), format_table.table(records))))
     reason = plot(records, arguments.out / "plot.png")
     (arguments.out / "table.md").write_text(text + "\n")
