@@ -11,7 +11,15 @@ from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
-from slipstream.runtime.cuda_graphs import DEFAULT_SIZES, DraftForms, GraphShape, StepGraphs, graph_shapes, graph_sizes
+from slipstream.runtime.cuda_graphs import (
+    DEFAULT_SIZES,
+    DraftForms,
+    GraphShape,
+    StepGraphs,
+    graph_shapes,
+    graph_sizes,
+    slower_than_larger,
+)
 from slipstream.runtime.engine import Engine
 from step_arrays import step_of
 from tiny_model import make_tiny_llama
@@ -71,6 +79,15 @@ def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
     assert graphs.shape_for(step_of([1, 1, 20], tree=True)) is None
     assert graphs.shape_for(step_of([1, 65])) is None and graphs.shape_for(step_of([1, 20], num_decodes=1)) is None
     assert _graphs([]).shape_for(step_of([1])) is None
+
+
+def test_a_graph_that_is_slower_than_one_with_more_room_is_not_kept() -> None:
+    rows = {
+        GraphShape(448, 4, 112): 15.7, GraphShape(512, 4, 128): 11.8, GraphShape(512, 64, 8, True): 9.0,
+        GraphShape(384, 4, 96): 9.1, GraphShape(64, 2, 32): 4.4, GraphShape(64, 1, 64): 5.0,
+        GraphShape(128, 2, 64): 4.3,
+    }  # fmt: skip
+    assert slower_than_larger(rows) == [GraphShape(448, 4, 112)], "room for as many requests; 2 % are chance"
 
 
 def test_padding_writes_nothing_and_sees_nothing() -> None:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, Generic, TypeVar
@@ -38,6 +38,8 @@ LAUNCH_BOUND = 1.3
 MIN_PROMPT_TOKENS = 16
 # Tokens of each request in the cache where steps are timed.
 TIMED_CONTEXT = 1024
+# Of a graph's seconds, below which a larger one takes its place.
+LEAST_GAIN = 0.95
 
 
 Shape = TypeVar("Shape", bound=StepShape)
@@ -66,6 +68,11 @@ class GraphShape:
             and step.num_decode_requests == len(step.seq_lens)
             and (self.is_tree or step.tree_mask is None)
         )
+
+    def covers(self, other: GraphShape) -> bool:
+        """Whether every step that fits into another fits into this one."""
+        sides = zip(astuple(self), astuple(other))
+        return all(own >= its for own, its in sides)
 
     @property
     def num_decodes(self) -> int:
@@ -137,6 +144,17 @@ def graph_shapes(sizes: Sequence[int], drafts: DraftForms = NO_DRAFTS) -> list[G
                 shapes.add(GraphShape(num_tokens, MAX_DECODE_QUERY_LEN, size))
             num_tokens *= 2
     return sorted(shapes)
+
+
+def slower_than_larger(seconds: Mapping[GraphShape, float]) -> list[GraphShape]:
+    """Verifications for which a larger graph takes less time: of 448 rows one took 15.7 ms on one H200, of 512 11.8,
+    because a library chose badly for a product."""
+    return [
+        shape
+        for shape, took in seconds.items()
+        if shape.is_verification
+        and any(less < LEAST_GAIN * took and larger.covers(shape) for larger, less in seconds.items())
+    ]
 
 
 def _thinned(sizes: Sequence[int]) -> list[int]:
@@ -239,6 +257,11 @@ class StepGraphs(Generic[Shape]):
 
     def _replay_and(self, shape: Shape, after: Callable[[torch.Tensor], object]) -> None:
         after(self.replay(shape))
+
+    def drop(self, shapes: Collection[Shape]) -> None:
+        self._shapes = [shape for shape in self._shapes if shape not in shapes]
+        for shape in shapes:
+            del self._graphs[shape]
 
     def load(self, shape: Shape, step: StepArrays) -> ForwardBatch:
         """Copy a step into the static tensors. The batch is of the shape, but for its logits_indices, which are the

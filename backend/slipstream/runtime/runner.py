@@ -25,7 +25,15 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.batch import BatchBuilder, SampledTokens, StepArrays, fill_pending, padding_batch
 from slipstream.runtime.compaction import Compaction
 from slipstream.runtime.computed_rows import ComputedRows
-from slipstream.runtime.cuda_graphs import NO_DRAFTS, DraftForms, GraphShape, StepGraphs, graph_shapes, graph_sizes
+from slipstream.runtime.cuda_graphs import (
+    NO_DRAFTS,
+    DraftForms,
+    GraphShape,
+    StepGraphs,
+    graph_shapes,
+    graph_sizes,
+    slower_than_larger,
+)
 from slipstream.runtime.host_copy import to_device
 from slipstream.runtime.kv_offload import HostBlocks
 from slipstream.runtime.kv_pool import allocate_pool
@@ -115,7 +123,9 @@ class ModelRunner:
         if drafts.num_drafts:
             timed = [shape for shape in shapes if shape.max_query_len == 1 or shape.is_verification]
             with torch.inference_mode():
-                self.step_seconds = self._graphs.time_steps(timed, plan, self._draw_greedily)
+                seconds = self._graphs.time_steps(timed, plan, self._draw_greedily)
+            self._graphs.drop(slower := slower_than_larger(seconds))
+            self.step_seconds = {shape: took for shape, took in seconds.items() if shape not in slower}
 
     @property
     def model(self) -> Decoder:
