@@ -127,7 +127,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="JSON lines are appended to this file")
     arguments = parser.parse_args()
-    torch.backends.cuda.preferred_blas_library("cublaslt")  # as the engine has it
+    if arguments.device != "cpu":
+        torch.backends.cuda.preferred_blas_library("cublaslt")  # as the engine has it
     for shape in arguments.shapes.split(","):
         found: list[Record] = []
         for form in arguments.formats.split(","):
