@@ -1,9 +1,10 @@
 """Time the products of MoE experts on a GPU: 4-bit weights beside FP8 and bf16, and the library's grouped products.
 
-    python -m slipstream_kernels.bench_moe [--models mixtral-8x7b,...] [--rows 1,8,...] [--json out.json]
+    python -m slipstream_kernels.bench_moe [--models mixtral-8x7b,...] [--rows 1,8,...] [--tokens 1,...]
 
-Every expert has the same number of rows. Each time is of a CUDA graph of calls that rotate over enough weights to miss
-the L2, divided by their number: what a decode step pays. gate_up ends in silu(gate) * up, which the library does in a
+Every expert has the same number of rows; or so many tokens choose their experts by chance. --variants times those of
+the 4-bit kernel of FP8 rows too. Each time is of a CUDA graph of calls that rotate over enough weights to miss the L2,
+divided by their number: what a decode step pays. gate_up ends in silu(gate) * up, which the library does in a
 launch of its own. Rows are quantised, and for the library gathered too, before.
 """
 
@@ -12,13 +13,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from slipstream_kernels import ops
 from slipstream_kernels.bench_fp8 import graph_microseconds
+from slipstream_kernels.cuda import record_experts
 from slipstream_kernels.ops import Int4Weight, Routing
 
 # experts, of a token, (out, in features of gate_up), (of down)
@@ -28,6 +32,7 @@ MODELS = {
     "256-experts": (256, 8, (4096, 7168), (7168, 2048)),
 }
 NUM_ROWS = (1, 4, 8, 16, 32, 48, 128)
+FORMATS = "fp8,w4a8,w4a16,block fp8,wint8,w8a8,torch fp8,bf16,torch bf16"
 COLD_BYTES = 240 << 20  # weights that one graph goes through: four times the L2
 GROUP = 128
 Calls = list[Callable[[], object]]
@@ -43,14 +48,21 @@ def even_routing(num_experts: int, top_k: int, rows: int) -> Routing:
     return routing
 
 
-def int4_weights(num_experts: int, size: tuple[int, int], num_copies: int) -> list[Int4Weight]:
+def few_tokens(num_experts: int, top_k: int, num_tokens: int) -> Routing:
+    """Of tokens that choose by chance."""
+    logits = torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(num_tokens))
+    return ops.route_experts(logits.cuda(), top_k)
+
+
+def int4_weights(num_experts: int, size: tuple[int, int], num_copies: int, fp8_rows: bool) -> list[Int4Weight]:
     """Of random codes, in the device's order."""
     weights = []
     rows, in_features = num_experts * size[0], size[1]
     for _ in range(num_copies):
         packed = torch.randint(256, (rows, in_features // 2), dtype=torch.uint8, device="cuda")
         scales = (0.5 + torch.rand(rows, in_features // GROUP, device="cuda")) * in_features**-0.5 / 4
-        weights.append(ops.repack_expert_int4(Int4Weight(packed, scales, None, GROUP, rows, in_features), num_experts))
+        weight = Int4Weight(packed, scales, None, GROUP, rows, in_features)
+        weights.append(ops.repack_expert_int4(weight, num_experts, fp8_rows=fp8_rows))
     return weights
 
 
@@ -70,48 +82,89 @@ def timed(calls: Calls) -> float | str:
         return str(error).splitlines()[0][:80]
 
 
-def records(models: list[str], rows: list[int], with_library: bool) -> Iterator[dict[str, object]]:
-    """One per model, product and number of rows: microseconds of each format."""
+@dataclass(frozen=True)
+class Product:
+    """One product of a model, and weights of it in all formats that are asked for."""
+
+    num_experts: int
+    size: tuple[int, int]
+    gated: bool
+    formats: frozenset[str]
+
+    @cached_property
+    def weights(self) -> dict[str, list[tuple[Any, ...]]]:
+        """By kind, enough of each to miss the L2: the weight, and its scales if they stand apart."""
+        count, size = self.num_experts, self.size
+        copies = max(2, COLD_BYTES // (count * size[0] * size[1] // 2))
+        kinds: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
+            "records": lambda: [(weight,) for weight in int4_weights(count, size, copies, True)],
+            "int4": lambda: [(weight,) for weight in int4_weights(count, size, copies, False)],
+            "fp8": lambda: fp8_weights(count, size, 2),
+            "int8": lambda: [(values.view(torch.int8), scales) for values, scales in fp8_weights(count, size, 2)],
+            "dense": lambda: [(torch.randn(count, *size, device="cuda", dtype=torch.bfloat16),)],
+            "blocks": lambda: [(values, self._block_scales()) for values, _ in fp8_weights(count, size, 2)],
+        }
+        return {kind: kinds[kind]() for kind in {KINDS[name] for name in self.formats}}
+
+    def _block_scales(self) -> torch.Tensor:
+        one = ops.block_scales(*self.size, torch.device("cuda"))
+        return torch.full((self.num_experts, *one.shape), 1e-3, device="cuda")
+
+    def calls(self, routing: Routing, variants: bool) -> Iterator[tuple[str, Calls]]:
+        """(format, calls of all weights)"""
+        x = torch.randn(routing.num_rows, self.size[1], device="cuda", dtype=torch.bfloat16)
+        fp8 = ops.quantize_fp8(x)
+        rows = {"fp8": fp8, "torch fp8": fp8, "w4a8": fp8, "w8a8": ops.quantize_int8(x)}
+        rows["block fp8"] = ops.quantize_fp8(x, ops.Fp8Scheme(128))
+        for name in sorted(self.formats, key=FORMATS.split(",").index):
+            op = ops.grouped_int4_mm if name.startswith("w4") else ops.grouped_mm
+            op = partial(op, rows.get(name, x), gated=self.gated)
+            if name.startswith("torch"):
+                op = partial(op, backend="library")
+            yield name, [partial(op, weight, routing, *scales) for weight, *scales in self.weights[KINDS[name]]]
+        for variant in record_experts.VARIANTS if variants else ():
+            call = partial(record_experts.grouped_int4_mm, fp8, by_token=False, gated=self.gated, variant=variant)
+            weights = self.weights["records"]
+            yield f"{variant.columns}/{variant.row_groups}", [partial(call, weight, routing) for (weight,) in weights]
+
+
+KINDS = {
+    "w4a8": "records", "w4a16": "int4", "fp8": "fp8", "torch fp8": "fp8", "wint8": "int8", "w8a8": "int8",
+    "bf16": "dense", "torch bf16": "dense", "block fp8": "blocks",
+}  # fmt: skip
+
+
+def records(
+    models: list[str], counts: list[int], formats: frozenset[str], variants: bool
+) -> Iterator[dict[str, object]]:
+    """One per model, product and number of rows (or, negative, of tokens): microseconds of each format."""
     for model in models:
         num_experts, top_k, *sizes = MODELS[model]
         for size, gated in zip(sizes, (True, False)):
-            copies = max(2, COLD_BYTES // (num_experts * size[0] * size[1] // 2))
-            int4 = int4_weights(num_experts, size, copies)
-            fp8 = fp8_weights(num_experts, size, 2)
-            dense = [torch.randn(num_experts, *size, device="cuda", dtype=torch.bfloat16)] if with_library else []
-            for count in rows:
-                routing = even_routing(num_experts, top_k, count)
-                x = torch.randn(routing.num_rows, size[1], device="cuda", dtype=torch.bfloat16)
-                quantised = ops.quantize_fp8(x)
-                calls: dict[str, Calls] = {
-                    "fp8": [partial(ops.grouped_mm, quantised, w[0], routing, w[1], gated=gated) for w in fp8],
-                    "w4a8": [partial(ops.grouped_int4_mm, quantised, w, routing, gated=gated) for w in int4],
-                    "w4a16": [partial(ops.grouped_int4_mm, x, w, routing, gated=gated) for w in int4],
-                }
-                if with_library:
-                    by_library = partial(ops.grouped_mm, gated=gated, backend="library")
-                    calls["torch fp8"] = [partial(by_library, quantised, w[0], routing, w[1]) for w in fp8]
-                    calls["bf16"] = [partial(ops.grouped_mm, x, w, routing, gated=gated) for w in dense]
-                    calls["torch bf16"] = [partial(by_library, x, w, routing) for w in dense]
-                times = {name: timed(many) for name, many in calls.items()}
+            product = Product(num_experts, size, gated, formats)
+            for count in counts:
+                routing = (even_routing if count > 0 else few_tokens)(num_experts, top_k, abs(count))
+                times = {name: timed(many) for name, many in product.calls(routing, variants)}
                 yield {"model": model, "out": size[0], "in": size[1], "experts": num_experts, "rows": count, **times}
-            del int4, fp8, dense
+            del product
 
 
-def show(record: dict[str, object]) -> str:
-    """A line: times, rates of weights, and how much faster 4 bits are than the fastest FP8."""
-    elements = int(record["experts"]) * int(record["out"]) * int(record["in"])  # type: ignore[call-overload]
+def show(record: dict[str, Any]) -> str:
+    """A line: times, rates of weights if all experts have rows, and how much faster 4 bits are than the fastest FP8."""
+    elements = record["experts"] * record["out"] * record["in"]
     parts = [f"{record['model']} {record['out']}x{record['in']} rows={record['rows']}:"]
-    bits = {"fp8": 8, "torch fp8": 8, "bf16": 16, "torch bf16": 16, "w4a16": 4 + 32 / GROUP, "w4a8": 4 + 32 / GROUP}
-    times = {name: record[name] for name in bits if isinstance(record.get(name), float)}
-    for name in bits:
-        if name in times:
-            parts.append(f"{name} {times[name]:.0f} us {elements * bits[name] / 8 / times[name] / 1e3:.0f} GB/s,")  # type: ignore[operator]
-        elif name in record:
-            parts.append(f"{name} ({record[name]}),")
-    fp8 = [times[name] for name in ("fp8", "torch fp8") if name in times]
-    if "w4a8" in times and fp8:
-        parts.append(f"x fp8 {min(fp8) / times['w4a8']:.2f}")  # type: ignore[operator, type-var]
+    bits = {"fp8": 8, "torch fp8": 8, "bf16": 16, "torch bf16": 16, "w4a16": 4.25, "w4a8": 4.25}
+    for name in [name for name in record if name not in ("model", "out", "in", "experts", "rows")]:
+        time = record[name]
+        if not isinstance(time, float):
+            parts.append(f"{name} ({time}),")
+        elif name in bits and record["rows"] > 0:
+            parts.append(f"{name} {time:.0f} us {elements * bits[name] / 8 / time / 1e3:.0f} GB/s,")
+        else:
+            parts.append(f"{name} {time:.1f} us,")
+    fp8 = [record[name] for name in ("fp8", "torch fp8") if isinstance(record.get(name), float)]
+    if isinstance(record.get("w4a8"), float) and fp8:
+        parts.append(f"x fp8 {min(fp8) / record['w4a8']:.2f}")
     return " ".join(parts)
 
 
@@ -120,12 +173,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time the products of MoE experts")
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rows", default=",".join(map(str, NUM_ROWS)))
-    parser.add_argument("--no-library", action="store_true", help="leave out torch's grouped products")
+    parser.add_argument("--tokens", default="", help="routed by chance")
+    parser.add_argument("--formats", default=FORMATS)
+    parser.add_argument("--variants", action="store_true", help="of the 4-bit kernel of FP8 rows")
     parser.add_argument("--json", type=Path, help="write the records here too")
     arguments = parser.parse_args()
     found = []
-    rows = [int(count) for count in arguments.rows.split(",")]
-    for record in records(arguments.models.split(","), rows, not arguments.no_library):
+    counts = [int(count) for count in arguments.rows.split(",") if count]
+    counts += [-int(count) for count in arguments.tokens.split(",") if count]
+    formats = frozenset(arguments.formats.split(","))
+    for record in records(arguments.models.split(","), counts, formats, arguments.variants):
         found.append(record)
         print(show(record), flush=True)
     if arguments.json:

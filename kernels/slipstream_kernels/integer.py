@@ -9,6 +9,7 @@ import torch
 INT8_MAX = 127.0
 SYMMETRIC_ZERO = 8  # the code of 0 in 4-bit weights without zero-points
 MAX_CODE = 15
+RECORDS = torch.int64  # what marks a weight whose scales and zero points lie among its codes
 SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
 
 
@@ -22,6 +23,8 @@ class Int4Weight:
       zeros uint8 of that shape (0..16: GPTQ stores zero - 1), or None: 8 throughout.
     Repacked (ops.repack_int4), for a device's kernels: `packed` has another dtype than uint8 and the same number of
     bytes (no padding); scales and zeros are as those kernels want them.  group_size is in_features for one group a row.
+    Records (ops.repack_expert_int4), repacked too: `packed` is int64 [in_features / 128, out_features / 16, record],
+    with scales and zero points among the codes; scales is [out_features] beside them, and zeros is None.
     """
 
     packed: torch.Tensor
@@ -35,6 +38,10 @@ class Int4Weight:
     def is_repacked(self) -> bool:
         return self.packed.dtype != torch.uint8
 
+    @property
+    def has_records(self) -> bool:
+        return self.packed.dtype == RECORDS
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is stored, by field name."""
         fields = {"packed": self.packed, "scales": self.scales}
@@ -45,7 +52,8 @@ def int4_weight(
     packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int, in_features: int
 ) -> Int4Weight:
     """An Int4Weight from its tensors, canonical or repacked.  group_size 0: one group a row."""
-    out_features = 2 * packed.numel() * packed.element_size() // in_features
+    is_record = packed.dtype == RECORDS
+    out_features = 16 * packed.shape[1] if is_record else 2 * packed.numel() * packed.element_size() // in_features
     return Int4Weight(packed, scales, zeros, group_size or in_features, out_features, in_features)
 
 

@@ -6,26 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from expert_cases import check, int4_of, logits_of, rows_of
 from hopper import needs_hopper
-from slipstream_kernels import int4_layout, ops
-from slipstream_kernels.cuda import int4_experts
-from slipstream_kernels.cuda.build import build, find_nvcc
-from slipstream_kernels.ops import Fp8Rows, Int4Weight, Routing
-from slipstream_kernels.triton.expert_weights import expert_weights
-from tolerances import ELEMENTWISE, INT_MM, SCALED_MM
+from slipstream_kernels import ops
+from tolerances import ELEMENTWISE, SCALED_MM
 
 BACKENDS = ["reference", "triton"]
 # tokens, experts, top_k
 ROUTINGS = [(1, 8, 2), (7, 5, 1), (33, 6, 3), (6, 9, 8)]
 # tokens, experts, top_k, out, in
 SHAPES = [(1, 8, 2, 32, 64), (9, 3, 2, 80, 192), (40, 2, 1, 16, 128)]
-
-
-def logits_of(num_tokens: int, num_experts: int, device, dtype=torch.float32) -> torch.Tensor:
-    """Of which the last expert is never chosen."""
-    logits = 2 * torch.randn(num_tokens, num_experts, device=device)
-    logits[:, -1] = -40
-    return logits.to(dtype)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, "triton of many tokens"])
@@ -87,36 +77,29 @@ def test_combining(device, backend, dtype) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
 
 
-def rows_of(
-    kind: str, num_rows: int, size: int, dtype: torch.dtype, device
-) -> tuple[torch.Tensor | Fp8Rows, torch.Tensor]:
-    """(operand, what it stands for in fp64)"""
-    x = torch.randn(num_rows, size, device=device).to(dtype)
-    if kind != "fp8":
-        return x, x.double()
-    rows = ops.quantize_fp8(x)
-    return rows, rows.values.double() * rows.scales.double()
-
-
-def check(y, exact_x, exact_w, routing: Routing, by_token: bool, gated: bool, tolerance) -> None:
-    """exact_w: [experts, out, in] in fp64."""
-    rows = exact_x[routing.tokens.long()] if by_token else exact_x
-    experts = torch.bucketize(torch.arange(routing.num_rows, device=rows.device), routing.offsets[1:], right=True)
-    expected = torch.einsum("rk,rnk->rn", rows, exact_w[experts])
-    spread = torch.einsum("rk,rnk->rn", rows.square(), exact_w[experts].square()).sqrt()
-    rtol, atol = tolerance
-    limit = rtol * expected.abs() + atol * spread
-    if gated:
-        (gate, up), (gate_limit, up_limit) = expected.chunk(2, -1), limit.chunk(2, -1)
-        expected = torch.nn.functional.silu(gate) * up
-        limit = (
-            1.2 * (gate_limit * up.abs() + up_limit * gate.abs()) + gate_limit * up_limit + 2 * rtol * expected.abs()
-        )
-    assert ((y.double() - expected).abs() <= limit).all()
+def stored_weight(kind: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    """(weight [experts, out, in] as it is held, its scales, what they stand for in fp64)"""
+    if kind == "plain":
+        return weight, None, weight.double()
+    if kind.startswith("int8"):
+        held = ops.quantize_int8_weight(weight.flatten(0, 1))
+        values, scales = held.values.view(weight.shape), held.scales.view(weight.shape[:2])
+    elif kind == "fp8 blocks":
+        scales = torch.stack([ops.block_scales(*one.shape, weight.device) for one in weight])
+        values = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+        for expert, one in enumerate(weight):
+            values[expert], blocks = ops.quantize_fp8_blocks(one)
+            scales[expert, :, : blocks.shape[1]] = blocks
+        spread = scales.double().repeat_interleave(128, 1).repeat_interleave(128, 2)
+        return values, scales, values.double() * spread[:, : weight.shape[1], : weight.shape[2]]
+    else:
+        rows = ops.quantize_fp8(weight.flatten(0, 1))
+        values, scales = rows.values.view_as(weight), rows.scales.view(weight.shape[:2])
+    return values, scales, values.double() * scales.double()[..., None]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["plain", "fp8 weight", "fp8"])
+@pytest.mark.parametrize("kind", ["plain", "fp8 weight", "fp8", "int8 weight", "int8"])
 @pytest.mark.parametrize(("by_token", "gated"), [(True, True), (False, False)])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -126,15 +109,34 @@ def test_grouped_mm(device, backend, kind, by_token, gated, shape, dtype) -> Non
     num_tokens, num_experts, top_k, out_features, in_features = shape
     routing = ops.route_experts(logits_of(num_tokens, num_experts, device), top_k)
     x, exact_x = rows_of(kind, num_tokens if by_token else routing.num_rows, in_features, dtype, device)
-    weight = (torch.randn(num_experts, out_features, in_features, device=device) * in_features**-0.5).to(dtype)
-    scales, exact_w = None, weight.double()
-    if kind != "plain":
-        rows = ops.quantize_fp8(weight.flatten(0, 1))
-        weight, scales = rows.values.view_as(weight), rows.scales.view(num_experts, out_features)
-        exact_w = weight.double() * scales.double()[..., None]
+    drawn = (torch.randn(num_experts, out_features, in_features, device=device) * in_features**-0.5).to(dtype)
+    weight, scales, exact_w = stored_weight(kind, drawn)
     y = ops.grouped_mm(x, weight, routing, scales, by_token=by_token, gated=gated, backend=backend)
     assert y.dtype == dtype
     check(y, exact_x, exact_w, routing, by_token, gated, SCALED_MM[torch.device(device).type, dtype])
+
+
+# tokens, experts, top_k, out, in: an expert's last block of output features may end early, if it is alone
+BLOCK_SHAPES = [(1, 4, 2, 256, 128), (9, 3, 2, 128, 640), (5, 1, 1, 80, 256), (300, 3, 2, 512, 1024)]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("by_token", [False, True])
+@pytest.mark.parametrize("shape", BLOCK_SHAPES)
+def test_scales_of_blocks(device, backend, by_token, shape) -> None:
+    num_tokens, num_experts, top_k, out_features, in_features = shape
+    if num_tokens > 9 and torch.device(device).type == "cpu":
+        pytest.skip("many tokens take CPUs long")
+    routing = ops.route_experts(logits_of(num_tokens, num_experts, device), top_k)
+    gated = by_token and out_features % 256 == 0
+    x, exact_x = rows_of(
+        "fp8 blocks", num_tokens if by_token else routing.num_rows, in_features, torch.bfloat16, device
+    )
+    drawn = torch.randn(num_experts, out_features, in_features, device=device) * in_features**-0.5
+    drawn *= 1 + torch.arange(drawn.numel(), device=device).view_as(drawn) // 128 % 7  # blocks of unlike scales
+    weight, scales, exact_w = stored_weight("fp8 blocks", drawn.bfloat16())
+    y = ops.grouped_mm(x, weight, routing, scales, by_token=by_token, gated=gated, backend=backend)
+    check(y, exact_x, exact_w, routing, by_token, gated, SCALED_MM[torch.device(device).type, torch.bfloat16])
 
 
 @needs_hopper
@@ -153,135 +155,6 @@ def test_the_library_takes_the_same_operands(kind, gated, num_tokens, backend) -
         exact_w = weight.double() * scales.double()[..., None]
     y = ops.grouped_mm(x, weight, routing, scales, by_token=gated, gated=gated, backend=backend)
     check(y, exact_x, exact_w, routing, gated, gated, SCALED_MM["cuda", dtype])
-
-
-def int4_of(rows: int, in_features: int, group_size: int, has_zeros: bool, device) -> Int4Weight:
-    groups = (rows, in_features // group_size)
-    packed = torch.randint(256, (rows, in_features // 2), dtype=torch.uint8, device=device)
-    scales = (0.5 + torch.rand(groups, device=device)) * in_features**-0.5 / 4
-    zeros = torch.randint(17, groups, dtype=torch.uint8, device=device) if has_zeros else None
-    return ops.int4_weight(packed, scales, zeros, group_size, in_features)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["plain", "fp8"])
-@pytest.mark.parametrize(("by_token", "gated", "group_size"), [(True, True, 64), (False, False, 32)])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_grouped_int4_mm(device, backend, kind, by_token, gated, group_size, shape) -> None:
-    num_tokens, num_experts, top_k, out_features, in_features = shape
-    routing = ops.route_experts(logits_of(num_tokens, num_experts, device), top_k)
-    num_rows = num_tokens if by_token else routing.num_rows
-    x, exact_x = rows_of(kind, num_rows, in_features, torch.bfloat16, device)
-    weight = int4_of(num_experts * out_features, in_features, group_size, gated, device)
-    exact_w = ops.dequantize_int4(weight).double().view(num_experts, out_features, in_features)
-    y = ops.grouped_int4_mm(x, weight, routing, by_token=by_token, gated=gated, backend=backend)
-    check(y, exact_x, exact_w, routing, by_token, gated, INT_MM[torch.device(device).type, torch.bfloat16])
-
-
-# tokens, experts, top_k, out, in, group: shares that cross experts, short passes, experts of many tiles, odd blocks
-CUDA_SHAPES = [
-    (1, 4, 2, 64, 128, 128), (4, 8, 2, 256, 512, 128), (7, 3, 1, 96, 384, 64), (100, 5, 2, 512, 1408, 128),
-    (64, 8, 2, 1024, 2048, 64), (300, 4, 2, 160, 640, 640), (33, 40, 4, 2816, 2048, 128), (16, 300, 8, 64, 256, 128),
-]  # fmt: skip
-
-
-@needs_hopper
-@pytest.mark.parametrize("kind", ["fp8", "bf16", "fp16"])
-@pytest.mark.parametrize(("by_token", "gated"), [(True, True), (False, False)])
-@pytest.mark.parametrize("shape", CUDA_SHAPES, ids=str)
-def test_repacked_weights_of_experts(kind, by_token, gated, shape) -> None:
-    num_tokens, num_experts, top_k, out_features, in_features, group_size = shape
-    device, dtype = torch.device("cuda"), torch.float16 if kind == "fp16" else torch.bfloat16
-    routing = ops.route_experts(logits_of(num_tokens, num_experts, device), top_k)
-    x, exact_x = rows_of(kind, num_tokens if by_token else routing.num_rows, in_features, dtype, device)
-    weight = int4_of(num_experts * out_features, in_features, group_size, gated, device)
-    exact_w = ops.dequantize_int4(weight).double().view(num_experts, out_features, in_features)
-    repacked = ops.repack_expert_int4(weight, num_experts)
-    assert repacked.is_repacked and repacked.packed.nbytes == weight.packed.nbytes
-    y = ops.grouped_int4_mm(x, repacked, routing, by_token=by_token, gated=gated, backend="cuda")
-    assert y.dtype == dtype
-    check(y, exact_x, exact_w, routing, by_token, gated, INT_MM["cuda", torch.bfloat16])
-
-
-@needs_hopper
-@pytest.mark.parametrize("gated", [False, True])
-def test_fp8_rows_of_many_tokens_go_through_fp8_weights(gated) -> None:
-    device = torch.device("cuda")
-    routing = ops.route_experts(logits_of(700, 4, device), 2)
-    x, exact_x = rows_of("fp8", 700 if gated else 1400, 512, torch.bfloat16, device)
-    weight = int4_of(4 * 256, 512, 128, True, device)
-    exact_w = ops.dequantize_int4(weight).double().view(4, 256, 512)
-    y = ops.grouped_int4_mm(x, ops.repack_expert_int4(weight, 4), routing, by_token=gated, gated=gated)
-    check(
-        y, exact_x, exact_w, routing, gated, gated, (1e-2, 0.15)
-    )  # 2.6 % of the spread, of which five times may occur
-
-
-@needs_hopper
-def test_what_the_kernel_does_not_serve() -> None:
-    device = torch.device("cuda")
-    routing = ops.route_experts(logits_of(9, 4, device), 2)
-    for rows, size, group in ((4 * 80, 256, 128), (4 * 64, 192, 64), (4 * 64, 256, 32)):
-        assert not ops.repack_expert_int4(int4_of(rows, size, group, False, device), 4).is_repacked
-    repacked = ops.repack_expert_int4(int4_of(4 * 64, 256, 128, False, device), 4)
-    x = torch.randn(9, 256, device=device)
-    with pytest.raises(ValueError, match=r"x: dtype torch.float32"):
-        ops.grouped_int4_mm(x, repacked, routing, by_token=True)
-    with pytest.raises(ValueError, match="backend: 'triton' takes a canonical weight"):
-        ops.grouped_int4_mm(x.bfloat16(), repacked, routing, by_token=True, backend="triton")
-
-
-@pytest.mark.parametrize(("blocks", "group_size"), [(3, 128), (1, 64), (5, 640), (2, 64)])
-def test_experts_weights_as_fp8(device, blocks, group_size) -> None:
-    """Half a step of e4m3, 2^-4, from the numbers that the codes stand for."""
-    weight = int4_of(48, 128 * blocks, group_size, True, device)
-    repacked = int4_layout.repack_experts(weight)
-    assert repacked.zeros is not None
-    y, expected = expert_weights(repacked).float() * repacked.zeros[:, None], ops.dequantize_int4(weight)
-    assert ((y - expected).abs() <= 1.01 * 2**-4 * expected.abs()).all()
-
-
-@pytest.mark.parametrize("blocks", [1, 2, 5])
-def test_the_order_of_experts_weights(blocks) -> None:
-    """Any run of strips or rows of a pair of blocks lies together; a last block without a second follows."""
-    weight = int4_of(48, 128 * blocks, 64, True, torch.device("cpu"))
-    dense, experts = int4_layout.repack(weight), int4_layout.repack_experts(weight)
-    position = 0
-    for first in range(0, blocks, 2):
-        for strip in range(3):
-            run = dense.packed[strip, first : first + 2].flatten()
-            assert torch.equal(experts.packed[position : position + run.numel()], run)
-            position += run.numel()
-    assert position == experts.packed.numel() == dense.packed.numel()
-    by_row = torch.stack(list(dense.scales[0]), dim=1)  # [row, block, group]
-    first_pair = by_row[:, :2].flatten()
-    assert torch.equal(experts.scales[: first_pair.numel()], first_pair)
-    assert torch.equal(
-        experts.scales[-by_row[:, (blocks - 1) // 2 * 2 :].numel() :], by_row[:, (blocks - 1) // 2 * 2 :].flatten()
-    )
-
-
-def test_tiles_have_room_for_the_rows_of_most_experts() -> None:
-    shapes = {
-        (1, 8, 2): 2,
-        (16, 8, 2): 2,
-        (17, 8, 2): 2,
-        (32, 8, 2): 2,
-        (64, 8, 2): 6,
-        (4096, 8, 2): 6,
-        (128, 256, 8): 2,
-    }
-    for (num_tokens, num_experts, top_k), columns in shapes.items():
-        routing = ops.route_experts(torch.zeros(num_tokens, num_experts), top_k)
-        assert int4_experts.tile_columns(routing) == columns
-        assert int4_experts.most_tiles(routing, 8 * columns) >= -(-num_tokens // (8 * columns)) * top_k
-
-
-def test_the_source_compiles(tmp_path) -> None:
-    if find_nvcc() is None:
-        pytest.skip("nvcc is not installed")
-    defines = int4_experts.defines(torch.bfloat16, 2, 1, True)
-    assert build(int4_experts.SOURCE, defines, tmp_path).stat().st_size > 0
 
 
 def test_wrong_operands_are_named(device) -> None:

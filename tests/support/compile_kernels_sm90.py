@@ -98,13 +98,13 @@ INVARIANT_ATTENTION = {
 GROUPED = {
     "x_ptr": "*bf16", "x_scales_ptr": "*fp32", "tokens_ptr": "*i32", "offsets_ptr": "*i32", "weight_ptr": "*bf16",
     "packed_ptr": "*u8", "zeros_ptr": "*u8", "scales_ptr": "*fp32", "out_ptr": "*bf16", "x_row_stride": "i32",
-    "out_features": "i32", "num_tiles": "i32",
+    "out_features": "i32", "num_tiles": "i32", "x_scales_stride": "i32", "scales_row_stride": "i32",
 }  # fmt: skip
 GROUPED_FP8 = {**GROUPED, "x_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
 GROUPED_TILE = {
     "IN_FEATURES": 4096, "NUM_EXPERTS": 60, "EXPERTS_PADDED": 64, "BY_TOKEN": True, "GATED": True, "BLOCK_M": 64,
     "BLOCK_N": 64, "BLOCK_K": 64, "NUM_STAGES": 4, "HAS_X_SCALES": False, "HAS_SCALES": False, "GROUP_SIZE": 64,
-    "HAS_ZEROS": True, "FACTOR": triton.language.bfloat16,
+    "HAS_ZEROS": True, "FACTOR": triton.language.bfloat16, "IS_BLOCKWISE": False, "IS_INT8": False,
 }  # fmt: skip
 GROUPED_FP8_TILE = {**GROUPED_TILE, "BLOCK_K": 128, "HAS_X_SCALES": True, "HAS_SCALES": True}
 ROUTES = {
@@ -221,11 +221,25 @@ KERNELS = [
     ("route_experts", "_combine_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("grouped_mm", "_grouped_mm_kernel", GROUPED, GROUPED_TILE, 4),
     ("grouped_mm", "_grouped_mm_kernel", GROUPED_FP8, GROUPED_FP8_TILE, 4),
+    ("grouped_mm", "_grouped_mm_kernel", GROUPED_FP8, {**GROUPED_FP8_TILE, "IS_BLOCKWISE": True}, 4),
+    (
+        "grouped_mm", "_grouped_mm_kernel", {**GROUPED, "weight_ptr": "*i8"},
+        {**GROUPED_TILE, "HAS_SCALES": True}, 4,
+    ),
+    (
+        "grouped_mm", "_grouped_mm_kernel", {**GROUPED, "x_ptr": "*i8", "weight_ptr": "*i8"},
+        {**GROUPED_FP8_TILE, "IS_INT8": True}, 4,
+    ),
     ("grouped_int4_mm", "_grouped_int4_mm_kernel", GROUPED, GROUPED_TILE, 4),
     (
         "expert_weights", "_expert_weights_kernel",
         {"codes_ptr": "*u8", "words_ptr": "*i32", "out_ptr": "*fp8e4nv", "num_strips": "i32"},
         {"IN_FEATURES": 1408, "GROUPS": 2, "IS_CHANNELWISE": False}, 4,
+    ),
+    (
+        "record_weights", "_record_weights_kernel",
+        {"records_ptr": "*u8", "out_ptr": "*fp8e4nv", "num_strips": "i32", "half_features": "i32"},
+        {"IN_FEATURES": 1408, "RECORD_BYTES": 1088}, 4,
     ),
     ("quantize_int8", "_quantize_int8_kernel", {**FP8_ROWS, "values_ptr": "*i8"}, FP8_TILE, 8),
     (

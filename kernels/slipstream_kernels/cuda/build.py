@@ -170,6 +170,7 @@ def _main() -> None:
         int8_gemm,
         prefill_attention,
         prefill_stage,
+        record_experts,
         sample,
         stream_mm,
         verify_attention,
@@ -183,7 +184,8 @@ def _main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     kernels = (prefill_attention, prefill_stage, decode_attention, verify_attention, stream_mm, cluster_mm, sample)
     wanted = [partial(build, kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
-    wanted += [partial(build, *variant) for variant in (*int4_stream.variants(), *int4_experts.variants())]
+    of_int4 = (int4_stream, int4_experts, record_experts)
+    wanted += [partial(build, *variant) for kernel in of_int4 for variant in kernel.variants()]
     wanted += [partial(build, source, ()) for source in (int4_mm.DEQUANTISE, w4a8_stream.SOURCE)]
     if (reason := cutlass.missing()) is not None:
         LOG.warning("without W4A8 products of many tokens: %s", reason)

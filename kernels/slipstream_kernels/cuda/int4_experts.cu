@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) int4_experts_kernel(const 
     }
     publish_barriers();
   }
-  if (threadIdx.x < 32) count_tiles(p, SHAPE::kTileRows, tiles_until);
+  if (threadIdx.x < 32) plan_passes<SHAPE>(p, tiles_until);
   __syncthreads();
   if (threadIdx.x >= 32 * SHAPE::kWarps) {
     lower_registers<SHAPE::kFillerRegisters>();

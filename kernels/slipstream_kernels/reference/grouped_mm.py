@@ -8,12 +8,14 @@ from collections.abc import Callable
 import torch
 
 from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.integer import Int8Rows
+from slipstream_kernels.reference.scaled_mm import dequantize_rows, dequantize_weight
 from slipstream_kernels.reference.silu_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 
 def grouped_mm(
-    x: torch.Tensor | Fp8Rows,
+    x: torch.Tensor | Fp8Rows | Int8Rows,
     weight: torch.Tensor,
     routing: Routing,
     scales: torch.Tensor | None,
@@ -23,14 +25,13 @@ def grouped_mm(
     """See ops.grouped_mm."""
 
     def weight_of(expert: int) -> torch.Tensor:
-        wide = weight[expert].float()
-        return wide if scales is None else wide * scales[expert][:, None]
+        return weight[expert].float() if scales is None else dequantize_weight(weight[expert], scales[expert])
 
     return by_expert(x, weight.shape[1], weight_of, routing, by_token, gated)
 
 
 def by_expert(
-    x: torch.Tensor | Fp8Rows,
+    x: torch.Tensor | Fp8Rows | Int8Rows,
     out_features: int,
     weight_of: Callable[[int], torch.Tensor],
     routing: Routing,
@@ -38,7 +39,10 @@ def by_expert(
     gated: bool,
 ) -> torch.Tensor:
     """The grouped product with weights in fp32 [out_features, in_features] as weight_of(expert) gives them."""
-    rows = x.values.float() * x.scales if isinstance(x, Fp8Rows) else x.float()
+    if isinstance(x, Fp8Rows):
+        rows = dequantize_rows(x)
+    else:
+        rows = x.values.float() * x.scales[:, None] if isinstance(x, Int8Rows) else x.float()
     rows = rows[routing.tokens.long()] if by_token else rows
     out = torch.empty((routing.num_rows, out_features), dtype=x.dtype, device=rows.device)
     bounds = routing.offsets.tolist()

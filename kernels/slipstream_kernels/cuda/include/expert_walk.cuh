@@ -2,9 +2,9 @@
 // roles make in step.
 //
 // The rows of an expert are cut into tiles of up to 16 or 48. A tile is multiplied by strips of 16 of the expert's
-// output features; gated, a unit is a strip of gate and the same strip of up. The units of all tiles, one after the
-// other, are dealt out to the CTAs in equal runs, and a run is done in passes of up to 16 strips of one tile. No sum
-// crosses CTAs.
+// output features; gated, a unit is a strip of gate and the same strip of up. Tiles are cut into equal passes of up to
+// 16 strips, as many as go round the CTAs without a rest (plan_passes), and whole passes are dealt out: a CTA whose run
+// ended inside a tile would do two short ones, which take nearly as long as full ones. No sum crosses CTAs.
 #pragma once
 
 #include "expert_params.h"
@@ -38,7 +38,8 @@ struct ExpertShape {
   static constexpr int kRound = 2;   // strips of a warp whose sums are exchanged at once
   static constexpr int kExchangeBytes = kRound * kColumns * kRowWarps * 32 * 16;
   static constexpr int kMostExperts = 1024;
-  static constexpr int kUntilBytes = 4 * kMostExperts;
+  static constexpr int kLeastUnits = 4;   // that a pass takes the time of, however short
+  static constexpr int kUntilBytes = 4 * kMostExperts + 16;   // tiles_until, and passes of a tile
   static constexpr int kStages = (232448 - kExchangeBytes - kUntilBytes) / (kStageBytes + 16);
   static constexpr int kExchangeOffset = kStages * kStageBytes;
   static constexpr int kUntilOffset = kExchangeOffset + kExchangeBytes;
@@ -87,28 +88,40 @@ struct Pass {
   int tile, unit, num_units;
 };
 
+// count_tiles, and behind them the number of passes of a tile. Of the lengths that a pass may have (a lane each) that
+// with the least time: passes of the CTA that has most, times the units of one, of which kLeastUnits are free.
+template <typename SHAPE>
+__device__ __forceinline__ void plan_passes(const ExpertParams& p, int* tiles_until) {
+  const int tiles = max(count_tiles(p, SHAPE::kTileRows, tiles_until), 1), lane = threadIdx.x % 32;
+  const int units = p.out_features / (16 * SHAPE::kUnit), length = lane % SHAPE::kPassUnits + 1;
+  const int passes = (units + length - 1) / length, rounds = (tiles * passes + p.num_ctas - 1) / p.num_ctas;
+  const int cost = rounds * (16 * max(length, SHAPE::kLeastUnits) + length + 8);
+  const int least = __reduce_min_sync(~0u, cost);
+  const int chosen = __ffs(__ballot_sync(~0u, cost == least)) - 1;
+  const int even = __shfl_sync(~0u, max(passes, rounds * p.num_ctas / tiles), chosen);   // as many as the rounds have room for
+  if (lane == 0) tiles_until[SHAPE::kMostExperts] = min(even, units);
+}
+
 template <typename SHAPE>
 struct PassWalk {
   const ExpertParams& p;
   const int* tiles_until;
-  int units, next, end;   // of a tile; of all tiles, one after the other
+  int units, passes, next, end;   // of a tile; of a tile; passes of all tiles, one after the other
 
   __device__ __forceinline__ PassWalk(const ExpertParams& params, const int* until)
-      : p(params), tiles_until(until), units(params.out_features / (16 * SHAPE::kUnit)) {
-    const int64_t all = int64_t{until[params.num_experts - 1]} * units;
+      : p(params), tiles_until(until), units(params.out_features / (16 * SHAPE::kUnit)), passes(until[SHAPE::kMostExperts]) {
+    const int64_t all = int64_t{until[params.num_experts - 1]} * passes;
     next = static_cast<int>(all * blockIdx.x / params.num_ctas);
     end = static_cast<int>(all * (blockIdx.x + 1) / params.num_ctas);
   }
 
   __device__ __forceinline__ bool is_done() const { return next >= end; }
 
-  // The passes of a run in one tile are as long as each other.
   __device__ __forceinline__ Pass take() {
-    const int tile = next / units, unit = next - tile * units;
-    const int length = min(end - next, units - unit);
-    const int passes = (length + SHAPE::kPassUnits - 1) / SHAPE::kPassUnits, taken = (length + passes - 1) / passes;
-    next += taken;
-    return {tile_at(p, SHAPE::kTileRows, tiles_until, tile), tile, unit, taken};
+    const int tile = next / passes, pass = next - tile * passes;
+    const int unit = units * pass / passes;
+    ++next;
+    return {tile_at(p, SHAPE::kTileRows, tiles_until, tile), tile, unit, units * (pass + 1) / passes - unit};
   }
 };
 

@@ -1,11 +1,13 @@
-// Hopper's warpgroup products with the first operand in registers: d[64 x N] (+)= a[64 x 16] b[N x 16]^T, b in shared
-// memory as core matrices of 8 rows x 16 bytes, not swizzled.  Device code only; no framework header.
+// Hopper's warpgroup products with the first operand in registers: d[64 x N] (+)= a[64 x 32 bytes] b[N x 32 bytes]^T, b in
+// shared memory as core matrices of 8 rows x 16 bytes, not swizzled, or as rows_operand of hopper_mma.cuh describes it.
+// Device code only; no framework header.
 //
 // Accumulator i of thread (warp w, lane l): row 16 w + l / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (l % 4) + i % 2.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
@@ -21,7 +23,7 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
 #define SLIPSTREAM_PRODUCT(N, TYPES, LIST, A0, A1, A2, A3, B, ADD, ...) \
   asm volatile("{.reg .pred add;\nsetp.ne.b32 add, %" ADD ", 0;\nwgmma.mma_async.sync.aligned.m64n" N     \
                TYPES " {" LIST "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B                             \
-               ", add, 1, 1, 0;}\n"                                                                       \
+               SLIPSTREAM_FLAGS                                                                            \
                : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 #define SLIPSTREAM_PRODUCT_OF(TYPES)                                                                            \
   if constexpr (N == 16) {                                                                                      \
@@ -36,12 +38,17 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
                        SLIPSTREAM_SUMS16(16));                                                                   \
   }
 
-// T: __half or __nv_bfloat16, of a and b; N of 16, 32, 48, 64.
+// T: __half, __nv_bfloat16 or __nv_fp8_e4m3, of a (four registers) and b; N of 16, 32, 48, 64.
 // adds 0: d is overwritten.
 template <typename T, int N>
-__device__ __forceinline__ void multiply_registers(float (&d)[N / 2], const uint32_t (&a)[4], uint64_t b, uint32_t adds) {
+__device__ __forceinline__ void multiply_registers(float (&d)[N / 2], const uint32_t* a, uint64_t b, uint32_t adds) {
   static_assert(N == 16 || N == 32 || N == 48 || N == 64);
-  if constexpr (__is_same(T, __half)) {
+  if constexpr (__is_same(T, __nv_fp8_e4m3)) {
+#define SLIPSTREAM_FLAGS ", add, 1, 1;}\n"
+    SLIPSTREAM_PRODUCT_OF("k32.f32.e4m3.e4m3")
+#undef SLIPSTREAM_FLAGS
+#define SLIPSTREAM_FLAGS ", add, 1, 1, 0;}\n"
+  } else if constexpr (__is_same(T, __half)) {
     SLIPSTREAM_PRODUCT_OF("k16.f32.f16.f16")
   } else {
     SLIPSTREAM_PRODUCT_OF("k16.f32.bf16.bf16")
@@ -50,5 +57,6 @@ __device__ __forceinline__ void multiply_registers(float (&d)[N / 2], const uint
 
 #undef SLIPSTREAM_PRODUCT
 #undef SLIPSTREAM_PRODUCT_OF
+#undef SLIPSTREAM_FLAGS
 
 }  // namespace slipstream
