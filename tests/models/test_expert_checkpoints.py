@@ -68,6 +68,7 @@ LAYOUTS: dict[str, tuple[dict[str, object], Writer]] = {
     "gptq-v2": ({**GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}, gptq(64, sym=False, version=2)),
     "gptq-channel": ({**GPTQ, "group_size": -1}, gptq(0, sym=True)),
     "gptq-channel-act-order": ({**GPTQ, "group_size": -1, "desc_act": True}, gptq(0, sym=True, desc_act=True)),
+    "gptq-act-order": ({**GPTQ, "desc_act": True}, gptq(64, sym=True, desc_act=True)),
 }
 
 
@@ -125,6 +126,7 @@ SCHEMES: dict[str, tuple[dict[str, object], dict[str, object] | None, str, str]]
     "w4a8": ({**INT4, "strategy": "group", "group_size": 128}, TOKENS, "pack-quantized", "w4a8_fp8"),
     "w4a8-bytes": ({**INT4, "strategy": "group", "group_size": 128}, TOKENS, "int-quantized", "w4a8_fp8"),
     "fp8": ({**FLOAT8, "strategy": "channel"}, TOKENS, "float-quantized", "fp8"),
+    "w8a16": ({**INT8, "strategy": "channel"}, None, "pack-quantized", "wint8"),
 }  # fmt: skip
 
 
@@ -165,31 +167,43 @@ def test_scales_of_another_tool_beside_config(full: Path, tmp_path: Path) -> Non
 
 
 W8A8 = compressed("int-quantized", {**INT8, "strategy": "channel"}, {**INT8, "strategy": "token", "dynamic": True})
-W8A16 = compressed("pack-quantized", {**INT8, "strategy": "channel"}, None)
 BLOCKS = {**DYNAMIC, "weight_block_size": [128, 128]}
+BY_BLOCKS = {**FLOAT8, "strategy": "block", "block_structure": [128, 128]}
+GROUPS = {**FLOAT8, "strategy": "group", "group_size": 128, "dynamic": True}
 ACT_ORDER = {**GPTQ, "desc_act": True}
-FIRST = r"model\.layers\.0\.block_sparse_moe\.experts\.0\.w1"
 
 
 @pytest.mark.parametrize(
-    ("quantization", "write", "named"),
+    ("quantization", "write", "method"),
     [
-        (W8A8, int8, f"w8a8_int8': serves no experts, and the checkpoint stores {FIRST} .* accepted: fp8, wint4"),
-        (W8A16, int8, f"wint8': serves no experts, and the checkpoint stores {FIRST}"),
-        (BLOCKS, fp8("block", "weight_scale_inv"), f"block_wise_fp8': serves no experts, .* stores {FIRST}"),
-        (ACT_ORDER, gptq(64, sym=True, desc_act=True), r"gate\.0\.g_idx: groups in an order of each expert's own"),
+        (W8A8, int8, "w8a8_int8"),
+        (BLOCKS, fp8("block", "weight_scale_inv"), "block_wise_fp8"),
+        (compressed("float-quantized", BY_BLOCKS, GROUPS), fp8("block"), "block_wise_fp8"),
     ],
+    ids=["w8a8", "deepseek", "compressed-tensors-blocks"],
 )
-def test_experts_that_are_not_served(
-    full: Path, tmp_path: Path, quantization: dict[str, object], write: Writer, named: str
+def test_eight_bits_in_other_forms(
+    full: Path, tmp_path: Path, quantization: dict[str, object], write: Writer, method: str
 ) -> None:
-    stored, _ = store_both(full, tmp_path, quantization, write)
-    (stored / "model.safetensors").write_bytes(b"never read")
-    with pytest.raises(ConfigError, match=named):
-        load(stored)
+    stored, held = store_both(full, tmp_path, quantization, write)
+    decoder = load(stored)
+    assert decoder.spec.experts is not None and decoder.spec.experts.stored_format is not None
+    assert decoder.spec.experts.stored_format.method == method
+    expected = logits(load(held))
+    assert rms_error(logits(decoder), expected) < (0.05 if method == "w8a8_int8" else 0.1)
+    assert rms_error(expected, logits(load(full))) > 0.005
+    weights, tensors = experts_of(decoder, 1).down.weights, load_file(held / "model.safetensors")
+    of_one = tensors["model.layers.1.block_sparse_moe.experts.2.w2.weight"]
+    rows = slice(2 * 128, 3 * 128)
+    if method == "w8a8_int8":
+        ours = weights["values"][rows].float() * weights["scales"][rows, None]
+        assert rms_error(logits(load(stored, quantization="wint8")), expected) < 1e-5
+    else:
+        ours = weights["weight"][rows].float() * weights["scale"][2:3, :2].repeat_interleave(128, 1)
+    torch.testing.assert_close(ours, of_one)
 
 
-DOWN = "model.layers.1.block_sparse_moe.experts.2.w2"
+DOWN, UP = (f"model.layers.1.block_sparse_moe.experts.2.{name}" for name in ("w2", "w3"))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +216,10 @@ DOWN = "model.layers.1.block_sparse_moe.experts.2.w2"
         ),
         (GPTQ, gptq(64, sym=False), lambda t: None, r"w\d.qzeros holds zero-points other than 8|proj.qzeros holds"),
         (GPTQ, gptq(64, True), lambda t: t[f"{DOWN}.g_idx"].fill_(0), f"{DOWN}.g_idx does not put 64 input features"),
+        (
+            ACT_ORDER, gptq(64, True, desc_act=True), lambda t: t.update({f"{UP}.g_idx": t[f"{UP}.g_idx"].flip(0)}),
+            f"{UP}.g_idx differs from that of a part which is multiplied together with it",
+        ),
         (STATIC, fp8("tensor", static=True), lambda t: t.pop(f"{DOWN}.input_scale"), f"{DOWN}.input_scale missing"),
         (STATIC, fp8("tensor"), lambda t: None, "input_scale, .* missing"),
         (DYNAMIC, fp8("tensor", static=True), lambda t: None, "input_scale, .* unexpected"),

@@ -7,6 +7,8 @@ tensors stand for.
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,11 +86,12 @@ def awq(group_size: int) -> Writer:
 
 
 def gptq(group_size: int, sym: bool, version: int = 1, desc_act: bool = False) -> Writer:
-    """desc_act: each module has an order of its own, as experts have."""
+    """desc_act: each module has an order of its own, but those that are multiplied together share it."""
 
     def write(tensors: Tensors) -> Tensors:
         held = {}
-        for seed, name in enumerate(linears(tensors)):
+        for name in linears(tensors):
+            seed = zlib.crc32(re.sub("w3$", "w1", re.sub("[kv]_proj$", "q_proj", name)).encode())
             weight = tensors.pop(f"{name}.weight")
             order = torch.arange(weight.shape[1])
             if desc_act:

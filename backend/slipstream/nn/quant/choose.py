@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.models.family import FAMILIES, tensor_name
 from slipstream.nn.quant.fp8 import Fp8
 from slipstream.nn.quant.fp8_block import BlockWiseFp8
 from slipstream.nn.quant.int4 import Int4
 from slipstream.nn.quant.int8 import Int8
 from slipstream.nn.quant.invariant import invariant
-from slipstream.nn.quant.method import QUANT_METHODS, ExpertMethod, QuantMethod
+from slipstream.nn.quant.method import QUANT_METHODS, QuantMethod
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_format import StoredFormat
 
@@ -45,12 +44,9 @@ class Methods:
 def choose_methods(config: ModelConfig, spec: DecoderSpec) -> Methods:
     """The methods of a model's layers, as choose_method says, and of its experts.
 
-    Raises ConfigError for methods that serve no experts, for mixed ones of a model without, and for what deterministic
-    mode cannot have.
+    Raises ConfigError for mixed ones of a model without experts, and for what deterministic mode cannot have.
     """
     name, linears, head, experts = _by_kind(config, spec)
-    if spec.experts is not None and not isinstance(experts, ExpertMethod):
-        raise _no_experts(name, spec)
     if not config.deterministic:
         return Methods(name, linears, head, experts)
     if spec.experts is not None:
@@ -95,17 +91,6 @@ def _stored_mixture(config: ModelConfig, spec: DecoderSpec) -> tuple[str, QuantM
     if config.quantization_group_size not in (0, size):
         raise ConfigError("quantization_group_size", config.quantization_group_size, f"the checkpoint has {size}")
     return name, linears, head, experts
-
-
-def _no_experts(name: str, spec: DecoderSpec) -> ConfigError:
-    serving = [known for known in QUANT_METHODS.names() if isinstance(QUANT_METHODS.get(known), ExpertMethod)]
-    accepted = f"accepted: {', '.join((*serving, *MIXED))}"
-    assert spec.experts is not None
-    if spec.experts.stored_format is None:
-        return ConfigError("quantization", name, f"serves no experts; {accepted}")
-    module = tensor_name(FAMILIES.get(spec.architecture).names, "gate.0", 0)
-    reason = f"serves no experts, and the checkpoint stores {module} and its like so; {accepted}"
-    return ConfigError("quantization", name, reason)
 
 
 def choose_method(config: ModelConfig, spec: DecoderSpec) -> tuple[str, QuantMethod, QuantMethod]:

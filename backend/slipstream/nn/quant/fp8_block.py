@@ -80,6 +80,14 @@ class BlockWiseFp8:
     def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
         return multiply_fp8_gated(weights, x, form)
 
+    def finish_experts(self, weights: Weights, num_experts: int) -> None:
+        """Weights are held as they are multiplied."""
+
+    def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
+        values, scales = (weights[name].unflatten(0, (routing.num_experts, -1)) for name in ("weight", "scale"))
+        rows = ops.quantize_fp8(x, ops.Fp8Scheme(BLOCK))
+        return ops.grouped_mm(rows, values, routing, scales, by_token=by_token, gated=gated)
+
 
 def _require_whole_blocks(spec: LinearSpec) -> None:
     """A block must lie within one part (the last may end inside a block). Raises ConfigError that names the part."""

@@ -37,7 +37,7 @@ class Int4:
     """stored: the layout of a 4-bit checkpoint; None: the checkpoint is not quantised. group_size 0: one group a row.
 
     weights: "packed", "scales" and "zeros" if stored as ops.Int4Weight has them, "bias" if any. Of act-order
-    checkpoints "order" too: the input features, sorted by group, as they stand in "packed".
+    checkpoints "order" too: the input features, sorted by group, as they stand in "packed"; of experts a row each.
     """
 
     fp8_inputs: bool = False
@@ -49,10 +49,6 @@ class Int4:
 
     def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
         self._require_whole_groups(spec)
-        if spec.num_experts and self._has_order:
-            assert self.stored is not None
-            reason = f"{spec.parts[0][0]}.g_idx: groups in an order of each expert's own (desc_act) are not served"
-            raise ConfigError("quantization", self.stored.packing, reason)
         rows, columns = spec.out_features, spec.in_features
         groups = (rows, columns // (self.group_size or columns))
         weights = {
@@ -62,7 +58,8 @@ class Int4:
         if self.stored is not None and self.stored.has_zeros:
             weights["zeros"] = torch.empty(groups, dtype=torch.uint8, device=device)
         if self._has_order:
-            weights[GROUP_OF_COLUMN] = torch.full((columns,), -1, dtype=torch.int32, device=device)
+            orders = max(spec.num_experts, 1)
+            weights[GROUP_OF_COLUMN] = torch.full((orders, columns), -1, dtype=torch.int32, device=device)
         if spec.bias:
             weights["bias"] = torch.empty(rows, dtype=dtype, device=device)
         return weights
@@ -91,11 +88,7 @@ class Int4:
             self._put(weights, name, rows, decode(tensor))
 
     def finish(self, weights: Weights) -> None:
-        group_of_column = weights.pop(GROUP_OF_COLUMN, None)
-        if group_of_column is not None and (group_of_column.diff() < 0).any():
-            order = torch.argsort(group_of_column, stable=True)
-            weights["packed"] = ops.pack_int4(ops.unpack_int4(weights["packed"])[:, order])
-            weights[ORDER] = order.int()
+        self._sort_columns(weights)
         in_features = 2 * weights["packed"].shape[1]
         weights.update(ops.repack_int4(self._weight(weights, in_features)).tensors())
 
@@ -108,7 +101,7 @@ class Int4:
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         assert not isinstance(x, ops.Int8Rows)
         if isinstance(x, Tensor) and self._has_order:
-            x = x[:, weights[ORDER]] if ORDER in weights else x
+            x = x[:, weights[ORDER][0]] if ORDER in weights else x
             x = ops.quantize_fp8(x) if self.fp8_inputs else x
         rows = x.values if isinstance(x, ops.Fp8Rows) else x
         return ops.int4_mm(x, self._weight(weights, rows.shape[1]), weights.get("bias"))
@@ -119,12 +112,15 @@ class Int4:
         return form.cast(ops.int4_mm(x, self._weight(weights, x.shape[1]), weights.get("bias"), gated=True))
 
     def finish_experts(self, weights: Weights, num_experts: int) -> None:
-        weights.update(
-            ops.repack_expert_int4(self._weight(weights, 2 * weights["packed"].shape[1]), num_experts).tensors()
-        )
+        self._sort_columns(weights)
+        weight = self._weight(weights, 2 * weights["packed"].shape[1])
+        weights.pop("zeros", None)  # some layouts have none beside the codes
+        weights.update(ops.repack_expert_int4(weight, num_experts, fp8_rows=self.fp8_inputs).tensors())
 
     def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
         weight = self._weight(weights, x.shape[1])
+        if ORDER in weights:
+            x, by_token = _in_orders(x, weights[ORDER], routing, by_token), False
         is_plain = not self.fp8_inputs or routing.num_tokens <= ops.max_plain_expert_tokens(weight)
         rows = x if is_plain else ops.quantize_fp8(x)
         return ops.grouped_int4_mm(rows, weight, routing, by_token=by_token, gated=gated)
@@ -140,11 +136,11 @@ class Int4:
 
     def _put(self, weights: Weights, name: str, rows: slice, value: Tensor) -> None:
         if name == GROUP_OF_COLUMN:
-            self._put_groups(weights, value.int())
+            self._put_groups(weights, rows, value.int())
         elif name in weights:  # symmetric checkpoints store zero-points too, which say nothing
             weights[name][rows].copy_(value)
 
-    def _put_groups(self, weights: Weights, found: Tensor) -> None:
+    def _put_groups(self, weights: Weights, rows: slice, found: Tensor) -> None:
         """Raises ValueError unless the groups of a part's input features are served beside those of its neighbours."""
         size = self.group_size or found.numel()
         in_turn = torch.arange(found.numel(), device=found.device, dtype=torch.int32) // size
@@ -154,10 +150,22 @@ class Int4:
             if not torch.equal(found, in_turn):
                 raise ValueError("is not in order, config.json says it is (desc_act: false)")
             return
-        known = weights[GROUP_OF_COLUMN]
+        orders = weights[GROUP_OF_COLUMN]
+        known = orders[rows.start * orders.shape[0] // weights["packed"].shape[0]]
         if known[0] >= 0 and not torch.equal(known, found):
             raise ValueError("differs from that of a part which is multiplied together with it")
         known.copy_(found)
+
+    def _sort_columns(self, weights: Weights) -> None:
+        """Put the input features of each order's rows group by group, and keep where they were."""
+        group_of_column = weights.pop(GROUP_OF_COLUMN, None)
+        if group_of_column is None or not (group_of_column.diff() < 0).any():
+            return
+        order = torch.argsort(group_of_column, dim=1, stable=True)
+        rows = weights["packed"].unflatten(0, (order.shape[0], -1))
+        sorted_rows = [ops.pack_int4(ops.unpack_int4(part)[:, columns]) for part, columns in zip(rows, order)]
+        weights["packed"] = torch.cat(sorted_rows)
+        weights[ORDER] = order.int()
 
     def _require_whole_groups(self, spec: LinearSpec) -> None:
         names = ", ".join(name for name, _ in spec.parts)
@@ -169,6 +177,14 @@ class Int4:
             if self.stored is not None and rows % CODES_PER_WORD:
                 reason = f"{name} has {rows} outputs, not a multiple of {CODES_PER_WORD}, as words of weights hold"
                 raise ConfigError("quantization", self.stored.packing, reason)
+
+
+def _in_orders(x: Tensor, orders: Tensor, routing: ops.Routing, by_token: bool) -> Tensor:
+    """A row for each row of the routing, its features in the order of its expert's weights."""
+    numbers = torch.arange(routing.num_rows, device=x.device, dtype=torch.int32)
+    experts = torch.bucketize(numbers, routing.offsets[1:], right=True)
+    rows = x[routing.tokens] if by_token else x
+    return rows.gather(1, orders[experts].long())
 
 
 QUANT_METHODS.register("wint4")(Int4())

@@ -115,6 +115,14 @@ class Int8:
             return form.silu_mul(self.apply(weights, x))
         return form.cast(_multiply(weights, x, gated=True))
 
+    def finish_experts(self, weights: Weights, num_experts: int) -> None:
+        """Weights are held as they are multiplied."""
+
+    def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
+        values, scales = (weights[name].unflatten(0, (routing.num_experts, -1)) for name in ("values", "scales"))
+        rows = ops.quantize_int8(x, weights.get(INPUT_SCALE)) if self.int8_inputs else x
+        return ops.grouped_mm(rows, values, routing, scales, by_token=by_token, gated=gated)
+
 
 def _multiply(weights: Weights, x: Tensor | ops.Int8Rows, gated: bool = False) -> Tensor:
     operands = weights["values"], weights["scales"], weights.get("bias")
