@@ -62,7 +62,8 @@ def _walk(batch: ForwardBatch, numbers: torch.Tensor, num_requests: int, num_row
     bits = torch.ones_like(rows) << rows
     words = (bits | (bits - 1)).expand_as(places)
     if batch.tree_mask is not None:
-        words = batch.tree_mask[batch.logits_indices[:num_rows][places]]
+        inner = batch.logits_indices[:num_rows][places].clamp(max=len(batch.tree_mask) - 1)  # a prompt has no word
+        words = batch.tree_mask[inner]
     words = torch.where(inside, words, 0)
     word, chosen = torch.ones_like(firsts), torch.zeros_like(inside)
     for rank in right.view(num_requests, -1).T:
@@ -81,17 +82,20 @@ def _walk_by_kernel(batch: ForwardBatch, numbers: torch.Tensor, num_requests: in
     has_tree = batch.tree_mask is not None
     depth = len(numbers) // num_requests - 2
     masks = batch.tree_mask if has_tree else numbers
-    _walk_kernel[(num_requests,)](masks, batch.logits_indices, numbers, marks, num_requests, depth, has_tree, MAX_ROWS)
+    _walk_kernel[(num_requests,)](
+        masks, batch.logits_indices, numbers, marks, num_requests, len(masks), depth, has_tree, MAX_ROWS
+    )
     return marks
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests", "num_words"])
 def _walk_kernel(
     tree_mask,
     logits_indices,
     numbers,
     marks,
     num_requests,
+    num_words,
     DEPTH: tl.constexpr,
     HAS_TREE: tl.constexpr,
     ROWS: tl.constexpr,
@@ -104,7 +108,7 @@ def _walk_kernel(
     bits = tl.full([ROWS], 1, tl.int64) << rows.to(tl.int64)
     if HAS_TREE:
         places = tl.load(logits_indices + first + rows, mask=inside, other=0)
-        words = tl.load(tree_mask + places, mask=inside, other=0)
+        words = tl.load(tree_mask + places, mask=inside & (places < num_words), other=0)  # a prompt has none
     else:
         words = tl.where(inside, bits | (bits - 1), 0)
     word = tl.full([], 1, tl.int64)

@@ -28,14 +28,15 @@ def test_the_kernel_walks_as_torch_does(has_tree: bool) -> None:
         pytest.skip("needs TRITON_INTERPRET=1 or a CUDA device")
     device = torch.device("cpu" if IS_INTERPRETING else "cuda")
     generator = torch.Generator().manual_seed(1)
-    counts = [0, 63, 5, 12]
+    counts = [0, 63, 5, 12, 0]  # the last a prompt's, behind the rows that have words
     words = [word for count in counts for word in random_words(count, generator)]
-    firsts = [0, 1, 65, 71]
-    ranks = [0, 0, 1 << 30, 0, 1, 0, 0, 0, 0, 2, 0, 0]  # of four requests and three depths
+    firsts = [0, 1, 65, 71, 84]
+    ranks = [0, 0, 1 << 30, 0, 1, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0]  # of five requests and three depths
     numbers = torch.tensor([*ranks, *firsts, *counts], device=device)
-    order = torch.randperm(len(words), generator=generator).to(device)
-    tree_mask = torch.empty(len(words), dtype=torch.int64, device=device)
-    tree_mask[order] = torch.tensor(words, device=device)
+    num_words = len(words) - 1
+    order = torch.cat([torch.randperm(num_words, generator=generator), torch.tensor([1000])]).to(device)
+    tree_mask = torch.empty(num_words, dtype=torch.int64, device=device)
+    tree_mask[order[:-1]] = torch.tensor(words[:-1], device=device)
     batch = SimpleNamespace(logits_indices=order, tree_mask=tree_mask if has_tree else None)
     arguments = (batch, numbers, len(counts), len(words))
     found = simulated_acceptance._walk_by_kernel(*arguments)
