@@ -192,20 +192,22 @@ def test_cuda_tree_of_64_rows(hopper) -> None:
         assert_cuda_right(case, hopper)
 
 
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_cuda_many_rows(hopper, dtype) -> None:
-    """More rows of a kv head than a pass of the kernel for few takes: keys shared by 1 to 8 CTAs, requests beside each
+def test_cuda_many_rows(hopper, dtype, kv_dtype) -> None:
+    """More rows of a kv head than a pass of the kernel for few takes: keys shared by 2 to 16 CTAs, requests beside each
     other that have fewer, none, or nothing in the cache."""
     lens = {
         (8, 2, 128, 64): ([64, 49, 0, 21, 33], [1500, 49, 0, 700, 64]),
         (4, 4, 128, 16): ([64], [64]),
         (16, 2, 128, 32): ([27, 64, 5], [3000, 65, 129]),
         (6, 2, 128, 64): ([12] * 40, [40 + 97 * place for place in range(40)]),
-        (32, 8, 128, 16): ([4, 1, 3, 4] * 18, [5 + 41 * place for place in range(72)]),
+        (32, 8, 128, 16): ([10, 3, 9, 9] * 18, [11 + 41 * place for place in range(72)]),
+        (8, 2, 128, 32): ([4, 3, 4], [1500, 3, 700]),
         (32, 8, 128, 64): ([64], [1088]),
     }
     for seed, (geometry, (query_lens, seq_lens)) in enumerate(lens.items()):
-        case = make_case(query_lens, seq_lens, geometry, dtype, seed=seed)
+        case = make_case(query_lens, seq_lens, geometry, dtype, kv_dtype, seed)
         for one in (case, chain_or_tree(case, seed)):
             assert cuda_verify.takes(call_of(one.to(hopper)))
             assert_cuda_right(one, hopper)
@@ -213,22 +215,27 @@ def test_cuda_many_rows(hopper, dtype) -> None:
 
 def test_many_rows_are_taken_where_the_kernel_has_all_that_they_ask(monkeypatch) -> None:
     monkeypatch.setattr(cuda_verify, "missing", lambda *arguments: None)
-    case = make_case([12], [40], (8, 2, 128, 64))
-    assert cuda_verify.takes(call_of(case)) and cuda_verify.takes(call_of(make_case([4, 2], [9, 40], (8, 2, 128, 64))))
-    decodes, few = make_case([1] * 8, [40] * 8, (32, 1, 128, 64)), make_case([2], [40], (8, 2, 128, 64))
-    others = [decodes, few, make_case([64], [70], (2, 2, 64, 16)), make_case([12], [40], (8, 2, 128, 64), kv_dtype=FP8)]
-    assert not any(cuda_verify.takes(call_of(other)) for other in others)
-    beside_decodes = make_case([64, *[1] * 20], [64, *[40] * 20], (8, 2, 128, 64))
-    assert not cuda_verify.takes(call_of(beside_decodes)), "a short prompt is not what the others have"
-    for option in ("window", "alibi", "soft_cap"):
-        assert not cuda_verify.takes(call_of(with_options(case, option)))
+    monkeypatch.setattr(cuda_verify, "count_clusters", lambda *arguments: {2: 132, 4: 62, 8: 30, 16: 14})
+    geometry = (8, 2, 128, 64)
+
+    def takes(query_lens, kv_dtype=None, geometry=geometry, option="plain") -> bool:
+        case = make_case(query_lens, [max(query_lens) + 3] * len(query_lens), geometry, kv_dtype=kv_dtype)
+        return cuda_verify.takes(call_of(with_options(case, option)))
+
+    assert takes([12]) and takes([4, 2]) and takes([4] * 66) and takes([9] * 200)
+    assert not takes([4] * 67), "what fits into a pass of the other kernel, and not twice on the GPU"
+    assert takes([12], FP8) and takes([9] * 200, FP8) and takes([4] * 31, FP8) and not takes([4] * 32, FP8)
+    assert not takes([2]) and not takes([1] * 8, geometry=(32, 1, 128, 64)), "few rows, decodes"
+    assert not takes([12], torch.int8) and not takes([64], geometry=(2, 2, 64, 16))
+    assert not takes([64, *[1] * 20]), "a short prompt is not what the others have"
+    assert not any(takes([12], option=option) for option in ("window", "alibi", "soft_cap"))
 
 
-def test_keys_are_shared_by_as_many_as_there_is_room_for() -> None:
-    clusters = {1: 264, 2: 132, 4: 66, 8: 32}
-    assert [cuda_verify.splits_of(units, clusters) for units in (1, 32, 33, 66, 67, 132, 133, 264, 265)] == [
-        8, 8, 4, 4, 2, 2, 1, 1, 2,
-    ]  # fmt: skip
+def test_keys_are_shared_by_as_many_as_there_is_room_for(monkeypatch) -> None:
+    monkeypatch.setattr(cuda_verify, "count_clusters", lambda *arguments: {2: 132, 4: 62, 8: 30, 16: 14})
+    for num_requests, splits in ((1, 16), (7, 16), (8, 8), (15, 8), (16, 4), (31, 4), (32, 2), (66, 2), (67, 0)):
+        case = make_case([12] * num_requests, [12] * num_requests, (8, 2, 128, 64))
+        assert cuda_verify._splits(call_of(case)) == splits
 
 
 def call_of(case: DecodeCase) -> DecodeCall:
@@ -240,7 +247,7 @@ def call_of(case: DecodeCase) -> DecodeCall:
 
 def test_cuda_graph_replays_with_new_lengths(hopper) -> None:
     """A captured launch follows seq_lens and block tables as they change on the device."""
-    for num_rows, kv_dtype in ((1, FP8), (12, torch.bfloat16)):
+    for num_rows, kv_dtype in ((1, FP8), (12, FP8), (12, torch.bfloat16)):
         check_replays(hopper, num_rows, kv_dtype)
 
 

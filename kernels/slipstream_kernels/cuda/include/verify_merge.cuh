@@ -35,6 +35,7 @@ struct VerifyMerge {
   const VerifyWork& work;
   uint32_t memory;
   int rank;
+  float scale;              // of raw products, base 2
 
   // All threads; no product reads shared memory any more.
   __device__ __forceinline__ void run(const RowState& state, const float (&out)[kOutputs]) const {
@@ -53,11 +54,11 @@ struct VerifyMerge {
 
  private:
   __device__ __forceinline__ uint32_t sums(int row, int column) const {
-    return memory + SHAPE::kRingOffset + (row * SHAPE::kSumStride + column) * 4;
+    return memory + SHAPE::kSumOffset + (row * SHAPE::kSumStride + column) * 4;
   }
   __device__ __forceinline__ uint32_t state_of(int row) const { return memory + SHAPE::kStateOffset + row * 8; }
 
-  // Of each row its maximum (base 2), its normaliser and its sums, where the ring was.
+  // Of each row its maximum (base 2), its normaliser and its sums, where tiles were.
   __device__ __forceinline__ void leave(const RowState& state, const float (&out)[kOutputs]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -66,7 +67,7 @@ struct VerifyMerge {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       if (threadIdx.x % 4 == 0) {
-        const float maximum = state.maximum[r] == kNothing ? kNothing : state.maximum[r] * p.scale * kLog2E;
+        const float maximum = state.maximum[r] == kNothing ? kNothing : state.maximum[r] * scale;
         store_shared_8(state_of(row), maximum, sum);
       }
 #pragma unroll
@@ -90,7 +91,8 @@ struct VerifyMerge {
       normaliser += weight * state.y;
       sum.x += weight * values.x, sum.y += weight * values.y, sum.z += weight * values.z, sum.w += weight * values.w;
     }
-    const float inverse = normaliser == 0.0f ? 0.0f : 1.0f / normaliser;
+    const float unit = SHAPE::kIsFp8 && p.value_scale != nullptr ? p.value_scale[work.kv_head] : 1.0f;
+    const float inverse = normaliser == 0.0f ? 0.0f : unit / normaliser;
     const int64_t to_row = static_cast<int64_t>(work.start + token) * p.num_kv_heads * p.group + work.kv_head * p.group + head;
     uint2 packed = make_uint2(pack<T>(sum.x * inverse, sum.y * inverse), pack<T>(sum.z * inverse, sum.w * inverse));
     *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + to_row * SHAPE::kHeadDim + 4 * quad) = packed;

@@ -1,32 +1,44 @@
 // What the verify kernel has of shared memory, and what a CTA works on.
 #pragma once
 
+#include <type_traits>
+
 #include "hopper_mma.cuh"
+#include "kv_format.cuh"
 #include "verify_params.h"
 
 namespace slipstream {
 
-template <typename T>
+// KV: k16Bit (T's own) or kFp8E4m3, whose tiles arrive as they are and become fp16 in shared memory.
+template <typename T, KvType KV>
 struct VerifyShape {
+  static constexpr bool kIsFp8 = KV == KvType::kFp8E4m3;
+  static_assert(kIsFp8 || KV == KvType::k16Bit);
   using Element = T;
+  using Operand = std::conditional_t<kIsFp8, __half, T>;
   static constexpr int kHeadDim = 128;
   static constexpr int kRows = 64;     // (token, query head of one kv head), the tall side of a product
   static constexpr int kKeys = 64;     // of a tile
   static constexpr int kStages = 3;    // so that what is left of a split context is all on its way at once
   static constexpr int kThreads = 128;
   static constexpr int kSlabs = kHeadDim / 64;
-  static constexpr int kChunks = kHeadDim * 2 / 16;            // 16 bytes each, of a row
-  static constexpr int kRowsAtOnce = kThreads / kChunks;
+  static constexpr int kChunks = kHeadDim * 2 / 16;            // 16 bytes each, of an operand's row
   static constexpr int kSlabBytes = kKeys * kSwizzleBytes;     // 64 columns of all rows
   static constexpr int kTileBytes = kSlabs * kSlabBytes;       // keys, values or queries
-  static constexpr int kStageBytes = 2 * kTileBytes;
-  static constexpr int kRingOffset = kTileBytes;               // behind the queries
-  // What the CTAs of a cluster read of each other lies where the ring was.
-  static constexpr int kSumStride = kHeadDim + 8;  // words of a row; eight rows of pairs then lie in different banks
-  static constexpr int kStateOffset = kRingOffset + kRows * kSumStride * 4;
-  static_assert(kRows == kKeys && kStateOffset + kRows * 8 <= kRingOffset + kStages * kStageBytes);
-  // Two CTAs to an SM, each with 1 KB that the system takes.
+  // Of the cache's rows.
+  static constexpr int kCacheChunks = kIsFp8 ? kChunks / 2 : kChunks;
+  static constexpr int kCacheTileBytes = kKeys * kCacheChunks * 16;
+  static constexpr int kStageBytes = 2 * kCacheTileBytes;
+  // Behind the queries the operands of the tile that is multiplied, unless they are multiplied where they arrive.
+  static constexpr int kOperandOffset = kTileBytes;
+  static constexpr int kRingOffset = kOperandOffset + (kIsFp8 ? 2 * kTileBytes : 0);
   static constexpr int kTotalBytes = kRingOffset + kStages * kStageBytes;
+  // What the CTAs of a cluster read of each other lies behind the queries, in the end.
+  static constexpr int kSumOffset = kOperandOffset;
+  static constexpr int kSumStride = kHeadDim + 8;  // words of a row; eight rows of pairs then lie in different banks
+  static constexpr int kStateOffset = kSumOffset + kRows * kSumStride * 4;
+  static_assert(kRows == kKeys && kStateOffset + kRows * 8 <= kTotalBytes);
+  // Two CTAs to an SM, each with 1 KB that the system takes.
   static_assert(2 * (kTotalBytes + 1024) < 228 * 1024);
 };
 
