@@ -160,17 +160,9 @@ def make_engine(arguments: argparse.Namespace, method: str) -> Engine:
             values["num_draft_tokens"] = paths[1]
         values["speculation_throttle"] = arguments.throttle
     engine = Engine(config_from_values(values))
-    if arguments.shape and method.startswith("eagle"):
-        sharpen(engine)
     gc.collect()
     gc.freeze()  # as the server does: a collection of what loading made would take 100 ms of a run
     return engine
-
-
-def sharpen(engine: Engine) -> None:
-    """Make EAGLE's random head about as sure of its guesses as PROFILES say, so that its trees are as deep."""
-    drafter: Any = engine._speculator._drafters["eagle"]
-    drafter._head.norms["norm"].weight.mul_(6.0)
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, object]]:

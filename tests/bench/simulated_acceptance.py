@@ -1,7 +1,9 @@
 """Acceptance by a profile instead of by the model's word, for benchmarks with random weights.
 
-Everything about a draft's tree is known on the device alone when steps are launched ahead, so the way through it is
-found there: by one small kernel on a GPU, which is all that the simulation costs a step, by torch elsewhere.
+A random EAGLE head is sure of anything: it is given the profile's own rates as its confidence in each guess, so that
+its trees lie where tokens are taken, as a trained head's do. Everything about a draft's tree is known on the device
+alone when steps are launched ahead, so the way through it is found there: by one small kernel on a GPU, which is all
+that the simulation costs a step, by torch elsewhere.
 """
 
 from __future__ import annotations
@@ -13,14 +15,18 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from profiles import PROFILES
 from slipstream.nn.batch import ForwardBatch
 from slipstream.runtime import verifier, verify
 from slipstream.runtime.host_copy import to_device
+from slipstream.runtime.speculation.eagle import EagleDrafter
+from slipstream.runtime.speculation.proposer import PROPOSERS, Surroundings
 from slipstream_kernels import ops
 from slipstream_kernels.triton.interpreter import IS_INTERPRETING
 
 MAX_ROWS = 64  # of a request
 _NEVER = 1 << 30  # a rank that no guess has
+_LEAST_RATE = 0.01  # of ranks that a profile does not list
 
 
 class SimulatedVerification(verify.Verification):
@@ -47,9 +53,23 @@ class SimulatedVerification(verify.Verification):
         return ranks.flatten().tolist()
 
 
+class CalibratedEagle(EagleDrafter):
+    """As sure of the guess of each rank as the profile says that it is right."""
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        super().__init__(surroundings)
+        rates = [*PROFILES["eagle"][0], *[_LEAST_RATE] * MAX_ROWS][: self._top_k]
+        self._sure = to_device(rates, torch.float32, surroundings.hardware.device).log()
+
+    def _guesses(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, values = super()._guesses(features)
+        return tokens, self._sure.to(values.dtype).expand_as(values)
+
+
 def simulate() -> None:
     """From now on in this process."""
     verifier.Verification = SimulatedVerification  # type: ignore[misc]
+    PROPOSERS._entries["eagle"] = CalibratedEagle
 
 
 def _walk(batch: ForwardBatch, numbers: torch.Tensor, num_requests: int, num_rows: int) -> torch.Tensor:

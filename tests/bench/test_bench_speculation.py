@@ -23,7 +23,8 @@ METHODS = ("ngram", "draft_model", "medusa", "mtp", "eagle")
 def test_every_method_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(SHAPES, "tiny", SMALL)
     monkeypatch.setattr(verifier, "Verification", verifier.Verification)  # put back after the test
-    monkeypatch.setitem(PROPOSERS._entries, "ngram", PROPOSERS.get("ngram"))
+    for name in ("ngram", "eagle"):
+        monkeypatch.setitem(PROPOSERS._entries, name, PROPOSERS.get(name))
     rehearse_graphs(monkeypatch, (2,))
     sizes = "--concurrency 2 --input-len 24 --output-len 40 --repeats 1 --throttle auto"
     options = "--options device=cpu num_blocks=64 overlap_scheduling=on eagle_depth=3 eagle_top_k=4"
