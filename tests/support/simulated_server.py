@@ -1,8 +1,9 @@
 """A server whose steps take what one H200 took, run by a DraftPlanner: what it decides, and what that is worth.
 
-Seconds are those of the 8B shape in bf16 at 1,024 tokens of context (docs/LOG.md): steps with an empty cache, which the
-planner is told as measured at start, and what they take beyond, which it has to find out. Between measured sizes lie
-straight lines; verifications of 128 rows and more are put together from plain steps and products.
+Seconds are those of the 8B shape in bf16 (docs/LOG.md). The planner is told those of an empty cache, and has to find
+out what 1,024 tokens of context add, as a server has to whose contexts are longer than those that it timed at start.
+Between measured sizes lie straight lines; verifications of 128 rows and more are put together from plain steps and
+products.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ def test_no_plan_is_slower_than_plain_by_the_planners_own_estimate(method: str) 
 
 
 def test_few_requests_get_smaller_trees_than_an_empty_cache_promises() -> None:
-    """A tree's rows cost more the longer the context, which is not known at start: at 2 requests 23 drafts, a third of
-    the tree, look best by the seconds of an empty cache; 7 are."""
+    """A tree's rows cost more the longer the context: at 2 requests 23 drafts, a third of the tree, look best by the
+    seconds of a shorter one than they have; 7 are."""
     simulated = server("medusa")
     planner = DraftPlanner(is_adaptive=True, costs=simulated.costs)
     simulated.run(planner, 2, 1)
