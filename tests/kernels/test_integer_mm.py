@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from hopper import needs_hopper
-from slipstream_kernels import ops
+from slipstream_kernels import int8_layout, ops
 from slipstream_kernels.ops import Int4Weight, Int8Rows
+from slipstream_kernels.triton.int8_dequantise import int8_dequantise
 from tolerances import INT_MM
 
 # tokens, out, in, group size; group 0 is one per row
@@ -142,6 +143,52 @@ def test_few_16_bit_rows_beside_int8_weights_are_streamed(gated) -> None:
             gate, up = expected.chunk(2, dim=1)
             expected = torch.nn.functional.silu(gate) * up
         assert y.shape == expected.shape and (y - expected).norm() / expected.norm() < 5e-3
+
+
+@needs_hopper
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(4096, 1024), (512, 4096), (16, 128), (48, 14336), (36864, 256)]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_repacked_int8_weights_beside_any_number_of_rows(dtype, out_features, in_features, gated) -> None:
+    weight = ops.quantize_int8_weight(torch.randn(out_features, in_features, device="cuda"))
+    words, bias = ops.repack_int8(weight.values), torch.randn(out_features, device="cuda").to(dtype)
+    assert words.dtype == torch.int32 and words.nbytes == weight.values.nbytes
+    plain = weight.values.double() * weight.scales.double()[:, None]
+    for num_tokens in (1, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 200, 256, 257):
+        x = torch.randn(num_tokens, in_features + 8, device="cuda").to(dtype)[:, :in_features]
+        y = ops.int8_mm(x, words, weight.scales, bias, gated=gated).double()
+        expected = x.double() @ plain.t() + bias.double()
+        if gated:
+            gate, up = expected.chunk(2, dim=1)
+            expected = torch.nn.functional.silu(gate) * up
+        assert y.shape == expected.shape and (y - expected).norm() / expected.norm() < 6e-3, num_tokens
+    x = torch.randn(3, in_features, device="cuda")
+    y = ops.int8_mm(x, words, weight.scales)
+    assert y.dtype == torch.float32 and (y - x @ plain.float().t()).norm() / y.norm() < 1e-3
+
+
+@needs_hopper
+def test_int8_weights_without_an_order_of_their_own_stay_as_they_are() -> None:
+    values = torch.zeros(16, 192, dtype=torch.int8, device="cuda")
+    assert ops.repack_int8(values) is values and ops.repack_int8(values.cpu()).dtype == torch.int8
+
+
+def test_repacked_int8_weights_take_float_rows() -> None:
+    words, x = torch.zeros(16, 32, dtype=torch.int32), torch.zeros(2, 128)
+    with pytest.raises(ValueError, match="values: a weight of repack_int8 takes float rows"):
+        ops.int8_mm(ops.quantize_int8(x), words, torch.ones(16))
+    with pytest.raises(ValueError, match="backend"):
+        ops.int8_mm(x, words, torch.ones(16), backend="reference")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_repacked_int8_weights_are_written_out_as_they_were(device, dtype) -> None:
+    values = torch.randint(-128, 128, (5, 1168), device=device).to(torch.int8)
+    words, scales = int8_layout.repack(values), 0.5 + torch.rand(5, device=device)
+    assert torch.equal(int8_layout.unpack(words), values)
+    assert torch.equal(int8_dequantise(words, scales, dtype), (values.float() * scales[:, None]).to(dtype))
 
 
 def test_wrong_operands_are_named(device) -> None:

@@ -197,6 +197,10 @@ KERNELS = [
     ("int4_mm", "_int4_mm_kernel", {**INT_MM, "x_ptr": "*fp8e4nv"}, {**INT_MM_TILE, **FP8_INPUTS}, 4),
     ("int8_mm", "_int8_mm_kernel", INT_MM, INT_MM_TILE, 4),
     ("int8_mm", "_int8_mm_kernel", {**INT_MM, "x_ptr": "*i8"}, {**INT_MM_TILE, "IS_INT8": True}, 4),
+    (
+        "int8_dequantise", "_int8_dequantise_kernel", {"words_ptr": "*i32", "scales_ptr": "*fp32", "out_ptr": "*bf16"},
+        {"ROW_RUNS": 256, "RUNS": 256}, 8,
+    ),
     *(
         (
             "invariant_mm", "_invariant_mm_kernel", {**INVARIANT_MM, **weight},

@@ -164,6 +164,7 @@ def _main() -> None:
         cluster_mm,
         cutlass,
         decode_attention,
+        fragment_mm,
         int4_experts,
         int4_mm,
         int4_stream,
@@ -182,7 +183,16 @@ def _main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     jobs = parser.parse_args().jobs
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    kernels = (prefill_attention, prefill_stage, decode_attention, verify_attention, stream_mm, cluster_mm, sample)
+    kernels = (
+        prefill_attention,
+        prefill_stage,
+        decode_attention,
+        verify_attention,
+        stream_mm,
+        cluster_mm,
+        fragment_mm,
+        sample,
+    )
     wanted = [partial(build, kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
     of_int4 = (int4_stream, int4_experts, record_experts)
     wanted += [partial(build, *variant) for kernel in of_int4 for variant in kernel.variants()]

@@ -24,8 +24,9 @@ SOURCE = "stream_mm.cu"
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 MAX_TOKENS = 16
 # Up to so many tokens it is faster than what else there is, in a chain of dependent launches on one H200 (docs/LOG.md).
-MAX_CHOSEN_TOKENS = {torch.bfloat16: 16, torch.float16: 16, E4M3: 8, torch.int8: 16}
-EXPANDED = (E4M3, torch.int8)  # weights that are not operands as they are
+MAX_CHOSEN_TOKENS = {torch.bfloat16: 16, torch.float16: 16, E4M3: 8, torch.int8: 16, torch.int32: 8}
+# Formats of weights that are not operands as they are.  int32: words of repack_int8.
+EXPANDED = {E4M3: "Fp8Weights", torch.int8: "Int8Weights", torch.int32: "InterleavedInt8Weights"}
 SPAN_BYTES = 64  # of a weight row, what one warp multiplies at once
 MAX_HELD_TOKENS, MAX_HELD_FEATURES = 8, 4096  # activations that fit in the registers of a CTA
 SHARED_TILES, HELD_TILES = (2, 3, 4), (2, 3)  # 16-row tiles of one pass, that are compiled
@@ -56,7 +57,7 @@ class StreamParams(ctypes.Structure):
 
 def refusal(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -> str | None:
     """Why this version cannot multiply these; None if it can."""
-    reason = _refusal(x.device, x.dtype, weight.dtype, x.shape[1])
+    reason = _refusal(x.device, x.dtype, weight.shape[1] * weight.itemsize)
     if reason is not None:
         return reason
     if x.shape[0] > MAX_TOKENS:
@@ -68,25 +69,25 @@ def refusal(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) 
 
 def max_tokens(weight: torch.Tensor, scales: torch.Tensor | None) -> int:
     """See ops.max_streamed_tokens."""
-    return _max_tokens(weight.device, weight.dtype, weight.shape[1], _by_blocks(scales))
+    return _max_tokens(weight.device, weight.dtype, weight.shape[1] * weight.itemsize, _by_blocks(scales))
 
 
 @lru_cache
-def _max_tokens(device: torch.device, dtype: torch.dtype, in_features: int, by_blocks: bool) -> int:
+def _max_tokens(device: torch.device, dtype: torch.dtype, row_bytes: int, by_blocks: bool) -> int:
     operand = torch.bfloat16 if dtype in EXPANDED else dtype
-    reason = _refusal(device, operand, dtype, in_features) or missing(SOURCE, defines(operand, dtype, by_blocks))
+    reason = _refusal(device, operand, row_bytes) or missing(SOURCE, defines(operand, dtype, by_blocks))
     if reason is not None:
-        LOG.info("stream_mm does not serve weights of %s with %d columns: %s", dtype, in_features, reason)
+        LOG.info("stream_mm does not serve weights of %s with rows of %d bytes: %s", dtype, row_bytes, reason)
     return MAX_CHOSEN_TOKENS[dtype] if reason is None else 0
 
 
-def _refusal(device: torch.device, operand: torch.dtype, weight: torch.dtype, in_features: int) -> str | None:
+def _refusal(device: torch.device, operand: torch.dtype, row_bytes: int) -> str | None:
     if (reason := device_refusal(device, "x is")) is not None:
         return reason
     if operand not in OPERANDS:
         return f"x is {operand}, not bfloat16 or float16"
-    if in_features * weight.itemsize % SPAN_BYTES:
-        return f"in_features {in_features} is not a multiple of {SPAN_BYTES // weight.itemsize}"
+    if row_bytes % SPAN_BYTES:
+        return f"the weight's rows of {row_bytes} bytes are not a multiple of {SPAN_BYTES}"
     return None
 
 
@@ -143,14 +144,13 @@ def _by_blocks(scales: torch.Tensor | None) -> bool:
 
 def defines(operand: torch.dtype, weight: torch.dtype, by_blocks: bool) -> tuple[str, ...]:
     """The macros that choose a library."""
-    names = {E4M3: "BlockFp8Weights" if by_blocks else "Fp8Weights", torch.int8: "Int8Weights"}
-    name = names.get(weight, "PlainWeights")
+    name = "BlockFp8Weights" if by_blocks and weight == E4M3 else EXPANDED.get(weight, "PlainWeights")
     return (f"SLIPSTREAM_OPERAND={OPERANDS[operand]}", f"SLIPSTREAM_WEIGHTS={name}")
 
 
 def variants() -> list[tuple[str, ...]]:
     """All libraries, for building ahead of time."""
-    names = ("PlainWeights", "Fp8Weights", "BlockFp8Weights", "Int8Weights")
+    names = ("PlainWeights", "BlockFp8Weights", *EXPANDED.values())
     return [
         (f"SLIPSTREAM_OPERAND={operand}", f"SLIPSTREAM_WEIGHTS={name}")
         for operand in OPERANDS.values()

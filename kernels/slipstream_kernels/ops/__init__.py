@@ -14,7 +14,7 @@ from slipstream_kernels.ops.decode_attention import decode_attention
 from slipstream_kernels.ops.grouped_int4_mm import grouped_int4_mm, max_plain_expert_tokens, repack_expert_int4
 from slipstream_kernels.ops.grouped_mm import grouped_mm
 from slipstream_kernels.ops.int4_mm import int4_mm, max_plain_int4_tokens, repack_int4
-from slipstream_kernels.ops.int8_mm import int8_mm
+from slipstream_kernels.ops.int8_mm import int8_mm, repack_int8
 from slipstream_kernels.ops.invariant_attention import invariant_attention
 from slipstream_kernels.ops.invariant_mm import invariant_mm
 from slipstream_kernels.ops.level_rows import LevelRows, level_rows
@@ -98,6 +98,7 @@ __all__ = [
     "reject_drafts",
     "repack_expert_int4",
     "repack_int4",
+    "repack_int8",
     "rms_norm",
     "rms_norm_fp8",
     "rope_write_kv",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from slipstream_kernels import int8_layout
 from slipstream_kernels.reference.scaled_mm import dequantize_weight
 
 
@@ -11,6 +12,7 @@ def stream_mm(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, gated: bool
 ) -> torch.Tensor:
     """See ops.stream_mm."""
+    weight = int8_layout.unpack(weight) if weight.dtype == torch.int32 else weight
     wide = weight.float() if scales is None else dequantize_weight(weight, scales)
     y = x.float() @ wide.t()
     if bias is not None:

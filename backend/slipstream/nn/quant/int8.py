@@ -36,8 +36,8 @@ MAX_PLAIN_ROWS = 8  # beyond, products of int8 rows are the faster (docs/LOG.md)
 class Int8:
     """stored: the layout of an int8 checkpoint; None: the checkpoint is not quantised.
 
-    weights: "values" int8 [out, in], "scales" fp32 [out], "counters" if int8_inputs, "bias" if any, "input_scale"
-    fp32 [] if stored.
+    weights: "values" int8 [out, in] (without int8_inputs: then as ops.repack_int8 has them), "scales" fp32 [out],
+    "counters" if int8_inputs, "bias" if any, "input_scale" fp32 [] if stored.
     """
 
     int8_inputs: bool = False
@@ -98,7 +98,8 @@ class Int8:
             scales.copy_(tensor.reshape(-1))
 
     def finish(self, weights: Weights) -> None:
-        """Weights are held as they are multiplied."""
+        if not self.int8_inputs:
+            weights["values"] = ops.repack_int8(weights["values"])
 
     def input_form(self, weights: Weights) -> InputForm[Activation]:
         if not self.int8_inputs:

@@ -47,6 +47,7 @@ __device__ __forceinline__ void send(uint32_t remote, const float (&v)[4], uint3
 
 // Hints to the L2 cache, as createpolicy encodes them.
 constexpr uint64_t kReadOnce = 0x12F0000000000000;   // evict first
+constexpr uint64_t kReadNormally = 0x1000000000000000;
 constexpr uint64_t kReadOften = 0x14F0000000000000;  // evict last
 
 // Copies the map's box at (x, y, z, w) to shared memory.

@@ -64,7 +64,7 @@ struct Fp8Weights {
     }
   }
 
- private:
+ protected:
   // scale: a power of two, twice, of type T.
   static __device__ __forceinline__ uint32_t narrow(uint32_t pair, uint32_t scale) {
     if constexpr (!kIsRescaled) return pair;
@@ -92,13 +92,40 @@ struct Int8Weights : Fp8Weights<T> {
   static constexpr int kSteps = Fp8Weights<T>::kSteps;
 
   static __device__ __forceinline__ void expand(const uint4& raw, uint32_t (&pairs)[kSteps][2]) {
+    expand_bytes<0x4140, 0x4342>(raw, pairs);
+  }
+
+ protected:
+  // Which bytes of a word become the pairs of a step.
+  template <int LOW, int HIGH>
+  static __device__ __forceinline__ void expand_bytes(const uint4& raw, uint32_t (&pairs)[kSteps][2]) {
     const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       const uint32_t biased = words[step] ^ 0x80808080u;
-      const uint32_t low = __byte_perm(biased, 0x64646464u, 0x4140), high = __byte_perm(biased, 0x64646464u, 0x4342);
+      const uint32_t low = __byte_perm(biased, 0x64646464u, LOW), high = __byte_perm(biased, 0x64646464u, HIGH);
       asm("add.rn.f16x2 %0, %1, %2;" : "=r"(pairs[step][0]) : "r"(low), "r"(0xE480E480u));
       asm("add.rn.f16x2 %0, %1, %2;" : "=r"(pairs[step][1]) : "r"(high), "r"(0xE480E480u));
+    }
+  }
+};
+
+// The same of which 16 columns stand 0 8 1 9, 2 10 3 11, .. (int8_layout.py): a word is two of the first eight and two of
+// the others.
+template <typename T>
+struct InterleavedInt8Weights : Int8Weights<T> {
+  static constexpr int kSteps = Int8Weights<T>::kSteps;
+
+  static __device__ __forceinline__ void expand(const uint4& raw, uint32_t (&pairs)[kSteps][2]) {
+    Int8Weights<T>::template expand_bytes<0x4240, 0x4341>(raw, pairs);
+  }
+
+  static __device__ __forceinline__ void arrange(const uint4 (&x)[2], uint32_t scale, uint32_t (&pairs)[kSteps][2]) {
+    const uint32_t low[4] = {x[0].x, x[0].y, x[0].z, x[0].w}, high[4] = {x[1].x, x[1].y, x[1].z, x[1].w};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      pairs[step][0] = Fp8Weights<T>::narrow(low[step], scale);
+      pairs[step][1] = Fp8Weights<T>::narrow(high[step], scale);
     }
   }
 };

@@ -1,0 +1,170 @@
+// Products of up to 256 16-bit tokens with int8 weights, for Hopper (sm_90a). Contract: ops/int8_mm.py.
+//
+// One persistent CTA an SM, or a cluster of them, owns strips of output features (fragment_shape.cuh). A warp fills a ring
+// with weights and tokens (fragment_load.cuh), four warpgroups expand weights into operands in registers and multiply
+// (fragment_multiply.cuh), and sums meet in shared memory (fragment_epilogue.cuh). The kernel starts while the one before
+// it still runs, and fills its ring with weights meanwhile. Built once per SLIPSTREAM_FORMAT (fragment_formats.cuh) and
+// SLIPSTREAM_COLUMNS (tokens of a tile).
+
+#include "dependent_launch.cuh"
+#include "fragment_epilogue.cuh"
+#include "fragment_load.cuh"
+#include "fragment_multiply.cuh"
+#include "library.h"
+#include "tensor_map.h"
+
+namespace slipstream {
+
+template <typename SHAPE>
+__device__ __forceinline__ void init_memory(const FragmentMemory<SHAPE>& memory) {
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < SHAPE::kStages; ++stage) {
+      init_barrier(memory.filled(stage), 1);
+      init_barrier(memory.emptied(stage), SHAPE::kWarps);
+    }
+    publish_barriers();
+  }
+  __syncthreads();
+}
+
+template <typename SHAPE>
+__device__ __forceinline__ void multiply_passes(const FragmentParams& p, const FragmentMemory<SHAPE>& memory,
+                                                const FragmentShare<SHAPE>& share, int warpgroup) {
+  FragmentMultiplier<SHAPE> multiplier{memory, share, warpgroup % SHAPE::kRowGroups, warpgroup / SHAPE::kRowGroups};
+  const FragmentEpilogue<SHAPE> epilogue{p, memory, share};
+  epilogue.load_rows(0);
+  await_previous();
+#pragma unroll 1
+  for (int pass = 0; pass < share.num_passes; ++pass) {
+    if (pass > 0) epilogue.load_rows(pass);
+    float sums[SHAPE::kSums] = {};
+    multiplier.multiply_pass(share.pass_begin(pass + 1) - share.pass_begin(pass), sums);
+    epilogue.write(pass, sums);
+  }
+}
+
+template <typename SHAPE>
+__global__ void __launch_bounds__(SHAPE::kThreads, 1)
+    fragment_mm_kernel(const __grid_constant__ FragmentParams p, const __grid_constant__ FragmentMaps maps) {
+  extern __shared__ char shared[];
+  start_dependents();
+  if (threadIdx.x == SHAPE::kConsumers) prefetch_map(&maps.tokens);
+  const FragmentMemory<SHAPE> memory(shared_address(shared));
+  const FragmentShare<SHAPE> share(p);
+  init_memory(memory);
+  // One value for the whole warp, so that the branch below is seen to be uniform.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (warpgroup == SHAPE::kWarpgroups) {
+    lower_registers<SHAPE::kLoaderRegisters>();
+    if (threadIdx.x / 32 == SHAPE::kWarps) FragmentLoader<SHAPE>{p, maps, memory, share}.run();
+    return;
+  }
+  raise_registers<SHAPE::kMultiplierRegisters>();
+  multiply_passes<SHAPE>(p, memory, share, warpgroup);
+}
+
+template <typename SHAPE>
+cudaError_t configure() {
+  return cudaFuncSetAttribute(fragment_mm_kernel<SHAPE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                              SHAPE::kSharedBytes);
+}
+
+template <typename SHAPE>
+cudaLaunchConfig_t launch_config(const FragmentParams& p, cudaLaunchAttribute (&attributes)[2]) {
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = p.splits;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(p.num_clusters * p.splits);
+  config.blockDim = dim3(SHAPE::kThreads);
+  config.dynamicSmemBytes = SHAPE::kSharedBytes;
+  config.attrs = attributes;
+  config.numAttrs = p.is_dependent != 0 ? 2 : 1;
+  return config;
+}
+
+// Strips of 16 rows of weights, of which the second eight are far from the first where they are gate and up.
+inline bool encode_weights(const FragmentParams& p, uint32_t strips, CUtensorMap* map) {
+  const uint64_t row = p.in_features, eight = 8 * row, count = p.out_features / 16;
+  const uint64_t half = p.is_gated != 0 ? p.out_features / 2 * row : eight, strip = p.is_gated != 0 ? eight : 2 * eight;
+  const Extent<4> extent{{row, 8, 2, count}, {row, half, strip}, {128, 8, 2, strips}};
+  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, p.values, extent);
+}
+
+// False if the driver refuses.
+template <typename SHAPE>
+bool encode_maps(const FragmentParams& p, FragmentMaps* maps) {
+  constexpr uint32_t kRow = 128 / sizeof(typename SHAPE::Operand);
+  const uint64_t slabs = p.in_features / 128 * SHAPE::kSlabs, tokens = p.num_tokens;
+  const Extent<3> rows{{kRow, tokens, slabs},
+                       {static_cast<uint64_t>(p.x_row_stride), 128},
+                       {kRow, SHAPE::kColumns, SHAPE::kBlocks * SHAPE::kSlabs}};
+  return encode_weights(p, 4, &maps->four_strips) && encode_weights(p, 1, &maps->one_strip) &&
+         encode_tensor_map(&maps->tokens, CU_TENSOR_MAP_DATA_TYPE_UINT16, CU_TENSOR_MAP_SWIZZLE_128B, p.x, rows);
+}
+
+template <typename SHAPE>
+cudaError_t launch(const FragmentParams& p, cudaStream_t stream) {
+  static const cudaError_t configured = configure<SHAPE>();
+  if (configured != cudaSuccess) return configured;
+  FragmentMaps maps = {};
+  if (!encode_maps<SHAPE>(p, &maps)) return cudaErrorInvalidValue;
+  cudaLaunchAttribute attributes[2] = {};
+  cudaLaunchConfig_t config = launch_config<SHAPE>(p, attributes);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, fragment_mm_kernel<SHAPE>, p, maps);
+}
+
+// How many clusters of p.splits CTAs run at once.
+template <typename SHAPE>
+cudaError_t count_clusters_at_once(const FragmentParams& p, int* count) {
+  const cudaError_t configured = configure<SHAPE>();
+  if (configured != cudaSuccess) return configured;
+  cudaLaunchAttribute attributes[2] = {};
+  const cudaLaunchConfig_t config = launch_config<SHAPE>(p, attributes);
+  return cudaOccupancyMaxActiveClusters(count, fragment_mm_kernel<SHAPE>, &config);
+}
+
+// Sums are exchanged where the ring was, so then there is one pass.
+template <typename SHAPE>
+bool can_run(const FragmentParams& p) {
+  if (p.token_tiles < 1 || p.num_clusters % p.token_tiles != 0) return false;
+  const int strips = p.out_features / 16, parts = p.num_clusters / p.token_tiles;
+  if (p.splits > p.in_features / 128 || p.num_tokens > p.token_tiles * SHAPE::kColumns) return false;
+  if (parts < 1 || parts > strips) return false;
+  return (SHAPE::kDepthGroups == 1 && p.splits == 1) || (strips + parts - 1) / parts <= SHAPE::kStrips;
+}
+
+// count: null to launch.
+template <int ROW_GROUPS>
+cudaError_t run_variant(const FragmentParams& p, cudaStream_t stream, int* count) {
+  using Shape = FragmentShape<SLIPSTREAM_FORMAT, SLIPSTREAM_COLUMNS, ROW_GROUPS>;
+  if constexpr (!Shape::kFits) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    if (count != nullptr) return count_clusters_at_once<Shape>(p, count);
+    return can_run<Shape>(p) ? launch<Shape>(p, stream) : cudaErrorInvalidConfiguration;
+  }
+}
+
+inline cudaError_t run(const FragmentParams& p, cudaStream_t stream, int* count) {
+  switch (p.row_groups) {
+    case 1: return run_variant<1>(p, stream, count);
+    case 2: return run_variant<2>(p, stream, count);
+    case 4: return run_variant<4>(p, stream, count);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace slipstream
+
+// Both return a cudaError_t; 0 is success.
+SLIPSTREAM_API int slipstream_fragment_mm(const slipstream::FragmentParams* params, void* stream) {
+  return slipstream::run(*params, static_cast<cudaStream_t>(stream), nullptr);
+}
+
+SLIPSTREAM_API int slipstream_fragment_clusters(const slipstream::FragmentParams* params, int* count) {
+  return slipstream::run(*params, nullptr, count);
+}
