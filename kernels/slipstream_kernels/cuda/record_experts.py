@@ -24,6 +24,7 @@ SOURCE = "record_experts.cu"
 COLUMNS = (16, 32, 48, 64)  # rows of a tile that are compiled
 TOTAL_BYTES = 32  # of a row and eight blocks: two fp16 each
 NARROW_STRIPS = 4  # of a CTA, for each of the row groups that are worth having
+MANY_STRIPS = 90  # of a CTA, from which on tiles of 32 are a twentieth faster than those of 16 (docs/LOG.md)
 
 
 class Variant(NamedTuple):
@@ -63,9 +64,9 @@ def choose(routing: Routing, out_features: int, num_sms: int) -> Variant:
     """
     likely = min(routing.num_tokens, ROOM * routing.num_rows / routing.num_experts)
     columns = next((columns for columns in COLUMNS if likely <= columns), COLUMNS[-1])
-    if columns > COLUMNS[0]:
-        return Variant(columns)
     strips = min(routing.num_rows, routing.num_experts) * out_features / STRIP / num_sms
+    if columns > COLUMNS[0] or strips > MANY_STRIPS:
+        return Variant(max(columns, COLUMNS[1]))
     return Variant(columns, next((groups for groups in (1, 2) if strips <= NARROW_STRIPS * groups), 4))
 
 

@@ -16,17 +16,18 @@ struct RecordEpilogue {
   int width = p.out_features >> IS_GATED, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   OUT* out = static_cast<OUT*>(p.out) + int64_t{pass.rows.first_row} * width;
 
-  // Scales come to shared memory while weights stream. By all multipliers.
+  // Scales come to shared memory while weights stream.
   __device__ __forceinline__ void load_scales() const {
-    const int local = threadIdx.x;
-    if (local < 16 * pass.num_units) {
-      const int feature = 8 * (pass.unit + local / 16) + local % 8 + local / 8 % 2 * (p.out_features / 2);
-      copy_async<4>(memory.feature_scales(index) + 4 * local,
+    const int strip = warp % SHAPE::kStrips;
+    if (lane < 16 && strip < pass.num_units) {
+      const int feature = 8 * (pass.unit + strip) + lane % 8 + lane / 8 * (p.out_features / 2);
+      copy_async<4>(memory.feature_scales(index, warp) + 4 * lane,
                     p.channel_scale + int64_t{pass.rows.expert} * p.out_features + feature);
     }
-    if (local < SHAPE::kColumns) {
-      copy_async_or_zero<4>(memory.row_scales(index) + 4 * local, p.tile_scale + pass.tile * SHAPE::kColumns + local,
-                            local < pass.rows.num_rows);
+#pragma unroll
+    for (int row = lane; row < SHAPE::kColumns; row += 32) {
+      copy_async_or_zero<4>(memory.row_scales(index, warp) + 4 * row, p.tile_scale + pass.tile * SHAPE::kColumns + row,
+                            row < pass.rows.num_rows);
     }
   }
 
@@ -35,7 +36,7 @@ struct RecordEpilogue {
     commit_copies();
     wait_for_copies<0>();
     if constexpr (SHAPE::kDepthGroups > 1) return exchange(sums);
-    sync_threads(1, SHAPE::kConsumers);   // the scales are there
+    __syncwarp();   // the scales are there
     if (warp >= pass.num_units) return;
 #pragma unroll
     for (int i = 0; i < SHAPE::kColumns / 8; ++i) {
@@ -71,13 +72,13 @@ struct RecordEpilogue {
 
   // strip: of the pass.
   __device__ __forceinline__ void write_column(int strip, int column, const float4& sum) const {
-    const uint2 rows = load_shared_8(memory.row_scales(index) + 4 * (8 * column + 2 * (lane % 4)));
+    const uint2 rows = load_shared_8(memory.row_scales(index, warp) + 4 * (8 * column + 2 * (lane % 4)));
     const float row_scales[2] = {__uint_as_float(rows.x), __uint_as_float(rows.y)};
     const float parts[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
     float values[2][2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t scale = load_shared_4(memory.feature_scales(index) + 4 * (16 * strip + lane / 4 + 8 * half));
+      const uint32_t scale = load_shared_4(memory.feature_scales(index, strip) + 4 * (lane / 4 + 8 * half));
 #pragma unroll
       for (int e = 0; e < 2; ++e) values[half][e] = parts[half][e] * row_scales[e] * __uint_as_float(scale);
     }

@@ -1,7 +1,7 @@
 // The multiplying warpgroups of experts' records: a lane's codes become e4m3 operands in its registers (a nibble in the low
-// bits is code / 512, exactly), while the products of the block before are under way. Sums of a block leave the tensor
-// cores for fp32 registers, where its scales are applied. Zero points meet the totals of activations in an fp16 product
-// of their own, once in eight blocks.
+// bits is code / 512, exactly), half a block of them while the products of the half before are under way. Sums of a block
+// leave the tensor cores for fp32 registers, where its scales are applied. Zero points meet the totals of activations in
+// an fp16 product of their own, once in eight blocks.
 #pragma once
 
 #include "hopper_mma.cuh"
@@ -14,13 +14,11 @@ namespace slipstream {
 template <typename SHAPE>
 struct RecordMultiplier {
   static constexpr int kSums = SHAPE::kSums, kColumns = SHAPE::kColumns, kOwn = SHAPE::kOwnBlocks;
-  // Whether registers have room for operands of the next block beside those under way.
-  static constexpr bool kIsAhead = kOwn == 2 && kColumns <= 48;
   RecordMemory<SHAPE> memory;
   int blocks, row_group, depth_group;
   RingPlace<SHAPE::kStages> place;
   int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  uint32_t a[kIsAhead ? 2 : 1][16];   // operands of a block's four products
+  uint32_t a[2][8];   // operands of either half of a block: of two products each
   float parts[kSums];
   uint4 raw[2];
   uint32_t words[2];   // of rows l / 4 and l / 4 + 8
@@ -32,7 +30,7 @@ struct RecordMultiplier {
     if (4 * row_group >= strips) return skip(stages);
     zeros[0] = zeros[1] = 0;
     wait_barrier(memory.filled(place.stage), place.parity);
-    if (own_blocks(0) > 0) load(place.stage, 0), expand(a[0]);
+    if (own_blocks(0) > 0) load(place.stage, 0), expand(0);
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
       const int count = own_blocks(stage);
@@ -82,12 +80,9 @@ struct RecordMultiplier {
     }
   }
 
-  __device__ __forceinline__ void expand(uint32_t (&to)[16]) const {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      split(raw[i].x, to[8 * i], to[8 * i + 2]), split(raw[i].y, to[8 * i + 1], to[8 * i + 3]);
-      split(raw[i].z, to[8 * i + 4], to[8 * i + 6]), split(raw[i].w, to[8 * i + 5], to[8 * i + 7]);
-    }
+  __device__ __forceinline__ void expand(int half) {
+    split(raw[half].x, a[half][0], a[half][2]), split(raw[half].y, a[half][1], a[half][3]);
+    split(raw[half].z, a[half][4], a[half][6]), split(raw[half].w, a[half][5], a[half][7]);
   }
 
   static __device__ __forceinline__ void split(uint32_t word, uint32_t& low, uint32_t& high) {
@@ -97,28 +92,40 @@ struct RecordMultiplier {
   // The products of the stage's own block OWN. is_end: the next is in the next stage.
   template <int OWN>
   __device__ __forceinline__ void multiply(int stage, bool has_next, bool is_end, float (&sums)[kSums]) {
-    constexpr int kOperands = kIsAhead ? OWN : 0;
     const uint64_t b = rows_operand(memory.rows(place.stage) + (depth_group + OWN) * SHAPE::kRowBytes);
     const float scales[2] = {scale_of(words[0]), scale_of(words[1])};
     keep_zeros((stage * SHAPE::kBlocks + depth_group + OWN) % 8);
-    pin(a[kOperands]);
-    begin_products();
-#pragma unroll
-    for (int step = 0; step < 4; ++step) {
-      multiply_registers<__nv_fp8_e4m3, kColumns>(parts, a[kOperands] + 4 * step, b + 2 * step, step > 0);
-    }
-    commit_products();
+    multiply_half(0, b);
+    pin_raw();
+    expand(1);
+    multiply_half(1, b);
     if (has_next) {
       RingPlace<SHAPE::kStages> next = place;
       if (is_end) next.advance(), wait_barrier(memory.filled(next.stage), next.parity);
       load(next.stage, is_end ? 0 : 1);
-      if constexpr (kIsAhead) expand(a[1 - OWN]);
+      wait_for_products<1>();
+      pin_raw();
+      expand(0);
     }
     wait_for_products<0>();
-    pin(parts), pin(a[kOperands]);
-    if (!kIsAhead && has_next) expand(a[0]);
+    pin(parts);
 #pragma unroll
     for (int i = 0; i < kSums; ++i) sums[i] += scales[i / 2 % 2] * parts[i];
+  }
+
+  __device__ __forceinline__ void multiply_half(int half, uint64_t b) {
+    begin_products();
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      multiply_registers<__nv_fp8_e4m3, kColumns>(parts, a[half] + 4 * j, b + 4 * half + 2 * j, half + j > 0);
+    }
+    commit_products();
+  }
+
+  // Operands are made after what is written before.
+  __device__ __forceinline__ void pin_raw() {
+#pragma unroll
+    for (auto& v : raw) asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
   }
 
   // -scale * zero of rows l / 4 and l / 4 + 8, of the lane that has the block's column of the operand.

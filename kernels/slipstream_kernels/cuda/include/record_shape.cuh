@@ -32,9 +32,11 @@ struct RecordShape {
   static constexpr int kRecordOffset = kBlocks * kRowBytes, kTotalOffset = kRecordOffset + kBlocks * kBlockBytes;
   static constexpr int kStageBytes = (kTotalOffset + kSumBytes + 1023) / 1024 * 1024;
 
-  // Behind the ring: scales of a pass's output features and rows, of two passes in turn; the walk's plan; sums that
-  // warpgroups exchange, while the ring is filled for the next pass.
-  static constexpr int kPassBytes = 4 * (16 * kStrips + COLUMNS), kPlanBytes = 4 * kMostExperts + 16;
+  // Behind the ring: scales of each warp's output features and of the tile's rows, of two passes in turn (each warp has
+  // its own, so that none waits for another); the walk's plan; sums that warpgroups exchange, while the ring is filled
+  // for the next pass.
+  static constexpr int kWarpBytes = 4 * (16 + COLUMNS), kPassBytes = kConsumers / 32 * kWarpBytes;
+  static constexpr int kPlanBytes = 4 * kMostExperts + 16;
   static constexpr int kExchangeBytes = kDepthGroups == 1 ? 0 : kConsumers * kSums * 4;
   static constexpr int kRest = 227 * 1024 - 1024 - 2 * kPassBytes - kPlanBytes - kExchangeBytes;   // the base is aligned by hand
   static constexpr int kStages = kRest / (kStageBytes + 16) < 16 ? kRest / (kStageBytes + 16) : 16;
@@ -55,10 +57,10 @@ struct RecordMemory {
   __device__ __forceinline__ uint32_t totals(int stage) const { return rows(stage) + SHAPE::kTotalOffset; }
   __device__ __forceinline__ uint32_t filled(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
   __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(stage) + 8; }
-  __device__ __forceinline__ uint32_t feature_scales(int pass) const {
-    return base + SHAPE::kScaleOffset + pass % 2 * SHAPE::kPassBytes;
+  __device__ __forceinline__ uint32_t feature_scales(int pass, int warp) const {
+    return base + SHAPE::kScaleOffset + pass % 2 * SHAPE::kPassBytes + warp * SHAPE::kWarpBytes;
   }
-  __device__ __forceinline__ uint32_t row_scales(int pass) const { return feature_scales(pass) + 64 * SHAPE::kStrips; }
+  __device__ __forceinline__ uint32_t row_scales(int pass, int warp) const { return feature_scales(pass, warp) + 64; }
   // Of lane 0 of a warp's sums of eight rows; 16 bytes a lane.
   __device__ __forceinline__ uint32_t exchange(int warp, int column) const {
     return base + SHAPE::kExchangeOffset + (column * (SHAPE::kConsumers / 32) + warp) * 512;
