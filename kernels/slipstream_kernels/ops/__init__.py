@@ -7,10 +7,12 @@ Importing this module does not import triton: that happens when a triton impleme
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
+from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight
 from slipstream_kernels.ops.accept_drafts import KeptRows, accept_drafts, empty_kept_rows
 from slipstream_kernels.ops.advance_rows import DraftRows, StepRows, advance_rows
 from slipstream_kernels.ops.cluster_mm import cluster_mm, prefers_clusters
 from slipstream_kernels.ops.decode_attention import decode_attention
+from slipstream_kernels.ops.decode_layers import decode_layers, decode_layers_refusal, max_stacked_tokens
 from slipstream_kernels.ops.grouped_int4_mm import grouped_int4_mm, max_plain_expert_tokens, repack_expert_int4
 from slipstream_kernels.ops.grouped_mm import grouped_mm
 from slipstream_kernels.ops.int4_mm import int4_mm, max_plain_int4_tokens, repack_int4
@@ -56,10 +58,15 @@ __all__ = [
     "Int8Rows",
     "KeptRows",
     "KvCache",
+    "LayerStack",
     "LevelRows",
     "Rope",
     "Routing",
+    "ScaledRows",
     "SlotTable",
+    "StackLayer",
+    "StackRows",
+    "StackWeight",
     "StepRows",
     "TopLogprobs",
     "accept_drafts",
@@ -70,6 +77,8 @@ __all__ = [
     "cluster_mm",
     "combine_experts",
     "decode_attention",
+    "decode_layers",
+    "decode_layers_refusal",
     "dequantize_int4",
     "empty_kept_rows",
     "empty_kv_cache",
@@ -85,6 +94,7 @@ __all__ = [
     "level_rows",
     "max_plain_expert_tokens",
     "max_plain_int4_tokens",
+    "max_stacked_tokens",
     "max_streamed_tokens",
     "move_slots",
     "pack_int4",

@@ -1,0 +1,95 @@
+// The emulator's warp_mma.cuh: what of it the kernel of all layers uses.
+#pragma once
+
+#include "emulator.h"
+
+namespace slipstream {
+
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - emulator::current->cta->shared.data());
+}
+
+constexpr float kLog2E = 1.4426950408889634f;
+
+inline float silu(float x) { return x / (1.0f + __expf(-x)); }
+
+inline float to_float(__half x) { return __half2float(x); }
+inline float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <typename T>
+T from_float(float x) {
+  if constexpr (__is_same(T, __half)) return __float2half_rn(x);
+  else return __float2bfloat16_rn(x);
+}
+
+template <typename T>
+uint32_t bits_of(T x) {
+  uint16_t bits;
+  std::memcpy(&bits, &x, 2);
+  return bits;
+}
+
+template <typename T>
+uint32_t pack(float low, float high) {
+  return bits_of(from_float<T>(low)) | bits_of(from_float<T>(high)) << 16;
+}
+
+template <typename T>
+const float* table_of_values() {
+  static const std::vector<float> values = [] {
+    std::vector<float> all(65536);
+    for (uint32_t bits = 0; bits < 65536; ++bits) {
+      const auto narrow = static_cast<uint16_t>(bits);
+      T value;
+      std::memcpy(&value, &narrow, 2);
+      all[bits] = to_float(value);
+    }
+    return all;
+  }();
+  return values.data();
+}
+
+// mma.sync.m16n8k16, row times column. PTX ISA, "Matrix fragments for mma.m16n8k16".
+template <typename T>
+void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  struct Given { uint32_t a[4], b[2]; float d[4]; };
+  struct Taken { float d[4]; };
+  const Given mine{{a[0], a[1], a[2], a[3]}, {b0, b1}, {d[0], d[1], d[2], d[3]}};
+  const Taken result = emulator::together<Given, Taken>(mine, [](const Given* given, Taken* taken) {
+    const float* values = table_of_values<T>();
+    static float rows[16][16], columns[8][16];
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int e = 0; e < 2; ++e) {
+        for (int r = 0; r < 4; ++r) {
+          rows[lane / 4 + r % 2 * 8][lane % 4 * 2 + e + r / 2 * 8] = values[given[lane].a[r] >> 16 * e & 0xffff];
+        }
+        for (int r = 0; r < 2; ++r) columns[lane / 4][lane % 4 * 2 + e + r * 8] = values[given[lane].b[r] >> 16 * e & 0xffff];
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int e = 0; e < 4; ++e) {
+        float sum = given[lane].d[e];
+        for (int k = 0; k < 16; ++k) sum += rows[lane / 4 + e / 2 * 8][k] * columns[lane % 4 * 2 + e % 2][k];
+        taken[lane].d[e] = sum;
+      }
+    }
+  });
+  for (int e = 0; e < 4; ++e) d[e] = result.d[e];
+}
+
+// movmatrix.trans of 8x8 units of 16 bits.
+inline uint32_t transpose_8x8(uint32_t pair) {
+  return emulator::together<uint32_t, uint32_t>(pair, [](const uint32_t* given, uint32_t* taken) {
+    for (int lane = 0; lane < 32; ++lane) {
+      taken[lane] = 0;
+      for (int e = 0; e < 2; ++e) {
+        const int row = lane % 4 * 2 + e, column = lane / 4;
+        taken[lane] |= (given[row * 4 + column / 2] >> 16 * (column % 2) & 0xffff) << 16 * e;
+      }
+    }
+  });
+}
+
+inline float exp2_fast(float x) { return std::exp2(x); }
+
+}  // namespace slipstream

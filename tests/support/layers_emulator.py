@@ -1,0 +1,146 @@
+"""The kernel of all layers on a CPU: its own device code, compiled for the host over tests/support/hopper_emulator."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+from slipstream_kernels.cuda import build
+from slipstream_kernels.cuda import decode_layers as cuda_layers
+from slipstream_kernels.fp8 import Fp8Scheme
+from slipstream_kernels.int4_layout import repack
+from slipstream_kernels.integer import Int4Weight
+from slipstream_kernels.kv_cache import FP8_DTYPE, KvCache, empty_kv_cache
+from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight
+from slipstream_kernels.reference.quantize_fp8 import quantize_fp8
+from slipstream_kernels.rotation import Rope
+
+SHIM = Path(__file__).parent / "hopper_emulator"
+MAX_SECONDS = 120
+
+
+def missing() -> str | None:
+    """Why nothing can be emulated here; None if it can."""
+    if shutil.which("g++") is None:
+        return "needs g++"
+    return None if cuda_include() else "needs CUDA's headers"
+
+
+@lru_cache
+def cuda_include() -> Path | None:
+    nvcc = build.find_nvcc()
+    roots = [] if nvcc is None else [nvcc.resolve().parents[1] / "include"]
+    roots += sorted(Path("/usr/local").glob("cuda*/include"))
+    return next((root for root in roots if (root / "cuda_bf16.h").exists()), None)
+
+
+@lru_cache
+def library(defines: tuple[str, ...]) -> ctypes.CDLL:
+    """Headers of the kernel beside the emulator's, in whose favour names are resolved."""
+    folder = Path(mkdtemp(prefix="layers-emulator-"))
+    for header in (build.SOURCE_FOLDER / "include").glob("layers_*"):
+        shutil.copy(header, folder)
+    for source in SHIM.iterdir():
+        shutil.copy(source, folder)
+    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{folder}", f"-I{cuda_include()}"]
+    command = ["g++", *options, *(f"-D{define}" for define in defines), "-o", str(folder / "emulator.so")]
+    sources = [str(folder / name) for name in ("emulate_layers.cc", "emulator.cc")]
+    subprocess.run([*command, *sources], check=True, timeout=MAX_SECONDS)
+    return ctypes.CDLL(str(folder / "emulator.so"))
+
+
+def emulate(
+    hidden: torch.Tensor, stack: LayerStack, rows: StackRows, launch: cuda_layers.Launch, seed: int
+) -> torch.Tensor:
+    """What cuda/decode_layers.py launches, on the CPU.  Raises if the threads of the grid await each other for ever."""
+    residual = torch.full_like(hidden, float("nan"))
+    params, _kept = cuda_layers.arguments(hidden, stack, rows, residual, launch)
+    if library(cuda_layers.defines(stack)).slipstream_emulate_layers(ctypes.byref(params), seed):
+        raise RuntimeError("deadlock")
+    return residual
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a small model."""
+
+    hidden: int = 512
+    q_heads: int = 4
+    kv_heads: int = 2
+    intermediate: int = 768
+    layers: int = 2
+    block_size: int = 16
+    num_blocks: int = 64
+
+
+def draw_weight(out_features: int, in_features: int, kind: str, device: torch.device) -> StackWeight:
+    weight = torch.randn(out_features, in_features, device=device) / in_features**0.5
+    if kind == "bf16":
+        return weight.bfloat16()
+    if kind == "fp8":
+        rows = quantize_fp8(weight.bfloat16(), Fp8Scheme())
+        return ScaledRows(
+            rows.values[:out_features].contiguous(), rows.scales.view(-1)[:out_features].float().contiguous()
+        )
+    codes = torch.randint(0, 256, (out_features, in_features // 2), dtype=torch.uint8, device=device)
+    groups = (out_features, in_features // 128)
+    scales = (0.5 + torch.rand(groups, device=device)) / (4.6 * in_features**0.5)
+    zeros = torch.randint(6, 10, groups, dtype=torch.uint8, device=device)
+    return repack(Int4Weight(codes, scales, zeros, 128, out_features, in_features))
+
+
+def draw_cache(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> KvCache:
+    """Random keys, of which those past a sequence must not be seen: some blocks of a former owner are NaN."""
+    shape = (sizes.num_blocks, sizes.kv_heads, sizes.block_size, 128)
+    scales = (0.5 + torch.rand(2, sizes.kv_heads, device=device)).unbind() if dtype == FP8_DTYPE else None
+    cache = empty_kv_cache(shape, dtype, device, scales)
+    for tensor in (cache.key, cache.value):
+        tensor.copy_(torch.randn(shape, device=device).to(dtype))
+    return cache
+
+
+def draw_stack(sizes: Sizes, kind: str, kv: torch.dtype, device: torch.device) -> LayerStack:
+    q_size, kv_size = sizes.q_heads * 128, sizes.kv_heads * 128
+    layers = tuple(
+        StackLayer(
+            draw_weight(q_size + 2 * kv_size, sizes.hidden, kind, device),
+            draw_weight(sizes.hidden, q_size, kind, device),
+            draw_weight(2 * sizes.intermediate, sizes.hidden, kind, device),
+            draw_weight(sizes.hidden, sizes.intermediate, kind, device),
+            *(1 + 0.1 * torch.randn(2, sizes.hidden, device=device)).bfloat16().unbind(),
+            draw_cache(sizes, kv, device),
+        )
+        for _ in range(sizes.layers)
+    )
+    angles = torch.rand(sizes.num_blocks * sizes.block_size, 64, device=device) * 6.28
+    rope = Rope(torch.cat((angles.cos(), angles.sin()), dim=1).contiguous())
+    return LayerStack(layers, sizes.q_heads, sizes.kv_heads, 128, rope, 1e-5, 128**-0.5)
+
+
+def draw_rows(sizes: Sizes, seq_lens: list[int], device: torch.device) -> StackRows:
+    """Scattered blocks; a length of 0 pads."""
+    widest = max(1, *(-(-length // sizes.block_size) for length in seq_lens))
+    order = iter(torch.randperm(sizes.num_blocks).tolist())
+    tables = torch.full((len(seq_lens), widest), -1, dtype=torch.int32)
+    slots = []
+    for request, length in enumerate(seq_lens):
+        for block in range(-(-length // sizes.block_size)):
+            tables[request, block] = next(order)
+        last = length - 1
+        slots.append(
+            int(tables[request, last // sizes.block_size]) * sizes.block_size + last % sizes.block_size
+            if length
+            else -1
+        )
+    return StackRows(
+        torch.tensor([max(length - 1, 0) for length in seq_lens], device=device),
+        torch.tensor(slots, device=device),
+        torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        tables.to(device),
+    )
