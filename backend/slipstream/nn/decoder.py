@@ -25,6 +25,7 @@ from slipstream.nn.quant.invariant import is_unquantized
 from slipstream.nn.rotary import cos_sin_cache
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.stacked_layers import StackedLayers
 from slipstream.nn.tensor_slot import TensorSlot
 
 
@@ -79,6 +80,7 @@ class Decoder:
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, placement)
         self.layers = [DecoderLayer(spec, layer, cos_sin, placement) for layer in range(spec.num_layers)]
         self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
+        self._stacked = StackedLayers(spec, self.layers) if backend.stacks_layers else None
         shares_table = spec.tie_word_embeddings and is_unquantized(placement.head_method)
         self.lm_head = TiedHead(placement.head_method) if shares_table else Linear(spec.lm_head, placement.of_head)
 
@@ -87,6 +89,8 @@ class Decoder:
 
         kv_caches: one per layer. With feature_layers, their inputs stand behind: [T, hidden_size * (1 + their number)].
         """
+        if self._stacked is not None and not self.feature_layers and self._stacked.serves(batch, kv_caches):
+            return self.final_norm(self._stacked.forward(self.embedding(batch.token_ids), batch))
         step = self.backend.plan(batch)
         hidden = self.embedding(batch.token_ids)
         residual: Tensor | None = None

@@ -44,6 +44,11 @@ class StepAttention(Protocol):
 
 
 class AttentionBackend(Protocol):
+    @property
+    def stacks_layers(self) -> bool:
+        """Whether steps of few decodes run all layers in one launch, where that serves."""
+        ...
+
     def plan(self, batch: ForwardBatch) -> StepAttention:
         """Once per step, before the first layer."""
         ...

@@ -19,6 +19,8 @@ INVARIANT = "invariant"
 
 @ATTENTION_BACKENDS.register(INVARIANT)
 class InvariantAttention:
+    stacks_layers = False
+
     def __init__(self, spec: DecoderSpec) -> None:
         self._head_dim = spec.head_dim
         self._scale = spec.head_dim**-0.5

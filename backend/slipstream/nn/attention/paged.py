@@ -13,6 +13,8 @@ from slipstream.nn.spec import DecoderSpec
 
 @ATTENTION_BACKENDS.register("paged")
 class PagedAttention:
+    stacks_layers = False
+
     def __init__(self, spec: DecoderSpec) -> None:
         self._head_dim = spec.head_dim
         self._scale = spec.head_dim**-0.5

@@ -18,6 +18,7 @@ from slipstream.nn.spec import DecoderSpec
 class SplitKVAttention:
     """Queries stay as they are."""
 
+    stacks_layers = True
     _fp8_queries = False
 
     def __init__(self, spec: DecoderSpec) -> None:

@@ -1,0 +1,106 @@
+"""All layers of a step of few decodes in one launch, in place of the decoder's loop over them. Engine thread.
+
+Not a second decoder: weights, norms, caches and the rotary table are the decoder's own; ops.decode_layers does with
+them what its loop does, for steps of one token a request.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+from slipstream_kernels import ops
+from torch import Tensor
+
+from slipstream.nn.attention import LayerCache
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.linear import Linear
+from slipstream.nn.mlp import MLP
+from slipstream.nn.spec import DecoderSpec
+
+logger = logging.getLogger(__name__)
+GROUP = 128  # input features that share a scale of 4-bit weights
+
+
+class StackedLayers:
+    """layers: the decoder's. The stack is made with the first step's caches, and again when others come."""
+
+    def __init__(self, spec: DecoderSpec, layers: Sequence[object]) -> None:
+        self._spec, self._layers = spec, layers
+        self._stack: ops.LayerStack | None = None
+        self._cache: LayerCache | None = None  # the first layer's, that the stack was made with
+        self._max_tokens = 0
+
+    def serves(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> bool:
+        """Whether `forward` takes this step: one token of each of few requests, in a model that the kernel knows."""
+        num_tokens = batch.token_ids.shape[0]
+        is_decode = batch.max_query_len == 1 and batch.num_decode_tokens == num_tokens == batch.seq_lens.shape[0]
+        if not is_decode or batch.tree_mask is not None:
+            return False
+        if self._cache is not kv_caches[0]:
+            self._cache = kv_caches[0]
+            refusal = self._prepare(kv_caches)
+            logger.info("layers in one launch: %s", refusal or f"decodes of up to {self._max_tokens} requests")
+        return num_tokens <= self._max_tokens
+
+    def forward(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
+        """hidden: [T, hidden_size] embeddings -> the residual stream after the last layer."""
+        assert self._stack is not None
+        rows = ops.StackRows(batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables)
+        return ops.decode_layers(hidden, self._stack, rows, backend="cuda")
+
+    def _prepare(self, kv_caches: Sequence[LayerCache]) -> str | None:
+        self._stack, self._max_tokens = None, 0
+        stack = _stack_of(self._spec, self._layers, kv_caches)
+        if isinstance(stack, str):
+            return stack
+        reason = ops.decode_layers_refusal(stack)
+        if reason is not None:
+            return reason
+        self._stack, self._max_tokens = stack, ops.max_stacked_tokens(stack)
+        return None if self._max_tokens else "kernel by kernel is faster with these weights"
+
+
+def _stack_of(spec: DecoderSpec, layers: Sequence[object], kv_caches: Sequence[LayerCache]) -> ops.LayerStack | str:
+    """The layers as the op takes them, or why they have no such form."""
+    if spec.qk_norm or any(window is not None for window in spec.sliding_windows):
+        return "heads are normalised, or see a window"
+    stacked, turn = [], None
+    for layer, cache in zip(layers, kv_caches):
+        attention, mlp = layer.attention, layer.mlp  # type: ignore[attr-defined]
+        if not isinstance(mlp, MLP):
+            return "the MLP has experts"
+        turn = attention.turn
+        weights = [stack_weight(linear) for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
+        reason = next((weight for weight in weights if isinstance(weight, str)), None)
+        if reason is not None:
+            return reason
+        qkv, o, gate_up, down = weights
+        norms = layer.input_norm.weight, layer.post_attention_norm.weight  # type: ignore[attr-defined]
+        stacked.append(ops.StackLayer(qkv, o, gate_up, down, *norms, cache))  # type: ignore[arg-type]
+    assert turn is not None
+    return ops.LayerStack(
+        tuple(stacked),
+        spec.num_q_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        turn.rope,
+        spec.norm_eps,
+        spec.head_dim**-0.5,
+    )
+
+
+def stack_weight(linear: Linear) -> ops.StackWeight | str:
+    """A layer's weight as the op takes it, or why it has no such form."""
+    weights: Mapping[str, Tensor] = linear.weights
+    if weights.get("bias") is not None or "order" in weights:
+        return "a product has a bias, or an order of its input features"
+    if "packed" in weights and "scales" in weights:
+        words, features = weights["scales"], linear.spec.in_features
+        if weights["packed"].dtype == torch.uint8 or words.dim() != 4 or words.shape[1:4:2] != (features // GROUP, 1):
+            return f"4-bit weights are not in groups of {GROUP}, or in an order for FP8 rows"
+        return ops.int4_weight(weights["packed"], words, weights.get("zeros"), GROUP, features)
+    if "weight" in weights and weights.get("scale") is not None and weights["scale"].dim() == 1:
+        return ops.ScaledRows(weights["weight"], weights["scale"])
+    return weights["weight"] if "weight" in weights and "scale" not in weights else "weights of another format"
