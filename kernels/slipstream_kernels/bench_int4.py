@@ -32,14 +32,15 @@ GROUP = 128
 Calls = list[Callable[[], object]]
 
 
-def int4_weights(out_features: int, in_features: int) -> list[Int4Weight]:
+def int4_weights(out_features: int, in_features: int, *, for_fp8_rows: bool) -> list[Int4Weight]:
     """Repacked weights of random codes, together larger than the cache."""
     weights = []
     for _ in range(max(2, COLD_BYTES // (out_features * in_features // 2))):
         packed = torch.randint(256, (out_features, in_features // 2), dtype=torch.uint8, device="cuda")
         scales = (0.5 + torch.rand(out_features, in_features // GROUP, device="cuda")) * in_features**-0.5 / 4
         zeros = torch.randint(17, scales.shape, dtype=torch.uint8, device="cuda")
-        weights.append(ops.repack_int4(Int4Weight(packed, scales, zeros, GROUP, out_features, in_features)))
+        weight = Int4Weight(packed, scales, zeros, GROUP, out_features, in_features)
+        weights.append(ops.repack_int4(weight, for_fp8_rows=for_fp8_rows))
     return weights
 
 
@@ -60,15 +61,16 @@ def records(models: list[str], tokens: list[int]) -> Iterator[dict[str, object]]
                 torch.randn(out_features, in_features, device="cuda", dtype=torch.bfloat16)
                 for _ in range(max(2, COLD_BYTES // (2 * out_features * in_features)))
             ]
-            fp8, int4 = fp8_weights(out_features, in_features), int4_weights(out_features, in_features)
+            fp8 = fp8_weights(out_features, in_features)
+            w4a16, w4a8 = (int4_weights(out_features, in_features, for_fp8_rows=is_fp8) for is_fp8 in (False, True))
             for num_tokens in tokens:
                 x = torch.randn(num_tokens, in_features, device="cuda", dtype=torch.bfloat16)
-                rows = ops.quantize_fp8(x)
+                rows = ops.quantize_fp8(x, ops.Fp8Scheme(total_columns=GROUP))
                 calls: dict[str, Calls] = {
                     "bf16": [partial(F.linear, x, weight) for weight in dense],
                     "fp8": [partial(ops.scaled_mm, rows, *weight[:2], counters=weight[2]) for weight in fp8],
-                    "w4a16": [partial(ops.int4_mm, x, weight) for weight in int4],
-                    "w4a8": [partial(ops.int4_mm, rows, weight) for weight in int4],
+                    "w4a16": [partial(ops.int4_mm, x, weight) for weight in w4a16],
+                    "w4a8": [partial(ops.int4_mm, rows, weight) for weight in w4a8],
                 }
                 times = {name: graph_microseconds(many, repeats=3) for name, many in calls.items()}
                 yield {"model": model, "out": out_features, "in": in_features, "tokens": num_tokens, **times}

@@ -37,13 +37,13 @@ def pack_experts(weight: Int4Weight, num_experts: int) -> Int4Weight:
     """
     words, channel = int4_layout.pack_scales(weight)
     of_rows = words[0].transpose(0, 1).reshape(weight.out_features, -1).expand(-1, weight.in_features // BLOCK)
-    ordered = _paired(_words(of_rows), num_experts).unflatten(0, (-1, STRIP)).permute(2, 0, 1).contiguous()
-    codes = _in_order(_paired(unpack_int4(weight.packed), num_experts))
+    ordered = _paired(pack_words(of_rows), num_experts).unflatten(0, (-1, STRIP)).permute(2, 0, 1).contiguous()
+    codes = codes_in_order(_paired(unpack_int4(weight.packed), num_experts))
     records = torch.cat((codes, ordered.view(torch.uint8)), dim=2).view(RECORDS)
     return Int4Weight(records, channel, None, weight.group_size, weight.out_features, weight.in_features)
 
 
-def _words(words: torch.Tensor) -> torch.Tensor:
+def pack_words(words: torch.Tensor) -> torch.Tensor:
     """Words of fp16 scale and zero point -> fp16 512 * scale, and fp16 -zero / 512 above it."""
     scale = (words & 0xFFFF).to(torch.int16).view(torch.float16).float() / E4M3_STEP
     bias = (words >> 16).float() * -E4M3_STEP
@@ -55,7 +55,7 @@ def _paired(rows: torch.Tensor, num_experts: int) -> torch.Tensor:
     return rows.unflatten(0, (num_experts, 2, -1, STRIP // 2)).transpose(1, 2).flatten(0, 3)
 
 
-def _in_order(codes: torch.Tensor) -> torch.Tensor:
+def codes_in_order(codes: torch.Tensor) -> torch.Tensor:
     """uint8 [out, in] of codes -> [in / 128, out / 16, 1024] of nibbles in the order of memory."""
     axes = codes.view(codes.shape[0] // STRIP, 2, STRIP // 2, codes.shape[1] // BLOCK, *DIGITS)
     # strip, half, row, block, digits -> block, strip, piece, row, lane, eight, half, byte, nibble

@@ -9,6 +9,7 @@ import torch
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 128  # columns of a group of activations, rows and columns of a block of weights
+MOST_TOTALLED = 64  # rows of which products take sums
 SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
 
 
@@ -17,10 +18,13 @@ class Fp8Scheme:
     """One scale for each run of `group_size` columns of a row; 0: one per row. `scale`: a fixed one for everything.
 
     group_size: 0 or 128.  scale: one fp32 number on the device (static quantisation), only with group_size 0.
+    total_columns: up to 64 rows also get the sums of each run of so many columns, 64 or 128, which products with
+    zero points take (only with group_size 0); 0: none.
     """
 
     group_size: int = 0
     scale: torch.Tensor | None = None
+    total_columns: int = 0
 
     def num_groups(self, size: int) -> int:
         """Scales per row of `size` columns."""
@@ -34,6 +38,10 @@ class Fp8Scheme:
             raise ValueError(f"group_size: {self.group_size} does not divide rows of {size}")
         if self.scale is not None and (self.group_size or self.scale.numel() != 1):
             raise ValueError("scale: a static scale is one number, and for whole rows")
+        if self.total_columns not in (0, BLOCK // 2, BLOCK):
+            raise ValueError(f"total_columns: {self.total_columns}, expected 0, {BLOCK // 2} or {BLOCK}")
+        if self.total_columns and (self.group_size or size % self.total_columns):
+            raise ValueError(f"total_columns: {self.total_columns} does not divide rows of {size} with one scale each")
 
 
 PER_ROW = Fp8Scheme()
@@ -46,12 +54,15 @@ class Fp8Rows:
     values: [num_rows, size] e4m3, contiguous.  scales: [num_rows, num_groups] fp32, rows of a group side by side, as
     scaled matmuls read them.  dtype: of the rows before, and of what is computed from them.
     num_rows is num_tokens, or grouped a multiple of 4 (cuBLAS reads scales by 16 bytes) whose last rows are undefined.
+    totals: [size / total_columns, MOST_TOTALLED] fp32, sums of runs of each row's values; None: not asked for, or more
+    rows than that.  What belongs to no row is undefined.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     dtype: torch.dtype
     num_tokens: int
+    totals: torch.Tensor | None = None
 
 
 def padded_rows(num_tokens: int, scheme: Fp8Scheme) -> int:
@@ -65,4 +76,7 @@ def empty_rows(num_tokens: int, size: int, scheme: Fp8Scheme, like: torch.Tensor
     values = torch.empty((num_rows, size), dtype=E4M3, device=like.device)
     scales = torch.empty((scheme.num_groups(size), num_rows), dtype=torch.float32, device=like.device)
     columns = scales.view(num_rows, 1) if scales.shape[0] == 1 else scales.t()
-    return Fp8Rows(values, columns, like.dtype, num_tokens)
+    totals = None
+    if scheme.total_columns and num_tokens <= MOST_TOTALLED:
+        totals = torch.empty((size // scheme.total_columns, MOST_TOTALLED), dtype=torch.float32, device=like.device)
+    return Fp8Rows(values, columns, like.dtype, num_tokens, totals)

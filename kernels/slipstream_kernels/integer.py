@@ -9,7 +9,7 @@ import torch
 INT8_MAX = 127.0
 SYMMETRIC_ZERO = 8  # the code of 0 in 4-bit weights without zero-points
 MAX_CODE = 15
-RECORDS = torch.int64  # what marks a weight whose scales and zero points lie among its codes
+RECORDS = torch.int64  # of codes in the order of the tensor cores' registers
 SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
 
 
@@ -23,6 +23,7 @@ class Int4Weight:
       zeros uint8 of that shape (0..16: GPTQ stores zero - 1), or None: 8 throughout.
     Repacked (ops.repack_int4), for a device's kernels: `packed` has another dtype than uint8 and the same number of
     bytes (no padding); scales and zeros are as those kernels want them.  group_size is in_features for one group a row.
+    For FP8 rows alone `packed` is int64 [in_features / 128, out_features / 16, 128].
     Records (ops.repack_expert_int4), repacked too: `packed` is int64 [in_features / 128, out_features / 16, record],
     with scales and zero points among the codes; scales is [out_features] beside them, and zeros is None.
     """
@@ -39,8 +40,12 @@ class Int4Weight:
         return self.packed.dtype != torch.uint8
 
     @property
+    def is_for_fp8_rows(self) -> bool:
+        return self.packed.dtype == RECORDS and self.zeros is not None
+
+    @property
     def has_records(self) -> bool:
-        return self.packed.dtype == RECORDS
+        return self.packed.dtype == RECORDS and self.zeros is None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What is stored, by field name."""

@@ -119,3 +119,28 @@ def test_refusals() -> None:
         ops.quantize_fp8(x, Fp8Scheme(64))
     with pytest.raises(ValueError, match="static scale is one number"):
         ops.silu_mul_fp8(x, Fp8Scheme(scale=torch.ones(2)))
+
+
+@pytest.mark.parametrize(("num_rows", "size", "columns"), [(65, 256, 128), (64, 384, 128), (3, 1152, 64)])
+def test_few_rows_get_sums_of_their_values(device, backend, num_rows: int, size: int, columns: int) -> None:
+    x = torch.randn(num_rows, 2 * size, device=device).bfloat16()
+    scheme, weight = Fp8Scheme(total_columns=columns), torch.ones(size, device=device).bfloat16()
+    some = x[:, :size]
+    for rows in (
+        ops.quantize_fp8(some, scheme, backend=backend),
+        ops.silu_mul_fp8(x, scheme, backend=backend),
+        ops.rms_norm_fp8(some, weight, 1e-5, some, scheme, backend=backend)[0],
+    ):
+        if num_rows > 64:
+            assert rows.totals is None
+            continue
+        assert rows.totals is not None
+        sums = rows.values.float().unflatten(1, (-1, columns)).sum(2)
+        torch.testing.assert_close(rows.totals[:, :num_rows].t(), sums, rtol=1e-5, atol=1e-3)
+
+
+def test_sums_of_runs_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ValueError, match="total_columns: 128 does not divide rows of 192"):
+        ops.quantize_fp8(torch.zeros(2, 192), Fp8Scheme(total_columns=128))
+    with pytest.raises(ValueError, match="total_columns: 32, expected 0, 64 or 128"):
+        ops.quantize_fp8(torch.zeros(2, 192), Fp8Scheme(total_columns=32))

@@ -1,13 +1,13 @@
-"""The CUDA kernels of 4-bit weights on a Hopper GPU: every variant against the reference, and what is refused."""
+"""The CUDA kernels of 4-bit weights and 16-bit rows on a Hopper GPU: every variant against the reference, and what is
+refused; the operation with FP8 rows, too (their kernels: test_w4a8_cuda.py)."""
 
 from __future__ import annotations
 
-import int4_emulator
 import pytest
 import torch
 from hopper import needs_hopper
 from slipstream_kernels import int4_layout, ops
-from slipstream_kernels.cuda import cutlass, cutlass_gemm, int4_mm, int4_stream, int8_gemm, w4a8_gemm, w4a8_stream
+from slipstream_kernels.cuda import cutlass, cutlass_gemm, int4_mm, int4_stream, int8_gemm, w4a8_gemm
 from slipstream_kernels.cuda.build import build, find_nvcc
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
@@ -60,39 +60,12 @@ def test_few_tokens(sizes, group_size, kind) -> None:
 
 
 @needs_hopper
-@pytest.mark.parametrize("group_size", GROUPS)
-@pytest.mark.parametrize("sizes", [*SIZES, (34000, 256)], ids=str)
-def test_some_fp8_tokens(sizes, group_size) -> None:
-    for has_zeros in (False, True):
-        weight = weight_of(*sizes, group_size, has_zeros)
-        repacked, dense = int4_layout.repack(weight), ops.dequantize_int4(weight)
-        strips, blocks = sizes[0] // w4a8_stream.STRIP, sizes[1] // w4a8_stream.BLOCK
-        splits = [w4a8_stream.Split(1, min(count, strips)) for count in (132, 3)]
-        splits += [w4a8_stream.Split(n, -(-strips // 12)) for n in (2, 3, 8) if n <= blocks and strips < 12 * 64 // n]
-        for num_tokens in (1, 7, 8, 15, 31, 33, 48, 64):
-            x = operand_of("fp8", num_tokens, sizes[1])
-            bias = torch.randn(sizes[0], device="cuda").to(x.dtype) if has_zeros else None
-            for split in (*splits, None):
-                out = torch.full((num_tokens, sizes[0]), torch.nan, dtype=x.dtype, device="cuda")
-                w4a8_stream.w4a8_stream(x, repacked, bias, out, split=split)
-                assert relative_error(out, x, dense, bias) < 3e-3, (num_tokens, split)
-
-
-def test_a_split_follows_sizes() -> None:
-    at_once = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 17, 7: 15, 8: 0}.__getitem__  # of an H200 but for the last
-    assert w4a8_stream.choose_split(32, 28672, 4096, at_once) == (1, 132)
-    assert w4a8_stream.choose_split(32, 4096, 14336, at_once).ctas in (5, 6)
-    assert w4a8_stream.choose_split(64, 32, 256, at_once) == (1, 2)
-    assert w4a8_stream.choose_split(64, 4096, 28672, at_once).num_clusters * 16 >= 256
-
-
-@needs_hopper
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group_size", GROUPS)
 @pytest.mark.parametrize("sizes", [(32, 256), (416, 384), (12320, 1024)], ids=str)
 def test_gated(sizes, group_size, kind) -> None:
     weight = weight_of(*sizes, group_size, True)
-    repacked, half = int4_layout.repack(weight), sizes[0] // 2
+    repacked, half = ops.repack_int4(weight, for_fp8_rows=kind == "fp8"), sizes[0] // 2
     for num_tokens in (1, 8, 9, 16):
         x = operand_of(kind, num_tokens, sizes[1])
         bias = torch.randn(sizes[0], device="cuda").to(x.dtype)
@@ -105,30 +78,11 @@ def test_gated(sizes, group_size, kind) -> None:
 
 
 @needs_hopper
-@pytest.mark.parametrize("group_size", GROUPS)
-@pytest.mark.parametrize("tile", w4a8_gemm.TILES, ids=str)
-def test_many_fp8_tokens(tile, group_size, monkeypatch) -> None:
-    if (reason := w4a8_gemm.refusal(torch.bfloat16)) is not None:
-        pytest.skip(reason)
-    monkeypatch.setattr(cutlass_gemm, "choose_tile", lambda *_: tile)
-    for has_zeros in (False, True):
-        weight = weight_of(336, 1024, group_size, has_zeros)
-        repacked = int4_layout.repack(weight)
-        table = int4_emulator.table_operand(repacked) * repacked.zeros[:, None]
-        for num_tokens in (1, 65, 300):
-            x = operand_of("fp8", num_tokens, 1024)
-            bias = torch.randn(336, device="cuda").to(x.dtype) if has_zeros else None
-            out = torch.full((num_tokens, 336), torch.nan, dtype=x.dtype, device="cuda")
-            w4a8_gemm.w4a8_gemm(x, repacked, bias, out)
-            assert relative_error(out, x, table, bias) < 4e-3, num_tokens
-
-
-@needs_hopper
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_operation_serves_any_number_of_tokens(kind) -> None:
     weight = weight_of(512, 1024, 128, True)
-    repacked, dense = ops.repack_int4(weight), ops.dequantize_int4(weight)
-    assert repacked.is_repacked
+    repacked, dense = ops.repack_int4(weight, for_fp8_rows=kind == "fp8"), ops.dequantize_int4(weight)
+    assert repacked.is_repacked and repacked.is_for_fp8_rows == (kind == "fp8")
     for num_tokens in (0, 1, 16, 17, 64, 65, 256, 257, 1000):
         x = operand_of(kind, num_tokens, 1024)
         y = ops.int4_mm(x, repacked)
@@ -162,8 +116,13 @@ def test_what_is_not_served() -> None:
         ops.int4_mm(torch.randn(2, 256, device="cuda"), ops.repack_int4(weight))
     with pytest.raises(ValueError, match="backend: "):
         ops.int4_mm(operand_of("bf16", 2, 256), ops.repack_int4(weight), backend="triton")
+    with pytest.raises(ValueError, match="weight: repacked for 16-bit rows"):
+        ops.int4_mm(operand_of("fp8", 2, 256), ops.repack_int4(weight))
+    with pytest.raises(ValueError, match="weight: repacked for FP8 rows"):
+        ops.int4_mm(operand_of("bf16", 2, 256), ops.repack_int4(weight, for_fp8_rows=True))
     for sizes in [(72, 256, 128), (64, 192, 64), (64, 256, 32)]:
-        assert not ops.repack_int4(weight_of(*sizes, False)).is_repacked
+        for for_fp8_rows in (False, True):
+            assert not ops.repack_int4(weight_of(*sizes, False), for_fp8_rows=for_fp8_rows).is_repacked
 
 
 @needs_hopper
@@ -193,7 +152,7 @@ def test_weights_of_a_cpu_stay_canonical() -> None:
     assert ops.repack_int4(weight) is weight and "cpu" in str(int4_mm.refusal(weight))
 
 
-@pytest.mark.parametrize("source", [int4_stream.ROWS, int4_stream.TILES, int4_mm.DEQUANTISE, w4a8_stream.SOURCE])
+@pytest.mark.parametrize("source", [int4_stream.ROWS, int4_stream.TILES, int4_mm.DEQUANTISE])
 def test_sources_compile(source, tmp_path) -> None:
     if find_nvcc() is None:
         pytest.skip("nvcc is not installed")

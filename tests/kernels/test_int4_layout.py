@@ -63,45 +63,29 @@ def test_codecs_are_exact_for_every_code_and_zero() -> None:
 def test_tables_round_each_weight_once() -> None:
     codes, zeros = torch.meshgrid(torch.arange(16), torch.arange(17), indexing="ij")
     scale = torch.tensor(11.3125).half()  # the largest after its channel scale is 16
-    group = (scale.view(torch.int16).long() & 0xFFFF) | (zeros << 16)
+    halves = [half.half().view(torch.int16).long() & 0xFFFF for half in (512 * scale.float(), zeros.float() / -512)]
+    group = halves[0] | (halves[1] << 16)
     word = sum(((codes + i) % 16) << (4 * i) for i in range(8))
     exact = torch.stack([((codes + i) % 16 - zeros) * scale.float() for i in range(8)], dim=-1)
     found = int4_emulator.look_up(word, int4_emulator.table_words(group))
     assert torch.equal(found, exact.to(E4M3).float()) and found.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("group_size", [64, 128, 512])
 def test_the_emulated_streams_are_the_reference(group_size, has_zeros, kind) -> None:
     weight = weight_of(192, 512, group_size, has_zeros)
     x = torch.randn(5, 512).to(torch.float16 if kind == "fp16" else torch.bfloat16)
-    operand = ops.quantize_fp8(x) if kind == "fp8" else x
     bias = torch.randn(192).to(x.dtype) if has_zeros else None
-    expected = ops.int4_mm(operand, weight, bias, backend="reference").float()
+    expected = ops.int4_mm(x, weight, bias, backend="reference").float()
     repacked = int4_layout.repack(weight)
     # Codes, zeros and scales are exact: what differs is the order of fp32 sums, and one rounding of the result.
-    if kind == "fp8":
-        y = int4_emulator.clusters(operand, repacked, bias, num_ctas=3).float()
-    else:
-        y = int4_emulator.rows(operand, repacked, bias).float()
+    y = int4_emulator.rows(x, repacked, bias).float()
     assert ((y - expected).abs() <= 2**-7 * expected.abs() + 1e-5).all()
-    if kind == "fp8":
-        return
     # Here 16-bit operands are rounded once after they are scaled.
-    y = int4_emulator.tiles(operand, repacked, bias, num_ctas=3).float()
+    y = int4_emulator.tiles(x, repacked, bias, num_ctas=3).float()
     assert (y - expected).norm() / expected.norm() < (4e-3 if kind == "bf16" else 2.5e-3)
-
-
-@pytest.mark.parametrize("has_zeros", [False, True])
-@pytest.mark.parametrize("group_size", [64, 128, 512])
-def test_the_emulated_table_product_is_near_the_reference(group_size, has_zeros) -> None:
-    weight = weight_of(128, 512, group_size, has_zeros)
-    rows = ops.quantize_fp8(torch.randn(9, 512).bfloat16())
-    expected = ops.int4_mm(rows, weight, None, backend="reference").float()
-    error = (int4_emulator.table(rows, int4_layout.repack(weight), None).float() - expected).norm() / expected.norm()
-    # Rounding (code - zero) * scale to e4m3 costs 2 to 3 %; codes of whole rows are exact up to 16.
-    assert error < (0.004 if group_size == 512 else 0.035)
 
 
 def test_what_has_no_order_is_named() -> None:

@@ -56,10 +56,14 @@ MOVES = {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "counts": "*
 
 FP8_ROWS = {
     "x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*bf16", "summed_ptr": "*bf16", "values_ptr": "*fp8e4nv",
-    "scales_ptr": "*fp32", "scale_ptr": "*fp32", "x_row_stride": "i32", "residual_row_stride": "i32",
-    "num_rows": "i32", "eps": "fp32",
+    "scales_ptr": "*fp32", "scale_ptr": "*fp32", "totals_ptr": "*fp32", "x_row_stride": "i32",
+    "residual_row_stride": "i32", "num_rows": "i32", "eps": "fp32",
 }  # fmt: skip
-FP8_TILE = {"SIZE": 3584, "NUM_GROUPS": 28, "GROUPS": 32, "COLUMNS": 128, "IS_STATIC": False, "HAS_RESIDUAL": True}
+FP8_TILE = {
+    "SIZE": 3584, "NUM_GROUPS": 28, "GROUPS": 32, "COLUMNS": 128, "IS_STATIC": False, "HAS_RESIDUAL": True,
+    "TOTAL_COLUMNS": 0,
+}  # fmt: skip
+FP8_TOTALLED = {**FP8_TILE, "NUM_GROUPS": 1, "GROUPS": 1, "COLUMNS": 4096, "TOTAL_COLUMNS": 128}
 SCALED_MM = {
     "x_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32", "weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "bias_ptr": "*bf16",
     "out_ptr": "*bf16", "partial_ptr": "*fp32", "counters_ptr": "*i32", "num_tokens": "i32", "num_rows": "i32",
@@ -186,9 +190,11 @@ KERNELS = [
     ),
     ("silu_mul", "_silu_mul_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_token_stride": "i32", "size": "i32"},
      {"BLOCK": 1024}, 4),
-    ("quantize_fp8", "_quantize_fp8_kernel", FP8_ROWS, FP8_TILE, 8),
-    ("rms_norm_fp8", "_rms_norm_fp8_kernel", FP8_ROWS, FP8_TILE, 8),
-    ("silu_mul_fp8", "_silu_mul_fp8_kernel", FP8_ROWS, FP8_TILE, 8),
+    *(
+        (name, f"_{name}_kernel", FP8_ROWS, tile, 8)
+        for name in ("quantize_fp8", "rms_norm_fp8", "silu_mul_fp8")
+        for tile in (FP8_TILE, FP8_TOTALLED)
+    ),
     ("scaled_mm", "_scaled_mm_kernel", SCALED_MM, {**SCALED_MM_TILE, "IS_BLOCKWISE": True}, 4),
     ("scaled_mm", "_scaled_mm_kernel", SCALED_MM, {**SCALED_MM_TILE, "IS_BLOCKWISE": False}, 4),
     ("scaled_mm", "_scaled_mm_kernel", {**SCALED_MM, "x_ptr": "*i8", "weight_ptr": "*i8", "partial_ptr": "*i32"},

@@ -3,11 +3,9 @@ the order of groups and CTAs.  Tests compare it with the reference, and the GPU'
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from slipstream_kernels import int4_layout
-from slipstream_kernels.fp8 import E4M3, Fp8Rows
+from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.integer import Int4Weight
 
 TILE_ROWS, BLOCK = 128, 128
@@ -55,7 +53,7 @@ def expand_bf16(word: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 
 def table_words(word: torch.Tensor) -> list[torch.Tensor]:
     """table_of of w4a8_mainloop.cuh: four words of four e4m3 numbers each."""
-    scale, zero = fp16_of(word).float(), (word >> 16).float()
+    scale, zero = fp16_of(word).float() / 512, fp16_of(word >> 16).float() * -512
     entries = torch.stack([(code - zero) * scale for code in range(16)], dim=-1).to(E4M3).view(torch.uint8).long()
     return [sum(entries[..., 4 * part + i] << (8 * i) for i in range(4)) for part in range(4)]
 
@@ -106,18 +104,6 @@ def scaled_operand(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     return (codec_operand(weight, dtype).to(dtype) * in_rows(scale.float()).to(dtype)).float()
 
 
-def nibble_operand(weight: Int4Weight) -> torch.Tensor:
-    """What a nibble in the low bits of e4m3 stands for: code / 512."""
-    words = words_of_codes(weight)
-    nibbles = torch.stack([(words >> (4 * i)) & 0xF for i in range(8)], dim=-1)
-    return in_rows(nibbles.to(torch.uint8).view(E4M3).float())
-
-
-def table_operand(weight: Int4Weight) -> torch.Tensor:
-    """The e4m3 number that stands for each weight in w4a8_gemm, without the channel scale; fp32."""
-    return in_rows(look_up(words_of_codes(weight), table_words(words_of_groups(weight))))
-
-
 def rows(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """int4_rows: sums of half a block in fp32, times the group's scale, added in turns to the sums of 8 warps."""
     values, operand = x.float(), codec_operand(weight, x.dtype)
@@ -127,14 +113,6 @@ def rows(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torc
         part = values[:, start : start + BLOCK // 2] @ operand[:, start : start + BLOCK // 2].t()
         warps[start // BLOCK % 8] += part * scales[:, start * scales.shape[1] // weight.in_features]
     return _finish(warps.sum(0), x, weight, bias)
-
-
-def clusters(x: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, num_ctas: int) -> torch.Tensor:
-    """w4a8_stream: sums of a CTA's blocks, one after the other, then of the cluster's CTAs in their order."""
-    product = _fp8_blocks(x.values.float(), weight)
-    borders = [len(product) * cta // num_ctas for cta in range(num_ctas + 1)]
-    parts = [product[first:last].sum(0) for first, last in itertools.pairwise(borders)]
-    return _finish(torch.stack(parts).sum(0), x, weight, bias)
 
 
 def tiles(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, num_ctas: int) -> torch.Tensor:
@@ -158,33 +136,12 @@ def _plain_blocks(values: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) 
     return torch.einsum("tbk,nbk->btn", values.unflatten(1, (-1, BLOCK)), operand)
 
 
-def _fp8_blocks(values: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
-    """scale * 512 * (sum of activation * code / 512 - zero / 512 * sum of activations), group by group."""
-    words = weight.scales[0].transpose(0, 1).flatten(1).long() & 0xFFFFFFFF
-    width = min(weight.in_features // words.shape[1], BLOCK)
-    words = words.repeat_interleave(weight.in_features // width // words.shape[1], dim=1)
-    grouped, operand = values.unflatten(1, (-1, width)), nibble_operand(weight).unflatten(1, (-1, width))
-    parts = torch.einsum("tgk,ngk->gtn", grouped, operand)
-    zeros, totals = (words >> 16).float().t()[:, None] / 512, grouped.sum(-1).t()[..., None]
-    sums = 512 * fp16_of(words).float().t()[:, None] * (parts - zeros * totals)
-    return sums.unflatten(0, (-1, BLOCK // width)).sum(1)
-
-
 def _relative_scales(weight: Int4Weight) -> torch.Tensor:
     assert weight.zeros is not None
     return int4_layout.unpack_scales(weight.scales, torch.ones_like(weight.zeros))[0]
 
 
-def _finish(
-    sums: torch.Tensor, x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _finish(sums: torch.Tensor, x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     assert weight.zeros is not None
-    y = sums * (x.scales if isinstance(x, Fp8Rows) else 1.0) * weight.zeros
-    return (y if bias is None else y + bias.float()).to(x.dtype)
-
-
-def table(x: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """w4a8_gemm: products of the table's e4m3 numbers, scaled and biased at the end."""
-    assert weight.zeros is not None
-    y = (x.values.float() @ table_operand(weight).t()) * x.scales * weight.zeros
+    y = sums * weight.zeros
     return (y if bias is None else y + bias.float()).to(x.dtype)

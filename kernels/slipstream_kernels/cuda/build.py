@@ -194,11 +194,12 @@ def _main() -> None:
         cluster_mm,
         fragment_mm,
         sample,
+        w4a8_stream,
     )
     wanted = [partial(build, kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
     of_int4 = (int4_stream, int4_experts, record_experts)
     wanted += [partial(build, *variant) for kernel in of_int4 for variant in kernel.variants()]
-    wanted += [partial(build, source, ()) for source in (int4_mm.DEQUANTISE, w4a8_stream.SOURCE)]
+    wanted.append(partial(build, int4_mm.DEQUANTISE, ()))
     if (reason := cutlass.missing()) is not None:
         LOG.warning("without W4A8 products of many tokens: %s", reason)
     else:

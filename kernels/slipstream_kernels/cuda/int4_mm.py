@@ -1,32 +1,25 @@
-"""int4_mm in CUDA, for repacked weights: the choice of a kernel by the kind of rows and their number.  Hopper only.
+"""int4_mm of 16-bit rows in CUDA, for repacked weights: the choice of a kernel by the number of rows.  Hopper only.
 
-Up to 64 tokens the weights' bytes are the bound: int4_stream has kernels of 16-bit rows, w4a8_stream one of FP8 rows.
-Beyond, FP8 rows go to CUTLASS (w4a8_gemm); 16-bit rows are multiplied 64 at a time as long as that is faster than to
-write the weights out in 16 bits once and multiply those by the library (docs/LOG.md).
+Up to 64 tokens the weights' bytes are the bound: int4_stream.  More are multiplied 64 at a time as long as that is
+faster than to write the weights out in 16 bits once and multiply those by the library (docs/LOG.md).
+FP8 rows: w4a8_mm.
 """
 
 from __future__ import annotations
-
-import logging
-from dataclasses import replace
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 
 from slipstream_kernels import int4_layout
-from slipstream_kernels.cuda import int4_stream, w4a8_gemm, w4a8_stream
+from slipstream_kernels.cuda import int4_stream
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.int4_stream import MAX_TOKENS, Int4StreamParams
 from slipstream_kernels.cuda.launch import launch
-from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 
-LOG = logging.getLogger(__name__)
 DEQUANTISE = "int4_dequantise.cu"
 MAX_STREAMED_TOKENS = 2 * MAX_TOKENS  # of 16-bit rows
-MAX_PLAIN_TOKENS = int4_stream.MAX_ROWS_TOKENS  # so many 16-bit rows take no longer than FP8 rows
 
 
 def refusal(weight: Int4Weight) -> str | None:
@@ -56,12 +49,10 @@ def int4_mm_gated(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None
     return out
 
 
-def int4_mm(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+def int4_mm(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """See ops.int4_mm; weight is repacked."""
     _require_16_bits(x)
     bias = None if bias is None else bias.to(x.dtype)
-    if isinstance(x, Fp8Rows):
-        return _multiply_fp8(replace(x, values=_aligned(x.values)), weight, bias)
     num_tokens = x.shape[0]
     if num_tokens > MAX_STREAMED_TOKENS:
         return F.linear(x, dequantise(weight, x.dtype), bias)
@@ -72,21 +63,8 @@ def int4_mm(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | 
     return out
 
 
-def _multiply_fp8(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    num_tokens = rows.num_tokens
-    out = torch.empty((num_tokens, weight.out_features), dtype=rows.dtype, device=rows.values.device)
-    if num_tokens <= w4a8_stream.MAX_TOKENS:
-        w4a8_stream.w4a8_stream(rows, weight, bias, out)
-        return out
-    if _many_rows_refusal(rows.dtype) is None:
-        w4a8_gemm.w4a8_gemm(rows, weight, bias, out)
-        return out
-    plain = (rows.values.float() * rows.scales).to(rows.dtype)
-    return int4_mm(plain, weight, bias)
-
-
-def _require_16_bits(x: torch.Tensor | Fp8Rows) -> None:
-    if x.dtype not in w4a8_gemm.OUTPUTS:
+def _require_16_bits(x: torch.Tensor) -> None:
+    if x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which a repacked weight is multiplied by")
 
 
@@ -107,11 +85,3 @@ def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     library = load(DEQUANTISE, ())
     launch("int4_dequantise", library, params, device)
     return out
-
-
-@lru_cache
-def _many_rows_refusal(dtype: torch.dtype) -> str | None:
-    reason = w4a8_gemm.refusal(dtype)
-    if reason is not None:
-        LOG.warning("products of more than %d FP8 rows with 4-bit weights run in 16 bits: %s", MAX_TOKENS, reason)
-    return reason

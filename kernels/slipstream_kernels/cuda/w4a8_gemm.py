@@ -51,10 +51,11 @@ def refusal(dtype: torch.dtype) -> str | None:
 def w4a8_gemm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """out = dequantised(rows) @ table(weight).T + bias: weights are rounded to e4m3 of (code - zero) * scale.
 
-    rows: scaled per token.  weight: repacked.  out: [num_tokens, out_features], contiguous, bf16 or fp16; bias too.
+    rows: scaled per token.  weight: repacked for FP8 rows.  out: [num_tokens, out_features], contiguous, bf16 or fp16;
+    bias too.
     """
     assert weight.zeros is not None
-    words = weight.scales[0]
+    words = weight.scales
     tile = cutlass_gemm.choose_tile(TILES, rows.num_tokens, weight.out_features, count_sms(out.device))
     libraries = cutlass.load_all(SOURCE, tuple(defines(each, words.shape[2], out.dtype) for each in TILES))
     params = W4a8Params(

@@ -1,21 +1,19 @@
-// Products of some tens of FP8 rows with 4-bit weights, for Hopper (sm_90a). Contract: ops/int4_mm.py.
+// Products of up to 64 FP8 rows with 4-bit weights in the order of the tensor cores' registers, for Hopper (sm_90a).
+// Contract: ops/int4_mm.py.
 //
-// One persistent CTA per SM, or a cluster of them for narrow outputs, owns strips of output features
-// (w4a8_stream_shape.cuh). Two warps fill a ring with codes and activations (w4a8_stream_load.cuh), two add activations
-// up, four warpgroups multiply (w4a8_stream_multiply.cuh), and the sums of a cluster meet in its shared memory
-// (w4a8_stream_epilogue.cuh). The kernel starts while the one before it still runs, and fills its ring with weights
-// meanwhile.
-
-#include <cuda_fp8.h>
+// One persistent CTA an SM, or a cluster of them, owns strips of output features (w4a8_stream_shape.cuh). A warp fills a ring
+// with weights and tokens (w4a8_stream_load.cuh), four warpgroups expand and multiply in registers (w4a8_stream_multiply.cuh),
+// and sums meet in shared memory (w4a8_stream_epilogue.cuh). The kernel starts while the one before it still runs, and fills
+// its ring with weights meanwhile. Built once per SLIPSTREAM_COLUMNS (tokens: 8, 16, 32, 48, 64) and SLIPSTREAM_GROUPS
+// (groups of 128 input features: 1, 2).
 
 #include "dependent_launch.cuh"
-#include "kernel_launch.h"
-#include "library.h"
-#include "tensor_map.h"
 #include "w4a8_stream_epilogue.cuh"
 #include "w4a8_stream_load.cuh"
 #include "w4a8_stream_multiply.cuh"
-#include "w4a8_stream_totals.cuh"
+#include "kernel_launch.h"
+#include "library.h"
+#include "tensor_map.h"
 
 namespace slipstream {
 
@@ -24,8 +22,7 @@ __device__ __forceinline__ void init_memory(const W4a8Memory<SHAPE>& memory) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < SHAPE::kStages; ++stage) {
       init_barrier(memory.filled(stage), 1);
-      init_barrier(memory.emptied(stage), SHAPE::kStrips);
-      init_barrier(memory.summed(stage), SHAPE::kAdders);
+      init_barrier(memory.emptied(stage), SHAPE::kConsumers / 32);
     }
     publish_barriers();
   }
@@ -34,42 +31,42 @@ __device__ __forceinline__ void init_memory(const W4a8Memory<SHAPE>& memory) {
 
 template <typename SHAPE, typename OUT>
 __device__ __forceinline__ void multiply_passes(const W4a8StreamParams& p, const W4a8Memory<SHAPE>& memory,
-                                                const W4a8Share& share) {
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  W4a8Multiplier<SHAPE> multiplier{memory, share, warpgroup};
+                                                const W4a8Share<SHAPE>& share, int warpgroup) {
+  W4a8Multiplier<SHAPE> multiplier{memory, share, warpgroup % SHAPE::kRowGroups, warpgroup / SHAPE::kRowGroups};
   const W4a8Epilogue<SHAPE, OUT> epilogue{p, memory, share};
+  epilogue.load_rows(0);
+  await_previous();
 #pragma unroll 1
   for (int pass = 0; pass < share.num_passes; ++pass) {
+    if (pass > 0) epilogue.load_rows(pass);
+    epilogue.load_tokens(pass);
     float sums[SHAPE::kSums] = {};
-    multiplier.multiply_pass(4 * warpgroup >= share.pass_begin(pass + 1) - share.pass_begin(pass), sums);
+    multiplier.multiply_pass(share.pass_begin(pass + 1) - share.pass_begin(pass), sums);
     epilogue.write(pass, sums);
   }
 }
 
 template <typename SHAPE>
-__global__ void __launch_bounds__(SHAPE::kThreads, 1)
+__global__ void __launch_bounds__(SHAPE::kBoundThreads, 1)
     w4a8_stream_kernel(const __grid_constant__ W4a8StreamParams p, const __grid_constant__ CUtensorMap tokens) {
   extern __shared__ char shared[];
   start_dependents();
+  if (threadIdx.x == SHAPE::kConsumers) prefetch_map(&tokens);
   const W4a8Memory<SHAPE> memory(shared_address(shared));
-  const W4a8Share share(p);
+  const W4a8Share<SHAPE> share(p);
   init_memory(memory);
-  if (__shfl_sync(~0u, threadIdx.x / 128, 0) == SHAPE::kConsumers / 128) {
-    lower_registers<32>();
-    const int helper = threadIdx.x / 32 - SHAPE::kStrips;
-    if (helper < SHAPE::kLoaders) {
-      W4a8Loader<SHAPE>{p, tokens, memory, share, helper}.run();
-    } else {
-      W4a8Adder<SHAPE>{memory, share, helper - SHAPE::kLoaders}.run();
-    }
+  // One value for the whole warp, so that the branch below is seen to be uniform.
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  if (warpgroup == SHAPE::kWarpgroups) {
+    lower_registers<SHAPE::kLoaderRegisters>();
+    if (threadIdx.x / 32 == SHAPE::kConsumers / 32) W4a8Loader<SHAPE>{p, tokens, memory, share}.run();
     return;
   }
-  raise_registers<112>();
-  await_previous();
+  raise_registers<SHAPE::kMultiplierRegisters>();
   if (p.out_is_half != 0) {
-    multiply_passes<SHAPE, __half>(p, memory, share);
+    multiply_passes<SHAPE, __half>(p, memory, share, warpgroup);
   } else {
-    multiply_passes<SHAPE, __nv_bfloat16>(p, memory, share);
+    multiply_passes<SHAPE, __nv_bfloat16>(p, memory, share, warpgroup);
   }
 }
 
@@ -77,8 +74,10 @@ template <typename SHAPE>
 cudaError_t launch(const W4a8StreamParams& p, cudaStream_t stream) {
   const cudaError_t allowed = allow_shared_memory<w4a8_stream_kernel<SHAPE>, SHAPE::kTotalBytes>();
   if (allowed != cudaSuccess) return allowed;
-  const uint64_t row = p.in_features, tokens = p.num_tokens;
-  const Extent<2> extent{{row, tokens}, {static_cast<uint64_t>(p.x_row_stride)}, {128, SHAPE::kColumns}};
+  const uint64_t blocks = p.in_features / 128, tokens = p.num_tokens;
+  const Extent<3> extent{{128, tokens, blocks},
+                         {static_cast<uint64_t>(p.x_row_stride), 128},
+                         {128, SHAPE::kColumns, SHAPE::kBlocks}};
   CUtensorMap map;
   if (!encode_tensor_map(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, p.x, extent)) {
     return cudaErrorInvalidValue;
@@ -87,25 +86,27 @@ cudaError_t launch(const W4a8StreamParams& p, cudaStream_t stream) {
   return cudaLaunchKernelEx(&launch.config, w4a8_stream_kernel<SHAPE>, p, map);
 }
 
-// count: of clusters of p.splits CTAs that run at once; null to launch.
+// Sums are exchanged where the ring was, so then there is one pass.
 template <typename SHAPE>
-cudaError_t run_shape(const W4a8StreamParams& p, cudaStream_t stream, int* count) {
-  if (count == nullptr) return launch<SHAPE>(p, stream);
-  return count_clusters<SHAPE, w4a8_stream_kernel<SHAPE>>(p.splits, count);
+bool can_run(const W4a8StreamParams& p) {
+  const int strips = p.out_features / 16, most = (strips + p.num_clusters - 1) / p.num_clusters;
+  if (p.splits > p.in_features / 128 || p.num_tokens > SHAPE::kColumns || p.num_clusters > strips) return false;
+  return (SHAPE::kDepthGroups == 1 && p.splits == 1) || most <= SHAPE::kStrips;
 }
 
-template <int COLUMNS>
-cudaError_t run_columns(const W4a8StreamParams& p, cudaStream_t stream, int* count) {
-  if (p.groups_per_block == 1) return run_shape<W4a8Shape<COLUMNS, 1>>(p, stream, count);
-  return run_shape<W4a8Shape<COLUMNS, 2>>(p, stream, count);
+// count: of clusters of p.splits CTAs that run at once; null to launch.
+template <int ROW_GROUPS>
+cudaError_t run_variant(const W4a8StreamParams& p, cudaStream_t stream, int* count) {
+  using Shape = W4a8Shape<SLIPSTREAM_COLUMNS, SLIPSTREAM_GROUPS, ROW_GROUPS>;
+  if (count != nullptr) return count_clusters<Shape, w4a8_stream_kernel<Shape>>(p.splits, count);
+  return can_run<Shape>(p) ? launch<Shape>(p, stream) : cudaErrorInvalidConfiguration;
 }
 
 cudaError_t run(const W4a8StreamParams& p, cudaStream_t stream, int* count) {
-  if (p.groups_per_block != 1 && p.groups_per_block != 2) return cudaErrorInvalidValue;
-  switch (p.columns) {
-    case 16: return run_columns<16>(p, stream, count);
-    case 32: return run_columns<32>(p, stream, count);
-    case 64: return run_columns<64>(p, stream, count);
+  switch (p.row_groups) {
+    case 1: return run_variant<1>(p, stream, count);
+    case 2: return run_variant<2>(p, stream, count);
+    case 4: return run_variant<4>(p, stream, count);
     default: return cudaErrorInvalidValue;
   }
 }

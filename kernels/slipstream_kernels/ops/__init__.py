@@ -15,7 +15,7 @@ from slipstream_kernels.ops.decode_attention import decode_attention
 from slipstream_kernels.ops.decode_layers import decode_layers, decode_layers_refusal, max_stacked_tokens
 from slipstream_kernels.ops.grouped_int4_mm import grouped_int4_mm, max_plain_expert_tokens, repack_expert_int4
 from slipstream_kernels.ops.grouped_mm import grouped_mm
-from slipstream_kernels.ops.int4_mm import int4_mm, max_plain_int4_tokens, repack_int4
+from slipstream_kernels.ops.int4_mm import int4_mm, int4_total_columns, repack_int4
 from slipstream_kernels.ops.int8_mm import int8_mm, repack_int8
 from slipstream_kernels.ops.invariant_attention import invariant_attention
 from slipstream_kernels.ops.invariant_mm import invariant_mm
@@ -86,6 +86,7 @@ __all__ = [
     "grouped_int4_mm",
     "grouped_mm",
     "int4_mm",
+    "int4_total_columns",
     "int4_weight",
     "int8_mm",
     "invariant_attention",
@@ -93,7 +94,6 @@ __all__ = [
     "kv_row_bytes",
     "level_rows",
     "max_plain_expert_tokens",
-    "max_plain_int4_tokens",
     "max_stacked_tokens",
     "max_streamed_tokens",
     "move_slots",

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from slipstream_kernels import int4_layout
+from slipstream_kernels import int4_layout, w4a8_layout
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.ops.select import require_float, require_shape, require_unit_stride, select
@@ -31,7 +31,7 @@ def int4_mm(
     gated: the first half of y's columns gates the second: returns silu(y[:, :half]) * y[:, half:].
 
     x: [num_tokens, in_features] fp32, bf16 or fp16, last dimension contiguous; or rows of e4m3 scaled per token (W4A8).
-    The result has x's dtype.  weight: canonical (uint8) or as repack_int4 made it for x's device.
+    The result has x's dtype.  weight: canonical (uint8) or as repack_int4 made it for x's device and kind of rows.
     bias: [out_features], any float dtype.
     Codes less zero-points are exact in every type of product; group scales are applied to sums in fp32, or to weights
     in x's dtype.  FP8 sums leave the tensor core for fp32 at least every 128 input features.  Except: more than 64 FP8
@@ -44,7 +44,10 @@ def int4_mm(
         require_shape("bias", bias, (weight.out_features,))
     if not weight.is_repacked:
         check_int4(weight)
-    module = _choose(backend, rows, weight)
+    if weight.is_for_fp8_rows:
+        y = _multiply_fp8(x, weight, bias, backend)
+        return silu_mul(y) if gated else y
+    module = _choose(backend, x, weight)
     if gated and weight.out_features % 2:
         raise ValueError(f"weight: {weight.out_features} output features, gated products need pairs")
     is_candidate = gated and weight.is_repacked and not isinstance(x, Fp8Rows)
@@ -54,42 +57,54 @@ def int4_mm(
     return silu_mul(y) if gated else y
 
 
-def max_plain_int4_tokens(weight: Int4Weight) -> int:
-    """Up to how many tokens 16-bit rows are multiplied as fast as FP8 rows, which then need not be made; 0: never.
+def int4_total_columns(weight: Int4Weight) -> int:
+    """Of what runs of columns FP8 rows are to have sums (Fp8Scheme.total_columns) for its products; 0: of none.
 
-    weight: canonical.  Measured on one H200 (docs/LOG.md).
+    weight: canonical, or repacked for FP8 rows.
     """
-    if not weight.packed.is_cuda or _cuda().refusal(weight) is not None:
-        return 0
-    return int(_cuda().MAX_PLAIN_TOKENS)
+    is_served = weight.is_for_fp8_rows or (weight.packed.is_cuda and _cuda("w4a8_mm").refusal(weight) is None)
+    return w4a8_layout.total_columns(weight.group_size) if is_served else 0
 
 
-def repack_int4(weight: Int4Weight) -> Int4Weight:
+def repack_int4(weight: Int4Weight, *, for_fp8_rows: bool = False) -> Int4Weight:
     """The weight in the layout of its device's kernels, made once at load; canonical where those take it as it is.
 
+    for_fp8_rows: it will be multiplied by those alone; else by 16-bit rows alone.
     A shape that the device's kernels do not serve stays canonical.  Raises ValueError for a weight that is not.
     """
     check_int4(weight)
     if not weight.packed.is_cuda:
         return weight
-    reason = _cuda().refusal(weight)
+    reason = _cuda("w4a8_mm" if for_fp8_rows else "int4_mm").refusal(weight)
     if reason is not None:
         LOG.info("weight of %d x %d stays canonical: %s", weight.out_features, weight.in_features, reason)
         return weight
-    return int4_layout.repack(weight)
+    return w4a8_layout.repack(weight) if for_fp8_rows else int4_layout.repack(weight)
 
 
-def _choose(backend: str, rows: torch.Tensor, weight: Int4Weight) -> ModuleType:
+def _multiply_fp8(
+    x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, backend: str
+) -> torch.Tensor:
+    if not isinstance(x, Fp8Rows) or backend not in ("auto", "cuda"):
+        raise ValueError('weight: repacked for FP8 rows, takes those alone, and backend "auto" or "cuda"')
+    y: torch.Tensor = _cuda("w4a8_mm").w4a8_mm(x, weight, bias)
+    return y
+
+
+def _choose(backend: str, x: torch.Tensor | Fp8Rows, weight: Int4Weight) -> ModuleType:
+    rows = x.values if isinstance(x, Fp8Rows) else x
+    if weight.is_repacked and isinstance(x, Fp8Rows):
+        raise ValueError("weight: repacked for 16-bit rows, takes those alone")
     if weight.is_repacked and backend in ("auto", "cuda"):
-        return _cuda()
+        return _cuda("int4_mm")
     if weight.is_repacked or backend == "cuda":
         wanted = "a weight of repack_int4" if backend == "cuda" else "a canonical weight"
         raise ValueError(f"backend: {backend!r} takes {wanted}")
     return select("int4_mm", backend, rows, triton_refusal(weight))
 
 
-def _cuda() -> ModuleType:
-    return importlib.import_module("slipstream_kernels.cuda.int4_mm")
+def _cuda(name: str) -> ModuleType:
+    return importlib.import_module(f"slipstream_kernels.cuda.{name}")
 
 
 def check_int4(weight: Int4Weight) -> None:

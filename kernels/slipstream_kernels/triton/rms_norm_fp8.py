@@ -8,7 +8,7 @@ import triton.language as tl
 
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme, empty_rows
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
-from slipstream_kernels.triton.quantize_fp8 import store_rows, tile_columns, tile_of
+from slipstream_kernels.triton.quantize_fp8 import store_rows, tile_columns, tile_of, totals_of
 
 
 @triton.jit
@@ -20,6 +20,7 @@ def _rms_norm_fp8_kernel(
     values_ptr,
     scales_ptr,
     scale_ptr,
+    totals_ptr,
     x_row_stride,
     residual_row_stride,
     num_rows,
@@ -29,6 +30,7 @@ def _rms_norm_fp8_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_STATIC: tl.constexpr,
+    TOTAL_COLUMNS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -46,7 +48,10 @@ def _rms_norm_fp8_kernel(
         x = rounded.to(tl.float32)
     scaled = x * tl.rsqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / SIZE + eps)
     y = (scaled.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
-    store_rows(y, row, 0, columns, mask, values_ptr, scales_ptr, scale_ptr, num_rows, SIZE, NUM_GROUPS, IS_STATIC)
+    store_rows(
+        y, row, 0, columns, mask, values_ptr, scales_ptr, scale_ptr, totals_ptr, num_rows, SIZE, NUM_GROUPS,
+        IS_STATIC, TOTAL_COLUMNS,
+    )  # fmt: skip
 
 
 def rms_norm_fp8(
@@ -66,12 +71,13 @@ def rms_norm_fp8(
             rows.values,
             rows.scales,
             x if scheme.scale is None else scheme.scale,
+            totals_of(rows),
             x.stride(0),
             added.stride(0),
             rows.values.shape[0],
             eps,
             HAS_RESIDUAL=residual is not None,
-            **tile_of(size, scheme, max_groups=size),
+            **tile_of(size, scheme, rows, max_groups=size),
             **dependent_launch(x.device),
         )
     return rows, summed

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme, empty_rows
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
-from slipstream_kernels.triton.quantize_fp8 import GROUPS_PER_PROGRAM, store_rows, tile_columns, tile_of
+from slipstream_kernels.triton.quantize_fp8 import GROUPS_PER_PROGRAM, store_rows, tile_columns, tile_of, totals_of
 from slipstream_kernels.triton.silu_mul import silu
 
 
@@ -18,6 +18,7 @@ def _silu_mul_fp8_kernel(
     values_ptr,
     scales_ptr,
     scale_ptr,
+    totals_ptr,
     x_row_stride,
     num_rows,
     SIZE: tl.constexpr,
@@ -25,6 +26,7 @@ def _silu_mul_fp8_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_STATIC: tl.constexpr,
+    TOTAL_COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     start_dependents(DEPENDENT)
@@ -36,7 +38,10 @@ def _silu_mul_fp8_kernel(
     up = tl.load(x_ptr + row * x_row_stride + SIZE + columns, mask=mask, other=0.0).to(tl.float32)
     activated = silu(gate).to(dtype).to(tl.float32)
     y = (activated * up).to(dtype).to(tl.float32)
-    store_rows(y, row, chunk, columns, mask, values_ptr, scales_ptr, scale_ptr, num_rows, SIZE, NUM_GROUPS, IS_STATIC)
+    store_rows(
+        y, row, chunk, columns, mask, values_ptr, scales_ptr, scale_ptr, totals_ptr, num_rows, SIZE, NUM_GROUPS,
+        IS_STATIC, TOTAL_COLUMNS,
+    )  # fmt: skip
 
 
 def silu_mul_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
@@ -45,8 +50,9 @@ def silu_mul_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
     rows = empty_rows(num_tokens, size, scheme, x)
     if rows.values.numel():
         scale = x if scheme.scale is None else scheme.scale
-        tile = tile_of(size, scheme, GROUPS_PER_PROGRAM)
+        tile = tile_of(size, scheme, rows, GROUPS_PER_PROGRAM)
         grid = (num_tokens, triton.cdiv(tile["NUM_GROUPS"], tile["GROUPS"]))
         options = {**tile, **dependent_launch(x.device)}
-        _silu_mul_fp8_kernel[grid](x, rows.values, rows.scales, scale, x.stride(0), rows.values.shape[0], **options)
+        out = rows.values, rows.scales, scale, totals_of(rows)
+        _silu_mul_fp8_kernel[grid](x, *out, x.stride(0), rows.values.shape[0], **options)
     return rows

@@ -90,21 +90,22 @@ class Int4:
     def finish(self, weights: Weights) -> None:
         self._sort_columns(weights)
         in_features = 2 * weights["packed"].shape[1]
-        weights.update(ops.repack_int4(self._weight(weights, in_features)).tensors())
+        weight = self._weight(weights, in_features)
+        weights.update(ops.repack_int4(weight, for_fp8_rows=self.fp8_inputs).tensors())
 
     def input_form(self, weights: Weights) -> InputForm[Activation]:
         if not self.fp8_inputs or self._has_order:
             return PLAIN
-        in_features = 2 * weights["packed"].shape[1]
-        return input_form.Fp8(ops.Fp8Scheme(), ops.max_plain_int4_tokens(self._weight(weights, in_features)))
+        return input_form.Fp8(self._scheme(self._weight(weights, 2 * weights["packed"].shape[1])))
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         assert not isinstance(x, ops.Int8Rows)
+        rows = x.values if isinstance(x, ops.Fp8Rows) else x
+        weight = self._weight(weights, rows.shape[1])
         if isinstance(x, Tensor) and self._has_order:
             x = x[:, weights[ORDER][0]] if ORDER in weights else x
-            x = ops.quantize_fp8(x) if self.fp8_inputs else x
-        rows = x.values if isinstance(x, ops.Fp8Rows) else x
-        return ops.int4_mm(x, self._weight(weights, rows.shape[1]), weights.get("bias"))
+            x = ops.quantize_fp8(x, self._scheme(weight)) if self.fp8_inputs else x
+        return ops.int4_mm(x, weight, weights.get("bias"))
 
     def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
         if not isinstance(x, Tensor) or self._has_order:
@@ -133,6 +134,10 @@ class Int4:
     def _weight(self, weights: Weights, in_features: int) -> ops.Int4Weight:
         zeros = weights.get("zeros")
         return ops.int4_weight(weights["packed"], weights["scales"], zeros, self.group_size, in_features)
+
+    @staticmethod
+    def _scheme(weight: ops.Int4Weight) -> ops.Fp8Scheme:
+        return ops.Fp8Scheme(total_columns=ops.int4_total_columns(weight))
 
     def _put(self, weights: Weights, name: str, rows: slice, value: Tensor) -> None:
         if name == GROUP_OF_COLUMN:

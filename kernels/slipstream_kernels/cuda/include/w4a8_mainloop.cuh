@@ -2,8 +2,9 @@
 // shared-memory layouts) and is derived from; only what the multiplying warps do is replaced.
 //
 // Each code is looked up in a table of 16 e4m3 numbers, round((code - zero) * scale), of its row and group.  Tables are
-// built in registers from one 32-bit word per row and group (fp16 scale, zero point above it), by four lanes that share
-// a row: so zero points cost nothing, and 4 bytes per group travel where CUTLASS's own table needs 8 and takes none.
+// built in registers from one 32-bit word per row and group (fp16 512 * scale, fp16 -zero / 512 above it), by four lanes
+// that share a row: so zero points cost nothing, and 4 bytes per group travel where CUTLASS's own table needs 8 and takes
+// none.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -18,8 +19,8 @@ namespace slipstream {
 
 // Entries 4 part .. 4 part + 3 of a row's table, part = lane % 4.
 CUTLASS_DEVICE uint32_t table_quarter(uint32_t word, int part) {
-  const float scale = __half2float(__ushort_as_half(uint16_t(word)));
-  const float first = float(4 * part - int(word >> 16)) * scale;
+  const float scale = __half2float(__ushort_as_half(uint16_t(word))) / 512.0f;
+  const float first = (4 * part + 512.0f * __half2float(__ushort_as_half(uint16_t(word >> 16)))) * scale;
   const __nv_fp8x2_storage_t low =
       __nv_cvt_float2_to_fp8x2(make_float2(first, first + scale), __NV_SATFINITE, __NV_E4M3);
   const __nv_fp8x2_storage_t high = __nv_cvt_float2_to_fp8x2(
@@ -95,7 +96,9 @@ struct TableMainloop : Base {
         static_assert(size(q) == 2 && size(out) == 4);
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < 2; ++half) {  // a word for row l / 4, one for row l / 4 + 8
-          look_up(q(half), tables[i][half], out(half), out(half + 2));
+          uint32_t first, last;   // of four pairs, whose halves are 16 input features apart
+          look_up(q(half), tables[i][half], first, last);
+          out(half) = __byte_perm(first, last, 0x6420), out(half + 2) = __byte_perm(first, last, 0x7531);
         }
       }
     };

@@ -1,4 +1,5 @@
-// The loading warps: codes and words by bulk copies, a strip or block each, tokens by tensor copies.
+// The loading warp: codes of a block, all strips of the pass, by one bulk copy, their words by another; tokens of a stage
+// by one tensor copy.
 #pragma once
 
 #include "bulk_copy.cuh"
@@ -7,18 +8,28 @@
 
 namespace slipstream {
 
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Copies the map's box of blocks from z on; what lies outside of the tensor becomes zero.
+__device__ __forceinline__ void copy_blocks(uint32_t to, const CUtensorMap* map, uint32_t barrier, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(0), "r"(z), "l"(kReadOften) : "memory");
+}
+
 template <typename SHAPE>
 struct W4a8Loader {
   const W4a8StreamParams& p;
   const CUtensorMap& map;
   W4a8Memory<SHAPE> memory;
-  const W4a8Share& share;
-  int loader;
+  const W4a8Share<SHAPE>& share;
   uint64_t policy = evict_first_policy();
   int lane = threadIdx.x % 32;
 
   __device__ __forceinline__ void run() const {
-    W4a8Walk ahead(share), walk(share);
+    Walk ahead{share}, walk{share};
     int filled = 0;
     for (; filled < SHAPE::kStages && !ahead.is_done(); ++filled, ahead.advance()) copy_weights(filled, ahead);
     await_previous();
@@ -34,31 +45,51 @@ struct W4a8Loader {
   }
 
  private:
-  // The loaders take strips in turn, a lane each; then each a block's words, and its tokens.
-  __device__ __forceinline__ void copy_weights(int stage, const W4a8Walk& walk) const {
-    const int strips = walk.num_strips(), blocks = walk.num_blocks(), first = walk.first_strip();
-    const uint32_t code_bytes = blocks * SHAPE::kBlockBytes, word_bytes = strips * 16 * 4 * SHAPE::kGroups;
-    if (loader == 0 && lane == 0) {
-      arrive_expecting(memory.filled(stage), strips * code_bytes + blocks * (word_bytes + SHAPE::kTokenBytes));
+  struct Walk {
+    const W4a8Share<SHAPE>& share;
+    int pass = 0, block = share.begin_block, strip = share.pass_begin(0), strips = share.pass_begin(1) - strip;
+
+    __device__ __forceinline__ bool is_done() const { return pass >= share.num_passes || share.num_blocks() == 0; }
+    __device__ __forceinline__ int blocks() const { return min(SHAPE::kBlocks, share.end_block - block); }
+
+    __device__ __forceinline__ void advance() {
+      block += SHAPE::kBlocks;
+      if (block < share.end_block) return;
+      block = share.begin_block, ++pass;
+      if (pass < share.num_passes) strip = share.pass_begin(pass), strips = share.pass_begin(pass + 1) - strip;
+    }
+  };
+
+  // A lane each copy. Tokens are announced too: whole boxes, also beyond the last block.
+  __device__ __forceinline__ void copy_weights(int stage, const Walk& walk) const {
+    using Codes = typename SHAPE::Codes;
+    const uint32_t code_bytes = walk.strips * Codes::kCodeBytes, word_bytes = walk.strips * Codes::kWordBytes;
+    const uint32_t barrier = memory.filled(stage);
+    if (lane == 0) {
+      const uint32_t of_block = code_bytes + word_bytes + SHAPE::kTotalsBytes;
+      arrive_expecting(barrier, walk.blocks() * of_block + SHAPE::kBlocks * SHAPE::kTokenBytes);
     }
     __syncwarp();
-    const int strip = lane * SHAPE::kLoaders + loader;
-    if (strip < strips) {
-      const int64_t from = int64_t{first + strip} * (p.in_features / 128) + walk.block;
-      copy_bulk(memory.codes(stage) + strip * SHAPE::kStripBytes,
-                static_cast<const char*>(p.codes) + from * SHAPE::kBlockBytes, code_bytes, memory.filled(stage), policy);
-    }
-    if (lane == 31 && loader < blocks) {
-      const int64_t group = p.is_channelwise != 0 ? 0 : walk.block + loader;
-      const uint32_t* words = p.words + (group * p.out_features + first * 16) * SHAPE::kGroups;
-      copy_bulk(memory.words(stage) + loader * SHAPE::kWordBytes, words, word_bytes, memory.filled(stage), policy);
+    const int strips = p.out_features / 16, block = lane % SHAPE::kBlocks;
+    if (lane >= 2 * SHAPE::kBlocks || block >= walk.blocks()) return;
+    if (lane < SHAPE::kBlocks) {
+      const int64_t strip = int64_t{walk.block + block} * strips + walk.strip;
+      copy_bulk(memory.codes(stage, block, 0), static_cast<const char*>(p.codes) + strip * Codes::kCodeBytes, code_bytes,
+                barrier, policy);
+    } else {
+      const int64_t strip = int64_t{p.is_channelwise != 0 ? 0 : walk.block + block} * strips + walk.strip;
+      copy_bulk(memory.words(stage, block, 0), static_cast<const char*>(p.words) + strip * Codes::kWordBytes, word_bytes,
+                barrier, policy);
     }
   }
 
-  __device__ __forceinline__ void copy_tokens(int stage, const W4a8Walk& walk) const {
-    if (lane != 0 || loader >= walk.num_blocks()) return;
-    copy_box(memory.tokens(stage) + loader * SHAPE::kTokenBytes, &map, memory.filled(stage), kReadOften,
-             (walk.block + loader) * 128, 0);
+  __device__ __forceinline__ void copy_tokens(int stage, const Walk& walk) const {
+    if (lane == 0) {
+      copy_blocks(memory.tokens(stage), &map, memory.filled(stage), walk.block);
+    } else if (lane == 1) {
+      const float* from = p.totals + walk.block * (SHAPE::kTotalsBytes / 4);
+      copy_bulk(memory.totals(stage, 0), from, walk.blocks() * SHAPE::kTotalsBytes, memory.filled(stage), keep_policy());
+    }
   }
 };
 

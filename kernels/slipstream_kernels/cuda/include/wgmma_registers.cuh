@@ -26,7 +26,9 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
                SLIPSTREAM_FLAGS                                                                            \
                : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds))
 #define SLIPSTREAM_PRODUCT_OF(TYPES)                                                                            \
-  if constexpr (N == 16) {                                                                                      \
+  if constexpr (N == 8) {                                                                                       \
+    SLIPSTREAM_PRODUCT("8", TYPES, "%0, %1, %2, %3", "4", "5", "6", "7", "8", "9", SLIPSTREAM_SUMS4(0));         \
+  } else if constexpr (N == 16) {                                                                               \
     SLIPSTREAM_PRODUCT("16", TYPES, SLIPSTREAM_LIST8, "8", "9", "10", "11", "12", "13", SLIPSTREAM_SUMS8(0));    \
   } else if constexpr (N == 32) {                                                                               \
     SLIPSTREAM_PRODUCT("32", TYPES, SLIPSTREAM_LIST16, "16", "17", "18", "19", "20", "21", SLIPSTREAM_SUMS16(0)); \
@@ -38,11 +40,11 @@ __device__ __forceinline__ uint64_t core_matrices(uint32_t address, uint32_t k_s
                        SLIPSTREAM_SUMS16(16));                                                                   \
   }
 
-// T: __half, __nv_bfloat16 or __nv_fp8_e4m3, of a (four registers) and b; N of 16, 32, 48, 64.
+// T: __half, __nv_bfloat16 or __nv_fp8_e4m3, of a (four registers) and b; N of 8, 16, 32, 48, 64.
 // adds 0: d is overwritten.
 template <typename T, int N>
 __device__ __forceinline__ void multiply_registers(float (&d)[N / 2], const uint32_t* a, uint64_t b, uint32_t adds) {
-  static_assert(N == 16 || N == 32 || N == 48 || N == 64);
+  static_assert(N == 8 || N == 16 || N == 32 || N == 48 || N == 64);
   if constexpr (__is_same(T, __nv_fp8_e4m3)) {
 #define SLIPSTREAM_FLAGS ", add, 1, 1;}\n"
     SLIPSTREAM_PRODUCT_OF("k32.f32.e4m3.e4m3")

@@ -1,0 +1,111 @@
+"""The CUDA kernels of 4-bit weights and FP8 rows on a Hopper GPU: every variant against the reference, the choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import w4a8_emulator
+from hopper import needs_hopper
+from slipstream_kernels import ops, w4a8_layout
+from slipstream_kernels.cuda import cutlass_gemm, w4a8_gemm, w4a8_mm, w4a8_stream
+from slipstream_kernels.cuda.build import build, find_nvcc
+from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
+from slipstream_kernels.integer import Int4Weight
+
+GROUPS = [64, 128, 0]  # 0: whole rows
+# (out, in features): one strip and block; CTAs with nothing to do; blocks that do not fill stages; several passes
+SIZES = [(16, 128), (208, 384), (320, 13696), (36864, 256)]
+
+
+def weight_of(out_features: int, in_features: int, group_size: int, has_zeros: bool) -> Int4Weight:
+    group_size = group_size or in_features
+    groups = (out_features, in_features // group_size)
+    packed = torch.randint(256, (out_features, in_features // 2), dtype=torch.uint8, device="cuda")
+    scales = ((0.1 + torch.rand(groups, device="cuda")) * in_features**-0.5 / 4).bfloat16().float()
+    zeros = torch.randint(17, groups, dtype=torch.uint8, device="cuda") if has_zeros else None
+    return Int4Weight(packed, scales, zeros, group_size, out_features, in_features)
+
+
+def rows_of(num_tokens: int, weight: Int4Weight, dtype: torch.dtype = torch.bfloat16) -> Fp8Rows:
+    x = torch.randn(num_tokens, weight.in_features, device="cuda").to(dtype)
+    return ops.quantize_fp8(x, Fp8Scheme(total_columns=w4a8_layout.total_columns(weight.group_size)))
+
+
+def relative_error(y: torch.Tensor, rows: Fp8Rows, dense: torch.Tensor, bias: torch.Tensor | None) -> float:
+    x = rows.values.double() * rows.scales.double()
+    expected = x @ dense.double().t() + (0 if bias is None else bias.double())
+    assert y.dtype == rows.dtype and y.shape == expected.shape
+    return float((y.double() - expected).norm() / expected.norm())
+
+
+@needs_hopper
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_variant_of_few_tokens(sizes: tuple[int, int], group_size: int) -> None:
+    for has_zeros, dtype in ((False, torch.bfloat16), (True, torch.bfloat16), (True, torch.float16)):
+        weight = weight_of(*sizes, group_size, has_zeros)
+        repacked, dense = w4a8_layout.repack(weight), ops.dequantize_int4(weight)
+        bias = torch.randn(sizes[0], device="cuda").to(dtype) if has_zeros else None
+        for num_tokens in (1, 8, 15, 31, 33, 48, 64):
+            rows = rows_of(num_tokens, weight, dtype)
+            found = list(w4a8_stream.candidates(num_tokens, repacked, rows.values.device))
+            assert rows.totals is not None
+            for variant in (*found, None):
+                out = torch.full((num_tokens, sizes[0]), torch.nan, dtype=dtype, device="cuda")
+                w4a8_stream.w4a8_stream(rows, repacked, bias, out, totals=rows.totals, variant=variant)
+                assert relative_error(out, rows, dense, bias) < 4e-3, (num_tokens, variant)
+
+
+@needs_hopper
+@pytest.mark.parametrize("group_size", GROUPS)
+@pytest.mark.parametrize("tile", w4a8_gemm.TILES, ids=str)
+def test_many_tokens(tile: cutlass_gemm.Tile, group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (reason := w4a8_gemm.refusal(torch.bfloat16)) is not None:
+        pytest.skip(reason)
+    monkeypatch.setattr(cutlass_gemm, "choose_tile", lambda *_: tile)
+    for has_zeros in (False, True):
+        weight = weight_of(336, 1024, group_size, has_zeros)
+        repacked = w4a8_layout.repack(weight)
+        assert repacked.zeros is not None
+        on_cpu = Int4Weight(
+            *(t.cpu() for t in (repacked.packed, repacked.scales, repacked.zeros)), group_size or 1024, 336, 1024
+        )
+        table = w4a8_emulator.table_operand(on_cpu).cuda() * repacked.zeros[:, None]
+        for num_tokens in (1, 65, 300):
+            rows = rows_of(num_tokens, weight)
+            bias = torch.randn(336, device="cuda").bfloat16() if has_zeros else None
+            out = torch.full((num_tokens, 336), torch.nan, dtype=torch.bfloat16, device="cuda")
+            w4a8_gemm.w4a8_gemm(rows, repacked, bias, out)
+            assert relative_error(out, rows, table, bias) < 4e-3, num_tokens
+
+
+@needs_hopper
+@pytest.mark.parametrize("num_tokens", [1, 64, 65, 200])
+def test_without_cutlass_rows_are_multiplied_64_at_a_time(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(w4a8_mm, "_many_rows_refusal", lambda _: "no headers")
+    weight = weight_of(512, 1024, 128, True)
+    rows = rows_of(num_tokens, weight)
+    y = ops.int4_mm(rows, ops.repack_int4(weight, for_fp8_rows=True))
+    assert relative_error(y, rows, ops.dequantize_int4(weight), None) < 4e-3
+
+
+@needs_hopper
+@pytest.mark.parametrize("group_size", GROUPS)
+def test_rows_bring_their_sums_or_get_them(group_size: int) -> None:
+    weight = weight_of(512, 1024, group_size, True)
+    repacked = ops.repack_int4(weight, for_fp8_rows=True)
+    assert ops.int4_total_columns(weight) == ops.int4_total_columns(repacked) == (64 if group_size == 64 else 128)
+    x = torch.randn(17, 1024, device="cuda").bfloat16()
+    with_sums = ops.quantize_fp8(x, Fp8Scheme(total_columns=ops.int4_total_columns(weight)))
+    assert torch.equal(ops.int4_mm(with_sums, repacked), ops.int4_mm(ops.quantize_fp8(x), repacked))
+
+
+def test_weights_of_a_cpu_are_not_served() -> None:
+    weight = Int4Weight(torch.zeros(64, 64, dtype=torch.uint8), torch.ones(64, 1), None, 128, 64, 128)
+    assert "cpu" in str(w4a8_mm.refusal(weight))
+
+
+def test_a_variant_compiles(tmp_path) -> None:
+    if find_nvcc() is None:
+        pytest.skip("nvcc is not installed")
+    assert build(w4a8_stream.SOURCE, w4a8_stream.defines(8, 1), tmp_path).stat().st_size > 0
