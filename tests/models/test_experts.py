@@ -16,7 +16,7 @@ from slipstream.nn.experts import Experts
 from slipstream.nn.load import weight_bytes
 from slipstream.nn.spec import read_spec
 from slipstream_kernels import ops
-from stored_experts import make_mixtral
+from stored_experts import gptq, make_mixtral
 from tiny_model import make_tiny_llama
 from transformers import AutoConfig, MixtralConfig, MixtralForCausalLM
 
@@ -192,9 +192,31 @@ def test_engine_serves_experts(tmp_path: Path) -> None:
 )
 def test_graphs_say_what_eager_steps_say(tmp_path: Path, quantization: str) -> None:
     make_served(tmp_path, 64)
+    assert_graphs_agree(tmp_path, quantization)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(("quantization", "group_size"), [("wint4", 64), ("w4a8_fp8", 128)])
+def test_orders_of_experts_in_graphs(tmp_path: Path, quantization: str, group_size: int) -> None:
+    make_served(tmp_path, 64)
+    store_in_orders(tmp_path, group_size)
+    assert_graphs_agree(tmp_path, quantization)
+
+
+def store_in_orders(path: Path, group_size: int) -> None:
+    """A served checkpoint as GPTQ stores it with desc_act."""
+    tensors: Tensors = load_file(path / "model.safetensors")
+    gptq(group_size, sym=True, desc_act=True)(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    stored = {"quant_method": "gptq", "bits": 4, "group_size": group_size, "desc_act": True, "sym": True}
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": stored}))
+
+
+def assert_graphs_agree(path: Path, quantization: str) -> None:
     texts = []
     for graphs in ("off", "auto"):
         fields = {"device": "cuda", "dtype": "bfloat16", "quantization": quantization, "cuda_graphs": graphs}
-        with LLM(str(tmp_path), num_blocks=64, max_num_seqs=8, **fields) as llm:
+        with LLM(str(path), num_blocks=64, max_num_seqs=8, **fields) as llm:
             texts.append([one.text for one in llm.generate(PROMPTS, PARAMS)])
     assert texts[0] == texts[1] and all(texts[0])
