@@ -25,11 +25,8 @@ class Variant(NamedTuple):
     splits: int
 
 
-# (row_groups, splits), the fastest first, of products of up to so many tokens, on one H200 (docs/LOG.md).
-ORDERED = {
-    32: ((1, 2), (1, 1), (2, 1)),
-    64: ((2, 2), (1, 2), (1, 1), (2, 1)),
-}
+# (row_groups, splits) of CTAs that have all output features at once, the fastest first, on one H200 (docs/LOG.md).
+ORDERED = ((1, 2), (1, 1), (2, 1))
 
 
 def columns_of(num_tokens: int) -> int:
@@ -38,12 +35,12 @@ def columns_of(num_tokens: int) -> int:
 
 
 def choose(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int]) -> Variant:
-    """The first of the ordered variants whose CTAs have all their output features at once; else the one of many passes.
+    """The first of the ordered variants that fits; else the one whose CTAs go over their output features in passes.
 
     sizes: output and input features.  count_clusters: how many of a variant's clusters run at once; 0: it cannot run.
     """
     columns, strips, blocks = columns_of(num_tokens), sizes[0] // STRIP, sizes[1] // BLOCK
-    for row_groups, splits in next(ordered for most, ordered in ORDERED.items() if columns <= most):
+    for row_groups, splits in ORDERED:
         variant = Variant(columns, row_groups, splits)
         if splits <= blocks and strips <= count_clusters(variant) * GROUP_STRIPS * row_groups:
             return variant
