@@ -92,6 +92,16 @@ GPU_VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-gpu": ("qwen3", {"head_dim": 64}),
     "mistral-gpu": ("mistral", {"sliding_window": 9, "head_dim": 64}),
     "mixtral-gpu": ("mixtral", {"head_dim": 64, "num_local_experts": 5}),
+    "llama-one-launch": (  # as small as ops.decode_layers takes
+        "llama",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 768,
+            "num_attention_heads": 4,
+            "head_dim": 128,
+            **VARIANTS["llama3-gqa-rope"][1],
+        },
+    ),
 }
 
 
