@@ -239,7 +239,7 @@ struct Fp8Rows {
   }
 };
 
-// 4-bit codes in groups of 128, in the order of w4a8_layout.cuh. A nibble in the low bits of an fp16 is the subnormal
+// 4-bit codes in groups of 128, in the order of int4_layout.py. A nibble in the low bits of an fp16 is the subnormal
 // code * 2^-24, which the tensor cores multiply exactly; four bits higher it is 16 times as much, and its activation a
 // 16th: one logical operation for two codes. Zero points: (code - zero) x = code x - zero * (sum of x).
 struct Int4Strips {
