@@ -9,7 +9,7 @@ import torch
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 128  # columns of a group of activations, rows and columns of a block of weights
-MOST_TOTALLED = 64  # rows of which products take sums
+MOST_TOTALLED = 128  # rows of which products take sums
 SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
 
 
@@ -18,7 +18,7 @@ class Fp8Scheme:
     """One scale for each run of `group_size` columns of a row; 0: one per row. `scale`: a fixed one for everything.
 
     group_size: 0 or 128.  scale: one fp32 number on the device (static quantisation), only with group_size 0.
-    total_columns: up to 64 rows also get the sums of each run of so many columns, 64 or 128, which products with
+    total_columns: up to 128 rows also get the sums of each run of so many columns, 64 or 128, which products with
     zero points take (only with group_size 0); 0: none.
     """
 

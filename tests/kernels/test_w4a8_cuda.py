@@ -46,11 +46,11 @@ def test_every_variant_of_few_tokens(sizes: tuple[int, int], group_size: int) ->
         weight = weight_of(*sizes, group_size, has_zeros)
         repacked, dense = w4a8_layout.repack(weight), ops.dequantize_int4(weight)
         bias = torch.randn(sizes[0], device="cuda").to(dtype) if has_zeros else None
-        for num_tokens in (1, 8, 15, 31, 33, 48, 64):
+        for num_tokens in (1, 8, 15, 31, 33, 48, 64, 65, 97, 128):
             rows = rows_of(num_tokens, weight, dtype)
             found = list(w4a8_stream.candidates(num_tokens, repacked, rows.values.device))
             assert rows.totals is not None
-            for variant in (*found, None):
+            for variant in (*found, None) if num_tokens <= 64 else found:
                 out = torch.full((num_tokens, sizes[0]), torch.nan, dtype=dtype, device="cuda")
                 w4a8_stream.w4a8_stream(rows, repacked, bias, out, totals=rows.totals, variant=variant)
                 assert relative_error(out, rows, dense, bias) < 4e-3, (num_tokens, variant)
@@ -87,6 +87,18 @@ def test_without_cutlass_rows_are_multiplied_64_at_a_time(num_tokens: int, monke
     rows = rows_of(num_tokens, weight)
     y = ops.int4_mm(rows, ops.repack_int4(weight, for_fp8_rows=True))
     assert relative_error(y, rows, ops.dequantize_int4(weight), None) < 4e-3
+
+
+@needs_hopper
+@pytest.mark.parametrize(("out_features", "in_features"), [(4096, 1024), (6144, 4096), (4096, 14336), (512, 128)])
+def test_up_to_128_rows_of_narrow_outputs_are_exact(out_features: int, in_features: int) -> None:
+    weight = weight_of(out_features, in_features, 128, True)
+    repacked, dense = ops.repack_int4(weight, for_fp8_rows=True), ops.dequantize_int4(weight)
+    for num_tokens in (65, 96, 100, 128):
+        assert w4a8_stream.serves(num_tokens, repacked)
+        rows = rows_of(num_tokens, weight)
+        assert relative_error(ops.int4_mm(rows, repacked), rows, dense, None) < 4e-3, num_tokens
+    assert not w4a8_stream.serves(129, repacked)
 
 
 @needs_hopper

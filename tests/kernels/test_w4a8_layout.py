@@ -65,10 +65,25 @@ def test_what_is_chosen_can_run(sizes: tuple[int, int]) -> None:
 
     for num_tokens in (1, 8, 9, 17, 33, 49, 64):
         variant = choose(num_tokens, sizes, at_once)
+        assert variant is not None
         parts, blocks = min(AT_ONCE[variant.splits], sizes[0] // 16), sizes[1] // 128
         in_one_pass = sizes[0] // 16 <= parts * 4 * variant.row_groups
         assert variant.columns >= num_tokens and variant.splits <= blocks
         assert in_one_pass or (variant.row_groups == 4 and variant.splits == 1)
+
+
+@pytest.mark.parametrize("sizes", [(4096, 4096), (6144, 4096), (4096, 14336), (5120, 13696), (16, 128)])
+def test_more_rows_go_where_outputs_are_narrow(sizes: tuple[int, int]) -> None:
+    def at_once(variant: Variant) -> int:
+        return AT_ONCE[variant.splits]
+
+    for num_tokens in (65, 96, 97, 128):
+        variant = choose(num_tokens, sizes, at_once)
+        assert variant is not None and variant.columns >= num_tokens and variant.row_groups <= 2
+        assert sizes[0] // 16 <= AT_ONCE[variant.splits] * 4 * variant.row_groups
+        assert choose(num_tokens, (28672, 4096), at_once) is None
+        assert choose(num_tokens, sizes, lambda _: 0) is None
+    assert choose(129, sizes, at_once) is None
 
 
 def test_rows_and_weights_of_different_kinds_are_refused() -> None:

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 STRIP, BLOCK = 16, 128  # output features of a strip, input features of a block
-COLUMNS = (8, 16, 32, 48, 64)  # numbers of tokens that are compiled; others are rounded up
-MAX_TOKENS = COLUMNS[-1]
+COLUMNS = (8, 16, 32, 48, 64, 96, 128)  # numbers of tokens that are compiled; others are rounded up
+MAX_TOKENS = 64  # of every weight; more of those with few output features
+NARROW_FEATURES = 6144
+MOST_BLOCKS_ALONE = 64  # of many tokens: longer rows are shared out to CTAs of a cluster
 ROW_GROUPS = (1, 2, 4)
 MOST_ROW_GROUPS = ROW_GROUPS[-1]
+MOST_MANY_ROW_GROUPS = 2  # of more than MAX_TOKENS
 GROUP_STRIPS = 4  # of a row group
 SPLITS = tuple(range(1, 9))
 
@@ -25,8 +28,9 @@ class Variant(NamedTuple):
     splits: int
 
 
-# (row_groups, splits) of CTAs that have all output features at once, the fastest first, on one H200 (docs/LOG.md).
-ORDERED = ((1, 2), (1, 1), (2, 1))
+# (row_groups, splits) of CTAs that have all output features at once, the fastest first, of up to so many tokens on one
+# H200 (docs/LOG.md).
+ORDERED = {64: ((1, 2), (1, 1), (2, 1)), 128: ((1, 2), (1, 1), (2, 2))}
 
 
 def columns_of(num_tokens: int) -> int:
@@ -34,14 +38,19 @@ def columns_of(num_tokens: int) -> int:
     return next(count for count in COLUMNS if count >= num_tokens)
 
 
-def choose(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int]) -> Variant:
+def choose(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int]) -> Variant | None:
     """The first of the ordered variants that fits; else the one whose CTAs go over their output features in passes.
 
     sizes: output and input features.  count_clusters: how many of a variant's clusters run at once; 0: it cannot run.
+    None: so many tokens are not multiplied here, or other kernels are faster.
     """
+    if num_tokens > MAX_TOKENS and (num_tokens > COLUMNS[-1] or sizes[0] > NARROW_FEATURES):
+        return None
     columns, strips, blocks = columns_of(num_tokens), sizes[0] // STRIP, sizes[1] // BLOCK
-    for row_groups, splits in ORDERED:
+    for row_groups, splits in next(ordered for most, ordered in ORDERED.items() if columns <= most):
         variant = Variant(columns, row_groups, splits)
+        if columns > MAX_TOKENS and splits == 1 and blocks > MOST_BLOCKS_ALONE:
+            continue
         if splits <= blocks and strips <= count_clusters(variant) * GROUP_STRIPS * row_groups:
             return variant
-    return Variant(columns, MOST_ROW_GROUPS, 1)
+    return Variant(columns, MOST_ROW_GROUPS, 1) if columns <= MAX_TOKENS else None

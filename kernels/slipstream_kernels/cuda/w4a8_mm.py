@@ -1,7 +1,7 @@
 """Products of FP8 rows with 4-bit weights in CUDA: the choice of a kernel by the number of rows.  Hopper only.
 
-Up to 64 rows the weights' bytes are the bound: w4a8_stream.  Beyond, CUTLASS (w4a8_gemm); where its headers are
-missing, w4a8_stream of 64 rows at a time.
+Up to 64 rows the weights' bytes are the bound: w4a8_stream; up to 128 where outputs are narrow, of which CUTLASS's
+tiles are too few.  Beyond, CUTLASS (w4a8_gemm); where its headers are missing, w4a8_stream of 64 rows at a time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def w4a8_mm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> tor
     bias = None if bias is None else bias.to(rows.dtype)
     rows = replace(rows, values=_aligned(rows.values))
     out = torch.empty((rows.num_tokens, weight.out_features), dtype=rows.dtype, device=rows.values.device)
-    if rows.num_tokens <= MAX_TOKENS:
+    if w4a8_stream.serves(rows.num_tokens, weight):
         w4a8_stream.w4a8_stream(rows, weight, bias, out, totals=_totals(rows, weight))
     elif _many_rows_refusal(rows.dtype) is None:
         w4a8_gemm.w4a8_gemm(rows, weight, bias, out)

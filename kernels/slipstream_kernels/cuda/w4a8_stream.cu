@@ -1,10 +1,10 @@
-// Products of up to 64 FP8 rows with 4-bit weights in the order of the tensor cores' registers, for Hopper (sm_90a).
+// Products of up to 128 FP8 rows with 4-bit weights in the order of the tensor cores' registers, for Hopper (sm_90a).
 // Contract: ops/int4_mm.py.
 //
 // One persistent CTA an SM, or a cluster of them, owns strips of output features (w4a8_stream_shape.cuh). A warp fills a ring
 // with weights and tokens (w4a8_stream_load.cuh), four warpgroups expand and multiply in registers (w4a8_stream_multiply.cuh),
 // and sums meet in shared memory (w4a8_stream_epilogue.cuh). The kernel starts while the one before it still runs, and fills
-// its ring with weights meanwhile. Built once per SLIPSTREAM_COLUMNS (tokens: 8, 16, 32, 48, 64) and SLIPSTREAM_GROUPS
+// its ring with weights meanwhile. Built once per SLIPSTREAM_COLUMNS (tokens: 8, 16, 32, 48, 64, 96, 128) and SLIPSTREAM_GROUPS
 // (groups of 128 input features: 1, 2).
 
 #include "dependent_launch.cuh"
@@ -97,9 +97,13 @@ bool can_run(const W4a8StreamParams& p) {
 // count: of clusters of p.splits CTAs that run at once; null to launch.
 template <int ROW_GROUPS>
 cudaError_t run_variant(const W4a8StreamParams& p, cudaStream_t stream, int* count) {
-  using Shape = W4a8Shape<SLIPSTREAM_COLUMNS, SLIPSTREAM_GROUPS, ROW_GROUPS>;
-  if (count != nullptr) return count_clusters<Shape, w4a8_stream_kernel<Shape>>(p.splits, count);
-  return can_run<Shape>(p) ? launch<Shape>(p, stream) : cudaErrorInvalidConfiguration;
+  if constexpr (ROW_GROUPS > (SLIPSTREAM_COLUMNS > 64 ? 2 : 4)) {
+    return cudaErrorInvalidConfiguration;
+  } else {
+    using Shape = W4a8Shape<SLIPSTREAM_COLUMNS, SLIPSTREAM_GROUPS, ROW_GROUPS>;
+    if (count != nullptr) return count_clusters<Shape, w4a8_stream_kernel<Shape>>(p.splits, count);
+    return can_run<Shape>(p) ? launch<Shape>(p, stream) : cudaErrorInvalidConfiguration;
+  }
 }
 
 cudaError_t run(const W4a8StreamParams& p, cudaStream_t stream, int* count) {

@@ -1,4 +1,4 @@
-"""Products of up to 64 FP8 rows with 4-bit weights in the order of registers, in CUDA: arguments, launch.  Hopper only.
+"""Products of few FP8 rows with 4-bit weights in the order of registers, in CUDA: arguments, launch.  Hopper only.
 
 No device value is read on the host and there is no workspace: CUDA-graph safe, on any stream.
 """
@@ -17,6 +17,8 @@ from slipstream_kernels.cuda.w4a8_choice import (
     BLOCK,
     COLUMNS,
     GROUP_STRIPS,
+    MAX_TOKENS,
+    MOST_MANY_ROW_GROUPS,
     MOST_ROW_GROUPS,
     ROW_GROUPS,
     SPLITS,
@@ -63,7 +65,7 @@ def w4a8_stream(
     totals: torch.Tensor,
     variant: Variant | None = None,
 ) -> None:
-    """out = dequantised(rows) @ dequantised(weight).T + bias, of at most 64 rows.  One launch.
+    """out = dequantised(rows) @ dequantised(weight).T + bias, of rows that it serves.  One launch.
 
     rows: scaled per token, at multiples of 16 bytes.  totals: as Fp8Rows has them.  weight: repacked for FP8 rows.
     out: [num_tokens, out_features], contiguous, bf16 or fp16; bias too.  variant: else chosen by the sizes.
@@ -74,6 +76,7 @@ def w4a8_stream(
     device, groups = out.device, weight.scales.shape[2]
     sizes, at_once = (weight.out_features, weight.in_features), partial(clusters_at_once, device, groups)
     variant = variant or choose(rows.num_tokens, sizes, at_once)
+    assert variant is not None
     params = W4a8StreamParams(
         x=rows.values.data_ptr(),
         token_scale=rows.scales.data_ptr(),
@@ -97,12 +100,20 @@ def w4a8_stream(
     launch("w4a8_stream", load(SOURCE, defines(variant.columns, groups)), params, device)
 
 
+def serves(num_tokens: int, weight: Int4Weight) -> bool:
+    """Whether so many rows are multiplied here: up to MAX_TOKENS, and more where that is faster than other kernels."""
+    at_once = partial(clusters_at_once, weight.packed.device, weight.scales.shape[2])
+    return choose(num_tokens, (weight.out_features, weight.in_features), at_once) is not None
+
+
 def candidates(num_tokens: int, weight: Int4Weight, device: torch.device) -> Iterator[Variant]:
     """The variants that can run."""
     strips = weight.out_features // STRIP
-    for row_groups in ROW_GROUPS:
+    columns = columns_of(num_tokens)
+    most = MOST_ROW_GROUPS if columns <= MAX_TOKENS else MOST_MANY_ROW_GROUPS
+    for row_groups in (count for count in ROW_GROUPS if count <= most):
         for splits in SPLITS:
-            variant = Variant(columns_of(num_tokens), row_groups, splits)
+            variant = Variant(columns, row_groups, splits)
             at_once = clusters_at_once(device, weight.scales.shape[2], variant)
             if not at_once or splits > weight.in_features // BLOCK:
                 continue

@@ -5,7 +5,7 @@
 
 #include "w4a8_stream_shape.cuh"
 #include "hopper_mma.cuh"
-#include "wgmma_registers.cuh"
+#include "wgmma_fragments.cuh"
 
 namespace slipstream {
 
@@ -109,7 +109,7 @@ struct W4a8Multiplier {
       begin_products();
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        multiply_registers<__nv_fp8_e4m3, SHAPE::kColumns>(parts, a[phase] + 4 * j, tokens + 2 * (2 * phase + j), i + j > 0);
+        multiply_fragment<__nv_fp8_e4m3, SHAPE::kColumns>(parts, a[phase] + 4 * j, tokens + 2 * (2 * phase + j), i + j > 0);
       }
       commit_products();
       if (phase + 1 == kPhases) continue;

@@ -9,7 +9,7 @@ namespace slipstream {
 struct W4a8StreamParams {
   const void* x;                // [num_tokens, in_features] e4m3, row stride below
   const float* token_scale;     // [num_tokens]
-  const float* totals;          // [groups of input features][64 tokens]: sums of a group's activations
+  const float* totals;          // [groups of input features][128 tokens]: sums of a group's activations
   const void* codes;            // [blocks of 128][strips of 16 output features][1 KB], slipstream_kernels/w4a8_layout.py
   const void* words;            // [blocks, or one if is_channelwise][out_features][groups of a block]
   const float* channel_scale;   // [out_features]

@@ -2,7 +2,7 @@
 // where things lie in shared memory.
 //
 // A cluster owns consecutive strips of 16 output features and goes through them in passes of up to 64 for each of
-// ROW_GROUPS warpgroups. Its CTAs have a part of the input features each; inside a CTA the four warpgroups share out
+// ROW_GROUPS warpgroups. Its CTAs have a part of the input features each; inside a CTA the warpgroups share out
 // blocks of 128 where they outnumber the row groups. So narrow outputs need no sums that cross CTAs.
 #pragma once
 
@@ -18,21 +18,24 @@ struct W4a8Shape {
   using Codes = W4a8Codes<GROUPS>;
   static constexpr int kColumns = COLUMNS, kGroups = GROUPS;   // tokens; groups of a block of 128 input features
   static constexpr int kSums = COLUMNS / 2;                    // of a thread
-  static constexpr int kWarpgroups = 4, kRowGroups = ROW_GROUPS, kDepthGroups = kWarpgroups / ROW_GROUPS;
+  // Sums of more than 64 tokens need the registers of two warpgroups less.
+  static constexpr bool kIsWide = COLUMNS > 64;
+  static constexpr int kWarpgroups = kIsWide ? 2 : 4, kRowGroups = ROW_GROUPS, kDepthGroups = kWarpgroups / ROW_GROUPS;
   static constexpr int kStrips = 4 * ROW_GROUPS, kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
   // Few tokens take few registers: then a CTA comes up while smaller kernels run beside it, and fills its ring. What a CTA
   // has at its start must do: a warpgroup that asked for more would wait for ever.
   static constexpr bool kIsLean = COLUMNS <= 32;
-  static constexpr int kLoaderRegisters = kIsLean ? 48 : 32, kMultiplierRegisters = kIsLean ? 88 : 112;
+  static constexpr int kLoaderRegisters = kIsLean ? 48 : kIsWide ? 24 : 32;
+  static constexpr int kMultiplierRegisters = kIsLean ? 88 : kIsWide ? 240 : 112;
   static constexpr int kBoundThreads = kIsLean ? 768 : kThreads;   // among which the compiler shares registers out
   static_assert(kLoaderRegisters + kWarpgroups * kMultiplierRegisters <=
                 (kWarpgroups + 1) * (65536 / kBoundThreads / 8 * 8));
 
-  static constexpr int kBlocks = ROW_GROUPS == 1 ? 4 : 2;   // of a stage
+  static constexpr int kBlocks = kIsWide ? kDepthGroups : ROW_GROUPS == 1 ? 4 : 2;   // of a stage
   static_assert(kBlocks % kDepthGroups == 0);
   static constexpr int kTokenBytes = COLUMNS * 128;                       // of a block, swizzled
   static constexpr int kBlockBytes = kStrips * (Codes::kCodeBytes + Codes::kWordBytes);
-  static constexpr int kMostTokens = 64, kTotalsBytes = 4 * kMostTokens * GROUPS;   // of a block
+  static constexpr int kMostTokens = 128, kTotalsBytes = 4 * kMostTokens * GROUPS;   // of a block
   static constexpr int kCodeOffset = kBlocks * kTokenBytes;
   static constexpr int kTotalsOffset = kCodeOffset + kBlocks * kBlockBytes;
   static constexpr int kStageBytes = (kTotalsOffset + kBlocks * kTotalsBytes + 1023) / 1024 * 1024;
