@@ -261,7 +261,7 @@ def test_the_planner_pauses_what_is_slower_than_plain_steps() -> None:
     assert planner.num_drafts(request) == 4, "tried again"
 
 
-VERIFIED = {(4, 1): 0.0042, (16, 4): 0.0045, (64, 64): 0.005, (256, 64): 0.009, (512, 64): 0.016}
+VERIFIED = {(4, 1, 4): 0.0042, (16, 4, 4): 0.0045, (64, 64, 8): 0.005, (256, 64, 8): 0.009, (512, 64, 8): 0.016}
 COSTS = StepCosts(
     plain=((1, 0.004), (16, 0.0045), (64, 0.006)),
     verified=tuple((*size, seconds) for size, seconds in VERIFIED.items()),

@@ -46,11 +46,11 @@ def costs_of(method: str, most_drafts: int) -> StepCosts:
     """As an engine measures them at start: of the graphs that it has."""
     lengths = {1 + most_drafts, *(length for length in (2, 4, 8, 16, 32) if length <= most_drafts)}
     shapes = sorted(
-        {(size * length, size) for size in SIZES for length in lengths if size * length <= MOST_ROWS_OF_A_GRAPH}
+        {(size * length, size, length) for size in SIZES for length in lengths if size * length <= MOST_ROWS_OF_A_GRAPH}
     )
     return StepCosts(
         tuple((size, on_line(PLAIN_EMPTY, size) * MS) for size in SIZES),
-        tuple((rows, size, on_line(VERIFY_EMPTY, rows) * MS) for rows, size in shapes if rows <= MOST_ROWS_OF_A_GRAPH),
+        tuple((*shape, on_line(VERIFY_EMPTY, shape[0]) * MS) for shape in shapes),
         {method: tuple((size, on_line(DRAFTING[method], size) * MS) for size in SIZES)},
     )
 

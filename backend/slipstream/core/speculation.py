@@ -219,7 +219,11 @@ class DraftPlanner:
     def _row_counts(self, num_requests: int, most: int) -> set[int]:
         """Rows of a request, up to `most`, with which so many requests fill a verification that has a graph."""
         assert self._costs is not None
-        fits = [rows // num_requests for rows, count, _ in self._costs.verified if count >= num_requests]
+        fits = [
+            min(rows // num_requests, longest)
+            for rows, count, longest, _ in self._costs.verified
+            if count >= num_requests
+        ]
         return {min(rows, most) for rows in fits if rows >= 2}
 
     def _most_useful(self, method: str, most: int) -> int:

@@ -19,13 +19,13 @@ _MOST_AGE = 4096  # verifications at a load, before what others took there is fo
 class StepCosts:
     """Seconds on the device, measured at start with about a thousand tokens of each request in the cache.
 
-    plain: (requests, seconds), ascending. verified: (rows, requests, seconds), ascending: of as many rows, those of
-    many requests have more keys to read. drafting: by method, (requests, seconds). A step is padded to the next that
-    has room for its rows and requests.
+    plain: (requests, seconds), ascending. verified: (rows, requests, most rows of a request, seconds), ascending: of as
+    many rows, those of many requests have more keys to read. drafting: by method, (requests, seconds). A step is padded
+    to the next that has room for its rows, its requests and the rows of each.
     """
 
     plain: tuple[tuple[int, float], ...]
-    verified: tuple[tuple[int, int, float], ...]
+    verified: tuple[tuple[int, int, int, float], ...]
     drafting: Mapping[str, tuple[tuple[int, float], ...]]
 
     def seconds(self, num_requests: int, num_rows: int, method: str) -> float | None:
@@ -48,7 +48,12 @@ class StepCosts:
 
     def _padded(self, num_rows: int, num_requests: int) -> tuple[int, float] | None:
         """Rows and seconds of the first that has room."""
-        fits = ((rows, took) for rows, count, took in self.verified if rows >= num_rows and count >= num_requests)
+        each = -(-num_rows // num_requests)
+        fits = (
+            (rows, took)
+            for rows, count, most, took in self.verified
+            if rows >= num_rows and count >= num_requests and most >= each
+        )
         return next(fits, None)
 
 

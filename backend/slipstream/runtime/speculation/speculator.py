@@ -28,6 +28,9 @@ from slipstream.runtime.speculation.proposer import PROPOSERS, Drafter, Drafts, 
 
 # For a dozen of verifications launched one ahead of the other.
 SPARE_SLOTS = 64
+# From a verification to the next of a proposer, which the host must read first: about what it took on a host with an
+# H200, for a planner to start from.
+HOST_SECONDS, HOST_SECONDS_OF_REQUEST = 1.5e-3, 40e-6
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,10 @@ class Speculator:
 
         Returns the seconds that drafting takes, by method and number of requests."""
         seconds = {method: head.capture(rows) for method, head in self._heads.items()}
-        return seconds | {method: proposer.seconds() for method, proposer in self._proposers.items()}
+        counts = {one.graph.num_requests for one in rows if one.graph is not None}
+        return seconds | {
+            method: _with_host(proposer.seconds(), counts) for method, proposer in self._proposers.items()
+        }
 
     def resolve(self, params: SamplingParams) -> Speculation | None:
         """How a request speculates. Raises RequestError for a method that is not loaded or cannot serve it."""
@@ -216,6 +222,13 @@ class Speculator:
             raise RequestError("speculative_method", f"got {params.speculative_method!r}, loaded: none")
 
 
+def _with_host(seconds: Mapping[int, float], counts: set[int]) -> dict[int, float]:
+    """What a proposer takes while the device stands still, by number of requests. seconds: what it takes there, if
+    anything; else it drafts for any number."""
+    measured = seconds or dict.fromkeys(counts, 0.0)
+    return {count: took + HOST_SECONDS + count * HOST_SECONDS_OF_REQUEST for count, took in measured.items()}
+
+
 def _most_slots_after(row: ScheduledRequest, drafter: Drafter, num_ahead: int) -> int:
     """That a request may need behind a row: of all drafts, the token after them, num_ahead rows more, and scratch."""
     return row.num_computed_tokens + row.num_scheduled_tokens + 1 + num_ahead + drafter.num_scratch_slots
@@ -264,15 +277,14 @@ def make_planner(
 
 def _costs(step_seconds: Mapping[GraphShape, float], draft_seconds: Mapping[str, Mapping[int, float]]) -> StepCosts:
     plain: dict[int, float] = {}
-    verified: dict[tuple[int, int], float] = {}
+    verified: list[tuple[int, int, int, float]] = []
     for shape, seconds in step_seconds.items():
         if shape.max_query_len == 1:
             plain[shape.num_requests] = seconds
         else:
-            verified[shape.num_tokens, shape.num_requests] = seconds
+            verified.append((shape.num_tokens, shape.num_requests, shape.max_query_len, seconds))
     drafting = {method: tuple(sorted(seconds.items())) for method, seconds in draft_seconds.items()}
-    rows = tuple((*size, seconds) for size, seconds in sorted(verified.items()))
-    return StepCosts(tuple(sorted(plain.items())), rows, drafting)
+    return StepCosts(tuple(sorted(plain.items())), tuple(sorted(verified)), drafting)
 
 
 def _free_tokens(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> int:
