@@ -52,8 +52,8 @@ class TalkativeNgram(ngram.NgramProposer):
 
 
 def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) -> dict[str, Any]:
-    """Decode all prompts at once; timed from a few steps after the last is prefilled, so that prompts do not count: a
-    draft model computes them before its first draft."""
+    """Decode all prompts at once; timed while all of them run: from a few steps after the last is prefilled (a draft
+    model computes prompts before its first draft) to the end of the first."""
     planner = engine.scheduler.planner
     steps: list[MeasuredStep] = []
     planner.measure = lambda step: (steps.append(step), type(planner).measure(planner, step))[1]  # type: ignore[method-assign]
@@ -67,13 +67,15 @@ def run(engine: Engine, prompts: list[list[int]], params: list[SamplingParams]) 
         engine.step()
     first = sum(request.num_output_tokens for request in requests)
     start, num_steps, num_rows = time.perf_counter(), 0, 0
-    while engine.has_work:
+    while engine.has_work and not any(request.is_finished for request in requests):
         outputs = engine.step()
         num_steps += bool(outputs)
         num_rows += sum(bool(output.new_token_ids) for output in outputs)
     seconds = time.perf_counter() - start
-    assert engine.error is None, engine.error
     made = sum(request.num_output_tokens for request in requests) - first
+    while engine.has_work:
+        engine.step()
+    assert engine.error is None, engine.error
     drafted = sum(request.num_drafted_tokens for request in requests)
     accepted = sum(request.num_accepted_tokens for request in requests)
     return {
@@ -108,7 +110,7 @@ def print_costs(method: str, engine: Engine) -> None:
     if costs is not None:
         in_ms = lambda pairs: {size: round(1e3 * seconds, 3) for size, seconds in pairs}  # noqa: E731
         drafting = {name: in_ms(pairs) for name, pairs in costs.drafting.items()}
-        verified = in_ms((f"{rows}/{count}", seconds) for rows, count, seconds in costs.verified)
+        verified = in_ms((f"{rows}/{count}", seconds) for rows, count, _, seconds in costs.verified)
         told = {"plain": in_ms(costs.plain), "verified": verified, "drafting": drafting}
         print(json.dumps({"method": method, "costs": told}), flush=True)
 
