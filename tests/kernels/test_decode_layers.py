@@ -125,6 +125,15 @@ def test_what_the_kernel_cannot_serve_is_said(change: dict[str, int], message: s
     assert reason is not None and message in reason
 
 
+def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(source: str, defines: tuple[str, ...]) -> None:
+        raise build.KernelBuildError(f"nvcc: {source}: out of memory")
+
+    monkeypatch.setattr(cuda_layers, "load", load)
+    stack = draw_stack(SMALL, "bf16", torch.bfloat16, CPU)
+    assert cuda_layers.build_refusal(stack) == "nvcc: decode_layers.cu: out of memory"
+
+
 def test_shapes_that_do_not_fit_together_are_refused() -> None:
     stack, rows = draw_stack(SMALL, "bf16", torch.bfloat16, CPU), draw_rows(SMALL, [4], CPU)
     layer = stack.layers[0]

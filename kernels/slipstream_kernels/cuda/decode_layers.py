@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.build import KernelBuildError, load, missing
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import addresses, fields
@@ -98,7 +98,17 @@ def refusal(stack: LayerStack) -> str | None:
     """Why this version cannot serve the layers; None if it can."""
     device = stack.layers[0].input_norm.device
     reason = device_refusal(device, "the layers are")
-    return reason or shape_refusal(stack, count_sms(device)) or missing(SOURCE, defines(stack))
+    reason = reason or shape_refusal(stack, count_sms(device)) or missing(SOURCE, defines(stack))
+    return reason or build_refusal(stack)
+
+
+def build_refusal(stack: LayerStack) -> str | None:
+    """The compiler's words if the library cannot be built: layer by layer the model is served all the same."""
+    try:
+        load(SOURCE, defines(stack))
+    except KernelBuildError as error:
+        return str(error)
+    return None
 
 
 def shape_refusal(stack: LayerStack, num_ctas: int) -> str | None:
