@@ -21,7 +21,7 @@ from slipstream_kernels.fp8 import MOST_TOTALLED, Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 
 LOG = logging.getLogger(__name__)
-assert MAX_TOKENS <= MOST_TOTALLED
+assert COLUMNS[-1] == MOST_TOTALLED  # the stride of totals, kMostTokens of w4a8_stream_shape.cuh
 
 
 def refusal(weight: Int4Weight) -> str | None:
