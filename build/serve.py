@@ -24,7 +24,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.commands.serve import OWN_MODELS, free_ports, server_command, supervise
+from free_ports import free_ports
+from slipstream.commands.serve import OWN_MODELS, server_command, supervise
 from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 

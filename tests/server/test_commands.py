@@ -16,7 +16,7 @@ from patience import PATIENCE_S
 from slipstream.cli import VERBS, main
 from slipstream.commands import examinations, serve
 from slipstream.core.host_memory import HostMemory
-from triton_server import HOST
+from triton_server import HOST, free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -122,7 +122,7 @@ def test_the_gateway_of_serve_is_told_of_the_embedding_model() -> None:
 def test_serve_with_a_checkpoint_and_the_gateway(demo_model: Path) -> None:
     if missing_server():
         pytest.skip(missing_server())
-    ports = dict(zip(("http", "grpc", "metrics", "openai"), serve.free_ports(4)))
+    ports = dict(zip(("http", "grpc", "metrics", "openai"), free_ports(4)))
     command = [sys.executable, "-m", "slipstream.cli", "serve", "--model", str(demo_model), "--set", "load_format=null"]
     command += [word for name, port in ports.items() for word in (f"--{name}-port", str(port))]
     command += ["--", "--exit-timeout-secs=5"]

@@ -15,8 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from patience import PATIENCE_S
-from slipstream.commands.serve import free_ports
-from triton_server import HOST
+from triton_server import HOST, free_ports
 
 
 class GatewayProcess:

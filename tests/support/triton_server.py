@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import sysconfig
 import tempfile
 import time
@@ -20,7 +21,9 @@ from pathlib import Path
 from types import TracebackType
 
 from patience import PATIENCE_S
-from slipstream.commands.serve import free_ports
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "build"))
+from free_ports import free_ports
 
 HOST = "127.0.0.1"
 

@@ -20,7 +20,7 @@ import pytest
 from hub_cache import COMMIT, make_hub_cache
 from llm_server import backends_dir
 from patience import PATIENCE_S
-from slipstream.commands.serve import free_ports
+from triton_server import free_ports
 
 pytestmark = pytest.mark.skipif(backends_dir() is None, reason="no install tree: run `make assemble`")
 

@@ -11,12 +11,9 @@ What follows a lone -- goes to tritonserver as it is. Ctrl-C drains and stops ev
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -81,21 +78,6 @@ def write_repository(folder: Path, model: str, settings: list[str]) -> Path:
     lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()]
     (folder / "llm/config.pbtxt").write_text("\n".join(['name: "llm"', 'backend: "slipstream"', *lines]) + "\n")
     return folder
-
-
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports nobody listens on now: of the demo's server, and of the tests'.
-
-    They lie below those that Linux gives to outgoing connections: one of these, of which tests open hundreds, would
-    take a port before its server does. Drawn from the system: tests' own draws are the same in every run.
-    """
-    found: list[int] = []
-    while len(found) < count:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind((host, port))
-            found += [port] if port not in found else []
-    return found
 
 
 def server_command(server: Path, repository: Path, arguments: argparse.Namespace) -> list[str]:
