@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 from simulated_server import SimulatedServer
-from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation
 from slipstream.core.step_costs import StepCosts, Surplus
 from slipstream.runtime.speculation.medusa import default_choices
 
@@ -168,3 +170,22 @@ def test_a_request_has_no_more_rows_than_its_graph_allows() -> None:
     planner.begin_step(7)
     assert set(planner.promises("medusa", 63)) == {0, 7, 15}
     assert costs.seconds(7, 126, "medusa") is None and costs.seconds(7, 112, "medusa") == 5.5e-3
+
+
+def test_a_small_model_whose_steps_are_the_hosts_is_judged_by_them() -> None:
+    """The device takes 0.3 ms and the host 1.0, or 1.6 around drafts that bring a third more: not worth it."""
+    costs = StepCosts(((1, 0.3e-3),), ((4, 1, 4, 0.33e-3),), {"mtp": ((1, 0.05e-3),)})
+    planner = DraftPlanner(is_adaptive=True, costs=costs)
+    request = Request([1], SamplingParams())
+    request.speculation = Speculation("mtp", 3, "exact")
+    chosen = []
+    for step in range(600):
+        planner.begin_step(1)
+        num_drafts = planner.num_drafts(request)
+        if num_drafts:
+            planner.observe("mtp", 3, [0, 1] if step % 3 == 0 else [0])
+            planner.measure(MeasuredStep(1, 4, 1.6e-3, 4 / 3, "mtp"))
+        else:
+            planner.measure(MeasuredStep(1, 1, 1.0e-3, 1.0))
+        chosen.append(num_drafts)
+    assert chosen[0] == 3 and set(chosen[300:]) == {0}

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths
 from slipstream.core.request import Request
 from slipstream.core.stats import Metric, Stats, accepted_metric, drafted_metric
-from slipstream.core.step_costs import StepCosts, Surplus
+from slipstream.core.step_costs import StepCosts, Surplus, bounded
 
 _LEAST_STEPS = 32  # measured steps before a speed is believed
 _LEAST_GAIN = 1.0  # of tokens per second, below which speculation pauses
@@ -188,7 +188,7 @@ class DraftPlanner:
             expected = self._costs.seconds(step.num_running, step.num_rows, step.method)
             if expected is not None:
                 load.note_surplus(step, self._costs.padded_rows(step.num_rows, step.num_running), expected)
-                seconds = min(seconds, _MOST_GROWTH * expected)
+                seconds = bounded(seconds, expected)
         if step.method:
             load.speculating.add(seconds, step.tokens_per_request)
             if not load.allows():

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 _WEIGHT = 0.05  # of a new measurement in a running mean
-_MOST_SURPLUS = 2.0  # of the seconds expected
+_MOST_SURPLUS = 2.0  # of the seconds expected, or the host's:
+_MOST_HOST_SECONDS = 0.01  # that a step may take beyond the device's, of a model whose steps are shorter than that
 _LEAST_SURPLUS = -0.5
 _FORGIVENESS = 0.98
 _LEAST_MOVE = 0.25  # of the seconds expected: how far off a step may be and still count as it is
@@ -125,7 +126,12 @@ class Surplus:
 
 
 def _surplus(seconds: float, expected: float) -> float:
-    return min(max(_LEAST_SURPLUS * expected, seconds - expected), _MOST_SURPLUS * expected)
+    return min(max(_LEAST_SURPLUS * expected, seconds - expected), max(_MOST_SURPLUS * expected, _MOST_HOST_SECONDS))
+
+
+def bounded(seconds: float, expected: float) -> float:
+    """What a step took, unless something held it up."""
+    return expected + _surplus(seconds, expected)
 
 
 def _at_least(pairs: Sequence[tuple[int, float]], size: int) -> float | None:
