@@ -30,6 +30,7 @@ from slipstream.nn.stored_format import StoredFormat
 
 DEFAULT_GROUP_SIZE = 128
 GROUP_OF_COLUMN, ORDER = "group_of_column", "order"
+MOST_ORDERED = 1 << 22  # features that are put in order at a time: their places take 32 MiB
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class Int4:
         rows = weights["packed"].unflatten(0, (order.shape[0], -1))
         sorted_rows = [ops.pack_int4(ops.unpack_int4(part)[:, columns]) for part, columns in zip(rows, order)]
         weights["packed"] = torch.cat(sorted_rows)
-        weights[ORDER] = order.int()
+        weights[ORDER] = order
 
     def _require_whole_groups(self, spec: LinearSpec) -> None:
         names = ", ".join(name for name, _ in spec.parts)
@@ -189,7 +190,11 @@ def _in_orders(x: Tensor, orders: Tensor, routing: ops.Routing, by_token: bool) 
     numbers = torch.arange(routing.num_rows, device=x.device, dtype=torch.int32)
     experts = torch.bucketize(numbers, routing.offsets[1:], right=True)
     rows = x[routing.tokens] if by_token else x
-    return rows.gather(1, orders[experts].long())
+    ordered, step = torch.empty_like(rows), MOST_ORDERED // x.shape[1] + 1
+    for begin in range(0, routing.num_rows, step):
+        part = slice(begin, begin + step)
+        torch.gather(rows[part], 1, orders[experts[part]], out=ordered[part])
+    return ordered
 
 
 QUANT_METHODS.register("wint4")(Int4())
