@@ -40,9 +40,10 @@ def test_gpu_takes_its_fraction(spec: DecoderSpec) -> None:
 
 @pytest.mark.parametrize(
     ("quantization", "num_experts", "bytes_per_weight"),
-    [("wint4", 0, 2), ("w4a8_fp8", 0, 0), ("w4a8_fp8", 4, 1), ("a8w8_fp8_wint4", 4, 1), ("fp8", 4, 0)],
-)
-def test_the_workspace_holds_4_bit_weights_written_out(
+    [("wint4", 0, 2), ("w4a8_fp8", 0, 0), ("w4a8_fp8", 4, 1), ("a8w8_fp8_wint4", 4, 1), ("fp8", 4, 0),
+     ("wint8", 0, 2), ("w8a8_int8", 0, 0)],
+)  # fmt: skip
+def test_the_workspace_holds_weights_written_out(
     spec: DecoderSpec, quantization: str, num_experts: int, bytes_per_weight: int
 ) -> None:
     wide = replace(spec, hidden_size=512, intermediate_size=4096, num_q_heads=8, num_kv_heads=8, head_dim=64)

@@ -1,4 +1,4 @@
-"""Products of 17 to 256 16-bit rows with int8 weights in CUDA: choice of a variant, arguments, launch.  Hopper only.
+"""Products of 9 to 256 16-bit rows with int8 weights in CUDA: choice of a variant, arguments, launch.  Hopper only.
 
 No device value is read on the host and there is no workspace: CUDA-graph safe, on any stream.
 """
