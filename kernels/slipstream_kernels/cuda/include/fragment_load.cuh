@@ -7,10 +7,6 @@
 
 namespace slipstream {
 
-__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // Copies the map's box at (0, y, z); what lies outside of the tensor becomes zero.
 __device__ __forceinline__ void copy_slabs(uint32_t to, const CUtensorMap* map, uint32_t barrier, int y, int z) {
   asm volatile(

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cluster.cuh"
+#include "cluster_parts.cuh"
 #include "fragment_formats.cuh"
 #include "fragment_params.h"
 #include "hopper_copy.cuh"
@@ -67,11 +68,6 @@ struct FragmentMemory {
     return base + (group * SHAPE::kWarps + warp) * 512;
   }
 };
-
-// In 32 bits: a division of 64 takes a thread a tenth of a microsecond.
-__device__ __forceinline__ int part_of(uint32_t total, uint32_t index, uint32_t count) {
-  return static_cast<int>(total * index / count);
-}
 
 // What a CTA multiplies.
 template <typename SHAPE>

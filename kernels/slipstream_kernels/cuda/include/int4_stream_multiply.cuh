@@ -6,7 +6,7 @@
 #include "hopper_mma.cuh"
 #include "int4_codec.cuh"
 #include "int4_stream_load.cuh"
-#include "wgmma_registers.cuh"
+#include "wgmma_fragments.cuh"
 
 namespace slipstream {
 
@@ -74,7 +74,7 @@ struct Multiplier {
 #pragma unroll
     for (int product = 0; product < kProducts; ++product) {
       const uint64_t b = tokens + ((kProducts * step + product) * SHAPE::kColumns * 32 >> 4);
-      multiply_registers<T, SHAPE::kColumns>(sums, a[step % kInFlight][product], b, adds || product > 0);
+      multiply_fragment<T, SHAPE::kColumns>(sums, a[step % kInFlight][product], b, adds || product > 0);
     }
     commit_products();
   }

@@ -7,7 +7,7 @@
 #include "hopper_mma.cuh"
 #include "int4_codec.cuh"
 #include "record_shape.cuh"
-#include "wgmma_registers.cuh"
+#include "wgmma_fragments.cuh"
 
 namespace slipstream {
 
@@ -117,7 +117,7 @@ struct RecordMultiplier {
     begin_products();
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      multiply_registers<__nv_fp8_e4m3, kColumns>(parts, a[half] + 4 * j, b + 4 * half + 2 * j, half + j > 0);
+      multiply_fragment<__nv_fp8_e4m3, kColumns>(parts, a[half] + 4 * j, b + 4 * half + 2 * j, half + j > 0);
     }
     commit_products();
   }
@@ -144,7 +144,7 @@ struct RecordMultiplier {
     uint32_t both[4] = {zeros[0], zeros[1], zeros[0], zeros[1]};
     pin(both), pin(sums);
     begin_products();
-    multiply_registers<__half, kColumns>(sums, both, core_matrices(memory.totals(place.stage), 16 * kColumns), 1);
+    multiply_fragment<__half, kColumns>(sums, both, core_matrices(memory.totals(place.stage), 16 * kColumns), 1);
     commit_products();
     wait_for_products<0>();
     pin(sums), pin(both);

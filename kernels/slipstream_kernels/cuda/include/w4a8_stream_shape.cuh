@@ -7,6 +7,7 @@
 #pragma once
 
 #include "cluster.cuh"
+#include "cluster_parts.cuh"
 #include "w4a8_stream_codes.cuh"
 #include "w4a8_stream_params.h"
 #include "hopper_copy.cuh"
@@ -81,11 +82,6 @@ struct W4a8Memory {
     return base + (group * (SHAPE::kConsumers / 32) + warp) * 512;
   }
 };
-
-// In 32 bits: a division of 64 takes a thread a tenth of a microsecond.
-__device__ __forceinline__ int part_of(uint32_t total, uint32_t index, uint32_t count) {
-  return static_cast<int>(total * index / count);
-}
 
 // What a CTA multiplies.
 template <typename SHAPE>
