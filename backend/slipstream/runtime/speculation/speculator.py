@@ -28,8 +28,8 @@ from slipstream.runtime.speculation.proposer import PROPOSERS, Drafter, Drafts, 
 
 # For a dozen of verifications launched one ahead of the other.
 SPARE_SLOTS = 64
-# From a verification to the next of a proposer, which the host must read first: about what it took on a host with an
-# H200, for a planner to start from.
+# Beside its device time, of a draft model, which the host starts once it has read a verification and reads before the
+# next: about what it took on a host with an H200, for a planner to start from.
 HOST_SECONDS, HOST_SECONDS_OF_REQUEST = 1.5e-3, 40e-6
 
 
@@ -222,11 +222,9 @@ class Speculator:
             raise RequestError("speculative_method", f"got {params.speculative_method!r}, loaded: none")
 
 
-def _with_host(seconds: Mapping[int, float], counts: set[int]) -> dict[int, float]:
-    """What a proposer takes while the device stands still, by number of requests. seconds: what it takes there, if
-    anything; else it drafts for any number."""
-    measured = seconds or dict.fromkeys(counts, 0.0)
-    return {count: took + HOST_SECONDS + count * HOST_SECONDS_OF_REQUEST for count, took in measured.items()}
+def _with_host(seconds: Mapping[int, float]) -> dict[int, float]:
+    """What a proposer that has work for the device takes while that stands still, by number of requests."""
+    return {count: took + HOST_SECONDS + count * HOST_SECONDS_OF_REQUEST for count, took in seconds.items()}
 
 
 def _most_slots_after(row: ScheduledRequest, drafter: Drafter, num_ahead: int) -> int:
