@@ -6,6 +6,7 @@ No device value is read on the host: CUDA-graph safe.  Launches on one device mu
 from __future__ import annotations
 
 import ctypes
+import logging
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,7 @@ from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.kv_cache import FP8_DTYPE
 from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight, shape_of
 
+LOG = logging.getLogger(__name__)
 SOURCE = "decode_layers.cu"
 HEAD_DIM, MAX_GROUP, MAX_TOKENS = 128, 8, 8
 MAX_LAYERS, MAX_HELD_FEATURES, MAX_OWN_ROWS = 40, 4096, 128  # include/layers_shape.cuh, layers_product.cuh
@@ -66,6 +68,7 @@ class Launch:
 class Prepared:
     """What lives as long as a stack: the pointers of all layers, and what the CTAs of one launch exchange."""
 
+    num_ctas: int
     table: torch.Tensor
     partial_out: torch.Tensor
     partial_state: torch.Tensor
@@ -103,17 +106,22 @@ def refusal(stack: LayerStack) -> str | None:
 
 
 def build_refusal(stack: LayerStack) -> str | None:
-    """The compiler's words if the library cannot be built: layer by layer the model is served all the same."""
+    """Why the library cannot be built: the model is served layer by layer then.  The compiler's words are logged."""
     try:
         load(SOURCE, defines(stack))
     except KernelBuildError as error:
-        return str(error)
+        LOG.warning("%s", error)
+        return f"{SOURCE} cannot be built"
     return None
 
 
 def shape_refusal(stack: LayerStack, num_ctas: int) -> str | None:
     """The same of shapes and types alone."""
     first = stack.layers[0]
+    for layer in stack.layers:
+        for norm in (layer.input_norm, layer.post_attention_norm):  # of the activations' type, which weights do not say
+            if norm.dtype != torch.bfloat16:
+                return f"activations of {norm.dtype} are not bfloat16"
     group = stack.num_q_heads // stack.num_kv_heads
     if stack.head_dim != HEAD_DIM or group > MAX_GROUP:
         return f"heads of {stack.head_dim} in groups of {group}, not of {HEAD_DIM} in at most {MAX_GROUP}"
@@ -208,12 +216,13 @@ def arguments(
 def prepared(stack: LayerStack, num_ctas: int) -> Prepared:
     """Made with a stack's first step, and kept as long as it lives: run one before capturing CUDA graphs."""
     found = _PREPARED.get(stack)
-    if found is None:
+    if found is None or found.num_ctas != num_ctas:
         device = stack.layers[0].input_norm.device
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("decode_layers: a stack's first step lies inside a graph capture; run one before")
         table = torch.tensor([_pointers(layer) for layer in stack.layers], dtype=torch.int64)
         found = _PREPARED[stack] = Prepared(
+            num_ctas=num_ctas,
             table=table.to(device),
             partial_out=torch.empty(2 * num_ctas * 8 * HEAD_DIM, dtype=torch.float32, device=device),
             partial_state=torch.empty(2 * num_ctas * 8 * 2, dtype=torch.float32, device=device),

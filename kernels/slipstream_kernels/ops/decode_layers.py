@@ -40,6 +40,10 @@ def _check(hidden: torch.Tensor, stack: LayerStack, rows: StackRows) -> None:
     num_tokens = hidden.shape[0]
     hidden_size = stack.layers[0].input_norm.shape[0]
     require_shape("hidden", hidden, (num_tokens, hidden_size))
+    if hidden.dtype != stack.layers[0].input_norm.dtype:
+        raise ValueError(
+            f"hidden: dtype {hidden.dtype}, expected that of the norms, {stack.layers[0].input_norm.dtype}"
+        )
     if not hidden.is_contiguous():
         raise ValueError("hidden: must be contiguous")
     for name, tensor in (
