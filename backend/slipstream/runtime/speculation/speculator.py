@@ -76,10 +76,7 @@ class Speculator:
 
         Returns the seconds that drafting takes, by method and number of requests."""
         seconds = {method: head.capture(rows) for method, head in self._heads.items()}
-        counts = {one.graph.num_requests for one in rows if one.graph is not None}
-        return seconds | {
-            method: _with_host(proposer.seconds(), counts) for method, proposer in self._proposers.items()
-        }
+        return seconds | {method: _with_host(proposer.seconds()) for method, proposer in self._proposers.items()}
 
     def resolve(self, params: SamplingParams) -> Speculation | None:
         """How a request speculates. Raises RequestError for a method that is not loaded or cannot serve it."""
