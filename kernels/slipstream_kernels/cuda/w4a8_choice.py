@@ -9,7 +9,6 @@ STRIP, BLOCK = 16, 128  # output features of a strip, input features of a block
 COLUMNS = (8, 16, 32, 48, 64, 96, 128)  # numbers of tokens that are compiled; others are rounded up
 MAX_TOKENS = 64  # of every weight; more of those with few output features
 NARROW_FEATURES = 6144
-MOST_BLOCKS_ALONE = 64  # of many tokens: longer rows are shared out to CTAs of a cluster
 ROW_GROUPS = (1, 2, 4)
 MOST_ROW_GROUPS = ROW_GROUPS[-1]
 MOST_MANY_ROW_GROUPS = 2  # of more than MAX_TOKENS
@@ -28,9 +27,20 @@ class Variant(NamedTuple):
     splits: int
 
 
-# (row_groups, splits) of CTAs that have all output features at once, the fastest first, of up to so many tokens on one
-# H200 (docs/LOG.md).
-ORDERED = {64: ((1, 2), (1, 1), (2, 1)), 128: ((1, 2), (1, 1), (2, 2))}
+class Choice(NamedTuple):
+    """A variant's row_groups and splits, for rows of input features of from `least` to `most` blocks."""
+
+    row_groups: int
+    splits: int
+    least: int = 1
+    most: int = 1 << 16
+
+
+# Of CTAs that have all output features at once, the fastest first, of up to so many tokens on one H200 (docs/LOG.md).
+ORDERED = {
+    64: (Choice(1, 2), Choice(4, 4, 65), Choice(2, 2, 65), Choice(1, 1), Choice(4, 2, 64), Choice(2, 1)),
+    128: (Choice(1, 2), Choice(1, 1, most=64), Choice(2, 2)),
+}
 
 
 def columns_of(num_tokens: int) -> int:
@@ -47,10 +57,8 @@ def choose(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Va
     if num_tokens > MAX_TOKENS and (num_tokens > COLUMNS[-1] or sizes[0] > NARROW_FEATURES):
         return None
     columns, strips, blocks = columns_of(num_tokens), sizes[0] // STRIP, sizes[1] // BLOCK
-    for row_groups, splits in next(ordered for most, ordered in ORDERED.items() if columns <= most):
+    for row_groups, splits, least, most in next(choices for count, choices in ORDERED.items() if columns <= count):
         variant = Variant(columns, row_groups, splits)
-        if columns > MAX_TOKENS and splits == 1 and blocks > MOST_BLOCKS_ALONE:
-            continue
-        if splits <= blocks and strips <= count_clusters(variant) * GROUP_STRIPS * row_groups:
+        if max(splits, least) <= blocks <= most and strips <= count_clusters(variant) * GROUP_STRIPS * row_groups:
             return variant
     return Variant(columns, MOST_ROW_GROUPS, 1) if columns <= MAX_TOKENS else None
