@@ -123,6 +123,8 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize(("num_rows", "size", "columns"), [(129, 256, 128), (128, 384, 128), (3, 1152, 64)])
 def test_few_rows_get_sums_of_their_values(device, backend, num_rows: int, size: int, columns: int) -> None:
+    if num_rows > 100 and backend == "triton" and str(device) == "cpu":
+        pytest.skip("Triton's interpreter takes 30 ms a row")
     x = torch.randn(num_rows, 2 * size, device=device).bfloat16()
     scheme, weight = Fp8Scheme(total_columns=columns), torch.ones(size, device=device).bfloat16()
     some = x[:, :size]
