@@ -22,6 +22,7 @@ def serve() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, spec.name, module)
+        patch.syspath_prepend(str(ROOT / "build"))  # where a script finds its neighbours
         spec.loader.exec_module(module)
     return module
 
