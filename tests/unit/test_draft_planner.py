@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from simulated_server import SimulatedServer
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation
+from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation, _Load
 from slipstream.core.step_costs import StepCosts, Surplus
 from slipstream.runtime.speculation.medusa import default_choices
 
@@ -189,3 +192,41 @@ def test_a_small_model_whose_steps_are_the_hosts_is_judged_by_them() -> None:
             planner.measure(MeasuredStep(1, 1, 1.0e-3, 1.0))
         chosen.append(num_drafts)
     assert chosen[0] == 3 and set(chosen[300:]) == {0}
+
+
+def test_tries_that_are_given_up_soon_come_ever_less_often() -> None:
+    """Verifications take 10 ms more than was measured at start, which is forgiven bit by bit: a try costs a draft model
+    all contexts, so the second hour may not have as many as the first minutes."""
+    costs = StepCosts(plain=((64, 7e-3),), verified=((320, 64, 5, 12e-3),), drafting={"draft_model": ((64, 2e-3),)})
+    planner = DraftPlanner(is_adaptive=True, costs=costs)
+    request = SimpleNamespace(speculation=Speculation("draft_model", 4, "exact"))
+    drafting = []
+    for step in range(60_000):
+        planner.begin_step(64)
+        count = planner.num_drafts(cast(Request, request))
+        if count:
+            drafting.append(step)
+            planner.observe("draft_model", count, [0, 1, 2])
+            planner.measure(MeasuredStep(64, 64 * (1 + count), 24e-3, 3.0, "draft_model"))
+        else:
+            planner.measure(MeasuredStep(64, 64, 7e-3, 1.0))
+    tries = [step for before, step in zip([-100, *drafting], drafting) if step > before + 1]
+    assert len(tries) >= 3, "it is tried again"
+    assert len(drafting) < 0.01 * 60_000
+    waits = [later - earlier for earlier, later in itertools.pairwise(tries)]
+    assert waits[-1] > 4 * waits[0], "but later and later"
+
+
+def test_a_try_that_lasted_was_not_in_vain() -> None:
+    load = _Load()
+    for _ in range(5):
+        load.note_drafting(is_worthwhile=True, was_drafting=False)
+        load.note_drafting(is_worthwhile=False, was_drafting=True)
+    assert load.pace == 16
+    for _ in range(64):
+        load.note_drafting(is_worthwhile=True, was_drafting=True)
+    load.note_drafting(is_worthwhile=False, was_drafting=True)
+    assert load.pace == 1
+    for _ in range(100):
+        load.note_drafting(is_worthwhile=False, was_drafting=True)
+    assert load.pace == 64, "and no more than that"

@@ -2,8 +2,9 @@
 
 The planner keeps speculation from slowing a loaded server down. What steps of so many rows take is measured at start,
 how often drafts are taken as requests run: a step gets as many drafts as promise the most tokens a second, or none.
-Beside that speculation pauses where it was measured to be slower than plain steps, with hysteresis. Where nothing was
-measured at start, a number of rows that the device computes for nothing beside reading its weights is the limit.
+Beside that speculation pauses where it was measured to be slower than plain steps, with hysteresis. Each try that is
+given up soon doubles the time to the next. Where nothing was measured at start, a number of rows that the device
+computes for nothing beside reading its weights is the limit.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from slipstream.core.step_costs import StepCosts, Surplus, bounded
 
 _LEAST_STEPS = 32  # measured steps before a speed is believed
 _LEAST_GAIN = 1.0  # of tokens per second, below which speculation pauses
-_REST_STEPS = 1024  # plain steps after which a paused speculation is tried again
+_REST_STEPS = 1024  # plain steps after which a paused speculation is tried again, at first
+_MOST_DOUBLINGS = 6  # of the time between two tries
+_LASTING_DECISIONS = 64  # for drafts in a row, after which a try was not in vain
 _MOST_GROWTH = 3.0
 _WEIGHT = 0.05  # of a new measurement in a running mean
 _REVIEW_STEPS = 16  # steps between two decisions on the number of drafts
@@ -69,6 +72,22 @@ class _Load:
     surplus: Surplus = field(default_factory=Surplus)
     num_drafts: dict[tuple[str, int], int] = field(default_factory=dict)  # decided on last, by method and most
     num_rest_steps: int = 0
+    num_lasting: int = 0  # decisions for drafts in a row
+    num_vain: int = 0  # tries in a row that were given up soon
+
+    @property
+    def pace(self) -> int:
+        """How many times further apart than at first tries are. Each costs: a draft model computes all contexts."""
+        return 1 << min(_MOST_DOUBLINGS, max(0, self.num_vain - 1))
+
+    def note_drafting(self, is_worthwhile: bool, was_drafting: bool) -> None:
+        """A decision for this load, and what held before it."""
+        if is_worthwhile:
+            self.num_lasting += 1
+            if self.num_lasting >= _LASTING_DECISIONS:
+                self.num_vain = 0
+        elif was_drafting:
+            self.num_vain, self.num_lasting = self.num_vain + 1, 0
 
     def note_surplus(self, step: MeasuredStep, padded_rows: int, expected: float) -> None:
         if not step.method:
@@ -192,7 +211,8 @@ class DraftPlanner:
         if step.method:
             load.speculating.add(seconds, step.tokens_per_request)
             if not load.allows():
-                load.num_rest_steps = _REST_STEPS
+                load.note_drafting(False, True)
+                load.num_rest_steps = _REST_STEPS * load.pace
                 load.speculating = _Speed()
             return
         load.plain.add(seconds, step.tokens_per_request)
@@ -237,8 +257,9 @@ class DraftPlanner:
         if former in rates and rates[former] >= plain and rates[best] < _LEAST_CHANGE * rates[former]:
             best = former  # a change costs the verification that was launched ahead
         load.num_drafts[method, most] = best
+        load.note_drafting(bool(best), bool(former))
         if not best:
-            load.surplus.forgive()
+            load.surplus.forgive(load.pace)
         return best
 
     def _num_affordable(self, num_running: int) -> int:

@@ -119,10 +119,10 @@ class Surplus:
             return high + max(0.0, rise) * (num_rows - end)  # more rows are never thought to take less
         return low + rise * (num_rows - start)
 
-    def forgive(self) -> None:
-        """Or else what was slow once would never be tried again."""
+    def forgive(self, pace: int = 1) -> None:
+        """Or else what was slow once would never be tried again. pace: how many times slower than at first."""
         for steady in self._verified.values():
-            steady.value *= _FORGIVENESS
+            steady.value *= 1.0 - (1.0 - _FORGIVENESS) / pace
 
 
 def _surplus(seconds: float, expected: float) -> float:
