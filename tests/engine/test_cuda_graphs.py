@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -21,6 +23,8 @@ from slipstream.runtime.cuda_graphs import (
     slower_than_larger,
 )
 from slipstream.runtime.engine import Engine
+from slipstream.runtime.memory_plan import MemoryPlan
+from slipstream.runtime.static_tensors import StaticTensors
 from step_arrays import step_of
 from tiny_model import make_tiny_llama
 
@@ -88,6 +92,17 @@ def test_a_graph_that_is_slower_than_one_with_more_room_is_not_kept() -> None:
         GraphShape(128, 2, 64): 4.3,
     }  # fmt: skip
     assert slower_than_larger(rows) == [GraphShape(448, 4, 112)], "room for as many requests; 2 % are chance"
+
+
+@pytest.mark.parametrize(("max_blocks", "seq_len"), [(3, 48), (100, 1024 + 16)])
+def test_steps_are_timed_with_no_more_tokens_than_fit(max_blocks: int, seq_len: int) -> None:
+    """Three blocks of 16 are all that max_model_len = 48 has."""
+    shape = GraphShape(64, 16, 4)
+    tensors = StaticTensors([shape], max_blocks, CPU)
+    tensors.pretend(shape, 1024, cast(MemoryPlan, SimpleNamespace(block_size=16, num_blocks=500)))
+    assert tensors.seq_lens.tolist() == [seq_len] * 4
+    assert tensors.positions.tolist() == list(range(seq_len - 16, seq_len)) * 4
+    assert len(set(tensors.block_tables[:, : seq_len // 16].flatten().tolist())) == 4 * (seq_len // 16)
 
 
 def test_padding_writes_nothing_and_sees_nothing() -> None:

@@ -65,12 +65,16 @@ class StaticTensors:
         self.block_tables = torch.zeros(self._num_requests, max_blocks, dtype=torch.int32, device=device)
 
     def pretend(self, shape: StepShape, context: int, plan: MemoryPlan) -> None:
-        """As if each request of a shape had `context` tokens in the cache and its part of the rows."""
+        """As if each request of a shape had `context` tokens in the cache, or as many as fit, and its part of the
+        rows."""
         count, rows = shape.num_requests, shape.num_tokens // shape.num_requests
-        width, device = -(-(context + MAX_DECODE_QUERY_LEN) // plan.block_size), self.block_tables.device
+        most, device = self.block_tables.shape[1], self.block_tables.device
+        context = max(0, min(context, most * plan.block_size - rows))
+        width = min(most, -(-(context + MAX_DECODE_QUERY_LEN) // plan.block_size))
         torch.arange(0, count * rows + 1, rows, out=self.query_start_loc[: count + 1])
-        self.positions[: count * rows] = context + torch.arange(count * rows, device=device) % rows
-        self.seq_lens[:count] = context + rows
+        last = most * plan.block_size - 1  # where models are so short, more rows than tokens fit share it
+        self.positions[: count * rows] = (context + torch.arange(count * rows, device=device) % rows).clamp(max=last)
+        self.seq_lens[:count] = min(context + rows, last + 1)
         self.block_tables[:count, :width] = (torch.arange(count * width, device=device) % plan.num_blocks).view(
             count, -1
         )
