@@ -56,6 +56,14 @@ def test_the_workspace_holds_weights_written_out(
     assert plan_memory(wide, config, CPU, GIB).workspace_bytes == plan_memory(wide, _config(), CPU, GIB).workspace_bytes
 
 
+def test_the_workspace_holds_the_logits_of_verifications(spec: DecoderSpec) -> None:
+    wide = replace(spec, vocab_size=128_000)
+    plain = replace(_config(), scheduler=SchedulerConfig(max_num_seqs=16))
+    drafting = replace(plain, speculation=SpeculationConfig(methods="ngram"))
+    held = [plan_memory(wide, config, GPU, 8 * GIB).workspace_bytes for config in (plain, drafting)]
+    assert held[1] - held[0] == 6 * (512 - 256) * 128_000 * 4, "six copies in fp32 of as many rows as a graph has"
+
+
 def test_cpu_takes_a_gibibyte_or_what_it_is_told(spec: DecoderSpec) -> None:
     large = replace(spec, num_layers=32, num_kv_heads=8, head_dim=128)
     assert 0.99 * GIB < plan_memory(large, _config(), CPU, 64 * GIB).pool_bytes <= GIB

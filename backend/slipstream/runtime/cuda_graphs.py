@@ -23,15 +23,13 @@ import torch
 from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.runtime.batch import StepArrays
-from slipstream.runtime.memory_plan import MemoryPlan
+from slipstream.runtime.memory_plan import MAX_DECODE_ROWS, MemoryPlan
 from slipstream.runtime.static_tensors import StaticTensors, StepShape
 
 logger = logging.getLogger(__name__)
 
 # Numbers of requests to capture for. Up to 64 a row costs little beside the weights; above, steps of 32 at most.
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Tokens of the largest graph of more than one token a request: above, the products take longer than their launches.
-MAX_TOKENS = 512
 # Kernels that take up to so many times as long as their launches are worth a graph: it also spares the engine's thread.
 LAUNCH_BOUND = 1.3
 # The fewest tokens of a step with a prompt that is worth a graph of its own.
@@ -134,12 +132,12 @@ def graph_shapes(sizes: Sequence[int], drafts: DraftForms = NO_DRAFTS) -> list[G
     lengths = {1 + num_drafts, *(length for length in (2, 4, 8, 16, 32) if length <= num_drafts)} if num_drafts else ()
     for size in sizes:
         for length in lengths:  # ragged ones: on average
-            if size * length <= MAX_TOKENS:
+            if size * length <= MAX_DECODE_ROWS:
                 longest = 1 + num_drafts if drafts.are_ragged else length
                 shapes.add(GraphShape(size * length, longest, size, drafts.has_trees))
     for size in _thinned(sizes):
         num_tokens = MIN_PROMPT_TOKENS
-        while num_tokens <= min(MAX_TOKENS, size * MAX_DECODE_QUERY_LEN):
+        while num_tokens <= min(MAX_DECODE_ROWS, size * MAX_DECODE_QUERY_LEN):
             if num_tokens > size:
                 shapes.add(GraphShape(num_tokens, MAX_DECODE_QUERY_LEN, size))
             num_tokens *= 2

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from slipstream.core.config import CacheConfig, EngineConfig
+from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
 from slipstream.core.host_memory import host_memory
 from slipstream.nn.kv_types import gpu_geometry_refusal, resolve_kv_dtype
@@ -30,6 +31,8 @@ LOGITS_COPIES = 6
 # activations of one token that live at once: residual, normed, qkv, attention output; gate, up and their product
 HIDDEN_COPIES = 8
 INTERMEDIATE_COPIES = 3
+# Tokens of the largest graph of more than one token a request: above, the products take longer than their launches.
+MAX_DECODE_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,9 @@ def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware
     num_tokens = config.scheduler.max_num_batched_tokens
     if hardware.device.type == "cuda" and config.model.cuda_graphs != "off":
         num_tokens += min(num_tokens, MAX_TOKENS)
-    logits = LOGITS_COPIES * max(config.scheduler.max_num_seqs, MAX_PROMPT_ROWS) * spec.vocab_size * 4
+    num_seqs = config.scheduler.max_num_seqs
+    num_verified = min(MAX_DECODE_ROWS, num_seqs * (1 + MAX_DRAFT_TOKENS)) if config.speculation.loaded else 0
+    logits = LOGITS_COPIES * max(num_seqs, num_verified, MAX_PROMPT_ROWS) * spec.vocab_size * 4
     rows = 1 if spec.experts is None else spec.experts.num_experts_per_token  # of a token in the MLP
     width = (HIDDEN_COPIES + rows - 1) * spec.hidden_size + rows * INTERMEDIATE_COPIES * spec.intermediate_size
     return logits + num_tokens * width * hardware.dtype.itemsize + _written_out_bytes(spec, config, hardware)

@@ -8,7 +8,8 @@ import torch
 
 from slipstream.nn.batch import ForwardBatch
 from slipstream.runtime.batch import BatchBuilder, StepArrays
-from slipstream.runtime.cuda_graphs import MAX_TOKENS, GraphShape, StepGraphs, graph_sizes
+from slipstream.runtime.cuda_graphs import GraphShape, StepGraphs, graph_sizes
+from slipstream.runtime.memory_plan import MAX_DECODE_ROWS
 from slipstream.runtime.speculation.draft_batch import DraftBatches
 from slipstream.runtime.speculation.proposer import Surroundings
 
@@ -32,7 +33,7 @@ class DraftGraphs:
         self._draft = draft
         self._builder = BatchBuilder(batches.block_size, batches.num_positions, 1, hardware.device)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, hardware.device, refusal)
-        shapes = [GraphShape(size * num_rows, num_rows, size) for size in sizes if size * num_rows <= MAX_TOKENS]
+        shapes = [GraphShape(size * num_rows, num_rows, size) for size in sizes if size * num_rows <= MAX_DECODE_ROWS]
         self._graphs = StepGraphs(shapes, batches.max_blocks, batches.num_positions, draft, hardware.device)
         with torch.inference_mode():
             self._graphs.warm_up()
