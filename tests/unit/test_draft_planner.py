@@ -175,6 +175,17 @@ def test_a_request_has_no_more_rows_than_its_graph_allows() -> None:
     assert costs.seconds(7, 126, "medusa") is None and costs.seconds(7, 112, "medusa") == 5.5e-3
 
 
+def test_no_step_is_thought_to_take_nothing() -> None:
+    """A large verification took 8 ms less than at start: of one of 5 ms that is beside it not as much is left off."""
+    costs = StepCosts(plain=((8, 4e-3),), verified=((448, 8, 56, 5e-3), (512, 8, 64, 20e-3)), drafting={})
+    planner = DraftPlanner(is_adaptive=True, costs=costs)
+    planner.begin_step(8)
+    for _ in range(200):
+        planner.measure(MeasuredStep(8, 512, 11e-3, 2.0, "medusa"))
+    rates = planner.promises("medusa", 63)
+    assert set(rates) == {0, 55, 63} and all(0.0 < rate <= 64 / 2.5e-3 for rate in rates.values())
+
+
 def test_a_small_model_whose_steps_are_the_hosts_is_judged_by_them() -> None:
     """The device takes 0.3 ms and the host 1.0, or 1.6 around drafts that bring a third more: not worth it."""
     costs = StepCosts(((1, 0.3e-3),), ((4, 1, 4, 0.33e-3),), {"mtp": ((1, 0.05e-3),)})

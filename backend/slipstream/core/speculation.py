@@ -227,13 +227,13 @@ class DraftPlanner:
         plain = self._costs.seconds(count, count, "")
         if plain is None:
             return {}
-        rates = {0: 1.0 / (plain + load.surplus.plain)}
+        rates = {0: 1.0 / bounded(plain + load.surplus.plain, plain)}
         expected = self._gains_of(method).expected_tokens(most)
         for num_rows in self._row_counts(count, 1 + most):
             seconds = self._costs.seconds(count, count * num_rows, method)
             if seconds is not None:
-                seconds += load.surplus.verified(self._costs.padded_rows(count * num_rows, count), count)
-                rates[num_rows - 1] = expected[num_rows - 1] / seconds
+                surplus = load.surplus.verified(self._costs.padded_rows(count * num_rows, count), count)
+                rates[num_rows - 1] = expected[num_rows - 1] / bounded(seconds + surplus, seconds)
         return rates
 
     def _row_counts(self, num_requests: int, most: int) -> set[int]:
