@@ -211,7 +211,8 @@ class DraftPlanner:
         if step.method:
             load.speculating.add(seconds, step.tokens_per_request)
             if not load.allows():
-                load.note_drafting(False, True)
+                if not load.num_rest_steps:  # some are in flight when it is given up
+                    load.note_drafting(is_worthwhile=False, was_drafting=True)
                 load.num_rest_steps = _REST_STEPS * load.pace
                 load.speculating = _Speed()
             return
