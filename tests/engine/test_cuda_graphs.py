@@ -97,9 +97,10 @@ def test_a_graph_that_is_slower_than_one_with_more_room_is_not_kept() -> None:
 @pytest.mark.parametrize(("max_blocks", "seq_len"), [(3, 48), (100, 1024 + 16)])
 def test_steps_are_timed_with_no_more_tokens_than_fit(max_blocks: int, seq_len: int) -> None:
     """Three blocks of 16 are all that max_model_len = 48 has."""
+    plan = SimpleNamespace(block_size=16, num_blocks=500, max_model_len=16 * max_blocks)
     shape = GraphShape(64, 16, 4)
     tensors = StaticTensors([shape], max_blocks, CPU)
-    tensors.pretend(shape, 1024, cast(MemoryPlan, SimpleNamespace(block_size=16, num_blocks=500)))
+    tensors.pretend(shape, 1024, cast(MemoryPlan, plan))
     assert tensors.seq_lens.tolist() == [seq_len] * 4
     assert tensors.positions.tolist() == list(range(seq_len - 16, seq_len)) * 4
     assert len(set(tensors.block_tables[:, : seq_len // 16].flatten().tolist())) == 4 * (seq_len // 16)

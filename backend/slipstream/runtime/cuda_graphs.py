@@ -246,9 +246,9 @@ class StepGraphs(Generic[Shape]):
         """Seconds of steps by shape, each request with TIMED_CONTEXT tokens in the cache, if there may be so many.
 
         after: what is done with the output of every step. No block may hold anything yet."""
-        context, seconds = max(0, min(TIMED_CONTEXT, plan.max_model_len - MAX_DECODE_QUERY_LEN)), {}
+        seconds = {}
         for shape in shapes:
-            self._static.pretend(shape, context, plan)
+            self._static.pretend(shape, TIMED_CONTEXT, plan)
             seconds[shape] = seconds_of(partial(self._replay_and, shape, after))
         self._static.clear()
         return seconds

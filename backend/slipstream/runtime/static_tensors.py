@@ -8,7 +8,6 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from slipstream.nn.batch import MAX_DECODE_QUERY_LEN
 from slipstream.runtime.batch import StepArrays
 from slipstream.runtime.memory_plan import MemoryPlan
 
@@ -68,13 +67,14 @@ class StaticTensors:
         """As if each request of a shape had `context` tokens in the cache, or as many as fit, and its part of the
         rows."""
         count, rows = shape.num_requests, shape.num_tokens // shape.num_requests
-        most, device = self.block_tables.shape[1], self.block_tables.device
-        context = max(0, min(context, most * plan.block_size - rows))
-        width = min(most, -(-(context + MAX_DECODE_QUERY_LEN) // plan.block_size))
+        most, device = plan.max_model_len, self.block_tables.device
+        context = max(0, min(context, most - rows))
+        seq_len = min(context + rows, most)  # a very short model's last place is for several rows
+        width = -(-seq_len // plan.block_size)
         torch.arange(0, count * rows + 1, rows, out=self.query_start_loc[: count + 1])
-        last = most * plan.block_size - 1  # where models are so short, more rows than tokens fit share it
-        self.positions[: count * rows] = (context + torch.arange(count * rows, device=device) % rows).clamp(max=last)
-        self.seq_lens[:count] = min(context + rows, last + 1)
+        places = context + torch.arange(count * rows, device=device) % rows
+        self.positions[: count * rows] = places.clamp(max=seq_len - 1)
+        self.seq_lens[:count] = seq_len
         self.block_tables[:count, :width] = (torch.arange(count * width, device=device) % plan.num_blocks).view(
             count, -1
         )
