@@ -1,0 +1,201 @@
+"""A victim beside an attack: its tokens must stay what they are, and come as fast as before.
+
+`assert_unharmed(server, attack)` runs a greedy stream quietly, then beside the attack. The attack runs on a thread of
+low priority, so that what the test's own process does (building a huge request, say) costs the victim little: what
+remains is the server's doing. A text that differs or an error fails at once. Times fail when they are bad in each of
+several attempts; an attempt begins only when the server's processes have come to rest, so that what the last attack
+left behind is not taken for quiet.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Protocol
+
+import psutil
+from patience import PATIENCE_S
+
+PROMPT = "import os\n"
+NUM_TOKENS = 100
+MOST_SLOWER = 1.5  # attacked / quiet
+GAP_FLOOR_MS = 400.0  # a shorter gap may be a busy machine's
+ATTACK_NICENESS = 10
+HOLD_S = 1.0  # inside an attack that is a context manager
+AT_REST = 0.3  # of a core, for all processes of the server
+
+Attack = Callable[[], object]
+
+
+class Server(Protocol):
+    grpc_url: str
+
+    @property
+    def pid(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of the victim's client saw.  waits_ms: to each stream's first token, then between tokens."""
+
+    texts: tuple[str, ...]
+    errors: tuple[str, ...]
+    waits_ms: tuple[float, ...]
+
+    @property
+    def median_ms(self) -> float:
+        return median(self.waits_ms)
+
+    @property
+    def p99_ms(self) -> float:
+        return quantiles(self.waits_ms, n=100)[98]
+
+    @property
+    def largest_ms(self) -> float:
+        return max(self.waits_ms)
+
+    def __str__(self) -> str:
+        return f"median {self.median_ms:.2f} ms, p99 {self.p99_ms:.1f} ms, largest gap {self.largest_ms:.0f} ms"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    quiet: Run
+    attacked: Run
+
+    def harm(self, gap_floor_ms: float = GAP_FLOOR_MS) -> str:
+        """What the attack did to the victim's times; "" when nothing."""
+        quiet, attacked = self.quiet, self.attacked
+        if attacked.median_ms > MOST_SLOWER * quiet.median_ms:
+            return f"the median inter-token time is more than {MOST_SLOWER} x the quiet one"
+        if attacked.largest_ms > max(MOST_SLOWER * quiet.largest_ms, gap_floor_ms):
+            return f"the largest gap is more than {MOST_SLOWER} x the quiet one, and than {gap_floor_ms:.0f} ms"
+        return ""
+
+    def __str__(self) -> str:
+        return f"quiet: {self.quiet}; attacked: {self.attacked} ({len(self.attacked.texts)} streams)"
+
+
+@dataclass(frozen=True)
+class Victim:
+    """Whom to ask for what: Triton's gRPC port, or the gateway when openai_url is given."""
+
+    grpc_url: str
+    openai_url: str = ""
+    model: str = "llm"
+    prompt: str = PROMPT
+    num_tokens: int = NUM_TOKENS
+
+    def run(self, attack: Attack | None = None, timeout_s: float = 2 * PATIENCE_S) -> Run:
+        """One stream; beside an attack, one after the other until it has ended.  Raises what the attack raises."""
+        address = ["--openai", self.openai_url] if self.openai_url else ["--grpc", self.grpc_url]
+        asked = ["--model", self.model, "--prompt", self.prompt, "--num-tokens", str(self.num_tokens)]
+        command = [sys.executable, str(Path(__file__).with_name("victim_client.py")), *address, *asked]
+        client = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        overdue = threading.Timer(timeout_s, client.kill)
+        overdue.start()
+        try:
+            assert client.stdout is not None
+            first_line = client.stdout.readline()
+            if attack is not None and "streaming" in first_line:
+                _run_beside(attack, client)
+            output = first_line + client.communicate()[0]
+        finally:
+            overdue.cancel()
+            client.kill()
+            client.wait()
+        assert client.returncode == 0, f"the victim's client ended with {client.returncode} after {timeout_s} s at most"
+        streams = [message for message in map(json.loads, output.splitlines()) if "text" in message]
+        return Run(
+            tuple(stream["text"] for stream in streams),
+            tuple(stream["error"] for stream in streams if stream["error"]),
+            tuple(wait for stream in streams for wait in stream["waits_ms"]),
+        )
+
+
+def _run_beside(attack: Attack, client: subprocess.Popen[str]) -> None:
+    """Attack on a thread of its own; returns when the attack has ended, or the client."""
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), ATTACK_NICENESS)  # of this thread and its children
+        try:
+            held = attack()
+            if isinstance(held, AbstractContextManager):
+                with held:
+                    time.sleep(HOLD_S)
+        except BaseException as failure:  # raised again by the test's thread
+            failures.append(failure)
+
+    thread = threading.Thread(target=run, name="attack", daemon=True)
+    thread.start()
+    while thread.is_alive() and client.poll() is None:
+        thread.join(0.05)
+    if failures:
+        raise failures[0]
+
+
+def _cpu_seconds(pid: int) -> float:
+    total = 0.0
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        try:
+            total += sum(process.cpu_times()[:2])
+        except psutil.NoSuchProcess:
+            continue
+    return total
+
+
+def wait_at_rest(server: Server, timeout_s: float = PATIENCE_S) -> None:
+    """Until server and engines do next to nothing.  AssertionError when they stay busy: an attack that goes on."""
+    deadline, spent = time.monotonic() + timeout_s, _cpu_seconds(server.pid)
+    while True:
+        time.sleep(0.25)
+        before, spent = spent, _cpu_seconds(server.pid)
+        if spent - before < AT_REST * 0.25:
+            return
+        assert time.monotonic() < deadline, f"the server is still busy after {timeout_s} s without a request"
+
+
+def compare(server: Server, victim: Victim, attack: Attack) -> Comparison:
+    """Quiet, then attacked.  AssertionError when the victim's text differs or it gets an error."""
+    wait_at_rest(server)
+    quiet = victim.run()
+    attacked = victim.run(attack)
+    assert not quiet.errors + attacked.errors, f"the victim got an error: {(quiet.errors + attacked.errors)[0]}"
+    assert set(attacked.texts) == set(quiet.texts), "the victim's text beside the attack is not its text without"
+    return Comparison(quiet, attacked)
+
+
+def assert_unharmed(
+    server: Server,
+    attack: Attack,
+    *,
+    openai_url: str = "",
+    model: str = "llm",
+    num_tokens: int = NUM_TOKENS,
+    gap_floor_ms: float = GAP_FLOOR_MS,
+    attempts: int = 3,
+) -> Comparison:
+    """The victim's text stays, its median inter-token time is at most 1.5 x the quiet one, no gap is out of bounds.
+
+    attack is called in each attempt, once the victim streams; the victim goes on until it returns. When it returns a
+    context manager, the victim streams for a second inside it. What it raises fails the test.
+    """
+    victim = Victim(server.grpc_url, openai_url, model, num_tokens=num_tokens)
+    replace(victim, num_tokens=10).run()  # the first request after a start is slower: threads, caches
+    seen: list[str] = []
+    for _ in range(attempts):
+        comparison = compare(server, victim, attack)
+        if not comparison.harm(gap_floor_ms):
+            return comparison
+        seen.append(f"{comparison.harm(gap_floor_ms)}: {comparison}")
+    raise AssertionError("the attack harms another's stream in every attempt:\n" + "\n".join(seen))
