@@ -68,7 +68,7 @@ def evaluate(args: argparse.Namespace, windows: Tensor, reference: Reference, sc
         except ConfigError as error:
             print(f"left out: {name}: {error}")
             continue
-        size = weight_bytes(config, decoder.spec, decoder.placement.dtype)
+        size = weight_bytes(config, decoder.spec, decoder.context.dtype)
         for kv in args.kv.split(","):
             start = time.perf_counter()
             try:
@@ -127,7 +127,7 @@ def evaluate_all(args: argparse.Namespace, windows: Tensor) -> None:
     """A line for each combination as it is done, then the table; exits with an error if none could be served."""
     schedule = Schedule(args.batch_windows, args.step_tokens)
     reference = Reference(args, windows, schedule)
-    print(f"{windows.numel()} tokens in {len(windows)} windows, {reference.decoder.placement.device}")
+    print(f"{windows.numel()} tokens in {len(windows)} windows, {reference.decoder.context.device}")
     results = []
     for result in evaluate(args, windows, reference, schedule):
         results.append(result)

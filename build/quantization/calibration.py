@@ -14,9 +14,9 @@ import torch
 from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
 from slipstream.nn.decoder import Decoder, DecoderLayer
 from slipstream.nn.experts import Experts
+from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import Linear
-from slipstream.nn.placement import Placement
-from slipstream.nn.quant.input_form import Activation, InputForm
+from slipstream.nn.quant.activation_quant import Activation, ActivationQuant
 from slipstream.nn.quant.method import Weights
 from slipstream.nn.quant.unquantized import Unquantized
 from slipstream.nn.spec import read_spec
@@ -82,7 +82,7 @@ class Recorder(Unquantized):
             statistics.add(x)
         return torch.nn.functional.linear(x, weights["weight"], weights.get("bias"))
 
-    def apply_gated(self, weights: Weights, x: Activation, form: InputForm) -> Activation:
+    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant) -> Activation:
         return form.silu_mul(self.apply(weights, x))
 
     def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
@@ -99,8 +99,8 @@ def load_recorded(model: Path, device: torch.device, dtype: torch.dtype) -> Deco
     spec = read_spec(model)
     _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, device, dtype), None)
     recorder = Recorder()
-    placement = Placement(device, dtype, recorder, Unquantized() if spec.tie_word_embeddings else recorder)
-    decoder = Decoder(spec, placement, backend(spec), spec.max_model_len)
+    context = LayerContext(device, dtype, recorder, Unquantized() if spec.tie_word_embeddings else recorder)
+    decoder = Decoder(spec, context, backend(spec), spec.max_model_len)
     for layer in decoder.layers:
         if isinstance(layer.mlp, Experts):
             layer.mlp.router.method = recorder  # never quantised, but changed where factors are folded
@@ -126,7 +126,7 @@ class LayerWalk:
         self.cache = empty_caches(decoder, batch_windows * blocks, "auto")[0]
         self.batches = []
         for batch in windows.split(batch_windows):
-            on_device = batch.to(decoder.placement.device)
+            on_device = batch.to(decoder.context.device)
             self.batches.append(_Batch(on_device, decoder.embedding(on_device.reshape(-1))))
 
     @torch.inference_mode()

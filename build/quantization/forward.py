@@ -26,11 +26,11 @@ class Schedule:
 
 def empty_caches(decoder: Decoder, num_blocks: int, kv_dtype: str) -> list[LayerCache]:
     """One cache per layer. kv_dtype: as kv_cache_dtype in config.pbtxt. Raises ConfigError if it cannot be served."""
-    spec, placement = decoder.spec, decoder.placement
-    dtype = resolve_kv_dtype(kv_dtype, spec, placement.device, placement.dtype, BLOCK_SIZE)
+    spec, context = decoder.spec, decoder.context
+    dtype = resolve_kv_dtype(kv_dtype, spec, context.device, context.dtype, BLOCK_SIZE)
     shape = (num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
     scales = [layer.attention.kv_scales for layer in decoder.layers]
-    return [ops.empty_kv_cache(shape, dtype, placement.device, of_layer) for of_layer in scales]
+    return [ops.empty_kv_cache(shape, dtype, context.device, of_layer) for of_layer in scales]
 
 
 @torch.inference_mode()
@@ -43,7 +43,7 @@ def window_logits(decoder: Decoder, windows: Tensor, kv_dtype: str, schedule: Sc
     blocks = -(-window_tokens // BLOCK_SIZE)
     caches = empty_caches(decoder, schedule.batch_windows * blocks, kv_dtype)
     for batch in windows.split(schedule.batch_windows):
-        batch = batch.to(decoder.placement.device)
+        batch = batch.to(decoder.context.device)
         parts = []
         for start in range(0, window_tokens, schedule.step_tokens):
             step = window_step(batch, start, min(start + schedule.step_tokens, window_tokens))

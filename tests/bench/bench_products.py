@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT / "tests/bench"))
 from format_table import Cells, side_by_side  # noqa: E402
 from measures import Record, emit, numbers  # noqa: E402
 from shapes import SHAPES, Shape  # noqa: E402
+from slipstream.nn.layer_context import LayerContext  # noqa: E402
 from slipstream.nn.linear import Linear  # noqa: E402
-from slipstream.nn.placement import Placement  # noqa: E402
 from slipstream.nn.quant import QUANT_METHODS  # noqa: E402
 from slipstream.nn.spec import LinearSpec  # noqa: E402
 from slipstream_kernels.bench_fp8 import graph_microseconds  # noqa: E402
@@ -49,13 +49,13 @@ def linear_specs(shape: Shape) -> dict[str, LinearSpec]:
     }
 
 
-def random_layers(spec: LinearSpec, placement: Placement) -> list[Linear]:
+def random_layers(spec: LinearSpec, context: LayerContext) -> list[Linear]:
     """Quantised from random weights, together larger than the cache."""
     layers: list[Linear] = []
-    while len(layers) < 2 or len(layers) * held_bytes(layers[0]) < COLD_BYTES * (placement.device.type == "cuda"):
-        layer = Linear(spec, placement)
+    while len(layers) < 2 or len(layers) * held_bytes(layers[0]) < COLD_BYTES * (context.device.type == "cuda"):
+        layer = Linear(spec, context)
         for _, _, slot in layer.slots():
-            slot.load(torch.randn(slot.shape, device=placement.device, dtype=placement.dtype) * spec.in_features**-0.5)
+            slot.load(torch.randn(slot.shape, device=context.device, dtype=context.dtype) * spec.in_features**-0.5)
         layers.append(layer)
     return layers
 
@@ -66,9 +66,9 @@ def held_bytes(layer: Linear) -> int:
 
 def calls(name: str, layers: list[Linear], x: torch.Tensor, down: Linear) -> Calls:
     """One for each layer. x: plain rows. down: the layer that reads what gate_up leaves."""
-    rows = layers[0].input_form.cast(x)
+    rows = layers[0].activation_quant.cast(x)
     if name == GATED:
-        return [lambda layer=layer: layer.apply_gated(rows, down.input_form) for layer in layers]
+        return [lambda layer=layer: layer.apply_gated(rows, down.activation_quant) for layer in layers]
     return [lambda layer=layer: layer.apply(rows) for layer in layers]
 
 
@@ -91,11 +91,11 @@ def records(shape: str, form: str, tokens: list[int], device: torch.device) -> I
     if reason:
         print(f"{form} is left out: {reason}", file=sys.stderr)
         return
-    placement = Placement(device, torch.bfloat16, method, method)
+    context = LayerContext(device, torch.bfloat16, method, method)
     specs = linear_specs(SHAPES[shape])
-    down, found = Linear(specs["down"], placement), {count: dict[str, float]() for count in tokens}
+    down, found = Linear(specs["down"], context), {count: dict[str, float]() for count in tokens}
     for name, spec in specs.items():
-        layers = random_layers(spec, placement)
+        layers = random_layers(spec, context)
         for count in tokens:
             x = torch.randn(count, spec.in_features, device=device, dtype=torch.bfloat16)
             found[count][name] = round(microseconds(calls(name, layers, x, down), device), 2)

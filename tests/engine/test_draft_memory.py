@@ -97,7 +97,7 @@ def check(engine: object, method: str) -> None:
     drafter = engine._speculator._drafters[method]  # type: ignore[attr-defined]
     target = engine._runner.model  # type: ignore[attr-defined]
     spec, config, plan = engine.spec, engine.config, engine.memory_plan  # type: ignore[attr-defined]
-    dtype = target.placement.dtype
+    dtype = target.context.dtype
     planned = draft_memory(config, spec, CPU, dtype, dtype)
     assert planned == held_by(drafter, target)
     alone = replace(config, speculation=SpeculationConfig())

@@ -68,7 +68,7 @@ def test_bf16_checkpoint_loads_into_any_dtype(checkpoint: TinyCheckpoint, folder
     edit_config(folder, dtype="bfloat16")
     decoder = load(folder)
     assert decoder.spec.dtype == torch.bfloat16
-    assert decoder.placement.dtype == torch.float32  # "auto" on a CPU
+    assert decoder.context.dtype == torch.float32  # "auto" on a CPU
     assert relative_error(logits(decoder), checkpoint.logits(PROMPT)) < 0.05
     assert load(folder, dtype="bfloat16").embedding.weight.dtype == torch.bfloat16
 
@@ -242,7 +242,7 @@ def test_loading_holds_one_layer_beyond_the_model(tmp_path: Path) -> None:
     fields = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8}
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 512, "max_position_embeddings": 64, **fields}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    slots = load(tmp_path, load_format="dummy").tensor_slots(LLAMA_NAMES)
+    slots = load(tmp_path, load_format="dummy").weight_slots(LLAMA_NAMES)
     save_file({name: torch.full(slot.shape, 0.01) for name, slot in slots.items()}, tmp_path / "model.safetensors")
     command = [sys.executable, "-c", WATCHED_LOAD, str(tmp_path)]
     output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=400).stdout

@@ -42,7 +42,7 @@ print(bytes_of("VmHWM:") - before, held)
 def test_the_host_holds_one_shard(tmp_path: Path) -> None:
     config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8192, "max_position_embeddings": 64, **FIELDS}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    slots = load_model(ModelConfig(model=str(tmp_path), device="cpu", load_format="dummy")).tensor_slots(LLAMA_NAMES)
+    slots = load_model(ModelConfig(model=str(tmp_path), device="cpu", load_format="dummy")).weight_slots(LLAMA_NAMES)
     weight_map = {}
     for layer in range(6):
         file = f"model-{layer + 1:05d}-of-00006.safetensors"

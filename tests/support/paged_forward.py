@@ -45,10 +45,10 @@ class PagedForward:
         blocks = list(range(sum(num_blocks) + 3))
         random.Random(seed).shuffle(blocks)
         self.block_ids = [[blocks.pop() for _ in range(count)] for count in num_blocks]
-        spec, placement = decoder.spec, decoder.placement
+        spec, context = decoder.spec, decoder.context
         shape = (sum(num_blocks) + 3, spec.num_kv_heads, block_size, spec.head_dim)
         self.kv_caches = [
-            poisoned(ops.empty_kv_cache(shape, kv_dtype or placement.dtype, placement.device))
+            poisoned(ops.empty_kv_cache(shape, kv_dtype or context.dtype, context.device))
             for _ in range(spec.num_layers)
         ]
 
@@ -108,7 +108,7 @@ class PagedForward:
             seq_lens.append(first + count)
         max_blocks = max(len(self.block_ids[request]) for request in num_scheduled_tokens)
         tables = [self.block_ids[r] + [-1] * (max_blocks - len(self.block_ids[r])) for r in num_scheduled_tokens]
-        device = self.decoder.placement.device
+        device = self.decoder.context.device
         counts = list(num_scheduled_tokens.values())
         num_decodes = num_short_queries(np.array(counts))
         return ForwardBatch(

@@ -15,47 +15,47 @@ from slipstream.nn.attention import AttentionBackend, LayerCache, StepAttention
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.embedding import Embedding, TiedHead
 from slipstream.nn.experts import Experts
+from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import Linear
 from slipstream.nn.mlp import MLP
 from slipstream.nn.models.family import tensor_name
 from slipstream.nn.norm import RMSNorm
-from slipstream.nn.placement import Placement
-from slipstream.nn.quant.input_form import PLAIN
+from slipstream.nn.quant.activation_quant import PLAIN
 from slipstream.nn.quant.invariant import is_unquantized
 from slipstream.nn.rotary import cos_sin_cache
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stacked_layers import StackedLayers
-from slipstream.nn.tensor_slot import TensorSlot
+from slipstream.nn.weight_slot import WeightSlot
 
 
 class DecoderLayer:
     """One block. The residual stream is handed on beside the block's output, so that each norm adds them itself."""
 
-    def __init__(self, spec: DecoderSpec, layer: int, cos_sin: Tensor, placement: Placement) -> None:
-        self.input_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
-        self.attention = SelfAttention(spec, layer, cos_sin, placement)
-        self.post_attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
-        self.mlp: MLP | Experts = MLP(spec, placement) if spec.experts is None else Experts(spec, placement)
+    def __init__(self, spec: DecoderSpec, layer: int, cos_sin: Tensor, context: LayerContext) -> None:
+        self.input_norm = RMSNorm(spec.hidden_size, spec.norm_eps, context)
+        self.attention = SelfAttention(spec, layer, cos_sin, context)
+        self.post_attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, context)
+        self.mlp: MLP | Experts = MLP(spec, context) if spec.experts is None else Experts(spec, context)
 
     def __call__(
         self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.input_norm.add(hidden, residual, self.attention.qkv.input_form)
+        normed, residual = self.input_norm.add(hidden, residual, self.attention.qkv.activation_quant)
         hidden = self.attention(normed, step, cache)
-        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.input_form)
+        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.activation_quant)
         return self.mlp(normed), residual
 
     def last(
         self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache, rows: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The same for `rows` alone, those of which logits are wanted; the cache gains keys and values of all."""
-        normed, residual = self.input_norm.add(hidden, residual, self.attention.qkv.input_form)
+        normed, residual = self.input_norm.add(hidden, residual, self.attention.qkv.activation_quant)
         attended, residual = self.attention.attend_last(normed, step, cache), residual[rows]
         if not len(rows):  # the middle of a prompt
             return residual, residual
         hidden = self.attention.o(attended)
-        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.input_form)
+        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.activation_quant)
         return self.mlp(normed), residual
 
     def norms(self) -> Iterator[tuple[str, RMSNorm]]:
@@ -71,18 +71,18 @@ class DecoderLayer:
 class Decoder:
     """num_positions: rows of the rotary table, that is the longest sequence (tokens) that may be served."""
 
-    def __init__(self, spec: DecoderSpec, placement: Placement, backend: AttentionBackend, num_positions: int) -> None:
+    def __init__(self, spec: DecoderSpec, context: LayerContext, backend: AttentionBackend, num_positions: int) -> None:
         self.spec = spec
-        self.placement = placement
+        self.context = context
         self.backend = backend
         self.feature_layers: tuple[int, ...] = ()  # before which `forward` takes the residual stream as well
-        cos_sin = cos_sin_cache(spec.rope, num_positions).to(placement.device)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, placement)
-        self.layers = [DecoderLayer(spec, layer, cos_sin, placement) for layer in range(spec.num_layers)]
-        self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, placement)
+        cos_sin = cos_sin_cache(spec.rope, num_positions).to(context.device)
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
+        self.layers = [DecoderLayer(spec, layer, cos_sin, context) for layer in range(spec.num_layers)]
+        self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, context)
         self._stacked = StackedLayers(spec, self.layers) if backend.stacks_layers else None
-        shares_table = spec.tie_word_embeddings and is_unquantized(placement.head_method)
-        self.lm_head = TiedHead(placement.head_method) if shares_table else Linear(spec.lm_head, placement.of_head)
+        shares_table = spec.tie_word_embeddings and is_unquantized(context.head_method)
+        self.lm_head = TiedHead(context.head_method) if shares_table else Linear(spec.lm_head, context.of_head)
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the batch's tokens, [T, hidden_size]; each layer's cache gains their keys and values.
@@ -126,10 +126,10 @@ class Decoder:
         """hidden: [S, …] rows of `forward` -> [S, vocab_size] float32."""
         return self.lm_head(self.final(hidden)).float()
 
-    def tensor_slots(self, names: Mapping[str, str]) -> dict[str, TensorSlot]:
+    def weight_slots(self, names: Mapping[str, str]) -> dict[str, WeightSlot]:
         """Checkpoint tensor name -> slot, for every tensor this model needs. names: module -> name, as LLAMA_NAMES."""
         table = self.embedding.weight
-        table_slot = TensorSlot(tuple(table.shape), self._load_embedding, std=table.shape[1] ** -0.5)
+        table_slot = WeightSlot(tuple(table.shape), self._load_embedding, std=table.shape[1] ** -0.5)
         slots = {
             f"{names['embedding']}.weight": table_slot,
             f"{names['final_norm']}.weight": self.final_norm.slot(),

@@ -6,15 +6,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slipstream.nn.placement import Placement
+from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.quant import QuantMethod
 
 
 class Embedding:
     """token_ids: [T] int64 -> [T, hidden_size]."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, placement: Placement) -> None:
-        self.weight = torch.empty(vocab_size, hidden_size, device=placement.device, dtype=placement.dtype)
+    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
+        self.weight = torch.empty(vocab_size, hidden_size, device=context.device, dtype=context.dtype)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.weight)

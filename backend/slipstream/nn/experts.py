@@ -11,9 +11,9 @@ from dataclasses import replace
 from slipstream_kernels import ops
 from torch import Tensor
 
+from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import ExpertLinear, Linear
-from slipstream.nn.placement import Placement
-from slipstream.nn.quant.input_form import PLAIN, Activation, InputForm
+from slipstream.nn.quant.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream.nn.quant.unquantized import UNQUANTIZED
 from slipstream.nn.spec import DecoderSpec
 
@@ -21,15 +21,15 @@ from slipstream.nn.spec import DecoderSpec
 class Experts:
     """The router is never quantised: it is small, and a token that changes its expert changes its text."""
 
-    def __init__(self, spec: DecoderSpec, placement: Placement) -> None:
+    def __init__(self, spec: DecoderSpec, context: LayerContext) -> None:
         assert spec.experts is not None
         self.spec = spec.experts
-        self.router = Linear(spec.router, replace(placement, method=UNQUANTIZED))
-        self.gate_up = ExpertLinear(spec.expert_gate_up, placement)
-        self.down = ExpertLinear(spec.expert_down, placement)
+        self.router = Linear(spec.router, replace(context, method=UNQUANTIZED))
+        self.gate_up = ExpertLinear(spec.expert_gate_up, context)
+        self.down = ExpertLinear(spec.expert_down, context)
 
     @property
-    def input_form(self) -> InputForm[Activation]:
+    def activation_quant(self) -> ActivationQuant[Activation]:
         return PLAIN  # the router reads it too
 
     def __call__(self, hidden: Activation) -> Tensor:

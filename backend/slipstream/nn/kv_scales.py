@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from slipstream.nn.self_attention import SelfAttention
-from slipstream.nn.tensor_slot import TensorSlot
+from slipstream.nn.weight_slot import WeightSlot
 
 _NAME = re.compile(
     r".*\.layers\.(?P<layer>\d+)\.self_attn\."
@@ -25,10 +25,10 @@ UNUSED_SUFFIXES = (".q_scale", ".prob_scale", ".output_scale", ".prob_output_sca
 
 def kv_scale_slots(
     attentions: list[SelfAttention], shapes: Iterable[tuple[str, tuple[int, ...]]]
-) -> dict[str, TensorSlot]:
+) -> dict[str, WeightSlot]:
     """Name -> slot of every KV scale among a checkpoint's (name, shape); a scale for both comes first, so that one of
     keys or of values alone overrides it."""
-    found: dict[str, TensorSlot] = {}
+    found: dict[str, WeightSlot] = {}
     for name, shape in shapes:
         match = _NAME.fullmatch(name)
         if match is None or int(match["layer"]) >= len(attentions):
@@ -36,5 +36,5 @@ def kv_scale_slots(
         attention = attentions[int(match["layer"])]
         part = match["own"] or match["proj"]
         expected = shape if math.prod(shape) == 1 else (attention.num_kv_heads,)
-        found[name] = TensorSlot(expected, partial(attention.load_kv_scale, part), mean=1.0, std=0.0)
+        found[name] = WeightSlot(expected, partial(attention.load_kv_scale, part), mean=1.0, std=0.0)
     return dict(sorted(found.items(), key=lambda item: not item[0].endswith(".kv_scale")))

@@ -9,35 +9,35 @@ from functools import partial
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.placement import Placement
-from slipstream.nn.quant.input_form import A, Activation, InputForm
+from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
 from slipstream.nn.quant.method import ExpertMethod, Weights
 from slipstream.nn.spec import LinearSpec
-from slipstream.nn.tensor_slot import TensorSlot
+from slipstream.nn.weight_slot import WeightSlot
 
 
 class Linear:
     """y = x Wᵀ + b; x: [T, in_features] -> [T, out_features], the parts side by side in the spec's order."""
 
-    def __init__(self, spec: LinearSpec, placement: Placement) -> None:
+    def __init__(self, spec: LinearSpec, context: LayerContext) -> None:
         self.spec = spec
-        self.method = placement.method
-        self.weights: Weights = self.method.create_weights(spec, placement.device, placement.dtype)
-        self.input_form = self.method.input_form(self.weights)
+        self.method = context.method
+        self.weights: Weights = self.method.create_weights(spec, context.device, context.dtype)
+        self.activation_quant = self.method.activation_quant(self.weights)
         self._missing = {(part, suffix) for part, suffix, slot in self.slots() if not slot.is_optional}
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.apply(self.input_form.cast(x))
+        return self.apply(self.activation_quant.cast(x))
 
     def apply(self, x: Activation) -> Tensor:
-        """The product of rows that are in `input_form` already."""
+        """The product of rows that are in `activation_quant` already."""
         return self.method.apply(self.weights, x)
 
-    def apply_gated(self, x: Activation, form: InputForm[A]) -> A:
+    def apply_gated(self, x: Activation, form: ActivationQuant[A]) -> A:
         """silu(gate) · up of the product [gate, up], as layers of `form` read it."""
         return self.method.apply_gated(self.weights, x, form)
 
-    def slots(self) -> Iterator[tuple[str, str, TensorSlot]]:
+    def slots(self) -> Iterator[tuple[str, str, WeightSlot]]:
         """(part, suffix, slot) of each tensor that a checkpoint stores for this layer: ("q", "weight", …)."""
         start = 0
         for part, num_rows in self.spec.parts:
@@ -46,7 +46,7 @@ class Linear:
             for suffix, stored in self.method.checkpoint_tensors(self.spec, num_rows).items():
                 load = partial(self._load, part, suffix, rows)
                 # variance 1/in keeps dummy activations at the scale of their input
-                slot = TensorSlot(stored.shape, load, stored.dtypes, std=self.spec.in_features**-0.5)
+                slot = WeightSlot(stored.shape, load, stored.dtypes, std=self.spec.in_features**-0.5)
                 yield part, suffix, replace(slot, is_index=stored.is_index, is_optional=stored.is_optional)
 
     def _load(self, part: str, suffix: str, rows: slice, tensor: Tensor) -> None:
@@ -62,8 +62,8 @@ class Linear:
 class ExpertLinear(Linear):
     """The products of all experts of a layer, held and loaded as one; a row takes its expert's."""
 
-    def __init__(self, spec: LinearSpec, placement: Placement) -> None:
-        super().__init__(spec, placement.of_experts)
+    def __init__(self, spec: LinearSpec, context: LayerContext) -> None:
+        super().__init__(spec, context.of_experts)
 
     def _finish(self) -> None:
         assert isinstance(self.method, ExpertMethod)

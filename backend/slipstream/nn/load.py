@@ -12,7 +12,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.attention import ATTENTION_BACKENDS, INVARIANT
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.placement import Placement
+from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.quant import choose_methods, linear_bytes
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint, tensor_without_numbers
@@ -149,5 +149,5 @@ def _build(
         lambda entry: entry.supports(spec, device, dtype, kv_dtype), _wanted_attention(config)
     )
     log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
-    placement = Placement(place or device, dtype, methods.linears, methods.head, methods.experts)
-    return Decoder(spec, placement, backend(spec), config.max_model_len or spec.max_model_len)
+    context = LayerContext(place or device, dtype, methods.linears, methods.head, methods.experts)
+    return Decoder(spec, context, backend(spec), config.max_model_len or spec.max_model_len)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import Linear
-from slipstream.nn.placement import Placement
-from slipstream.nn.quant.input_form import Activation, InputForm
+from slipstream.nn.quant.activation_quant import Activation, ActivationQuant
 from slipstream.nn.spec import DecoderSpec
 
 
 class MLP:
-    def __init__(self, spec: DecoderSpec, placement: Placement) -> None:
-        self.gate_up = Linear(spec.gate_up, placement)
-        self.down = Linear(spec.down, placement)
+    def __init__(self, spec: DecoderSpec, context: LayerContext) -> None:
+        self.gate_up = Linear(spec.gate_up, context)
+        self.down = Linear(spec.down, context)
 
     @property
-    def input_form(self) -> InputForm[Activation]:
-        return self.gate_up.input_form
+    def activation_quant(self) -> ActivationQuant[Activation]:
+        return self.gate_up.activation_quant
 
     def __call__(self, hidden: Activation) -> Tensor:
-        """hidden: rows in the input form."""
-        return self.down.apply(self.gate_up.apply_gated(hidden, self.down.input_form))
+        """hidden: rows quantised as gate_up wants them."""
+        return self.down.apply(self.gate_up.apply_gated(hidden, self.down.activation_quant))
 
     def linears(self) -> tuple[Linear, ...]:
         return (self.gate_up, self.down)

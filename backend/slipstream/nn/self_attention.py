@@ -6,34 +6,34 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.attention import HeadTurn, LayerCache, StepAttention
+from slipstream.nn.attention import LayerCache, QKRope, StepAttention
+from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import Linear
 from slipstream.nn.norm import RMSNorm
-from slipstream.nn.placement import Placement
-from slipstream.nn.quant.input_form import Activation
+from slipstream.nn.quant.activation_quant import Activation
 from slipstream.nn.spec import DecoderSpec
 
 
 class SelfAttention:
     """cos_sin: the model's table of nn/rotary.py, shared by all layers."""
 
-    def __init__(self, spec: DecoderSpec, layer: int, cos_sin: Tensor, placement: Placement) -> None:
+    def __init__(self, spec: DecoderSpec, layer: int, cos_sin: Tensor, context: LayerContext) -> None:
         self.layer = layer
         self.head_dim = spec.head_dim
         self.head_counts = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
         self.num_kv_heads = spec.num_kv_heads
-        self._device = placement.device
+        self._device = context.device
         self.kv_scales: tuple[Tensor, Tensor] | None = None  # of an FP8 cache: k's and v's, [num_kv_heads] fp32
-        self.qkv = Linear(spec.qkv, placement)
-        self.o = Linear(spec.o, placement)
+        self.qkv = Linear(spec.qkv, context)
+        self.o = Linear(spec.o, context)
         self.head_norms: tuple[RMSNorm, RMSNorm] | None = None
         if spec.qk_norm:
-            q_norm, k_norm = (RMSNorm(spec.head_dim, spec.norm_eps, placement) for _ in "qk")
+            q_norm, k_norm = (RMSNorm(spec.head_dim, spec.norm_eps, context) for _ in "qk")
             self.head_norms = (q_norm, k_norm)
-        self.turn = HeadTurn(ops.Rope(cos_sin), _head_norms(self.head_norms))
+        self.turn = QKRope(ops.Rope(cos_sin), _head_norms(self.head_norms))
 
     def __call__(self, hidden: Activation, step: StepAttention, cache: LayerCache) -> Tensor:
-        """hidden: T rows in the input form of qkv -> [T, hidden_size]. The cache gains this step's keys and values."""
+        """hidden: T rows quantised as qkv wants them -> [T, hidden_size]. The cache gains their keys and values."""
         return self.o(step.forward(*self._heads(hidden), self.turn, cache, self.layer).flatten(1))
 
     def attend_last(self, hidden: Activation, step: StepAttention, cache: LayerCache) -> Tensor:

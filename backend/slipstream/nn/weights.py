@@ -18,7 +18,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.hf_config import read_json
 from slipstream.nn.kv_scales import UNUSED_SUFFIXES, kv_scale_slots
 from slipstream.nn.models.family import FAMILIES
-from slipstream.nn.tensor_slot import TensorSlot
+from slipstream.nn.weight_slot import WeightSlot
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -41,14 +41,14 @@ def load_checkpoint(decoder: Decoder, checkpoint_dir: Path) -> None:
 
 def check_checkpoint(
     decoder: Decoder, checkpoint_dir: Path
-) -> tuple[Mapping[str, TensorSlot], Mapping[str, TensorHeader]]:
+) -> tuple[Mapping[str, WeightSlot], Mapping[str, TensorHeader]]:
     """The decoder's slots and the tensors for them, from the files' headers alone; a decoder on "meta" will do.
 
     Raises ConfigError naming the file (missing, truncated, not safetensors) or the tensors (missing, unexpected, wrong
     shape or type).
     """
     family = FAMILIES.get(decoder.spec.architecture)
-    slots = decoder.tensor_slots(family.names)
+    slots = decoder.weight_slots(family.names)
     headers = read_headers(checkpoint_files(checkpoint_dir))
     attentions = [layer.attention for layer in decoder.layers]
     slots |= kv_scale_slots(attentions, ((name, header.shape) for name, header in headers.items()))
@@ -78,9 +78,9 @@ def draw_dummies(decoder: Decoder, seed: int) -> None:
 
     They pass through the same slots as a checkpoint's, so a quantisation method sees them as it would see real ones.
     """
-    device, dtype = decoder.placement.device, decoder.placement.dtype
+    device, dtype = decoder.context.device, decoder.context.dtype
     generator = torch.Generator(device).manual_seed(seed)
-    for slot in decoder.tensor_slots(FAMILIES.get(decoder.spec.architecture).names).values():
+    for slot in decoder.weight_slots(FAMILIES.get(decoder.spec.architecture).names).values():
         tensor = torch.empty(slot.shape, device=device, dtype=dtype)
         slot.load(tensor.normal_(slot.mean, slot.std, generator=generator))
 
@@ -121,7 +121,7 @@ def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
     return headers
 
 
-def _check(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader], checkpoint_dir: Path) -> None:
+def _check(slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader], checkpoint_dir: Path) -> None:
     missing = [name for name, slot in slots.items() if name not in headers and not slot.is_optional]
     if missing:
         reason = f"{_listed(missing)} missing from the checkpoint{_in_place_of(missing[0], slots, headers)}"
@@ -140,7 +140,7 @@ def _check(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader],
             raise ConfigError("model", str(header.file), f"tensor {name} has type {header.dtype}; {accepted}")
 
 
-def _in_place_of(name: str, slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader]) -> str:
+def _in_place_of(name: str, slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader]) -> str:
     """What is stored instead of the module that the tensor is of: config.json says of it other than was stored."""
     module = name.rpartition(".")[0]
     others = [other for other in headers if other.rpartition(".")[0] == module and other not in slots]
@@ -157,7 +157,7 @@ def _listed(names: list[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:_NUM_NAMED])}{more}"
 
 
-def _stream(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader]) -> None:
+def _stream(slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader]) -> None:
     """Indices first; then file by file, in the slots' order within each: merged layers become whole, and are packed,
     one after another."""
     stored = {name: slot for name, slot in slots.items() if name in headers}
@@ -167,7 +167,7 @@ def _stream(slots: Mapping[str, TensorSlot], headers: Mapping[str, TensorHeader]
             _load_file(file, {name: slot for name, slot in chosen.items() if headers[name].file == file})
 
 
-def _load_file(file: Path, slots: Mapping[str, TensorSlot]) -> None:
+def _load_file(file: Path, slots: Mapping[str, WeightSlot]) -> None:
     with safe_open(file, framework="pt") as tensors:
         for name, slot in slots.items():
             try:

@@ -262,7 +262,7 @@ class ModelRunner:
             batch = padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
             logits = self._model.logits(self._run_model(batch)[:1])
             if looks and not logits.isfinite().all():
-                raise refuse_without_numbers(config.model, self._model.placement.dtype)
+                raise refuse_without_numbers(config.model, self._model.context.dtype)
         if is_gpu:
             logits.argmax(dim=-1)
             _draw_once(logits)

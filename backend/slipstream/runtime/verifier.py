@@ -39,7 +39,7 @@ class Verifier:
     ) -> None:
         num_tokens, num_requests = room
         self._model, self._sampler, self._compaction, self._config = model, sampler, compaction, config
-        self._plan, self._device = plan, model.placement.device
+        self._plan, self._device = plan, model.context.device
         self._next_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         self._kept = ops.empty_kept_rows(num_requests, self._device)
 

@@ -17,7 +17,7 @@ LayerCache = ops.KvCache  # keys and values of one layer, with their scales: one
 
 
 @dataclass(frozen=True)
-class HeadTurn:
+class QKRope:
     """What a layer does to its query and key heads before they meet: an optional norm, then the rotation."""
 
     rope: ops.Rope
@@ -27,7 +27,7 @@ class HeadTurn:
 class StepAttention(Protocol):
     """The attention of one step; what all layers share was computed when it was planned."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
         """Turn q and k, store this step's keys and values, then attend, all by the batch's positions and slots.
 
         q: [T, num_q_heads, head_dim], k, v: [T, num_kv_heads, head_dim], as projected: strided slices will do.
@@ -35,7 +35,7 @@ class StepAttention(Protocol):
         """
         ...
 
-    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
         """As `forward`, but only the rows of which logits are wanted attend; each must be the last of its request.
 
         Returns [S, num_q_heads, head_dim], contiguous.

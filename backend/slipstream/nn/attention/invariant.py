@@ -8,7 +8,7 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.attention.backend import ATTENTION_BACKENDS, HeadTurn, LayerCache
+from slipstream.nn.attention.backend import ATTENTION_BACKENDS, LayerCache, QKRope
 from slipstream.nn.attention.split_step import Rows, decode_rows, last_rows, rows_after
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
@@ -52,7 +52,7 @@ class InvariantStep:
     scale: float
     sliding_windows: tuple[int | None, ...]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
         q = self._store(q, k, v, turn, cache)
         out = torch.empty_like(q)
         for rows in (self.trees, self.chains):
@@ -60,14 +60,14 @@ class InvariantStep:
                 self._attend(rows, q, cache, layer, out)
         return out
 
-    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
         q = self._store(q, k, v, turn, cache)[self.batch.logits_indices]
         out = torch.empty_like(q)
         if q.shape[0]:
             self._attend(last_rows(self.batch), q, cache, layer, out)
         return out
 
-    def _store(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache) -> Tensor:
+    def _store(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache) -> Tensor:
         batch = self.batch
         return ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, turn.rope, cache, turn.norms)
 

@@ -11,7 +11,7 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.attention.backend import HeadTurn, LayerCache
+from slipstream.nn.attention.backend import LayerCache, QKRope
 from slipstream.nn.batch import ForwardBatch
 
 
@@ -46,7 +46,7 @@ class SplitStep:
     has_decode_kernel: bool
     fp8_queries: bool = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
         batch = self.batch
         q = ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, turn.rope, cache, turn.norms)
         out = torch.empty_like(q)
@@ -56,7 +56,7 @@ class SplitStep:
             self._attend_prompts(self.prompts, q, cache, layer, out)
         return out
 
-    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: HeadTurn, cache: LayerCache, layer: int) -> Tensor:
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
         batch = self.batch
         q = ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, turn.rope, cache, turn.norms)
         q = q[batch.logits_indices]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from slipstream.nn.decoder import Decoder
+from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import Linear
-from slipstream.nn.placement import Placement
 from slipstream.nn.quant import QUANT_METHODS, QuantMethod
 from slipstream.nn.quant.fp8 import fp8_refusal
 
@@ -23,19 +23,19 @@ def vocabulary_method(device: torch.device, dtype: torch.dtype) -> QuantMethod:
     return QUANT_METHODS.get("fp8" if is_fast else "none")
 
 
-def vocabulary_placement(placement: Placement) -> Placement:
+def vocabulary_context(context: LayerContext) -> LayerContext:
     """Of a head's own matrix."""
-    return replace(placement, method=vocabulary_method(placement.device, placement.dtype))
+    return replace(context, method=vocabulary_method(context.device, context.dtype))
 
 
 def draft_vocabulary(target: Decoder) -> Callable[[Tensor], Tensor]:
     """The model's own matrix for guesses: an FP8 copy of it, or the model's head as it is."""
-    head, placement = target.lm_head, vocabulary_placement(target.placement)
+    head, context = target.lm_head, vocabulary_context(target.context)
     is_plain = isinstance(head, Linear) and head.method is QUANT_METHODS.get("none")
-    if not is_plain or placement.method is QUANT_METHODS.get("none"):
+    if not is_plain or context.method is QUANT_METHODS.get("none"):
         return head
     assert isinstance(head, Linear)
-    copy = Linear(target.spec.lm_head, placement)
+    copy = Linear(target.spec.lm_head, context)
     for _, suffix, slot in copy.slots():
         slot.load(head.weights[suffix])
     return copy

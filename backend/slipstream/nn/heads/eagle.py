@@ -22,7 +22,7 @@ from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.embedding import Embedding
 from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
-from slipstream.nn.heads.mtp import head_placement
+from slipstream.nn.heads.mtp import head_context
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.linear import Linear
@@ -30,11 +30,11 @@ from slipstream.nn.mlp import MLP
 from slipstream.nn.models import family_of
 from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.norm import RMSNorm
-from slipstream.nn.quant.input_form import PLAIN
+from slipstream.nn.quant.activation_quant import PLAIN
 from slipstream.nn.rotary import cos_sin_cache
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec, LinearSpec
-from slipstream.nn.tensor_slot import TensorSlot
+from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "eagle_head"
 NUM_FEATURES = 3  # layers whose states EAGLE-3 reads
@@ -91,26 +91,26 @@ class EagleHead:
         has_embedding: bool = False,
         draft_vocab_size: int = 0,
     ) -> None:
-        size, placement = spec.hidden_size, head_placement(target)
+        size, context = spec.hidden_size, head_context(target)
         self.spec = replace(spec, num_qkv_inputs=2 * size if is_third else 0)
         self.is_third = is_third
         self._target = target
-        _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, placement.device, placement.dtype))
+        _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, context.device, context.dtype))
         self.backend = backend(self.spec)
-        cos_sin = cos_sin_cache(spec.rope, num_positions).to(placement.device)
+        cos_sin = cos_sin_cache(spec.rope, num_positions).to(context.device)
         num_inputs = NUM_FEATURES * size if is_third else 2 * size
-        self.fc = Linear(LinearSpec(num_inputs, (("fc", size),), bias=has_bias), placement)
-        self.attention = SelfAttention(self.spec, 0, cos_sin, placement)
-        self.mlp = MLP(spec, placement)
+        self.fc = Linear(LinearSpec(num_inputs, (("fc", size),), bias=has_bias), context)
+        self.attention = SelfAttention(self.spec, 0, cos_sin, context)
+        self.mlp = MLP(spec, context)
         names = ("post_attention_layernorm", *(("input_layernorm", "hidden_norm", "norm") if is_third else ()))
-        self.norms = {name: RMSNorm(size, spec.norm_eps, placement) for name in names}
-        self.embedding = Embedding(spec.vocab_size, size, placement) if has_embedding else target.embedding
+        self.norms = {name: RMSNorm(size, spec.norm_eps, context) for name in names}
+        self.embedding = Embedding(spec.vocab_size, size, context) if has_embedding else target.embedding
         self.head: Linear | None = None
         self._shared_head = target.lm_head if is_third else draft_vocabulary(target)
         self.offsets: Tensor | None = None
         if draft_vocab_size:
-            self.head = Linear(LinearSpec(size, (("lm_head", draft_vocab_size),)), placement)
-            self.offsets = torch.zeros(draft_vocab_size, dtype=torch.int64, device=placement.device)
+            self.head = Linear(LinearSpec(size, (("lm_head", draft_vocab_size),)), context)
+            self.offsets = torch.zeros(draft_vocab_size, dtype=torch.int64, device=context.device)
 
     @classmethod
     def load(cls, target: Decoder, folder: Path, num_positions: int) -> EagleHead:
@@ -138,14 +138,14 @@ class EagleHead:
         """EAGLE-3 of the model's own shape with a quarter of its vocabulary."""
         spec = dummy_spec(target.spec)
         module = cls(target, spec, num_positions, True, draft_vocab_size=dummy_vocab_size(spec))
-        draw({name: slot for name, slot in module.slots().items() if name != "d2t"}, target.placement)
+        draw({name: slot for name, slot in module.slots().items() if name != "d2t"}, target.context)
         return module
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
         return feature_layers(self._target.spec.num_layers) if self.is_third else ()
 
-    def slots(self) -> dict[str, TensorSlot]:
+    def slots(self) -> dict[str, WeightSlot]:
         slots = {f"fc.{suffix}": slot for _, suffix, slot in self.fc.slots()}
         for linear in (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down):
             for part, suffix, slot in linear.slots():

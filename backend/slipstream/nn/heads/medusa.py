@@ -17,11 +17,11 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.heads.draft_vocabulary import vocabulary_placement
+from slipstream.nn.heads.draft_vocabulary import vocabulary_context
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
 from slipstream.nn.linear import Linear
 from slipstream.nn.spec import LinearSpec
-from slipstream.nn.tensor_slot import TensorSlot
+from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "medusa_heads"
 _NAME = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.weight|linear\.bias|weight)$")
@@ -51,16 +51,16 @@ class MedusaHeads:
     """
 
     def __init__(self, target: Decoder, num_heads: int, num_layers: int, has_vocabulary: bool) -> None:
-        size, placement = target.spec.hidden_size, target.placement
+        size, context = target.spec.hidden_size, target.context
         self.num_heads = num_heads
         self._target = target
-        make = {"device": placement.device, "dtype": placement.dtype}
+        make = {"device": context.device, "dtype": context.dtype}
         self.weight = torch.empty(num_layers, num_heads, size, size, **make)  # type: ignore[call-overload]
         self.bias = torch.zeros(num_layers, num_heads, 1, size, **make)  # type: ignore[call-overload]
         self.vocabulary: list[Linear] | None = None
         if has_vocabulary:
             spec = LinearSpec(size, (("vocabulary", target.spec.vocab_size),))
-            self.vocabulary = [Linear(spec, vocabulary_placement(placement)) for _ in range(num_heads)]
+            self.vocabulary = [Linear(spec, vocabulary_context(context)) for _ in range(num_heads)]
 
     @classmethod
     def load(cls, target: Decoder, folder: Path) -> MedusaHeads:
@@ -77,10 +77,10 @@ class MedusaHeads:
     @classmethod
     def dummy(cls, target: Decoder) -> MedusaHeads:
         heads = cls(target, DUMMY_HEADS, 1, has_vocabulary=True)
-        draw(heads.slots(), target.placement)
+        draw(heads.slots(), target.context)
         return heads
 
-    def slots(self) -> dict[str, TensorSlot]:
+    def slots(self) -> dict[str, WeightSlot]:
         slots = {}
         num_layers = self.weight.shape[0]
         for head in range(self.num_heads):

@@ -21,15 +21,15 @@ from slipstream.nn.decoder import Decoder, DecoderLayer
 from slipstream.nn.embedding import Embedding
 from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
+from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import Linear
 from slipstream.nn.models.family import FAMILIES, tensor_name
 from slipstream.nn.norm import RMSNorm
-from slipstream.nn.placement import Placement
 from slipstream.nn.quant import QUANT_METHODS
-from slipstream.nn.quant.input_form import PLAIN
+from slipstream.nn.quant.activation_quant import PLAIN
 from slipstream.nn.rotary import cos_sin_cache
 from slipstream.nn.spec import DecoderSpec, LinearSpec
-from slipstream.nn.tensor_slot import TensorSlot
+from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "mtp_module"
 _OWN = ("enorm", "hnorm", "shared_head.norm")
@@ -54,9 +54,9 @@ def head_spec(target: DecoderSpec) -> DecoderSpec:
     return replace(target, num_layers=1, sliding_windows=target.sliding_windows[-1:], stored_format=None)
 
 
-def head_placement(target: Decoder) -> Placement:
+def head_context(target: Decoder) -> LayerContext:
     plain = QUANT_METHODS.get("none")
-    return replace(target.placement, method=plain, head_method=plain, expert_method=None)
+    return replace(target.context, method=plain, head_method=plain, expert_method=None)
 
 
 class MTPModule:
@@ -65,18 +65,18 @@ class MTPModule:
     def __init__(
         self, target: Decoder, num_positions: int, has_embedding: bool = False, has_head: bool = False
     ) -> None:
-        spec, placement = head_spec(target.spec), head_placement(target)
+        spec, context = head_spec(target.spec), head_context(target)
         size = spec.hidden_size
         self.spec = spec
         self._target = target
-        _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, placement.device, placement.dtype))
+        _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, context.device, context.dtype))
         self.backend = backend(spec)
-        self.norms = {name: RMSNorm(size, spec.norm_eps, placement) for name in _OWN}
-        self.projection = Linear(LinearSpec(2 * size, (("eh_proj", size),)), placement)
-        cos_sin = cos_sin_cache(spec.rope, num_positions).to(placement.device)
-        self.layer = DecoderLayer(spec, 0, cos_sin, placement)
-        self.embedding = Embedding(spec.vocab_size, size, placement) if has_embedding else target.embedding
-        self._own_head = Linear(spec.lm_head, placement) if has_head else None
+        self.norms = {name: RMSNorm(size, spec.norm_eps, context) for name in _OWN}
+        self.projection = Linear(LinearSpec(2 * size, (("eh_proj", size),)), context)
+        cos_sin = cos_sin_cache(spec.rope, num_positions).to(context.device)
+        self.layer = DecoderLayer(spec, 0, cos_sin, context)
+        self.embedding = Embedding(spec.vocab_size, size, context) if has_embedding else target.embedding
+        self._own_head = Linear(spec.lm_head, context) if has_head else None
         self.head = self._own_head or draft_vocabulary(target)
 
     @classmethod
@@ -93,10 +93,10 @@ class MTPModule:
     @classmethod
     def dummy(cls, target: Decoder, num_positions: int) -> MTPModule:
         module = cls(target, num_positions)
-        draw(module.slots(), target.placement)
+        draw(module.slots(), target.context)
         return module
 
-    def slots(self) -> dict[str, TensorSlot]:
+    def slots(self) -> dict[str, WeightSlot]:
         """By name below `model.layers.N.`."""
         slots = {f"{name}.weight": norm.slot() for name, norm in self.norms.items()}
         for _, suffix, slot in self.projection.slots():

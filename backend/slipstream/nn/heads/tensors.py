@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
-from slipstream.nn.placement import Placement
-from slipstream.nn.tensor_slot import TensorSlot
+from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.weight_slot import WeightSlot
 
 T = TypeVar("T")
 # what torch raises for bytes that are no pickle of tensors, besides RuntimeError
@@ -66,7 +66,7 @@ def _read_folder(field: str, folder: Path, wanted: Callable[[str], bool], readin
     raise ConfigError(field, str(folder), f"holds no tensors of such a head in {', '.join(_PATTERNS)}")
 
 
-def fill(field: str, folder: Path, slots: Mapping[str, TensorSlot], tensors: Mapping[str, Tensor]) -> None:
+def fill(field: str, folder: Path, slots: Mapping[str, WeightSlot], tensors: Mapping[str, Tensor]) -> None:
     """Load every slot. Raises ConfigError for a tensor that is missing, not expected, or of another shape."""
     missing = [name for name, slot in slots.items() if name not in tensors and not slot.is_optional]
     unexpected = [name for name in tensors if name not in slots]
@@ -80,21 +80,21 @@ def fill(field: str, folder: Path, slots: Mapping[str, TensorSlot], tensors: Map
         slots[name].load(tensor)
 
 
-def draw(slots: Mapping[str, TensorSlot], placement: Placement) -> None:
+def draw(slots: Mapping[str, WeightSlot], context: LayerContext) -> None:
     """Random weights through the same slots."""
-    generator = torch.Generator(placement.device).manual_seed(0)
+    generator = torch.Generator(context.device).manual_seed(0)
     for slot in slots.values():
-        tensor = torch.empty(slot.shape, device=placement.device, dtype=placement.dtype)
+        tensor = torch.empty(slot.shape, device=context.device, dtype=context.dtype)
         slot.load(tensor.normal_(slot.mean, slot.std, generator=generator))
 
 
-def copy_slot(tensor: Tensor, std: float = 0.02) -> TensorSlot:
+def copy_slot(tensor: Tensor, std: float = 0.02) -> WeightSlot:
     """A slot that is the tensor itself."""
 
     def load(stored: Tensor) -> None:
         tensor.copy_(stored)
 
-    return TensorSlot(tuple(tensor.shape), load, std=std)
+    return WeightSlot(tuple(tensor.shape), load, std=std)
 
 
 def _read_file(field: str, file: Path, wanted: Callable[[str], bool], reading: _Reading[T]) -> dict[str, T]:

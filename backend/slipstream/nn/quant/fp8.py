@@ -11,12 +11,12 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.quant import input_form
-from slipstream.nn.quant.input_form import A, Activation, InputForm
+from slipstream.nn.quant import activation_quant
+from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
 from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
-from slipstream.nn.tensor_slot import FLOAT_DTYPES
+from slipstream.nn.weight_slot import FLOAT_DTYPES
 
 E4M3_DTYPES = ("F8_E4M3",)
 INPUT_SCALE = "input_scale"
@@ -41,9 +41,9 @@ def quantised_weights(spec: LinearSpec, scales: Tensor, dtype: torch.dtype) -> W
     return weights
 
 
-def fp8_form(scheme: ops.Fp8Scheme, weights: Weights) -> input_form.Fp8:
+def fp8_form(scheme: ops.Fp8Scheme, weights: Weights) -> activation_quant.Fp8:
     """Rows quantised by the scheme, or plain where they are so few that the product streams the weight."""
-    return input_form.Fp8(scheme, ops.max_streamed_tokens(weights["weight"], weights["scale"]))
+    return activation_quant.Fp8(scheme, ops.max_streamed_tokens(weights["weight"], weights["scale"]))
 
 
 def multiply_fp8(weights: Weights, x: Activation) -> Tensor:
@@ -57,7 +57,7 @@ def multiply_fp8(weights: Weights, x: Activation) -> Tensor:
     return ops.scaled_mm(x, weight, scales, bias, counters=weights["counters"])
 
 
-def multiply_fp8_gated(weights: Weights, x: Activation, form: InputForm[A]) -> A:
+def multiply_fp8_gated(weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
     """silu(gate) · up of that product, in `form`."""
     assert not isinstance(x, ops.Int8Rows)
     weight, scales, bias = weights["weight"], weights["scale"], weights.get("bias")
@@ -116,13 +116,13 @@ class Fp8:
     def finish(self, weights: Weights) -> None:
         """Weights are held as they are multiplied."""
 
-    def input_form(self, weights: Weights) -> InputForm[Activation]:
+    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
         return fp8_form(ops.Fp8Scheme(scale=weights.get(INPUT_SCALE)), weights)
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         return multiply_fp8(weights, x)
 
-    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
         return multiply_fp8_gated(weights, x, form)
 
     def finish_experts(self, weights: Weights, num_experts: int) -> None:

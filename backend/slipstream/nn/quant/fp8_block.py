@@ -13,6 +13,7 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
+from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
 from slipstream.nn.quant.fp8 import (
     E4M3_DTYPES,
     fp8_form,
@@ -21,11 +22,10 @@ from slipstream.nn.quant.fp8 import (
     multiply_fp8_gated,
     quantised_weights,
 )
-from slipstream.nn.quant.input_form import A, Activation, InputForm
 from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
-from slipstream.nn.tensor_slot import FLOAT_DTYPES
+from slipstream.nn.weight_slot import FLOAT_DTYPES
 
 BLOCK = 128
 METHOD = "block_wise_fp8"
@@ -71,13 +71,13 @@ class BlockWiseFp8:
     def finish(self, weights: Weights) -> None:
         """Weights are held as they are multiplied."""
 
-    def input_form(self, weights: Weights) -> InputForm[Activation]:
+    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
         return fp8_form(ops.Fp8Scheme(BLOCK), weights)
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         return multiply_fp8(weights, x)
 
-    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
         return multiply_fp8_gated(weights, x, form)
 
     def finish_experts(self, weights: Weights, num_experts: int) -> None:

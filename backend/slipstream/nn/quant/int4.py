@@ -13,9 +13,9 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
-from slipstream.nn.quant import input_form
+from slipstream.nn.quant import activation_quant
+from slipstream.nn.quant.activation_quant import PLAIN, A, Activation, ActivationQuant
 from slipstream.nn.quant.fp8 import fp8_refusal
-from slipstream.nn.quant.input_form import PLAIN, A, Activation, InputForm
 from slipstream.nn.quant.int4_packing import CODES_PER_WORD, PACKINGS
 from slipstream.nn.quant.method import (
     QUANT_METHODS,
@@ -94,10 +94,10 @@ class Int4:
         weight = self._weight(weights, in_features)
         weights.update(ops.repack_int4(weight, for_fp8_rows=self.fp8_inputs).tensors())
 
-    def input_form(self, weights: Weights) -> InputForm[Activation]:
+    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
         if not self.fp8_inputs or self._has_order:
             return PLAIN
-        return input_form.Fp8(self._scheme(self._weight(weights, 2 * weights["packed"].shape[1])))
+        return activation_quant.Fp8(self._scheme(self._weight(weights, 2 * weights["packed"].shape[1])))
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         assert not isinstance(x, ops.Int8Rows)
@@ -108,7 +108,7 @@ class Int4:
             x = ops.quantize_fp8(x, self._scheme(weight)) if self.fp8_inputs else x
         return ops.int4_mm(x, weight, weights.get("bias"))
 
-    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
         if not isinstance(x, Tensor) or self._has_order:
             return form.silu_mul(self.apply(weights, x))
         return form.cast(ops.int4_mm(x, self._weight(weights, x.shape[1]), weights.get("bias"), gated=True))

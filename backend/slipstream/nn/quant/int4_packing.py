@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.nn.quant.method import SHAPE, CheckpointTensors, StoredTensor
 from slipstream.nn.stored_format import StoredFormat
-from slipstream.nn.tensor_slot import FLOAT_DTYPES
+from slipstream.nn.weight_slot import FLOAT_DTYPES
 
 WORDS, INDICES = ("I32",), ("I32", "I64")
 CODES_PER_WORD = 8

@@ -12,9 +12,9 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.quant import input_form
+from slipstream.nn.quant import activation_quant
+from slipstream.nn.quant.activation_quant import PLAIN, A, Activation, ActivationQuant
 from slipstream.nn.quant.fp8 import INPUT_SCALE
-from slipstream.nn.quant.input_form import PLAIN, A, Activation, InputForm
 from slipstream.nn.quant.method import (
     QUANT_METHODS,
     SHAPE,
@@ -26,7 +26,7 @@ from slipstream.nn.quant.method import (
 )
 from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
-from slipstream.nn.tensor_slot import FLOAT_DTYPES
+from slipstream.nn.weight_slot import FLOAT_DTYPES
 
 BYTES_PER_WORD = 4
 MAX_PLAIN_ROWS = 8  # beyond, products of int8 rows are the faster (docs/LOG.md)
@@ -101,17 +101,17 @@ class Int8:
         if not self.int8_inputs:
             weights["values"] = ops.repack_int8(weights["values"])
 
-    def input_form(self, weights: Weights) -> InputForm[Activation]:
+    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
         if not self.int8_inputs:
             return PLAIN
         max_plain_rows = min(MAX_PLAIN_ROWS, ops.max_streamed_tokens(weights["values"], weights["scales"]))
-        return input_form.Int8(weights.get(INPUT_SCALE), max_plain_rows)
+        return activation_quant.Int8(weights.get(INPUT_SCALE), max_plain_rows)
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         assert not isinstance(x, ops.Fp8Rows)
         return _multiply(weights, x)
 
-    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
         if not isinstance(x, Tensor):
             return form.silu_mul(self.apply(weights, x))
         return form.cast(_multiply(weights, x, gated=True))

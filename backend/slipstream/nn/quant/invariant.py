@@ -12,8 +12,8 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
+from slipstream.nn.quant.activation_quant import PLAIN, A, Activation, ActivationQuant
 from slipstream.nn.quant.fp8 import Fp8
-from slipstream.nn.quant.input_form import PLAIN, A, Activation, InputForm
 from slipstream.nn.quant.int8 import Int8
 from slipstream.nn.quant.method import CheckpointTensors, QuantMethod, Weights
 from slipstream.nn.quant.unquantized import Unquantized
@@ -43,7 +43,7 @@ class Invariant:
     def finish(self, weights: Weights) -> None:
         """Weights stay as they were loaded."""
 
-    def input_form(self, weights: Weights) -> InputForm[Activation]:
+    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
         return PLAIN
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
@@ -51,7 +51,7 @@ class Invariant:
         weight, scales = ("values", "scales") if "values" in weights else ("weight", "scale")
         return ops.invariant_mm(x, weights[weight], weights.get(scales), weights.get("bias"))
 
-    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
         return form.silu_mul(self.apply(weights, x))
 
 

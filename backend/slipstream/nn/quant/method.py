@@ -12,9 +12,9 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.registry import Registry
-from slipstream.nn.quant.input_form import A, Activation, InputForm
+from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
 from slipstream.nn.spec import LinearSpec
-from slipstream.nn.tensor_slot import FLOAT_DTYPES
+from slipstream.nn.weight_slot import FLOAT_DTYPES
 
 Weights = dict[str, Tensor]
 SHAPE = "weight_shape"  # beside words of compressed-tensors: [out, in] of what they hold
@@ -65,15 +65,15 @@ class QuantMethod(Protocol):
         """All tensors of the layer are loaded: repack for the device. The largest temporary is one layer."""
         ...
 
-    def input_form(self, weights: Weights) -> InputForm[Activation]:
+    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
         """The form in which `apply` takes its input."""
         ...
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
-        """x: [T, in_features] in the method's input form -> [T, out_features]."""
+        """x: [T, in_features] quantised as activation_quant says -> [T, out_features]."""
         ...
 
-    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
         """silu(gate) · up of the product [gate, up], in `form`: one kernel where the method has such, else two."""
         ...
 

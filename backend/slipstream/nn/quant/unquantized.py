@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.quant.input_form import PLAIN, A, Activation, InputForm
+from slipstream.nn.quant.activation_quant import PLAIN, A, Activation, ActivationQuant
 from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, Weights, plain_tensors
 from slipstream.nn.spec import LinearSpec
 
@@ -42,7 +42,7 @@ class Unquantized:
         if _can_pack(weights["weight"]):
             weights["packed"] = torch.ops.mkldnn._reorder_linear_weight(weights.pop("weight"), None)
 
-    def input_form(self, weights: Weights) -> InputForm[Activation]:
+    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
         return PLAIN
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
@@ -57,7 +57,7 @@ class Unquantized:
             return ops.cluster_mm(x, weight, bias=bias)
         return F.linear(x, weight, bias)
 
-    def apply_gated(self, weights: Weights, x: Activation, form: InputForm[A]) -> A:
+    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
         assert isinstance(x, Tensor)
         weight, bias = weights.get("weight"), weights.get("bias")
         if weight is not None and x.shape[0] <= ops.max_streamed_tokens(weight):

@@ -53,7 +53,7 @@ class DraftModelProposer:
             raise ConfigError(FIELD, model.model, lengths)
         with naming(FIELD):
             self._model = load_model(model, spec, hardware.device, resolve_dtype(model.dtype, spec, hardware.device))
-        own = replace(hardware, dtype=self._model.placement.dtype, kv_dtype=self._model.placement.dtype)
+        own = replace(hardware, dtype=self._model.context.dtype, kv_dtype=self._model.context.dtype)
         self._caches = allocate_pool(spec, own, plan).layers
         sizes = surroundings.target.spec.vocab_size, spec.vocab_size
         self._words = VocabularyMap.between(config.model, model, *sizes, hardware.device)

@@ -1,4 +1,4 @@
-"""Placement: where a model's weights live, in what dtype, and how its linear layers hold and multiply them."""
+"""LayerContext: where a model's weights live, in what dtype, and how its linear layers hold and multiply them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.nn.quant import QuantMethod
 
 
 @dataclass(frozen=True)
-class Placement:
+class LayerContext:
     device: torch.device
     dtype: torch.dtype  # of activations, and of weights that are not quantised
     method: QuantMethod
@@ -18,9 +18,9 @@ class Placement:
     expert_method: QuantMethod | None = None  # of MoE layers' experts, where it is another
 
     @property
-    def of_experts(self) -> Placement:
+    def of_experts(self) -> LayerContext:
         return self if self.expert_method is None else replace(self, method=self.expert_method)
 
     @property
-    def of_head(self) -> Placement:
+    def of_head(self) -> LayerContext:
         return replace(self, method=self.head_method)

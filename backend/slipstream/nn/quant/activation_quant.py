@@ -1,4 +1,4 @@
-"""InputForm: in which form a linear layer takes its input, and the fused ops that make that form where inputs arise.
+"""ActivationQuant: how a linear layer wants its input quantised, and the fused ops that do so where inputs arise.
 
 A norm or an activation asks the layer that reads its result; so quantisation happens once per input, in the kernel
 that wrote it, and the decoder knows nothing of it.
@@ -17,7 +17,7 @@ A = TypeVar("A", bound=Activation)
 A_co = TypeVar("A_co", bound=Activation, covariant=True)
 
 
-class InputForm(Protocol[A_co]):
+class ActivationQuant(Protocol[A_co]):
     """Each function returns rows that layers of this form read; x: [T, size]."""
 
     def cast(self, x: Tensor) -> A_co:

@@ -1,4 +1,4 @@
-"""TensorSlot: what the decoder expects of one tensor of a checkpoint, and what to do with it when it arrives."""
+"""WeightSlot: what the decoder expects of one tensor of a checkpoint, and what to do with it when it arrives."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
 
 
 @dataclass(frozen=True)
-class TensorSlot:
+class WeightSlot:
     """shape, dtypes: what the file must hold. load: copies (converts, merges, packs) the tensor into its layer.
 
     load raises ValueError for contents that cannot be served. is_index, is_optional: as nn/quant/method.py says.
