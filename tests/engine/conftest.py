@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine_driver import make_engine
+from exact_float32 import exact_float32
 from slipstream.runtime.engine import Engine
 from tiny_model import make_tiny_llama
 
@@ -27,3 +29,9 @@ def prompts() -> list[list[int]]:
     dice = random.Random(7)
     lengths = [1, 2, 7, 8, 9, 16, 17, 31, 40, 64, 65, 90]
     return [[dice.randrange(3, 420) for _ in range(length)] for length in lengths]
+
+
+@pytest.fixture
+def no_tf32() -> Iterator[None]:
+    with exact_float32():
+        yield

@@ -132,9 +132,9 @@ def _texts(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 
 @needs_cuda
+@pytest.mark.usefixtures("no_tf32")
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_graph_is_eager(checkpoint: Path, prompts: list[list[int]], overlap: str) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
     eager = make_engine(checkpoint, {**IN_FP32, "cuda_graphs": "off"}, BLOCKS_OF_16, {"overlap_scheduling": "off"})
     graphs = make_engine(checkpoint, {**IN_FP32, "cuda_graphs": "1,3,8"}, BLOCKS_OF_16, {"overlap_scheduling": overlap})
     assert eager._num_ahead == 0 and graphs._num_ahead == (overlap == "on")
@@ -180,10 +180,10 @@ def test_defaults_on_a_gpu(checkpoint: Path, prompts: list[list[int]]) -> None:
 
 
 @needs_cuda
+@pytest.mark.usefixtures("no_tf32")
 @pytest.mark.parametrize("method", ["ngram", "none"])
 def test_drafts_and_short_prompts_in_graphs_say_what_they_say_without(checkpoint: Path, method: str) -> None:
     """Prompts of up to 64 tokens arrive while others decode or verify; in fp32, so that the batch does not matter."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     speculation = {} if method == "none" else {"speculation": SpeculationConfig(methods=method, num_draft_tokens=3)}
     prompts = [[5 + index, 9, 5 + index, 9] * (1 + 3 * index) for index in range(6)]
     texts = []

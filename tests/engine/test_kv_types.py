@@ -112,10 +112,10 @@ def wide_heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_cuda
+@pytest.mark.usefixtures("no_tf32")
 @pytest.mark.parametrize("kv_type", KV_TYPES)
 def test_graph_is_eager_and_gpu_near_cpu(kv_type: str, wide_heads: Path, prompts: Texts) -> None:
     """fp32 weights. A rounding that lies on the border may turn a text, so first tokens are held against the CPU's."""
-    torch.backends.cuda.matmul.allow_tf32 = False
     cache = {"dtype": kv_type, "block_size": 32}
     eager, graphs = (
         make_engine(wide_heads, {"device": "cuda", "dtype": "float32", "cuda_graphs": mode}, cache)

@@ -98,11 +98,11 @@ def _last_step(engine: Engine, pads: bool) -> torch.Tensor:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("no_tf32")
 @pytest.mark.parametrize("overlap", ["on", "off"])
 def test_graph_is_eager(
     tmp_path: Path, prompts: list[list[int]], overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr("slipstream.runtime.cuda_graphs.LAUNCH_BOUND", 1e9)
     checkpoint = make_tiny_llama(tmp_path, head_dim=64)
     prompts = [prompt * 5 for prompt in prompts]  # beyond what decode kernels take

@@ -78,13 +78,13 @@ def test_prompts_are_computed_as_far_as_they_are_read(
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.usefixtures("no_tf32")
 @pytest.mark.parametrize("method", READS_ALL_ROWS)
 def test_graphs_of_prompts_are_eager_steps(
     tmp_path: Path, prompts: list[list[int]], method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same on a GPU, with real graphs of prompts, verifications and drafting. In float32, whose trees have none,
     for chains; trees to the bit in deterministic mode."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     monkeypatch.setattr("slipstream.runtime.cuda_graphs.LAUNCH_BOUND", 1e9)
     has_trees = method in ("medusa", "eagle", "eagle3")
     arithmetic = {"dtype": "bfloat16", "deterministic": True} if has_trees else {"dtype": "float32"}

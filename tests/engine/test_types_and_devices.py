@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import GREEDY, make_engine, run_all
+from exact_float32 import exact_float32
 from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.sampling_params import Guide
@@ -32,10 +33,21 @@ def test_dummy_weights(tiny_llama: Path, prompts: list[list[int]]) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_tf32_is_afterwards_what_it_was(before: bool) -> None:
+    """Also where no GPU is: the fixture no_tf32 must be able to undo what it does."""
+    matmul = torch.backends.cuda.matmul
+    original, matmul.allow_tf32 = matmul.allow_tf32, before
+    with exact_float32():
+        assert not matmul.allow_tf32
+    assert matmul.allow_tf32 == before
+    matmul.allow_tf32 = original
+
+
 @needs_cuda
+@pytest.mark.usefixtures("no_tf32")
 def test_gpu_is_cpu_in_float32(tiny_llama: Path, engine: Engine, prompts: list[list[int]]) -> None:
     pytest.importorskip("xgrammar", exc_type=ImportError)
-    torch.backends.cuda.matmul.allow_tf32 = False
     on_gpu = make_engine(tiny_llama, model={"device": "cuda", "dtype": "float32"})
     params = [
         GREEDY,
