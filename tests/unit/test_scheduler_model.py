@@ -169,7 +169,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     def expire(self, data: st.DataObject) -> None:
         late = data.draw(st.sampled_from(list(self.scheduler.live_requests)))
         late.deadline = 5.0
-        self.scheduler._next_expiry = 5.0  # as `add` notes it
+        self.scheduler.expiries.add(late)  # as `add` does
         outputs = self.scheduler.expire(6.0)
         assert [output.request for output in outputs] == [late]
         self.llm.take(outputs)

@@ -67,6 +67,7 @@ class SchedulerConfig:
     max_waiting_requests: int = 1024
     enable_chunked_prefill: bool = True
     default_max_queue_ms: int = 0  # 0 = wait without limit
+    priority_aging_s: float = 5.0  # in which a waiting request gains a level of priority; 0 = never
     overlap_scheduling: str = "auto"  # on for CUDA
 
 

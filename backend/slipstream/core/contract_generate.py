@@ -99,7 +99,7 @@ _SERVING = (
     InputSpec("exclude_input_in_output", BOOL, ONE, "exclude_input_in_output", (VLLM, *TRT), "Leave the prompt out of the output. Without it: echoed unless streaming. False with streaming is an error."),
     InputSpec("sampling_param_exclude_input_from_output", BOOL, ONE, "exclude_input_in_output", (TRT_LLMAPI,), "Same as `exclude_input_in_output`."),
     InputSpec("stop", BOOL, ONE, "stop_request", (TRT_CORE, TRT_LLMAPI), "True: end the running request that has this request's id. Nothing else is needed."),
-    InputSpec("priority", INT32, ONE, "priority", (SLIPSTREAM,), "Lower runs first; default 0."),
+    InputSpec("priority", INT32, ONE, "priority", (SLIPSTREAM,), "Lower runs first; default 0. A waiting request gains a level every `priority_aging_s` of the model."),
     InputSpec("timeout_ms", INT32, ONE, "timeout_ms", (SLIPSTREAM,), "The request ends with finish_reason `timeout` after so long; 0 for none. Also Triton's own request timeout."),
 )  # fmt: skip
 

@@ -51,7 +51,7 @@ class Request:
     """One sequence. Invariant: 0 <= num_computed_tokens < num_tokens + num_pending_tokens between steps (the last
     sampled token has no KV yet). Tokens count as computed once scheduled, sampled ones as pending until `commit`.
 
-    priority: lower runs first (vLLM's convention), ties by arrival. deadline: time.monotonic() seconds or None.
+    priority: lower runs first (vLLM's convention), by age too (core/queue_order.py). deadline: time.monotonic() s.
     seed: always a number (drawn at admission when the client gave none). prefix_key: whatever else than the tokens
     decides their KV (an adapter, an image, a tenant); requests of different keys never share cached blocks.
     """
@@ -89,7 +89,7 @@ class Request:
     num_new_blocks: int = 0  # allocated over the request's life
     num_reused_blocks: int = 0
     cumulative_logprob: float = 0.0
-    sort_key: tuple[int, int] = (0, 0)  # (priority, order of arrival), set by the scheduler
+    sort_key: tuple[float, int] = (0.0, 0)  # the scheduler's order, core/queue_order.py
     queue_deadline: float | None = None  # time.monotonic() until which it may wait for its first step
     stop_conditions: StopConditions = None  # type: ignore[assignment]  # derived from params by Scheduler.add
     guide_state: Any = None  # owned by runtime/guided.py

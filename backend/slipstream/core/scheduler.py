@@ -22,6 +22,7 @@ from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.kv_cache import FoundBlock, KVCacheManager
 from slipstream.core.latencies import note_times
 from slipstream.core.outputs import StepOutput
+from slipstream.core.queue_order import ExpiryQueue, SortKey, sort_key
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.speculation import DraftPlanner, clip_drafts, settle_drafts
 from slipstream.core.stats import FINISHED_METRIC, Metric, Stats
@@ -29,7 +30,7 @@ from slipstream.core.step import ScheduledRequest, ScheduledStep
 
 _MAX_SKIPPED = 64  # waiting requests looked past in one step because their prefix is being computed
 _LAST = (float("inf"), 0)  # above every sort_key
-_sort_key: Callable[[Request], tuple[int, int]] = attrgetter("sort_key")
+_sort_key: Callable[[Request], SortKey] = attrgetter("sort_key")
 
 
 class Scheduler:
@@ -37,7 +38,7 @@ class Scheduler:
 
     Fairness: every running decode gets its token before any prefill gets one, drafts use at most half of what is left,
     and the number of running requests never exceeds the budget, so both always advance. Prefills, begun or waiting,
-    go by priority, then arrival, and nobody overtakes a request that waits for blocks.
+    go by priority and age (core/queue_order.py), and nobody overtakes a request that waits for blocks.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Scheduler:
         self._num_added = 0
         self._num_promised_blocks = 0  # worst-case blocks of all running requests
         self._num_turn_tokens = 0  # of the next step's budget, kept for a whole prompt that decodes left no room for
-        self._next_expiry = float("inf")  # no deadline is earlier
+        self.expiries = ExpiryQueue()
 
     @property
     def num_running(self) -> int:
@@ -107,12 +108,12 @@ class Scheduler:
         now = time.monotonic() if now is None else now
         for request in requests:
             self._num_added += 1
-            request.sort_key = (request.priority, self._num_added)
+            request.sort_key = sort_key(request.priority, self._num_added, now, self.config.priority_aging_s)
             request.status = RequestStatus.WAITING
             request.runs_ahead = not request.params.needs_last_token
             if self.config.default_max_queue_ms > 0:
                 request.queue_deadline = now + self.config.default_max_queue_ms / 1e3
-            self._next_expiry = min(self._next_expiry, _expiry(request))
+            self.expiries.add(request)
             insort(self._waiting, request, key=_sort_key)
 
     def finish(
@@ -132,12 +133,8 @@ class Scheduler:
 
     def expire(self, now: float) -> list[StepOutput]:
         """End the requests whose deadline or queue time-out has passed. now: time.monotonic()."""
-        if now < self._next_expiry:
-            return []
-        expired = [request for request in self.live_requests if _expiry(request) <= now]
-        outputs = [output for request in expired if (output := self.finish(request, FinishReason.TIMEOUT)) is not None]
-        self._next_expiry = min(map(_expiry, self.live_requests), default=float("inf"))
-        return outputs
+        ended = (self.finish(request, FinishReason.TIMEOUT) for request in self.expiries.pop(now))
+        return [output for output in ended if output is not None]
 
     # ---- the step
 
@@ -206,9 +203,7 @@ class Scheduler:
             budget -= num_new
         return budget
 
-    def _schedule_waiting(
-        self, step: ScheduledStep, budget: int, is_turn: bool, before: tuple[float, int] = _LAST
-    ) -> int:
+    def _schedule_waiting(self, step: ScheduledStep, budget: int, is_turn: bool, before: SortKey = _LAST) -> int:
         """Admit in order those whose sort_key is below `before`, until tokens, seats or blocks run out."""
         index = 0
         while budget > 0 and index < min(len(self._waiting), _MAX_SKIPPED) and len(self._running) < self._max_running:
@@ -390,11 +385,3 @@ def _add_prefill(step: ScheduledStep, request: Request, num_new: int, num_missin
     step.requests.append(ScheduledRequest(request, request.num_computed_tokens, num_new, samples))
     request.num_computed_tokens += num_new
     request.num_pending_tokens += samples
-
-
-def _expiry(request: Request) -> float:
-    """time.monotonic() at which a request times out; queue_deadline is None once it has been started."""
-    deadline, queue_deadline = request.deadline, request.queue_deadline
-    return min(
-        float("inf") if deadline is None else deadline, float("inf") if queue_deadline is None else queue_deadline
-    )

@@ -1,0 +1,155 @@
+"""core/queue_order.py: no request starves, whoever else arrives; the order among equals stays that of arrival."""
+
+from __future__ import annotations
+
+import itertools
+from unittest.mock import PropertyMock, patch
+
+import pytest
+from fake_llm import FakeLLM, check_blocks, continuation, make_llm, make_request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from slipstream.core.queue_order import MAX_AGED_LEVELS, ExpiryQueue
+from slipstream.core.request import FinishReason, Request, RequestStatus
+from slipstream.core.scheduler import Scheduler
+
+_prompts = itertools.count(1000)
+
+
+def distinct(max_tokens: int, priority: int) -> Request:
+    """A request that shares no prefix with another, so that only the order decides when it starts."""
+    return make_request([next(_prompts)] * 3, max_tokens, priority)
+
+
+class ClockedLLM:
+    """A fake model whose steps take `step_s`, and in which order its requests were started."""
+
+    def __init__(self, llm: FakeLLM, step_s: float = 1.0) -> None:
+        self.llm, self.step_s, self.now = llm, step_s, 0.0
+        self.arrivals: dict[int, float] = {}
+        self.started: list[Request] = []
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.llm.scheduler.add(request, self.now)
+            self.arrivals[request.request_id] = self.now
+
+    def step(self) -> None:
+        self.llm.step()
+        known = {request.request_id for request in self.started}
+        rows = self.llm.steps[-1].requests
+        self.started += [row.request for row in rows if row.request.request_id not in known]
+        self.now += self.step_s
+
+
+@pytest.mark.parametrize("priority", [1, 4, 9])
+@pytest.mark.parametrize("policy", ["max_utilization", "guaranteed_no_evict"])
+def test_a_low_priority_starts_within_its_bound_under_endless_high_ones(priority: int, policy: str) -> None:
+    aging_s, max_tokens, max_num_seqs = 5.0, 3, 2
+    llm = ClockedLLM(make_llm(max_num_seqs=max_num_seqs, priority_aging_s=aging_s, policy=policy))
+    llm.add(*(distinct(max_tokens, 0) for _ in range(4)))
+    llm.step()
+    llm.add(low := distinct(max_tokens, priority))
+    arrival = llm.now
+    # before it: those that wait already and those that come while it ages; each takes a seat for max_tokens steps
+    num_before = llm.llm.scheduler.num_waiting + priority * aging_s
+    bound = arrival + (num_before + max_num_seqs) * max_tokens / max_num_seqs
+    while low not in llm.started:
+        assert llm.now <= bound, "starved"
+        llm.add(distinct(max_tokens, 0))  # more than can be served
+        llm.step()
+    overtakers = [request for request in llm.started if llm.arrivals[request.request_id] > arrival]
+    assert all(llm.arrivals[request.request_id] <= arrival + priority * aging_s for request in overtakers)
+
+
+def test_without_ageing_the_lowest_is_never_served() -> None:
+    llm = ClockedLLM(make_llm(max_num_seqs=1, priority_aging_s=0))
+    llm.add(low := distinct(2, 1), distinct(2, 0))
+    for _ in range(100):
+        llm.add(distinct(2, 0))
+        llm.step()
+    assert low.status is RequestStatus.WAITING
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 3), st.integers(-3, 9)), min_size=2, max_size=60),
+    aging_s=st.sampled_from([0.5, 2.0, 7.0]),
+    max_num_seqs=st.integers(1, 4),
+)
+def test_who_overtakes_whom(arrivals: list[tuple[int, int]], aging_s: float, max_num_seqs: int) -> None:
+    """One that waits is overtaken only by those whose levels outweigh their later arrival; equals never overtake."""
+    llm = ClockedLLM(make_llm(max_num_seqs=max_num_seqs, priority_aging_s=aging_s))
+    for pause, priority in arrivals:
+        for _ in range(pause):
+            llm.step()
+        llm.add(distinct(2, priority))
+    while llm.llm.scheduler.has_work:
+        llm.step()
+    assert len(llm.started) == len(arrivals)
+    for place, later in enumerate(llm.started):
+        for earlier_in_order in llm.started[:place]:
+            first, second = llm.arrivals[earlier_in_order.request_id], llm.arrivals[later.request_id]
+            if second < first:  # it was there before, and waited
+                levels = later.priority - earlier_in_order.priority
+                assert levels > 0 and first - second <= levels * aging_s
+    for priority in {request.priority for request in llm.started}:
+        ids = [request.request_id for request in llm.started if request.priority == priority]
+        assert ids == sorted(ids), "the order within one priority is that of arrival"
+
+
+def test_levels_beyond_the_last_still_leave_a_bound() -> None:
+    """A client may send any number; it must not be served before others for ever."""
+    llm = ClockedLLM(make_llm(max_num_seqs=1, priority_aging_s=1.0))
+    llm.add(distinct(2, 0))
+    llm.step()
+    llm.add(low := distinct(2, 2**31 - 1))
+    for _ in range(3):
+        llm.add(distinct(2, -(2**31)))
+        llm.step()
+    assert low not in llm.started
+    llm.now += 2 * MAX_AGED_LEVELS
+    llm.add(late := distinct(2, -(2**31)))
+    while low not in llm.started:
+        llm.step()
+    assert late not in llm.started
+
+
+def test_an_aged_request_is_not_preempted_by_a_fresh_one() -> None:
+    """Blocks are short: the victim is the one that is last by priority and age, which is not the one that waited."""
+    llm = ClockedLLM(make_llm(num_blocks=8, caching=False, priority_aging_s=1.0))
+    low = make_request([1] * 8, 14, priority=5)
+    llm.add(low)
+    llm.now += 6.0
+    llm.add(fresh := make_request([2] * 8, 14, priority=0))
+    while llm.llm.scheduler.has_work:
+        llm.step()
+        check_blocks(llm.llm.scheduler)
+    assert low.num_preemptions == 0 < fresh.num_preemptions
+    assert fresh.output_token_ids == continuation([2] * 8, 14)
+
+
+def test_a_step_looks_at_no_request_that_just_waits() -> None:
+    """Whatever the length of the queue: neither the order nor deadlines are looked for among all that wait."""
+    llm = ClockedLLM(make_llm(max_num_seqs=2, max_waiting_requests=500, default_max_queue_ms=60_000))
+    llm.add(*(distinct(2, number % 10) for number in range(400)))
+    with patch.object(Scheduler, "live_requests", PropertyMock(side_effect=AssertionError("all were looked at"))):
+        for _ in range(20):
+            llm.step()
+            assert llm.llm.scheduler.expire(llm.now) == []
+        assert len(llm.started) >= 20
+        expired = llm.llm.scheduler.expire(60.0)
+    assert len(expired) == 400 - len(llm.started)
+    assert {output.finish_reason for output in expired} == {FinishReason.TIMEOUT}
+
+
+def test_ended_requests_are_not_kept_until_their_deadline() -> None:
+    queue = ExpiryQueue()
+    for number in range(5000):
+        request = distinct(1, 0)
+        request.deadline = 1e9
+        queue.add(request)
+        if number % 10:
+            request.status = RequestStatus.FINISHED
+    assert len(queue) < 1100
+    assert len(queue.pop(2e9)) == 500 and not len(queue)
