@@ -14,6 +14,7 @@ from slipstream.core.request import Request
 from slipstream.runtime.batch import SampledTokens
 from slipstream.runtime.host_copy import to_device
 
+_FEW = 16  # tokens that are put into the table with those of others
 Paths = Sequence[tuple[int, ...]]  # per row: the drafts that lead to it
 
 
@@ -42,7 +43,9 @@ class TokenHistory:
         rows = [self._row(request, requests) for request in requests]
         known: list[tuple[int, int, int]] = []
         pending: list[tuple[int, int, int]] = []
+        copied: dict[int, int] = {}
         for request, row in zip(requests, rows):
+            self._catch_up(request, row, copied)
             start, end = row.num_tokens, request.num_tokens
             known += [(row.index, start + i, token_id) for i, token_id in enumerate(request.token_ids[start:])]
             row.num_tokens = request.num_prompt_tokens + request.num_drawn_tokens - 1  # but the one about to be drawn
@@ -70,6 +73,21 @@ class TokenHistory:
             row_of, column_of, token_ids = self._columns(drafts)
             history.index_put_((row_of, column_of), token_ids.int())
         return history, lengths
+
+    def _catch_up(self, request: Request, row: _Row, copied: dict[int, int]) -> None:
+        """A prompt, or an output that comes back, as one tensor: a hundred thousand tokens one by one would hold up
+        everybody's step. copied: id of a prompt's list, which the n sequences of a client share -> the row that has it.
+        """
+        device, prompt = self._table.device, request.prompt_token_ids
+        if row.num_tokens == 0:
+            first = copied.setdefault(id(prompt), row.index)
+            tokens = self._table[first, : len(prompt)] if first != row.index else to_device(prompt, torch.int32, device)
+            self._table[row.index, : len(prompt)] = tokens
+            row.num_tokens = len(prompt)
+        if request.num_tokens - row.num_tokens > _FEW:
+            tokens = to_device(request.token_ids[row.num_tokens :], torch.int32, device)
+            self._table[row.index, row.num_tokens : request.num_tokens] = tokens
+            row.num_tokens = request.num_tokens
 
     def _columns(self, places: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
         flat = [number for column in zip(*places) for number in column]
