@@ -276,14 +276,14 @@ def test_edits_are_added_as_asked_and_a_bias_per_token_is_read_once() -> None:
     _Counted.num_read = 0
     for batch in ([one], [two, plain, one], [one, two]):
         assert edits.compose(batch)
-        for output in ([], [3], [9, 3]):
+        for output in ([], [3], [3, 9], [3, 9, 3]):
             expected = torch.zeros(len(batch), vocab)
             for row, request in enumerate(batch):
                 request.token_ids = [1, 2, *output]
                 request.num_pending_tokens = 1
                 if request is one:
                     expected[row] = torch.arange(vocab) / 10
-                    banned = [7, *([5] if output[-1:] == [3] else []), *([4] if output == [9, 3] else [])]
+                    banned = [7, *([5] if output[-1:] == [3] else []), *([4] if output[-2:] == [9, 3] else [])]
                 else:
                     banned = [8] if request is two and len(output) < 2 else []
                 expected[row, banned] = BANNED
@@ -291,6 +291,28 @@ def test_edits_are_added_as_asked_and_a_bias_per_token_is_read_once() -> None:
             edits.apply(logits, batch)
             torch.testing.assert_close(logits, expected)
     assert _Counted.num_read == 1
+
+
+def test_a_bias_per_token_is_added_and_shared_by_the_sequences_of_a_request() -> None:
+    vocab = 12
+    biases = tuple(index / 4 for index in range(vocab - 2))  # may be shorter than the vocabulary, or padded with zeros
+    params = SamplingParams(embedding_bias=(*biases, 0.0, 0.0, 0.0), logit_bias=((3, 1.0),), bad_words_ids=((4,),))
+    requests = [Request([1], params), Request([1], SamplingParams()), Request([1], params)]
+    edits = LogitEdits(vocab, torch.device("cpu"))
+    assert edits.compose(requests)
+    logits = torch.zeros(3, vocab)
+    edits.apply(logits, requests)
+    expected = torch.zeros(vocab)
+    expected[: vocab - 2] = torch.tensor(biases)
+    expected[3] += 1.0
+    expected[4] = BANNED
+    torch.testing.assert_close(logits, torch.stack([expected, torch.zeros(vocab), expected]))
+
+
+def test_a_bias_per_token_forces(engine: Engine) -> None:
+    biases = tuple(100.0 if token_id == 7 else 0.0 for token_id in range(engine.spec.vocab_size))
+    assert run_all(engine, [PROMPT], replace(GREEDY, embedding_bias=biases))[0].token_ids == [7] * 24
+    assert run_all(engine, [PROMPT], replace(GREEDY, embedding_bias=(*biases, 0.0, 0.0)))[0].token_ids == [7] * 24
 
 
 def test_no_end_token_leaves_every_token_free(engine: Engine) -> None:
@@ -310,6 +332,7 @@ def test_end_tokens_that_the_checkpoint_does_not_have_are_dropped(engine: Engine
     ("field", "params"),
     [
         ("logit_bias", SamplingParams(logit_bias=((10**6, 1.0),))),
+        ("embedding_bias", SamplingParams(embedding_bias=(0.0,) * 10**6 + (1.0,))),
         ("stop_token_ids", SamplingParams(stop_token_ids=(99999,))),
         ("bad_words_ids", SamplingParams(bad_words_ids=((1, 99999),))),
         ("stop_words_ids", SamplingParams(stop_words_ids=((1, 99999),))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from dataclasses import replace
 
@@ -128,22 +129,29 @@ def test_lists_have_an_end(name: str) -> None:
         params(sampling(**given(1025)))
     if name in ("stop", "bad_words"):
         with pytest.raises(
-            RequestError, match=f"^{name}: got 65537 characters or token ids in all, accepted: at most 65536"
+            RequestError, match=f"^{name}: got 16385 characters or token ids in all, accepted: at most 16384"
         ):
-            params(sampling(**{name: ["a" * 65536, "b"]}))
-    assert len(params(tensor("embedding_bias", [0.5] * 3000)).logit_bias) == 3000
+            params(sampling(**{name: ["a" * 16384, "b"]}))
+    assert len(params(tensor("embedding_bias", [0.5] * 3000)).embedding_bias) == 3000
 
 
 def test_values_that_would_hold_up_the_reading_thread_are_refused_by_size() -> None:
-    size = (1 << 21) + 1
+    size = (1 << 20) + 1
     with pytest.raises(RequestError, match=f"^embedding_bias: got {size} elements, accepted: at most {size - 1}"):
         parse(PROMPT, wire.Tensor("embedding_bias", int(wire.DataType.FP32), (size,), bytes(4 * size)))
     with pytest.raises(RequestError, match=f"^image_bytes_input: got {size} elements, .* because this is a text model"):
         parse(PROMPT, wire.Tensor("image_bytes_input", int(wire.DataType.UINT8), (1, 1, 1, size), bytes(size)))
-    with pytest.raises(RequestError, match=r"^sampling_parameters: got \d+ characters, accepted: at most 8388608"):
-        params(tensor("sampling_parameters", " " * (1 << 23) + "{}"))
-    with pytest.raises(RequestError, match=r"^bad_words_list: got 65537 characters or token ids in all"):
-        params(tensor("bad_words_list", [5] * 65537 + [65537] + [-1] * 65536, (2, 65537)))
+    with pytest.raises(RequestError, match=r"^sampling_parameters: got \d+ characters, accepted: at most 2097152"):
+        params(tensor("sampling_parameters", " " * (1 << 21) + "{}"))
+    with pytest.raises(RequestError, match=r"^bad_words_list: got 16385 characters or token ids in all"):
+        params(tensor("bad_words_list", [5] * 16385 + [16385] + [-1] * 16384, (2, 16385)))
+    with pytest.raises(RequestError, match=r"^bad_words_list: got more than 65536 elements"):
+        params(tensor("bad_words_list", [5] * 32769 + [-1] * 32769, (2, 32769)))
+    many = wire.Tensor("stop_words", int(wire.DataType.BYTES), (1,), bytes(1 << 22))
+    with pytest.raises(RequestError, match=r"^stop_words: got 2 strings, accepted: 1"):
+        parse(PROMPT, many)
+    with pytest.raises(RequestError, match=r"^stop_words: got 1048576 entries, accepted: at most 1024"):
+        parse(PROMPT, wire.Tensor("stop_words", int(wire.DataType.BYTES), (1 << 20,), bytes(1 << 22)))
 
 
 def test_text_that_is_not_utf8_is_the_clients_fault_wherever_it_stands() -> None:
@@ -293,8 +301,13 @@ def test_bias_words_and_dense_bias_add_up() -> None:
     dense = [0.0] * (token_id + 1)
     dense[token_id] = 0.5
     words = tensor("embedding_bias_words", ["a"]), tensor("embedding_bias_weights", [1.0])
-    got = dict(params(tensor("embedding_bias", dense), *words, sampling(logit_bias={str(token_id): 2})).logit_bias)
-    assert got[token_id] == pytest.approx(3.5)
+    got = params(tensor("embedding_bias", dense), *words, sampling(logit_bias={str(token_id): 2}))
+    assert dict(got.logit_bias)[token_id] == pytest.approx(3.0)
+    assert got.embedding_bias == tuple(dense), "added to the logits beside the others"
+    assert params(tensor("embedding_bias", [0.0] * 9)).embedding_bias == ()
+    for bad in (math.nan, 101.0, -math.inf):
+        with pytest.raises(RequestError, match=r"^embedding_bias: got .*accepted: biases from -100 to 100"):
+            params(tensor("embedding_bias", [0.5, bad, 0.5]))
 
 
 def test_guides_of_both_kinds() -> None:

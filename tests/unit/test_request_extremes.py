@@ -47,6 +47,7 @@ def check_held(made: Request) -> None:
     struct.pack("<q", ((params.seed or 0) + 2**63) % 2**64 - 2**63)
     floats = [params.temperature, params.top_p, params.min_p, params.repetition_penalty]
     floats += [params.presence_penalty, params.frequency_penalty, *(bias for _, bias in params.logit_bias)]
+    floats += params.embedding_bias
     held = struct.unpack(f"<{len(floats)}f", struct.pack(f"<{len(floats)}f", *floats))
     assert all(map(math.isfinite, held))
     assert params.temperature == 0.0 or 1e3 / held[0] < 3e38, "logits / temperature overflow"

@@ -5,10 +5,15 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.stop_strings import StopMatcher
+from slipstream.core.word_automaton import WordAutomaton
+
+
+def make(stops: list[str], include: bool = False) -> StopMatcher:
+    return StopMatcher(stops, WordAutomaton(stops), include)
 
 
 def run(pieces: list[str], stops: list[str], include: bool = False) -> tuple[str, str | None]:
-    matcher = StopMatcher(stops, include)
+    matcher = make(stops, include)
     text = "".join(matcher.push(piece) for piece in pieces)
     return text + matcher.flush(), matcher.matched
 
@@ -39,7 +44,7 @@ def test_the_cut_does_not_matter(pieces: list[str], stops: list[str], include: b
 @settings(max_examples=300, deadline=None)
 @given(text=small, stops=st.lists(st.text(alphabet="ab\n", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_only_what_could_become_a_stop_is_held(text: str, stops: list[str]) -> None:
-    matcher = StopMatcher(stops)
+    matcher = make(stops)
     given_out = ""
     for char in text:
         given_out += matcher.push(char)
@@ -53,7 +58,7 @@ def test_only_what_could_become_a_stop_is_held(text: str, stops: list[str]) -> N
 
 
 def test_a_false_start_is_given_out() -> None:
-    matcher = StopMatcher(["\nUser:"])
+    matcher = make(["\nUser:"])
     assert matcher.push("Hello\nUs") == "Hello"
     assert matcher.num_held == 3
     assert matcher.push("ual") == "\nUsual"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ _OUTPUTS = {spec.name: spec for spec in OUTPUTS}
 _NEED_LOGPROBS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
 _LOGPROB_FLAGS = ("return_log_probs", "return_logprobs", "return_cumulative_logprob")
 _SPECULATION = ("speculative_method", "speculative_acceptance")
-_DIRECT = frozenset(FIELD_NAMES) - {"guide", "logit_bias", "reference_ids", *_SPECULATION}
+_DIRECT = frozenset(FIELD_NAMES) - {"guide", "logit_bias", "embedding_bias", "reference_ids", *_SPECULATION}
 _LISTS = {name: name for name in ("stop", "stop_token_ids", "bad_words", "logit_bias")} | {
     "stop_words_ids": "stop_words_list",
     "bad_words_ids": "bad_words_list",
@@ -44,6 +44,8 @@ class TextCodec(Protocol):
     """What parsing needs of a tokenizer (runtime/tokenizer.py)."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]: ...
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
@@ -246,6 +248,8 @@ def _sampling_params(
     for target, name in _LISTS.items():
         check_list(name, settings.get(target, ()))
     fields["logit_bias"] = _logit_bias(settings, tokenizer)
+    vector = settings.get("bias_vector", ())
+    fields["embedding_bias"] = vector if any(vector) else ()
     fields["guide"] = _guide(settings)
     fields.update(_speculation(settings, config, tokenizer))
     return SamplingParams(**fields)
@@ -263,14 +267,14 @@ def _asks_for_logprobs(settings: Settings, outputs: tuple[str, ...]) -> bool:
 
 
 def _logit_bias(settings: Settings, tokenizer: TextCodec) -> tuple[tuple[int, float], ...]:
-    """The sum of logit_bias, embedding_bias and embedding_bias_words, by token."""
-    total: dict[int, float] = {token_id: bias for token_id, bias in enumerate(settings.get("bias_vector", ())) if bias}
+    """The sum of logit_bias and embedding_bias_words, by token."""
+    total: dict[int, float] = {}
     pairs = list(settings.get("logit_bias", ()))
     words, weights = settings.get("bias_words", ()), settings.get("bias_weights", ())
     if len(words) != len(weights):
         raise refuse("embedding_bias_weights", list(weights), f"one number per word, {len(words)} in all")
-    for word, weight in zip(words, weights):
-        pairs += [(token_id, weight) for token_id in tokenizer.encode(word, False)]
+    for token_ids, weight in zip(tokenizer.encode_all(words), weights):
+        pairs += [(token_id, weight) for token_id in token_ids]
     for token_id, bias in pairs:
         total[token_id] = total.get(token_id, 0.0) + bias
     return tuple(total.items())

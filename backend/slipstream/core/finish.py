@@ -6,6 +6,7 @@ Engine thread. Knows ids only; stop strings are matched on text by the output th
 from __future__ import annotations
 
 from slipstream.core.request import FinishReason, Request
+from slipstream.core.word_automaton import ROOT
 
 
 def end_token_ids(request: Request) -> frozenset[int]:
@@ -24,14 +25,15 @@ class StopConditions:
     Lengths count prompt and output. A token before `min_len` never stops; `max_len` includes max_model_len.
     """
 
-    __slots__ = ("_eos_token_ids", "_words", "has_words", "max_len", "min_len", "token_ids")
+    __slots__ = ("_eos_token_ids", "_word_state", "_words", "has_words", "max_len", "min_len", "token_ids")
 
     def __init__(self, request: Request, max_model_len: int) -> None:
         params = request.params
         self._eos_token_ids = end_token_ids(request)
-        self._words = tuple(list(word) for word in params.stop_words_ids)
+        self._words = params.stop_words_automaton
+        self._word_state = ROOT  # what the output so far has in common with them
         self.token_ids = self._eos_token_ids | frozenset(params.stop_token_ids)
-        self.has_words = bool(self._words)
+        self.has_words = bool(params.stop_words_ids)
         self.min_len = request.num_prompt_tokens + params.min_tokens
         self.max_len = min(request.max_num_tokens, max_model_len)
 
@@ -43,13 +45,15 @@ class StopConditions:
         token_ids, stop_ids, max_len, has_words = request.token_ids, self.token_ids, self.max_len, self.has_words
         for index, token_id in enumerate(new_token_ids):
             token_ids.append(token_id)
+            if has_words:
+                self._word_state = self._words.step(self._word_state, token_id)
             may_stop = token_id in stop_ids or has_words or len(token_ids) >= max_len
-            if may_stop and self.check(request):
+            if may_stop and self._check(request):
                 del new_token_ids[index + 1 :]
                 return True
         return False
 
-    def check(self, request: Request) -> bool:
+    def _check(self, request: Request) -> bool:
         """Whether the last token of request.token_ids ends it; then sets finish_reason and stop_reason.
 
         stop_reason is the token id that completed the match, None for an end-of-sequence token or a length limit.
@@ -60,7 +64,7 @@ class StopConditions:
             if token_id in self._eos_token_ids:
                 request.finish_reason = FinishReason.STOP
                 return True
-            if token_id in self.token_ids or (self.has_words and self._ends_with_word(request)):
+            if token_id in self.token_ids or (self.has_words and self._words.ends[self._word_state] >= 0):
                 request.finish_reason = FinishReason.STOP
                 request.stop_reason = token_id
                 return True
@@ -68,7 +72,3 @@ class StopConditions:
             request.finish_reason = FinishReason.LENGTH
             return True
         return False
-
-    def _ends_with_word(self, request: Request) -> bool:
-        token_ids, num_output = request.token_ids, request.num_output_tokens
-        return any(len(word) <= num_output and token_ids[-len(word) :] == word for word in self._words)

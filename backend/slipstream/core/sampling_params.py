@@ -5,14 +5,18 @@ Names and defaults are those of the vLLM and Hugging Face APIs; core/contract.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
+from slipstream.core.bad_words import BadWords
 from slipstream.core.config import ACCEPTANCES, NO_SPECULATION, SPECULATIVE_METHODS
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import MAX_INT32, refuse
+from slipstream.core.word_automaton import WordAutomaton
 
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 MAX_BIAS = 100.0  # of one token's logit, either way
@@ -32,7 +36,8 @@ class SamplingParams:
     """Sampling of one request. `temperature=0` is greedy; `top_k=0` (or -1) and `top_p=1.0` are off.
 
     logprobs / prompt_logprobs: number of most likely alternatives to report (0 = the chosen token alone, None = off).
-    bad_words: texts; bad_words_ids / stop_token_ids: token ids. logit_bias: (token id, bias) pairs.
+    bad_words: texts; bad_words_ids / stop_token_ids: token ids. logit_bias: (token id, bias) pairs; embedding_bias: a
+    bias per token of the vocabulary, or nothing. Both are added.
     end_id replaces the checkpoint's end-of-sequence tokens when given.
     num_draft_tokens (0 = off), speculative_method, speculative_acceptance: None = the server's; reference_ids: a text
     that the output is expected to repeat parts of, for drafts.
@@ -48,6 +53,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    embedding_bias: tuple[float, ...] = ()
     seed: int | None = None
     n: int = 1
     stop: tuple[str, ...] = ()
@@ -93,6 +99,22 @@ class SamplingParams:
         """Whether the host must know the last token before the next can be drawn. bad_words must be ids by then."""
         return self.guide is not None or any(len(word) > 1 for word in self.bad_words_ids)
 
+    @cached_property
+    def stop_automaton(self) -> WordAutomaton[str]:
+        return WordAutomaton(self.stop)
+
+    @cached_property
+    def stop_words_automaton(self) -> WordAutomaton[int]:
+        return WordAutomaton(self.stop_words_ids)
+
+    @cached_property
+    def bad_words_automaton(self) -> BadWords:
+        return BadWords(self.bad_words_ids)
+
+    def build_automata(self) -> None:
+        """On the submitting thread, so that neither the engine's nor the output's has to."""
+        _ = self.stop_automaton, self.stop_words_automaton, self.bad_words_automaton
+
 
 def _is(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
@@ -107,25 +129,31 @@ def _number(low: float, high: float) -> Callable[[Any], bool]:
     return lambda value: _is(value, Real) and low <= value <= high
 
 
-_is_token_id, _is_share = _integer(0), _number(0.0, 1.0)
+_is_share = _number(0.0, 1.0)
+
+
+def _are_kind(values: Any, kind: type) -> bool:
+    """There may be hundreds of thousands: types are looked at once per type."""
+    return all(issubclass(found, kind) and found is not bool for found in set(map(type, values)))
+
+
+def _are_token_ids(token_ids: Any) -> bool:
+    return not token_ids or (_are_kind(token_ids, Integral) and min(token_ids) >= 0 and max(token_ids) <= MAX_INT32)
 
 
 def _are_biases(pairs: Any) -> bool:
-    """There may be one per token of the vocabulary: types are looked at once per type."""
-    if not pairs:
+    return _are_token_ids([token_id for token_id, _ in pairs]) and _is_bias_vector([bias for _, bias in pairs])
+
+
+def _is_bias_vector(biases: Any) -> bool:
+    if not biases:
         return True
-    token_ids, biases = [token_id for token_id, _ in pairs], [bias for _, bias in pairs]
-    return (
-        all(issubclass(kind, Integral) and kind is not bool for kind in set(map(type, token_ids)))
-        and all(issubclass(kind, Real) and kind is not bool for kind in set(map(type, biases)))
-        and min(token_ids) >= 0
-        and max(token_ids) <= MAX_INT32
-        and all(-MAX_BIAS <= bias <= MAX_BIAS for bias in biases)
-    )
+    is_number = _are_kind(biases, Real) and not math.isnan(sum(biases))
+    return is_number and min(biases) >= -MAX_BIAS and max(biases) <= MAX_BIAS
 
 
 def _are_words(words: Any) -> bool:
-    return all(word and all(map(_is_token_id, word)) for word in words)
+    return all(word and _are_token_ids(word) for word in words)
 
 
 _WORDS_IDS = f"non-empty lists of token ids from 0 to {MAX_INT32}"
@@ -154,11 +182,12 @@ _CHECKS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         f"{', '.join(SPECULATIVE_METHODS)} or none",
     ),
     ("speculative_acceptance", lambda v: v in ACCEPTANCES, ", ".join(ACCEPTANCES)),
-    ("reference_ids", lambda v: all(map(_is_token_id, v)), f"token ids from 0 to {MAX_INT32}"),
+    ("reference_ids", _are_token_ids, f"token ids from 0 to {MAX_INT32}"),
     ("logit_bias", _are_biases, f"biases from -100 to 100 of token ids from 0 to {MAX_INT32}"),
+    ("embedding_bias", _is_bias_vector, "biases from -100 to 100"),
     ("stop", lambda v: all(v), "non-empty strings"),
     ("bad_words", lambda v: all(v), "non-empty strings"),
-    ("stop_token_ids", lambda v: all(map(_is_token_id, v)), f"token ids from 0 to {MAX_INT32}"),
+    ("stop_token_ids", _are_token_ids, f"token ids from 0 to {MAX_INT32}"),
     ("bad_words_ids", _are_words, _WORDS_IDS),
     ("stop_words_ids", _are_words, _WORDS_IDS),
 )

@@ -29,9 +29,10 @@ _STRUCT_CODES = {
     DataType.FP64: "d",
 }
 MAX_INT32 = 2**31 - 1  # what a TYPE_INT32 tensor holds, and the kernels' parameters
-MAX_ENTRIES, MAX_ENTRIES_CHARS = 1024, 65536  # of a list of words, ids or biases
-MAX_ELEMENTS = 1 << 21  # of a tensor: longer than any prompt, and no more than a blink of the reading thread
-MAX_JSON_CHARS = 1 << 23
+MAX_ENTRIES, MAX_ENTRIES_CHARS = 1024, 16384  # of a list of words, ids or biases: 20 ms to make an automaton of
+MAX_WORDS_ELEMENTS = 65536  # of a word list as ids: two rows, with room for padding
+MAX_ELEMENTS = 1 << 20  # of a tensor: longer than any prompt, and some 50 ms to read
+MAX_JSON_CHARS = 1 << 21  # some 40 ms
 _TRUE, _FALSE = ("true", "1"), ("false", "0")
 
 
@@ -79,6 +80,7 @@ def tensor_values(tensor: Tensor, spec: InputSpec, has_batch_dim: bool = False) 
     if len(spec.dims) == 2 and spec.dims[0] > 1 and (len(shape) < 2 or shape[-2] != spec.dims[0]):
         raise RequestError(spec.name, f"got shape {list(tensor.shape)}, accepted: [{spec.dims[0]}, n]")
     if spec.dtype is DataType.BYTES:
+        _check_num_entries(spec.name, num_elements)
         return _texts(tensor, num_elements)
     code = _STRUCT_CODES[spec.dtype]
     layout = f"<{num_elements}{code}"
@@ -89,7 +91,7 @@ def tensor_values(tensor: Tensor, spec: InputSpec, has_batch_dim: bool = False) 
 
 
 def _texts(tensor: Tensor, num_elements: int) -> list[str]:
-    elements = _byte_elements(tensor)
+    elements = _byte_elements(tensor, num_elements)
     if len(elements) != num_elements:
         raise RequestError(
             tensor.name, f"got {len(elements)} strings, accepted: {num_elements} for shape {list(tensor.shape)}"
@@ -97,9 +99,10 @@ def _texts(tensor: Tensor, num_elements: int) -> list[str]:
     return [decode_text(tensor.name, element) for element in elements]
 
 
-def _byte_elements(tensor: Tensor) -> list[bytes]:
+def _byte_elements(tensor: Tensor, num_elements: int) -> list[bytes]:
+    """Up to one more than there should be, however many the data holds."""
     try:
-        return bytes_elements(tensor.data)
+        return bytes_elements(tensor.data, num_elements + 1)
     except ProtocolError as error:
         raise RequestError(tensor.name, f"not a serialised string tensor: {error}") from None
 
@@ -172,6 +175,8 @@ def read_text(name: str, value: object) -> str:
 
 def read_texts(name: str, value: object) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
+    if isinstance(texts, Sequence):
+        _check_num_entries(name, len(texts))
     if isinstance(texts, Sequence) and all(isinstance(entry, str) for entry in texts):
         for text in texts:
             check_text(name, text)
@@ -182,10 +187,17 @@ def read_texts(name: str, value: object) -> tuple[str, ...]:
 def read_ids(name: str, value: object) -> tuple[int, ...]:
     value = parse_json(name, value, "a list of token ids") if isinstance(value, str) else value
     if isinstance(value, Sequence):
-        ids = tuple(read_int(name, entry) for entry in value)
-        if all(0 <= token_id <= MAX_INT32 for token_id in ids):
+        ids = tuple(_integers(name, value))
+        if not ids or (min(ids) >= 0 and max(ids) <= MAX_INT32):
             return ids
     raise refuse(name, value, "a list of token ids")
+
+
+def _integers(name: str, values: Sequence[object]) -> Sequence[int]:
+    """Those of a tensor, perhaps a whole prompt, are looked at by type only: once per type."""
+    if set(map(type, values)) <= {int}:
+        return values  # type: ignore[return-value]
+    return [read_int(name, value) for value in values]
 
 
 def read_numbers(name: str, value: object) -> tuple[float, ...]:
@@ -203,14 +215,17 @@ def read_words_ids(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     value = parse_json(name, value, accepted) if isinstance(value, str) else value
     if not isinstance(value, Sequence):
         raise refuse(name, value, accepted)
-    flat = [read_int(name, entry) for row in value for entry in (row if isinstance(row, Sequence) else [row])]
+    rows = [row if isinstance(row, Sequence) else [row] for row in value[: MAX_WORDS_ELEMENTS + 1]]
+    if sum(map(len, rows)) > MAX_WORDS_ELEMENTS:
+        raise RequestError(name, f"got more than {MAX_WORDS_ELEMENTS} elements, accepted: at most so many")
+    flat = _integers(name, [entry for row in rows for entry in row])
     half = len(flat) // 2
     ids, offsets = flat[:half], [offset for offset in flat[half:] if offset >= 0]
     starts = [0, *offsets[:-1]]
     if len(flat) % 2 or any(not start < end <= half for start, end in zip(starts, offsets)):
         raise refuse(name, value, accepted)
     words = tuple(tuple(ids[start:end]) for start, end in zip(starts, offsets))
-    if any(not 0 <= token_id <= MAX_INT32 for word in words for token_id in word):
+    if any(min(word) < 0 or max(word) > MAX_INT32 for word in words):
         raise refuse(name, value, accepted)
     return words
 
@@ -235,12 +250,16 @@ def check_list(name: str, entries: Sequence[object]) -> None:
 
     embedding_bias is no such list: it is one tensor.
     """
-    if len(entries) > MAX_ENTRIES:
-        raise RequestError(name, f"got {len(entries)} entries, accepted: at most {MAX_ENTRIES}")
+    _check_num_entries(name, len(entries))
     num_chars = sum(len(entry) for entry in entries if isinstance(entry, str | tuple))
     if num_chars > MAX_ENTRIES_CHARS:
         accepted = f"at most {MAX_ENTRIES_CHARS}"
         raise RequestError(name, f"got {num_chars} characters or token ids in all, accepted: {accepted}")
+
+
+def _check_num_entries(name: str, num_entries: int) -> None:
+    if num_entries > MAX_ENTRIES:
+        raise RequestError(name, f"got {num_entries} entries, accepted: at most {MAX_ENTRIES}")
 
 
 def parse_json(name: str, text: str, accepted: str) -> Any:

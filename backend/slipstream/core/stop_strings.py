@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slipstream.core.word_automaton import ROOT, WordAutomaton
+
 
 class StopMatcher:
     """push text; the text that is decided comes back. After a match `matched` is the stop string and nothing follows.
@@ -16,14 +18,15 @@ class StopMatcher:
     num_held: characters at the end of the text so far that are held back.
     """
 
-    __slots__ = ("_held", "_include", "_inner", "_stops", "matched")
+    __slots__ = ("_automaton", "_held", "_include", "_state", "_stops", "matched")
 
-    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
-        """stops: non-empty strings. include_stop: the stop string itself is given out as well."""
-        self._stops = tuple(stops)
+    def __init__(self, stops: Sequence[str], automaton: WordAutomaton[str], include_stop: bool = False) -> None:
+        """stops: non-empty strings, and their automaton. include_stop: the stop string itself is given out as well."""
+        self._stops = stops
+        self._automaton = automaton
         self._include = include_stop
         self._held = ""
-        self._inner = frozenset("".join(stop[:-1] for stop in stops))  # characters that a held text may end with
+        self._state = ROOT
         self.matched: str | None = None
 
     @property
@@ -37,41 +40,19 @@ class StopMatcher:
         """
         if self.matched is not None or not text:
             return ""
-        num_known = len(self._held)
-        text = self._held + text
-        end, stop = self._first_match(text, num_known) if may_match else (0, None)
-        if stop is not None:
-            self.matched, self._held = stop, ""
-            return text[:end] if self._include else text[: end - len(stop)]
-        num_held = self._num_open(text)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+        automaton = self._automaton
+        self._state, num_taken = automaton.run(self._state, text, may_match)
+        if num_taken >= 0:
+            stop = self._stops[automaton.ends[self._state]]
+            text, self._held, self.matched = self._held + text[:num_taken], "", stop
+            return text if self._include else text[: len(text) - len(stop)]
+        if self._held:
+            text = self._held + text
+        num_decided = len(text) - automaton.num_open[self._state]
+        self._held = text[num_decided:]
+        return text[:num_decided]
 
     def flush(self) -> str:
         """The text has ended: what was held is no stop string."""
         text, self._held = self._held, ""
         return text
-
-    def _first_match(self, text: str, num_known: int) -> tuple[int, str | None]:
-        """The end and the text of the first stop string that is complete after num_known characters."""
-        best_end, best = len(text) + 1, None
-        for stop in self._stops:
-            start = text.find(stop, max(0, num_known - len(stop) + 1))
-            if start < 0:
-                continue
-            end = start + len(stop)
-            if end < best_end or (end == best_end and best is not None and len(stop) > len(best)):
-                best_end, best = end, stop
-        return best_end, best
-
-    def _num_open(self, text: str) -> int:
-        """Length of the longest end of the text that begins some stop string."""
-        if text[-1] not in self._inner:
-            return 0
-        longest = 0
-        for stop in self._stops:
-            for size in range(min(len(stop) - 1, len(text)), longest, -1):
-                if text.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest

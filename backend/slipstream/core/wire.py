@@ -8,6 +8,7 @@ Everything is little endian.  frame = u32 payload length, u8 type, payload.  `st
 from __future__ import annotations
 
 import struct
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 
 from slipstream.core.wire_messages import (
@@ -372,10 +373,13 @@ def bytes_tensor(values: Iterable[bytes]) -> bytes:
     return b"".join(_U32.pack(len(value)) + value for value in values)
 
 
-def bytes_elements(data: bytes) -> list[bytes]:
-    """The elements of a serialised BYTES tensor.  Raises ProtocolError when the lengths do not add up."""
+def bytes_elements(data: bytes, max_elements: int = sys.maxsize) -> list[bytes]:
+    """The elements of a serialised BYTES tensor, the first max_elements of them.
+
+    Raises ProtocolError when the lengths do not add up.
+    """
     reader = _Reader(data)
-    elements = []
-    while reader.left():
+    elements: list[bytes] = []
+    while reader.left() and len(elements) < max_elements:
         elements.append(reader.blob())
     return elements

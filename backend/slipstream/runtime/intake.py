@@ -52,6 +52,7 @@ class Intake:
             request.seed = request.params.seed & _MASK64
         elif request.seed == 0:
             request.seed = random.getrandbits(64)
+        request.params.build_automata()
         request.speculation = self._speculation_of(request.params)
         if request.times.arrival_ns == 0:
             request.times.arrival_ns = time.time_ns()
@@ -66,15 +67,16 @@ class Intake:
         """bad_words as ids: a word is banned at the start of a line and after a space, however it tokenizes there."""
         if not params.bad_words:
             return params
-        banned = dict.fromkeys(params.bad_words_ids)
-        for word in params.bad_words:
-            for text in (word, " " + word.lstrip()):
-                token_ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-                if token_ids:
-                    banned[token_ids] = None
+        texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
+        encoded = (tuple(token_ids) for token_ids in self._tokenizer.encode_all(texts) if token_ids)
+        banned = dict.fromkeys((*params.bad_words_ids, *encoded))
         return replace(params, bad_words=(), bad_words_ids=tuple(banned))
 
     def _check_vocabulary(self, request: Request) -> None:
+        num_biases = len(request.params.embedding_bias)
+        if num_biases > self._vocab_size and any(request.params.embedding_bias[self._vocab_size :]):
+            accepted = f"accepted: at most {self._vocab_size}, the vocabulary, and zeros after them"
+            raise RequestError("embedding_bias", f"got {num_biases} biases, {accepted}")
         for field, token_ids in _token_id_fields(request):
             for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
                 if not 0 <= token_id < self._vocab_size:
@@ -87,7 +89,10 @@ def expand(request: Request) -> list[Request]:
     only the first reports prompt log-probabilities, which all share."""
     if request.params.n == 1:
         return [request]
-    siblings_params = replace(request.params, prompt_logprobs=None)
+    siblings_params = request.params
+    if siblings_params.prompt_logprobs is not None:
+        siblings_params = replace(siblings_params, prompt_logprobs=None)
+        siblings_params.build_automata()
     siblings = [
         Request(
             prompt_token_ids=request.prompt_token_ids,

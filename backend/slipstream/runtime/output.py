@@ -96,7 +96,9 @@ class _Sequence:
         self._client = client
         self._request = request
         self._detokenizer = start_detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
-        self._matcher = StopMatcher(params.stop, params.include_stop_str_in_output) if params.stop else None
+        self._matcher: StopMatcher | None = None
+        if params.stop:
+            self._matcher = StopMatcher(params.stop, params.stop_automaton, params.include_stop_str_in_output)
         self._num_tokens = 0  # taken, also those not sent
         self._has_sent = False
         self._interval = client.stream_interval if client.stream else 0  # 0: everything at the end

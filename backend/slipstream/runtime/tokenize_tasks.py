@@ -95,7 +95,7 @@ class TokenizeTask:
 
     def _words(self, name: str, words: Sequence[str]) -> Encoded:
         check_list(name, words)
-        ids, offsets = word_list([self._tokenizer.encode(word, False) for word in words if word])
+        ids, offsets = word_list(self._tokenizer.encode_all([word for word in words if word]))
         return (2, len(ids)), struct.pack(f"<{2 * len(ids)}i", *ids, *offsets)
 
     def _bias(self, words: Sequence[str], weights: Sequence[float]) -> Encoded:
@@ -106,8 +106,8 @@ class TokenizeTask:
             if not abs(weight) <= MAX_BIAS:  # nor NaN
                 raise refuse("EMBEDDING_BIAS_WEIGHTS", weight, f"numbers from -{MAX_BIAS} to {MAX_BIAS}")
         bias = [0.0] * (self._tokenizer.vocab_size if words else 0)
-        for word, weight in zip(words, weights):
-            for token_id in self._tokenizer.encode(word, False):
+        for token_ids, weight in zip(self._tokenizer.encode_all(words), weights):
+            for token_id in token_ids:
                 bias[token_id] += weight
         return (len(bias),), struct.pack(f"<{len(bias)}f", *bias)
 

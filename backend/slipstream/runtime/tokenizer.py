@@ -59,10 +59,18 @@ class TextTokenizer:
         return self._table
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """As a batch of one, during which other threads run: `encode` of the library holds Python's lock."""
+        (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoded.ids
+
+    def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
+        """Each of them alone, without special tokens."""
+        return [one.ids for one in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        """As a batch of one, for the same reason: an echoed prompt may be long."""
+        (text,) = self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_text(self, token_id: int) -> str:
         """One token alone, special tokens shown, incomplete characters as U+FFFD (for log-probabilities)."""
