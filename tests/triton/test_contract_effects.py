@@ -176,3 +176,17 @@ def test_token_counts(llm_server: LlmServer, greedy_ids: list[int]) -> None:
     assert (answer.last("num_input_tokens"), answer.last("num_output_tokens")) == (len(ids), NUM_TOKENS)
     shorter = {"input_ids": ids, "input_lengths": len(ids) - 2, "max_tokens": 1, "return_num_input_tokens": True}
     assert grpc_infer(llm_server.grpc_url, "llm", shorter).last("num_input_tokens") == len(ids) - 2
+
+
+def test_a_cache_salt_hides_what_others_have_asked(llm_server: LlmServer) -> None:
+    """A right guess of another's prompt finds its blocks only with its salt, in whichever way the salt is given."""
+    secret = "# the password of the vault is 7391\n" * 20
+
+    def reused(salt: str, **inputs: Any) -> int:
+        given = {"cache_salt": salt} if salt else {}
+        answer = ask(llm_server, text_input=secret, max_tokens=1, return_perf_metrics=True, **given, **inputs)
+        return answer.last("kv_cache_reused_blocks")
+
+    assert reused("mine") == 0 < (num_blocks := reused("mine"))
+    assert reused("guessed") == 0 and reused("") == 0, "neither with another salt nor without one"
+    assert reused("", sampling_parameters='{"cache_salt": "mine"}') == num_blocks == reused("")

@@ -49,6 +49,7 @@ ORDINARY: dict[str, Any] = {
     "guide_type": "regex",
     "guide_text": "[a-z]+",
     "timeout_ms": 60000,
+    "cache_salt": "tenant",
     "stream_interval": 2,
     "stop_request": False,
     "exclude_input_in_output": True,

@@ -357,6 +357,15 @@ def test_the_earlier_timeout_counts_from_arrival() -> None:
     assert 200.5 < seconds_left(PROMPT, tensor("timeout_ms", 600_000), timeout_us=500_000_000, **passed) <= 400.5
 
 
+def test_a_cache_salt_parts_cached_prefixes_and_has_an_end() -> None:
+    assert parse(PROMPT).request.prefix_key == b"" == parse(PROMPT, tensor("cache_salt", "")).request.prefix_key
+    salted = [parse(PROMPT, tensor("cache_salt", "é" * 128)), parse(PROMPT, parameters={"cache_salt": "é" * 128})]
+    salted.append(parse(PROMPT, sampling(cache_salt="é" * 128)))
+    assert {client.request.prefix_key for client in salted} == {"é".encode() * 128}
+    with pytest.raises(RequestError, match="cache_salt: got 258 bytes, accepted: at most 256"):
+        parse(PROMPT, tensor("cache_salt", "é" * 129))
+
+
 def test_the_rest_of_a_request_arrives() -> None:
     tensors = tensor("priority", -2), tensor("stream", True), tensor("stream_interval", 5)
     client = parse(PROMPT, *tensors, request_id="r1", arrival_ns=77)

@@ -130,3 +130,21 @@ def test_a_generated_block_is_found_only_after_its_own_prefix() -> None:
     cache.commit(first)
     assert cache.match_prefix(make_request([1, 1, 1, 1, 7, 7, 7, 7, 5])) == 8
     assert cache.match_prefix(make_request([7, 7, 7, 7, 5])) == 0
+
+
+def test_a_salt_parts_the_device_the_host_and_what_is_being_computed() -> None:
+    """Whoever guesses another's prompt must neither find its blocks nor be made to wait for them."""
+    cache = KVCacheManager(4, SIZE, num_host_blocks=8)
+    prompt = list(range(12))
+    mine = make_request(prompt, b"mine")
+    cache.admit(mine, cache.find_prefix(mine))
+    guess, again = make_request(prompt, b"other"), make_request(prompt, b"mine")
+    assert [cache.find_prefix(request) for request in (guess, again)] == [[], []]
+    assert [cache.is_prefix_underway(request, 0) for request in (guess, again)] == [False, True]
+    mine.num_computed_tokens = 12
+    cache.commit(mine)
+    assert [len(cache.find_prefix(request)) for request in (guess, again)] == [0, 2]
+    cache.free(mine)
+    compute(cache, make_request(list(range(100, 116))))  # takes all blocks: what they held goes to host memory
+    found = [cache.find_prefix(make_request(prompt, key)) for key in (b"other", b"mine", b"")]
+    assert [len(blocks) for blocks in found] == [0, 2, 0] and found[1][0].device_block is None

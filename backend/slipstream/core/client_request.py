@@ -37,6 +37,7 @@ _NOT_DECOUPLED = (
     "because the model_transaction_policy of config.pbtxt is `decoupled: false`: a request has one response"
 )
 MAX_TIMEOUT_US = 2**63 - 1
+MAX_CACHE_SALT_BYTES = 256
 STREAM_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed."  # the vLLM backend's words
 
 
@@ -104,6 +105,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         deadline=_deadline(raw, settings),
         handle=raw.handle,
         client_request_id=request_id,
+        prefix_key=_prefix_key(settings),
         times=RequestTimes(arrival_ns=raw.arrival_ns),
     )
     return ClientRequest(
@@ -189,6 +191,14 @@ def _integer(settings: Settings, name: str, default: int, low: int, high: int = 
     if not low <= value <= high:
         raise refuse(name, value, f"an integer from {low} to {high}")
     return value
+
+
+def _prefix_key(settings: Settings) -> bytes:
+    """What parts cached prefixes of different tenants: it begins the chain of block hashes (core/kv_cache.py)."""
+    salt: bytes = settings.get("cache_salt", "").encode("utf-8")
+    if len(salt) > MAX_CACHE_SALT_BYTES:
+        raise RequestError("cache_salt", f"got {len(salt)} bytes, accepted: at most {MAX_CACHE_SALT_BYTES}")
+    return salt
 
 
 def _deadline(raw: WireRequest, settings: Settings) -> float | None:

@@ -65,6 +65,7 @@ READERS: dict[str, read.Reader] = {
     "exclude_input_in_output": read.read_bool,
     "stop_request": read.read_bool,
     "priority": read.read_int,
+    "cache_salt": read.read_text,
     "timeout_ms": read.read_int,
     "timeout_us": read.read_int,
     "request_id": read.read_text,

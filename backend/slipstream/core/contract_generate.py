@@ -100,6 +100,7 @@ _SERVING = (
     InputSpec("sampling_param_exclude_input_from_output", BOOL, ONE, "exclude_input_in_output", (TRT_LLMAPI,), "Same as `exclude_input_in_output`."),
     InputSpec("stop", BOOL, ONE, "stop_request", (TRT_CORE, TRT_LLMAPI), "True: end the running request that has this request's id. Nothing else is needed."),
     InputSpec("priority", INT32, ONE, "priority", (SLIPSTREAM,), "Lower runs first; default 0. A waiting request gains a level every `priority_aging_s` of the model."),
+    InputSpec("cache_salt", BYTES, ONE, "cache_salt", (SLIPSTREAM,), "Cached blocks are shared only with requests of the same salt, so that others cannot learn from `kv_cache_reused_blocks` or from timing that a prompt was seen before. Secret to those who may share; at most 256 bytes, empty for none."),
     InputSpec("timeout_ms", INT32, ONE, "timeout_ms", (SLIPSTREAM,), "The request ends with finish_reason `timeout` after so long; 0 for none. Also Triton's own request timeout."),
 )  # fmt: skip
 
