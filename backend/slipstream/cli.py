@@ -16,6 +16,7 @@ VERBS = {
     "serve": "start tritonserver with a model repository or a checkpoint",
     "serve-openai": "start the OpenAI-compatible gateway and the chat page in front of a running server",
     "validate": "check model folders as a load would, without server and weights",
+    "convert": "write a GGUF file as a checkpoint folder",
     "bench": "load a running server: time to first token, time per token, tokens/s at rising concurrency",
     "chat": "talk to a model in the terminal, over gRPC",
     "doctor": "say what this machine can do and why not: GPU, libraries, server, models",

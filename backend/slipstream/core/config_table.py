@@ -72,8 +72,8 @@ def _is_graph_sizes(value: str) -> bool:
 
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter("task", "task", "What the model does: text generation, or TensorRT-LLM's `preprocessing` / `postprocessing`.", accepted=TASKS),
-    Parameter("model", "model.model", "The checkpoint: a folder (relative to the model's folder) or a Hugging Face id. Without it: the version folder, if that holds one.", ("gpt_model_path", "engine_dir")),
-    Parameter("tokenizer", "model.tokenizer", "A folder with tokenizer.json, the file, or a hub id; the checkpoint's when empty.", ("tokenizer_dir",)),
+    Parameter("model", "model.model", "The checkpoint: a folder (relative to the model's folder), a GGUF file or a Hugging Face id. Without it: the version folder, if that holds one.", ("gpt_model_path", "engine_dir")),
+    Parameter("tokenizer", "model.tokenizer", "A folder with tokenizer.json, the file, a GGUF file or a hub id; the checkpoint's when empty.", ("tokenizer_dir",)),
     Parameter("dtype", "model.dtype", "Type of weights and activations; `auto` is the checkpoint's.", accepted=DTYPES),
     Parameter("load_format", "model.load_format", "`dummy`: random weights; `null`: no model at all, every step emits a fixed token.", accepted=LOAD_FORMATS),
     Parameter("max_model_len", "model.max_model_len", "Longest sequence, prompt and output together; 0 is the checkpoint's.", ("max_seq_len",), **_at_least(0)),

@@ -18,9 +18,12 @@ _PICKLED_FILES = ("*.bin", "*.pt")  # many heads are published as pickled state 
 def resolve_checkpoint(model: str) -> Path:
     """The local folder of a checkpoint path, or of a hub id such as "org/name" (downloaded, or from the hub's cache).
 
-    Raises ConfigError when it is neither a folder nor can be fetched.
+    A GGUF file is converted once into the user's cache.  Raises ConfigError when it is neither a folder nor a GGUF
+    file, nor can be fetched.
     """
     path = Path(model).expanduser()
+    if _is_gguf(path):
+        return _converted(path)
     return path if path.is_dir() else _fetch("model", model, _CHECKPOINT_FILES)
 
 
@@ -39,12 +42,26 @@ def resolve_head(field: str, folder: str) -> Path:
 def resolve_tokenizer(tokenizer: str) -> Path:
     """The same for what `TextTokenizer.load` reads: a folder or a file; of a hub id without the weights."""
     path = Path(tokenizer).expanduser()
+    if _is_gguf(path):
+        return _converted(path)
     return path if path.exists() else _fetch("tokenizer", tokenizer, _TOKENIZER_FILES)
+
+
+def _is_gguf(path: Path) -> bool:
+    return path.suffix == ".gguf" and path.is_file()
+
+
+def _converted(path: Path) -> Path:
+    from slipstream.nn.gguf.convert import converted  # imports torch, which few users of this module need
+
+    return converted(path)
 
 
 def _fetch(field: str, name: str, files: tuple[str, ...]) -> Path:
     if Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
-        raise ConfigError(field, name, "no such folder; accepted: a checkpoint folder or a hub id like org/name")
+        raise ConfigError(
+            field, name, "no such folder; accepted: a checkpoint folder, a .gguf file or a hub id like org/name"
+        )
     import huggingface_hub
 
     try:
