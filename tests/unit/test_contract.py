@@ -36,7 +36,8 @@ SAMPLES: dict[str, tuple[object, object]] = {
     "bias_weights": ([1.5], (1.5,)), "bias_vector": ([0.0, 2.0], (0.0, 2.0)), "guide_type": ("regex", "="),
     "guide_text": ("[a-z]+", "="), "stream": (True, "="), "stream_interval": (4, "="),
     "exclude_input_in_output": (True, "="), "stop_request": (False, "="), "priority": (-3, "="),
-    "cache_salt": ("tenant", "="), "timeout_ms": (50, "="), "num_draft_tokens": (3, "="), "speculative_method": ("ngram", "="),
+    "cache_salt": ("tenant", "="), "timeout_ms": (50, "="), "num_draft_tokens": (3, "="),
+    "speculative_method": ("ngram", "="),
     "speculative_acceptance": ("exact", "="), "reference_text": ("a text", "="), "reference_ids": ([5, 6], (5, 6)),
 }  # fmt: skip
 
