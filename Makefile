@@ -22,6 +22,7 @@ ARGS ?=
 
 demo: assemble
 	@$(PY) build/demo.py $(ARGS)
+	$(PY) build/demo_chat.py install/demo_chat.log
 
 serve: assemble $(if $(ENCODERS),encoders)
 	@$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(if $(ENCODERS),--encoders) $(ARGS)
