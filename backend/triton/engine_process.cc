@@ -49,6 +49,21 @@ void close_all_above_stderr() {
   _exit(127);
 }
 
+// A server inherits "ignore" from a parent that ignored SIGCHLD; the kernel then reaps its children by itself and tells
+// nobody how they ended.  tritonserver never asks for that, so the default is put back.
+void stop_ignoring_children() {
+  struct sigaction action{};
+  if (sigaction(SIGCHLD, nullptr, &action) != 0) return;
+  const bool is_default = action.sa_handler == SIG_DFL && (action.sa_flags & SA_NOCLDWAIT) == 0;
+  const bool is_ignored = action.sa_handler == SIG_IGN && (action.sa_flags & SA_SIGINFO) == 0;
+  if (is_default || (!is_ignored && (action.sa_flags & SA_NOCLDWAIT) == 0)) return;
+  if (is_ignored) action.sa_handler = SIG_DFL;
+  action.sa_flags &= ~SA_NOCLDWAIT;
+  if (sigaction(SIGCHLD, &action, nullptr) == 0) {
+    log_info("the server was started with SIGCHLD ignored; it is no longer, so that engines can be waited for");
+  }
+}
+
 // What a client may see of a line: it must not learn where things lie on the server's disk.
 std::string without_paths(const std::string& line) {
   static const std::regex kFolders(R"((^|[\s"'(\[=:,])~?/(?:[^\s"'/]*/)*)");
@@ -73,6 +88,7 @@ EngineProcess::EngineProcess(const std::vector<std::string>& argv, std::string l
   int output[2];
   const int null_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
   if (null_fd < 0 || pipe2(output, O_CLOEXEC) != 0) throw std::system_error(errno, std::generic_category(), "pipe");
+  stop_ignoring_children();
   const pid_t server = getpid();
   pid_ = fork();
   if (pid_ == 0) run_child(arguments.data(), null_fd, output[1], server);
@@ -93,11 +109,21 @@ EngineProcess::~EngineProcess() {
 }
 
 bool EngineProcess::has_exited() {
+  if (exited_) return true;
   siginfo_t info{};
-  if (!exited_ && waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0) {
+  if (waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED | WNOHANG | WNOWAIT) == 0) {
     exited_ = info.si_pid == pid_;  // not reaped yet: its number stays taken until its group has been killed
+  } else if (errno == ECHILD) {
+    note_reaped_by_kernel();
   }
   return exited_;
+}
+
+// Somebody made the server ignore SIGCHLD after the start, or waits for all children: how it ended is lost.
+void EngineProcess::note_reaped_by_kernel() {
+  ::kill(-pid_, SIGKILL);  // its workers; as long as there is one, the group's number is nobody else's
+  is_status_known_ = false;
+  exited_ = reaped_ = true;
 }
 
 bool EngineProcess::wait_exit(int timeout_ms) {
@@ -116,7 +142,10 @@ void EngineProcess::signal_group(int signal_number) {
 void EngineProcess::kill() {
   if (reaped_) return;
   signal_group(SIGKILL);
-  waitpid(pid_, &wait_status_, 0);
+  pid_t waited;
+  do waited = waitpid(pid_, &wait_status_, 0);
+  while (waited < 0 && errno == EINTR);
+  is_status_known_ = waited == pid_;
   exited_ = reaped_ = true;
 }
 
@@ -126,6 +155,8 @@ ProcessEnd EngineProcess::describe_end() {
   ProcessEnd end;
   if (!has_ended_itself) {
     end.how = "closed its connection and was killed";
+  } else if (!is_status_known_) {
+    end.how = "ended in a way that the system did not tell";
   } else if (WIFSIGNALED(wait_status_)) {
     const int number = WTERMSIG(wait_status_);
     end.how = "was killed by signal " + std::to_string(number) + " (" + strsignal(number) + ")";

@@ -42,6 +42,7 @@ class EngineProcess {
   ProcessEnd describe_end();
 
  private:
+  void note_reaped_by_kernel();
   void signal_group(int signal_number);
   void forward_output(int pipe_fd);
   void forward_line(const std::string& line);
@@ -50,6 +51,7 @@ class EngineProcess {
   pid_t pid_ = -1;
   bool exited_ = false;
   bool reaped_ = false;  // from then on its number may be another process's
+  bool is_status_known_ = true;
   int wait_status_ = 0;
   std::mutex lines_mutex_;
   std::deque<std::string> last_lines_;
