@@ -32,9 +32,14 @@ def write_if_changed(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 def write_engine_launcher(path: Path) -> None:
-    """The command that the C++ backend starts: the engine process, in the environment of this very interpreter."""
-    command = f'exec "{sys.executable}" -m slipstream.runtime.main "$@"'
-    write_if_changed(path, f"#!/bin/sh\n# Written by build/assemble.py.\n{command}\n", 0o755)
+    """The command that the C++ backend starts: the engine process, in the environment of this very interpreter.
+
+    Nothing is imported from the server's current directory, which `python -m` would search first (and so would the
+    Pythons that the engine starts: PYTHONSAFEPATH, of Python 3.11, is for those).
+    """
+    start = "import sys; sys.path[:] = filter(None, sys.path); from slipstream.runtime.main import main; main()"
+    lines = ["#!/bin/sh", "# Written by build/assemble.py.", "PYTHONSAFEPATH=1", "export PYTHONSAFEPATH"]
+    write_if_changed(path, "\n".join([*lines, f'exec "{sys.executable}" -c \'{start}\' "$@"', ""]), 0o755)
 
 
 def write_contract(path: Path) -> None:

@@ -126,6 +126,6 @@ class LlmServer(TritonServer):
 
 def is_engine(process: psutil.Process) -> bool:
     try:
-        return "slipstream.runtime.main" in process.cmdline()
+        return "slipstream.runtime.main" in " ".join(process.cmdline())
     except psutil.Error:
         return False

@@ -69,7 +69,7 @@ def run(link: EngineLink) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="slipstream-engine", description=__doc__.splitlines()[0])
     parser.add_argument("--socket", required=True)
     parser.add_argument("--token", required=True)
     arguments = parser.parse_args()
