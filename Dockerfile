@@ -34,5 +34,6 @@ RUN pip install --no-cache-dir --no-deps --target /tmp/cuda "nvidia-cuda-nvcc==$
  && rm -rf /tmp/cuda
 
 EXPOSE 8000 8001 8002 9000
+# --exit-timeout-secs: 10 s above drain_timeout_s; docker stop needs as much (-t 75)
 # explicit mode: a model whose engine died is not ready until it is loaded again (docs/operations.md)
-CMD ["tritonserver", "--model-repository=/opt/slipstream/model_repository", "--model-control-mode=explicit", "--load-model=llm", "--load-model=preprocessing", "--load-model=postprocessing", "--load-model=ensemble"]
+CMD ["tritonserver", "--model-repository=/opt/slipstream/model_repository", "--model-control-mode=explicit", "--exit-timeout-secs=70", "--load-model=llm", "--load-model=preprocessing", "--load-model=postprocessing", "--load-model=ensemble"]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from free_ports import free_ports
-from slipstream.commands.serve import OWN_MODELS, server_command, supervise
+from slipstream.commands.serve import OWN_MODELS, exit_timeout_s, server_command, supervise
 from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 
@@ -86,7 +86,7 @@ def running_server(repository: Path, address: Address, log_path: Path, timeout_s
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(30)
+            process.wait(exit_timeout_s(repository) + 5)
         except subprocess.TimeoutExpired:
             process.kill()
 

@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include <algorithm>
+#include <cstdio>
 
 namespace slipstream {
 namespace {
@@ -11,17 +12,10 @@ constexpr int kExitGraceMs = 1000;  // between closing its socket and ending, to
 constexpr int kHousekeepingMs = 500;
 constexpr auto kLongestSilence = std::chrono::seconds(60);  // a working engine sends metrics four times a second
 
-bool is_exiting(TRITONSERVER_Server* server) {
-  bool is_live = false;  // also false while the server starts; only once it exits this is an error
-  TRITONSERVER_Error* error = TRITONSERVER_ServerIsLive(server, &is_live);
-  if (error == nullptr) return false;
-  TRITONSERVER_ErrorDelete(error);
-  return true;
-}
-
-// A server that was told to end waits for its loads: one that takes minutes must not outlast the exit time-out.
-void throw_if_exiting(TRITONSERVER_Server* server) {
-  if (is_exiting(server)) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, "the server is shutting down");
+std::string in_seconds(std::chrono::milliseconds time) {
+  char text[32];
+  snprintf(text, sizeof text, "%g", static_cast<double>(time.count()) / 1e3);
+  return text;
 }
 
 }  // namespace
@@ -43,6 +37,11 @@ void EngineDirectory::cancel(uint64_t handle) {
   }
 }
 
+bool EngineDirectory::is_idle() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::all_of(engines_.begin(), engines_.end(), [](Engine* engine) { return engine->is_idle(); });
+}
+
 // The engine is gone.  what() is for the log and for whoever loads the model, for_clients for everybody else.
 class EngineEnded : public BackendError {
  public:
@@ -56,9 +55,12 @@ class EngineEnded : public BackendError {
 Engine::Engine(EngineSetup setup, Services& services)
     : setup_(std::move(setup)),
       services_(services),
+      exit_(std::make_shared<ServerExit>(setup_.server)),
       metrics_(std::make_shared<ModelMetrics>(services.metrics, setup_.model_name, setup_.model_version)),
       live_(services.pacer) {
   metrics_->engine_is_down();
+  warn_of_short_exit();
+  services_.exit_guard.watch(exit_, [&engines = services_.engines] { return engines.is_idle(); });
   supervisor_ = std::thread([this] { supervise(); });
   watcher_ = std::thread([this] { watch_cancellations(); });
   services_.engines.add(this);
@@ -69,7 +71,7 @@ Engine::~Engine() {
   std::shared_ptr<EngineLink> link;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (drain_deadline_ == Clock::time_point{}) drain_deadline_ = Clock::now() + setup_.drain_timeout;
+    begin_drain();
     stop_ = true;
     link = link_;
   }
@@ -96,7 +98,9 @@ bool Engine::is_up() {
 
 std::string Engine::why_down() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return "the engine of model '" + setup_.model_name + "' " + end_for_clients_ + "; it is being restarted";
+  const bool is_last = exit_->has_begun();
+  const char* what_now = is_last ? "; the server is shutting down" : "; it is being restarted";
+  return "the engine of model '" + setup_.model_name + "' " + end_for_clients_ + what_now;
 }
 
 bool Engine::submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std::string_view frame) {
@@ -107,14 +111,11 @@ bool Engine::submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std
     link = link_;
     live_.add(handle, factory);
   }
-  link->send(frame);  // if this fails the reader sees the end of the stream and answers the request
-  return true;
-}
-
-bool Engine::cancel(uint64_t handle) {
-  if (!live_.mark_cancelled(handle)) return false;
-  send_cancel(handle);
-  return true;
+  if (link->offer(frame) || !live_.take_back(handle)) return true;
+  throw BackendError(
+      TRITONSERVER_ERROR_UNAVAILABLE,
+      "the engine of model '" + setup_.model_name + "' does not keep up with its requests: more than " +
+          std::to_string(EngineLink::kMaxUnreadBytes >> 20) + " MiB of them are unread");
 }
 
 void Engine::send_cancel(uint64_t handle) {
@@ -157,7 +158,7 @@ void Engine::run_engine() {
   EngineProcess process(
       {setup_.launcher, "--socket", listener->path(), "--token", listener->token_hex()}, setup_.model_name + ": ");
   const int fd = listener->accept_engine([&] {
-    throw_if_exiting(setup_.server);
+    throw_if_exiting();
     return !stop_ && !process.has_exited();
   });
   if (fd < 0 && stop_) return;
@@ -188,18 +189,45 @@ void Engine::serve(EngineProcess& process, EngineLink& link) {
     throw EngineEnded("the engine " + how, how);
   }
   if (stop_) return stop_process(process, is_open);
+  if (is_open) {  // the server exits and has not unloaded the model in time: it may never do so
+    stop_process(process, is_open);
+    throw EngineEnded("the engine was stopped: the server is shutting down", "was stopped");
+  }
   process.wait_exit(kExitGraceMs);
   throw EngineEnded(process.describe_end());
 }
 
-// Every half second.  False when the engine has had its time to drain.
+// Every half second.  False when the engine has had its time to drain, be it that the model ends or only the server: one
+// that hangs in its own teardown unloads nothing, and its engines must give their memory back all the same.
 bool Engine::keep_house() {
   live_.fail_ignored_cancels();
-  if (current_link_ != link_) throw_if_exiting(setup_.server);  // still loading
+  if (current_link_ != link_) throw_if_exiting();  // still loading
   answer_overdue();
   report_silence();
   std::lock_guard<std::mutex> lock(mutex_);
-  return !stop_ || (link_ != nullptr && Clock::now() < drain_deadline_ + kDrainGrace);
+  const bool is_draining = drain_deadline_ != Clock::time_point{};
+  return !is_draining || (link_ != nullptr && Clock::now() < drain_deadline_ + kDrainGrace);
+}
+
+// A server that was told to end waits for its loads: one that takes minutes must not outlast the exit time-out.
+void Engine::throw_if_exiting() {
+  if (exit_->has_begun()) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, "the server is shutting down");
+}
+
+void Engine::warn_of_short_exit() {
+  if (setup_.drain_timeout <= exit_->longest_drain()) return;
+  log_warning(
+      "model '" + setup_.model_name + "': the server's --exit-timeout-secs is " + std::to_string(exit_->timeout().count()) +
+      ", so that requests have " + in_seconds(exit_->longest_drain()) + " s when it exits, not the " +
+      in_seconds(setup_.drain_timeout) + " s of drain_timeout_s; set it at least 10 s above drain_timeout_s");
+}
+
+// Under the lock.
+void Engine::begin_drain() {
+  if (drain_deadline_ != Clock::time_point{}) return;
+  const bool is_limited = exit_->has_begun();
+  const auto time = is_limited ? std::min(setup_.drain_timeout, exit_->longest_drain()) : setup_.drain_timeout;
+  drain_deadline_ = Clock::now() + time;
 }
 
 // An engine may hang and still read its socket.  It is left alone: only its operator knows what killing it costs.
@@ -215,10 +243,10 @@ void Engine::report_silence() {
 // moment it exits, and what still runs then is answered here.  Before that DRAIN would be wrong: an ensemble's streams
 // go on sending requests to the models at its end.
 void Engine::answer_overdue() {
-  if (!is_exiting(setup_.server)) return;
+  if (!exit_->has_begun()) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (drain_deadline_ == Clock::time_point{}) drain_deadline_ = Clock::now() + setup_.drain_timeout;
+    begin_drain();
     if (Clock::now() < drain_deadline_) return;
   }
   const size_t num_overdue = live_.fail_all(
@@ -296,14 +324,14 @@ void Engine::engine_ended(const BackendError& reason, const std::string& for_cli
   live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
 }
 
-// False when the model is being unloaded: by the reloader, or by the user.
+// False when the server exits, or the model is being unloaded: by the reloader, or by the user.
 bool Engine::wait_for_restart() {
   const auto healthy_for = up_since_ == Clock::time_point{} ? Clock::duration{} : Clock::now() - up_since_;
   up_since_ = {};
-  const auto ticket = services_.reloader.reload(setup_.server, setup_.model_name, healthy_for, metrics_);
+  const auto ticket = services_.reloader.reload(exit_, setup_.model_name, healthy_for, metrics_);
   const auto due = Clock::now() + backoff_.next(healthy_for);
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!stop_) {
+  while (!stop_ && !exit_->has_begun()) {
     const bool may_restart = ticket == nullptr || *ticket == ModelReloader::Verdict::kRefused;
     if (may_restart && Clock::now() >= due) return true;
     changed_.wait_for(lock, std::chrono::milliseconds(20));

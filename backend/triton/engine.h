@@ -22,6 +22,7 @@
 #include "metrics.h"
 #include "pacing.h"
 #include "reloader.h"
+#include "server_exit.h"
 #include "status.h"
 
 namespace slipstream {
@@ -35,6 +36,8 @@ class EngineDirectory {
   void remove(Engine* engine);
   // Cancel this request, whichever engine has it; nothing happens when none does.
   void cancel(uint64_t handle);
+  // Whether no engine has a request.
+  bool is_idle();
 
  private:
   std::mutex mutex_;
@@ -47,6 +50,7 @@ struct Services {
   HttpPacer pacer;
   ModelReloader reloader;
   EngineDirectory engines;
+  ExitGuard exit_guard;  // asks the engines
 };
 
 struct EngineSetup {
@@ -69,15 +73,17 @@ class Engine {
   void wait_until_ready();
 
   bool is_up();
+  bool is_idle() { return live_.is_empty(); }
   // Why requests cannot be taken now; for error messages to clients.
   std::string why_down();
 
   // Hand a request over: its frame goes to the engine, its factory to the live requests.  False, and nothing is taken,
-  // while the engine is down.
+  // while the engine is down.  Throws BackendError, and nothing is taken, while the engine has too much unread.
   bool submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std::string_view frame);
 
   // Have the engine stop working on a request, as if its client had cancelled.  False if it is not live here.
-  bool cancel(uint64_t handle);
+  // Does not wait: the caller holds the lock of all engines, and this one may not be reading its socket.
+  bool cancel(uint64_t handle) { return live_.mark_cancelled(handle); }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -87,6 +93,9 @@ class Engine {
   void run_engine();
   void serve(EngineProcess& process, EngineLink& link);
   bool keep_house();
+  void throw_if_exiting();
+  void warn_of_short_exit();
+  void begin_drain();
   void answer_overdue();
   void report_silence();
   void stop_process(EngineProcess& process, bool is_connected);
@@ -100,6 +109,7 @@ class Engine {
 
   const EngineSetup setup_;
   Services& services_;
+  const std::shared_ptr<ServerExit> exit_;  // of the server
   std::shared_ptr<ModelMetrics> metrics_;
   LiveRequests live_;
 

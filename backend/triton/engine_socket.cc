@@ -3,9 +3,9 @@
 #include <errno.h>
 #include <poll.h>
 #include <stddef.h>
+#include <sys/eventfd.h>
 #include <sys/random.h>
 #include <sys/socket.h>
-#include <sys/time.h>
 #include <sys/un.h>
 #include <unistd.h>
 
@@ -19,7 +19,6 @@ namespace {
 
 constexpr size_t kReceiveBytes = 1 << 20;
 constexpr size_t kMaxCandidates = 16;
-constexpr int kSendTimeoutSeconds = 30;
 
 [[noreturn]] void fail(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
@@ -124,38 +123,79 @@ EngineListener::Verdict EngineListener::examine(Candidate& candidate) {
   }
 }
 
-EngineLink::EngineLink(int fd) : fd_(fd), buffer_(kReceiveBytes) {
+EngineLink::EngineLink(int fd) : fd_(fd), wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), buffer_(kReceiveBytes) {
+  if (wake_fd_ < 0) fail("eventfd");
   const int bytes = 4 << 20;
   setsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof bytes);
-  const timeval timeout{kSendTimeoutSeconds, 0};
-  setsockopt(fd_, SOL_SOCKET, SO_SNDTIMEO, &timeout, sizeof timeout);
 }
 
 EngineLink::~EngineLink() {
+  close(wake_fd_);
   close(fd_);
 }
 
 void EngineLink::shut_down() {
+  is_gone_ = true;
   shutdown(fd_, SHUT_RDWR);
 }
 
-bool EngineLink::send(std::string_view frame) {
+void EngineLink::send(std::string_view frame) {
+  take(frame, SIZE_MAX);
+}
+
+bool EngineLink::offer(std::string_view frame) {
+  return take(frame, kMaxUnreadBytes);
+}
+
+bool EngineLink::take(std::string_view frame, size_t most_kept) {
   std::lock_guard<std::mutex> lock(send_mutex_);
-  while (!frame.empty()) {
-    const ssize_t sent = ::send(fd_, frame.data(), frame.size(), MSG_NOSIGNAL);
-    if (sent < 0 && errno == EINTR) continue;
-    if (sent < 0) {
-      shut_down();  // half a frame may be out: nothing more can be said on this connection
-      return false;
-    }
-    frame.remove_prefix(static_cast<size_t>(sent));
-  }
+  if (is_gone_) return true;
+  const size_t num_kept = kept_.size() - kept_begin_;
+  if (num_kept >= most_kept) return false;
+  if (num_kept == 0) frame.remove_prefix(push(frame));
+  if (frame.empty() || is_gone_) return true;
+  kept_.append(frame);
+  const uint64_t one = 1;
+  if (num_kept == 0 && write(wake_fd_, &one, sizeof one) < 0) shut_down();  // cannot be: the counter is read each time
   return true;
 }
 
+// Under the lock.  Returns how many bytes the kernel took; an engine that is gone takes none.
+size_t EngineLink::push(std::string_view bytes) {
+  size_t num_sent = 0;
+  while (num_sent < bytes.size()) {
+    const ssize_t sent = ::send(fd_, bytes.data() + num_sent, bytes.size() - num_sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (sent >= 0) {
+      num_sent += static_cast<size_t>(sent);
+    } else if (errno != EINTR) {
+      if (errno != EAGAIN) shut_down();  // half a frame may be out: nothing more can be said on this connection
+      break;
+    }
+  }
+  return num_sent;
+}
+
+void EngineLink::flush() {
+  std::lock_guard<std::mutex> lock(send_mutex_);
+  kept_begin_ += push(std::string_view(kept_).substr(kept_begin_));
+  if (kept_begin_ < kept_.size() && !is_gone_) return;
+  std::string().swap(kept_);
+  kept_begin_ = 0;
+}
+
+bool EngineLink::has_kept() {
+  std::lock_guard<std::mutex> lock(send_mutex_);
+  return !kept_.empty();
+}
+
 bool EngineLink::receive(int timeout_ms, const std::function<void(FrameType, std::string_view)>& on_frame) {
-  pollfd waiting{fd_, POLLIN, 0};
-  if (poll(&waiting, 1, timeout_ms) <= 0) return true;
+  const short wanted_events = has_kept() ? POLLIN | POLLOUT : POLLIN;
+  pollfd waiting[] = {{fd_, wanted_events, 0}, {wake_fd_, POLLIN, 0}};
+  if (poll(waiting, 2, timeout_ms) <= 0) return true;
+  uint64_t num_wakes;
+  if (waiting[1].revents != 0 && read(wake_fd_, &num_wakes, sizeof num_wakes) < 0 && errno != EAGAIN) fail("eventfd");
+  if (waiting[0].revents & POLLOUT) flush();
+  if ((waiting[0].revents & ~POLLOUT) == 0) return true;
   const ssize_t got = recv(fd_, buffer_.data() + end_, buffer_.size() - end_, MSG_DONTWAIT);
   if (got == 0) return false;
   if (got < 0) return errno == EINTR || errno == EAGAIN;

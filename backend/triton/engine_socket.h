@@ -1,7 +1,7 @@
 // The unix socket between this backend and one engine process.
 //
-// EngineListener waits for the one connection that knows the token; EngineLink sends whole frames (any thread) and
-// cuts what arrives into frames (one thread).
+// EngineListener waits for the one connection that knows the token; EngineLink takes whole frames to send (any thread) and
+// cuts what arrives into frames (one thread, which also sends what had to be kept).
 #pragma once
 
 #include <functional>
@@ -49,18 +49,31 @@ class EngineLink {
   ~EngineLink();
   EngineLink(const EngineLink&) = delete;
 
-  // False when the engine is gone or has not read for 30 s; the reader then sees the end of the stream.
-  bool send(std::string_view frame);
+  // Neither call waits: what the engine does not read at once is kept, and sent by receive().  An engine that does not read
+  // may be busy, stopped or hung; that it is dead is for its process to say.  When it is gone nothing is sent, and the
+  // reader sees the end of the stream.
+  void send(std::string_view frame);
+  // For requests: false, and nothing is taken, while kMaxUnreadBytes or more are kept.
+  bool offer(std::string_view frame);
 
   // Wait up to timeout_ms for bytes and hand every complete frame to on_frame (its payload is valid during the call).
   // False at the end of the stream.  Throws ProtocolError; so may on_frame.
   bool receive(int timeout_ms, const std::function<void(FrameType, std::string_view)>& on_frame);
 
-  void shut_down();
+  static constexpr size_t kMaxUnreadBytes = 64 << 20;
 
  private:
-  const int fd_;
+  bool take(std::string_view frame, size_t most_kept);
+  size_t push(std::string_view bytes);
+  void flush();
+  bool has_kept();
+  void shut_down();
+
+  const int fd_, wake_fd_;
   std::mutex send_mutex_;
+  std::string kept_;       // whole frames, but for the first, of which kept_begin_ bytes and maybe more are out
+  size_t kept_begin_ = 0;
+  bool is_gone_ = false;
   std::vector<char> buffer_;
   size_t begin_ = 0, end_ = 0;  // the unread bytes of buffer_
 };

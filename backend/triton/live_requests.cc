@@ -124,7 +124,8 @@ bool LiveRequests::wait_cancelled(std::vector<uint64_t>& cancelled) {
   changed_.wait(lock, [this] { return !live_.empty() || !watching_; });
   const auto period = std::clamp<std::chrono::microseconds>(
       kWatchCost * static_cast<int64_t>(live_.size()), kShortestWatchPeriod, kLongestWatchPeriod);
-  changed_.wait_for(lock, period, [this] { return !watching_; });
+  changed_.wait_for(lock, period, [this] { return !watching_ || !marked_.empty(); });
+  cancelled.swap(marked_);
   watched_.clear();
   for (const auto& [handle, live] : live_) {
     if (!live.is_cancelled) watched_.push_back(handle);
@@ -165,6 +166,8 @@ bool LiveRequests::mark_cancelled(uint64_t handle) {
   if (found == live_.end() || found->second.is_cancelled) return false;
   found->second.is_cancelled = true;
   found->second.cancelled_at = Clock::now();
+  marked_.push_back(handle);
+  changed_.notify_all();
   return true;
 }
 

@@ -25,6 +25,9 @@ class LiveRequests {
   // Takes the factory over.
   void add(uint64_t handle, TRITONBACKEND_ResponseFactory* factory);
 
+  // Give the factory of a request that the engine never got back to the caller.  False if it was answered meanwhile.
+  bool take_back(uint64_t handle) { return find(handle, true) != nullptr; }
+
   // Reader thread: send one response of the engine; outputs are named by READY's list.  Unknown handles are ignored
   // (their request was answered already).  Throws ProtocolError for an output index out of range.
   void respond(const ResponseView& response, const std::vector<OutputSpec>& outputs);
@@ -42,7 +45,8 @@ class LiveRequests {
 
   bool is_empty();
 
-  // Mark as cancelled whatever the client says.  False if it is not live or was marked before.
+  // Mark as cancelled whatever the client says; the watcher finds it next.  Never waits for an engine.  False if it is not
+  // live or was marked before.
   bool mark_cancelled(uint64_t handle);
 
  private:
@@ -61,6 +65,7 @@ class LiveRequests {
   std::condition_variable changed_;
   bool watching_ = true;
   std::unordered_map<uint64_t, Live> live_;
+  std::vector<uint64_t> marked_;  // by mark_cancelled(), not yet found
   std::vector<uint64_t> watched_;  // of the watcher thread
 };
 

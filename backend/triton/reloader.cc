@@ -50,13 +50,13 @@ ModelReloader::~ModelReloader() {
 }
 
 ModelReloader::Ticket ModelReloader::reload(
-    TRITONSERVER_Server* server, const std::string& model, std::chrono::steady_clock::duration healthy_for,
+    std::shared_ptr<ServerExit> exit, const std::string& model, std::chrono::steady_clock::duration healthy_for,
     std::shared_ptr<void> keep_alive) {
   if (is_in_place_) return nullptr;
   auto ticket = std::make_shared<std::atomic<Verdict>>(Verdict::kPending);
   std::lock_guard<std::mutex> lock(mutex_);
   const auto due = std::chrono::steady_clock::now() + backoffs_[model].next(healthy_for);
-  jobs_.push_back({server, model, std::move(keep_alive), ticket, false, due});
+  jobs_.push_back({std::move(exit), model, std::move(keep_alive), ticket, false, due});
   if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
   changed_.notify_all();
   return ticket;
@@ -66,8 +66,9 @@ void ModelReloader::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_) {
     const auto now = std::chrono::steady_clock::now();
-    const auto ripe =
-        std::find_if(jobs_.begin(), jobs_.end(), [now](const Job& job) { return !job.is_unloaded || job.due <= now; });
+    const auto ripe = std::find_if(jobs_.begin(), jobs_.end(), [now](const Job& job) {
+      return !job.is_unloaded || job.due <= now || job.exit->has_begun();
+    });
     if (ripe == jobs_.end()) {
       changed_.wait_for(lock, jobs_.empty() ? milliseconds(3600000) : milliseconds(100));
       continue;
@@ -84,16 +85,21 @@ void ModelReloader::run() {
 // Unload, or load; a finished job gives its ticket up.  An unload by somebody else changes nothing that the server would
 // tell (its state and reason are those of our own unload), but a folder that was taken away does.
 void ModelReloader::advance(Job& job) {
+  if (job.exit->has_begun()) {
+    *job.ticket = Verdict::kRefused;
+    job.ticket = nullptr;
+    return;
+  }
   if (!job.is_unloaded) {
     if (!unload(job)) job.ticket = nullptr;
     return;
   }
-  if (!is_in_repository(job.server, job.model)) {
+  if (!is_in_repository(job.exit->server(), job.model)) {
     log_warning("model " + job.model + " is not in the repository any more and is not loaded again");
     job.ticket = nullptr;
     return;
   }
-  TRITONSERVER_Error* error = TRITONSERVER_ServerLoadModel(job.server, job.model.c_str());
+  TRITONSERVER_Error* error = TRITONSERVER_ServerLoadModel(job.exit->server(), job.model.c_str());
   if (error == nullptr) {
     log_info("model " + job.model + " is loaded again");
     job.ticket = nullptr;
@@ -109,7 +115,7 @@ void ModelReloader::advance(Job& job) {
 }
 
 bool ModelReloader::unload(Job& job) {
-  TRITONSERVER_Error* error = TRITONSERVER_ServerUnloadModel(job.server, job.model.c_str());
+  TRITONSERVER_Error* error = TRITONSERVER_ServerUnloadModel(job.exit->server(), job.model.c_str());
   if (error == nullptr) {
     log_warning("model " + job.model + " is unloaded until its engine works again");
     job.is_unloaded = true;
@@ -117,10 +123,9 @@ bool ModelReloader::unload(Job& job) {
     return true;
   }
   log_warning(
-      std::string("the engine restarts in place and the model's ready endpoint will not show it: ") +
+      "model " + job.model + ": its engine restarts in place and its ready endpoint does not show it: " +
       TRITONSERVER_ErrorMessage(error));
-  TRITONSERVER_ErrorDelete(error);
-  is_in_place_ = true;
+  TRITONSERVER_ErrorDelete(error);  // says nothing of other models, or of the next time: in explicit mode it may be passing
   *job.ticket = Verdict::kRefused;
   return false;
 }

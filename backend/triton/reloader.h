@@ -1,7 +1,7 @@
 // Honest readiness on servers that have no readiness hook (before 26.03), in explicit model control mode.
 //
 // A model whose engine died is unloaded through the server, so that its ready endpoint says no, and loaded again with
-// back-off until that works.  In the other control modes the server refuses; the engine then restarts in place.
+// back-off until that works.  In the other control modes the server refuses each time; the engine then restarts in place.
 // One thread for the whole backend; it never touches a model's state, only names.
 #pragma once
 
@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "api.h"
+#include "server_exit.h"
 
 namespace slipstream {
 
@@ -39,15 +40,16 @@ class ModelReloader {
 
   enum class Verdict { kPending, kRefused, kUnloading };
   using Ticket = std::shared_ptr<std::atomic<Verdict>>;
-  // Unload the model and load it again later; keep_alive is held until then (the model's metrics).  nullptr when it is
+  // Unload the model and load it again later, unless the server exits; keep_alive is held until then (the model's
+  // metrics).  nullptr when it is
   // known that restarting in place is the way.
   Ticket reload(
-      TRITONSERVER_Server* server, const std::string& model, std::chrono::steady_clock::duration healthy_for,
+      std::shared_ptr<ServerExit> exit, const std::string& model, std::chrono::steady_clock::duration healthy_for,
       std::shared_ptr<void> keep_alive);
 
  private:
   struct Job {
-    TRITONSERVER_Server* server;
+    std::shared_ptr<ServerExit> exit;
     std::string model;
     std::shared_ptr<void> keep_alive;
     Ticket ticket;

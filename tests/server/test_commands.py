@@ -119,6 +119,38 @@ def test_the_gateway_of_serve_is_told_of_the_embedding_model() -> None:
     assert "--embedding-model" not in command("--load", "llm")
 
 
+@pytest.mark.parametrize(
+    ("models", "given", "expected"),
+    [
+        ({}, [], "--exit-timeout-secs=70"),
+        ({"llm": ""}, [], "--exit-timeout-secs=70"),
+        ({"llm": 'parameters { key: "drain_timeout_s" value { string_value: "5" } }'}, [], "--exit-timeout-secs=15"),
+        (
+            {"llm": 'parameters: { key: "drain_timeout_s", value: {string_value:"99.5"} }'},
+            [],
+            "--exit-timeout-secs=110",
+        ),
+        (
+            {"a": 'parameters { key: "drain_timeout_s" value { string_value: "5" } }', "b": ""},
+            [],
+            "--exit-timeout-secs=70",
+        ),
+        ({"llm": 'parameters { key: "drain_timeout_s" value { string_value: "1e." } }'}, [], "--exit-timeout-secs=70"),
+        ({}, ["--", "--exit-timeout-secs=3"], "--exit-timeout-secs=3"),
+    ],
+)
+def test_serve_gives_the_server_the_time_that_its_models_drain(
+    tmp_path: Path, models: dict[str, str], given: list[str], expected: str
+) -> None:
+    for name, parameters in models.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.pbtxt").write_text(f'backend: "slipstream"\n{parameters}\n')
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    command = serve.server_command(Path("tritonserver"), tmp_path, parser.parse_args(given))
+    assert [word for word in command if "exit-timeout" in word] == [expected]
+
+
 def test_serve_with_a_checkpoint_and_the_gateway(demo_model: Path) -> None:
     if missing_server():
         pytest.skip(missing_server())

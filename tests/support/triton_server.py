@@ -61,7 +61,7 @@ class TritonServer:
         self._extra_args = list(extra_args)
         self._env = dict(env or {})
         self._start_timeout_s = start_timeout_s
-        self._process: subprocess.Popen[bytes] | None = None
+        self.process: subprocess.Popen[bytes] | None = None
         http, grpc, metrics = free_ports(3)
         self._ports = (http, grpc, metrics)
         self.http_url = f"{HOST}:{http}"
@@ -89,15 +89,15 @@ class TritonServer:
 
     @property
     def pid(self) -> int:
-        assert self._process is not None, "the server was not started"
-        return self._process.pid
+        assert self.process is not None, "the server was not started"
+        return self.process.pid
 
     def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self.process is not None and self.process.poll() is None
 
     def start(self) -> None:
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
+            self.process = subprocess.Popen(
                 self._command(), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=self._environment()
             )
         try:
@@ -108,14 +108,14 @@ class TritonServer:
 
     def stop(self, timeout_s: float = 20.0) -> None:
         """SIGTERM, then SIGKILL after timeout_s."""
-        if self._process is None or self._process.poll() is not None:
+        if self.process is None or self.process.poll() is not None:
             return
-        self._process.send_signal(signal.SIGTERM)
+        self.process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(timeout_s)
+            self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()
 
     def _command(self) -> list[str]:
         binary = find_tritonserver()
@@ -163,11 +163,11 @@ class TritonServer:
 
     def get(self, path: str) -> tuple[int, bytes]:
         """(status, body); status 0 when nobody answers."""
-        return _fetch(urllib.request.Request(f"http://{self.http_url}{path}"))
+        return fetch(urllib.request.Request(f"http://{self.http_url}{path}"))
 
     def post(self, path: str, body: object) -> tuple[int, bytes]:
         data = json.dumps(body).encode()
-        return _fetch(urllib.request.Request(f"http://{self.http_url}{path}", data=data, method="POST"))
+        return fetch(urllib.request.Request(f"http://{self.http_url}{path}", data=data, method="POST"))
 
     def is_model_ready(self, name: str) -> bool:
         return self.get(f"/v2/models/{name}/ready")[0] == 200
@@ -184,7 +184,7 @@ class TritonServer:
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics: 'family{label="value",...}' -> value."""
         for _ in range(3):  # a connection was refused once in some thousand, with the server alive before and after
-            status, body = _fetch(urllib.request.Request(self.metrics_url))
+            status, body = fetch(urllib.request.Request(self.metrics_url))
             if status:
                 break
             time.sleep(0.1)
@@ -193,7 +193,7 @@ class TritonServer:
         return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines}
 
 
-def _fetch(request: urllib.request.Request) -> tuple[int, bytes]:
+def fetch(request: urllib.request.Request) -> tuple[int, bytes]:
     try:
         with urllib.request.urlopen(request, timeout=10 * PATIENCE_S) as reply:
             return reply.status, reply.read()

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from slipstream.commands import serve
 
 Instructions = list[tuple[str, str]]
 
@@ -112,4 +113,6 @@ def test_the_model_repository_finds_its_checkpoint_in_the_image(instructions: In
     server, repository, *options = json.loads(command)
     assert (server, repository) == ("tritonserver", f"--model-repository={folder}/model_repository")
     loaded = [option.split("=")[1] for option in options if option.startswith("--load-model=")]
+    needed = serve.exit_timeout_s(root / "model_repository")
+    assert f"--exit-timeout-secs={needed}" in options and f"-t {needed + 5}" in (root / "Dockerfile").read_text()
     assert loaded and all((root / "model_repository" / name / "config.pbtxt").exists() for name in loaded)

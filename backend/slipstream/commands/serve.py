@@ -5,29 +5,37 @@
 
 --model writes a repository of one model, `llm`, for the time that the server runs; --set gives it parameters of
 docs/configuration.md. --openai-port also starts the OpenAI gateway and the chat page, once the models are ready.
-What follows a lone -- goes to tritonserver as it is. Ctrl-C drains and stops everything.
+What follows a lone -- goes to tritonserver as it is. Ctrl-C drains and stops everything; a second one ends it at once.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
+from slipstream.core.config import ServingConfig
 from slipstream.core.errors import ConfigError
 
 SOURCE_TREE = Path(__file__).resolve().parents[3]
 # of this tree's repository; its encoder models load when they are named, as their weights are a package of their own
 OWN_MODELS = ("llm", "preprocessing", "postprocessing", "ensemble")
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
+EXIT_TIMEOUT = "--exit-timeout-secs"
+EXIT_RESERVE_S = 10  # what the server needs beyond drain_timeout_s: to answer what still runs, to kill hanging engines
+LAST_WORDS_S = 3.0  # for the server to answer its clients, after a second Ctrl-C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,6 +91,8 @@ def write_repository(folder: Path, model: str, settings: list[str]) -> Path:
 def server_command(server: Path, repository: Path, arguments: argparse.Namespace) -> list[str]:
     """Explicit mode with the models loaded by name: that is what makes readiness honest (docs/operations.md)."""
     command = [str(server), f"--model-repository={repository}", "--model-control-mode=explicit"]
+    if not any(argument.startswith(EXIT_TIMEOUT) for argument in arguments.server_arguments):
+        command.append(f"{EXIT_TIMEOUT}={exit_timeout_s(repository)}")
     is_ours = repository.resolve() == (SOURCE_TREE / "model_repository").resolve()
     command += [f"--load-model={name}" for name in arguments.load or (OWN_MODELS if is_ours else ("*",))]
     for name in ("http", "grpc", "metrics"):
@@ -109,28 +119,69 @@ def run(arguments: argparse.Namespace) -> int:
         return supervise(server_command(server, repository, arguments), repository, arguments)
 
 
+def exit_timeout_s(repository: Path) -> int:
+    """What the server must be given for its end: server 2.51 hangs when requests outlive its own limit of 30 s."""
+    given = (drain_timeout_s(path.read_text("utf-8")) for path in repository.glob("*/config.pbtxt"))
+    return math.ceil(max(given, default=ServingConfig().drain_timeout_s)) + EXIT_RESERVE_S
+
+
+def drain_timeout_s(config: str) -> float:
+    """Of a config.pbtxt; one that is no number fails the load and says so there."""
+    pattern = r'key\s*:\s*"drain_timeout_s"[\s,]*value\s*:?\s*\{\s*string_value\s*:\s*"\s*([0-9.eE+]+)\s*"'
+    found = re.search(pattern, config)
+    try:
+        return float(found[1]) if found else ServingConfig().drain_timeout_s
+    except ValueError:
+        return ServingConfig().drain_timeout_s
+
+
 def supervise(command: list[str], repository: Path, arguments: argparse.Namespace) -> int:
     """Run the server, and behind it the gateway, until the server ends. Returns its exit status."""
     print(" ".join(command), flush=True)
     server = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGTERM))
+    signal.signal(signal.SIGINT, InterruptHandler(server))
     gateway = None
     try:
         if arguments.openai_port is not None and wait_until_ready(server, arguments):
             gateway = subprocess.Popen(gateway_command(repository, arguments))
-        return wait(server)
+        return server.wait()
     finally:
         if gateway is not None:
             gateway.send_signal(signal.SIGTERM)
             gateway.wait()
 
 
-def wait(server: subprocess.Popen[bytes]) -> int:
-    while True:
-        try:
-            return server.wait()
-        except KeyboardInterrupt:  # the terminal sent SIGINT to the server as well: it drains
-            continue
+class InterruptHandler:
+    """The first Ctrl-C drains the server, the second ends it at once: tritonserver itself ignores all but the first."""
+
+    def __init__(self, server: subprocess.Popen[bytes]) -> None:
+        self._server = server
+        self._num_calls = 0
+
+    def __call__(self, *_: object) -> None:
+        self._num_calls += 1
+        if self._num_calls == 1:
+            print("draining; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+            self._server.send_signal(signal.SIGTERM)  # a terminal tells the whole group, kill -INT only this process
+        elif self._num_calls == 2:
+            threading.Thread(target=end_at_once, args=(self._server,), daemon=True).start()
+
+
+def end_at_once(server: subprocess.Popen[bytes]) -> None:
+    """End the engines, so that their requests are answered with the reason, then what is left of the server."""
+    for pid in children_of(server.pid):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + LAST_WORDS_S
+    while server.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    server.kill()
+
+
+def children_of(pid: int) -> list[int]:
+    files = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in files for child in file.read_text().split()]
 
 
 def wait_until_ready(server: subprocess.Popen[bytes], arguments: argparse.Namespace) -> bool:
@@ -147,7 +198,9 @@ def wait_until_ready(server: subprocess.Popen[bytes], arguments: argparse.Namesp
 
 def gateway_command(repository: Path, arguments: argparse.Namespace) -> list[str]:
     host = "127.0.0.1" if arguments.host == "0.0.0.0" else arguments.host
-    command = [sys.executable, "-m", "slipstream.cli", "serve-openai", "--host", arguments.host]
+    # not `-m slipstream.cli`, which looks for modules in the current directory first
+    start = "import sys; sys.path[:] = filter(None, sys.path); from slipstream.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "serve-openai", "--host", arguments.host]
     command += ["--triton", f"{host}:{arguments.grpc_port}", "--port", str(arguments.openai_port)]
     command += ["--model-repository", os.fspath(repository)]
     if (repository / "embedding/config.pbtxt").exists() and "embedding" in (arguments.load or ["embedding"]):

@@ -1,0 +1,116 @@
+#include "server_exit.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <fstream>
+#include <iterator>
+#include <optional>
+
+namespace slipstream {
+namespace {
+
+constexpr std::chrono::seconds kDefaultTimeout(30);  // of the server
+constexpr std::chrono::milliseconds kReserve(8000);  // 0.5 s to notice, 2 + 2 s for an engine that hangs, unloading
+constexpr std::chrono::seconds kQuietEnd(3);   // without a request, so that the last answers have been written
+constexpr std::chrono::seconds kOverdueEnd(5);  // beyond the server's own limit
+constexpr std::chrono::milliseconds kPeriod(500);
+
+bool is_tritonserver() {
+  char path[4096];
+  const ssize_t length = readlink("/proc/self/exe", path, sizeof path);
+  const std::string file(path, static_cast<size_t>(std::max<ssize_t>(length, 0)));
+  return file.substr(file.rfind('/') + 1) == "tritonserver";
+}
+
+// Whether models of another backend may be loaded, whose requests nobody here sees.  An ensemble's code is the server's.
+bool has_other_backends() {
+  const std::string prefix = "/libtriton_", ours = "/libtriton_slipstream.so";
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    const size_t at = line.rfind(prefix);
+    if (at != std::string::npos && line.compare(at, ours.size(), ours) != 0) return true;
+  }
+  return false;
+}
+
+// Not through Triton's log, whose lock may be held for ever by a thread that crashed.
+[[noreturn]] void end_process(int status, const std::string& reason) {
+  const std::string line = "slipstream: " + reason + "; ending it\n";
+  if (write(STDERR_FILENO, line.data(), line.size()) < 0) _exit(status);
+  _exit(status);
+}
+
+}  // namespace
+
+ExitGuard::~ExitGuard() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void ExitGuard::watch(std::shared_ptr<ServerExit> exit, std::function<bool()> is_idle) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (exit_ != nullptr || !is_tritonserver()) return;
+  exit_ = std::move(exit);
+  is_idle_ = std::move(is_idle);
+  thread_ = std::thread([this] { run(); });
+}
+
+void ExitGuard::run() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  std::optional<Clock::time_point> begun;
+  bool are_others_loaded = false;
+  Clock::time_point busy_at{};
+  while (!changed_.wait_for(lock, kPeriod, [this] { return stop_; })) {
+    if (!exit_->has_begun()) continue;
+    const Clock::time_point now = Clock::now();
+    if (!begun) are_others_loaded = has_other_backends();
+    if (!begun) begun = now;
+    if (are_others_loaded || !is_idle_()) busy_at = now;
+    if (now - std::max(busy_at, *begun) >= kQuietEnd) {
+      end_process(0, "all requests are answered and the server waits for clients to close their gRPC streams");
+    }
+    if (now - *begun >= exit_->timeout() + kOverdueEnd) {
+      end_process(1, "the server has not ended within --exit-timeout-secs and 5 s");
+    }
+  }
+}
+
+bool ServerExit::has_begun() {
+  if (has_begun_) return true;
+  bool is_live = false;  // also false while the server starts; only once it exits this is an error
+  TRITONSERVER_Error* error = TRITONSERVER_ServerIsLive(server_, &is_live);
+  if (error == nullptr) return false;
+  TRITONSERVER_ErrorDelete(error);
+  has_begun_ = true;
+  return true;
+}
+
+std::chrono::milliseconds ServerExit::longest_drain() const {
+  const std::chrono::milliseconds timeout(timeout_);
+  return timeout - std::min(kReserve, timeout / 2);
+}
+
+std::chrono::seconds ServerExit::read_timeout() {
+  std::ifstream file("/proc/self/cmdline", std::ios::binary);
+  return exit_timeout_of(std::string(std::istreambuf_iterator<char>(file), {}));
+}
+
+std::chrono::seconds exit_timeout_of(const std::string& command_line) {
+  const std::string option = "--exit-timeout-secs";
+  std::chrono::seconds timeout = kDefaultTimeout;
+  for (size_t at = command_line.find(option); at != std::string::npos; at = command_line.find(option, at + 1)) {
+    const bool is_whole_word = at == 0 || command_line[at - 1] == '\0';
+    const size_t end = at + option.size();  // then "=30", or "30" as an argument of its own
+    if (!is_whole_word || end >= command_line.size() || (command_line[end] != '=' && command_line[end] != '\0')) continue;
+    timeout = std::chrono::seconds(std::max(0L, std::strtol(command_line.c_str() + end + 1, nullptr, 10)));
+  }
+  return timeout;
+}
+
+}  // namespace slipstream
