@@ -1,4 +1,4 @@
-# make demo | serve [MODEL=folder-or-hub-id] | test | lint | clean.  Everything lands in .venv/ and install/.
+# make demo | serve [MODEL=folder-or-hub-id] | test | test-gpu | lint | clean.  Everything lands in .venv/ and install/.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -18,7 +18,7 @@ ENCODERS ?=
 ENCODERS_SETUP := $(VENV)/.encoders-done
 ARGS ?=
 
-.PHONY: demo serve test lint clean setup assemble encoders
+.PHONY: demo serve test test-gpu lint clean setup assemble encoders
 
 demo: assemble
 	@$(PY) build/demo.py $(ARGS)
@@ -37,6 +37,11 @@ test: assemble encoders
 	$(PY) -m pytest --require-server -n auto --maxprocesses 8 --dist loadfile $(ALONE:%=tests/%) || status=$$?
 	$(PY) -m pytest --require-server tests $(ALONE:%=--ignore=tests/%) || status=$$?
 	exit $$status
+
+# Every test that wants a GPU, then quick speed gates; the report is left in OUT.  tests/gpu/run.py runs without make as well.
+OUT ?= install/gpu-report
+test-gpu: setup
+	@$(PY) tests/gpu/run.py --out $(OUT) $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

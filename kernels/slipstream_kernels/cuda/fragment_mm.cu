@@ -10,6 +10,7 @@
 #include "fragment_epilogue.cuh"
 #include "fragment_load.cuh"
 #include "fragment_multiply.cuh"
+#include "kernel_launch.h"
 #include "library.h"
 #include "tensor_map.h"
 
@@ -63,28 +64,6 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1)
   multiply_passes<SHAPE>(p, memory, share, warpgroup);
 }
 
-template <typename SHAPE>
-cudaError_t configure() {
-  return cudaFuncSetAttribute(fragment_mm_kernel<SHAPE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              SHAPE::kSharedBytes);
-}
-
-template <typename SHAPE>
-cudaLaunchConfig_t launch_config(const FragmentParams& p, cudaLaunchAttribute (&attributes)[2]) {
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = p.splits;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(p.num_clusters * p.splits);
-  config.blockDim = dim3(SHAPE::kThreads);
-  config.dynamicSmemBytes = SHAPE::kSharedBytes;
-  config.attrs = attributes;
-  config.numAttrs = p.is_dependent != 0 ? 2 : 1;
-  return config;
-}
-
 // Strips of 16 rows of weights, of which the second eight are far from the first where they are gate and up.
 inline bool encode_weights(const FragmentParams& p, uint32_t strips, CUtensorMap* map) {
   const uint64_t row = p.in_features, eight = 8 * row, count = p.out_features / 16;
@@ -107,24 +86,12 @@ bool encode_maps(const FragmentParams& p, FragmentMaps* maps) {
 
 template <typename SHAPE>
 cudaError_t launch(const FragmentParams& p, cudaStream_t stream) {
-  static const cudaError_t configured = configure<SHAPE>();
-  if (configured != cudaSuccess) return configured;
+  const cudaError_t allowed = allow_shared_memory<fragment_mm_kernel<SHAPE>, SHAPE::kTotalBytes>();
+  if (allowed != cudaSuccess) return allowed;
   FragmentMaps maps = {};
   if (!encode_maps<SHAPE>(p, &maps)) return cudaErrorInvalidValue;
-  cudaLaunchAttribute attributes[2] = {};
-  cudaLaunchConfig_t config = launch_config<SHAPE>(p, attributes);
-  config.stream = stream;
-  return cudaLaunchKernelEx(&config, fragment_mm_kernel<SHAPE>, p, maps);
-}
-
-// How many clusters of p.splits CTAs run at once.
-template <typename SHAPE>
-cudaError_t count_clusters_at_once(const FragmentParams& p, int* count) {
-  const cudaError_t configured = configure<SHAPE>();
-  if (configured != cudaSuccess) return configured;
-  cudaLaunchAttribute attributes[2] = {};
-  const cudaLaunchConfig_t config = launch_config<SHAPE>(p, attributes);
-  return cudaOccupancyMaxActiveClusters(count, fragment_mm_kernel<SHAPE>, &config);
+  const ClusterLaunch<SHAPE> launch(p.num_clusters, p.splits, p.is_dependent != 0, stream);
+  return cudaLaunchKernelEx(&launch.config, fragment_mm_kernel<SHAPE>, p, maps);
 }
 
 // Sums are exchanged where the ring was, so then there is one pass.
@@ -137,14 +104,14 @@ bool can_run(const FragmentParams& p) {
   return (SHAPE::kDepthGroups == 1 && p.splits == 1) || (strips + parts - 1) / parts <= SHAPE::kStrips;
 }
 
-// count: null to launch.
+// count: of clusters of p.splits CTAs that run at once; null to launch.
 template <int ROW_GROUPS>
 cudaError_t run_variant(const FragmentParams& p, cudaStream_t stream, int* count) {
   using Shape = FragmentShape<SLIPSTREAM_FORMAT, SLIPSTREAM_COLUMNS, ROW_GROUPS>;
   if constexpr (!Shape::kFits) {
     return cudaErrorInvalidConfiguration;
   } else {
-    if (count != nullptr) return count_clusters_at_once<Shape>(p, count);
+    if (count != nullptr) return count_clusters<Shape, fragment_mm_kernel<Shape>>(p.splits, count);
     return can_run<Shape>(p) ? launch<Shape>(p, stream) : cudaErrorInvalidConfiguration;
   }
 }

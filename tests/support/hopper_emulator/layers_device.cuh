@@ -9,7 +9,6 @@ namespace slipstream {
 
 inline uint4 load_l2_16(const void* from) { return *static_cast<const uint4*>(from); }
 inline uint2 load_l2_8(const void* from) { return *static_cast<const uint2*>(from); }
-inline uint32_t load_l2_4(const void* from) { return *static_cast<const uint32_t*>(from); }
 inline uint4 load_shared_16(uint32_t address) { return *reinterpret_cast<const uint4*>(emulator::shared(address)); }
 inline uint2 load_shared_8(uint32_t address) { return *reinterpret_cast<const uint2*>(emulator::shared(address)); }
 inline uint32_t load_shared_4(uint32_t address) { return *reinterpret_cast<const uint32_t*>(emulator::shared(address)); }

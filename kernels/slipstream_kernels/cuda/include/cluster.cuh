@@ -24,6 +24,14 @@ __device__ __forceinline__ uint32_t address_in(uint32_t address, int rank) {
   return remote;
 }
 
+// remote: of address_in.
+__device__ __forceinline__ float4 load_from_cluster(uint32_t remote) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote) : "memory");
+  return v;
+}
+
 // Waits for the end of the phase of this parity; what other CTAs wrote before they arrived can be read.
 __device__ __forceinline__ void wait_barrier_of_cluster(uint32_t barrier, uint32_t parity) {
   asm volatile(

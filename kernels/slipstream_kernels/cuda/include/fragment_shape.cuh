@@ -40,7 +40,7 @@ struct FragmentShape {
   static constexpr int kStages = kRest / (kStageBytes + 16) < 16 ? kRest / (kStageBytes + 16) : 16;
   static constexpr int kBarrierOffset = kStages * kStageBytes;
   static constexpr int kConstantOffset = kBarrierOffset + 16 * kStages;
-  static constexpr int kSharedBytes = kConstantOffset + kConstantBytes + 1024;
+  static constexpr int kTotalBytes = kConstantOffset + kConstantBytes + 1024;
   // Sums that are exchanged lie where the ring was.
   static constexpr int kExchangeBytes = kConsumers * kSums * 4;
   static constexpr bool kFits = kStages >= 2 && kExchangeBytes <= kBarrierOffset;

@@ -72,10 +72,6 @@ __device__ __forceinline__ void sync_threads(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-__device__ __forceinline__ void arrive_threads(int id, int num_threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
-}
-
 // A place in a ring of STAGES buffers and the parity of its current pass.
 template <int STAGES>
 struct RingPlace {

@@ -23,12 +23,6 @@ __device__ __forceinline__ uint2 load_l2_8(const void* from) {
   return v;
 }
 
-__device__ __forceinline__ uint32_t load_l2_4(const void* from) {
-  uint32_t v;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
-  return v;
-}
-
 // Rounded to nearest, beyond 448 to 448.
 __device__ __forceinline__ uint16_t to_e4m3(float low, float high) {
   uint16_t pair;

@@ -53,6 +53,20 @@ __device__ __forceinline__ float sum_of(const float (&parts)[4][4], int e) {
   return (parts[0][e] + parts[1][e]) + (parts[2][e] + parts[3][e]);
 }
 
+// A lane's part of two rows of weights.
+template <int SPANS>
+struct RowWeights {
+  uint4 top[SPANS], bottom[SPANS];
+
+  // low, high: shared addresses of this lane's first 16 bytes in rows l / 4 and l / 4 + 8.
+  __device__ __forceinline__ void load(uint32_t low, uint32_t high, uint32_t) {
+#pragma unroll
+    for (int span = 0; span < SPANS; ++span) {
+      top[span] = load_shared_16(low + span * 64), bottom[span] = load_shared_16(high + span * 64);
+    }
+  }
+};
+
 // bf16 rows are operands already.
 struct PlainRows {
   static constexpr bool kIsStrips = false, kIsScaled = false;
@@ -92,16 +106,7 @@ struct PlainRows {
     }
   };
 
-  // low, high: shared addresses of this lane's first 16 bytes in rows l / 4 and l / 4 + 8.
-  struct Weights {
-    uint4 top[kSpans], bottom[kSpans];
-    __device__ __forceinline__ void load(uint32_t low, uint32_t high, uint32_t) {
-#pragma unroll
-      for (int span = 0; span < kSpans; ++span) {
-        top[span] = load_shared_16(low + span * 64), bottom[span] = load_shared_16(high + span * 64);
-      }
-    }
-  };
+  using Weights = RowWeights<kSpans>;
 
   static __device__ __forceinline__ void multiply(const Weights& w, const Operands& x, float (&sums)[4]) {
     float parts[4][4] = {};
@@ -209,15 +214,7 @@ struct Fp8Rows {
     }
   };
 
-  struct Weights {
-    uint4 top[kSpans], bottom[kSpans];
-    __device__ __forceinline__ void load(uint32_t low, uint32_t high, uint32_t) {
-#pragma unroll
-      for (int span = 0; span < kSpans; ++span) {
-        top[span] = load_shared_16(low + span * 64), bottom[span] = load_shared_16(high + span * 64);
-      }
-    }
-  };
+  using Weights = RowWeights<kSpans>;
 
   static __device__ __forceinline__ void multiply(const Weights& w, const Operands& x, float (&sums)[4]) {
     float parts[4][4] = {};

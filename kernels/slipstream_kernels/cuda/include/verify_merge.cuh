@@ -8,13 +8,6 @@
 
 namespace slipstream {
 
-__device__ __forceinline__ float4 load_remote_16(uint32_t remote) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(remote) : "memory");
-  return v;
-}
-
 __device__ __forceinline__ float2 load_remote_8(uint32_t remote) {
   float2 v;
   asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(remote) : "memory");
@@ -86,7 +79,7 @@ struct VerifyMerge {
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int part = 0; part < p.splits; ++part) {
       const float2 state = load_remote_8(address_in(state_of(row), part));
-      const float4 values = load_remote_16(address_in(sums(row, 4 * quad), part));
+      const float4 values = load_from_cluster(address_in(sums(row, 4 * quad), part));
       const float weight = state.x == kNothing ? 0.0f : exp2_fast(state.x - largest);
       normaliser += weight * state.y;
       sum.x += weight * values.x, sum.y += weight * values.y, sum.z += weight * values.z, sum.w += weight * values.w;

@@ -1,0 +1,126 @@
+"""tests/gpu/run.py: what it runs, how it judges figures, and that its report says so.  No GPU needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
+import run
+import speed
+
+H200 = "NVIDIA H200"
+
+
+def test_recorded_figures_are_those_of_the_docs(root: Path) -> None:
+    """docs/quantization.md has ms for Llama-3-8B before the slash, of 16-bit heads before `head`."""
+    page = (root / "docs/quantization.md").read_text()
+    recorded = speed.load_recorded()["gpus"][H200]
+
+    def cells(label: str) -> list[str]:
+        row = re.search(rf"^\| {re.escape(label)} \|(.*)\|$", page, re.M)
+        assert row, f"docs/quantization.md: no row {label}"
+        return [cell.replace("*", "").strip() for cell in row.group(1).split("|")]
+
+    for size in ("1", "8", "64", "256"):
+        row = cells("1 request" if size == "1" else size)
+        for name, cell in zip(("none", "fp8", "w4a8_fp8"), row):
+            assert recorded[name]["decode"][size] == float(re.split(r"[ ,/]", cell)[0])
+    for name, cell in zip(("none", "fp8", "w4a8_fp8"), cells("prompts of 1k, 8k, 64k (8B)")):
+        first, second = (float(figure) for figure in cell.split(", ")[:2])
+        assert recorded[name]["prefill"] == {"1024": first, "8192": second}
+
+
+@pytest.mark.parametrize(
+    ("measured", "recorded", "verdict", "passes"),
+    [
+        (4.0, 4.0, "ok", True),
+        (4.11, 4.0, "ok", True),
+        (4.13, 4.0, "slower", False),
+        (3.87, 4.0, "faster", True),
+        (4.0, None, "unrecorded", True),
+        (None, 4.0, "missing", False),
+    ],
+)
+def test_a_gate_is_three_percent_wide(
+    measured: float | None, recorded: float | None, verdict: str, passes: bool
+) -> None:
+    gate = speed.Gate("fp8", "decode", 8, measured, recorded)
+    assert (gate.verdict, gate.passes) == (verdict, passes) and verdict in gate.row()
+
+
+def test_gates_of_a_format() -> None:
+    recorded = {"gpus": {H200: {"fp8": {"decode": {"1": 2.0, "8": 3.0}, "prefill": {"1024": 14.0}}}}}
+    records = [
+        {"what": "setup", "load_s": 3},
+        {"what": "decode", "batch": 1, "tpot_ms": 2.1},
+        {"what": "decode", "batch": 8, "skipped": "the KV cache does not hold it"},
+        {"what": "prefill", "input_len": 1024, "ttft_ms": 14.1},
+    ]
+    assert [gate.verdict for gate in speed.gates(recorded, H200, "fp8", records)] == ["slower", "missing", "ok"]
+    elsewhere = speed.gates(recorded, "Another GPU", "fp8", records)
+    assert [(gate.measured, gate.verdict) for gate in elsewhere] == [(2.1, "unrecorded"), (14.1, "unrecorded")]
+
+
+def test_options_are_the_benchmarks(root: Path) -> None:
+    sys.path.insert(0, str(root / "tests/bench"))
+    from measures import parser_of
+
+    recorded = speed.load_recorded()
+    for name in recorded["formats"]:
+        options = speed.bench_options(recorded, name)
+        parser = parser_of("")
+        parser.add_argument("--set", action="append", default=[])
+        parsed = parser.parse_args(options)
+        assert parsed.batches == [1, 8, 64, 256] and parsed.prefill_lens == [1024, 8192]
+
+
+def test_shards_share_out_all_files(root: Path) -> None:
+    whole = run.gpu_test_files(0, 1)
+    parts = [run.gpu_test_files(shard, 3) for shard in range(3)]
+    assert sorted(path for part in parts for path in part) == sorted(whole)
+    assert {"tests/kernels/test_sample.py", "tests/engine/test_cuda_graphs.py"} <= set(whole)
+    texts = {str(path.relative_to(root)): path.read_text() for path in (root / "tests").rglob("test_*.py")}
+    wanting = {
+        name for name, text in texts.items() if re.search(r"skipif\(\s*not torch\.cuda|^@needs_hopper", text, re.M)
+    }
+    assert len(wanting) > 10
+    assert wanting <= set(whole)
+    assert [run.parse_shard(text) for text in ("1/1", "2/3")] == [(0, 1), (1, 3)]
+
+
+def test_a_gpu_test_that_is_skipped_is_a_problem(tmp_path: Path) -> None:
+    """On a GPU; and failures are named with their first line."""
+    (tmp_path / "tests.xml").write_text(
+        "<testsuites><testsuite><testcase classname='a' name='good'/>"
+        "<testcase classname='a' name='bad'><failure message='assert 1 == 2&#10;more'/></testcase>"
+        "<testcase classname='a' name='broken'><error message='no such fixture'/></testcase>"
+        "<testcase classname='a' name='cpu'><skipped message='a GPU is present: kernels are compiled'/></testcase>"
+        "<testcase classname='a' name='gpu'><skipped message='needs a Hopper GPU'/></testcase>"
+        "<testcase classname='a' name='nvcc'><skipped message='no nvcc'/></testcase></testsuite></testsuites>"
+    )
+    report = run.Report("abc", {"gpu": H200}, "1/1")
+    run.read_junit(tmp_path / "tests.xml", report)
+    assert report.counts == {"passed": 1, "failure": 1, "error": 1, "skipped": 3}
+    assert [problem.split(":")[0] for problem in report.problems][:2] == ["failure", "error"]
+    assert "assert 1 == 2" in report.problems[0] and report.problems[2].startswith("2 tests of a GPU were skipped")
+    assert not report.ok and "FAILED: 3 problems" in report.as_text() and json.dumps(report.as_json())
+
+
+def test_the_report_is_left_in_a_plain_folder(root: Path, tmp_path: Path) -> None:
+    """Without a GPU it says so, and fails."""
+    script = root / "tests/gpu/run.py"
+    options = ["--out", str(tmp_path / "out"), "--commit", "abc123", "--skip", "build,tests,speed"]
+    done = subprocess.run(
+        [sys.executable, str(script), *options], capture_output=True, text=True, timeout=120, cwd=tmp_path
+    )
+    report = json.loads((tmp_path / "out/report.json").read_text())
+    assert report["commit"] == "abc123" and "commit abc123" in done.stdout
+    assert (tmp_path / "out/report.txt").read_text() in done.stdout
+    assert done.returncode == (not report["ok"]), done.stderr
+    assert report["ok"] == bool(report["about"]["gpu"])
