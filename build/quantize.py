@@ -69,12 +69,12 @@ def check_shapes(plan: Plan, model: Path) -> None:
     """Raises ConfigError unless the method holds the model's layers, as loading the result would."""
     grouped = plan.of_experts.method in INT4_METHODS
     spec = read_spec(model)
-    stored = spec.stored_format or (spec.experts and spec.experts.stored_format)
+    stored = spec.stored_format or spec.expert_format
     if stored:
         raise ValueError(f"model: {model} is quantised already, in {stored.method}")
     size = (plan.group_size or CHANNEL) if grouped else 0
     methods = choose_methods(ModelConfig(quantization=plan.method, quantization_group_size=size), spec)
-    for linear in spec.layer_linears:
+    for linear in set(spec.layer_linears):
         linear_bytes(methods.experts if linear.num_experts else methods.linears, linear, spec.dtype)
 
 

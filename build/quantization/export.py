@@ -111,5 +111,4 @@ def _changed(decoder: Decoder, names: Mapping[str, str], plan: Plan) -> dict[str
 
 def routers(decoder: Decoder, names: Mapping[str, str]) -> list[str]:
     """The modules of the layers' routers, which stay unquantised."""
-    count = 0 if decoder.spec.experts is None else len(decoder.layers)
-    return [tensor_name(names, "router", layer) for layer in range(count)]
+    return [tensor_name(names, "router", i) for i, layer in enumerate(decoder.layers) if isinstance(layer.mlp, Experts)]

@@ -17,7 +17,7 @@ def shared(spec: DecoderSpec, layer: DecoderLayer, linear: Linear, factors: Tens
     """The factors [in], made equal (geometric mean) where input features come from one row: heads that share a v."""
     if linear is not layer.attention.o:
         return factors
-    heads = factors.log().view(spec.num_kv_heads, -1, spec.head_dim)
+    heads = factors.log().view(layer.attention.spec.num_kv_heads, -1, layer.attention.spec.head_dim)
     return heads.mean(1, keepdim=True).expand_as(heads).reshape(-1).exp()
 
 
@@ -38,7 +38,8 @@ def fold(spec: DecoderSpec, layer: DecoderLayer, linear: Linear, factors: Tensor
             own = factors if factors.dim() == 1 else factors[expert_of(part)]
             _divide_rows(layer.mlp.gate_up, part.replace("down", "up"), own)
     else:
-        per_head = factors.view(spec.num_kv_heads, -1, spec.head_dim)[:, 0].reshape(-1)
+        own = layer.attention.spec
+        per_head = factors.view(own.num_kv_heads, -1, own.head_dim)[:, 0].reshape(-1)
         _divide_rows(layer.attention.qkv, "v", per_head)
 
 

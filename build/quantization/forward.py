@@ -9,6 +9,7 @@ import torch
 from slipstream.nn.attention import LayerCache
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.decoder import Decoder
+from slipstream.nn.kv_layout import key_value_cache
 from slipstream.nn.kv_types import resolve_kv_dtype
 from slipstream_kernels import ops
 from torch import Tensor
@@ -28,9 +29,12 @@ def empty_caches(decoder: Decoder, num_blocks: int, kv_dtype: str) -> list[Layer
     """One cache per layer. kv_dtype: as kv_cache_dtype in config.pbtxt. Raises ConfigError if it cannot be served."""
     spec, context = decoder.spec, decoder.context
     dtype = resolve_kv_dtype(kv_dtype, spec, context.device, context.dtype, BLOCK_SIZE)
-    shape = (num_blocks, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim)
-    scales = [layer.attention.kv_scales for layer in decoder.layers]
-    return [ops.empty_kv_cache(shape, dtype, context.device, of_layer) for of_layer in scales]
+    is_fp8 = dtype == ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]
+    caches = []
+    for layer in decoder.layers:
+        planes = layer.attention.spec.kv_layout(dtype).empty(num_blocks, BLOCK_SIZE, context.device)
+        caches.append(key_value_cache({**planes, **(layer.attention.kv_scales if is_fp8 else {})}))
+    return caches
 
 
 @torch.inference_mode()

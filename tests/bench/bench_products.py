@@ -26,9 +26,9 @@ from format_table import Cells, side_by_side  # noqa: E402
 from measures import Record, emit, numbers  # noqa: E402
 from shapes import SHAPES, Shape  # noqa: E402
 from slipstream.nn.layer_context import LayerContext  # noqa: E402
+from slipstream.nn.layer_spec import LinearSpec  # noqa: E402
 from slipstream.nn.linear import Linear  # noqa: E402
 from slipstream.nn.quant import QUANT_METHODS  # noqa: E402
-from slipstream.nn.spec import LinearSpec  # noqa: E402
 from slipstream_kernels.bench_fp8 import graph_microseconds  # noqa: E402
 
 FORMATS = ("none", "fp8", "block_wise_fp8", "wint8", "w8a8_int8", "wint4", "w4a8_fp8")

@@ -60,7 +60,7 @@ def tensors_of(thing: object, seen: set[int]) -> dict[int, int]:
         children = list(thing)
     elif type(thing).__module__.startswith("slipstream"):
         names = [*getattr(thing, "__dict__", ()), *getattr(type(thing), "__slots__", ())]
-        skipped = {"turn", "_seen", "_after", "_compaction", "_graphs", "_tree", "_ranks", "_target", "_plan"}
+        skipped = {"options", "_seen", "_after", "_compaction", "_graphs", "_tree", "_ranks", "_target", "_plan"}
         children = [getattr(thing, name) for name in names if name not in skipped and hasattr(thing, name)]
     else:
         return {}

@@ -69,18 +69,21 @@ def test_preempted_is_not(kv_type: str, tiny_llama: Path, prompts: Texts, expect
 def test_bytes_per_token(tiny_llama: Path) -> None:
     """Scales included: 4 bytes a head and token for int8 and int4, none for fp8."""
     spec = make_engine(tiny_llama).spec
-    heads = 2 * spec.num_layers * spec.num_kv_heads
-    expected = {"fp8_e4m3": spec.head_dim, "int8": spec.head_dim + 4, "int4": spec.head_dim // 2 + 4}
+    attention = spec.layers[0].attention
+    heads, head_dim = 2 * spec.num_layers * attention.num_kv_heads, attention.head_dim
+    expected = {"fp8_e4m3": head_dim, "int8": head_dim + 4, "int4": head_dim // 2 + 4}
     for kv_type, num_bytes in expected.items():
         plan = make_engine(tiny_llama, cache={"dtype": kv_type}).memory_plan
         assert plan.block_bytes == 8 * heads * num_bytes
-    assert spec.kv_bytes_per_token(torch.float16) == heads * spec.head_dim * 2
+    assert spec.kv_bytes_per_token(torch.float16) == heads * head_dim * 2
 
 
 def test_refusals_name_what_is_accepted(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='fp8_e5m2': accepted: auto or float32, .* int8, int4"):
         make_engine(tiny_llama, cache={"dtype": "fp8_e5m2"})
-    odd = replace(make_engine(tiny_llama).spec, head_dim=33)
+    spec = make_engine(tiny_llama).spec
+    odd = spec.map_attention(lambda own: replace(own, head_dim=33))
+    even = spec.map_attention(lambda own: replace(own, head_dim=64))
     cpu, cuda, float32 = torch.device("cpu"), torch.device("cuda"), torch.float32
     assert resolve_kv_dtype("int8", odd, cpu, float32, 16) == torch.int8
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='int4': two values share a byte, head_dim 33 is odd"):
@@ -88,10 +91,10 @@ def test_refusals_name_what_is_accepted(tiny_llama: Path) -> None:
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8': .*head_dim 33 .*accepted: auto or float32"):
         resolve_kv_dtype("int8", odd, cuda, float32, 16)
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='int8': .*blocks of 8 .*>= 16"):
-        resolve_kv_dtype("int8", replace(odd, head_dim=64), cuda, float32, 8)
-    assert resolve_kv_dtype("int8", replace(odd, head_dim=64), cuda, float32, 16) == torch.int8
+        resolve_kv_dtype("int8", even, cuda, float32, 8)
+    assert resolve_kv_dtype("int8", even, cuda, float32, 16) == torch.int8
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='int4': .*blocks of 16 .*>= 32"):
-        resolve_kv_dtype("int4", replace(odd, head_dim=64), cuda, float32, 16)
+        resolve_kv_dtype("int4", even, cuda, float32, 16)
 
 
 @pytest.mark.parametrize(("word", "meant"), [("fp8", "fp8_e4m3"), ("FP8", "fp8_e4m3"), ("INT8", "int8")])

@@ -10,7 +10,8 @@ import torch
 from engine_driver import make_engine
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.spec import DecoderSpec, ExpertsSpec, read_spec
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RouterSpec
+from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.runtime.memory_plan import Hardware, free_device_memory, plan_memory
 
 CPU = Hardware(torch.device("cpu"), torch.float32, torch.float32)
@@ -23,12 +24,18 @@ def spec(tiny_llama: Path) -> DecoderSpec:
     return read_spec(tiny_llama)
 
 
+def deep(spec: DecoderSpec) -> DecoderSpec:
+    """32 layers of eight heads of 128 for keys and values."""
+    wide = spec.map_attention(lambda own: replace(own, num_kv_heads=8, head_dim=128))
+    return replace(wide, layers=wide.layers[:1] * 32)
+
+
 def _config(**cache: object) -> EngineConfig:
     return EngineConfig(model=ModelConfig(max_model_len=256), cache=replace(CacheConfig(block_size=16), **cache))
 
 
 def test_gpu_takes_its_fraction(spec: DecoderSpec) -> None:
-    large = replace(spec, num_layers=32, num_kv_heads=8, head_dim=128, max_position_embeddings=8192)
+    large = replace(deep(spec), max_position_embeddings=8192)
     config = replace(_config(memory_fraction=0.5), model=ModelConfig(max_model_len=8192))
     plan = plan_memory(large, config, GPU, 40 * GIB)
     assert plan.block_bytes == 2 * 32 * 8 * 128 * 2 * 16
@@ -46,9 +53,11 @@ def test_gpu_takes_its_fraction(spec: DecoderSpec) -> None:
 def test_the_workspace_holds_weights_written_out(
     spec: DecoderSpec, quantization: str, num_experts: int, bytes_per_weight: int
 ) -> None:
-    wide = replace(spec, hidden_size=512, intermediate_size=4096, num_q_heads=8, num_kv_heads=8, head_dim=64)
-    wide = replace(wide, experts=ExpertsSpec(num_experts, 2) if num_experts else None)
-    largest = wide.expert_gate_up if num_experts else wide.gate_up
+    experts = ExpertsSpec(512, 4096, num_experts, RouterSpec(2))
+    mlp = experts if num_experts else DenseSpec(512, 4096)
+    layer = LayerSpec(AttentionSpec(512, 512, 8, 8, 64, spec.layers[0].attention.rope), mlp)
+    wide = replace(spec, hidden_size=512, layers=(layer,) * spec.num_layers)
+    largest = mlp.gate_up
     plain = plan_memory(wide, _config(), GPU, GIB).workspace_bytes
     config = replace(_config(), model=ModelConfig(max_model_len=256, quantization=quantization))
     more = plan_memory(wide, config, GPU, GIB).workspace_bytes - plain
@@ -65,7 +74,7 @@ def test_the_workspace_holds_the_logits_of_verifications(spec: DecoderSpec) -> N
 
 
 def test_cpu_takes_a_gibibyte_or_what_it_is_told(spec: DecoderSpec) -> None:
-    large = replace(spec, num_layers=32, num_kv_heads=8, head_dim=128)
+    large = deep(spec)
     assert 0.99 * GIB < plan_memory(large, _config(), CPU, 64 * GIB).pool_bytes <= GIB
     assert plan_memory(large, _config(memory_bytes=GIB // 4), CPU, 64 * GIB).pool_bytes == GIB // 4
     assert plan_memory(spec, _config(num_blocks=77), CPU, 64 * GIB).num_blocks == 77

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from math import prod
 
 import pytest
 import torch
@@ -38,6 +39,10 @@ def moves(seed: int) -> tuple[list[list[int]], list[list[int]]]:
     return sources, targets
 
 
+def planes_of(made: list[KvCache]) -> list[torch.Tensor]:
+    return [tensor for cache in made for tensor in cache.block_tensors]
+
+
 def move(made: list[KvCache], seed: int, device: torch.device, backend: str) -> None:
     parts = moves(seed)
     counts = [len(part) for part in parts[0]]
@@ -46,7 +51,7 @@ def move(made: list[KvCache], seed: int, device: torch.device, backend: str) -> 
         torch.tensor([part + [0] * (most - len(part)) for part in side], dtype=torch.int64, device=device)
         for side in parts
     ]
-    table = ops.slot_table(made)
+    table = ops.slot_table(planes_of(made))
     ops.move_slots(table, *columns, torch.tensor(counts, dtype=torch.int32, device=device), backend=backend)
 
 
@@ -75,6 +80,24 @@ def test_triton_is_the_reference(dtype: torch.dtype, device: torch.device) -> No
     assert_same(made, expected)
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_planes_of_odd_rows_and_of_other_heads(backend: str, device: torch.device) -> None:
+    """One row of seven bytes, and as many bytes in one head and in two."""
+    if backend == "reference":
+        device = torch.device("cpu")
+    shapes = ((9, 1, 4, 7), (9, 2, 4, 8), (9, 1, 4, 8))
+    planes = [torch.arange(prod(shape), device=device).to(torch.uint8).view(shape) for shape in shapes]
+    expected = [plane.clone() for plane in planes]
+    for plane in expected:
+        plane[0, :, 2] = plane[8, :, 1]
+        plane[0, :, 3] = plane[2, :, 0]
+    sources, targets = torch.tensor([[33, 8, 1]], device=device), torch.tensor([[2, 3, 5]], device=device)
+    counts = torch.tensor([2], dtype=torch.int32, device=device)
+    ops.move_slots(ops.slot_table(planes), sources, targets, counts, backend=backend)
+    for plane, right in zip(planes, expected):
+        assert torch.equal(plane, right)
+
+
 def assert_same(made: list[KvCache], expected: list[KvCache]) -> None:
     for one, other in zip(made, expected):
         for tensor, like in zip(one.block_tensors, other.block_tensors):
@@ -82,7 +105,7 @@ def assert_same(made: list[KvCache], expected: list[KvCache]) -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    table = ops.slot_table(caches(torch.float32, torch.device("cpu")))
+    table = ops.slot_table(planes_of(caches(torch.float32, torch.device("cpu"))))
     one, counts = torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
     with pytest.raises(ValueError, match="targets"):
         ops.move_slots(table, one, torch.zeros(1, 2, dtype=torch.int64), counts)

@@ -234,7 +234,8 @@ decoder = load_model(ModelConfig(model=sys.argv[1], device="cpu"))
 stop.set()
 watcher.join()
 samples.append(anonymous_bytes())  # the watcher may have had no turn for a while
-print(max(samples) - before, decoder.spec.weight_bytes(torch.float32), decoder.spec.gate_up.num_parameters * 4)
+largest = decoder.spec.layers[0].mlp.gate_up.num_parameters * 4
+print(max(samples) - before, decoder.spec.weight_bytes(torch.float32), largest)
 """
 
 

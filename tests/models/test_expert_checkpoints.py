@@ -146,7 +146,7 @@ def test_written_by_compressed_tensors(full: Path, tmp_path: Path, scheme: str) 
 
     made, held = store_both(full, tmp_path, compressed(form, weights, inputs), write)
     decoder = load(made)
-    assert decoder.spec.experts is not None and decoder.spec.experts.stored_format == decoder.spec.stored_format
+    assert decoder.spec.has_experts and decoder.spec.expert_format == decoder.spec.stored_format
     assert decoder.spec.stored_format is not None and decoder.spec.stored_format.method == method
     assert rms_error(logits(decoder), logits(load(held))) < (1e-5 if inputs is None else 0.15)
 
@@ -187,8 +187,7 @@ def test_eight_bits_in_other_forms(
 ) -> None:
     stored, held = store_both(full, tmp_path, quantization, write)
     decoder = load(stored)
-    assert decoder.spec.experts is not None and decoder.spec.experts.stored_format is not None
-    assert decoder.spec.experts.stored_format.method == method
+    assert decoder.spec.expert_format is not None and decoder.spec.expert_format.method == method
     expected = logits(load(held))
     assert rms_error(logits(decoder), expected) < (0.05 if method == "w8a8_int8" else 0.1)
     assert rms_error(expected, logits(load(full))) > 0.005

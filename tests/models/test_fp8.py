@@ -16,8 +16,9 @@ from slipstream import LLM, SamplingParams
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, LayerSpec, LinearSpec
 from slipstream.nn.load import load_model, weight_bytes
-from slipstream.nn.spec import LinearSpec, read_spec
+from slipstream.nn.spec import read_spec
 from slipstream.runtime.tokenizer import TextTokenizer
 from slipstream_kernels import ops
 from tiny_checkpoints import relative_error
@@ -258,7 +259,7 @@ def test_planned_bytes_are_held_bytes(checkpoint: Path, method: str) -> None:
     for linear in decoder.spec.layer_linears if method != "none" else ():
         rows, columns = linear.out_features, linear.in_features
         scales = -(-rows // 128) * 4 if method == "block_wise_fp8" else rows
-        expected += decoder.spec.num_layers * (4 * scales + 4 * -(-rows // 32) - rows * columns)
+        expected += 4 * scales + 4 * -(-rows // 32) - rows * columns
     assert planned == expected
     assert logits(decoder).std() > 0.3
 
@@ -267,10 +268,10 @@ def test_an_eight_billion_model_is_planned_with_half_the_bytes(checkpoint: Path)
     from dataclasses import replace
 
     large = replace(
-        read_spec(checkpoint), hidden_size=4096, intermediate_size=14336, num_layers=32, num_q_heads=32, num_kv_heads=8,
-        head_dim=128, vocab_size=128256, qkv_bias=False,
+        read_spec(checkpoint), hidden_size=4096, vocab_size=128256,
+        layers=(LayerSpec(AttentionSpec(4096, 4096, 32, 8, 128, None), DenseSpec(4096, 14336)),) * 32,
     )  # fmt: skip
-    linears = 32 * sum(LinearSpec.num_parameters.fget(linear) for linear in large.layer_linears)  # type: ignore[attr-defined]
+    linears = sum(LinearSpec.num_parameters.fget(linear) for linear in large.layer_linears)  # type: ignore[attr-defined]
     full = large.weight_bytes(torch.bfloat16)
     held = weight_bytes(ModelConfig(quantization="fp8"), large, torch.bfloat16)
     assert full - held == pytest.approx(linears, rel=2e-3)  # a byte per parameter, but for the scales

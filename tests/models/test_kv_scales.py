@@ -49,20 +49,20 @@ def test_every_spelling(writer: str, checkpoint: Path, tmp_path: Path) -> None:
     k, v = SPELLINGS[writer]
     stored = with_tensors(checkpoint, tmp_path / "c", **{k: torch.tensor([0.25]), v: torch.tensor(0.5)})
     first, second = (layer.attention for layer in load(stored).layers[:2])
-    assert first.kv_scales is None and second.kv_scales is not None
-    assert [set(scale.tolist()) for scale in second.kv_scales] == [{0.25}, {0.5}]
+    assert not first.kv_scales
+    assert [set(scale.tolist()) for scale in second.kv_scales.values()] == [{0.25}, {0.5}]
 
 
 def test_one_scale_for_both_and_one_per_head(checkpoint: Path, tmp_path: Path) -> None:
-    num_heads = load(checkpoint).spec.num_kv_heads
+    num_heads = load(checkpoint).spec.layers[1].attention.num_kv_heads
     per_head = torch.arange(1.0, num_heads + 1)
     tensors = {f"{LAYER}.v_scale": per_head.view(-1, 1, 1).bfloat16(), f"{LAYER}.kv_scale": torch.tensor(0.125)}
     scales = load(with_tensors(checkpoint, tmp_path / "c", **tensors)).layers[1].attention.kv_scales
-    assert scales is not None
-    assert scales[0].tolist() == [0.125] * num_heads and scales[1].tolist() == per_head.tolist()
+    assert scales["key_scale"].tolist() == [0.125] * num_heads
+    assert scales["value_scale"].tolist() == per_head.tolist()
     unset = with_tensors(checkpoint, tmp_path / "d", **{f"{LAYER}.k_scale": torch.tensor(-1.0)})
     scales = load(unset).layers[1].attention.kv_scales
-    assert scales is not None and scales[0].tolist() == [1.0] * num_heads  # how "not calibrated" is written
+    assert scales["key_scale"].tolist() == [1.0] * num_heads  # how "not calibrated" is written
 
 
 def test_used_by_an_fp8_cache_alone(checkpoint: Path, tmp_path: Path) -> None:

@@ -159,5 +159,9 @@ def test_queries_are_rounded_only_over_an_fp8_cache_of_heads_that_are_served(
     reason = SplitKVFp8Attention.supports
     assert reason(spec, device, torch.bfloat16, torch.bfloat16) == "needs kv_cache_dtype=fp8_e4m3"
     assert reason(spec, device, torch.bfloat16) == "needs kv_cache_dtype=fp8_e4m3"
-    assert reason(spec, device, torch.bfloat16, fp8) == f"rounds queries of heads of 128, not {spec.head_dim}"
-    assert reason(replace(spec, head_dim=128), device, torch.bfloat16, fp8) == "needs a CUDA device"
+    assert (
+        reason(spec, device, torch.bfloat16, fp8)
+        == f"rounds queries of heads of 128, not {spec.layers[0].attention.head_dim}"
+    )
+    wide = spec.map_attention(lambda own: replace(own, head_dim=128))
+    assert reason(wide, device, torch.bfloat16, fp8) == "needs a CUDA device"

@@ -73,9 +73,8 @@ def test_every_method(
 ) -> None:
     made = make(full, text, tmp_path / "made", "--method", method, *arguments)
     decoder = load(made)
-    assert decoder.spec.stored_format is not None and decoder.spec.experts is not None
-    assert decoder.spec.experts.stored_format is not None
-    assert (decoder.spec.stored_format.method, decoder.spec.experts.stored_format.method) == held
+    assert decoder.spec.stored_format is not None and decoder.spec.expert_format is not None
+    assert (decoder.spec.stored_format.method, decoder.spec.expert_format.method) == held
     assert 0.01 < rms_error(logits(decoder), logits(load(full))) < 0.4
     assert torch.equal(logits(load(made, quantization=method)), logits(decoder))
     stored, before = (load_file(folder / "model.safetensors") for folder in (made, full))

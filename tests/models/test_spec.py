@@ -56,7 +56,7 @@ def test_llama_3_8b(tmp_path: Path) -> None:
     assert spec.weight_bytes(torch.bfloat16) == 16_060_522_496
     assert spec.kv_bytes_per_token(torch.bfloat16) == 2 * 32 * 8 * 128 * 2
     assert spec.kv_bytes_per_token(torch.float8_e4m3fn) == 65536
-    assert (spec.head_dim, spec.dtype, spec.norm_eps) == (128, torch.bfloat16, 1e-5)
+    assert (spec.layers[0].attention.head_dim, spec.dtype, spec.norm_eps) == (128, torch.bfloat16, 1e-5)
     assert spec.eos_token_ids == (128001, 128009, 128008)
     assert spec.max_model_len == 131072
 
@@ -85,6 +85,10 @@ def test_longest_sequence_follows_the_rope_scaling(
 
 def test_qwen2_windows_start_at_max_window_layers(tmp_path: Path) -> None:
     config = {**LLAMA_3_8B, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 100, "max_window_layers": 30}
-    assert set(spec_of(tmp_path, config).sliding_windows) == {None}  # off unless use_sliding_window
-    windows = spec_of(tmp_path, {**config, "use_sliding_window": True}).sliding_windows
-    assert windows == (None,) * 30 + (100, 100)
+    assert set(windows_of(spec_of(tmp_path, config))) == {None}  # off unless use_sliding_window
+    windows = windows_of(spec_of(tmp_path, {**config, "use_sliding_window": True}))
+    assert windows == [None] * 30 + [100, 100]
+
+
+def windows_of(spec: DecoderSpec) -> list[int | None]:
+    return [layer.attention.sliding_window for layer in spec.layers]

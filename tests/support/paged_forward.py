@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
+from slipstream.nn.kv_layout import key_value_cache
 from slipstream.runtime.batch import num_short_queries
 from slipstream_kernels import ops
 from torch import Tensor
@@ -46,10 +47,10 @@ class PagedForward:
         random.Random(seed).shuffle(blocks)
         self.block_ids = [[blocks.pop() for _ in range(count)] for count in num_blocks]
         spec, context = decoder.spec, decoder.context
-        shape = (sum(num_blocks) + 3, spec.num_kv_heads, block_size, spec.head_dim)
+        layouts = [layer.attention.kv_layout(kv_dtype or context.dtype) for layer in spec.layers]
         self.kv_caches = [
-            poisoned(ops.empty_kv_cache(shape, kv_dtype or context.dtype, context.device))
-            for _ in range(spec.num_layers)
+            poisoned(key_value_cache(layout.empty(sum(num_blocks) + 3, block_size, context.device)))
+            for layout in layouts
         ]
 
     def step(self, num_scheduled_tokens: dict[int, int]) -> None:

@@ -120,7 +120,11 @@ def make_model(variant: str) -> PreTrainedModel:
     family, changes = {**VARIANTS, **GPU_VARIANTS}[variant]
     config_class, model_class = CLASSES[family]
     torch.manual_seed(sum(variant.encode()))
-    model = model_class(config_class(**{**SIZES, **changes})).eval()
+    return draw(model_class(config_class(**{**SIZES, **changes})).eval())
+
+
+def draw(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model with weights drawn anew."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

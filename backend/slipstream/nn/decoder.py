@@ -1,4 +1,4 @@
-"""The one decoder: embedding, pre-norm layers of attention and MLP, final norm, logits. Built from a DecoderSpec.
+"""The one decoder: embedding, layers of attention and MLP, final norm, logits. Built from a DecoderSpec.
 
 Belongs to the engine thread; the caller holds torch.inference_mode. Knows tensors only: nothing of requests, sampling
 or scheduling, nor of files.
@@ -16,13 +16,14 @@ from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.embedding import Embedding, TiedHead
 from slipstream.nn.experts import Experts
 from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.layer_spec import DenseSpec, LayerSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.mlp import MLP
 from slipstream.nn.models.family import tensor_name
 from slipstream.nn.norm import RMSNorm
-from slipstream.nn.quant.activation_quant import PLAIN
+from slipstream.nn.quant.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream.nn.quant.invariant import is_unquantized
-from slipstream.nn.rotary import cos_sin_cache
+from slipstream.nn.rotary import RopeTables
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stacked_layers import StackedLayers
@@ -30,55 +31,79 @@ from slipstream.nn.weight_slot import WeightSlot
 
 
 class DecoderLayer:
-    """One block. The residual stream is handed on beside the block's output, so that each norm adds them itself."""
+    """One block. The residual stream is handed on beside the block's output, so that each norm adds them itself.
 
-    def __init__(self, spec: DecoderSpec, layer: int, cos_sin: Tensor, context: LayerContext) -> None:
-        self.input_norm = RMSNorm(spec.hidden_size, spec.norm_eps, context)
-        self.attention = SelfAttention(spec, layer, cos_sin, context)
-        self.post_attention_norm = RMSNorm(spec.hidden_size, spec.norm_eps, context)
-        self.mlp: MLP | Experts = MLP(spec, context) if spec.experts is None else Experts(spec, context)
+    input_norm, post_attention_norm: before attention and MLP; attention_output_norm, mlp_output_norm: of their results.
+    """
+
+    def __init__(self, spec: LayerSpec, norm_eps: float, ropes: RopeTables, context: LayerContext) -> None:
+        self.spec = spec
+        size, is_before, is_after = spec.attention.hidden_size, spec.norms != "post", spec.norms != "pre"
+        self.input_norm = RMSNorm(size, norm_eps, context) if is_before else None
+        self.attention = SelfAttention(spec.attention, norm_eps, ropes, context)
+        self.attention_output_norm = RMSNorm(size, norm_eps, context) if is_after else None
+        self.post_attention_norm = RMSNorm(size, norm_eps, context) if is_before else None
+        mlp = spec.mlp
+        self.mlp: MLP | Experts = MLP(mlp, context) if isinstance(mlp, DenseSpec) else Experts(mlp, context)
+        self.mlp_output_norm = RMSNorm(size, norm_eps, context) if is_after else None
 
     def __call__(
         self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        normed, residual = self.input_norm.add(hidden, residual, self.attention.qkv.activation_quant)
-        hidden = self.attention(normed, step, cache)
-        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.activation_quant)
-        return self.mlp(normed), residual
+        rows, residual = _added(self.input_norm, hidden, residual, self.attention.qkv.activation_quant)
+        hidden = _normed(self.attention_output_norm, self.attention(rows, step, cache))
+        return self._mlp(hidden, residual)
 
     def last(
-        self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache, rows: Tensor
+        self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache, wanted: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same for `rows` alone, those of which logits are wanted; the cache gains keys and values of all."""
-        normed, residual = self.input_norm.add(hidden, residual, self.attention.qkv.activation_quant)
-        attended, residual = self.attention.attend_last(normed, step, cache), residual[rows]
-        if not len(rows):  # the middle of a prompt
+        """The same for `wanted` rows alone, those of which logits are; the cache gains keys and values of all."""
+        rows, residual = _added(self.input_norm, hidden, residual, self.attention.qkv.activation_quant)
+        attended, residual = self.attention.attend_last(rows, step, cache), residual[wanted]
+        if not len(wanted):  # the middle of a prompt
             return residual, residual
-        hidden = self.attention.o(attended)
-        normed, residual = self.post_attention_norm.add(hidden, residual, self.mlp.activation_quant)
-        return self.mlp(normed), residual
+        return self._mlp(_normed(self.attention_output_norm, self.attention.o(attended)), residual)
+
+    def _mlp(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        rows, residual = _added(self.post_attention_norm, hidden, residual, self.mlp.activation_quant)
+        return _normed(self.mlp_output_norm, self.mlp(rows)), residual
 
     def norms(self) -> Iterator[tuple[str, RMSNorm]]:
-        yield "input_norm", self.input_norm
-        yield "post_attention_norm", self.post_attention_norm
-        if self.attention.head_norms is not None:
-            yield from zip(("q_norm", "k_norm"), self.attention.head_norms)
+        for name in ("input_norm", "attention_output_norm", "post_attention_norm", "mlp_output_norm"):
+            norm: RMSNorm | None = getattr(self, name)
+            if norm is not None:
+                yield name, norm
+        yield from zip(("q_norm", "k_norm"), self.attention.norms)
 
     def linears(self) -> tuple[Linear, ...]:
         return (self.attention.qkv, self.attention.o, *self.mlp.linears())
 
 
+def _added(
+    norm: RMSNorm | None, hidden: Tensor, residual: Tensor | None, quant: ActivationQuant[Activation]
+) -> tuple[Activation, Tensor]:
+    """(norm(hidden + residual) as `quant` gives it, hidden + residual); without a norm the sum itself."""
+    if norm is not None:
+        return norm.add(hidden, residual, quant)
+    summed = hidden if residual is None else hidden + residual
+    return quant.cast(summed), summed
+
+
+def _normed(norm: RMSNorm | None, hidden: Tensor) -> Tensor:
+    return hidden if norm is None else norm(hidden)
+
+
 class Decoder:
-    """num_positions: rows of the rotary table, that is the longest sequence (tokens) that may be served."""
+    """num_positions: rows of the rotary tables, that is the longest sequence (tokens) that may be served."""
 
     def __init__(self, spec: DecoderSpec, context: LayerContext, backend: AttentionBackend, num_positions: int) -> None:
         self.spec = spec
         self.context = context
         self.backend = backend
         self.feature_layers: tuple[int, ...] = ()  # before which `forward` takes the residual stream as well
-        cos_sin = cos_sin_cache(spec.rope, num_positions).to(context.device)
+        ropes = RopeTables(num_positions, context.device)
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
-        self.layers = [DecoderLayer(spec, layer, cos_sin, context) for layer in range(spec.num_layers)]
+        self.layers = [DecoderLayer(layer, spec.norm_eps, ropes, context) for layer in spec.layers]
         self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, context)
         self._stacked = StackedLayers(spec, self.layers) if backend.stacks_layers else None
         shares_table = spec.tie_word_embeddings and is_unquantized(context.head_method)

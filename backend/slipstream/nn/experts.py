@@ -1,7 +1,7 @@
 """A MoE layer's MLPs: a router chooses a few for each token, whose outputs are added by the router's weights.
 
 The rows of all tokens are sorted by expert on the device, so that each product is one launch over all experts and a
-step is captured in a CUDA graph like any other. Source: arXiv:2401.04088.
+step is captured in a CUDA graph like any other. Source: arXiv:2401.04088; shared experts: arXiv:2401.06066.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.layer_spec import ExpertsSpec
 from slipstream.nn.linear import ExpertLinear, Linear
+from slipstream.nn.mlp import MLP
 from slipstream.nn.quant.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream.nn.quant.unquantized import UNQUANTIZED
-from slipstream.nn.spec import DecoderSpec
 
 
 class Experts:
     """The router is never quantised: it is small, and a token that changes its expert changes its text."""
 
-    def __init__(self, spec: DecoderSpec, context: LayerContext) -> None:
-        assert spec.experts is not None
-        self.spec = spec.experts
-        self.router = Linear(spec.router, replace(context, method=UNQUANTIZED))
-        self.gate_up = ExpertLinear(spec.expert_gate_up, context)
-        self.down = ExpertLinear(spec.expert_down, context)
+    def __init__(self, spec: ExpertsSpec, context: LayerContext) -> None:
+        plain = replace(context, method=UNQUANTIZED)
+        self.spec = spec
+        self.router = Linear(spec.router, plain)
+        self.gate_up = ExpertLinear(spec.gate_up, context)
+        self.down = ExpertLinear(spec.down, context)
+        self.shared = None if spec.shared is None else MLP(spec.shared, context)
+        self.shared_gate = Linear(spec.gate, plain) if spec.shared_gate else None
 
     @property
     def activation_quant(self) -> ActivationQuant[Activation]:
@@ -35,12 +38,19 @@ class Experts:
     def __call__(self, hidden: Activation) -> Tensor:
         """hidden: [T, hidden_size], plain."""
         assert isinstance(hidden, Tensor)
-        spec = self.spec
-        routing = ops.route_experts(
-            self.router.apply(hidden), spec.num_experts_per_token, renormalise=spec.renormalises
+        routing = self.spec.routing
+        rows = ops.route_experts(
+            self.router.apply(hidden), routing.num_experts_per_token, renormalise=routing.renormalises
         )
-        inner = self.gate_up.apply_grouped(hidden, routing, by_token=True, gated=True)
-        return ops.combine_experts(self.down.apply_grouped(inner, routing), routing)
+        inner = self.gate_up.apply_grouped(hidden, rows, by_token=True, gated=True)
+        routed = ops.combine_experts(self.down.apply_grouped(inner, rows), rows)
+        return routed if self.shared is None else routed + self._of_shared(self.shared, hidden)
+
+    def _of_shared(self, shared: MLP, hidden: Tensor) -> Tensor:
+        result = shared(shared.activation_quant.cast(hidden))
+        return result if self.shared_gate is None else self.shared_gate.apply(hidden).sigmoid() * result
 
     def linears(self) -> tuple[Linear, ...]:
-        return (self.router, self.gate_up, self.down)
+        own = (self.router, self.gate_up, self.down)
+        shared = () if self.shared is None else self.shared.linears()
+        return (*own, *shared, *(() if self.shared_gate is None else (self.shared_gate,)))

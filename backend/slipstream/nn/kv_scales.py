@@ -35,6 +35,6 @@ def kv_scale_slots(
             continue
         attention = attentions[int(match["layer"])]
         part = match["own"] or match["proj"]
-        expected = shape if math.prod(shape) == 1 else (attention.num_kv_heads,)
+        expected = shape if math.prod(shape) == 1 else (attention.spec.num_kv_heads,)
         found[name] = WeightSlot(expected, partial(attention.load_kv_scale, part), mean=1.0, std=0.0)
     return dict(sorted(found.items(), key=lambda item: not item[0].endswith(".kv_scale")))

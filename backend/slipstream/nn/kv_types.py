@@ -26,31 +26,33 @@ def resolve_kv_dtype(
     if name not in QUANTIZED:
         accepted = f"auto or {own}, which the model computes in, {', '.join(QUANTIZED)}"
         raise ConfigError(FIELD, name, f"accepted: {accepted}")
-    refusal = _refusal(name, spec.head_dim, device, block_size)
+    refusal = _refusal(name, spec, device, block_size)
     if refusal is not None:
         raise ConfigError(FIELD, name, f"{refusal}; accepted: auto or {own}")
     return QUANTIZED[name]
 
 
-def gpu_geometry_refusal(head_dim: int, block_size: int, kv_dtype: torch.dtype | None = None) -> str | None:
+def gpu_geometry_refusal(spec: DecoderSpec, block_size: int, kv_dtype: torch.dtype | None = None) -> str | None:
     """Why no GPU kernel attends to such a cache, so that the reference must; None if one does.
 
     kv_dtype: None for the model's own.
     """
-    if head_dim not in TRITON_HEAD_DIMS:
-        return f"attention of head_dim {head_dim} is the reference's, accepted: {TRITON_HEAD_DIMS}"
+    for attention in spec.attentions:
+        if attention.head_dim not in TRITON_HEAD_DIMS:
+            return f"attention of head_dim {attention.head_dim} is the reference's, accepted: {TRITON_HEAD_DIMS}"
     smallest = triton_min_block_size(kv_dtype)
     if block_size < smallest:
         return f"attention over blocks of {block_size} is the reference's, accepted: >= {smallest}"
     return None
 
 
-def _refusal(name: str, head_dim: int, device: torch.device, block_size: int) -> str | None:
-    if name == "int4" and head_dim % 2:
-        return f"two values share a byte, head_dim {head_dim} is odd"
+def _refusal(name: str, spec: DecoderSpec, device: torch.device, block_size: int) -> str | None:
+    odd = [attention.head_dim for attention in spec.attentions if attention.head_dim % 2]
+    if name == "int4" and odd:
+        return f"two values share a byte, head_dim {odd[0]} is odd"
     if device.type != "cuda":
         return None
     if name == "fp8_e4m3" and torch.cuda.get_device_capability(device) < (8, 9):
         major, minor = torch.cuda.get_device_capability(device)
         return f"FP8 needs compute capability 8.9, this GPU has {major}.{minor}"
-    return gpu_geometry_refusal(head_dim, block_size, QUANTIZED[name])
+    return gpu_geometry_refusal(spec, block_size, QUANTIZED[name])

@@ -10,9 +10,9 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
 from slipstream.nn.quant.method import ExpertMethod, Weights
-from slipstream.nn.spec import LinearSpec
 from slipstream.nn.weight_slot import WeightSlot
 
 

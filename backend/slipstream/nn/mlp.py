@@ -1,17 +1,19 @@
-"""The gated MLP: down(silu(gate(x)) · up(x)), with gate and up as one product. Source: arXiv:2002.05202."""
+"""The gated MLP: down(activation(gate(x)) · up(x)), with gate and up as one product. Source: arXiv:2002.05202."""
 
 from __future__ import annotations
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.layer_spec import DenseSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.quant.activation_quant import Activation, ActivationQuant
-from slipstream.nn.spec import DecoderSpec
 
 
 class MLP:
-    def __init__(self, spec: DecoderSpec, context: LayerContext) -> None:
+    def __init__(self, spec: DenseSpec, context: LayerContext) -> None:
+        self.spec = spec
         self.gate_up = Linear(spec.gate_up, context)
         self.down = Linear(spec.down, context)
 
@@ -21,7 +23,10 @@ class MLP:
 
     def __call__(self, hidden: Activation) -> Tensor:
         """hidden: rows quantised as gate_up wants them."""
-        return self.down.apply(self.gate_up.apply_gated(hidden, self.down.activation_quant))
+        if self.spec.activation == "silu":  # fused into the product, or into what quantises its result
+            return self.down.apply(self.gate_up.apply_gated(hidden, self.down.activation_quant))
+        gate, up = self.gate_up.apply(hidden).chunk(2, dim=-1)
+        return self.down(F.gelu(gate, approximate="tanh") * up)
 
     def linears(self) -> tuple[Linear, ...]:
         return (self.gate_up, self.down)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the cos/sin table of a RopeSpec. One table per model, made once, on the host.
+"""Rotary position embedding: the cos/sin table of a RopeSpec. One table per rope of a model, made once, on the host.
 
 Source: RoFormer, arXiv:2104.09864; each scaling names its own below.
 """
@@ -8,9 +8,26 @@ from __future__ import annotations
 import math
 
 import torch
+from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.spec import RopeSpec
+from slipstream.nn.layer_spec import RopeSpec
+
+
+class RopeTables:
+    """The tables of a model's ropes, on its device, each made once. num_positions: the longest sequence (tokens)."""
+
+    def __init__(self, num_positions: int, device: torch.device) -> None:
+        self._num_positions, self._device = num_positions, device
+        self._made: dict[RopeSpec, ops.Rope] = {}
+
+    def of(self, spec: RopeSpec | None) -> ops.Rope | None:
+        if spec is None:
+            return None
+        if spec not in self._made:
+            table = cos_sin_cache(spec, self._num_positions).to(self._device)
+            self._made[spec] = ops.Rope(table, spec.is_interleaved)
+        return self._made[spec]
 
 
 def cos_sin_cache(spec: RopeSpec, num_positions: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from slipstream_kernels import ops
@@ -15,9 +16,13 @@ from torch import Tensor
 
 from slipstream.nn.attention import LayerCache
 from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.layer_spec import DenseSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.mlp import MLP
 from slipstream.nn.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from slipstream.nn.decoder import DecoderLayer
 
 logger = logging.getLogger(__name__)
 GROUP = 128  # input features that share a scale of 4-bit weights
@@ -26,7 +31,7 @@ GROUP = 128  # input features that share a scale of 4-bit weights
 class StackedLayers:
     """layers: the decoder's. The stack is made with the first step's caches, and again when others come."""
 
-    def __init__(self, spec: DecoderSpec, layers: Sequence[object]) -> None:
+    def __init__(self, spec: DecoderSpec, layers: Sequence[DecoderLayer]) -> None:
         self._spec, self._layers = spec, layers
         self._stack: ops.LayerStack | None = None
         self._cache: LayerCache | None = None  # the first layer's, that the stack was made with
@@ -62,33 +67,46 @@ class StackedLayers:
         return None if self._max_tokens else "kernel by kernel is faster with these weights"
 
 
-def _stack_of(spec: DecoderSpec, layers: Sequence[object], kv_caches: Sequence[LayerCache]) -> ops.LayerStack | str:
+def _stack_of(
+    spec: DecoderSpec, layers: Sequence[DecoderLayer], kv_caches: Sequence[LayerCache]
+) -> ops.LayerStack | str:
     """The layers as the op takes them, or why they have no such form."""
-    if spec.qk_norm or any(window is not None for window in spec.sliding_windows):
-        return "heads are normalised, or see a window"
-    stacked, turn = [], None
+    reason = spec_refusal(spec)
+    if reason is not None:
+        return reason
+    stacked = []
     for layer, cache in zip(layers, kv_caches):
-        attention, mlp = layer.attention, layer.mlp  # type: ignore[attr-defined]
-        if not isinstance(mlp, MLP):
-            return "the MLP has experts"
-        turn = attention.turn
+        attention, mlp = layer.attention, layer.mlp
+        assert isinstance(mlp, MLP) and layer.input_norm is not None and layer.post_attention_norm is not None
         weights = [stack_weight(linear) for linear in (attention.qkv, attention.o, mlp.gate_up, mlp.down)]
         reason = next((weight for weight in weights if isinstance(weight, str)), None)
         if reason is not None:
             return reason
         qkv, o, gate_up, down = weights
-        norms = layer.input_norm.weight, layer.post_attention_norm.weight  # type: ignore[attr-defined]
+        norms = layer.input_norm.weight, layer.post_attention_norm.weight
         stacked.append(ops.StackLayer(qkv, o, gate_up, down, *norms, cache))  # type: ignore[arg-type]
-    assert turn is not None
+    heads, rope = spec.layers[0].attention, layers[0].attention.options.qk_rope.rope
+    assert rope is not None
     return ops.LayerStack(
-        tuple(stacked),
-        spec.num_q_heads,
-        spec.num_kv_heads,
-        spec.head_dim,
-        turn.rope,
-        spec.norm_eps,
-        spec.head_dim**-0.5,
+        tuple(stacked), heads.num_q_heads, heads.num_kv_heads, heads.head_dim, rope, spec.norm_eps, heads.score_scale
     )
+
+
+def spec_refusal(spec: DecoderSpec) -> str | None:
+    """Why the op, which runs one kind of layer, does not know this one, or None."""
+    layer = spec.layers[0]
+    if any(other != layer for other in spec.layers):
+        return "layers differ from each other"
+    attention, mlp = layer.attention, layer.mlp
+    if not isinstance(mlp, DenseSpec):
+        return "the MLP has experts"
+    if attention.qk_norm or attention.sliding_window is not None:
+        return "heads are normalised, or see a window"
+    if attention.soft_cap is not None or attention.alibi_slopes or attention.rope is None:
+        return "scores are capped, or positions enter otherwise than by rotation"
+    if attention.rope.is_interleaved or attention.rope.rotary_dim != attention.head_dim:
+        return "heads are rotated in part, or in neighbouring pairs"
+    return None if (mlp.activation, layer.norms) == ("silu", "pre") else "the MLP or the norms are of another kind"
 
 
 def stack_weight(linear: Linear) -> ops.StackWeight | str:

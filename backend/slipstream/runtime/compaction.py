@@ -1,4 +1,4 @@
-"""After a verification: the keys and values of accepted drafts, moved to the slots of their positions. Engine thread.
+"""After a verification: what is cached of accepted drafts, moved to the slots of their positions. Engine thread.
 
 A chain's drafts lie where they belong already; only a tree's branches have gaps between them. Blocks that are left
 over need nothing: the request goes on in them.
@@ -6,19 +6,17 @@ over need nothing: the request goes on in them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from slipstream_kernels import ops
 
-from slipstream.nn.attention import LayerCache
+from slipstream.runtime.kv_pool import PlanePool
 
 
 class Compaction:
-    """caches: of all layers, of one block size."""
+    """pool: of the layers whose planes are moved."""
 
-    def __init__(self, caches: Sequence[LayerCache], device: torch.device) -> None:
-        self._table = ops.slot_table(caches)
+    def __init__(self, pool: PlanePool, device: torch.device) -> None:
+        self._table = ops.slot_table([tensor for planes in pool.planes for tensor in planes.values()])
         self._device = device
 
     def warm_up(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from slipstream.core.errors import ConfigError
 from slipstream.core.host_cache import BlockCopies
 from slipstream.runtime.host_copy import to_device
-from slipstream.runtime.kv_pool import KVPool
+from slipstream.runtime.kv_pool import PlanePool
 
 Pairs = Sequence[tuple[int, int]]  # (device block, host block)
 # Blocks travel in chunks of about so many bytes: bounds the memory beside the pool, and fills the bus.
@@ -26,7 +26,7 @@ CHUNK_BYTES = 64 << 20
 class HostBlocks:
     """Host memory for num_blocks blocks of a pool, pinned if the pool is on a GPU."""
 
-    def __init__(self, pool: KVPool, num_blocks: int) -> None:
+    def __init__(self, pool: PlanePool, num_blocks: int) -> None:
         self._parts = pool.parts
         device = pool.parts[0].device
         block_bytes = sum(part.shape[0] * part.shape[2] * part.element_size() for part in pool.parts)

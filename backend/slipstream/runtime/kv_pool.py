@@ -1,16 +1,20 @@
-"""The KV pool: one cache per layer, allocated once at load on the model's device. Engine thread."""
+"""The KV pool: the planes of every layer's cache, allocated once at load on the model's device. Engine thread.
+
+Knows planes (nn/kv_layout.py) and not what they mean: a block is the same block of every plane of every layer.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.attention import LayerCache
+from slipstream.nn.kv_layout import KVLayout, KVPlane, key_value_cache
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.memory_plan import Hardware, MemoryPlan
 
@@ -18,49 +22,62 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class KVPool:
-    """layers: a cache per layer, views of one tensor of all keys and values, and of one of all their scales.
+class PlanePool:
+    """planes: of each layer by name, views of one tensor for all planes of a shape.
 
-    parts: the same memory as int32 [parts of a block, num_blocks, words of a part]: what a block is, layer by layer.
+    parts: the same memory as words [parts of a block, num_blocks, words of a part]: what a block is, layer by layer.
     """
 
-    layers: list[LayerCache]
+    planes: list[dict[str, Tensor]]
     parts: list[Tensor]
 
 
+@dataclass(frozen=True)
+class KVPool(PlanePool):
+    """layers: the planes as attention takes them."""
+
+    layers: list[LayerCache]
+
+
+def allocate_planes(layouts: Sequence[KVLayout], num_blocks: int, block_size: int, device: torch.device) -> PlanePool:
+    """Zeroed planes of layers with these layouts; why zeros: ops.empty_kv_cache."""
+    owners: dict[tuple[tuple[int, ...], torch.dtype], list[tuple[int, KVPlane]]] = {}
+    for layer, layout in enumerate(layouts):
+        for plane in layout.planes:
+            owners.setdefault((plane.shape(num_blocks, block_size), plane.dtype), []).append((layer, plane))
+    planes: list[dict[str, Tensor]] = [{} for _ in layouts]
+    parts = []
+    for (shape, dtype), owned in owners.items():
+        store = torch.zeros((len(owned), *shape), dtype=dtype, device=device)
+        parts.append(_words(store))
+        for (layer, plane), tensor in zip(owned, store):
+            planes[layer][plane.name] = tensor
+    return PlanePool(planes, parts)
+
+
+def _words(store: Tensor) -> Tensor:
+    """The same memory in the widest words that a block's part is whole in: [parts, num_blocks, words]."""
+    parts = store.flatten(2)
+    part_bytes = parts.shape[2] * parts.element_size()
+    return parts.view(torch.int32 if part_bytes % torch.int32.itemsize == 0 else torch.uint8)
+
+
 def allocate_pool(
-    spec: DecoderSpec,
-    hardware: Hardware,
-    plan: MemoryPlan,
-    head_scales: Sequence[tuple[Tensor, Tensor] | None] = (),
+    spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan, head_scales: Sequence[Mapping[str, Tensor]] = ()
 ) -> KVPool:
-    """The plan's blocks for every layer, of the type that was resolved, zeroed as ops.empty_kv_cache says why.
+    """The plan's blocks for every layer, of the type that was resolved.
 
-    head_scales: of an FP8 cache, keys' and values' layer by layer, where a checkpoint has some.
+    head_scales: of an FP8 cache, by plane and layer, empty where a checkpoint has none.
     """
-    shape = (plan.num_blocks, spec.num_kv_heads, plan.block_size, spec.head_dim)
-    layer = ops.empty_kv_cache(shape, hardware.kv_dtype, torch.device("meta"))
-    stores = [_store(layer.key, spec, hardware)]
-    if len(layer.block_tensors) > 2:
-        assert layer.key_scale is not None
-        stores.append(_store(layer.key_scale, spec, hardware))
-    fields = (("key", "value"), ("key_scale", "value_scale"))
-    layers = [
-        replace(
-            layer, **{name: store[2 * i + k] for store, names in zip(stores, fields) for k, name in enumerate(names)}
-        )
-        for i in range(spec.num_layers)
-    ]
-    given = {i: scales for i, scales in enumerate(head_scales) if scales is not None}
-    if hardware.kv_dtype == ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]:
-        for i, (key_scale, value_scale) in given.items():
-            layers[i] = replace(layers[i], key_scale=key_scale, value_scale=value_scale)
-        logger.info("FP8 KV cache with the checkpoint's scales in %d of %d layers", len(given), spec.num_layers)
-    elif given:
-        logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype=fp8_e4m3 would use")
-    return KVPool(layers, [store.flatten(2).view(torch.int32) for store in stores])
-
-
-def _store(like: Tensor, spec: DecoderSpec, hardware: Hardware) -> Tensor:
-    """A tensor for keys and one for values of every layer, as one."""
-    return torch.zeros((2 * spec.num_layers, *like.shape), dtype=like.dtype, device=hardware.device)
+    layouts = [layer.attention.kv_layout(hardware.kv_dtype) for layer in spec.layers]
+    pool = allocate_planes(layouts, plan.num_blocks, plan.block_size, hardware.device)
+    given = [*head_scales, *({} for _ in layouts[len(head_scales) :])]
+    num_given = sum(bool(scales) for scales in given)
+    if hardware.kv_dtype != ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]:
+        given = [{} for _ in layouts]
+        if num_given:
+            logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype=fp8_e4m3 would use")
+    else:
+        logger.info("FP8 KV cache with the checkpoint's scales in %d of %d layers", num_given, len(layouts))
+    caches = [key_value_cache({**planes, **scales}) for planes, scales in zip(pool.planes, given)]
+    return KVPool(pool.planes, pool.parts, caches)

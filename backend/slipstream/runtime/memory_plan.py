@@ -13,7 +13,9 @@ from slipstream.core.config import CacheConfig, EngineConfig
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
 from slipstream.core.host_memory import host_memory
+from slipstream.nn.kv_layout import KVLayout
 from slipstream.nn.kv_types import gpu_geometry_refusal, resolve_kv_dtype
+from slipstream.nn.layer_spec import DenseSpec, ExpertsSpec
 from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.quant.int4 import Int4
@@ -64,7 +66,7 @@ def _check_deterministic(config: EngineConfig, spec: DecoderSpec, hardware: Hard
         if hardware.dtype != torch.float32:
             raise ConfigError("dtype", config.model.dtype, "deterministic: accepted on a CPU: float32")
         return
-    refusal = gpu_geometry_refusal(spec.head_dim, config.cache.block_size, hardware.kv_dtype)
+    refusal = gpu_geometry_refusal(spec, config.cache.block_size, hardware.kv_dtype)
     if refusal is not None:
         raise ConfigError("deterministic", True, refusal)
 
@@ -144,7 +146,7 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     """Size the KV pool for a checkpoint. Raises ConfigError, with the arithmetic, if one sequence would not fit."""
     is_null = config.model.load_format == "null"
     max_model_len = resolve_max_model_len(config, spec)
-    block_bytes = spec.kv_bytes_per_token(hardware.kv_dtype) * config.cache.block_size
+    block_bytes = cache_bytes_per_token(spec, hardware.kv_dtype) * config.cache.block_size
     held_bytes = 0 if is_null else weight_bytes(config.model, spec, hardware.dtype)
     drafting = draft_memory(config, spec, hardware.device, hardware.dtype, hardware.kv_dtype)
     draft_block_bytes = drafting.kv_bytes_per_token * config.cache.block_size
@@ -171,6 +173,21 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
         _check_memory_bytes(plan, config.cache)
     _check(plan, config.cache, budget, blocks_per_sequence)
     return plan
+
+
+def cache_bytes_per_token(spec: DecoderSpec, kv_dtype: torch.dtype) -> int:
+    """Of all layers. Raises ConfigError for layers that keep something else than a row a token."""
+    for layer in spec.layers:
+        check_planes(spec.architecture, layer.attention.kv_layout(kv_dtype))
+    return spec.kv_bytes_per_token(kv_dtype)
+
+
+def check_planes(architecture: str, layout: KVLayout) -> None:
+    for plane in layout.planes:
+        if plane.per_request:
+            raise ConfigError(
+                "model", architecture, f"{plane.name} is kept per request, which the KV pool does not serve"
+            )
 
 
 def _num_host_blocks(cache: CacheConfig, block_bytes: int) -> int:
@@ -255,9 +272,14 @@ def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware
     num_seqs = config.scheduler.max_num_seqs
     num_verified = min(MAX_DECODE_ROWS, num_seqs * (1 + MAX_DRAFT_TOKENS)) if config.speculation.loaded else 0
     logits = LOGITS_COPIES * max(num_seqs, num_verified, MAX_PROMPT_ROWS) * spec.vocab_size * 4
-    rows = 1 if spec.experts is None else spec.experts.num_experts_per_token  # of a token in the MLP
-    width = (HIDDEN_COPIES + rows - 1) * spec.hidden_size + rows * INTERMEDIATE_COPIES * spec.intermediate_size
+    width = max(_activation_width(layer.mlp) for layer in spec.layers)
     return logits + num_tokens * width * hardware.dtype.itemsize + _written_out_bytes(spec, config, hardware)
+
+
+def _activation_width(mlp: DenseSpec | ExpertsSpec) -> int:
+    """Features of one token that live at once in a layer."""
+    rows = 1 if isinstance(mlp, DenseSpec) else mlp.routing.num_experts_per_token  # of a token in the MLP
+    return (HIDDEN_COPIES + rows - 1) * mlp.hidden_size + INTERMEDIATE_COPIES * mlp.width
 
 
 def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
@@ -266,7 +288,7 @@ def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardwa
     if hardware.device.type != "cuda":
         return 0
     methods = choose_methods(config.model, spec)
-    held = [(linear, methods.experts if linear.num_experts else methods.linears) for linear in spec.layer_linears]
+    held = [(linear, methods.experts if linear.num_experts else methods.linears) for linear in set(spec.layer_linears)]
     sizes = [
         linear.num_parameters * (1 if linear.num_experts else hardware.dtype.itemsize)
         for linear, method in (*held, (spec.lm_head, methods.head))

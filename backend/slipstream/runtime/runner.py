@@ -88,7 +88,7 @@ class ModelRunner:
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         self._finish(phases, "weights")
         pool = allocate_pool(spec, hardware, plan, [layer.attention.kv_scales for layer in self._model.layers])
-        self._kv_caches = pool.layers
+        self._pool, self._kv_caches = pool, pool.layers
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
@@ -110,7 +110,7 @@ class ModelRunner:
         prompts = [] if self._reads_all_rows else prompt_shapes(sizes, self._max_num_tokens)
         self._prompt_graphs = StepGraphs(prompts, *room, self._run_last, device)
         most = max((shape.num_tokens for shape in shapes), default=0)
-        compaction = Compaction(self._kv_caches, device)
+        compaction = Compaction(self._pool, device)
         seats = most, max(config.scheduler.max_num_seqs, *sizes, 1)
         self._verifier = Verifier(self._model, self._sampler, compaction, config.speculation, plan, seats)
         with torch.inference_mode():

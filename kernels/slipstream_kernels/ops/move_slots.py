@@ -1,4 +1,4 @@
-"""move_slots: contract and choice.  Bring the cached keys and values of accepted drafts into line."""
+"""move_slots: contract and choice.  Bring what is cached of accepted drafts into line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream_kernels.kv_cache import KvCache
 from slipstream_kernels.ops.select import require_shape, select
 
 
@@ -21,18 +20,18 @@ class SlotTable:
 
 @dataclass(frozen=True)
 class SlotGroup:
-    """tensors: [num_blocks, num_kv_heads, block_size, …] each, of row_bytes a slot and head. addresses: [n] int64."""
+    """tensors: [num_blocks, num_heads, block_size, …] each, of row_bytes a slot and head. addresses: [n] int64."""
 
     tensors: tuple[torch.Tensor, ...]
     addresses: torch.Tensor
     row_bytes: int
 
 
-def slot_table(caches: Sequence[KvCache]) -> SlotTable:
-    """caches: of layers of one shape and type, which stay where they are."""
-    by_width: dict[int, list[torch.Tensor]] = {}
-    for tensor in (tensor for cache in caches for tensor in cache.block_tensors):
-        by_width.setdefault(tensor.stride(2) * tensor.element_size(), []).append(tensor)
+def slot_table(planes: Sequence[torch.Tensor]) -> SlotTable:
+    """planes: [num_blocks, num_heads, block_size, …], contiguous, of one block size, which stay where they are."""
+    alike: dict[tuple[int, int], list[torch.Tensor]] = {}
+    for tensor in planes:
+        alike.setdefault((tensor.stride(2) * tensor.element_size(), tensor.shape[1]), []).append(tensor)
     return SlotTable(
         tuple(
             SlotGroup(
@@ -40,7 +39,7 @@ def slot_table(caches: Sequence[KvCache]) -> SlotTable:
                 torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64).to(tensors[0].device),
                 row_bytes,
             )
-            for row_bytes, tensors in sorted(by_width.items())
+            for (row_bytes, _), tensors in sorted(alike.items(), key=lambda item: item[0])
         )
     )
 
@@ -53,7 +52,7 @@ def move_slots(
     *,
     backend: str = "auto",
 ) -> None:
-    """Copy slot sources[r, i] onto slot targets[r, i] in every layer's cache: keys, values, their scales, of any type.
+    """Copy slot sources[r, i] onto slot targets[r, i] in all planes of the table.
 
     sources, targets: [num_requests, most] int64, slot = block * block_size + offset.  counts: [num_requests] int32:
     how many moves of each request count; they are made in order.  A request's moves go towards its beginning (its

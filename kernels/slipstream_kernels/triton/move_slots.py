@@ -19,8 +19,10 @@ def move_slots(
     targets: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """See ops.move_slots.  Rows are copied as 32-bit words."""
+    """See ops.move_slots.  Rows are copied as 32-bit words, or as bytes where they are no such words."""
     num_heads, block_size = tensors[0].shape[1:3]
+    has_words = row_bytes % 4 == 0
+    width = row_bytes // 4 if has_words else row_bytes
     _move_kernel[(counts.shape[0], len(tensors) * num_heads)](
         addresses,
         sources,
@@ -29,8 +31,9 @@ def move_slots(
         sources.shape[1],
         NUM_HEADS=num_heads,
         BLOCK_SIZE=block_size,
-        WIDTH=row_bytes // 4,
-        WIDTH_PADDED=triton.next_power_of_2(row_bytes // 4),
+        HAS_WORDS=has_words,
+        WIDTH=width,
+        WIDTH_PADDED=triton.next_power_of_2(width),
         num_warps=_NUM_WARPS,
     )
 
@@ -44,12 +47,13 @@ def _move_kernel(
     most,
     NUM_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HAS_WORDS: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
 ):
     """A thread moves the same words of every slot, in order: what an earlier move read, a later one may overwrite."""
     request, place = tl.program_id(0), tl.program_id(1)
-    base = tl.load(addresses + place // NUM_HEADS).to(tl.pointer_type(tl.int32))
+    base = tl.load(addresses + place // NUM_HEADS).to(tl.pointer_type(tl.int32 if HAS_WORDS else tl.int8))
     head = place % NUM_HEADS
     words = tl.arange(0, WIDTH_PADDED)
     for move in range(request * most, request * most + tl.load(counts + request)):

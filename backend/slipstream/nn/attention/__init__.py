@@ -6,6 +6,21 @@ from slipstream.nn.attention import paged  # noqa: F401
 from slipstream.nn.attention.invariant import INVARIANT  # last: chosen in deterministic mode only
 
 # isort: on
-from slipstream.nn.attention.backend import ATTENTION_BACKENDS, AttentionBackend, LayerCache, QKRope, StepAttention
+from slipstream.nn.attention.backend import (
+    ATTENTION_BACKENDS,
+    AttentionBackend,
+    LayerAttention,
+    LayerCache,
+    QKRope,
+    StepAttention,
+)
 
-__all__ = ["ATTENTION_BACKENDS", "INVARIANT", "AttentionBackend", "LayerCache", "QKRope", "StepAttention"]
+__all__ = [
+    "ATTENTION_BACKENDS",
+    "INVARIANT",
+    "AttentionBackend",
+    "LayerAttention",
+    "LayerCache",
+    "QKRope",
+    "StepAttention",
+]

@@ -18,24 +18,35 @@ LayerCache = ops.KvCache  # keys and values of one layer, with their scales: one
 
 @dataclass(frozen=True)
 class QKRope:
-    """What a layer does to its query and key heads before they meet: an optional norm, then the rotation."""
+    """What a layer does to its query and key heads before they meet: an optional norm, then the rotation, if any."""
 
-    rope: ops.Rope
+    rope: ops.Rope | None
     norms: ops.HeadNorms | None = None
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """How a layer attends, as the ops take it: see AttentionSpec. alibi_slopes: [num_q_heads] fp32."""
+
+    qk_rope: QKRope
+    scale: float
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    alibi_slopes: Tensor | None = None
 
 
 class StepAttention(Protocol):
     """The attention of one step; what all layers share was computed when it was planned."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
-        """Turn q and k, store this step's keys and values, then attend, all by the batch's positions and slots.
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+        """Normalise and rotate q and k, store this step's keys and values, then attend.
 
         q: [T, num_q_heads, head_dim], k, v: [T, num_kv_heads, head_dim], as projected: strided slices will do.
         Returns [T, num_q_heads, head_dim], contiguous.
         """
         ...
 
-    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
         """As `forward`, but only the rows of which logits are wanted attend; each must be the last of its request.
 
         Returns [S, num_q_heads, head_dim], contiguous.

@@ -8,8 +8,8 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.attention.backend import ATTENTION_BACKENDS, LayerCache, QKRope
-from slipstream.nn.attention.split_step import Rows, decode_rows, last_rows, rows_after
+from slipstream.nn.attention.backend import ATTENTION_BACKENDS, LayerAttention, LayerCache
+from slipstream.nn.attention.split_step import Rows, decode_rows, last_rows, rows_after, store_heads
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
@@ -22,24 +22,24 @@ class InvariantAttention:
     stacks_layers = False
 
     def __init__(self, spec: DecoderSpec) -> None:
-        self._head_dim = spec.head_dim
-        self._scale = spec.head_dim**-0.5
-        self._sliding_windows = spec.sliding_windows
+        self._spec = spec
 
     @staticmethod
     def supports(
         spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> str | None:
         """Blocks of 64 tokens are refused nowhere; whether the configured ones are served is the runtime's to check."""
-        return None if device.type == "cpu" else gpu_geometry_refusal(spec.head_dim, 64, kv_dtype)
+        if any(attention.soft_cap is not None or attention.alibi_slopes for attention in spec.attentions):
+            return "knows neither caps of scores nor ALiBi"
+        return None if device.type == "cpu" else gpu_geometry_refusal(spec, 64, kv_dtype)
 
     def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
-        return gpu_geometry_refusal(self._head_dim, block_size)
+        return gpu_geometry_refusal(self._spec, block_size)
 
     def plan(self, batch: ForwardBatch) -> InvariantStep:
         """Trees are rows of the step's beginning: with one, the op is called for these, and for the others apart."""
         trees = None if batch.tree_mask is None else decode_rows(batch)
-        return InvariantStep(batch, trees, rows_after(batch, trees), self._scale, self._sliding_windows)
+        return InvariantStep(batch, trees, rows_after(batch, trees))
 
 
 @dataclass(frozen=True)
@@ -49,39 +49,33 @@ class InvariantStep:
     batch: ForwardBatch
     trees: Rows | None
     chains: Rows | None
-    scale: float
-    sliding_windows: tuple[int | None, ...]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
-        q = self._store(q, k, v, turn, cache)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+        q = store_heads(self.batch, q, k, v, layer, cache)
         out = torch.empty_like(q)
         for rows in (self.trees, self.chains):
             if rows is not None:
-                self._attend(rows, q, cache, layer, out)
+                self._attend(rows, q, layer, cache, out)
         return out
 
-    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
-        q = self._store(q, k, v, turn, cache)[self.batch.logits_indices]
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+        q = store_heads(self.batch, q, k, v, layer, cache)[self.batch.logits_indices]
         out = torch.empty_like(q)
         if q.shape[0]:
-            self._attend(last_rows(self.batch), q, cache, layer, out)
+            self._attend(last_rows(self.batch), q, layer, cache, out)
         return out
 
-    def _store(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache) -> Tensor:
-        batch = self.batch
-        return ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, turn.rope, cache, turn.norms)
-
-    def _attend(self, rows: Rows, q: Tensor, cache: LayerCache, layer: int, out: Tensor) -> None:
+    def _attend(self, rows: Rows, q: Tensor, layer: LayerAttention, cache: LayerCache, out: Tensor) -> None:
         is_tree = rows is self.trees
         ops.invariant_attention(
             *rows.operands(q, cache),
             max_query_len=rows.max_query_len,
             max_seq_len=self.batch.max_seq_len,
-            scale=self.scale,
+            scale=layer.scale,
             key_scale=cache.key_scale,
             value_scale=cache.value_scale,
             tree_mask=self.batch.tree_mask if is_tree else None,
             positions=self.batch.positions[rows.tokens] if is_tree else None,
-            sliding_window=self.sliding_windows[layer],
+            sliding_window=layer.sliding_window,
             out=out[rows.tokens],
         )

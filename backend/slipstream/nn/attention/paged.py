@@ -16,9 +16,7 @@ class PagedAttention:
     stacks_layers = False
 
     def __init__(self, spec: DecoderSpec) -> None:
-        self._head_dim = spec.head_dim
-        self._scale = spec.head_dim**-0.5
-        self._sliding_windows = spec.sliding_windows
+        self._spec = spec
 
     @staticmethod
     def supports(
@@ -28,10 +26,10 @@ class PagedAttention:
 
     def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
         trees = "trees of drafts are attended to by the reference here, which reads lengths on the host"
-        return gpu_geometry_refusal(self._head_dim, block_size) or (trees if has_trees else None)
+        return gpu_geometry_refusal(self._spec, block_size) or (trees if has_trees else None)
 
     def plan(self, batch: ForwardBatch) -> SplitStep:
         """All rows go to the paged op, which knows no trees: a step with one sends its decode rows to the decode op."""
         decodes = None if batch.tree_mask is None else decode_rows(batch)
         prompts = rows_after(batch, decodes)
-        return SplitStep(batch, decodes, prompts, self._scale, self._sliding_windows, has_decode_kernel=False)
+        return SplitStep(batch, decodes, prompts, has_decode_kernel=False)

@@ -12,6 +12,7 @@ from slipstream_kernels.ops.paged_attention import FP8_QUERY_HEAD_DIM
 from slipstream.nn.attention.backend import ATTENTION_BACKENDS
 from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after
 from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.layer_spec import AttentionSpec
 from slipstream.nn.spec import DecoderSpec
 
 
@@ -25,8 +26,6 @@ class SplitKVAttention:
         from slipstream.nn.attention.paged import PagedAttention  # here, so that it is registered after this one
 
         self._paged = PagedAttention(spec)
-        self._scale = spec.head_dim**-0.5
-        self._sliding_windows = spec.sliding_windows
 
     @staticmethod
     def supports(
@@ -36,7 +35,8 @@ class SplitKVAttention:
         if device.type != "cuda":
             return "needs a CUDA device"
         try:
-            _attend_once(spec, device, dtype, kv_dtype or dtype)
+            for attention in spec.attentions:
+                _attend_once(attention, device, dtype, kv_dtype or dtype)
         except (ValueError, RuntimeError) as error:
             return str(error)
         return None
@@ -47,15 +47,7 @@ class SplitKVAttention:
     def plan(self, batch: ForwardBatch) -> SplitStep:
         decodes = decode_rows(batch)
         prompts = rows_after(batch, decodes)
-        return SplitStep(
-            batch,
-            decodes,
-            prompts,
-            self._scale,
-            self._sliding_windows,
-            has_decode_kernel=True,
-            fp8_queries=self._fp8_queries,
-        )
+        return SplitStep(batch, decodes, prompts, has_decode_kernel=True, fp8_queries=self._fp8_queries)
 
 
 class SplitKVFp8Attention(SplitKVAttention):
@@ -69,8 +61,9 @@ class SplitKVFp8Attention(SplitKVAttention):
     ) -> str | None:
         if kv_dtype != ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]:
             return "needs kv_cache_dtype=fp8_e4m3"
-        if spec.head_dim != FP8_QUERY_HEAD_DIM:
-            return f"rounds queries of heads of {FP8_QUERY_HEAD_DIM}, not {spec.head_dim}"
+        for attention in spec.attentions:
+            if attention.head_dim != FP8_QUERY_HEAD_DIM:
+                return f"rounds queries of heads of {FP8_QUERY_HEAD_DIM}, not {attention.head_dim}"
         return SplitKVAttention.supports(spec, device, dtype, kv_dtype)
 
 
@@ -78,8 +71,9 @@ ATTENTION_BACKENDS.register("split_kv_fp8")(SplitKVFp8Attention)
 ATTENTION_BACKENDS.register("split_kv")(SplitKVAttention)
 
 
-def _attend_once(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def _attend_once(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     one = torch.ones(1, dtype=torch.int32, device=device)
+    slopes = torch.tensor(spec.alibi_slopes, device=device) if spec.alibi_slopes else None
     cache = ops.empty_kv_cache((1, spec.num_kv_heads, 64, spec.head_dim), kv_dtype, device)
     ops.decode_attention(
         torch.zeros(1, spec.num_q_heads, spec.head_dim, dtype=dtype, device=device),
@@ -92,5 +86,7 @@ def _attend_once(spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv
         scale=1.0,
         key_scale=cache.key_scale,
         value_scale=cache.value_scale,
+        alibi_slopes=slopes,
+        soft_cap=spec.soft_cap,
         backend="cuda",
     )

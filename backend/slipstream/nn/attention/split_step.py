@@ -1,4 +1,4 @@
-"""A planned step of both backends: heads are turned and stored, then its decode rows and its prompts attend apart.
+"""A planned step of both backends: heads are rotated and stored, then its decode rows and its prompts attend apart.
 
 A step's decode rows come first, so a mixed step is two calls over slices of its tensors.
 """
@@ -11,7 +11,7 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.attention.backend import LayerCache, QKRope
+from slipstream.nn.attention.backend import LayerAttention, LayerCache
 from slipstream.nn.batch import ForwardBatch
 
 
@@ -41,36 +41,39 @@ class SplitStep:
     batch: ForwardBatch
     decodes: Rows | None
     prompts: Rows | None
-    scale: float
-    sliding_windows: tuple[int | None, ...]
     has_decode_kernel: bool
     fp8_queries: bool = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
-        batch = self.batch
-        q = ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, turn.rope, cache, turn.norms)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+        q = store_heads(self.batch, q, k, v, layer, cache)
         out = torch.empty_like(q)
         if self.decodes is not None:
-            self._attend_decodes(self.decodes, q, cache, layer, out)
+            self._attend_decodes(self.decodes, q, layer, cache, out)
         if self.prompts is not None:
-            self._attend_prompts(self.prompts, q, cache, layer, out)
+            self._attend_prompts(self.prompts, q, layer, cache, out)
         return out
 
-    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, turn: QKRope, cache: LayerCache, layer: int) -> Tensor:
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
         batch = self.batch
-        q = ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, turn.rope, cache, turn.norms)
+        q = store_heads(batch, q, k, v, layer, cache)
         q = q[batch.logits_indices]
         if q.shape[0]:
             rows, out = last_rows(batch), torch.empty_like(q)
             if self.has_decode_kernel:
-                self._attend_decodes(rows, q, cache, layer, out, is_prefix_settled=False)
+                self._attend_decodes(rows, q, layer, cache, out, is_prefix_settled=False)
             else:
-                self._attend_prompts(rows, q, cache, layer, out)
+                self._attend_prompts(rows, q, layer, cache, out)
             q = out
         return q
 
     def _attend_decodes(
-        self, rows: Rows, q: Tensor, cache: LayerCache, layer: int, out: Tensor, is_prefix_settled: bool = True
+        self,
+        rows: Rows,
+        q: Tensor,
+        layer: LayerAttention,
+        cache: LayerCache,
+        out: Tensor,
+        is_prefix_settled: bool = True,
     ) -> None:
         """is_prefix_settled: a step begins with the embedding, which is no kernel of ours; not for rows whose request
         has others in this step."""
@@ -78,28 +81,40 @@ class SplitStep:
         ops.decode_attention(
             *rows.operands(q, cache),
             max_query_len=rows.max_query_len,
-            scale=self.scale,
+            scale=layer.scale,
             key_scale=cache.key_scale,
             value_scale=cache.value_scale,
             tree_mask=batch.tree_mask,
             positions=None if batch.tree_mask is None else batch.positions[rows.tokens],
-            sliding_window=self.sliding_windows[layer],
+            sliding_window=layer.sliding_window,
+            alibi_slopes=layer.alibi_slopes,
+            soft_cap=layer.soft_cap,
             is_prefix_settled=is_prefix_settled,
             out=out[rows.tokens],
         )
 
-    def _attend_prompts(self, rows: Rows, q: Tensor, cache: LayerCache, layer: int, out: Tensor) -> None:
+    def _attend_prompts(self, rows: Rows, q: Tensor, layer: LayerAttention, cache: LayerCache, out: Tensor) -> None:
         ops.paged_attention(
             *rows.operands(q, cache),
             max_query_len=rows.max_query_len,
             max_seq_len=self.batch.max_seq_len,
-            scale=self.scale,
+            scale=layer.scale,
             key_scale=cache.key_scale,
             value_scale=cache.value_scale,
-            sliding_window=self.sliding_windows[layer],
+            sliding_window=layer.sliding_window,
+            alibi_slopes=layer.alibi_slopes,
+            soft_cap=layer.soft_cap,
             fp8_queries=self.fp8_queries,
             out=out[rows.tokens],
         )
+
+
+def store_heads(
+    batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache
+) -> Tensor:
+    """The queries, normalised and rotated; keys, too, which go to the batch's slots with the values."""
+    qk_rope = layer.qk_rope
+    return ops.rope_write_kv(q, k, v, batch.positions, batch.slot_mapping, qk_rope.rope, cache, qk_rope.norms)
 
 
 def decode_rows(batch: ForwardBatch) -> Rows | None:

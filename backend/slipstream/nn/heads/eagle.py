@@ -25,15 +25,16 @@ from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
 from slipstream.nn.heads.mtp import head_context
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
 from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.layer_spec import DenseSpec, LayerSpec, LinearSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.mlp import MLP
 from slipstream.nn.models import family_of
 from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.quant.activation_quant import PLAIN
-from slipstream.nn.rotary import cos_sin_cache
+from slipstream.nn.rotary import RopeTables
 from slipstream.nn.self_attention import SelfAttention
-from slipstream.nn.spec import DecoderSpec, LinearSpec
+from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "eagle_head"
@@ -66,12 +67,15 @@ def read_head_spec(folder: Path, target: DecoderSpec) -> DecoderSpec:
     if spec.hidden_size != target.hidden_size or spec.vocab_size != target.vocab_size:
         sizes = f"hidden_size={spec.hidden_size}, vocab_size={spec.vocab_size}"
         raise ConfigError(FIELD, str(folder), f"{sizes}; the model's are {target.hidden_size}, {target.vocab_size}")
-    return replace(spec, num_layers=1, sliding_windows=spec.sliding_windows[:1], tie_word_embeddings=False)
+    return replace(spec, layers=spec.layers[:1], tie_word_embeddings=False)
 
 
 def dummy_spec(target: DecoderSpec) -> DecoderSpec:
     """A layer of the model's shape; always a dense one, as published heads are beside MoE models too."""
-    return replace(target, num_layers=1, sliding_windows=(None,), stored_format=None, experts=None)
+    last = target.layers[-1]
+    mlp = last.mlp if isinstance(last.mlp, DenseSpec) else DenseSpec(target.hidden_size, last.mlp.intermediate_size)
+    layer = LayerSpec(replace(last.attention, sliding_window=None), mlp)
+    return replace(target, layers=(layer,), stored_format=None, expert_format=None)
 
 
 def dummy_vocab_size(target: DecoderSpec) -> int:
@@ -92,16 +96,19 @@ class EagleHead:
         draft_vocab_size: int = 0,
     ) -> None:
         size, context = spec.hidden_size, head_context(target)
-        self.spec = replace(spec, num_qkv_inputs=2 * size if is_third else 0)
+        self.spec = spec.map_attention(lambda own: replace(own, num_inputs=2 * size if is_third else size))
+        layer = self.spec.layers[0]
+        assert isinstance(layer.mlp, DenseSpec)
         self.is_third = is_third
         self._target = target
         _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, context.device, context.dtype))
         self.backend = backend(self.spec)
-        cos_sin = cos_sin_cache(spec.rope, num_positions).to(context.device)
         num_inputs = NUM_FEATURES * size if is_third else 2 * size
         self.fc = Linear(LinearSpec(num_inputs, (("fc", size),), bias=has_bias), context)
-        self.attention = SelfAttention(self.spec, 0, cos_sin, context)
-        self.mlp = MLP(spec, context)
+        self.attention = SelfAttention(
+            layer.attention, spec.norm_eps, RopeTables(num_positions, context.device), context
+        )
+        self.mlp = MLP(layer.mlp, context)
         names = ("post_attention_layernorm", *(("input_layernorm", "hidden_norm", "norm") if is_third else ()))
         self.norms = {name: RMSNorm(size, spec.norm_eps, context) for name in names}
         self.embedding = Embedding(spec.vocab_size, size, context) if has_embedding else target.embedding

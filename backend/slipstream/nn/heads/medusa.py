@@ -19,8 +19,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.draft_vocabulary import vocabulary_context
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
-from slipstream.nn.spec import LinearSpec
 from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "medusa_heads"

@@ -22,13 +22,14 @@ from slipstream.nn.embedding import Embedding
 from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
 from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.models.family import FAMILIES, tensor_name
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.quant import QUANT_METHODS
 from slipstream.nn.quant.activation_quant import PLAIN
-from slipstream.nn.rotary import cos_sin_cache
-from slipstream.nn.spec import DecoderSpec, LinearSpec
+from slipstream.nn.rotary import RopeTables
+from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "mtp_module"
@@ -50,8 +51,8 @@ def own_names(folder: Path, stored: Mapping[str, T]) -> dict[str, T]:
 
 
 def head_spec(target: DecoderSpec) -> DecoderSpec:
-    """One layer of the model's shape, unquantised."""
-    return replace(target, num_layers=1, sliding_windows=target.sliding_windows[-1:], stored_format=None)
+    """A layer of the kind of the model's last, unquantised."""
+    return replace(target, layers=target.layers[-1:], stored_format=None, expert_format=None)
 
 
 def head_context(target: Decoder) -> LayerContext:
@@ -73,8 +74,8 @@ class MTPModule:
         self.backend = backend(spec)
         self.norms = {name: RMSNorm(size, spec.norm_eps, context) for name in _OWN}
         self.projection = Linear(LinearSpec(2 * size, (("eh_proj", size),)), context)
-        cos_sin = cos_sin_cache(spec.rope, num_positions).to(context.device)
-        self.layer = DecoderLayer(spec, 0, cos_sin, context)
+        ropes = RopeTables(num_positions, context.device)
+        self.layer = DecoderLayer(spec.layers[0], spec.norm_eps, ropes, context)
         self.embedding = Embedding(spec.vocab_size, size, context) if has_embedding else target.embedding
         self._own_head = Linear(spec.lm_head, context) if has_head else None
         self.head = self._own_head or draft_vocabulary(target)

@@ -15,8 +15,9 @@ import torch
 from slipstream.nn.heads import eagle, medusa, mtp
 from slipstream.nn.heads.draft_vocabulary import vocabulary_method
 from slipstream.nn.heads.tensors import read_shapes
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant import QUANT_METHODS, Methods, linear_bytes
-from slipstream.nn.spec import DecoderSpec, LinearSpec
+from slipstream.nn.spec import DecoderSpec
 
 _OFFSET_BYTES = 8  # of a row of EAGLE-3's vocabulary: which token it stands for
 
@@ -72,7 +73,7 @@ def mtp_bytes(model: BesideModel, folder: Path | None) -> HeadBytes:
     """folder: None for a dummy."""
     layer, size = mtp.head_spec(model.spec), model.spec.hidden_size
     if folder is None:
-        num_parameters, has_head = layer.num_layer_parameters + 3 * size + 2 * size**2, False
+        num_parameters, has_head = layer.layers[0].num_parameters + 3 * size + 2 * size**2, False
     else:
         own = mtp.own_names(folder, read_shapes(mtp.FIELD, folder, mtp.is_wanted))
         num_parameters, has_head = sum(map(prod, own.values())), "shared_head.head.weight" in own
@@ -83,8 +84,10 @@ def eagle_bytes(model: BesideModel, folder: Path | None) -> HeadBytes:
     itemsize = model.dtype.itemsize
     if folder is None:
         layer, size, rows = eagle.dummy_spec(model.spec), model.spec.hidden_size, eagle.dummy_vocab_size(model.spec)
-        wide = (layer.qkv.out_features + 2 + 3 * size) * size  # twice the inputs, two more norms, three features
-        return HeadBytes((layer.num_layer_parameters + wide + rows * size) * itemsize + rows * _OFFSET_BYTES, layer)
+        wide = (
+            layer.layers[0].attention.qkv.out_features + 2 + 3 * size
+        ) * size  # twice the inputs, two more norms, three features
+        return HeadBytes((layer.layers[0].num_parameters + wide + rows * size) * itemsize + rows * _OFFSET_BYTES, layer)
     own, is_third = eagle.own_names(read_shapes(eagle.FIELD, folder))
     weights = sum(prod(shape) for name, shape in own.items() if name != "d2t") * itemsize
     if is_third:

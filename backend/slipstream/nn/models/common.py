@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
 import torch
 
 from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, LayerSpec
 from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.models.module_lists import ATTENTION_PARTS, MLP_PARTS, linear_modules
 from slipstream.nn.models.quantization import read_stored_format
@@ -15,10 +19,14 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 ACTIVATIONS = ("silu", "swish")
 
 
-def base_spec(config: HFConfig, linear_parts: tuple[str, ...] = (*ATTENTION_PARTS, *MLP_PARTS)) -> DecoderSpec:
-    """A spec without biases, query/key norms or windows; a family replaces what differs. Raises ConfigError.
+def base_spec(
+    config: HFConfig,
+    linear_parts: tuple[str, ...] = (*ATTENTION_PARTS, *MLP_PARTS),
+    names: Mapping[str, str] = LLAMA_NAMES,
+) -> DecoderSpec:
+    """Equal layers without biases, query/key norms or windows; a family replaces what differs. Raises ConfigError.
 
-    linear_parts: those that are called as Llama's are, and held by one method.
+    linear_parts: those that one method holds. names: the family's.
     """
     hidden_size = config.integer("hidden_size")
     num_q_heads = config.integer("num_attention_heads")
@@ -33,25 +41,37 @@ def base_spec(config: HFConfig, linear_parts: tuple[str, ...] = (*ATTENTION_PART
     config.choice("hidden_act", ACTIVATIONS, "silu")
     num_layers = config.integer("num_hidden_layers")
     bos_token_ids = config.token_ids("bos_token_id")
+    attention = AttentionSpec(
+        hidden_size=hidden_size,
+        num_inputs=hidden_size,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rope=read_rope(config, head_dim),
+    )
+    mlp = DenseSpec(hidden_size, config.integer("intermediate_size"))
     return DecoderSpec(
         architecture=config.strings("architectures")[0],
         vocab_size=config.integer("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=config.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_q_heads=num_q_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        layers=(LayerSpec(attention, mlp),) * num_layers,
         max_position_embeddings=config.integer("max_position_embeddings"),
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        rope=read_rope(config, head_dim),
-        sliding_windows=(None,) * num_layers,
         tie_word_embeddings=config.boolean("tie_word_embeddings", False),
         dtype=_checkpoint_dtype(config),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=config.token_ids("eos_token_id"),
-        stored_format=read_stored_format(config, linear_modules(LLAMA_NAMES, linear_parts, num_layers)),
+        stored_format=read_stored_format(config, linear_modules(names, linear_parts, num_layers)),
     )
+
+
+def with_windows(spec: DecoderSpec, windows: Sequence[int | None]) -> DecoderSpec:
+    """windows: of each layer."""
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        return replace(layer, attention=replace(layer.attention, sliding_window=windows[index]))
+
+    return spec.map_layers(change)
 
 
 def sliding_windows(config: HFConfig, num_layers: int) -> tuple[int | None, ...]:

@@ -33,9 +33,9 @@ LLAMA_NAMES: Mapping[str, str] = {
 
 
 def tensor_name(names: Mapping[str, str], part: str, layer: int | str) -> str:
-    """The checkpoint's name of a decoder's part in a layer; "gate.3" is the gate of expert 3."""
+    """The checkpoint's name of a decoder's part in a layer; "gate.3" is the gate of expert 3, named "expert_gate"."""
     module, _, expert = part.partition(".")
-    return names[module].format(layer=layer, expert=expert)
+    return names[f"expert_{module}" if expert else module].format(layer=layer, expert=expert)
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.layer_spec import DenseSpec, LayerSpec
 from slipstream.nn.models.common import base_spec
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
-    attention_bias = config.boolean("attention_bias", False)
+    bias = config.boolean("attention_bias", False)
     mlp_bias = config.boolean("mlp_bias", False)
-    return replace(base_spec(config), qkv_bias=attention_bias, o_bias=attention_bias, mlp_bias=mlp_bias)
+
+    def with_biases(_: int, layer: LayerSpec) -> LayerSpec:
+        assert isinstance(layer.mlp, DenseSpec)
+        attention = replace(layer.attention, qkv_bias=bias, o_bias=bias)
+        return replace(layer, attention=attention, mlp=replace(layer.mlp, bias=mlp_bias))
+
+    return base_spec(config).map_layers(with_biases)
 
 
 FAMILIES.register("LlamaForCausalLM")(Family(read_spec, LLAMA_NAMES))

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.models.common import base_spec
+from slipstream.nn.models.common import base_spec, with_windows
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
-    return with_window(config, base_spec(config))
+    return with_one_window(config, base_spec(config))
 
 
-def with_window(config: HFConfig, spec: DecoderSpec) -> DecoderSpec:
+def with_one_window(config: HFConfig, spec: DecoderSpec) -> DecoderSpec:
     window = config.integer("sliding_window") if config.has("sliding_window") else None
-    return replace(spec, sliding_windows=(window,) * spec.num_layers)
+    return with_windows(spec, (window,) * spec.num_layers)
 
 
 FAMILIES.register("MistralForCausalLM")(Family(read_spec, LLAMA_NAMES))

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.models.common import base_spec, sliding_windows
+from slipstream.nn.models.common import base_spec, sliding_windows, with_windows
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 
 
 def read_spec(config: HFConfig) -> DecoderSpec:
-    spec = base_spec(config)
-    return replace(spec, qkv_bias=True, sliding_windows=sliding_windows(config, spec.num_layers))
+    spec = base_spec(config).map_attention(lambda attention: replace(attention, qkv_bias=True))
+    return with_windows(spec, sliding_windows(config, spec.num_layers))
 
 
 FAMILIES.register("Qwen2ForCausalLM")(Family(read_spec, LLAMA_NAMES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.spec import RopeSpec
+from slipstream.nn.layer_spec import RopeSpec
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 DEFAULT_THETA = 10_000.0

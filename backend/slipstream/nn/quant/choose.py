@@ -49,7 +49,7 @@ def choose_methods(config: ModelConfig, spec: DecoderSpec) -> Methods:
     name, linears, head, experts = _by_kind(config, spec)
     if not config.deterministic:
         return Methods(name, linears, head, experts)
-    if spec.experts is not None:
+    if spec.has_experts:
         reason = f"{spec.architecture} has experts, whose products depend on how the step's tokens are shared out"
         raise ConfigError("deterministic", True, reason)
     linears = invariant(name, linears)
@@ -59,12 +59,12 @@ def choose_methods(config: ModelConfig, spec: DecoderSpec) -> Methods:
 def _by_kind(config: ModelConfig, spec: DecoderSpec) -> tuple[str, QuantMethod, QuantMethod, QuantMethod]:
     """(name, methods of the layers' linears, of lm_head and of experts)."""
     name, mixed = config.quantization, MIXED.get(config.quantization)
-    if spec.experts is not None and spec.experts.stored_format != spec.stored_format:
+    if spec.has_experts and spec.expert_format != spec.stored_format:
         return _stored_mixture(config, spec)
     if mixed is None:
         name, linears, head = choose_method(config, spec)
         return name, linears, head, linears
-    if spec.experts is None:
+    if not spec.has_experts:
         raise ConfigError("quantization", name, f"{spec.architecture} has no experts; accepted: {mixed[0]}")
     if spec.stored_format is not None:
         raise ConfigError("quantization", name, f"the checkpoint is stored in {spec.stored_format.method}")
@@ -77,8 +77,7 @@ def _stored_mixture(config: ModelConfig, spec: DecoderSpec) -> tuple[str, QuantM
 
     Without a name of its own it has that of the experts, which are nearly all of the weights.
     """
-    assert spec.experts is not None
-    asked, stored = config.quantization, spec.experts.stored_format
+    asked, stored = config.quantization, spec.expert_format
     own = replace(config, quantization=AUTO, quantization_group_size=0)
     of_linears, linears, head = choose_method(own, spec)
     of_experts, experts, _ = choose_method(replace(own, quantize_lm_head=False), replace(spec, stored_format=stored))

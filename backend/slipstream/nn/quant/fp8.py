@@ -11,10 +11,10 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant import activation_quant
 from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
 from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
-from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.weight_slot import FLOAT_DTYPES
 

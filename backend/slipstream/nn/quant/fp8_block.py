@@ -13,6 +13,7 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
 from slipstream.nn.quant.fp8 import (
     E4M3_DTYPES,
@@ -23,7 +24,6 @@ from slipstream.nn.quant.fp8 import (
     quantised_weights,
 )
 from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
-from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.weight_slot import FLOAT_DTYPES
 

@@ -13,6 +13,7 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant import activation_quant
 from slipstream.nn.quant.activation_quant import PLAIN, A, Activation, ActivationQuant
 from slipstream.nn.quant.fp8 import fp8_refusal
@@ -25,7 +26,6 @@ from slipstream.nn.quant.method import (
     plain_tensors,
     require_stored_shape,
 )
-from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
 
 DEFAULT_GROUP_SIZE = 128

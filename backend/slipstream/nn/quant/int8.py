@@ -12,6 +12,7 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant import activation_quant
 from slipstream.nn.quant.activation_quant import PLAIN, A, Activation, ActivationQuant
 from slipstream.nn.quant.fp8 import INPUT_SCALE
@@ -24,7 +25,6 @@ from slipstream.nn.quant.method import (
     plain_tensors,
     require_stored_shape,
 )
-from slipstream.nn.spec import LinearSpec
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.weight_slot import FLOAT_DTYPES
 

@@ -12,12 +12,12 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant.activation_quant import PLAIN, A, Activation, ActivationQuant
 from slipstream.nn.quant.fp8 import Fp8
 from slipstream.nn.quant.int8 import Int8
 from slipstream.nn.quant.method import CheckpointTensors, QuantMethod, Weights
 from slipstream.nn.quant.unquantized import Unquantized
-from slipstream.nn.spec import LinearSpec
 
 ACCEPTED = ("none", "fp8", "wint8")  # one scale an output feature, or none
 

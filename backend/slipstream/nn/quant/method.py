@@ -12,8 +12,8 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.registry import Registry
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
-from slipstream.nn.spec import LinearSpec
 from slipstream.nn.weight_slot import FLOAT_DTYPES
 
 Weights = dict[str, Tensor]

@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from slipstream_kernels import ops
 from torch import Tensor
 
+from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant.activation_quant import PLAIN, A, Activation, ActivationQuant
 from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, Weights, plain_tensors
-from slipstream.nn.spec import LinearSpec
 
 
 class Unquantized:

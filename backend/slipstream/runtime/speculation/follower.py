@@ -42,9 +42,9 @@ class FollowingHead(GraphedHead):
         plan, device = surroundings.plan, surroundings.hardware.device
         self._method = method
         self._num_tokens = spec.vocab_size
-        caches = allocate_pool(spec, surroundings.hardware, plan).layers
-        self._cache: LayerCache = caches[0]
-        self._compaction = Compaction(caches, device)
+        pool = allocate_pool(spec, surroundings.hardware, plan)
+        self._cache: LayerCache = pool.layers[0]
+        self._compaction = Compaction(pool, device)
         self._seen = SeenTokens(plan.num_blocks, plan.block_size)
         self._after = RowsAfter(plan.block_size, plan.max_model_len)
 

@@ -1,0 +1,69 @@
+"""KVLayout: the planes that a token has in a layer's cache, owned by the attention kind. Plain data.
+
+Pool, memory plan, offload and compaction walk planes; what a plane means is known where it is attended to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from slipstream_kernels import ops
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class KVPlane:
+    """A tensor [num_blocks, num_heads, block_size, width]; width 0: without the last dimension, one element a row.
+
+    per_request: held once a request, not once a token (recurrent state).
+    """
+
+    name: str
+    num_heads: int
+    width: int
+    dtype: torch.dtype
+    per_request: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_heads * max(self.width, 1) * self.dtype.itemsize
+
+    def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
+        return (num_blocks, self.num_heads, block_size, *((self.width,) if self.width else ()))
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    planes: tuple[KVPlane, ...]
+
+    @property
+    def bytes_per_token(self) -> int:
+        return sum(plane.bytes_per_token for plane in self.planes)
+
+    def empty(self, num_blocks: int, block_size: int, device: torch.device) -> dict[str, Tensor]:
+        """Tensors of zeros by plane, of one layer; why zeros: ops.empty_kv_cache."""
+        return {
+            plane.name: torch.zeros(plane.shape(num_blocks, block_size), dtype=plane.dtype, device=device)
+            for plane in self.planes
+        }
+
+
+def key_value_layout(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVLayout:
+    """Keys and values, with the scales that their type has for each token, as ops.KvCache holds them."""
+    cache = ops.empty_kv_cache((1, num_kv_heads, 1, head_dim), dtype, torch.device("meta"))
+    held = {name: getattr(cache, name) for name in ("key", "value", "key_scale", "value_scale")}
+    return KVLayout(
+        tuple(
+            KVPlane(name, num_kv_heads, prod(tensor.shape[3:]) if tensor.dim() > 3 else 0, tensor.dtype)
+            for name, tensor in held.items()
+            if tensor is not None
+        )
+    )
+
+
+def key_value_cache(planes: Mapping[str, Tensor]) -> ops.KvCache:
+    """Planes of such a layout, and perhaps scales of heads in place of those of tokens, as attention takes them."""
+    return ops.KvCache(planes["key"], planes["value"], planes.get("key_scale"), planes.get("value_scale"))

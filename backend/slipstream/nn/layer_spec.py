@@ -1,0 +1,256 @@
+"""LayerSpec: one layer of a decoder as data, its attention, its MLP and where its norms stand, with its linear layers.
+
+Plain data: which of it the code serves is said in nn/spec_refusals.py, and how, in the modules that are built from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from slipstream.nn.kv_layout import KVLayout, key_value_layout
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding of the first `rotary_dim` features of a head; the maths is in nn/rotary.py.
+
+    type: default, linear, dynamic, yarn or llama3; the fields below `factor` serve those that need them.
+    is_interleaved: features (0, 1), (2, 3), … turn together, instead of each with the one half of rotary_dim further.
+    """
+
+    type: str
+    theta: float
+    rotary_dim: int
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0
+    is_interleaved: bool = False
+
+    def max_model_len(self, max_position_embeddings: int) -> int:
+        """The longest sequence (tokens): linear and dynamic stretch max_position_embeddings, yarn its original length;
+        a llama3 config states the stretched length already."""
+        if self.type in ("linear", "dynamic"):
+            return int(max_position_embeddings * self.factor)
+        if self.type == "yarn":
+            return max(max_position_embeddings, int(self.original_max_position_embeddings * self.factor))
+        return max_position_embeddings
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One matrix product of the decoder: parts that share an input are merged into it, in order.
+
+    parts: (name, rows) of each; a part is what a checkpoint stores under a name of its own. num_experts: 0, or as many
+    products of one shape, one below the other, of which an input takes some; parts are "name.expert" then.
+    """
+
+    in_features: int
+    parts: tuple[tuple[str, int], ...]
+    bias: bool = False
+    num_experts: int = 0
+
+    @property
+    def out_features(self) -> int:
+        return sum(rows for _, rows in self.parts)
+
+    @property
+    def num_parameters(self) -> int:
+        return self.out_features * (self.in_features + self.bias)
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Grouped-query attention over num_inputs features of a token, whose result has hidden_size features.
+
+    scale: of q·k; None is 1 / sqrt(head_dim). sliding_window: the number of latest tokens that a token sees (itself
+    included); None = all. soft_cap: scores become soft_cap · tanh(score / soft_cap). alibi_slopes: one a query head,
+    times the distance of the key, added to scores. rope: None = positions are not rotated in.
+    qk_norm: RMSNorm of queries and keys before the rotation, of each "head" or of all heads together ("flat").
+    sinks: a logit a head that takes part in the softmax without a value. output_gate: the result is multiplied by the
+    sigmoid of a gate that is projected beside each query head.
+    """
+
+    hidden_size: int
+    num_inputs: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeSpec | None
+    kind: str = "gqa"
+    scale: float | None = None
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    alibi_slopes: tuple[float, ...] = ()
+    qk_norm: str = ""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    sinks: bool = False
+    output_gate: bool = False
+
+    @property
+    def score_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def qkv(self) -> LinearSpec:
+        kv = self.num_kv_heads * self.head_dim
+        parts = (("q", self.num_q_heads * self.head_dim), ("k", kv), ("v", kv))
+        return LinearSpec(self.num_inputs, parts, self.qkv_bias)
+
+    @property
+    def o(self) -> LinearSpec:
+        return LinearSpec(self.num_q_heads * self.head_dim, (("o", self.hidden_size),), self.o_bias)
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        return (self.qkv, self.o)
+
+    @property
+    def norm_sizes(self) -> tuple[int, ...]:
+        """Features of the norms of queries and of keys, none without."""
+        heads = {"": (), "head": (1, 1), "flat": (self.num_q_heads, self.num_kv_heads)}[self.qk_norm]
+        return tuple(count * self.head_dim for count in heads)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.norm_sizes) + sum(linear.num_parameters for linear in self.linears)
+
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        """What a token has in the layer's cache. dtype: as ops.KvCache names types."""
+        return key_value_layout(self.num_kv_heads, self.head_dim, dtype)
+
+
+@dataclass(frozen=True)
+class DenseSpec:
+    """A gated MLP: down(activation(gate(x)) · up(x)). activation: silu or gelu_tanh.
+
+    prefix: before the names of its parts, where a layer has a second one.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    activation: str = "silu"
+    bias: bool = False
+    prefix: str = ""
+
+    @property
+    def gate_up(self) -> LinearSpec:
+        parts = tuple((f"{self.prefix}{name}", self.intermediate_size) for name in ("gate", "up"))
+        return LinearSpec(self.hidden_size, parts, self.bias)
+
+    @property
+    def down(self) -> LinearSpec:
+        return LinearSpec(self.intermediate_size, ((f"{self.prefix}down", self.hidden_size),), self.bias)
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The products that a quantisation method holds."""
+        return (self.gate_up, self.down)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(linear.num_parameters for linear in self.linears)
+
+    @property
+    def width(self) -> int:
+        """Features between gate_up and down of one token."""
+        return self.intermediate_size
+
+
+@dataclass(frozen=True)
+class RouterSpec:
+    """Which experts a token takes, and with what weights.
+
+    score: softmax, sigmoid or topk_then_softmax of the router's logits. num_groups, topk_groups: experts are ranked
+    within the best groups, by their group_score, max or top2sum. selection_bias: a stored bias that ranks but does not
+    weigh. renormalises: the weights of a token's experts add up to one; scale: then times that.
+    """
+
+    num_experts_per_token: int
+    score: str = "softmax"
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: str = "max"
+    selection_bias: bool = False
+    logit_bias: bool = False
+    renormalises: bool = True
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """num_experts MLPs, of which each token takes some; intermediate_size: of one of them.
+
+    shared: an MLP that every token takes beside them. shared_gate: its result is multiplied by the sigmoid of one
+    number that is projected from the token.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    routing: RouterSpec
+    shared: DenseSpec | None = None
+    shared_gate: bool = False
+
+    @property
+    def router(self) -> LinearSpec:
+        return LinearSpec(self.hidden_size, (("router", self.num_experts),))
+
+    @property
+    def gate(self) -> LinearSpec:
+        """Of the shared MLP."""
+        return LinearSpec(self.hidden_size, (("shared_expert_gate", 1),))
+
+    @property
+    def gate_up(self) -> LinearSpec:
+        return self._of_all(DenseSpec(self.hidden_size, self.intermediate_size).gate_up)
+
+    @property
+    def down(self) -> LinearSpec:
+        return self._of_all(DenseSpec(self.hidden_size, self.intermediate_size).down)
+
+    def _of_all(self, linear: LinearSpec) -> LinearSpec:
+        parts = tuple((f"{name}.{expert}", rows) for expert in range(self.num_experts) for name, rows in linear.parts)
+        return replace(linear, parts=parts, num_experts=self.num_experts)
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The products that a quantisation method holds: neither the router nor the gate."""
+        return (self.gate_up, self.down, *(() if self.shared is None else self.shared.linears))
+
+    @property
+    def num_parameters(self) -> int:
+        unquantised = self.router.num_parameters + (self.gate.num_parameters if self.shared_gate else 0)
+        return unquantised + sum(linear.num_parameters for linear in self.linears)
+
+    @property
+    def width(self) -> int:
+        """Features between gate_up and down of one token, in all of its MLPs."""
+        shared = 0 if self.shared is None else self.shared.width
+        return self.routing.num_experts_per_token * self.intermediate_size + shared
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """norms: "pre" (x + f(norm(x))), "post" (x + norm(f(x))) or "both", of attention and MLP each."""
+
+    attention: AttentionSpec
+    mlp: DenseSpec | ExpertsSpec
+    norms: str = "pre"
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The products that a quantisation method holds."""
+        return (*self.attention.linears, *self.mlp.linears)
+
+    @property
+    def num_parameters(self) -> int:
+        norms = (4 if self.norms == "both" else 2) * self.attention.hidden_size
+        return norms + self.attention.num_parameters + self.mlp.num_parameters

@@ -1,0 +1,61 @@
+"""What a DecoderSpec may say and no code does yet: refused by name before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slipstream.core.errors import ConfigError
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RouterSpec
+from slipstream.nn.spec import DecoderSpec
+
+ATTENTION_KINDS = ("gqa",)
+QK_NORMS = ("", "head", "flat")
+ACTIVATIONS = ("silu", "gelu_tanh")
+ROUTER_SCORES = ("softmax",)
+NORMS = ("pre", "post", "both")
+
+
+def check_served(spec: DecoderSpec) -> None:
+    """Raise ConfigError for the first layer of a kind that is not served."""
+    if not spec.layers:
+        raise ConfigError("model", spec.architecture, "has no layers")
+    for layer in dict.fromkeys(spec.layers):
+        for reason in _reasons(layer):
+            raise ConfigError("model", spec.architecture, f"layer {spec.layers.index(layer)}: {reason}")
+
+
+def _reasons(layer: LayerSpec) -> Iterator[str]:
+    yield from _unknown("norms", layer.norms, NORMS)
+    yield from _of_attention(layer.attention)
+    if isinstance(layer.mlp, DenseSpec):
+        yield from _unknown("MLP activation", layer.mlp.activation, ACTIVATIONS)
+    else:
+        yield from _of_experts(layer.mlp)
+
+
+def _of_attention(attention: AttentionSpec) -> Iterator[str]:
+    yield from _unknown("attention kind", attention.kind, ATTENTION_KINDS)
+    yield from _unknown("q/k norm", attention.qk_norm, QK_NORMS)
+    if attention.sinks:
+        yield "attention sinks are not served"
+    if attention.output_gate:
+        yield "gated attention outputs are not served"
+    slopes = len(attention.alibi_slopes)
+    if slopes not in (0, attention.num_q_heads):
+        yield f"{slopes} ALiBi slopes for {attention.num_q_heads} query heads"
+
+
+def _of_experts(experts: ExpertsSpec) -> Iterator[str]:
+    routing = experts.routing
+    yield from _unknown("router score", routing.score, ROUTER_SCORES)
+    if routing != RouterSpec(routing.num_experts_per_token, routing.score, renormalises=routing.renormalises):
+        yield "routers with groups, biases or a scale are not served"
+    if experts.shared is not None:
+        yield from _unknown("activation of shared experts", experts.shared.activation, ACTIVATIONS)
+    elif experts.shared_gate:
+        yield "a gate of shared experts without such experts"
+
+
+def _unknown(what: str, value: str, accepted: tuple[str, ...]) -> Iterator[str]:
+    if value not in accepted:
+        yield f"{what} {value!r} is not served; accepted: {', '.join(repr(name) for name in accepted)}"
