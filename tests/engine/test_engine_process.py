@@ -69,11 +69,11 @@ class Backend:
         config = completed({"name": "m"}, parameters)
         self.connection.sendall(wire.encode_config(wire.Config("m", 1, "/nowhere", config)))
 
-    def request(self, handle: int, max_tokens: int, **parameters: Any) -> None:
-        text = wire.Tensor("text_input", DataType.BYTES, (1,), wire.bytes_tensor([b"def f(x):"]))
+    def request(self, handle: int, max_tokens: int, text: str = "def f(x):", **parameters: Any) -> None:
+        given = wire.Tensor("text_input", DataType.BYTES, (1,), wire.bytes_tensor([text.encode()]))
         settings = {"max_tokens": max_tokens, "stream": True, "temperature": 0, "ignore_eos": True, **parameters}
         request_id = settings.pop("request_id", "")
-        raw = wire.Request(handle, time.time_ns(), 0, request_id, ("text_output",), (text,), settings)
+        raw = wire.Request(handle, time.time_ns(), 0, request_id, ("text_output",), (given,), settings)
         self.connection.sendall(wire.encode_request(raw))
 
     def responses_of(self, handle: int) -> list[wire.Response]:
@@ -234,6 +234,92 @@ def test_a_cancel_that_comes_before_the_grammar_is_compiled(
     backend.request(1, 900, guided_decoding_guide_type="regex", guided_decoding_guide="( a)*")
     backend.connection.sendall(wire.encode_cancel(1))
     assert len(backend.responses_of(1)) < 10, "it was cancelled before it began"
+
+
+LARGE = "x = 1\n" * 1600  # more than is read on the socket's thread, less than max_model_len
+
+
+@pytest.fixture
+def slow_tokenizer(null_server: InThread, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Large texts are encoded when the event is set."""
+    may_encode = threading.Event()
+    tokenizer = null_server.server._engine.tokenizer
+    encode = tokenizer.encode
+
+    def slow_encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        if len(text) > 8192:
+            assert may_encode.wait(TIMEOUT_S)
+            text = text[:100]
+        return encode(text, add_special_tokens)
+
+    monkeypatch.setattr(tokenizer, "encode", slow_encode)
+    return may_encode
+
+
+def test_small_requests_pass_a_large_one_that_is_tokenised(backend: Backend, slow_tokenizer: threading.Event) -> None:
+    backend.request(1, 5, text=LARGE)
+    backend.request(2, 5)
+    assert len(backend.responses_of(2)) == 5, "while the first is still being tokenised"
+    slow_tokenizer.set()
+    assert len(backend.responses_of(1)) == 5
+
+
+def test_cancels_stops_and_deadlines_reach_requests_that_wait_to_be_tokenised(
+    backend: Backend, null_server: InThread, slow_tokenizer: threading.Event
+) -> None:
+    backend.request(1, 5, text=LARGE)
+    for handle in (2, 3):
+        backend.request(handle, 5, text=LARGE, request_id=f"r{handle}")
+    backend.request(4, 5, text=LARGE, timeout_ms=50)
+    backend.connection.sendall(wire.encode_cancel(2))
+    assert backend.responses_of(2)[-1].error_message == "cancelled while it waited to be tokenised"
+    backend.request(5, 1, request_id="r3", stop=True)
+    assert backend.responses_of(3)[-1].error_message == "cancelled while it waited to be tokenised"
+    assert backend.responses_of(4)[-1].error_message == "timed out while it waited to be tokenised"
+    backend.connection.sendall(wire.encode_cancel(1))
+    backend.request(6, 3)
+    assert len(backend.responses_of(6)) == 3
+    slow_tokenizer.set()
+    assert backend.responses_of(1)[-1].flags & ResponseFlag.FINAL
+    wait_until(lambda: null_server.server._pool.is_empty, "the pool to be empty")
+    assert not null_server.server._live and not null_server.server._handles_by_id
+
+
+def test_a_drain_waits_for_what_is_tokenised_and_answers_it_in_the_end(
+    backend: Backend, null_server: InThread, slow_tokenizer: threading.Event
+) -> None:
+    backend.request(1, 5, text=LARGE)
+    backend.request(2, 5, text=LARGE)
+    backend.connection.sendall(wire.encode_drain(500))
+    errors: dict[int, str] = {}
+    while set(errors) != {1, 2}:
+        for response in wire.decode_responses(backend.next(FrameType.RESPONSES)):
+            errors[response.handle] = response.error_message
+    assert set(errors.values()) == {"the model was unloaded before the request ended"}
+    backend.next(FrameType.DRAINED)
+    slow_tokenizer.set()
+    assert null_server.join() == 0
+
+
+def test_a_large_request_that_waits_finishes_within_a_drain(
+    backend: Backend, null_server: InThread, slow_tokenizer: threading.Event
+) -> None:
+    backend.request(1, 5, text=LARGE)
+    backend.connection.sendall(wire.encode_drain(60_000))
+    slow_tokenizer.set()
+    assert len(backend.responses_of(1)) == 5
+    backend.next(FrameType.DRAINED)
+    assert null_server.join() == 0
+
+
+def test_a_large_request_with_a_bad_setting_is_refused_at_once(
+    backend: Backend, slow_tokenizer: threading.Event
+) -> None:
+    backend.request(1, 5, text=LARGE, temprature=1)
+    assert "temprature: unknown" in backend.responses_of(1)[-1].error_message
+    backend.request(2, 5, text="x" * 100_000)
+    assert "text_input: the prompt has 100000 bytes, accepted: at most" in backend.responses_of(2)[-1].error_message
+    slow_tokenizer.set()
 
 
 def test_a_failing_engine_answers_everybody_and_exits_with_1(backend: Backend, null_server: InThread) -> None:

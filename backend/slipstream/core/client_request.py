@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -36,6 +36,8 @@ _LISTS = {name: name for name in ("stop", "stop_token_ids", "bad_words", "logit_
 _NOT_DECOUPLED = (
     "because the model_transaction_policy of config.pbtxt is `decoupled: false`: a request has one response"
 )
+_PEEKED_BYTES = 4096  # of a tensor or parameter
+_REFERENCE_CHARS = 16  # per token of the model's length: more of a reference is not encoded
 MAX_TIMEOUT_US = 2**63 - 1
 MAX_CACHE_SALT_BYTES = 256
 STREAM_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed."  # the vLLM backend's words
@@ -47,6 +49,8 @@ class TextCodec(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]: ...
+
+    def surely_exceeds(self, text: str, max_tokens: int) -> int: ...
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
@@ -160,20 +164,50 @@ def encode_prompt(
 ) -> list[int]:
     """Token ids of a prompt given as text. max_model_len: 0 if unknown.
 
-    Raises RequestError for an empty text and, before the work is done, for one that cannot fit: encoding takes about
-    a second per megabyte, of the thread that reads all requests.
+    Raises RequestError for an empty text and, before the work is done, for one that cannot fit: encoding takes half a
+    second per megabyte.
     """
-    limit = max_model_len * tokenizer.max_token_bytes
-    if max_model_len and (len(text) > limit or len(text.encode("utf-8")) > limit):
-        num_bytes = len(text.encode("utf-8"))
-        accepted = (
-            f"accepted: at most {limit} (max_model_len={max_model_len} tokens of {tokenizer.max_token_bytes} bytes)"
-        )
-        raise RequestError(name, f"the prompt has {num_bytes} bytes, {accepted}")
+    if max_model_len:
+        check_prompt_bytes(name, len(text.encode("utf-8")), tokenizer, max_model_len)
+        num_chars = tokenizer.surely_exceeds(text, max_model_len)
+        if num_chars:
+            accepted = f"accepted: at most {max_model_len - 1} (max_model_len={max_model_len} less one output token)"
+            raise RequestError(
+                name,
+                f"the prompt has more than {max_model_len} tokens in the first {num_chars} of its {len(text)} "
+                f"characters, {accepted}",
+            )
     ids = tokenizer.encode(text, add_special_tokens) if text else []
     if not ids:
         raise RequestError(name, "the prompt is empty, accepted: text of at least one token to go on from")
     return ids
+
+
+def check_prompt_bytes(name: str, num_bytes: int, tokenizer: TextCodec, max_model_len: int) -> None:
+    """Raises RequestError for a text with more bytes than the longest tokens stand for."""
+    limit = max_model_len * tokenizer.max_token_bytes
+    if num_bytes > limit:
+        accepted = f"at most {limit} (max_model_len={max_model_len} tokens of {tokenizer.max_token_bytes} bytes)"
+        raise RequestError(name, f"the prompt has {num_bytes} bytes, accepted: {accepted}")
+
+
+def peek(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> tuple[str, float | None]:
+    """Of a large request, before it is read: its id and its deadline on the monotonic clock.
+
+    Raises RequestError where the small tensors and parameters are enough for it, and for a text that cannot fit.
+    """
+    small = [tensor for tensor in raw.inputs if len(tensor.data) <= _PEEKED_BYTES]
+    given = {name: value for name, value in raw.parameters.items() if len(str(value)) <= _PEEKED_BYTES}
+    serving, max_model_len = config.serving, config.model.max_model_len
+    for tensor in raw.inputs:
+        if tensor.name == "text_input" and max_model_len:
+            check_prompt_bytes(tensor.name, len(tensor.data) - 4, tokenizer, max_model_len)  # after its length
+    settings = read_settings(
+        replace(raw, inputs=tuple(small), parameters=given),
+        serving.max_batch_size > 0,
+        serving.ignored_request_parameters,
+    )
+    return raw.request_id or settings.get("request_id", ""), _deadline(raw, settings)
 
 
 def _is_echoed(settings: Settings, stream: bool, config: EngineConfig) -> bool:
@@ -297,7 +331,7 @@ def _speculation(settings: Settings, config: EngineConfig, tokenizer: TextCodec)
     if text and token_ids:
         raise RequestError("reference_text", "given together with reference_ids, accepted: one of them")
     if text:
-        limit = config.model.max_model_len * tokenizer.max_token_bytes
+        limit = config.model.max_model_len * _REFERENCE_CHARS
         token_ids = tokenizer.encode(text[:limit] if limit else text, False)
     most = config.model.max_model_len or len(token_ids)
     return {**fields, "reference_ids": tuple(token_ids[:most])}

@@ -116,6 +116,7 @@ class ServingConfig:
     stream_interval: int = 1
     exclude_input_in_output: bool | None = None  # None: excluded when streaming, echoed otherwise (vLLM backend)
     drain_timeout_s: float = 60.0
+    max_tokenizing_bytes: int = 1 << 28  # of large requests that wait to be tokenised
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     ignored_request_parameters: str = ""  # patterns like "x-*,traceparent": request parameters that mean nothing here

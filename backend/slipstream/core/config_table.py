@@ -124,6 +124,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("stream_interval", "serving.stream_interval", "Tokens per streamed response of a request that does not say; the first leaves at once.", **_at_least(1)),
     Parameter("exclude_input_in_output", "serving.exclude_input_in_output", "Whether the prompt is left out of a response; unset: left out when streaming, echoed otherwise."),
     Parameter("drain_timeout_s", "serving.drain_timeout_s", "Seconds that running requests have to finish at unload.", limits="a number >= 0", is_good=lambda value: value >= 0.0),
+    Parameter("max_tokenizing_bytes", "serving.max_tokenizing_bytes", "Bytes of the requests above 8192 bytes that wait to be tokenised; above it, or above `max_waiting_requests` of them, new ones get UNAVAILABLE.", **_at_least(1)),
     Parameter("add_special_tokens", "serving.add_special_tokens", "Whether the tokenizer puts its special tokens around a prompt."),
     Parameter("skip_special_tokens", "serving.skip_special_tokens", "Whether special tokens are left out of text."),
     Parameter("ignored_request_parameters", "serving.ignored_request_parameters", "Patterns such as `x-*,traceparent`: request parameters to pass over (headers that Triton forwards) instead of refusing them."),

@@ -15,6 +15,9 @@ from typing import Any
 # text; bytes that are no whole characters (byte level), or one byte token (fallback); nothing
 Piece = str | bytes | None
 
+# A text can be cut here, before the space, where no token spans it: tokenizers begin a word with the space before it.
+CUT = re.compile("[A-Za-z0-9](?= )")
+_BYTES_CUT = re.compile(CUT.pattern.encode())
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
 
 
@@ -33,6 +36,16 @@ class TokenTable:
 
     def select(self, skip_special_tokens: bool) -> list[Piece]:
         return self.visible_pieces if skip_special_tokens else self.pieces
+
+    @property
+    def max_bytes(self) -> int:
+        """No token stands for more bytes of a text."""
+        return max((len(_bytes(piece)) for piece in self.pieces if piece), default=0)
+
+    @property
+    def spans_cuts(self) -> bool:
+        """Whether any token holds a place where `CUT` would cut a text."""
+        return any(_BYTES_CUT.search(_bytes(piece)) for piece in self.pieces if piece)
 
 
 def build_token_table(
@@ -54,6 +67,10 @@ def build_token_table(
             visible[token_id] = None
     is_byte_level = piece_of is _byte_level_piece
     return TokenTable(pieces, visible, not is_byte_level, not is_byte_level and _strips_space(decoder))
+
+
+def _bytes(piece: str | bytes) -> bytes:
+    return piece if isinstance(piece, bytes) else piece.encode("utf-8")
 
 
 def _parts(decoder: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:

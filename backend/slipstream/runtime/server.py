@@ -1,6 +1,7 @@
-"""Serving one generating model: three threads between the socket and the engine.
+"""Serving one generating model: four threads between the socket and the engine.
 
-input thread (the main one): frames -> requests -> `Engine.submit`; answers bad requests itself.
+input thread (the main one): frames -> requests -> `Engine.submit`; answers bad requests itself. Large requests it
+leaves to the pool's thread.
 engine thread: `Engine.step` while there is work; hands each step's outputs over in one piece.
 output thread: text, answers, one frame per step; metrics a few times a second and when work ends.
 Knows nothing of tensors: core/client_request.py reads requests, runtime/output.py writes text, core/contract.py names.
@@ -17,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from slipstream.core import contract, stats, wire
-from slipstream.core.client_request import ClientRequest, parse_request
+from slipstream.core.client_request import ClientRequest, parse_request, peek
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError, EngineError, RequestError
 from slipstream.core.outputs import RequestOutput, StepOutput
@@ -27,6 +28,7 @@ from slipstream.runtime.answers import error_answer
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.link import EngineLink
 from slipstream.runtime.output import OutputProcessor
+from slipstream.runtime.request_pool import MAX_INLINE_BYTES, RequestPool, num_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,8 @@ class GenerateServer:
         self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish, self._engine.cancel)
         self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_STEPS_AHEAD)
         self._guides = ThreadPoolExecutor(1, "guides")  # compiling a grammar takes up to half a second
-        self._live: dict[int, ClientRequest] = {}  # filled by the input thread, emptied by the output thread
+        self._pool = RequestPool(self, config.scheduler.max_waiting_requests, config.serving.max_tokenizing_bytes)
+        self._live: dict[int, ClientRequest] = {}  # filled by the input and pool threads, emptied by the output thread
         self._handles_by_id: dict[str, int] = {}
         self._gathered: dict[int, list[RequestOutput]] = {}  # sequences that wait for the others of their request
         self._guided: set[int] = set()  # handles whose submission may wait for a grammar
@@ -97,22 +100,33 @@ class GenerateServer:
         try:
             if self._drain_deadline is not None:
                 raise CapacityError("the model is being unloaded")
-            client = parse_request(raw, self._config, self._engine.tokenizer)
-            request = client.request
-            if request is None:
-                self._stop_by_id(client)
-                return
-            self._live[raw.handle] = client
-            if client.request_id:
-                self._handles_by_id[client.request_id] = raw.handle
-            self._outputs.add(client)
-            if request.params.guide is not None:
-                self._guided.add(raw.handle)
-                self._guides.submit(self._submit_guided, request)
+            if num_bytes(raw) > MAX_INLINE_BYTES:
+                request_id, deadline = peek(raw, self._config, self._engine.tokenizer)
+                self._pool.put(raw, deadline)
+                self._note_id(raw.handle, request_id)
             else:
-                self._engine.submit(request)
+                client = parse_request(raw, self._config, self._engine.tokenizer)
+                self._note_id(raw.handle, client.request_id if not client.is_stop else "")
+                self._start(client)
         except Exception as error:
             self._refuse(raw.handle, error)
+
+    def _note_id(self, handle: int, request_id: str) -> None:
+        if request_id:
+            self._handles_by_id[request_id] = handle
+
+    def _start(self, client: ClientRequest) -> None:
+        request = client.request
+        if request is None:
+            self._stop_by_id(client)
+            return
+        self._live[client.handle] = client
+        self._outputs.add(client)
+        if request.params.guide is not None:
+            self._guided.add(client.handle)
+            self._guides.submit(self._submit_guided, request)
+        else:
+            self._engine.submit(request)
 
     def _submit_guided(self, request: Request) -> None:
         """On the guides' thread: a cancel may have come meanwhile."""
@@ -130,6 +144,8 @@ class GenerateServer:
         if self._live.get(handle) is not None:
             self._outputs.discard(handle)
             self._forget(handle)
+        else:
+            self._forget_ids([handle])
         self._link.send(error_answer(handle, error))
 
     def _stop_by_id(self, client: ClientRequest) -> None:
@@ -143,6 +159,10 @@ class GenerateServer:
         self._link.send(wire.encode_responses([wire.tensor_response(client.handle, wire.ResponseFlag.FINAL, texts)]))
 
     def _cancel(self, handle: int) -> None:
+        if not self._pool.cancel(handle):
+            self.cancelled(handle)
+
+    def cancelled(self, handle: int) -> None:
         if handle in self._guided:
             self._cancelled_early.add(handle)
         self._engine.cancel(handle)
@@ -153,6 +173,30 @@ class GenerateServer:
         self._cancelled_early.discard(handle)
         if self._handles_by_id.get(client.request_id) == handle:
             del self._handles_by_id[client.request_id]
+
+    def _forget_ids(self, handles: list[int]) -> None:
+        """Of requests that were never read."""
+        for request_id in [known for known, handle in list(self._handles_by_id.items()) if handle in handles]:
+            self._handles_by_id.pop(request_id, None)
+
+    # ------------------------------------------------------------ pool's thread
+
+    def parse(self, raw: wire.Request) -> ClientRequest | Exception:
+        try:
+            return parse_request(raw, self._config, self._engine.tokenizer)
+        except Exception as error:
+            return error
+
+    def deliver(self, handle: int, parsed: ClientRequest | Exception) -> None:
+        try:
+            if isinstance(parsed, Exception):
+                raise parsed
+            self._start(parsed)
+        except Exception as error:
+            self._refuse(handle, error)
+
+    def drop(self, handle: int, error: Exception) -> None:
+        self._refuse(handle, error)
 
     # ------------------------------------------------------------ engine thread
 
@@ -194,6 +238,7 @@ class GenerateServer:
                 return
             if step:
                 self._answer(step)
+            self._pool.expire()
             now = time.monotonic()
             if now >= metrics_due:
                 self._link.send(wire.encode_metrics(self._engine.stats.drain()))
@@ -226,7 +271,8 @@ class GenerateServer:
     def _is_drained(self) -> bool:
         """After DRAIN: true when nothing runs any more or its time is over; then everybody has been answered."""
         deadline = self._drain_deadline
-        if deadline is None or (self._live and time.monotonic() < deadline):
+        is_busy = bool(self._live) or not self._pool.is_empty
+        if deadline is None or (is_busy and time.monotonic() < deadline):
             return False
         self._answer_all(CapacityError("the model was unloaded before the request ended"))
         self._link.send(wire.encode_drained())
@@ -238,5 +284,5 @@ class GenerateServer:
         self._answer_all(self._engine.error or EngineError("the engine failed"))
 
     def _answer_all(self, error: Exception) -> None:
-        for handle in list(self._live):
+        for handle in dict.fromkeys([*self._pool.close(), *self._live]):
             self._link.send(error_answer(handle, error))

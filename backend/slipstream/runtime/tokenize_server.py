@@ -1,18 +1,21 @@
-"""Serving a `tokenize` or `detokenize` model: one thread, each request answered as it comes, in order.
+"""Serving a `tokenize` or `detokenize` model: each request answered as it comes, large prompts by the pool's thread.
 
-Order matters: through an ensemble the pieces of one stream pass here one after another. No torch in this process.
+The order of `detokenize` matters: through an ensemble the pieces of one stream pass here one after another. So one
+thread does them all. No torch in this process.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 
 from slipstream.core import wire
 from slipstream.core.config import EngineConfig
 from slipstream.core.contract import OUTPUTS
-from slipstream.core.errors import SlipstreamError
+from slipstream.core.errors import CapacityError, SlipstreamError
 from slipstream.runtime.answers import error_answer
 from slipstream.runtime.link import EngineLink
+from slipstream.runtime.request_pool import MAX_INLINE_BYTES, RequestPool, num_bytes
 from slipstream.runtime.tokenize_tasks import make_task
 
 logger = logging.getLogger(__name__)
@@ -25,19 +28,48 @@ class TokenizeServer:
         self._link = link
         self._outputs = OUTPUTS[config.task]
         self._task = make_task(config)
+        self._has_order = config.task == "detokenize"
+        self._pool = RequestPool(self, config.scheduler.max_waiting_requests, config.serving.max_tokenizing_bytes)
 
     def serve(self) -> int:
         """Answer until the backend closes the socket or drains: whatever was asked before is answered by then."""
         self._link.send(wire.encode_ready(self._outputs, ()))
         for kind, payload in self._link.frames():
             if kind is wire.FrameType.REQUEST:
-                self._link.send(self._answer(wire.decode_request(payload)))
+                self._take(wire.decode_request(payload))
+            elif kind is wire.FrameType.CANCEL:
+                self._pool.cancel(wire.decode_cancel(payload))
             elif kind is wire.FrameType.DRAIN:
+                self._pool.wait_empty(wire.decode_drain(payload) / 1e3)
+                for handle in self._pool.close():
+                    self.drop(handle, CapacityError("the model was unloaded before the request ended"))
                 self._link.send(wire.encode_drained())
                 return 0
         return 0
 
-    def _answer(self, request: wire.Request) -> bytes:
+    def _take(self, request: wire.Request) -> None:
+        if self._has_order or num_bytes(request) <= MAX_INLINE_BYTES:
+            self._link.send(self.parse(request))
+            return
+        try:
+            self._task.check_size(request)
+            waits_s = request.timeout_us / 1e6
+            self._pool.put(request, time.monotonic() + waits_s if waits_s else None)
+        except Exception as error:
+            self.drop(request.handle, error)
+
+    # ------------------------------------------------------------ pool's thread
+
+    def deliver(self, handle: int, parsed: bytes) -> None:
+        self._link.send(parsed)
+
+    def drop(self, handle: int, error: Exception) -> None:
+        self._link.send(error_answer(handle, error))
+
+    def cancelled(self, handle: int) -> None:
+        """It has been answered."""
+
+    def parse(self, request: wire.Request) -> bytes:
         try:
             return wire.encode_responses([self._task.answer(request)])
         except SlipstreamError as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from slipstream.core import contract, wire
-from slipstream.core.client_request import encode_prompt
+from slipstream.core.client_request import check_prompt_bytes, encode_prompt
 from slipstream.core.client_settings import check_neutral, unknown
 from slipstream.core.config import EngineConfig
 from slipstream.core.detokenize import decode_after
@@ -30,10 +30,13 @@ Encoded = tuple[tuple[int, ...], bytes]
 
 
 class Task(Protocol):
-    """outputs: for READY. answer: the one response of a request; raises RequestError."""
+    """outputs: for READY. answer: the one response of a request; raises RequestError, as check_size does before a large
+    one is read."""
 
     @property
     def outputs(self) -> tuple[wire.OutputSpec, ...]: ...
+
+    def check_size(self, raw: wire.Request) -> None: ...
 
     def answer(self, raw: wire.Request) -> bytes: ...
 
@@ -72,6 +75,11 @@ class TokenizeTask:
     @property
     def outputs(self) -> tuple[wire.OutputSpec, ...]:
         return contract.OUTPUTS["tokenize"]
+
+    def check_size(self, raw: wire.Request) -> None:
+        for tensor in raw.inputs:
+            if tensor.name == "QUERY" and self._max_model_len:
+                check_prompt_bytes("QUERY", len(tensor.data) - 4, self._tokenizer, self._max_model_len)
 
     def answer(self, raw: wire.Request) -> bytes:
         given = _read(raw, contract.TOKENIZE, self._config)
@@ -122,6 +130,9 @@ class DetokenizeTask:
     @property
     def outputs(self) -> tuple[wire.OutputSpec, ...]:
         return contract.OUTPUTS["detokenize"]
+
+    def check_size(self, raw: wire.Request) -> None:
+        """MAX_ELEMENTS bounds what there is to decode."""
 
     def answer(self, raw: wire.Request) -> bytes:
         given = _read(raw, contract.DETOKENIZE, self._config)

@@ -9,20 +9,26 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.token_table import TokenTable, build_token_table, table_agrees
+from slipstream.core.token_table import CUT, TokenTable, build_token_table, table_agrees
 
 logger = logging.getLogger(__name__)
+
+_LIKELY_CHARS = 8  # of a token: texts with more are white space or rules
+_CUT_WINDOW = 4096  # characters in which a place to cut is looked for
+_KINDS = "er1 \n\t.'\u4e2d"  # with two letters that every vocabulary merges
 
 
 class TextTokenizer:
     """Satisfies core.detokenize.Tokenizer. token_table is None for decoders that only the library can run.
 
-    max_token_bytes: no token of a text stands for more bytes of it (byte-level ones for as few as half of that).
+    max_token_bytes: no token of a text stands for more bytes of it. can_cut: the tokens of a text begin with those of
+    the part before a CUT, whatever follows.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -39,7 +45,9 @@ class TextTokenizer:
             logger.warning("the tokenizer's decoder differs from its table of pieces: decoding by windows, slower")
             table = None
         self._table = table
-        self.max_token_bytes = max((len(token.encode("utf-8")) for token in vocabulary), default=0)
+        spelled = max((len(token.encode("utf-8")) for token in vocabulary), default=0)
+        self.max_token_bytes = table.max_bytes if table is not None else spelled
+        self.can_cut = table is not None and not table.spans_cuts and self._cuts_cleanly()
 
     @classmethod
     def load(cls, path: str | Path) -> TextTokenizer:
@@ -66,6 +74,31 @@ class TextTokenizer:
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Each of them alone, without special tokens."""
         return [one.ids for one in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def surely_exceeds(self, text: str, max_tokens: int) -> int:
+        """How many characters of the text have more tokens than that; 0 if it has not, or only all of it can tell.
+
+        Encodes beginnings of the text, each twice as long as the one before: as much work as the tokens allowed make.
+        """
+        size = _LIKELY_CHARS * max_tokens
+        while self.can_cut and size < len(text):
+            start = max(0, size - _CUT_WINDOW)
+            cuts = [match.end() for match in CUT.finditer(text, start, size + 1)]
+            if cuts and len(self.encode(text[: cuts[-1]], False)) > max_tokens:
+                return cuts[-1]
+            size *= 2
+        return 0
+
+    def _cuts_cleanly(self) -> bool:
+        """Whether short texts of every kind of character have the tokens of their first word, and then others.
+
+        No token spans the cut, so no merge does; what is looked at here is how the text is normalised and split.
+        """
+        befores = ["".join(chars) for size in (1, 2, 3) for chars in product(_KINDS, repeat=size) if chars[-1] in "er1"]
+        texts = [before + " " + after for before in befores for after in ("", *_KINDS)]
+        encoded = iter(self.encode_all([*befores, *texts]))
+        firsts = [next(encoded) for _ in befores]
+        return all(next(encoded)[: len(first)] == first for first in firsts for _ in ("", *_KINDS))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """As a batch of one, for the same reason: an echoed prompt may be long."""

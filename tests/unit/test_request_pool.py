@@ -1,0 +1,137 @@
+"""Large requests wait for a thread of their own: in order, within bounds, and deaf to nothing."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+from patience import wait_until
+from slipstream.core import wire
+from slipstream.core.errors import CapacityError
+from slipstream.runtime.request_pool import RequestPool, num_bytes
+
+
+def large(handle: int, size: int = 9000) -> wire.Request:
+    return wire.Request(handle, 0, 0, "", (), (wire.Tensor("text_input", 13, (1,), bytes(size)),), {})
+
+
+class Steps:
+    """Writes down what happens; reads nothing before `go`."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.read: list[int] = []
+        self.delivered: list[int] = []
+        self.dropped: list[tuple[int, str]] = []
+        self.cancels: list[int] = []
+
+    def parse(self, raw: wire.Request) -> Any:
+        self.read.append(raw.handle)
+        assert self.go.wait(30)
+        return raw.handle
+
+    def deliver(self, handle: int, parsed: Any) -> None:
+        assert parsed == handle
+        self.delivered.append(handle)
+
+    def drop(self, handle: int, error: Exception) -> None:
+        assert isinstance(error, CapacityError)
+        self.dropped.append((handle, str(error)))
+
+    def cancelled(self, handle: int) -> None:
+        self.cancels.append(handle)
+
+
+@pytest.fixture
+def steps() -> Steps:
+    return Steps()
+
+
+def start(steps: Steps, max_requests: int = 10, max_bytes: int = 1 << 20) -> RequestPool:
+    pool = RequestPool(steps, max_requests, max_bytes)
+    pool.put(large(1), None)
+    wait_until(lambda: steps.read == [1], "the first to be read")
+    return pool
+
+
+def test_they_are_read_in_order(steps: Steps) -> None:
+    pool = start(steps)
+    for handle in (5, 3, 4):
+        pool.put(large(handle), None)
+    steps.go.set()
+    assert pool.wait_empty(30) and pool.is_empty
+    assert steps.delivered == [1, 5, 3, 4] and not steps.dropped
+
+
+def test_a_cancel_is_heard_at_once_while_a_request_waits_and_after_it_was_read(steps: Steps) -> None:
+    pool = start(steps)
+    pool.put(large(2), None)
+    assert pool.cancel(2) and steps.dropped == [(2, "cancelled while it waited to be tokenised")]
+    assert not pool.cancel(2) and not pool.cancel(77), "not here: the engine's business"
+    assert pool.cancel(1) and pool.cancel(1)
+    steps.go.set()
+    assert pool.wait_empty(30)
+    wait_until(lambda: len(steps.dropped) == 2, "the one that was being read to be dropped")
+    assert steps.dropped[1][0] == 1 and not steps.delivered and not steps.cancels
+
+
+def test_a_cancel_during_delivery_is_passed_on(steps: Steps) -> None:
+    pool = start(steps)
+    deliver = steps.deliver
+
+    def cancelled_meanwhile(handle: int, parsed: Any) -> None:
+        deliver(handle, parsed)
+        assert pool.cancel(handle)
+
+    steps.deliver = cancelled_meanwhile  # type: ignore[method-assign]
+    steps.go.set()
+    wait_until(lambda: steps.cancels == [1], "the cancel to be passed on")
+    assert steps.delivered == [1] and not steps.dropped
+
+
+def test_a_deadline_passes_while_a_request_waits(steps: Steps) -> None:
+    pool = start(steps)
+    pool.put(large(2), time.monotonic() + 0.02)
+    pool.put(large(3), time.monotonic() + 60)
+    time.sleep(0.03)
+    pool.expire()
+    assert steps.dropped == [(2, "timed out while it waited to be tokenised")]
+    pool.put(large(4), time.monotonic() - 1)
+    steps.go.set()
+    assert pool.wait_empty(30)
+    assert steps.delivered == [1, 3] and 4 not in steps.read, "late ones are not read when their turn comes"
+
+
+def test_there_is_an_end_to_what_waits(steps: Steps) -> None:
+    pool = start(steps, max_requests=2, max_bytes=30000)
+    with pytest.raises(
+        CapacityError, match=r"1 requests of 9000 bytes .* this has 21001; .*max_tokenizing_bytes=30000"
+    ):
+        pool.put(large(2, 21001), None)
+    pool.put(large(2, 21000), None)
+    with pytest.raises(CapacityError, match=r"2 requests of 30000 bytes wait .*max_waiting_requests=2"):
+        pool.put(large(3, 0), None)
+    assert pool.cancel(2)
+    pool.put(large(3, 21000), None)
+    steps.go.set()
+    assert pool.wait_empty(30) and steps.delivered == [1, 3]
+
+
+def test_what_is_left_at_the_end_is_told_and_never_delivered(steps: Steps) -> None:
+    pool = start(steps)
+    pool.put(large(2), None)
+    assert not pool.wait_empty(0.01)
+    assert pool.close() == [1, 2]
+    steps.go.set()
+    with pytest.raises(CapacityError, match="being unloaded"):
+        pool.put(large(3), None)
+    assert not pool.cancel(1)
+    time.sleep(0.05)
+    assert not steps.delivered and not steps.dropped
+
+
+def test_parameters_count_too() -> None:
+    raw = wire.Request(1, 0, 0, "", (), (), {"stop": "x" * 5000, "max_tokens": 3})
+    assert num_bytes(raw) == 5000
