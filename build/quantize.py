@@ -27,6 +27,7 @@ from quantization.text import cut_windows, read_token_ids
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.load import resolve_device, resolve_dtype
+from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.quant import choose_methods, linear_bytes
 from slipstream.nn.quant.choose import MIXED
 from slipstream.nn.quant.int4 import DEFAULT_GROUP_SIZE
@@ -72,6 +73,8 @@ def check_shapes(plan: Plan, model: Path) -> None:
     stored = spec.stored_format or spec.expert_format
     if stored:
         raise ValueError(f"model: {model} is quantised already, in {stored.method}")
+    if not all(isinstance(name, str) for name in FAMILIES.get(spec.architecture).names.values()):
+        raise ValueError(f"model: {spec.architecture} stores layers fused or transformed: not written here")
     size = (plan.group_size or CHANNEL) if grouped else 0
     methods = choose_methods(ModelConfig(quantization=plan.method, quantization_group_size=size), spec)
     for linear in set(spec.layer_linears):

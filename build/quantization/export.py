@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -12,7 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.experts import Experts
-from slipstream.nn.models.family import FAMILIES, tensor_name
+from slipstream.nn.models.family import FAMILIES
+from slipstream.nn.stored_names import Names, tensor_name
 from slipstream.nn.weights import INDEX_FILE, SINGLE_FILE, checkpoint_files, read_headers
 from torch import Tensor
 
@@ -92,12 +92,12 @@ def write_checkpoint(model: Path, output: Path, decoder: Decoder, plan: Plan, st
     return writer.total_bytes
 
 
-def _changed(decoder: Decoder, names: Mapping[str, str], plan: Plan) -> dict[str, torch.Tensor | None]:
+def _changed(decoder: Decoder, names: Names, plan: Plan) -> dict[str, torch.Tensor | None]:
     """Tensors of the full checkpoint that are replaced, by what; None: stored under other names already."""
-    changed: dict[str, Tensor | None] = {f"{names['lm_head']}.weight": None} if plan.with_head else {}
+    changed: dict[str, Tensor | None] = {f"{tensor_name(names, 'lm_head', 0)}.weight": None} if plan.with_head else {}
     for index, layer in enumerate(decoder.layers):
         for module, norm in layer.norms():
-            changed[f"{names[module].format(layer=index)}.weight"] = norm.weight
+            changed[f"{tensor_name(names, module, index)}.weight"] = norm.weight
         if isinstance(layer.mlp, Experts):
             changed[f"{tensor_name(names, 'router', index)}.weight"] = layer.mlp.router.weights["weight"]
         for linear in quantised_linears(layer):
@@ -109,6 +109,6 @@ def _changed(decoder: Decoder, names: Mapping[str, str], plan: Plan) -> dict[str
     return changed
 
 
-def routers(decoder: Decoder, names: Mapping[str, str]) -> list[str]:
+def routers(decoder: Decoder, names: Names) -> list[str]:
     """The modules of the layers' routers, which stay unquantised."""
     return [tensor_name(names, "router", i) for i, layer in enumerate(decoder.layers) if isinstance(layer.mlp, Experts)]

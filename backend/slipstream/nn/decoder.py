@@ -6,7 +6,7 @@ or scheduling, nor of files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import DenseSpec, LayerSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.mlp import MLP
-from slipstream.nn.models.family import tensor_name
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.quant.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream.nn.quant.invariant import is_unquantized
@@ -27,6 +26,7 @@ from slipstream.nn.rotary import RopeTables
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stacked_layers import StackedLayers
+from slipstream.nn.stored_names import Names, stored_slots
 from slipstream.nn.weight_slot import WeightSlot
 
 
@@ -74,6 +74,12 @@ class DecoderLayer:
             if norm is not None:
                 yield name, norm
         yield from zip(("q_norm", "k_norm"), self.attention.norms)
+
+    def weight_slots(self, names: Names, layer: int | str) -> dict[str, WeightSlot]:
+        """Checkpoint tensor name -> slot of this layer; `layer` stands for its number in the names."""
+        parts = [part for linear in self.linears() for part in linear.slots()]
+        parts += [(module, "weight", norm.slot()) for module, norm in self.norms()]
+        return stored_slots(parts, names, layer, self.spec.attention.num_kv_heads)
 
     def linears(self) -> tuple[Linear, ...]:
         return (self.attention.qkv, self.attention.o, *self.mlp.linears())
@@ -151,23 +157,16 @@ class Decoder:
         """hidden: [S, …] rows of `forward` -> [S, vocab_size] float32."""
         return self.lm_head(self.final(hidden)).float()
 
-    def weight_slots(self, names: Mapping[str, str]) -> dict[str, WeightSlot]:
-        """Checkpoint tensor name -> slot, for every tensor this model needs. names: module -> name, as LLAMA_NAMES."""
+    def weight_slots(self, names: Names) -> dict[str, WeightSlot]:
+        """Checkpoint tensor name -> slot, for every tensor this model needs. names: as LLAMA_NAMES."""
         table = self.embedding.weight
-        table_slot = WeightSlot(tuple(table.shape), self._load_embedding, std=table.shape[1] ** -0.5)
-        slots = {
-            f"{names['embedding']}.weight": table_slot,
-            f"{names['final_norm']}.weight": self.final_norm.slot(),
-        }
-        linears = [(index, linear) for index, layer in enumerate(self.layers) for linear in layer.linears()]
+        table_slot = WeightSlot(tuple(table.shape), self._load_embedding, std=table.shape[1] ** -0.5, rows_axis=0)
+        parts = [("embedding", "weight", table_slot), ("final_norm", "weight", self.final_norm.slot())]
         if isinstance(self.lm_head, Linear) and not self.spec.tie_word_embeddings:
-            linears.append((0, self.lm_head))
-        for index, linear in linears:
-            for part, suffix, slot in linear.slots():
-                slots[f"{tensor_name(names, part, index)}.{suffix}"] = slot
+            parts += self.lm_head.slots()
+        slots = stored_slots(parts, names, 0)
         for index, layer in enumerate(self.layers):
-            for module, norm in layer.norms():
-                slots[f"{names[module].format(layer=index)}.weight"] = norm.slot()
+            slots |= layer.weight_slots(names, index)
         return slots
 
     def _load_embedding(self, tensor: Tensor) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 from slipstream_kernels import ops
@@ -12,7 +11,7 @@ from torch import Tensor
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
-from slipstream.nn.quant.method import ExpertMethod, Weights
+from slipstream.nn.quant.method import SHAPE, ExpertMethod, Weights
 from slipstream.nn.weight_slot import WeightSlot
 
 
@@ -46,8 +45,22 @@ class Linear:
             for suffix, stored in self.method.checkpoint_tensors(self.spec, num_rows).items():
                 load = partial(self._load, part, suffix, rows)
                 # variance 1/in keeps dummy activations at the scale of their input
-                slot = WeightSlot(stored.shape, load, stored.dtypes, std=self.spec.in_features**-0.5)
-                yield part, suffix, replace(slot, is_index=stored.is_index, is_optional=stored.is_optional)
+                yield (
+                    part,
+                    suffix,
+                    WeightSlot(
+                        stored.shape,
+                        load,
+                        stored.dtypes,
+                        std=self.spec.in_features**-0.5,
+                        is_index=stored.is_index,
+                        is_optional=stored.is_optional,
+                        num_rows=num_rows,
+                        rows_axis=stored.rows_axis,
+                        columns_axis=stored.columns_axis,
+                        says_shape=(num_rows, self.spec.in_features) if suffix == SHAPE else None,
+                    ),
+                )
 
     def _load(self, part: str, suffix: str, rows: slice, tensor: Tensor) -> None:
         self.method.load(self.weights, suffix, rows, tensor)

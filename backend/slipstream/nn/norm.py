@@ -29,7 +29,7 @@ class RMSNorm:
         return form.rms_norm(x, self.weight, self.eps, residual)
 
     def slot(self) -> WeightSlot:
-        return WeightSlot(tuple(self.weight.shape), self._load, mean=1.0, std=0.0)
+        return WeightSlot(tuple(self.weight.shape), self._load, mean=1.0, std=0.0, rows_axis=0)
 
     def _load(self, tensor: Tensor) -> None:
         self.weight.copy_(tensor)

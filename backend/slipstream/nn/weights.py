@@ -18,6 +18,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.hf_config import read_json
 from slipstream.nn.kv_scales import UNUSED_SUFFIXES, kv_scale_slots
 from slipstream.nn.models.family import FAMILIES
+from slipstream.nn.stored_names import tensor_name
 from slipstream.nn.weight_slot import WeightSlot
 
 SINGLE_FILE = "model.safetensors"
@@ -56,7 +57,7 @@ def check_checkpoint(
     if decoder.spec.stored_format is not None:
         ignored += UNUSED_SUFFIXES
     if decoder.spec.tie_word_embeddings:  # some checkpoints store the tied table twice
-        ignored = (*ignored, f"{family.names['lm_head']}.weight")
+        ignored = (*ignored, f"{tensor_name(family.names, 'lm_head', 0)}.weight")
     headers = {name: header for name, header in headers.items() if name in slots or not name.endswith(ignored)}
     _check(slots, headers, checkpoint_dir)
     return slots, headers

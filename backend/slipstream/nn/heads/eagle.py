@@ -35,6 +35,7 @@ from slipstream.nn.quant.activation_quant import PLAIN
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.stored_names import tensor_name
 from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "eagle_head"
@@ -156,7 +157,7 @@ class EagleHead:
         slots = {f"fc.{suffix}": slot for _, suffix, slot in self.fc.slots()}
         for linear in (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down):
             for part, suffix, slot in linear.slots():
-                slots[f"{LLAMA_NAMES[part].format(layer=0).removeprefix('model.')}.{suffix}"] = slot
+                slots[f"{tensor_name(LLAMA_NAMES, part, 0).removeprefix('model.')}.{suffix}"] = slot
         for name, norm in self.norms.items():
             slots["norm.weight" if name == "norm" else f"layers.0.{name}.weight"] = norm.slot()
         if self.embedding is not self._target.embedding:

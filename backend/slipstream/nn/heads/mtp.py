@@ -24,7 +24,7 @@ from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
-from slipstream.nn.models.family import FAMILIES, tensor_name
+from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.quant import QUANT_METHODS
 from slipstream.nn.quant.activation_quant import PLAIN
@@ -102,13 +102,8 @@ class MTPModule:
         slots = {f"{name}.weight": norm.slot() for name, norm in self.norms.items()}
         for _, suffix, slot in self.projection.slots():
             slots[f"eh_proj.{suffix}"] = slot
-        names = FAMILIES.get(self.spec.architecture).names
-        for linear in self.layer.linears():
-            for part, suffix, slot in linear.slots():
-                module = _below_layer(tensor_name(names, part, "{layer}"))
-                slots[f"{module}.{suffix}"] = slot
-        for name, norm in self.layer.norms():
-            slots[f"{_below_layer(names[name])}.weight"] = norm.slot()
+        own = self.layer.weight_slots(FAMILIES.get(self.spec.architecture).names, "{layer}")
+        slots |= {_below_layer(name): slot for name, slot in own.items()}
         if self.embedding is not self._target.embedding:
             slots["embed_tokens.weight"] = copy_slot(self.embedding.weight)
         if self._own_head is not None:

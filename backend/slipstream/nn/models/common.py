@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,6 +14,7 @@ from slipstream.nn.models.module_lists import ATTENTION_PARTS, MLP_PARTS, linear
 from slipstream.nn.models.quantization import read_stored_format
 from slipstream.nn.models.rope import read_rope
 from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.stored_names import Names
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ACTIVATIONS = ("silu", "swish")
@@ -22,7 +23,7 @@ ACTIVATIONS = ("silu", "swish")
 def base_spec(
     config: HFConfig,
     linear_parts: tuple[str, ...] = (*ATTENTION_PARTS, *MLP_PARTS),
-    names: Mapping[str, str] = LLAMA_NAMES,
+    names: Names = LLAMA_NAMES,
 ) -> DecoderSpec:
     """Equal layers without biases, query/key norms or windows; a family replaces what differs. Raises ConfigError.
 

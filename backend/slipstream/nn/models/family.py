@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from slipstream.core.registry import Registry
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.stored_names import Name, Names
 
 # Module name of the decoder -> name in the checkpoint; shared by every family that follows Llama's layout.
-LLAMA_NAMES: Mapping[str, str] = {
+LLAMA_NAMES: Mapping[str, Name] = {
     "embedding": "model.embed_tokens",
     "input_norm": "model.layers.{layer}.input_layernorm",
     "q": "model.layers.{layer}.self_attn.q_proj",
@@ -32,18 +33,12 @@ LLAMA_NAMES: Mapping[str, str] = {
 }
 
 
-def tensor_name(names: Mapping[str, str], part: str, layer: int | str) -> str:
-    """The checkpoint's name of a decoder's part in a layer; "gate.3" is the gate of expert 3, named "expert_gate"."""
-    module, _, expert = part.partition(".")
-    return names[f"expert_{module}" if expert else module].format(layer=layer, expert=expert)
-
-
 @dataclass(frozen=True)
 class Family:
     """names: as LLAMA_NAMES. ignored_suffixes: tensors of old checkpoints that carry no weights (rotary buffers)."""
 
     read_spec: Callable[[HFConfig], DecoderSpec]
-    names: Mapping[str, str]
+    names: Names
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
 
 

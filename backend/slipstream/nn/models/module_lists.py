@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.models.family import LLAMA_NAMES, tensor_name
+from slipstream.nn.models.family import LLAMA_NAMES
+from slipstream.nn.stored_names import Names, tensor_name
 
-HEAD = LLAMA_NAMES["lm_head"]
+HEAD = tensor_name(LLAMA_NAMES, "lm_head", 0)
 LINEAR = "Linear"  # every linear layer, as a target
 ATTENTION_PARTS = ("q", "k", "v", "o")
 MLP_PARTS = ("gate", "up", "down")
 
 
-def linear_modules(
-    names: Mapping[str, str], parts: Sequence[str], num_layers: int, num_experts: int = 0
-) -> tuple[str, ...]:
+def linear_modules(names: Names, parts: Sequence[str], num_layers: int, num_experts: int = 0) -> tuple[str, ...]:
     """The checkpoint's names of these parts in all layers; with num_experts, of each expert."""
     every = parts if not num_experts else [f"{part}.{expert}" for expert in range(num_experts) for part in parts]
-    return tuple(tensor_name(names, part, layer) for layer in range(num_layers) for part in every)
+    return tuple(dict.fromkeys(tensor_name(names, part, layer) for layer in range(num_layers) for part in every))
 
 
 def leaves_out(section: HFConfig, key: str, modules: Sequence[str]) -> bool:

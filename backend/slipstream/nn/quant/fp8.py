@@ -90,9 +90,10 @@ class Fp8:
         tensors = plain_tensors(spec, rows)
         if self.stored is None:
             return tensors
-        tensors["weight"] = StoredTensor((rows, spec.in_features), E4M3_DTYPES)
-        scales = (rows, 1) if self.stored.scales == "channel" else (1,)
-        tensors[self.stored.scale_name] = StoredTensor(scales, FLOAT_DTYPES)
+        tensors["weight"] = StoredTensor((rows, spec.in_features), E4M3_DTYPES, 0, 1)
+        by_channel = StoredTensor((rows, 1), FLOAT_DTYPES, 0)
+        by_tensor = StoredTensor((1,), FLOAT_DTYPES)
+        tensors[self.stored.scale_name] = by_channel if self.stored.scales == "channel" else by_tensor
         if self.stored.static_inputs:
             tensors[INPUT_SCALE] = StoredTensor((1,), FLOAT_DTYPES)
         return tensors

@@ -50,9 +50,9 @@ class BlockWiseFp8:
     def checkpoint_tensors(self, spec: LinearSpec, rows: int) -> CheckpointTensors:
         tensors = plain_tensors(spec, rows)
         if self.stored is not None:
-            tensors["weight"] = StoredTensor((rows, spec.in_features), E4M3_DTYPES)
+            tensors["weight"] = StoredTensor((rows, spec.in_features), E4M3_DTYPES, 0, 1)
             scales = (-(-rows // BLOCK), spec.in_features // BLOCK)
-            tensors[self.stored.scale_name] = StoredTensor(scales, FLOAT_DTYPES)
+            tensors[self.stored.scale_name] = StoredTensor(scales, FLOAT_DTYPES, 0, 1)
         return tensors
 
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:

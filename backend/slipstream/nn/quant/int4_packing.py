@@ -41,9 +41,9 @@ def _column_words(stored: StoredFormat, rows: int, columns: int, num_groups: int
     """AWQ: everything transposed, words along output features."""
     words = rows // CODES_PER_WORD
     return {
-        "qweight": StoredTensor((columns, words), WORDS),
-        "qzeros": StoredTensor((num_groups, words), WORDS, is_index=not stored.has_zeros),
-        "scales": StoredTensor((num_groups, rows), FLOAT_DTYPES),
+        "qweight": StoredTensor((columns, words), WORDS, 1, 0),
+        "qzeros": StoredTensor((num_groups, words), WORDS, 1, 0, is_index=not stored.has_zeros),
+        "scales": StoredTensor((num_groups, rows), FLOAT_DTYPES, 1, 0),
     }
 
 
@@ -62,8 +62,8 @@ def _row_words(stored: StoredFormat, rows: int, columns: int, num_groups: int) -
     """GPTQ: transposed, weights' words along input features, zero-points' along output features."""
     return {
         **_column_words(stored, rows, columns, num_groups),
-        "qweight": StoredTensor((columns // CODES_PER_WORD, rows), WORDS),
-        "g_idx": StoredTensor((columns,), INDICES, is_index=True, is_optional=not stored.act_order),
+        "qweight": StoredTensor((columns // CODES_PER_WORD, rows), WORDS, 1, 0),
+        "g_idx": StoredTensor((columns,), INDICES, None, 0, is_index=True, is_optional=not stored.act_order),
     }
 
 
@@ -88,14 +88,14 @@ def _read_gptq(stored: StoredFormat) -> Decoders:
 def _plain_words(stored: StoredFormat, rows: int, columns: int, num_groups: int) -> CheckpointTensors:
     """compressed-tensors: as the weight lies, words along input features, zero-points' along output features."""
     tensors: CheckpointTensors = {
-        "weight_packed": StoredTensor((rows, columns // CODES_PER_WORD), WORDS),
-        "weight_scale": StoredTensor((rows, num_groups), FLOAT_DTYPES),
+        "weight_packed": StoredTensor((rows, columns // CODES_PER_WORD), WORDS, 0, 1),
+        "weight_scale": StoredTensor((rows, num_groups), FLOAT_DTYPES, 0, 1),
         SHAPE: StoredTensor((2,), INDICES, is_index=True),
     }
     if stored.has_zeros:
-        tensors["weight_zero_point"] = StoredTensor((rows // CODES_PER_WORD, num_groups), WORDS)
+        tensors["weight_zero_point"] = StoredTensor((rows // CODES_PER_WORD, num_groups), WORDS, 0, 1)
     if stored.act_order:
-        tensors["weight_g_idx"] = StoredTensor((columns,), INDICES, is_index=True)
+        tensors["weight_g_idx"] = StoredTensor((columns,), INDICES, None, 0, is_index=True)
     return tensors
 
 
@@ -111,8 +111,8 @@ def _read_compressed_tensors(stored: StoredFormat) -> Decoders:
 def _bytes(stored: StoredFormat, rows: int, columns: int, num_groups: int) -> CheckpointTensors:
     """compressed-tensors beside quantised activations: a byte per value, -8 to 7."""
     return {
-        "weight": StoredTensor((rows, columns), ("I8",)),
-        "weight_scale": StoredTensor((rows, num_groups), FLOAT_DTYPES),
+        "weight": StoredTensor((rows, columns), ("I8",), 0, 1),
+        "weight_scale": StoredTensor((rows, num_groups), FLOAT_DTYPES, 0, 1),
     }
 
 

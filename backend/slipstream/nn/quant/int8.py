@@ -65,12 +65,13 @@ class Int8:
             return tensors
         del tensors["weight"]
         if self.stored.packing:
-            tensors["weight_packed"] = StoredTensor((rows, -(-spec.in_features // BYTES_PER_WORD)), ("I32",))
+            tensors["weight_packed"] = StoredTensor((rows, -(-spec.in_features // BYTES_PER_WORD)), ("I32",), 0, 1)
             tensors[SHAPE] = StoredTensor((2,), ("I32", "I64"), is_index=True)
         else:
-            tensors["weight"] = StoredTensor((rows, spec.in_features), ("I8",))
-        scales = (rows, 1) if self.stored.scales == "channel" else (1,)
-        tensors[self.stored.scale_name] = StoredTensor(scales, FLOAT_DTYPES)
+            tensors["weight"] = StoredTensor((rows, spec.in_features), ("I8",), 0, 1)
+        by_channel = StoredTensor((rows, 1), FLOAT_DTYPES, 0)
+        by_tensor = StoredTensor((1,), FLOAT_DTYPES)
+        tensors[self.stored.scale_name] = by_channel if self.stored.scales == "channel" else by_tensor
         if self.stored.static_inputs:
             tensors[INPUT_SCALE] = StoredTensor((1,), FLOAT_DTYPES)
         return tensors

@@ -23,12 +23,16 @@ SHAPE = "weight_shape"  # beside words of compressed-tensors: [out, in] of what 
 class StoredTensor(NamedTuple):
     """What a checkpoint stores under a suffix: shape, and types as safetensors names them.
 
+    rows_axis, columns_axis: which axis runs along output and along input features, None if none does: by these a stored
+    tensor is split among parts and cut among ranks. A block or a word of several features counts as one along its axis.
     is_index: small, and read before all others, so that what it refuses is refused before weights are loaded.
     is_optional: a checkpoint may lack it; such a tensor must be an index.
     """
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
+    rows_axis: int | None = None
+    columns_axis: int | None = None
     is_index: bool = False
     is_optional: bool = False
 
@@ -100,9 +104,9 @@ QUANT_METHODS: Registry[QuantMethod] = Registry("quantization")
 
 def plain_tensors(spec: LinearSpec, rows: int) -> CheckpointTensors:
     """What unquantised checkpoints store for a part."""
-    tensors: CheckpointTensors = {"weight": StoredTensor((rows, spec.in_features), FLOAT_DTYPES)}
+    tensors: CheckpointTensors = {"weight": StoredTensor((rows, spec.in_features), FLOAT_DTYPES, 0, 1)}
     if spec.bias:
-        tensors["bias"] = StoredTensor((rows,), FLOAT_DTYPES)
+        tensors["bias"] = StoredTensor((rows,), FLOAT_DTYPES, 0)
     return tensors
 
 

@@ -1,0 +1,107 @@
+"""Names of a checkpoint's tensors: what the decoder calls a module -> what the file calls it, and how it lies there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import ConfigError
+from slipstream.nn.load_transforms import Transform, transformed
+from slipstream.nn.weight_slot import WeightSlot
+
+SPLITS = ("rows", "interleaved", "heads")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A module whose tensors are stored in another form."""
+
+    name: str
+    transforms: tuple[Transform, ...]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Modules that are stored as one. parts: the decoder's names of them, in the order of the stored rows.
+
+    split: "rows", one part after the other; "interleaved", a row of each in turn; "heads", for each head of keys its
+    share of each.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    split: str = "rows"
+
+
+Name = str | Stored | Fused
+Names = Mapping[str, Name]
+Part = tuple[str, str, WeightSlot]  # the decoder's name, suffix
+
+
+def tensor_name(names: Names, part: str, layer: int | str) -> str:
+    """The checkpoint's name of a decoder's part in a layer; "gate.3" is the gate of expert 3, named "expert_gate"."""
+    module, _, expert = part.partition(".")
+    name = names[f"expert_{module}" if expert else module]
+    return (name if isinstance(name, str) else name.name).format(layer=layer, expert=expert)
+
+
+def stored_slots(parts: Iterable[Part], names: Names, layer: int | str, num_heads: int = 1) -> dict[str, WeightSlot]:
+    """Stored name -> slot of the parts of one layer. num_heads: of keys, by which Fused "heads" are split."""
+    slots: dict[str, WeightSlot] = {}
+    fused: dict[tuple[Fused, str, str], dict[str, WeightSlot]] = {}
+    for part, suffix, slot in parts:
+        stored, name = tensor_name(names, part, layer), names.get(part)
+        if isinstance(name, Fused):
+            fused.setdefault((name, stored, suffix), {})[part] = slot
+        elif isinstance(name, Stored):
+            slots[f"{stored}.{suffix}"] = transformed(slot, suffix, stored, name.transforms)
+        else:
+            slots[f"{stored}.{suffix}"] = slot
+    for (name, stored, suffix), own in fused.items():
+        split = _Split(f"{stored}.{suffix}", [own[part] for part in name.parts], name.split, num_heads)
+        slots[f"{stored}.{suffix}"] = split.slot()
+    return slots
+
+
+class _Split:
+    """Hands the rows of one stored tensor to the slots of the parts that it holds."""
+
+    def __init__(self, name: str, slots: list[WeightSlot], split: str, num_heads: int) -> None:
+        if split not in SPLITS:
+            raise ConfigError("model", name, f"split {split!r} is none of {', '.join(SPLITS)}")
+        self._slots, self._axis = slots, slots[0].rows_axis
+        self._num_groups = {"rows": 1, "interleaved": slots[0].num_rows, "heads": num_heads}[split]
+        self._lengths = [] if self._axis is None else [slot.shape[self._axis] for slot in slots]
+        if any(length % self._num_groups for length in self._lengths):
+            raise ConfigError("model", name, f"rows stored as {split} of this format do not come apart")
+
+    def slot(self) -> WeightSlot:
+        first = self._slots[0]
+        shape = list(first.shape)
+        if self._axis is not None:
+            shape[self._axis] = sum(self._lengths)
+        return replace(first, shape=tuple(shape), load=self.load, num_rows=sum(slot.num_rows for slot in self._slots))
+
+    def load(self, tensor: Tensor) -> None:
+        for slot, piece in zip(self._slots, self._pieces(tensor)):
+            slot.load(piece)
+
+    def _pieces(self, tensor: Tensor) -> list[Tensor]:
+        if self._slots[0].says_shape is not None:
+            return self._shapes(tensor)
+        if self._axis is None:
+            return [tensor] * len(self._slots)
+        axis, count = self._axis, self._num_groups
+        groups = tensor.unflatten(axis, (count, -1))
+        pieces = groups.split([length // count for length in self._lengths], dim=axis + 1)
+        return [piece.flatten(axis, axis + 1) for piece in pieces]
+
+    def _shapes(self, tensor: Tensor) -> list[Tensor]:
+        shapes = [slot.says_shape for slot in self._slots if slot.says_shape is not None]
+        expected = [sum(rows for rows, _ in shapes), shapes[0][1]]
+        if tensor.tolist() != expected:
+            raise ValueError(f"says {tensor.tolist()}, config.json implies {expected}")
+        return [torch.tensor(shape) for shape in shapes]
