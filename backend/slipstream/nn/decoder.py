@@ -159,8 +159,8 @@ class Decoder:
 
     def weight_slots(self, names: Names) -> dict[str, WeightSlot]:
         """Checkpoint tensor name -> slot, for every tensor this model needs. names: as LLAMA_NAMES."""
-        table = self.embedding.weight
-        table_slot = WeightSlot(tuple(table.shape), self._load_embedding, std=table.shape[1] ** -0.5, rows_axis=0)
+        shape = self.embedding.num_rows, self.spec.hidden_size
+        table_slot = WeightSlot(shape, self._load_embedding, std=shape[1] ** -0.5, rows_axis=0)
         parts = [("embedding", "weight", table_slot), ("final_norm", "weight", self.final_norm.slot())]
         if isinstance(self.lm_head, Linear) and not self.spec.tie_word_embeddings:
             parts += self.lm_head.slots()
@@ -170,7 +170,7 @@ class Decoder:
         return slots
 
     def _load_embedding(self, tensor: Tensor) -> None:
-        self.embedding.weight.copy_(tensor)
+        self.embedding.load(tensor)
         if isinstance(self.lm_head, TiedHead):
             self.lm_head.tie(self.embedding)
         elif self.spec.tie_word_embeddings:  # a head that is quantised holds a copy of its own

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream.core.errors import EngineError
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.quant import QuantMethod
 
@@ -14,9 +15,18 @@ class Embedding:
     """token_ids: [T] int64 -> [T, hidden_size]."""
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
-        self.weight = torch.empty(vocab_size, hidden_size, device=context.device, dtype=context.dtype)
+        self._rows = context.parallel.vocabulary(vocab_size)
+        self.num_rows = vocab_size  # of the table as it is stored
+        shape = self._rows.stop - self._rows.start, hidden_size
+        self.weight = torch.empty(shape, device=context.device, dtype=context.dtype)
+
+    def load(self, tensor: Tensor) -> None:
+        """tensor: the whole table, of which a rank takes its rows."""
+        self.weight.copy_(tensor[self._rows])
 
     def __call__(self, token_ids: Tensor) -> Tensor:
+        if len(self.weight) != self.num_rows:
+            raise EngineError("a rank of several holds weights, and does not compute yet")
         return F.embedding(token_ids, self.weight)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.quant import QuantMethod
 
 
@@ -15,6 +16,7 @@ class LayerContext:
     dtype: torch.dtype  # of activations, and of weights that are not quantised
     method: QuantMethod
     head_method: QuantMethod  # of lm_head, which most quantised checkpoints leave alone
+    parallel: Parallel = SINGLE
     expert_method: QuantMethod | None = None  # of MoE layers' experts, where it is another
 
     @property

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from slipstream.nn.kv_layout import KVLayout, key_value_layout
+from slipstream.nn.parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,18 @@ class LinearSpec:
 
     parts: (name, rows) of each; a part is what a checkpoint stores under a name of its own. num_experts: 0, or as many
     products of one shape, one below the other, of which an input takes some; parts are "name.expert" then.
+    shard: how ranks share it: "column" (each has some output features of every part), "row" (some input features),
+    "vocabulary" (output features, the last rank fewer) or "none". unit: features that stay together, those of a head.
+    columns: of a rank's "row" shard, its first input feature and the number of all.
     """
 
     in_features: int
     parts: tuple[tuple[str, int], ...]
     bias: bool = False
     num_experts: int = 0
+    shard: str = "none"
+    unit: int = 1
+    columns: tuple[int, int] | None = None
 
     @property
     def out_features(self) -> int:
@@ -63,6 +70,24 @@ class LinearSpec:
     @property
     def num_parameters(self) -> int:
         return self.out_features * (self.in_features + self.bias)
+
+    def rows_of(self, part: str, rows: int, parallel: Parallel) -> slice:
+        """Output features of a part that a rank has."""
+        if self.shard == "vocabulary":
+            return parallel.vocabulary(rows)
+        return parallel.range_of(part, rows, self.unit) if self.shard == "column" else slice(0, rows)
+
+    def of_rank(self, parallel: Parallel) -> LinearSpec:
+        """What a rank has of it; the bias of a "row" shard is added once, by the first."""
+        if parallel.size == 1 or self.shard == "none":
+            return self
+        if self.shard == "row":
+            own = parallel.range_of(self.parts[0][0], self.in_features, self.unit)
+            columns = (own.start, self.in_features)
+            bias = self.bias and parallel.rank == 0
+            return replace(self, in_features=own.stop - own.start, columns=columns, bias=bias)
+        ranges = [(name, self.rows_of(name, rows, parallel)) for name, rows in self.parts]
+        return replace(self, parts=tuple((name, own.stop - own.start) for name, own in ranges))
 
 
 @dataclass(frozen=True)
@@ -102,11 +127,12 @@ class AttentionSpec:
     def qkv(self) -> LinearSpec:
         kv = self.num_kv_heads * self.head_dim
         parts = (("q", self.num_q_heads * self.head_dim), ("k", kv), ("v", kv))
-        return LinearSpec(self.num_inputs, parts, self.qkv_bias)
+        return LinearSpec(self.num_inputs, parts, self.qkv_bias, shard="column", unit=self.head_dim)
 
     @property
     def o(self) -> LinearSpec:
-        return LinearSpec(self.num_q_heads * self.head_dim, (("o", self.hidden_size),), self.o_bias)
+        parts = (("o", self.hidden_size),)
+        return LinearSpec(self.num_q_heads * self.head_dim, parts, self.o_bias, shard="row", unit=self.head_dim)
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
@@ -143,11 +169,12 @@ class DenseSpec:
     @property
     def gate_up(self) -> LinearSpec:
         parts = tuple((f"{self.prefix}{name}", self.intermediate_size) for name in ("gate", "up"))
-        return LinearSpec(self.hidden_size, parts, self.bias)
+        return LinearSpec(self.hidden_size, parts, self.bias, shard="column")
 
     @property
     def down(self) -> LinearSpec:
-        return LinearSpec(self.intermediate_size, ((f"{self.prefix}down", self.hidden_size),), self.bias)
+        parts = ((f"{self.prefix}down", self.hidden_size),)
+        return LinearSpec(self.intermediate_size, parts, self.bias, shard="row")
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

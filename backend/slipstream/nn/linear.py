@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from slipstream_kernels import ops
@@ -11,7 +11,8 @@ from torch import Tensor
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
-from slipstream.nn.quant.method import SHAPE, ExpertMethod, Weights
+from slipstream.nn.quant.method import ExpertMethod, Weights
+from slipstream.nn.shards import Cut
 from slipstream.nn.weight_slot import WeightSlot
 
 
@@ -19,9 +20,10 @@ class Linear:
     """y = x Wᵀ + b; x: [T, in_features] -> [T, out_features], the parts side by side in the spec's order."""
 
     def __init__(self, spec: LinearSpec, context: LayerContext) -> None:
-        self.spec = spec
+        self._whole, self._parallel = spec, context.parallel
+        self.spec = spec.of_rank(context.parallel)
         self.method = context.method
-        self.weights: Weights = self.method.create_weights(spec, context.device, context.dtype)
+        self.weights: Weights = self.method.create_weights(self.spec, context.device, context.dtype)
         self.activation_quant = self.method.activation_quant(self.weights)
         self._missing = {(part, suffix) for part, suffix, slot in self.slots() if not slot.is_optional}
 
@@ -39,31 +41,42 @@ class Linear:
     def slots(self) -> Iterator[tuple[str, str, WeightSlot]]:
         """(part, suffix, slot) of each tensor that a checkpoint stores for this layer: ("q", "weight", …)."""
         start = 0
-        for part, num_rows in self.spec.parts:
-            rows = slice(start, start + num_rows)
-            start += num_rows
-            for suffix, stored in self.method.checkpoint_tensors(self.spec, num_rows).items():
-                load = partial(self._load, part, suffix, rows)
-                # variance 1/in keeps dummy activations at the scale of their input
-                yield (
-                    part,
-                    suffix,
-                    WeightSlot(
-                        stored.shape,
-                        load,
-                        stored.dtypes,
-                        std=self.spec.in_features**-0.5,
-                        is_index=stored.is_index,
-                        is_optional=stored.is_optional,
-                        num_rows=num_rows,
-                        rows_axis=stored.rows_axis,
-                        columns_axis=stored.columns_axis,
-                        says_shape=(num_rows, self.spec.in_features) if suffix == SHAPE else None,
-                    ),
+        for (part, num_rows), (_, own_rows) in zip(self._whole.parts, self.spec.parts):
+            rows = slice(start, start + own_rows)
+            start += own_rows
+            for suffix, stored in self.method.checkpoint_tensors(self._whole, num_rows).items():
+                slot = WeightSlot(
+                    stored.shape,
+                    partial(self._load, part, suffix, rows, self._cut(part, suffix, num_rows, own_rows)),
+                    stored.dtypes,
+                    std=self.spec.in_features**-0.5,  # keeps dummy activations at the scale of their input
+                    is_index=stored.is_index,
+                    is_optional=stored.is_optional,
+                    num_rows=num_rows,
+                    rows_axis=stored.rows_axis,
+                    columns_axis=stored.columns_axis,
+                    says_shape=stored.says_shape,
                 )
+                yield part, suffix, slot
 
-    def _load(self, part: str, suffix: str, rows: slice, tensor: Tensor) -> None:
-        self.method.load(self.weights, suffix, rows, tensor)
+    def _cut(self, part: str, suffix: str, num_rows: int, own_rows: int) -> Callable[[Tensor], Tensor | None]:
+        """From a stored tensor to this rank's share of it; to None if it has none."""
+        if self._parallel.size == 1:
+            return lambda tensor: tensor
+        whole = self.method.checkpoint_tensors(self._whole, num_rows)[suffix]
+        own = self.method.checkpoint_tensors(self.spec, own_rows).get(suffix)
+        if own is None:
+            return lambda tensor: None
+        first, _ = self.spec.columns or (0, 0)
+        rows = self._whole.rows_of(part, num_rows, self._parallel)
+        return Cut(f"{part}.{suffix}", whole, own, rows, slice(first, first + self.spec.in_features))
+
+    def _load(
+        self, part: str, suffix: str, rows: slice, cut: Callable[[Tensor], Tensor | None], tensor: Tensor
+    ) -> None:
+        own = cut(tensor)
+        if own is not None:
+            self.method.load(self.weights, suffix, rows, own)
         self._missing.discard((part, suffix))
         if not self._missing:  # repacked as soon as it is whole, so that only one layer exists twice
             self._finish()

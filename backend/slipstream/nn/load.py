@@ -149,5 +149,5 @@ def _build(
         lambda entry: entry.supports(spec, device, dtype, kv_dtype), _wanted_attention(config)
     )
     log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
-    context = LayerContext(place or device, dtype, methods.linears, methods.head, methods.experts)
+    context = LayerContext(place or device, dtype, methods.linears, methods.head, expert_method=methods.experts)
     return Decoder(spec, context, backend(spec), config.max_model_len or spec.max_model_len)

@@ -59,7 +59,7 @@ class DecoderSpec:
 
     @property
     def lm_head(self) -> LinearSpec:
-        return LinearSpec(self.hidden_size, (("lm_head", self.vocab_size),))
+        return LinearSpec(self.hidden_size, (("lm_head", self.vocab_size),), shard="vocabulary")
 
     @property
     def layer_linears(self) -> tuple[LinearSpec, ...]:

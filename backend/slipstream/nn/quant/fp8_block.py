@@ -52,7 +52,7 @@ class BlockWiseFp8:
         if self.stored is not None:
             tensors["weight"] = StoredTensor((rows, spec.in_features), E4M3_DTYPES, 0, 1)
             scales = (-(-rows // BLOCK), spec.in_features // BLOCK)
-            tensors[self.stored.scale_name] = StoredTensor(scales, FLOAT_DTYPES, 0, 1)
+            tensors[self.stored.scale_name] = StoredTensor(scales, FLOAT_DTYPES, 0, 1, BLOCK, BLOCK)
         return tensors
 
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:

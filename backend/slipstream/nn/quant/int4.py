@@ -29,7 +29,7 @@ from slipstream.nn.quant.method import (
 from slipstream.nn.stored_format import StoredFormat
 
 DEFAULT_GROUP_SIZE = 128
-GROUP_OF_COLUMN, ORDER = "group_of_column", "order"
+GROUP_OF_COLUMN, ORDER, OWN_COLUMNS = "group_of_column", "order", "own_columns"
 MOST_ORDERED = 1 << 22  # features that are put in order at a time: their places take 32 MiB
 
 
@@ -50,7 +50,7 @@ class Int4:
 
     def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
         self._require_whole_groups(spec)
-        rows, columns = spec.out_features, spec.in_features
+        rows, columns = spec.out_features, self._stored_columns(spec)
         groups = (rows, columns // (self.group_size or columns))
         weights = {
             "packed": torch.empty(rows, columns // 2, dtype=torch.uint8, device=device),
@@ -61,6 +61,9 @@ class Int4:
         if self._has_order:
             orders = max(spec.num_experts, 1)
             weights[GROUP_OF_COLUMN] = torch.full((orders, columns), -1, dtype=torch.int32, device=device)
+            if columns != spec.in_features and spec.columns is not None:
+                first = spec.columns[0]
+                weights[OWN_COLUMNS] = torch.tensor([first, first + spec.in_features])
         if spec.bias:
             weights["bias"] = torch.empty(rows, dtype=dtype, device=device)
         return weights
@@ -69,8 +72,9 @@ class Int4:
         tensors = plain_tensors(spec, rows)
         if self.stored is not None:
             del tensors["weight"]
-            num_groups = spec.in_features // (self.group_size or spec.in_features)
-            tensors |= PACKINGS[self.stored.packing].tensors(self.stored, rows, spec.in_features, num_groups)
+            columns = self._stored_columns(spec)
+            num_groups = columns // (self.group_size or columns)
+            tensors |= PACKINGS[self.stored.packing].tensors(self.stored, rows, columns, num_groups)
         return tensors
 
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
@@ -101,11 +105,12 @@ class Int4:
 
     def apply(self, weights: Weights, x: Activation) -> Tensor:
         assert not isinstance(x, ops.Int8Rows)
+        if isinstance(x, Tensor) and ORDER in weights:
+            x = x[:, weights[ORDER][0]]
         rows = x.values if isinstance(x, ops.Fp8Rows) else x
         weight = self._weight(weights, rows.shape[1])
-        if isinstance(x, Tensor) and self._has_order:
-            x = x[:, weights[ORDER][0]] if ORDER in weights else x
-            x = ops.quantize_fp8(x, self._scheme(weight)) if self.fp8_inputs else x
+        if isinstance(x, Tensor) and self._has_order and self.fp8_inputs:
+            x = ops.quantize_fp8(x, self._scheme(weight))
         return ops.int4_mm(x, weight, weights.get("bias"))
 
     def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
@@ -120,9 +125,9 @@ class Int4:
         weights.update(ops.repack_expert_int4(weight, num_experts, fp8_rows=self.fp8_inputs).tensors())
 
     def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
-        weight = self._weight(weights, x.shape[1])
         if ORDER in weights:
             x, by_token = _in_orders(x, weights[ORDER], routing, by_token), False
+        weight = self._weight(weights, x.shape[1])
         is_plain = not self.fp8_inputs or routing.num_tokens <= ops.max_plain_expert_tokens(weight)
         rows = x if is_plain else ops.quantize_fp8(x)
         return ops.grouped_int4_mm(rows, weight, routing, by_token=by_token, gated=gated)
@@ -131,6 +136,10 @@ class Int4:
     def _has_order(self) -> bool:
         """Of one group a row, the order of its input features says nothing."""
         return self.stored is not None and self.stored.act_order and self.group_size > 0
+
+    def _stored_columns(self, spec: LinearSpec) -> int:
+        """Input features that are read: all, where a rank's are chosen once they are in order of their groups."""
+        return spec.columns[1] if self._has_order and spec.columns is not None else spec.in_features
 
     def _weight(self, weights: Weights, in_features: int) -> ops.Int4Weight:
         zeros = weights.get("zeros")
@@ -164,14 +173,28 @@ class Int4:
 
     def _sort_columns(self, weights: Weights) -> None:
         """Put the input features of each order's rows group by group, and keep where they were."""
-        group_of_column = weights.pop(GROUP_OF_COLUMN, None)
-        if group_of_column is None or not (group_of_column.diff() < 0).any():
+        group_of_column, own = weights.pop(GROUP_OF_COLUMN, None), weights.pop(OWN_COLUMNS, None)
+        if group_of_column is None or (own is None and not (group_of_column.diff() < 0).any()):
             return
         order = torch.argsort(group_of_column, dim=1, stable=True)
         rows = weights["packed"].unflatten(0, (order.shape[0], -1))
         sorted_rows = [ops.pack_int4(ops.unpack_int4(part)[:, columns]) for part, columns in zip(rows, order)]
         weights["packed"] = torch.cat(sorted_rows)
         weights[ORDER] = order
+        if own is not None:
+            self._keep_own_columns(weights, *own.tolist())
+
+    def _keep_own_columns(self, weights: Weights, start: int, stop: int) -> None:
+        """A rank's groups of a sorted layer. Its order names features of the whole input, which it reads from."""
+        if start % self.group_size or stop % self.group_size:
+            reason = f"input features {start} to {stop} do not begin and end with a group of {self.group_size}"
+            raise ConfigError("tensor parallel size", f"{start}:{stop}", reason)
+        groups = slice(start // self.group_size, stop // self.group_size)
+        weights["packed"] = weights["packed"][:, start // 2 : stop // 2].contiguous()
+        for name in ("scales", "zeros"):
+            if name in weights:
+                weights[name] = weights[name][:, groups].contiguous()
+        weights[ORDER] = weights[ORDER][:, start:stop]
 
     def _require_whole_groups(self, spec: LinearSpec) -> None:
         names = ", ".join(name for name, _ in spec.parts)
@@ -190,7 +213,7 @@ def _in_orders(x: Tensor, orders: Tensor, routing: ops.Routing, by_token: bool) 
     numbers = torch.arange(routing.num_rows, device=x.device, dtype=torch.int32)
     experts = torch.bucketize(numbers, routing.offsets[1:], right=True)
     rows = x[routing.tokens] if by_token else x
-    ordered, step = torch.empty_like(rows), MOST_ORDERED // x.shape[1] + 1
+    ordered, step = rows.new_empty(len(rows), orders.shape[1]), MOST_ORDERED // orders.shape[1] + 1
     for begin in range(0, routing.num_rows, step):
         part = slice(begin, begin + step)
         torch.gather(rows[part], 1, orders[experts[part]], out=ordered[part])

@@ -37,13 +37,26 @@ def _nibbles(words: Tensor) -> Tensor:
     return ops.unpack_int4(words.contiguous().view(torch.uint8))
 
 
+def _along_groups(stored: StoredFormat, axis: int) -> tuple[int | None, int]:
+    """(axis of groups, input features of one); one group a row is the same for all input features."""
+    return (axis, stored.group_size) if stored.group_size else (None, 1)
+
+
+def _group_index(stored: StoredFormat, columns: int) -> StoredTensor:
+    """The group of each input feature."""
+    return StoredTensor((columns,), INDICES, None, 0, names_groups_of=stored.group_size, is_index=True)
+
+
 def _column_words(stored: StoredFormat, rows: int, columns: int, num_groups: int) -> CheckpointTensors:
     """AWQ: everything transposed, words along output features."""
     words = rows // CODES_PER_WORD
+    (groups, size), unit = _along_groups(stored, 0), CODES_PER_WORD
     return {
-        "qweight": StoredTensor((columns, words), WORDS, 1, 0),
-        "qzeros": StoredTensor((num_groups, words), WORDS, 1, 0, is_index=not stored.has_zeros),
-        "scales": StoredTensor((num_groups, rows), FLOAT_DTYPES, 1, 0),
+        "qweight": StoredTensor((columns, words), WORDS, 1, 0, unit),
+        "qzeros": StoredTensor(
+            (num_groups, words), WORDS, 1, groups, CODES_PER_WORD, size, is_index=not stored.has_zeros
+        ),
+        "scales": StoredTensor((num_groups, rows), FLOAT_DTYPES, 1, groups, 1, size),
     }
 
 
@@ -62,8 +75,16 @@ def _row_words(stored: StoredFormat, rows: int, columns: int, num_groups: int) -
     """GPTQ: transposed, weights' words along input features, zero-points' along output features."""
     return {
         **_column_words(stored, rows, columns, num_groups),
-        "qweight": StoredTensor((columns // CODES_PER_WORD, rows), WORDS, 1, 0),
-        "g_idx": StoredTensor((columns,), INDICES, None, 0, is_index=True, is_optional=not stored.act_order),
+        "qweight": StoredTensor((columns // CODES_PER_WORD, rows), WORDS, 1, 0, 1, CODES_PER_WORD),
+        "g_idx": StoredTensor(
+            (columns,),
+            INDICES,
+            None,
+            0,
+            names_groups_of=stored.group_size,
+            is_index=True,
+            is_optional=not stored.act_order,
+        ),
     }
 
 
@@ -87,15 +108,20 @@ def _read_gptq(stored: StoredFormat) -> Decoders:
 
 def _plain_words(stored: StoredFormat, rows: int, columns: int, num_groups: int) -> CheckpointTensors:
     """compressed-tensors: as the weight lies, words along input features, zero-points' along output features."""
+    groups, size = _along_groups(stored, 1)
     tensors: CheckpointTensors = {
-        "weight_packed": StoredTensor((rows, columns // CODES_PER_WORD), WORDS, 0, 1),
-        "weight_scale": StoredTensor((rows, num_groups), FLOAT_DTYPES, 0, 1),
-        SHAPE: StoredTensor((2,), INDICES, is_index=True),
+        "weight_packed": StoredTensor((rows, columns // CODES_PER_WORD), WORDS, 0, 1, 1, CODES_PER_WORD),
+        "weight_scale": StoredTensor((rows, num_groups), FLOAT_DTYPES, 0, groups, 1, size),
+        SHAPE: StoredTensor((2,), INDICES, says_shape=(rows, columns), is_index=True),
     }
     if stored.has_zeros:
-        tensors["weight_zero_point"] = StoredTensor((rows // CODES_PER_WORD, num_groups), WORDS, 0, 1)
+        tensors["weight_zero_point"] = StoredTensor(
+            (rows // CODES_PER_WORD, num_groups), WORDS, 0, groups, CODES_PER_WORD, size
+        )
     if stored.act_order:
-        tensors["weight_g_idx"] = StoredTensor((columns,), INDICES, None, 0, is_index=True)
+        tensors["weight_g_idx"] = StoredTensor(
+            (columns,), INDICES, None, 0, names_groups_of=stored.group_size, is_index=True
+        )
     return tensors
 
 
@@ -110,9 +136,10 @@ def _read_compressed_tensors(stored: StoredFormat) -> Decoders:
 
 def _bytes(stored: StoredFormat, rows: int, columns: int, num_groups: int) -> CheckpointTensors:
     """compressed-tensors beside quantised activations: a byte per value, -8 to 7."""
+    groups, size = _along_groups(stored, 1)
     return {
         "weight": StoredTensor((rows, columns), ("I8",), 0, 1),
-        "weight_scale": StoredTensor((rows, num_groups), FLOAT_DTYPES, 0, 1),
+        "weight_scale": StoredTensor((rows, num_groups), FLOAT_DTYPES, 0, groups, 1, size),
     }
 
 

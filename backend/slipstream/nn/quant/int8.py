@@ -65,8 +65,10 @@ class Int8:
             return tensors
         del tensors["weight"]
         if self.stored.packing:
-            tensors["weight_packed"] = StoredTensor((rows, -(-spec.in_features // BYTES_PER_WORD)), ("I32",), 0, 1)
-            tensors[SHAPE] = StoredTensor((2,), ("I32", "I64"), is_index=True)
+            tensors["weight_packed"] = StoredTensor(
+                (rows, -(-spec.in_features // BYTES_PER_WORD)), ("I32",), 0, 1, 1, BYTES_PER_WORD
+            )
+            tensors[SHAPE] = StoredTensor((2,), ("I32", "I64"), says_shape=(rows, spec.in_features), is_index=True)
         else:
             tensors["weight"] = StoredTensor((rows, spec.in_features), ("I8",), 0, 1)
         by_channel = StoredTensor((rows, 1), FLOAT_DTYPES, 0)

@@ -24,7 +24,10 @@ class StoredTensor(NamedTuple):
     """What a checkpoint stores under a suffix: shape, and types as safetensors names them.
 
     rows_axis, columns_axis: which axis runs along output and along input features, None if none does: by these a stored
-    tensor is split among parts and cut among ranks. A block or a word of several features counts as one along its axis.
+    tensor is split among parts and cut among ranks. rows_unit, columns_unit: features of one element along it, more
+    than one in words, blocks and groups.
+    says_shape: its contents, if they are the shape [rows, columns] of what is stored beside it.
+    names_groups_of: its contents are numbers of groups of so many input features, counted from 0.
     is_index: small, and read before all others, so that what it refuses is refused before weights are loaded.
     is_optional: a checkpoint may lack it; such a tensor must be an index.
     """
@@ -33,6 +36,10 @@ class StoredTensor(NamedTuple):
     dtypes: tuple[str, ...]
     rows_axis: int | None = None
     columns_axis: int | None = None
+    rows_unit: int = 1
+    columns_unit: int = 1
+    says_shape: tuple[int, int] | None = None
+    names_groups_of: int = 0
     is_index: bool = False
     is_optional: bool = False
 

@@ -1,0 +1,45 @@
+"""Ranges of a stored tensor that a rank loads, along the axes that its format says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.core.errors import ConfigError
+from slipstream.nn.quant.method import StoredTensor
+
+
+class Cut:
+    """Takes a rank's part of one stored tensor. whole, own: what is stored of the layer, and what a rank's would be.
+
+    rows, columns: features that the rank has. Raises ConfigError where they end within a word, a block or a group.
+    """
+
+    def __init__(self, name: str, whole: StoredTensor, own: StoredTensor, rows: slice, columns: slice) -> None:
+        self._whole, self._own, self._first_column = whole, own, columns.start
+        self._ranges: list[tuple[int, slice]] = []
+        for axis, unit, features in (
+            (whole.rows_axis, whole.rows_unit, rows),
+            (whole.columns_axis, whole.columns_unit, columns),
+        ):
+            if axis is None or whole.shape[axis] == own.shape[axis]:
+                continue
+            length = whole.shape[axis]
+            start, stop = features.start // unit, -(-features.stop // unit)
+            is_whole = features.start % unit == 0 and (features.stop % unit == 0 or stop == length)
+            if not is_whole or stop - start != own.shape[axis]:
+                reason = f"features {features.start} to {features.stop} of {name} do not begin and end with {unit}"
+                raise ConfigError("tensor parallel size", name, reason)
+            self._ranges.append((axis, slice(start, stop)))
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Raises ValueError if a stored shape is another than that of the whole."""
+        if self._whole.says_shape is not None and self._own.says_shape is not None:
+            if tensor.tolist() != list(self._whole.says_shape):
+                raise ValueError(f"says {tensor.tolist()}, config.json implies {list(self._whole.says_shape)}")
+            return torch.tensor(self._own.says_shape)
+        for axis, part in self._ranges:
+            tensor = tensor.narrow(axis, part.start, part.stop - part.start)
+        if self._ranges and self._whole.names_groups_of:
+            tensor = tensor - self._first_column // self._whole.names_groups_of
+        return tensor

@@ -1,0 +1,149 @@
+"""Every checkpoint in every format, cut for 2 and 4 ranks and put together again, bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tiny_checkpoints
+import torch
+from slipstream.core.config import ModelConfig
+from slipstream.core.errors import ConfigError, EngineError
+from slipstream.nn.attention.paged import PagedAttention
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.embedding import TiedHead
+from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.layer_spec import LinearSpec
+from slipstream.nn.linear import Linear
+from slipstream.nn.parallel import SINGLE, Parallel
+from slipstream.nn.quant import choose_methods
+from slipstream.nn.spec import read_spec
+from slipstream.nn.weights import load_checkpoint
+from stored_formats import STORED, drawn, method_of
+from tiny_checkpoints import VARIANTS, make_checkpoint
+
+CPU = torch.device("cpu")
+RANKS = (2, 4)
+SHARDS = {  # row shards of 512 features: of 128 in four, a block
+    "column": LinearSpec(256, (("q", 512), ("k", 512), ("v", 512)), bias=True, shard="column", unit=32),
+    "row": LinearSpec(512, (("o", 128),), bias=True, shard="row", unit=32),
+}
+
+
+def make(name: str, spec: LinearSpec, parallel: Parallel = SINGLE) -> Linear:
+    method = method_of(name)
+    linear = Linear(spec, LayerContext(CPU, torch.float32, method, method, parallel))
+    generator = torch.Generator().manual_seed(2)
+    for _, suffix, slot in sorted(linear.slots(), key=lambda part: not part[2].is_index):
+        slot.load(drawn(slot, suffix, generator))
+    return linear
+
+
+def matrix(linear: Linear) -> torch.Tensor:
+    """[in, out]: what the weights stand for, exactly, by the product of rows of one feature each."""
+    width = linear.spec.in_features if "order" not in linear.weights or linear.spec.columns is None else 512
+    weights = {name: tensor for name, tensor in linear.weights.items() if name != "bias"}
+    return linear.method.apply(weights, linear.activation_quant.cast(torch.eye(width)))
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize("name", STORED)
+def test_the_shards_of_a_layer_are_the_layer(name: str, shard: str, size: int) -> None:
+    spec = SHARDS[shard]
+    whole, ranks = make(name, spec), [make(name, spec, Parallel(rank, size)) for rank in range(size)]
+    assert all(rank.spec.num_parameters < whole.spec.num_parameters for rank in ranks)
+    if shard == "column":
+        parts = zip(*(matrix(rank).chunk(3, dim=1) for rank in ranks))
+        assert torch.equal(torch.cat([rows for part in parts for rows in part], dim=1), matrix(whole))
+        biases = torch.cat([rows for part in zip(*(r.weights["bias"].chunk(3) for r in ranks)) for rows in part])
+    else:
+        found = [matrix(rank) for rank in ranks]
+        joined = sum(found) if "order" in ranks[0].weights else torch.cat(found)
+        assert torch.equal(joined, matrix(whole))
+        biases = ranks[0].weights["bias"]
+        assert not any("bias" in rank.weights for rank in ranks[1:]), "added once"
+    assert torch.equal(biases, whole.weights["bias"])
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "reason"),
+    [
+        ("fp8-block", replace(SHARDS["row"], in_features=384), "row|not a multiple|do not begin"),
+        ("awq", LinearSpec(256, (("q", 32),), shard="column", unit=4), "not a multiple of 8"),
+        ("gptq-v2-act-order", replace(SHARDS["row"], in_features=64, unit=16), "group of 32|not a multiple"),
+        ("none", replace(SHARDS["row"], in_features=96), "3 parts of 32 features, which 2 ranks do not share"),
+        ("none", LinearSpec(8, (("q", 96),), shard="column", unit=32), "3 parts of 32 features"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused(name: str, spec: LinearSpec, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        for rank in range(8 if name in ("awq", "gptq-v2-act-order") else 2):
+            make(name, spec, Parallel(rank, 8 if name == "awq" else 4 if name == "gptq-v2-act-order" else 2))
+
+
+def test_a_block_is_not_cut() -> None:
+    """192 rows are two blocks' scales, and 96 are one: a rank would scale rows by a neighbour's block."""
+    with pytest.raises(ConfigError, match=r"features 96 to 192 of gate.weight_scale_inv do not begin and end with 128"):
+        make("fp8-block", LinearSpec(128, (("gate", 192),), shard="column"), Parallel(1, 2))
+
+
+@pytest.fixture(scope="module", params=list(VARIANTS))
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of eight heads, so that four ranks share them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for field, value in (("hidden_size", 64), ("num_attention_heads", 8), ("num_key_value_heads", 4)):
+            patch.setitem(tiny_checkpoints.SIZES, field, value)
+        changes = {**VARIANTS[request.param][1]}
+        if changes.get("num_key_value_heads") == 6:
+            changes["num_key_value_heads"] = 8
+        patch.setitem(VARIANTS, request.param, (VARIANTS[request.param][0], changes))
+        return make_checkpoint(request.param, tmp_path_factory.mktemp("c")).path
+
+
+def load_rank(path: Path, parallel: Parallel) -> Decoder:
+    spec = read_spec(path)
+    methods = choose_methods(ModelConfig(), spec)
+    context = LayerContext(CPU, torch.float32, methods.linears, methods.head, parallel)
+    decoder = Decoder(spec, context, PagedAttention(spec), 64)
+    load_checkpoint(decoder, path)
+    return decoder
+
+
+@pytest.mark.parametrize("size", RANKS)
+def test_the_shards_of_a_checkpoint_are_the_checkpoint(
+    checkpoint: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.nn.quant.unquantized._can_pack", lambda weight: False)  # as they were stored
+    whole, ranks = load_rank(checkpoint, SINGLE), [load_rank(checkpoint, Parallel(rank, size)) for rank in range(size)]
+    assert torch.equal(torch.cat([rank.embedding.weight for rank in ranks]), whole.embedding.weight)
+    if not isinstance(whole.lm_head, TiedHead):
+        heads = [rank.lm_head.weights["weight"] for rank in ranks]
+        assert torch.equal(torch.cat(heads), whole.lm_head.weights["weight"])
+    for layer, shards in zip(whole.layers, zip(*(rank.layers for rank in ranks))):
+        for linear, own in zip(layer.linears(), zip(*(shard.linears() for shard in shards))):
+            for key, tensor in linear.weights.items():
+                assert torch.equal(joined(linear.spec, [rank.spec for rank in own], key, own), tensor)
+        for (_, norm), *own in zip(layer.norms(), *(shard.norms() for shard in shards)):
+            assert all(torch.equal(norm.weight, rank.weight) for _, rank in own)
+    with pytest.raises(EngineError, match="does not compute yet"):
+        ranks[0].embedding(torch.tensor([1]))
+
+
+def joined(spec: LinearSpec, own: list[LinearSpec], key: str, ranks: tuple[Linear, ...]) -> torch.Tensor:
+    """The ranks' tensors as one; a head of keys that several ranks hold is taken once."""
+    tensors = [rank.weights[key] for rank in ranks if key in rank.weights]
+    if spec.shard == "none" or (spec.shard == "row" and key == "bias"):
+        return tensors[0]
+    tensors = [tensor.flatten(0, -2) if tensor.dim() == 3 else tensor for tensor in tensors]
+    if spec.shard == "row":
+        whole = torch.cat(tensors, dim=1)
+    else:
+        by_rank = [tensor.split([rows for _, rows in one.parts]) for tensor, one in zip(tensors, own)]
+        pieces = []
+        for (_, rows), parts in zip(spec.parts, zip(*by_rank)):
+            copies = sum(len(part) for part in parts) // rows
+            pieces += parts[::copies]
+        whole = torch.cat(pieces)
+    return whole.unflatten(0, (spec.num_experts, -1)) if spec.num_experts else whole
