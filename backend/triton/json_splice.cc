@@ -101,8 +101,15 @@ void append_utf8(std::string& out, uint32_t code) {
 }
 
 uint32_t hex4(std::string_view text, size_t at) {
+  static const std::string_view kDigits = "0123456789abcdef";
   if (at + 4 > text.size()) fail("four hex digits");
-  return static_cast<uint32_t>(std::stoul(std::string(text.substr(at, 4)), nullptr, 16));
+  uint32_t value = 0;
+  for (const char c : text.substr(at, 4)) {
+    const size_t digit = kDigits.find(c >= 'A' && c <= 'F' ? static_cast<char>(c - 'A' + 'a') : c);
+    if (digit == std::string_view::npos) fail("four hex digits");
+    value = value << 4 | static_cast<uint32_t>(digit);
+  }
+  return value;
 }
 
 }  // namespace
@@ -169,7 +176,9 @@ std::string json_string(std::string_view raw) {
       uint32_t code = hex4(raw, at + 1);
       at += 4;
       if (code >= 0xD800 && code < 0xDC00 && raw.substr(at + 1, 2) == "\\u") {
-        code = 0x10000 + ((code - 0xD800) << 10) + (hex4(raw, at + 3) - 0xDC00);
+        const uint32_t low = hex4(raw, at + 3);
+        if (low < 0xDC00 || low > 0xDFFF) fail("the second half of a surrogate pair");
+        code = 0x10000 + ((code - 0xD800) << 10) + (low - 0xDC00);
         at += 6;
       }
       append_utf8(out, code);

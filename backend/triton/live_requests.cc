@@ -55,7 +55,9 @@ void send_error(
 
 void LiveRequests::add(uint64_t handle, TRITONBACKEND_ResponseFactory* factory) {
   std::lock_guard<std::mutex> lock(mutex_);
-  live_.emplace(handle, Live{factory});
+  if (!live_.emplace(handle, Live{factory}).second) {
+    throw BackendError(TRITONSERVER_ERROR_INTERNAL, "two requests drew the same handle; send this one again");
+  }
   if (live_.size() == 1) changed_.notify_one();
 }
 

@@ -22,7 +22,7 @@ class LiveRequests {
  public:
   explicit LiveRequests(HttpPacer& pacer) : pacer_(pacer) {}
 
-  // Takes the factory over.
+  // Takes the factory over, unless it throws BackendError because the handle is in use.
   void add(uint64_t handle, TRITONBACKEND_ResponseFactory* factory);
 
   // Give the factory of a request that the engine never got back to the caller.  False if it was answered meanwhile.

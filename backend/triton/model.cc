@@ -145,12 +145,16 @@ void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Req
     std::string reason;
     try {
       cancel_upstream(request);
-      const uint64_t handle = next_handle();
+      const uint64_t handle = new_handle();
       is_taken = engine_->submit(handle, factory, encode_request(writer, handle, request));
       if (!is_taken) reason = engine_->why_down();
     } catch (const BackendError& error) {
       code = error.code;
       reason = error.what();
+    } catch (const std::exception& error) {  // out of memory, say: this request alone fails, and is told no details
+      log_error(std::string("a request could not be passed on: ") + error.what());
+      code = TRITONSERVER_ERROR_INTERNAL;
+      reason = "the request could not be passed on to the engine; the server's log says why";
     }
     if (!is_taken) {
       send_error(factory, code, reason);

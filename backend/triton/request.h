@@ -7,13 +7,22 @@
 
 namespace slipstream {
 
-// Unique in this process, over all models and restarts.
-uint64_t next_handle();
+// What one request may bring; more is refused with INVALID_ARG before anything of it is copied (docs/security.md).
+constexpr uint32_t kMaxRequestInputs = 256;
+constexpr uint32_t kMaxRequestOutputs = 256;
+constexpr uint32_t kMaxRequestParameters = 1024;
+constexpr size_t kMaxNameBytes = 256;        // of an input, an output or a request parameter
+constexpr size_t kMaxRequestIdBytes = 1024;  // of the client's id
+constexpr size_t kMaxRequestBytes = 64u << 20;  // of all tensors, names and parameters together
 
-// Throws BackendError (INVALID_ARG, UNSUPPORTED) for what cannot be put into a frame.
+// A random number other than 0.  A handle is a capability, since postprocessing cancels by it: nobody can guess the
+// handle of another client's request.  Throws BackendError when the system has no random bytes.
+uint64_t new_handle();
+
+// Throws BackendError (INVALID_ARG, UNSUPPORTED) for what is above the limits or cannot be put into a frame.
 std::string_view encode_request(FrameWriter& writer, uint64_t handle, TRITONBACKEND_Request* request);
 
-// The request that this one follows in an ensemble: its UINT64 input REQUEST_HANDLE, or 0.
+// The request that this one follows in an ensemble: its UINT64 input REQUEST_HANDLE; 0 if it has none of that form.
 uint64_t upstream_handle(TRITONBACKEND_Request* request);
 
 }  // namespace slipstream

@@ -71,7 +71,9 @@ ReadyFrame decode_ready(std::string_view payload) {
   ReadyFrame ready;
   for (uint16_t left = reader.u16(); left > 0; --left) {
     const std::string_view name = reader.str();
-    ready.outputs.push_back({std::string(name), reader.u8()});
+    const uint8_t dtype = reader.u8();
+    if (dtype == 0 || dtype > kLastDataType) throw ProtocolError("unknown data type");
+    ready.outputs.push_back({std::string(name), dtype});
   }
   for (uint16_t left = reader.u16(); left > 0; --left) ready.metrics.push_back(decode_metric_spec(reader));
   reader.finish();
@@ -84,6 +86,7 @@ void decode_response(PayloadReader& reader, ResponseView& response) {
   response.outputs.clear();
   if (response.flags & kFlagError) {
     response.error_code = reader.u8();
+    if (response.error_code > kLastErrorCode) throw ProtocolError("unknown error code");
     response.error_message = reader.text();
     return;
   }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -31,10 +32,13 @@ enum class FrameType : uint8_t {
 
 constexpr size_t kFrameHeaderBytes = 5;
 constexpr size_t kMaxPayloadBytes = 256u << 20;
+constexpr size_t kKeptWriterBytes = 1u << 20;
 constexpr uint16_t kProtocolVersion = 1;
 constexpr size_t kTokenBytes = 16;
 constexpr size_t kHelloPayloadBytes = 4 + 2 + kTokenBytes;
 constexpr size_t kMaxRank = 32;
+constexpr uint8_t kLastErrorCode = 7;  // TRITONSERVER_ERROR_CANCELLED
+constexpr uint8_t kLastDataType = 14;  // TRITONSERVER_TYPE_BF16
 
 constexpr uint8_t kFlagFinal = 1;
 constexpr uint8_t kFlagError = 2;
@@ -49,10 +53,12 @@ class ProtocolError : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Builds one frame; reuse it, the buffer keeps its capacity.
+// Builds one frame; reuse it: the buffer keeps its capacity, up to kKeptWriterBytes.
+// A count or length that its field cannot hold throws std::length_error: nothing is ever cut to fit.
 class FrameWriter {
  public:
   void begin(FrameType type) {
+    if (buffer_.capacity() > kKeptWriterBytes) std::string().swap(buffer_);
     buffer_.assign(4, '\0');
     u8(static_cast<uint8_t>(type));
   }
@@ -62,13 +68,15 @@ class FrameWriter {
   void u64(uint64_t value) { raw(&value, sizeof value); }
   void i64(int64_t value) { raw(&value, sizeof value); }
   void f64(double value) { raw(&value, sizeof value); }
+  void count8(size_t value) { u8(checked<uint8_t>(value)); }
+  void count16(size_t value) { u16(checked<uint16_t>(value)); }
+  void count32(size_t value) { u32(checked<uint32_t>(value)); }
   void str(std::string_view value) {
-    if (value.size() > 0xFFFF) throw std::length_error("a name or id is longer than 65535 bytes");
-    u16(static_cast<uint16_t>(value.size()));
+    count16(value.size());
     raw(value.data(), value.size());
   }
   void text(std::string_view value) {
-    u32(static_cast<uint32_t>(value.size()));
+    count32(value.size());
     raw(value.data(), value.size());
   }
   void raw(const void* data, size_t size) { buffer_.append(static_cast<const char*>(data), size); }
@@ -83,6 +91,15 @@ class FrameWriter {
   }
 
  private:
+  template <typename Field>
+  static Field checked(size_t value) {
+    if (value > std::numeric_limits<Field>::max()) {
+      throw std::length_error(
+          "a frame's field holds at most " + std::to_string(std::numeric_limits<Field>::max()) + ", got " +
+          std::to_string(value));
+    }
+    return static_cast<Field>(value);
+  }
   std::string buffer_;
 };
 

@@ -33,13 +33,17 @@ class GrpcStream:
         self._client.stop_stream(cancel_requests=error is not None)
         self._client.close()
 
-    def send(self, model: str, script: dict[str, object] | str, **options: Any) -> None:
-        """Ask for text_output; script is the stand-in engine's, or plain text."""
+    def send(self, model: str, script: dict[str, object] | str, handle: int | None = None, **options: Any) -> None:
+        """Ask for text_output; script is the stand-in engine's, or plain text. handle: the tensor REQUEST_HANDLE."""
         text = script if isinstance(script, str) else json.dumps(script)
         tensor = grpcclient.InferInput("text_input", [1], "BYTES")
         tensor.set_data_from_numpy(np.array([text.encode()], dtype=np.object_))
+        tensors = [tensor]
+        if handle is not None:
+            tensors.append(grpcclient.InferInput("REQUEST_HANDLE", [1], "UINT64"))
+            tensors[-1].set_data_from_numpy(np.array([handle], np.uint64))
         outputs = [grpcclient.InferRequestedOutput("text_output")]
-        self._client.async_stream_infer(model, [tensor], outputs=outputs, enable_empty_final_response=True, **options)
+        self._client.async_stream_infer(model, tensors, outputs=outputs, enable_empty_final_response=True, **options)
 
     def cancel(self) -> None:
         self._client.stop_stream(cancel_requests=True)

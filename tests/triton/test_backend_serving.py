@@ -157,6 +157,38 @@ def test_the_config_is_completed_from_the_contract(server: TritonServer) -> None
     assert own["model_transaction_policy"] == {"decoupled": False}
 
 
+# ---------------------------------------------------------------- what is too much is refused before it is copied
+
+TOO_MUCH = {
+    "parameters": ({"parameters": {f"p{i}": 1 for i in range(1025)}}, "1025 request parameters, accepted: at most"),
+    "more than a count holds": ({"parameters": {f"p{i}": 1 for i in range(65_600)}}, "65600 request parameters"),
+    "name": ({"parameters": {"n" * 257: 1}}, "a request parameter's name of 257 bytes, accepted: at most 256"),
+    "id": ({"request_id": "i" * 1025}, "a request id of 1025 bytes, accepted: at most 1024"),
+    "bytes": ({"parameters": {"p": "x" * (65 << 20)}}, "accepted: at most 67108864"),
+}
+
+
+@pytest.mark.parametrize("what", TOO_MUCH)
+def test_too_much_is_refused_and_the_engine_lives(server: TritonServer, what: str) -> None:
+    options, words = TOO_MUCH[what]
+    with GrpcStream(server.grpc_url) as victim, GrpcStream(server.grpc_url) as stream:
+        victim.send("slow", {"tokens": 60})
+        victim.wait(num_texts=1)
+        stream.send("slow", "x", **options)
+        stream.wait(num_ends=1)
+        victim.wait(num_ends=1)
+    assert len(stream.errors) == 1 and words in stream.errors[0], stream.errors[0][:300]
+    assert (len(victim.texts), victim.errors) == (60, [])
+
+
+def test_as_much_as_is_accepted_crosses(server: TritonServer) -> None:
+    parameters = {"n" * 256: 1} | {f"p{i}": i for i in range(1023)}
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send("llm", "one two", parameters=parameters, request_id="i" * 1024)
+        stream.wait(num_ends=1)
+    assert (stream.texts, stream.errors) == ([" one", " two"], [])
+
+
 # ---------------------------------------------------------------- HTTP loses nothing
 
 
@@ -198,6 +230,29 @@ def test_every_one_of_many_cancelled_requests_is_noticed(server: TritonServer) -
         stream.wait(num_texts=600)
         stream.cancel()
         server.wait_until(lambda: cancelled(server, "slow") == before + 300, "all cancellations to arrive")
+
+
+def handle_of(server: TritonServer) -> int:
+    """The handle that a client of its own reads from its own answer."""
+    request = {"inputs": [{"name": "text_input", "shape": [1], "datatype": "BYTES", "data": ["hi"]}]}
+    _, body = server.post("/v2/models/tok/infer", {**request, "outputs": [{"name": "request_handle"}]})
+    return int(next(output["data"][0] for output in json.loads(body)["outputs"] if output["name"] == "request_handle"))
+
+
+def test_nobody_cancels_a_request_by_a_guessed_handle(server: TritonServer) -> None:
+    """A cancelled request to the model after an ensemble's generating one ends that of its REQUEST_HANDLE."""
+    before = cancelled(server, "slow")
+    with GrpcStream(server.grpc_url) as victim, GrpcStream(server.grpc_url) as attacker:
+        own = handle_of(server)
+        victim.send("slow", {"tokens": 150})
+        victim.wait(num_texts=1)
+        for guess in range(own - 50, own + 200):
+            attacker.send("detok", "x", handle=guess % 2**64)
+        attacker.cancel()
+        victim.wait(num_ends=1)
+    assert (len(victim.texts), victim.errors) == (150, [])
+    assert cancelled(server, "slow") == before
+    assert len({handle_of(server) >> 32 for _ in range(4)}) == 4, "handles can be counted"
 
 
 @pytest.mark.parametrize("model", ["slow", "ensemble"])

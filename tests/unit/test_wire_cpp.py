@@ -69,6 +69,14 @@ def test_damaged_input_is_refused(lines: list[str]) -> None:
     assert len([line for line in lines if line.startswith("bad header: ")]) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "most", "given"),
+    [("count8", 255, 256), ("count16", 65535, 65536), ("count32", 2**32 - 1, 2**32), ("str", 65535, 65536)],
+)
+def test_no_count_is_cut_to_its_field(lines: list[str], name: str, most: int, given: int) -> None:
+    assert f"overflow {name}: a frame's field holds at most {most}, got {given}" in lines
+
+
 def test_both_ends_have_the_same_default_drain_timeout(root: Path) -> None:
     found = re.search(r"kDefaultSeconds = ([\d.]+)", (root / "backend" / "triton" / "model.cc").read_text())
     assert found and float(found[1]) == ServingConfig().drain_timeout_s

@@ -113,6 +113,19 @@ static void print_refusals(const char* name, std::string_view payload, Decode de
   std::printf("refused %s %zu of %zu\n", name, refused, longer.size() + 1);
 }
 
+// A number that its field cannot hold is refused, never cut.
+template <typename Write>
+static void print_overflow(const char* name, Write write) {
+  FrameWriter writer;
+  writer.begin(FrameType::kRequest);
+  try {
+    write(writer);
+    std::printf("cut %s\n", name);
+  } catch (const std::length_error& error) {
+    std::printf("overflow %s: %s\n", name, error.what());
+  }
+}
+
 int main(int argc, char** argv) {
   if (argc != 2) return 2;
   std::map<std::string, std::string> golden;
@@ -139,6 +152,10 @@ int main(int argc, char** argv) {
   print_ready(decode_ready(payload("ready")));
   print_responses(payload("responses"));
   print_refusals("ready", payload("ready"), [](std::string_view bytes) { decode_ready(bytes); });
+  print_overflow("count8", [](FrameWriter& writer) { writer.count8(256); });
+  print_overflow("count16", [](FrameWriter& writer) { writer.count16(65536); });
+  print_overflow("count32", [](FrameWriter& writer) { writer.count32(size_t{1} << 32); });
+  print_overflow("str", [](FrameWriter& writer) { writer.str(std::string(65536, 'x')); });
   for (const char* header : {"\0\0\0\0\x63", "\x01\0\0\x10\x0c", "\0\0\0\0\x03"}) {
     try {
       decode_frame_header(header);
