@@ -48,7 +48,7 @@ class EngineEnded : public BackendError {
   EngineEnded(const std::string& message, const std::string& for_clients)
       : BackendError(TRITONSERVER_ERROR_INTERNAL, message), for_clients(for_clients) {}
   explicit EngineEnded(const ProcessEnd& end)
-      : EngineEnded("the engine process " + end.for_operator(), end.for_clients()) {}
+      : EngineEnded("the engine process " + end.for_operator(), end.how) {}
   const std::string for_clients;
 };
 

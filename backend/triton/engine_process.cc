@@ -10,7 +10,6 @@
 #include <unistd.h>
 
 #include <chrono>
-#include <regex>
 #include <system_error>
 
 #include "status.h"
@@ -20,7 +19,6 @@ namespace {
 
 constexpr size_t kKeptLines = 20;
 constexpr size_t kMaxLineBytes = 4096;
-constexpr size_t kMaxClientLineBytes = 300;
 
 void close_all_above_stderr() {
 #ifdef SYS_close_range
@@ -64,17 +62,7 @@ void stop_ignoring_children() {
   }
 }
 
-// What a client may see of a line: it must not learn where things lie on the server's disk.
-std::string without_paths(const std::string& line) {
-  static const std::regex kFolders(R"((^|[\s"'(\[=:,])~?/(?:[^\s"'/]*/)*)");
-  return std::regex_replace(line.substr(0, kMaxClientLineBytes), kFolders, "$1");
-}
-
 }  // namespace
-
-std::string ProcessEnd::for_clients() const {
-  return last_error.empty() ? how : how + " (its last error: " + last_error + ")";
-}
 
 std::string ProcessEnd::for_operator() const {
   return last_lines.empty() ? how : how + "; its last lines:" + last_lines;
@@ -167,7 +155,6 @@ ProcessEnd EngineProcess::describe_end() {
   while (!forwarded_all_) std::this_thread::sleep_for(std::chrono::milliseconds(2));
   std::lock_guard<std::mutex> lock(lines_mutex_);
   for (const std::string& line : last_lines_) end.last_lines += "\n  " + line;
-  end.last_error = without_paths(last_error_);
   return end;
 }
 
@@ -200,7 +187,6 @@ void EngineProcess::forward_line(const std::string& line) {
     std::lock_guard<std::mutex> lock(lines_mutex_);
     last_lines_.push_back(line);
     if (last_lines_.size() > kKeptLines) last_lines_.pop_front();
-    if (line.size() > 2 && line.compare(0, 2, "E ") == 0 && line[2] != ' ') last_error_ = line.substr(2);
   }
   TRITONSERVER_LogLevel level = TRITONSERVER_LOG_INFO;
   std::string text = line;

@@ -17,11 +17,9 @@ namespace slipstream {
 
 // How a process ended, in the words for an error message.
 struct ProcessEnd {
-  std::string how;         // "was killed by signal 9 (Killed)" or "exited with status 1"
-  std::string last_error;  // its last line of level E, in a form that clients may see: short, paths cut off; may be empty
+  std::string how;         // "was killed by signal 9 (Killed)" or "exited with status 1": all that clients may read
   std::string last_lines;  // the end of its output, one line each, for those who run the server
 
-  std::string for_clients() const;
   std::string for_operator() const;
 };
 
@@ -55,7 +53,6 @@ class EngineProcess {
   int wait_status_ = 0;
   std::mutex lines_mutex_;
   std::deque<std::string> last_lines_;
-  std::string last_error_;
   std::atomic<bool> stop_forwarding_{false};
   std::atomic<bool> forwarded_all_{false};
   std::thread forwarder_;

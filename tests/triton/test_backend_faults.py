@@ -130,10 +130,8 @@ def test_the_client_learns_how_the_engine_died(stays_down: TritonServer) -> None
     [stream] = stream_many(healthy.http_url, "llm", [body])
     assert len(stream.texts()) == 2 and stream.is_complete
     [error] = stream.errors()
-    assert error == (
-        "the engine of model 'llm' was killed by signal 9 (Killed) (its last error: about to crash near weights.bin); "
-        "it is being restarted"
-    )
+    # its output may hold paths, stale lines and other clients' values: that is for the log alone
+    assert error == "the engine of model 'llm' was killed by signal 9 (Killed); it is being restarted"
     healthy.wait_until(lambda: "serving llm version 1" in healthy.log.rpartition("its last lines:")[2], "the log")
     status, reply = healthy.post("/v2/models/llm/generate", {"text_input": "x"})
     assert status >= 400 and b"is being restarted" in reply  # 400 on server 2.51, whatever the error code

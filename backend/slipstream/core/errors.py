@@ -6,6 +6,8 @@ UNAVAILABLE, EngineError -> INTERNAL; a ConfigError makes the load fail with its
 
 from __future__ import annotations
 
+import logging
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -47,3 +49,13 @@ class CapacityError(SlipstreamError):
 
 class EngineError(SlipstreamError):
     """Our bug: every in-flight request gets this as its answer, and readiness turns false."""
+
+
+def internal_error(logger: logging.Logger, what: str, error: BaseException) -> EngineError:
+    """What clients may read of an exception that nobody foresaw: a number under which the log has it.
+
+    Its own text may hold paths, code or another client's values, so it goes to the log alone, with the traceback.
+    """
+    number = secrets.token_hex(4)
+    logger.error("internal error %s: %s", number, what, exc_info=error)
+    return EngineError(f"internal error {number}: the server's log has the reason under this number")

@@ -18,7 +18,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from slipstream.core.answer_faults import AnswerError
-from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
+from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.encoders.guard_settings import GuardSettings, read_settings
 from slipstream.encoders.guarded import Answer, Pipeline
 from slipstream.encoders.guarded_parts import GuardedParts, Models
@@ -103,8 +103,8 @@ class Guard:
         except AnswerError as failure:
             return pb_utils.TritonError(str(failure), _codes()[failure.fault])
         except Exception as failure:  # the top of the request
-            _log.exception("a guarded request failed")
-            return pb_utils.TritonError(f"guarded: {failure}", pb_utils.TritonError.INTERNAL)
+            told = internal_error(_log, "a guarded request failed", failure)
+            return pb_utils.TritonError(str(told), pb_utils.TritonError.INTERNAL)
         return None
 
     def _end(self, task: asyncio.Task[Any]) -> None:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from slipstream.core.errors import RequestError
+from slipstream.core.errors import RequestError, internal_error
 from slipstream.encoders.checkpoint import SENTENCE
 from slipstream.encoders.encoder import Encoder, open_encoder
 from slipstream.encoders.parameters import Parameters
@@ -72,8 +72,8 @@ def answer(
     try:
         results = compute(rows) if rows else []
     except Exception as error:  # the top of the loop: every request gets an answer
-        _log.exception("an encoder run failed")
-        failure = pb_utils.TritonError(f"the encoder failed: {error}", pb_utils.TritonError.INTERNAL)
+        told = internal_error(_log, "an encoder run failed", error)
+        failure = pb_utils.TritonError(str(told), pb_utils.TritonError.INTERNAL)
         return [pb_utils.InferenceResponse(error=failure) for _ in requests]
     responses = []
     for span in spans:

@@ -18,7 +18,7 @@ from typing import Any
 
 from slipstream.core.admission import check_fits
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
+from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request, RequestStatus
@@ -178,8 +178,7 @@ class Engine:
             self._speculator.forget(ended)
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
-            logger.exception("the engine failed")
-            self._die(error, step, outputs)
+            self._die(internal_error(logger, "the engine failed", error), step, outputs)
         return outputs
 
     def close(self) -> None:
@@ -342,11 +341,11 @@ class Engine:
             self._inbox.append(message)
             self._wake.notify()
 
-    def _die(self, error: Exception, step: ScheduledStep, outputs: list[StepOutput]) -> None:
+    def _die(self, error: EngineError, step: ScheduledStep, outputs: list[StepOutput]) -> None:
         """Answer every request there is with an error, without trusting the scheduler any more."""
-        text = f"the engine failed: {type(error).__name__}: {error}"
+        text = str(error)
         with self._wake:
-            self.error = EngineError(text)
+            self.error = error
             arriving = [request for message in self._inbox if isinstance(message, _Add) for request in message.requests]
             self._inbox.clear()
         answered = {id(output.request) for output in outputs if output.finish_reason is not None}
