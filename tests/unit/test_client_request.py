@@ -330,17 +330,20 @@ def test_guides_of_both_kinds() -> None:
 
 
 def test_stop_is_a_stop_request_as_truth_value_and_a_stop_string_as_text() -> None:
-    client = parse(tensor("stop", True), request_id="abc")
+    may_stop = {"config": replace(CONFIG, serving=ServingConfig(stop_by_request_id=True)), "request_id": "abc"}
+    client = parse(tensor("stop", True), **may_stop)
     assert client.is_stop and client.request is None and client.request_id == "abc"
     assert client.outputs == ("text_output",)
-    assert parse(tensor("stop", True), request_id="abc", outputs=("output_ids", "sequence_length")).outputs == ()
-    assert parse(parameters={"stop": True}, request_id="abc").is_stop
-    assert parse(parameters={"stop": True, "id": "abc"}).request_id == "abc"
+    assert parse(tensor("stop", True), **may_stop, outputs=("output_ids", "sequence_length")).outputs == ()
+    assert parse(parameters={"stop": True}, **may_stop).is_stop
+    assert parse(parameters={"stop": True, "id": "abc"}, **{**may_stop, "request_id": ""}).request_id == "abc"
     assert parse(PROMPT, parameters={"request_id": "abc"}).request.client_request_id == "abc"
     assert params(parameters={"stop": "END"}).stop == ("END",)
     assert params(tensor("stop", False), tensor("stop_words", ["END"])).stop == ("END",)
     with pytest.raises(RequestError, match=r"^stop: needs a request id"):
-        parse(tensor("stop", True))
+        parse(tensor("stop", True), **{**may_stop, "request_id": ""})
+    with pytest.raises(RequestError, match=r"^stop: got True, accepted: False .*stop_by_request_id"):
+        parse(tensor("stop", True), request_id="abc")
 
 
 def test_the_earlier_timeout_counts_from_arrival() -> None:
@@ -375,3 +378,23 @@ def test_the_rest_of_a_request_arrives() -> None:
     assert sequence.times.arrival_ns == 77
     config = replace(CONFIG, serving=ServingConfig(stream_interval=4))
     assert parse(PROMPT, config=config).stream_interval == 4
+
+
+def test_what_one_response_gathers_is_bounded() -> None:
+    tight = replace(
+        CONFIG, model=ModelConfig(max_model_len=100), serving=ServingConfig(max_response_entries=500, stream_interval=4)
+    )
+    num_prompt = len(TOKENIZER.encode("The quick brown"))
+    for fields, terms in [
+        ({"n": 6, "max_tokens": 2**31 - 1}, f"n=6 x {100 - num_prompt} tokens x (1 + logprobs=0) = "),
+        ({"max_tokens": 50, "logprobs": 10}, "n=1 x 50 tokens x (1 + logprobs=10) = 550 entries"),
+        ({"max_tokens": 4, "prompt_logprobs": 20, "n": 128}, f"{num_prompt} prompt tokens x (1 + prompt_logprobs=20)"),
+    ]:
+        excluded = tensor("exclude_input_in_output", True)
+        parse(PROMPT, sampling(**fields), excluded, config=replace(tight, serving=ServingConfig()))
+        with pytest.raises(RequestError, match=r"^max_tokens: one response .*max_response_entries=500") as refused:
+            parse(PROMPT, sampling(**fields), excluded, config=tight)
+        assert terms in str(refused.value)
+    parse(PROMPT, sampling(n=5, max_tokens=90, logprobs=20), tensor("stream", True), config=tight)
+    with pytest.raises(RequestError, match="echoed tokens"):
+        parse(PROMPT, sampling(n=100, max_tokens=4), config=tight)

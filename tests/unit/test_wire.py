@@ -7,6 +7,7 @@ from golden_frames import CONFIG, FRAMES, METRICS, OUTPUTS, REQUEST, RESPONSES, 
 from hypothesis import given
 from hypothesis import strategies as st
 from slipstream.core import wire
+from slipstream.core.responses import response_frames
 
 
 def payload_of(frame: bytes) -> bytes:
@@ -69,6 +70,15 @@ def test_a_truncated_or_padded_payload_is_a_protocol_error(name: str) -> None:
     for damaged in [payload[:end] for end in range(len(payload))] + [payload + b"\0"]:
         with pytest.raises(wire.ProtocolError):
             decode(damaged)
+
+
+def test_responses_are_split_into_frames_by_size() -> None:
+    responses = [wire.bytes_response(handle, 0, 0, b"x" * 300_000) for handle in range(20)]
+    responses[7] = wire.bytes_response(7, 0, 0, b"x" * (3 << 20))  # more than a frame is to have
+    frames = response_frames(responses)
+    assert [r.handle for frame in frames for r in wire.decode_responses(payload_of(frame))] == list(range(20))
+    assert sorted(len(frame) for frame in frames)[-2] <= wire.FRAME_TARGET_BYTES + 100 and len(frames) == 8
+    assert response_frames(responses[:2]) == [wire.encode_responses(responses[:2])]
 
 
 @given(st.binary(max_size=200))

@@ -38,6 +38,7 @@ _NOT_DECOUPLED = (
 )
 _PEEKED_BYTES = 4096  # of a tensor or parameter
 _REFERENCE_CHARS = 16  # per token of the model's length: more of a reference is not encoded
+STOP_IS_OFF = "got True, accepted: False (the model has stop_by_request_id off); cancel the request's stream instead"
 MAX_TIMEOUT_US = 2**63 - 1
 MAX_CACHE_SALT_BYTES = 256
 STREAM_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed."  # the vLLM backend's words
@@ -93,6 +94,8 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     request_id = raw.request_id or settings.get("request_id", "")
     outputs = _outputs(raw, settings)
     if settings.get("stop_request"):
+        if not config.serving.stop_by_request_id:
+            raise RequestError("stop", STOP_IS_OFF)
         return _stop_request(raw.handle, request_id, outputs, has_batch_dim)
     stream = settings.get("stream", False)
     if not config.serving.is_decoupled:
@@ -102,6 +105,8 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     echo_text = ""
     if _is_echoed(settings, stream, config):
         echo_text = text if text is not None else tokenizer.decode(token_ids, params.skip_special_tokens)
+    stream_interval = _integer(settings, "stream_interval", config.serving.stream_interval, 1)
+    _check_entries(params, len(token_ids), bool(echo_text), stream_interval if stream else 0, config)
     request = Request(
         token_ids,
         params,
@@ -117,7 +122,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         request,
         request_id=request_id,
         stream=stream,
-        stream_interval=_integer(settings, "stream_interval", config.serving.stream_interval, 1),
+        stream_interval=stream_interval,
         echo_text=echo_text,
         outputs=outputs,
         has_batch_dim=has_batch_dim,
@@ -132,6 +137,29 @@ def _check_one_response(settings: Settings, stream: bool, is_response_per_sequen
         raise RequestError("stream", f"got True, accepted: False, {_NOT_DECOUPLED}")
     if is_response_per_sequence and settings.get("n", 1) != 1:
         raise refuse("num_return_sequences", settings["n"], f"1, {_NOT_DECOUPLED}")
+
+
+def _check_entries(
+    params: SamplingParams, num_prompt: int, is_echoed: bool, stream_interval: int, config: EngineConfig
+) -> None:
+    """Raises RequestError for more tokens and alternatives than one response may gather. stream_interval: 0 = all."""
+    limit, n, logprobs = config.serving.max_response_entries, params.n, params.logprobs or 0
+    num_new, max_model_len = params.max_tokens, config.model.max_model_len
+    if max_model_len:
+        num_new = max(0, min(num_new, max_model_len - num_prompt))
+    if stream_interval:
+        num_new = min(num_new, stream_interval)
+    total = n * num_new * (1 + logprobs)
+    terms = f"n={n} x {num_new} tokens x (1 + logprobs={logprobs})"
+    if is_echoed:
+        total += n * num_prompt
+        terms += f" + n={n} x {num_prompt} echoed tokens"
+    if params.prompt_logprobs is not None:
+        total += num_prompt * (1 + params.prompt_logprobs)
+        terms += f" + {num_prompt} prompt tokens x (1 + prompt_logprobs={params.prompt_logprobs})"
+    if total > limit:
+        accepted = f"at most max_response_entries={limit}; ask for less, or stream"
+        raise RequestError("max_tokens", f"one response would hold {terms} = {total} entries, accepted: {accepted}")
 
 
 def _stop_request(handle: int, request_id: str, outputs: tuple[str, ...], has_batch_dim: bool) -> ClientRequest:

@@ -119,6 +119,8 @@ class ServingConfig:
     max_tokenizing_bytes: int = 1 << 28  # of large requests that wait to be tokenised
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
+    max_response_entries: int = 1 << 20  # most tokens and alternatives gathered for one response
+    stop_by_request_id: bool = False  # whether `stop: true` ends the request of an id, whoever sends it
     ignored_request_parameters: str = ""  # patterns like "x-*,traceparent": request parameters that mean nothing here
     is_decoupled: bool = True  # of config.pbtxt; else a request has one response, which plain infer calls want
     max_batch_size: int = 0  # of config.pbtxt; above 0 every tensor has a batch dimension of 1 in front

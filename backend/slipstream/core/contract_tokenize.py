@@ -58,7 +58,7 @@ DETOKENIZE_INPUTS = (
     InputSpec("CONTEXT_TOKENS", INT32, ANY, "context", (SLIPSTREAM,), "Tokens that came before (`context_ids`): the text is what TOKENS_BATCH adds to theirs."),
     InputSpec("TEXT_LENGTH", INT32, ONE, "text_length", (SLIPSTREAM,), "Characters to return (`text_length`). Without it an incomplete character at the end is left out."),
     InputSpec("SKIP_SPECIAL_TOKENS", BOOL, ONE, "skip_special_tokens", (SLIPSTREAM,), "The model's `skip_special_tokens` when absent."),
-    InputSpec("REQUEST_HANDLE", UINT64, ONE, "request_handle", (SLIPSTREAM,), "The request that the tokens are of (`request_handle`)."),
+    InputSpec("REQUEST_HANDLE", UINT64, ONE, "request_handle", (SLIPSTREAM,), "The request that the tokens are of (`request_handle`), which ends when this one arrives cancelled. Any other number does nothing."),
 )  # fmt: skip
 
 DETOKENIZE_OUTPUTS = (OutputSpec("OUTPUT", BYTES, ANY, POST, "[rows]: the texts."),)

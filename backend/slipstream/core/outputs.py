@@ -10,12 +10,16 @@ from slipstream.core.request import FinishReason, Request
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one position. top: (token id, logprob), likeliest first. rank of the chosen: 1 = best."""
+    """Log-probabilities of one position. top: (token id, logprob), likeliest first. rank of the chosen: 1 = best.
+
+    json: the same as clients read it, once it has been written (core/responses.py); top is empty from then on.
+    """
 
     token_id: int
     logprob: float
     rank: int
     top: list[tuple[int, float]] = field(default_factory=list)
+    json: str = ""
 
 
 @dataclass(slots=True)

@@ -46,6 +46,19 @@ def encode_response(client: ClientRequest, output: RequestOutput) -> bytes:
     return wire.tensor_response(client.handle, flags, tensors)
 
 
+def response_frames(responses: Sequence[bytes]) -> list[bytes]:
+    """A step's responses as frames of about FRAME_TARGET_BYTES, so that no frame grows with the number of requests."""
+    if sum(map(len, responses)) <= wire.FRAME_TARGET_BYTES:
+        return [wire.encode_responses(responses)]
+    frames, start, num_bytes = [], 0, 0
+    for end, response in enumerate(responses):
+        if num_bytes and num_bytes + len(response) > wire.FRAME_TARGET_BYTES:
+            frames.append(wire.encode_responses(responses[start:end]))
+            start, num_bytes = end, 0
+        num_bytes += len(response)
+    return [*frames, wire.encode_responses(responses[start:])]
+
+
 def is_gathered(client: ClientRequest) -> bool:
     """Whether n sequences share one response, as the vLLM backend's do when it does not stream.
 
@@ -114,7 +127,18 @@ def _output_log_probs(client: ClientRequest, output: RequestOutput) -> Encoded:
     return (1, len(values)), struct.pack(f"<{len(values)}f", *values)
 
 
-def _entry_json(entry: TokenLogprobs, token_text: Callable[[int], str]) -> dict[str, dict[str, object]]:
+def write_logprobs(client: ClientRequest, entries: Sequence[TokenLogprobs]) -> None:
+    """Write the JSON of a step's entries now: one long answer's at its end would hold up the answers of others.
+
+    The text takes a third of the memory of the entries, too.
+    """
+    if client.stream or "logprobs" not in client.outputs:
+        return
+    for entry in entries:
+        entry.json, entry.top = _entry_json(entry, client.token_text), []
+
+
+def _entry_json(entry: TokenLogprobs, token_text: Callable[[int], str]) -> str:
     """vLLM's form: token id -> logprob, rank and text; the token itself first, then the likeliest."""
     ranked = [(entry.token_id, entry.logprob, entry.rank)]
     ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)]
@@ -122,13 +146,14 @@ def _entry_json(entry: TokenLogprobs, token_text: Callable[[int], str]) -> dict[
     for token_id, logprob, rank in ranked:
         value = {"logprob": max(logprob, _LOWEST_LOGPROB), "rank": rank, "decoded_token": token_text(token_id)}
         found.setdefault(str(token_id), value)
-    return found
+    return json.dumps(found)
 
 
 def _logprobs_json(client: ClientRequest, entries: Sequence[TokenLogprobs | None] | None) -> Encoded:
     if entries is None:
         return _string("null")
-    return _string(json.dumps([None if entry is None else _entry_json(entry, client.token_text) for entry in entries]))
+    texts = ("null" if entry is None else entry.json or _entry_json(entry, client.token_text) for entry in entries)
+    return _string(f"[{', '.join(texts)}]")
 
 
 def _share(part: int, whole: int) -> Encoded:

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from slipstream.core.wire_messages import (
     FRAME_HEADER_BYTES,
+    FRAME_TARGET_BYTES,
     MAGIC,
     MAX_PAYLOAD_BYTES,
+    MAX_RESPONSE_BYTES,
     PROTOCOL_VERSION,
     TOKEN_BYTES,
     Config,
@@ -34,8 +36,10 @@ from slipstream.core.wire_messages import (
 
 __all__ = [  # the records, re-exported: users import this module alone
     "FRAME_HEADER_BYTES",
+    "FRAME_TARGET_BYTES",
     "MAGIC",
     "MAX_PAYLOAD_BYTES",
+    "MAX_RESPONSE_BYTES",
     "PROTOCOL_VERSION",
     "TOKEN_BYTES",
     "Config",
@@ -226,6 +230,11 @@ def decode_request(payload: bytes) -> Request:
         parameters[name] = _decode_parameter(reader)
     reader.finish()
     return Request(handle, arrival_ns, timeout_us, request_id, requested_outputs, inputs, parameters)
+
+
+def handle_of(payload: bytes) -> int:
+    """The handle of a REQUEST payload, whatever follows it. Raises ProtocolError when there is none."""
+    return _Reader(payload).number(_U64)
 
 
 def _encode_parameter(value: ParameterValue) -> bytes:

@@ -12,6 +12,8 @@ MAGIC = b"SLIP"
 PROTOCOL_VERSION = 1
 TOKEN_BYTES = 16
 MAX_PAYLOAD_BYTES = 256 << 20
+MAX_RESPONSE_BYTES = 128 << 20  # of one response; a larger one is answered with an error
+FRAME_TARGET_BYTES = 1 << 20  # of a RESPONSES frame; only a single response may be longer
 FRAME_HEADER_BYTES = 5
 
 ParameterValue = str | int | bool | float

@@ -20,11 +20,17 @@ from dataclasses import replace
 from slipstream.core import contract, stats, wire
 from slipstream.core.client_request import ClientRequest, parse_request, peek
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import CapacityError, EngineError, RequestError
+from slipstream.core.errors import CapacityError, EngineError
 from slipstream.core.outputs import RequestOutput, StepOutput
 from slipstream.core.request import FinishReason, Request
-from slipstream.core.responses import encode_gathered, encode_response, is_gathered
-from slipstream.runtime.answers import error_answer
+from slipstream.core.responses import (
+    encode_gathered,
+    encode_response,
+    is_gathered,
+    response_frames,
+    write_logprobs,
+)
+from slipstream.runtime.answers import error_answer, fitting, read_request
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.link import EngineLink
 from slipstream.runtime.output import OutputProcessor
@@ -88,7 +94,9 @@ class GenerateServer:
 
     def _handle(self, kind: wire.FrameType, payload: bytes) -> None:
         if kind is wire.FrameType.REQUEST:
-            self._admit(wire.decode_request(payload))
+            raw = read_request(payload, self._link.send)
+            if raw is not None:
+                self._admit(raw)
         elif kind is wire.FrameType.CANCEL:
             self._cancel(wire.decode_cancel(payload))
         elif kind is wire.FrameType.DRAIN:
@@ -139,8 +147,6 @@ class GenerateServer:
             self._engine.cancel(request.handle)
 
     def _refuse(self, handle: int, error: Exception) -> None:
-        if not isinstance(error, (RequestError, CapacityError, EngineError)):
-            logger.exception("a request failed in an unforeseen way")
         if self._live.get(handle) is not None:
             self._outputs.discard(handle)
             self._forget(handle)
@@ -249,16 +255,27 @@ class GenerateServer:
 
     def _answer(self, step: list[StepOutput]) -> None:
         live, answers = self._live, []
+        for news in step:
+            if news.logprobs and news.request.handle in live:
+                write_logprobs(live[news.request.handle], news.logprobs)
         for output in self._outputs.process(step):
             handle = output.request.handle
-            answer = self._encode(live[handle], output)
+            client = live.get(handle)
+            if client is None:
+                continue  # another sequence of a request that was too large
+            answer = self._encode(client, output)
+            fitted = fitting(handle, answer)
             if answer:
-                answers.append(answer)
-            if output.is_final:
+                answers.append(fitted)
+            if fitted is not answer:
+                self._outputs.discard(handle)
+                self._engine.cancel(handle)
+            if output.is_final or fitted is not answer:
                 self._gathered.pop(handle, None)
                 self._forget(handle)
         if answers:
-            self._link.send(wire.encode_responses(answers))
+            for frame in response_frames(answers):
+                self._link.send(frame)
 
     def _encode(self, client: ClientRequest, output: RequestOutput) -> bytes:
         """The response that is due, or b"" while other sequences are to go into it."""

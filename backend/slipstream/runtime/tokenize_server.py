@@ -6,19 +6,16 @@ thread does them all. No torch in this process.
 
 from __future__ import annotations
 
-import logging
 import time
 
 from slipstream.core import wire
 from slipstream.core.config import EngineConfig
 from slipstream.core.contract import OUTPUTS
-from slipstream.core.errors import CapacityError, SlipstreamError
-from slipstream.runtime.answers import error_answer
+from slipstream.core.errors import CapacityError
+from slipstream.runtime.answers import error_answer, fitting, read_request
 from slipstream.runtime.link import EngineLink
 from slipstream.runtime.request_pool import MAX_INLINE_BYTES, RequestPool, num_bytes
 from slipstream.runtime.tokenize_tasks import make_task
-
-logger = logging.getLogger(__name__)
 
 
 class TokenizeServer:
@@ -36,7 +33,9 @@ class TokenizeServer:
         self._link.send(wire.encode_ready(self._outputs, ()))
         for kind, payload in self._link.frames():
             if kind is wire.FrameType.REQUEST:
-                self._take(wire.decode_request(payload))
+                request = read_request(payload, self._link.send)
+                if request is not None:
+                    self._take(request)
             elif kind is wire.FrameType.CANCEL:
                 self._pool.cancel(wire.decode_cancel(payload))
             elif kind is wire.FrameType.DRAIN:
@@ -71,9 +70,6 @@ class TokenizeServer:
 
     def parse(self, request: wire.Request) -> bytes:
         try:
-            return wire.encode_responses([self._task.answer(request)])
-        except SlipstreamError as error:
-            return error_answer(request.handle, error)
+            return wire.encode_responses([fitting(request.handle, self._task.answer(request))])
         except Exception as error:
-            logger.exception("a request failed in an unforeseen way")
             return error_answer(request.handle, error)
