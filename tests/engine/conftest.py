@@ -1,13 +1,15 @@
-"""The tiny checkpoint that the engine tests share, and one roomy engine on it."""
+"""The tiny checkpoint that the engine tests share, one roomy engine on it, and a server behind a socket."""
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from engine_driver import make_engine
+from engine_peer import Backend, InThread
 from exact_float32 import exact_float32
 from slipstream.runtime.engine import Engine
 from tiny_model import make_tiny_llama
@@ -35,3 +37,16 @@ def prompts() -> list[list[int]]:
 def no_tf32() -> Iterator[None]:
     with exact_float32():
         yield
+
+
+@pytest.fixture
+def backend(tmp_path: Path) -> Iterator[Backend]:
+    one = Backend(tmp_path)
+    yield one
+    one.close()
+    gc.unfreeze()  # a server in this process has frozen everything
+
+
+@pytest.fixture
+def null_server(backend: Backend, demo_model: Path) -> InThread:
+    return InThread(backend, demo_model)

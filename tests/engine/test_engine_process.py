@@ -6,134 +6,20 @@ real process with a tokenizer task, which needs no torch.
 
 from __future__ import annotations
 
-import gc
-import json
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_peer import TIMEOUT_S, TOKEN, Backend, InThread
 from patience import wait_until
 from slipstream.core import contract, stats, wire
-from slipstream.core.config_parse import parse_config
-from slipstream.core.wire import DataType, ErrorCode, FrameType, ResponseFlag
+from slipstream.core.wire import ErrorCode, FrameType, ResponseFlag
 from slipstream.runtime.link import EngineLink
 from slipstream.runtime.main import run
-from slipstream.runtime.server import GenerateServer
-
-TOKEN = bytes(range(16))
-TIMEOUT_S = 60
-
-
-def completed(config: dict[str, Any], parameters: dict[str, Any]) -> str:
-    """A model's config as the C++ side sends it: with the policy that config.pbtxt left out."""
-    values = {key: {"string_value": str(value)} for key, value in parameters.items()}
-    return json.dumps({**config, "parameters": values, "model_transaction_policy": {"decoupled": True}})
-
-
-class Backend:
-    """The other end: listens, sends frames, keeps what comes back by kind."""
-
-    def __init__(self, folder: Path) -> None:
-        self.path = str(folder / "engine.sock")
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.path)
-        self._listener.listen()
-        self._listener.settimeout(TIMEOUT_S)
-        self._frames = wire.FrameBuffer()
-        self._received: list[tuple[FrameType, bytes]] = []
-
-    def accept(self) -> None:
-        self.connection, _ = self._listener.accept()
-        self.connection.settimeout(TIMEOUT_S)
-        assert self.next(FrameType.HELLO) == wire.encode_hello(TOKEN)[wire.FRAME_HEADER_BYTES :]
-
-    def next(self, kind: FrameType) -> bytes:
-        """The next frame of a kind; METRICS frames on the way are passed over."""
-        while True:
-            while self._received:
-                got, payload = self._received.pop(0)
-                if got is kind:
-                    return payload
-                assert got is FrameType.METRICS, f"waiting for {kind.name}, got {got.name}: {payload[:200]!r}"
-            data = self.connection.recv(1 << 20)
-            assert data, f"the engine closed the connection before {kind.name}"
-            self._received += self._frames.feed(data)
-
-    def configure(self, parameters: dict[str, Any]) -> None:
-        config = completed({"name": "m"}, parameters)
-        self.connection.sendall(wire.encode_config(wire.Config("m", 1, "/nowhere", config)))
-
-    def request(self, handle: int, max_tokens: int, text: str = "def f(x):", **parameters: Any) -> None:
-        given = wire.Tensor("text_input", DataType.BYTES, (1,), wire.bytes_tensor([text.encode()]))
-        settings = {"max_tokens": max_tokens, "stream": True, "temperature": 0, "ignore_eos": True, **parameters}
-        request_id = settings.pop("request_id", "")
-        raw = wire.Request(handle, time.time_ns(), 0, request_id, ("text_output",), (given,), settings)
-        self.connection.sendall(wire.encode_request(raw))
-
-    def responses_of(self, handle: int) -> list[wire.Response]:
-        """All responses of one request, to its last; those of others are dropped."""
-        found: list[wire.Response] = []
-        while not (found and found[-1].flags & ResponseFlag.FINAL):
-            found += [r for r in wire.decode_responses(self.next(FrameType.RESPONSES)) if r.handle == handle]
-        return found
-
-    def close(self) -> None:
-        self.connection.close()
-        self._listener.close()
-
-
-@pytest.fixture
-def backend(tmp_path: Path) -> Iterator[Backend]:
-    one = Backend(tmp_path)
-    yield one
-    one.close()
-    gc.unfreeze()  # a server in this process has frozen everything
-
-
-class InThread:
-    """A GenerateServer with a null model, on a thread of this process."""
-
-    def __init__(self, backend: Backend, checkpoint: Path) -> None:
-        self.status: int | None = None
-        self.num_steps = 0
-        parameters = {"model": checkpoint, "load_format": "null", "num_blocks": 256, "stop_by_request_id": "true"}
-        config = parse_config(wire.Config("m", 1, "/nowhere", completed({}, parameters)))
-        link = EngineLink(backend.path, TOKEN)
-        backend.accept()
-        self.server = GenerateServer(link, config)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-        backend.next(FrameType.READY)
-
-    def _serve(self) -> None:
-        self.status = self.server.serve()
-
-    def join(self) -> int | None:
-        self._thread.join(TIMEOUT_S)
-        return self.status
-
-    def slow_down(self, step_s: float) -> None:
-        """So that a request is still running when the test does something to it."""
-        step = self.server._engine.step
-
-        def slow() -> Any:
-            time.sleep(step_s)
-            outputs = step()
-            self.num_steps += 1
-            return outputs
-
-        self.server._engine.step = slow  # type: ignore[method-assign]
-
-
-@pytest.fixture
-def null_server(backend: Backend, demo_model: Path) -> InThread:
-    return InThread(backend, demo_model)
 
 
 def wire_string(text: str) -> bytes:
@@ -166,54 +52,6 @@ def test_bad_requests_are_answered_and_disturb_nobody(backend: Backend, null_ser
     assert refused.error_code == ErrorCode.INVALID_ARG and "temprature" in refused.error_message
     backend.request(3, 5)
     assert backend.responses_of(3)[-1].flags == ResponseFlag.FINAL
-
-
-UNREADABLE = wire.encode_request(wire.Request(2, 0, 0, "", (), (), {"x": 1.5}))
-
-
-@pytest.mark.parametrize("damage", [b"", b"\x07", b"\xff" * 40], ids=["cut", "cut elsewhere", "no such count"])
-def test_a_frame_that_cannot_be_read_answers_its_own_request_alone(
-    backend: Backend, null_server: InThread, damage: bytes
-) -> None:
-    null_server.slow_down(0.005)
-    backend.request(1, 30)
-    backend.next(FrameType.RESPONSES)
-    payload = UNREADABLE[wire.FRAME_HEADER_BYTES : -20] + damage
-    backend.connection.sendall(wire.encode_frame(FrameType.REQUEST, payload))
-    [refused] = backend.responses_of(2)
-    assert refused.error_code == ErrorCode.INTERNAL and refused.error_message.startswith("internal error ")
-    backend.request(3, 5)
-    assert backend.responses_of(3)[-1].flags == ResponseFlag.FINAL
-
-
-def test_an_unforeseen_exception_is_not_told_to_clients(
-    backend: Backend, null_server: InThread, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise KeyError("/srv/secret/prompt of somebody else")
-
-    null_server.server._engine.submit = broken  # type: ignore[method-assign]
-    backend.request(1, 5)
-    [refused] = backend.responses_of(1)
-    assert refused.error_code == ErrorCode.INTERNAL and "secret" not in refused.error_message
-    number = refused.error_message.split(":")[0]
-    assert f"{number}: " in caplog.text and "secret" in caplog.text
-
-
-def test_a_response_that_no_frame_should_hold_fails_its_own_request_alone(
-    backend: Backend, null_server: InThread, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    null_server.slow_down(0.005)
-    monkeypatch.setattr(wire, "MAX_RESPONSE_BYTES", 100)
-    backend.request(1, 60)
-    backend.next(FrameType.RESPONSES)
-    backend.request(2, 50, stream=False, n=3)
-    [refused] = backend.responses_of(2)
-    assert refused.error_code == ErrorCode.INVALID_ARG and "accepted: at most 100" in refused.error_message
-    backend.request(3, 5)
-    assert backend.responses_of(3)[-1].flags == ResponseFlag.FINAL
-    wait_until(lambda: not null_server.server._live, "the first request to end")
-    assert null_server.server._engine.scheduler.cache.num_used_blocks == 0
 
 
 def test_drain_finishes_what_runs_and_refuses_what_comes(backend: Backend, null_server: InThread) -> None:
@@ -368,29 +206,6 @@ def test_a_large_request_with_a_bad_setting_is_refused_at_once(
     backend.request(2, 5, text="x" * 100_000)
     assert "text_input: the prompt has 100000 bytes, accepted: at most" in backend.responses_of(2)[-1].error_message
     slow_tokenizer.set()
-
-
-def test_a_failing_engine_answers_everybody_and_exits_with_1(
-    backend: Backend, null_server: InThread, caplog: pytest.LogCaptureFixture
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("out of luck")
-
-    null_server.slow_down(0.005)
-    backend.request(1, 900)
-    backend.request(2, 900)
-    backend.next(FrameType.RESPONSES)
-    null_server.server._engine._runner.forward = broken  # type: ignore[method-assign]
-    errors: dict[int, wire.Response] = {}
-    while set(errors) != {1, 2}:
-        for response in wire.decode_responses(backend.next(FrameType.RESPONSES)):
-            if response.flags & ResponseFlag.FINAL:
-                errors[response.handle] = response
-    assert {e.error_code for e in errors.values()} == {ErrorCode.INTERNAL}
-    told = {e.error_message for e in errors.values()}
-    assert len(told) == 1 and "out of luck" not in str(told)
-    assert told.pop().split(":")[0] in caplog.text and "out of luck" in caplog.text
-    assert null_server.join() == 1
 
 
 # ---------------------------------------------------------------- the process
