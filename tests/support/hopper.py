@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import kernel_manifest
 import pytest
 import torch
 from slipstream_kernels.cuda import build
@@ -32,14 +32,17 @@ def require_nvcc() -> Path:
 
 
 def assert_compiles_well(source: str, defines: Sequence[str]) -> None:
-    """No kernel of the library keeps registers in memory, or has warpgroup products that wait for each other."""
+    """No kernel of the library keeps registers in memory, or has warpgroup products that wait for each other; and it
+    takes as many registers as are recorded."""
     command = [str(require_nvcc()), *build.FLAGS, *(f"-D{define}" for define in defines), "-Xptxas=-v"]
-    command += [f"-I{build.SOURCE_FOLDER / 'include'}", str(build.SOURCE_FOLDER / source)]
+    command += [*(f"-I{path}" for path in build.include_folders()), *build.library_flags(require_nvcc())]
+    command += [str(build.SOURCE_FOLDER / source)]
     with tempfile.TemporaryDirectory() as folder:
         command += ["-o", f"{folder}/kernel.so"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=build.MAX_COMPILE_S)
     report = done.stdout + done.stderr
     assert done.returncode == 0, report[-3000:]
-    spills = [line for line in report.splitlines() if "spill" in line]
-    assert spills and all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills), report
-    assert not re.search(r"\(C75\d\d\)|serialized", report), report
+    found = kernel_manifest.read_report(report)
+    assert found.registers and not found.spilled_bytes and not found.warnings, report
+    recorded = kernel_manifest.recorded((source, tuple(defines)))
+    assert recorded is None or recorded == (list(found.registers), 0), kernel_manifest.REMAKE

@@ -61,6 +61,18 @@ def find_nvcc() -> Path | None:
     return next((path for path in candidates if os.access(path, os.X_OK)), None)
 
 
+def include_folders() -> list[Path]:
+    """Of our headers."""
+    return [SOURCE_FOLDER / "include"]
+
+
+def library_flags(nvcc: Path) -> list[str]:
+    """Of the linker, for CUDA's own libraries: PyPI's packages have them in lib, where this nvcc looks in lib64."""
+    root = nvcc.resolve().parents[1]
+    is_package = (root / "lib" / "libcudart_static.a").exists() and not (root / "lib64").exists()
+    return [f"-L{root / 'lib'}"] if is_package else []
+
+
 def build(
     source: str,
     defines: Sequence[str],
@@ -85,7 +97,7 @@ def build(
         raise KernelBuildError(
             f"nvcc: not on PATH, in /usr/local/cuda*/bin or in the package nvidia-cuda-nvcc; {source} cannot be built"
         )
-    includes = [f"-I{SOURCE_FOLDER / 'include'}", *([] if headers is None else [f"-I{headers()}"])]
+    includes = [f"-I{path}" for path in (*include_folders(), *([] if headers is None else [headers()]))]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -96,7 +108,8 @@ def build(
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         # Built aside and moved into place, so that another process never loads half a library.
         built = Path(scratch) / library.name
-        command = [str(nvcc), *options, *includes, "-o", str(built), str(SOURCE_FOLDER / source)]
+        paths = [*includes, *library_flags(nvcc)]
+        command = [str(nvcc), *options, *paths, "-o", str(built), str(SOURCE_FOLDER / source)]
         _compile(command, MAX_COMPILE_S if headers is None else MAX_HEAVY_COMPILE_S)
         os.replace(built, library)
     LOG.info("built %s in %.0f s", library.name, time.monotonic() - started)
@@ -160,52 +173,19 @@ def _files_of(source: Path) -> list[Path]:
 
 
 def _main() -> None:
-    from slipstream_kernels.cuda import (
-        cluster_mm,
-        cutlass,
-        decode_attention,
-        decode_layers,
-        fragment_mm,
-        int4_experts,
-        int4_mm,
-        int4_stream,
-        int8_gemm,
-        prefill_attention,
-        prefill_stage,
-        record_experts,
-        sample,
-        stream_mm,
-        verify_attention,
-        w4a8_gemm,
-        w4a8_stream,
-    )
+    from slipstream_kernels.cuda import cutlass
+    from slipstream_kernels.cuda.variants import on_cutlass, variants
 
     parser = argparse.ArgumentParser(description="Build all variants of the CUDA kernels into the user's cache folder.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     jobs = parser.parse_args().jobs
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    kernels = (
-        prefill_attention,
-        prefill_stage,
-        decode_attention,
-        decode_layers,
-        verify_attention,
-        stream_mm,
-        cluster_mm,
-        fragment_mm,
-        sample,
-        w4a8_stream,
-    )
-    wanted = [partial(build, kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
-    of_int4 = (int4_stream, int4_experts, record_experts)
-    wanted += [partial(build, *variant) for kernel in of_int4 for variant in kernel.variants()]
-    wanted.append(partial(build, int4_mm.DEQUANTISE, ()))
+    wanted = [partial(build, *variant) for variant in variants()]
     if (reason := cutlass.missing()) is not None:
         LOG.warning("without W4A8 products of many tokens: %s", reason)
     else:
         heavy = partial(build, flags=cutlass.FLAGS, headers=cutlass.include_folder)
-        gemms = [(kernel.SOURCE, defines) for kernel in (w4a8_gemm, int8_gemm) for defines in kernel.variants()]
-        wanted = [*(partial(heavy, *gemm) for gemm in gemms), *wanted]
+        wanted = [*(partial(heavy, *variant) for variant in on_cutlass()), *wanted]
     with ThreadPoolExecutor(jobs) as pool:
         for library in pool.map(lambda job: job(), wanted):
             print(library)

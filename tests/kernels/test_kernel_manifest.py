@@ -1,0 +1,57 @@
+"""Registers and spills of CUDA kernels are those recorded in tests/golden/cuda_kernels.json: a sample is compiled."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import kernel_manifest
+import pytest
+from hopper import require_nvcc
+from slipstream_kernels.cuda import build
+from slipstream_kernels.cuda.variants import Variant, on_cutlass, variants
+
+# The first library of sources that compile in a few seconds. Tests of other kernels compare theirs, which they compile.
+SAMPLED = ("prefill_stage.cu", "verify_attention.cu", "fragment_mm.cu", "w4a8_stream.cu", "int4_dequantise.cu")
+
+
+def test_every_library_is_recorded() -> None:
+    recorded = kernel_manifest.load()[1]
+    assert set(recorded) == {kernel_manifest.name_of(variant) for variant in (*variants(), *on_cutlass())}
+    assert all(registers and max(registers) <= 255 and spilled >= 0 for registers, spilled in recorded.values())
+
+
+def test_the_recorded_compiler_is_the_one_that_make_installs(root: Path) -> None:
+    pinned = re.search(r"^nvidia-cuda-nvcc==(\S+)$", (root / "constraints.txt").read_text(), re.M)
+    assert pinned and pinned.group(1) == kernel_manifest.load()[0]
+
+
+@pytest.mark.parametrize("source", SAMPLED)
+def test_a_sample_compiles_to_what_is_recorded(source: str) -> None:
+    require_nvcc()
+    variant: Variant = next(variant for variant in variants() if variant[0] == source)
+    recorded = kernel_manifest.recorded(variant)
+    if recorded is None:
+        pytest.skip(f"nvcc {kernel_manifest.compiler_version()} is not the recorded {kernel_manifest.load()[0]}")
+    found = kernel_manifest.compile_variant(variant)
+    assert (list(found.registers), found.spilled_bytes) == recorded, kernel_manifest.REMAKE
+    assert not found.warnings
+
+
+def test_reports_are_read() -> None:
+    found = kernel_manifest.read_report(
+        "ptxas info    : Used 70 registers, used 1 barriers\n"
+        "    0 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads\n"
+        "ptxas info    : Used 128 registers\nptxas info : (C7510) Potential Performance Loss\n"
+    )
+    assert found.registers == (128, 70) and found.spilled_bytes == 12 and len(found.warnings) == 1
+
+
+def test_the_packages_of_nvcc_are_linked_with(tmp_path: Path) -> None:
+    """They have the runtime in lib; a toolkit has it in lib64, where its nvcc finds it by itself."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "libcudart_static.a").touch()
+    assert build.library_flags(nvcc) == [f"-L{tmp_path / 'lib'}"]
+    (tmp_path / "lib64").mkdir()
+    assert build.library_flags(nvcc) == []

@@ -1,0 +1,130 @@
+"""The record of what nvcc makes of every CUDA kernel: registers and spilled bytes.  No GPU needed.
+
+    python tests/support/kernel_manifest.py [--jobs N] [--keep DIR]
+
+writes tests/golden/cuda_kernels.json anew: a line a library, the registers of its kernels in descending order and the
+bytes that they spill.  That takes a quarter of an hour of one core, and ten minutes more with CUTLASS's headers at hand
+(python -m slipstream_kernels.cuda.cutlass); without them their lines stay as they are.  --keep leaves the cubins there,
+to compare machine code before and after a change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT / "kernels")]
+
+from slipstream_kernels.cuda import build, cutlass  # noqa: E402
+from slipstream_kernels.cuda.variants import Variant, on_cutlass, variants  # noqa: E402
+
+MANIFEST = ROOT / "tests/golden/cuda_kernels.json"
+REMAKE = "other registers than recorded; if that is meant: python tests/support/kernel_manifest.py"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """registers: of each kernel, descending.  spilled_bytes: stored and loaded, of all.  warnings: wgmma serialised."""
+
+    registers: tuple[int, ...]
+    spilled_bytes: int
+    warnings: tuple[str, ...]
+
+
+def name_of(variant: Variant) -> str:
+    source, defines = variant
+    return " ".join([source, *(define.removeprefix("SLIPSTREAM_") for define in defines)])
+
+
+def compile_variant(variant: Variant, keep: Path | None = None, flags: Sequence[str] = ()) -> Compiled:
+    """Compile the device code alone.  Raises KernelBuildError with the compiler's words."""
+    nvcc = build.find_nvcc()
+    assert nvcc is not None, "nvcc is not installed"
+    source, defines = variant
+    options = [option for option in build.FLAGS if option != "-shared" and not option.startswith("-Xcompiler")]
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = (keep or Path(folder)) / (re.sub(r"\W+", "_", name_of(variant)) + ".cubin")
+        command = [str(nvcc), *options, *flags, *(f"-D{define}" for define in defines), "-cubin", "-Xptxas=-v"]
+        command += [f"-I{path}" for path in build.include_folders()]
+        command += ["-o", str(cubin), str(build.SOURCE_FOLDER / source)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=build.MAX_HEAVY_COMPILE_S)
+    if done.returncode:
+        raise build.KernelBuildError(f"{name_of(variant)}\n{done.stdout}{done.stderr}")
+    return read_report(done.stdout + done.stderr)
+
+
+def read_report(text: str) -> Compiled:
+    """What ptxas says with -v."""
+    registers = sorted((int(count) for count in re.findall(r"Used (\d+) registers", text)), reverse=True)
+    spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", text))
+    warnings = tuple(line for line in text.splitlines() if re.search(r"\(C75\d\d\)|serialized", line))
+    return Compiled(tuple(registers), spilled, warnings)
+
+
+@lru_cache
+def compiler_version() -> str | None:
+    """Such as 13.0.88; None without nvcc."""
+    nvcc = build.find_nvcc()
+    if nvcc is None:
+        return None
+    said = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"V(\d+\.\d+\.\d+)", said)
+    assert found, said
+    return found.group(1)
+
+
+@lru_cache
+def load() -> tuple[str, dict[str, tuple[list[int], int]]]:
+    """(version of nvcc, {library: (registers, spilled bytes)}) as recorded."""
+    stored = json.loads(MANIFEST.read_text())
+    return stored["nvcc"], {name: (entry[0], entry[1]) for name, entry in stored["libraries"].items()}
+
+
+def recorded(variant: Variant) -> tuple[list[int], int] | None:
+    """Of a library, where this nvcc is the recorded one; else None."""
+    version, libraries = load()
+    return libraries[name_of(variant)] if version == compiler_version() else None
+
+
+def write(version: str, libraries: dict[str, tuple[list[int], int]]) -> None:
+    lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(libraries[name])}" for name in sorted(libraries))
+    MANIFEST.write_text(f'{{"nvcc": "{version}", "libraries": {{\n{lines}\n}}}}\n')
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--keep", type=Path)
+    arguments = parser.parse_args()
+    if arguments.keep is not None:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
+    libraries: dict[str, tuple[list[int], int]] = load()[1] if MANIFEST.exists() else {}
+    wanted = [(variant, ()) for variant in variants()]
+    if cutlass.missing() is None:
+        flags = (*cutlass.FLAGS, f"-I{cutlass.include_folder()}")
+        wanted = [*((variant, flags) for variant in on_cutlass()), *wanted]  # type: ignore[misc]
+    names = {name_of(variant) for variant in (*variants(), *on_cutlass())}
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        compiled = pool.map(lambda job: partial(compile_variant, keep=arguments.keep)(job[0], flags=job[1]), wanted)
+        for (variant, _), found in zip(wanted, compiled):
+            print(name_of(variant), found, flush=True)
+            libraries[name_of(variant)] = (list(found.registers), found.spilled_bytes)
+    version = compiler_version()
+    assert version is not None
+    write(version, {name: entry for name, entry in libraries.items() if name in names})
+
+
+if __name__ == "__main__":
+    main()
