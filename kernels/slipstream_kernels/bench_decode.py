@@ -13,8 +13,8 @@ from statistics import median
 
 import torch
 
+from slipstream_kernels.attention.decode_attention import decode_attention
 from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
-from slipstream_kernels.ops.decode_attention import decode_attention
 
 BLOCK_SIZE = 64
 COLD_BYTES = 512 << 20

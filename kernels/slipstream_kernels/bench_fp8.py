@@ -125,7 +125,7 @@ def elementwise_rows(hidden: int = 4096, intermediate: int = 14336) -> Iterator[
 
 def candidate_rows(part: tuple[int, int] | None) -> Iterator[dict[str, object]]:
     """Microseconds of every candidate tile; with part=(i, n) the i-th n-th of the candidates is only compiled."""
-    from slipstream_kernels.triton import scaled_mm as own
+    from slipstream_kernels.gemm.triton import scaled_mm as own
 
     tiles = [
         own.Tile(block_n, num_warps, num_stages, num_programs)

@@ -22,7 +22,7 @@ import torch
 
 from slipstream_kernels import ops
 from slipstream_kernels.bench_fp8 import graph_microseconds
-from slipstream_kernels.cuda import record_experts
+from slipstream_kernels.moe.cuda import record_experts
 from slipstream_kernels.ops import Int4Weight, Routing
 
 # experts, of a token, (out, in features of gate_up), (of down)

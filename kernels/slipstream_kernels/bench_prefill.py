@@ -17,9 +17,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from slipstream_kernels.attention.paged_attention import paged_attention
 from slipstream_kernels.bench import median_seconds
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, TOKEN_SCALED_DTYPES, KvCache, empty_kv_cache
-from slipstream_kernels.ops.paged_attention import paged_attention
 
 BLOCK_SIZE = 64
 REPEATS = 10

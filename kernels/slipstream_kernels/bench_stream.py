@@ -4,8 +4,8 @@
 
 Each time is of a CUDA graph of calls that rotate over enough weights to miss the L2, divided by their number. "layer"
 is the chain of one decoder layer without attention: norm, qkv, (norm in attention's place), o, norm, gate_up, down;
-there dependent launch shows.  own: stream_mm up to 16 tokens, cluster_mm beyond.  other: torch's product and silu_mul,
-or FP8 rows and ops.scaled_mm.
+there dependent launch shows.  own: skinny_gemm up to 16 tokens, swap_ab_gemm beyond.  other: torch's product and
+silu_mul, or FP8 rows and ops.scaled_mm.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def make_weight(shape: tuple[int, int, bool], kind: str) -> Weight:
 
 def own(x: torch.Tensor, weight: Weight) -> torch.Tensor:
     if x.shape[0] <= MAX_STREAMED:
-        return ops.stream_mm(x, weight.values, weight.scales, gated=weight.gated, backend="cuda")
+        return ops.skinny_gemm(x, weight.values, weight.scales, gated=weight.gated, backend="cuda")
     rows: torch.Tensor | ops.Fp8Rows = x if weight.scales is None else ops.quantize_fp8(x)
-    return ops.cluster_mm(rows, weight.values, weight.scales, gated=weight.gated, backend="cuda")
+    return ops.swap_ab_gemm(rows, weight.values, weight.scales, gated=weight.gated, backend="cuda")
 
 
 def other(x: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -126,7 +126,7 @@ def record(kind: str, name: str, num_tokens: int, size: int, times: list[float])
 
 def main() -> None:
     """Print a record per line; see the module's text."""
-    parser = argparse.ArgumentParser(description="Time stream_mm and cluster_mm")
+    parser = argparse.ArgumentParser(description="Time skinny_gemm and swap_ab_gemm")
     parser.add_argument(
         "--tokens", type=lambda text: [int(part) for part in text.split(",")], default=[1, 8, 16, 32, 64, 128, 256]
     )

@@ -25,8 +25,8 @@ sys.path.insert(0, str(ROOT / "tests/support"))
 
 from layers_emulator import Sizes, draw_rows, draw_stack  # noqa: E402
 from slipstream_kernels import ops  # noqa: E402
-from slipstream_kernels.cuda import decode_layers as cuda_layers  # noqa: E402
 from slipstream_kernels.cuda.device import count_sms  # noqa: E402
+from slipstream_kernels.fused_decode.cuda import decode_layers as cuda_layers  # noqa: E402
 from slipstream_kernels.kv_cache import FP8_DTYPE  # noqa: E402
 
 DEVICE = torch.device("cuda")
@@ -42,8 +42,8 @@ def multiply(x: torch.Tensor, weight: ops.StackWeight, gated: bool = False) -> t
     if isinstance(weight, ops.Int4Weight):
         return ops.int4_mm(x, weight, gated=gated)
     if isinstance(weight, ops.ScaledRows):
-        return ops.stream_mm(x, weight.values, weight.scales, gated=gated)
-    return ops.stream_mm(x, weight, gated=gated)
+        return ops.skinny_gemm(x, weight.values, weight.scales, gated=gated)
+    return ops.skinny_gemm(x, weight, gated=gated)
 
 
 def chain(hidden: torch.Tensor, stack: ops.LayerStack, rows: ops.StackRows) -> torch.Tensor:

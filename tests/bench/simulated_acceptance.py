@@ -35,7 +35,7 @@ class SimulatedVerification(verify.Verification):
     rates: ClassVar[Sequence[Sequence[float]]] = []
     dice = np.random.default_rng(0)
 
-    def accept(self, batch: ForwardBatch, *arguments: Any) -> ops.KeptRows:
+    def accept(self, batch: ForwardBatch, *arguments: Any) -> ops.AcceptedRows:
         if self._scheduled:  # not warming up
             counts = [row.num_drafts for row in self._scheduled]
             numbers = [*self._right_ranks(len(counts)), *self.first_rows, *counts]

@@ -71,7 +71,7 @@ def test_compaction_moves_every_plane(layouts: list[KVLayout]) -> None:
     for planes in expected.planes:
         for tensor in planes.values():
             tensor[1, :, 2] = tensor[3, :, 1]
-    kept = ops.empty_kept_rows(1, CPU)._replace(
+    kept = ops.empty_accepted_rows(1, CPU)._replace(
         sources=torch.tensor([[3 * BLOCK_SIZE + 1]]),
         targets=torch.tensor([[BLOCK_SIZE + 2]]),
         counts=torch.ones(1, dtype=torch.int32),

@@ -9,7 +9,7 @@
 
 #define __device__
 #define __forceinline__ inline
-#include "layers_walk.cuh"
+#include "decode_layers/layers_walk.cuh"
 
 using namespace slipstream;
 

@@ -52,7 +52,7 @@ class Case:
             self.masks += [word - (1 << 64) if word >> 63 else word for word in words]
         self.is_tree = is_tree
 
-    def run(self, device: torch.device, backend: str) -> ops.KeptRows:
+    def run(self, device: torch.device, backend: str) -> ops.AcceptedRows:
         ints = lambda values, dtype=torch.int64: torch.tensor(values, dtype=dtype, device=device)  # noqa: E731
         return ops.accept_drafts(
             ints(self.token_ids),

@@ -11,11 +11,11 @@ import pytest
 import torch
 from decode_cases import FP8, DecodeCase, chain_or_tree, make_case, oracle
 from slipstream_kernels import ops
+from slipstream_kernels.attention.cuda import decode_attention as cuda_decode
+from slipstream_kernels.attention.cuda import verify_attention as cuda_verify
+from slipstream_kernels.attention.decode_attention import decode_attention
+from slipstream_kernels.attention.decode_call import DecodeCall
 from slipstream_kernels.cuda import build
-from slipstream_kernels.cuda import decode_attention as cuda_decode
-from slipstream_kernels.cuda import verify_attention as cuda_verify
-from slipstream_kernels.decode_call import DecodeCall
-from slipstream_kernels.ops.decode_attention import decode_attention
 from tolerances import ATTENTION
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8, "int4": torch.uint8}

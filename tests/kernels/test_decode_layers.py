@@ -13,11 +13,11 @@ import torch
 from layers_emulator import Sizes, draw_rows, draw_stack, emulate
 from slipstream_kernels import ops
 from slipstream_kernels.cuda import build
-from slipstream_kernels.cuda import decode_layers as cuda_layers
-from slipstream_kernels.cuda.decode_layers import Launch
+from slipstream_kernels.fused_decode.cuda import decode_layers as cuda_layers
+from slipstream_kernels.fused_decode.cuda.decode_layers import Launch
+from slipstream_kernels.fused_decode.reference.decode_layers import decode_layers as reference
 from slipstream_kernels.kv_cache import FP8_DTYPE
 from slipstream_kernels.layer_stack import LayerStack
-from slipstream_kernels.reference.decode_layers import decode_layers as reference
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -77,7 +77,7 @@ def test_device_code_equals_the_reference() -> None:
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_every_row_and_key_is_taken_once(tmp_path: Path) -> None:
-    include = build.SOURCE_FOLDER / "include"
+    include = build.DEVICE_CODE
     program = tmp_path / "walk"
     source = Path(__file__).parent / "layers_walk_check.cc"
     subprocess.run(["g++", "-std=c++17", "-O1", "-w", f"-I{include}", str(source), "-o", str(program)], check=True)
@@ -128,8 +128,8 @@ def test_a_compiler_that_fails_is_a_reason(monkeypatch: pytest.MonkeyPatch, capl
 
     monkeypatch.setattr(cuda_layers, "load", load)
     stack = draw_stack(SMALL, "bf16", torch.bfloat16, CPU)
-    assert cuda_layers.build_refusal(stack) == "decode_layers.cu cannot be built"
-    assert "nvcc: decode_layers.cu: out of memory" in caplog.text
+    assert cuda_layers.build_refusal(stack) == "sm90_decode_layers.cu cannot be built"
+    assert "nvcc: sm90_decode_layers.cu: out of memory" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["fp8", "int4"])

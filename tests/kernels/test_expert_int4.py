@@ -6,10 +6,12 @@ import pytest
 import torch
 from expert_cases import check, int4_of, logits_of, rows_of
 from hopper import assert_compiles_well, needs_hopper
-from slipstream_kernels import expert_records, int4_layout, ops
-from slipstream_kernels.cuda import int4_experts, record_experts
-from slipstream_kernels.triton.expert_weights import expert_weights
-from slipstream_kernels.triton.record_weights import record_weights
+from slipstream_kernels import ops
+from slipstream_kernels.gemm import int4_layout
+from slipstream_kernels.moe import expert_records
+from slipstream_kernels.moe.cuda import int4_experts, record_experts
+from slipstream_kernels.moe.triton.expert_weights import expert_weights
+from slipstream_kernels.moe.triton.record_weights import record_weights
 from tolerances import INT_MM
 
 BACKENDS = ["reference", "triton"]

@@ -25,7 +25,7 @@ SHAPES = [(1, 8, 2, 32, 64), (9, 3, 2, 80, 192), (40, 2, 1, 16, 128)]
 def test_routing(device, backend, renormalise, shape, dtype, monkeypatch) -> None:
     if backend == "triton of many tokens":
         backend = "triton"
-        monkeypatch.setattr("slipstream_kernels.triton.route_experts.ROUTED_VALUES", 0)
+        monkeypatch.setattr("slipstream_kernels.moe.triton.route_experts.ROUTED_VALUES", 0)
     num_tokens, num_experts, top_k = shape
     logits = logits_of(num_tokens, num_experts, device, dtype)
     routing = ops.route_experts(logits, top_k, renormalise=renormalise, backend=backend)

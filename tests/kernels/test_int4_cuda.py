@@ -6,10 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 from hopper import needs_hopper
-from slipstream_kernels import int4_layout, ops
-from slipstream_kernels.cuda import cutlass, cutlass_gemm, int4_mm, int4_stream, int8_gemm, w4a8_gemm
+from slipstream_kernels import ops
+from slipstream_kernels.cuda import cutlass
 from slipstream_kernels.cuda.build import build, find_nvcc
 from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.gemm import int4_layout
+from slipstream_kernels.gemm.cuda import cutlass_gemm, int4_mm, int4_stream, int8_gemm, w4a8_gemm
 from slipstream_kernels.integer import Int4Weight
 
 GROUPS = [64, 128, 0]  # 0: whole rows

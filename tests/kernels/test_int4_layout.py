@@ -7,8 +7,9 @@ from dataclasses import replace
 import int4_emulator
 import pytest
 import torch
-from slipstream_kernels import int4_layout, ops
+from slipstream_kernels import ops
 from slipstream_kernels.fp8 import E4M3
+from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.integer import Int4Weight
 
 

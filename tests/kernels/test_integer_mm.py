@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from hopper import needs_hopper
-from slipstream_kernels import int8_layout, ops
+from slipstream_kernels import ops
+from slipstream_kernels.gemm import int8_layout
+from slipstream_kernels.gemm.triton.int8_dequantise import int8_dequantise
 from slipstream_kernels.ops import Int4Weight, Int8Rows
-from slipstream_kernels.triton.int8_dequantise import int8_dequantise
 from tolerances import INT_MM
 
 # tokens, out, in, group size; group 0 is one per row

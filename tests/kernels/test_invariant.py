@@ -8,7 +8,8 @@ import pytest
 import torch
 from decode_cases import DecodeCase, chain_or_tree, make_case, oracle
 from slipstream_kernels import ops
-from slipstream_kernels.triton import invariant_attention, invariant_mm
+from slipstream_kernels.attention.triton import invariant_attention
+from slipstream_kernels.gemm.triton import invariant_mm
 from tolerances import ATTENTION
 
 WEIGHTS = ("plain", "e4m3", "int8")

@@ -10,46 +10,42 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from slipstream_kernels.cuda import (
-    build,
-    cluster_mm,
-    decode_attention,
-    decode_layers,
-    fragment_mm,
-    int4_experts,
+from slipstream_kernels.attention.cuda import decode_attention, prefill_attention, prefill_stage, verify_attention
+from slipstream_kernels.cuda import build, launch
+from slipstream_kernels.fused_decode.cuda import decode_layers
+from slipstream_kernels.gemm.cuda import (
     int4_stream,
     int8_gemm,
-    launch,
-    prefill_attention,
-    prefill_stage,
-    sample,
-    stream_mm,
-    verify_attention,
+    mixed_gemm,
+    mixed_gemm_w4a8,
+    skinny_gemm,
+    swap_ab_gemm,
     w4a8_gemm,
-    w4a8_stream,
 )
+from slipstream_kernels.moe.cuda import int4_experts
+from slipstream_kernels.sample.cuda import sample
 
 MIRRORS = {
-    "cluster_params.h": cluster_mm.ClusterParams,
+    "swap_ab_params.h": swap_ab_gemm.SwapAbParams,
     "decode_params.h": decode_attention.DecodeParams,
     "expert_params.h": int4_experts.ExpertParams,
-    "fragment_params.h": fragment_mm.FragmentParams,
+    "mixed_gemm_params.h": mixed_gemm.MixedGemmParams,
     "int4_stream_params.h": int4_stream.Int4StreamParams,
     "int8_gemm_params.h": int8_gemm.Int8GemmParams,
     "layers_params.h": decode_layers.LayersParams,
     "prefill_params.h": prefill_attention.PrefillParams,
     "prefill_stage_params.h": prefill_stage.PrefillStageParams,
     "sample_params.h": sample.SampleParams,
-    "stream_params.h": stream_mm.StreamParams,
+    "skinny_gemm_params.h": skinny_gemm.SkinnyGemmParams,
     "verify_params.h": verify_attention.VerifyParams,
     "w4a8_params.h": w4a8_gemm.W4a8Params,
-    "w4a8_stream_params.h": w4a8_stream.W4a8StreamParams,
+    "mixed_gemm_w4a8_params.h": mixed_gemm_w4a8.MixedGemmW4a8Params,
 }
 TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 
 
 def test_every_header_has_a_mirror() -> None:
-    assert {path.name for path in (build.SOURCE_FOLDER / "include").glob("*_params.h")} == set(MIRRORS)
+    assert {path.name for path in (build.DEVICE_CODE / "params").glob("*_params.h")} == set(MIRRORS)
 
 
 @pytest.mark.parametrize("header", MIRRORS)
@@ -68,7 +64,7 @@ def test_arguments_have_no_padding(header: str) -> None:
 
 def fields_of(header: str) -> Iterator[tuple[str, type]]:
     """(name, type) of the structure's fields as C declares them."""
-    text = (build.SOURCE_FOLDER / "include" / header).read_text()
+    text = (build.DEVICE_CODE / "params" / header).read_text()
     for kind, star, names in re.findall(r"^  (?:const )?(\w+)(\*?) ([\w, ]+);", text, re.MULTILINE):
         for name in names.split(", "):
             yield name, ctypes.c_void_p if star else TYPES[kind]

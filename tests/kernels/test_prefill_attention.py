@@ -12,10 +12,10 @@ import torch
 from decode_cases import FP8, make_case, oracle
 from dense_attention import PagedBatch, dense_attention, make_batch
 from hopper import assert_compiles_well
-from slipstream_kernels.attention_call import AttentionCall
-from slipstream_kernels.cuda import prefill_attention as cuda_prefill
-from slipstream_kernels.cuda import prefill_stage
-from slipstream_kernels.ops.paged_attention import paged_attention
+from slipstream_kernels.attention.attention_call import AttentionCall
+from slipstream_kernels.attention.cuda import prefill_attention as cuda_prefill
+from slipstream_kernels.attention.cuda import prefill_stage
+from slipstream_kernels.attention.paged_attention import paged_attention
 from tolerances import ATTENTION
 
 # Around the edges of tiles (128 rows of tokens x heads, 128 keys) and blocks; single tokens, chunks, padding.

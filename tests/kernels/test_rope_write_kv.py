@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from slipstream_kernels import ops
+from slipstream_kernels.kv.reference.quantized_kv import dequantize_rows
 from slipstream_kernels.kv_cache import QUANTIZED_DTYPES, KvCache, empty_kv_cache
-from slipstream_kernels.reference.quantized_kv import dequantize_rows
 from tolerances import ELEMENTWISE
 
 BACKENDS = ["reference", "triton"]

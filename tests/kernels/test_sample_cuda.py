@@ -7,7 +7,7 @@ import torch
 from hopper import assert_compiles_well
 from sampling_cases import random_rows
 from slipstream_kernels import ops
-from slipstream_kernels.cuda import sample as cuda_sample
+from slipstream_kernels.sample.cuda import sample as cuda_sample
 
 UNUSED = [(), ("top_k",), ("top_p", "min_p"), ("top_k", "top_p")]
 

@@ -12,15 +12,15 @@ CPU = torch.device("cpu")
 
 
 def test_auto_takes_the_reference_on_cpu_and_triton_on_cuda(device: torch.device) -> None:
-    module = ops.select("rms_norm", "auto", torch.zeros(1, device=device))
-    assert module.__name__ == f"slipstream_kernels.{'triton' if device.type == 'cuda' else 'reference'}.rms_norm"
+    module = ops.select("norm.rms_norm", "auto", torch.zeros(1, device=device))
+    assert module.__name__ == f"slipstream_kernels.norm.{'triton' if device.type == 'cuda' else 'reference'}.rms_norm"
 
 
 def test_asked_for_but_unsupported_is_an_error_with_the_reason() -> None:
     with pytest.raises(ValueError, match="triton cannot run rms_norm: no such thing"):
-        ops.select("rms_norm", "triton", torch.zeros(1), "no such thing")
+        ops.select("norm.rms_norm", "triton", torch.zeros(1), "no such thing")
     with pytest.raises(ValueError, match="'cuda' is not one of auto, reference, triton"):
-        ops.select("rms_norm", "cuda", torch.zeros(1))
+        ops.select("norm.rms_norm", "cuda", torch.zeros(1))
 
 
 def test_triton_refuses_what_it_has_no_tile_for() -> None:

@@ -6,10 +6,11 @@ import pytest
 import torch
 import w4a8_emulator
 from hopper import needs_hopper
-from slipstream_kernels import ops, w4a8_layout
-from slipstream_kernels.cuda import cutlass_gemm, w4a8_gemm, w4a8_mm, w4a8_stream
+from slipstream_kernels import ops
 from slipstream_kernels.cuda.build import build, find_nvcc
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
+from slipstream_kernels.gemm import w4a8_layout
+from slipstream_kernels.gemm.cuda import cutlass_gemm, mixed_gemm_w4a8, w4a8_gemm, w4a8_mm
 from slipstream_kernels.integer import Int4Weight
 
 GROUPS = [64, 128, 0]  # 0: whole rows
@@ -48,11 +49,11 @@ def test_every_variant_of_few_tokens(sizes: tuple[int, int], group_size: int) ->
         bias = torch.randn(sizes[0], device="cuda").to(dtype) if has_zeros else None
         for num_tokens in (1, 8, 15, 31, 33, 48, 64, 65, 97, 128):
             rows = rows_of(num_tokens, weight, dtype)
-            found = list(w4a8_stream.candidates(num_tokens, repacked, rows.values.device))
+            found = list(mixed_gemm_w4a8.candidates(num_tokens, repacked, rows.values.device))
             assert rows.totals is not None
             for variant in (*found, None) if num_tokens <= 64 else found:
                 out = torch.full((num_tokens, sizes[0]), torch.nan, dtype=dtype, device="cuda")
-                w4a8_stream.w4a8_stream(rows, repacked, bias, out, totals=rows.totals, variant=variant)
+                mixed_gemm_w4a8.mixed_gemm_w4a8(rows, repacked, bias, out, totals=rows.totals, variant=variant)
                 assert relative_error(out, rows, dense, bias) < 4e-3, (num_tokens, variant)
 
 
@@ -95,10 +96,10 @@ def test_up_to_128_rows_of_narrow_outputs_are_exact(out_features: int, in_featur
     weight = weight_of(out_features, in_features, 128, True)
     repacked, dense = ops.repack_int4(weight, for_fp8_rows=True), ops.dequantize_int4(weight)
     for num_tokens in (65, 96, 100, 128):
-        assert w4a8_stream.serves(num_tokens, repacked)
+        assert mixed_gemm_w4a8.serves(num_tokens, repacked)
         rows = rows_of(num_tokens, weight)
         assert relative_error(ops.int4_mm(rows, repacked), rows, dense, None) < 4e-3, num_tokens
-    assert not w4a8_stream.serves(129, repacked)
+    assert not mixed_gemm_w4a8.serves(129, repacked)
 
 
 @needs_hopper
@@ -120,4 +121,4 @@ def test_weights_of_a_cpu_are_not_served() -> None:
 def test_a_variant_compiles(tmp_path) -> None:
     if find_nvcc() is None:
         pytest.skip("nvcc is not installed")
-    assert build(w4a8_stream.SOURCE, w4a8_stream.defines(8, 1), tmp_path).stat().st_size > 0
+    assert build(mixed_gemm_w4a8.SOURCE, mixed_gemm_w4a8.defines(8, 1), tmp_path).stat().st_size > 0

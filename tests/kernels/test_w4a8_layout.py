@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import w4a8_emulator
-from slipstream_kernels import ops, w4a8_layout
-from slipstream_kernels.cuda.w4a8_choice import Variant, choose
+from slipstream_kernels import ops
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
+from slipstream_kernels.gemm import w4a8_layout
+from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import Variant, choose
 from slipstream_kernels.integer import Int4Weight
 
 AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 20, 7: 16, 8: 15}  # clusters of so many CTAs, of an H200

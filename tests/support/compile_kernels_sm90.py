@@ -9,7 +9,9 @@ import importlib
 import os
 import warnings
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
+import slipstream_kernels
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -184,7 +186,7 @@ KERNELS = [
     ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("i8")}, {**ROPE_SHAPE, "FORMAT": 2}, 4),
     ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("u8")}, {**ROPE_SHAPE, "FORMAT": 3}, 4),
     (
-        "move_slots", "_move_kernel",
+        "compact_kv", "_move_kernel",
         {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "counts": "*i32", "most": "i32"},
         {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "WIDTH": 20, "WIDTH_PADDED": 32}, 1,
     ),
@@ -278,9 +280,9 @@ KERNELS = [
          "num_biases": "i32"},
         {"BLOCK": 1024}, 4,
     ),
-    ("move_slots", "_move_kernel", MOVES, {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "WIDTH": 64, "WIDTH_PADDED": 64}, 1),
-    ("level_rows", "_level_kernel", LEVEL, {"ROWS": 16}, 1),
-    ("advance_rows", "_advance_kernel", ADVANCE, {"HAS_TREE": True, "HAS_MASK": True, "ROWS": 64}, 1),
+    ("compact_kv", "_move_kernel", MOVES, {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "WIDTH": 64, "WIDTH_PADDED": 64}, 1),
+    ("prepare_draft_inputs", "_level_kernel", LEVEL, {"ROWS": 16}, 1),
+    ("update_step_inputs", "_advance_kernel", ADVANCE, {"HAS_TREE": True, "HAS_MASK": True, "ROWS": 64}, 1),
     (
         "accept_drafts", "_accept_kernel", ACCEPT,
         {"HAS_TREE": True, "HAS_MARKS": True, "HAS_SCORES": True, "ROWS": 64}, 4,
@@ -292,11 +294,18 @@ KERNELS = [
 ]  # fmt: skip
 
 
+# of Triton-lang kernels, by stem
+MODULES = {
+    path.stem: f"slipstream_kernels.{path.parts[-3]}.triton.{path.stem}"
+    for path in Path(slipstream_kernels.__path__[0]).glob("*/triton/*.py")
+}
+
+
 def compile_kernel(index: int) -> tuple[str, int]:
     """Compile one of KERNELS; its name and the size of its cubin."""
     warnings.simplefilter("ignore")
     module, name, types, constants, num_warps = KERNELS[index]
-    kernel = getattr(importlib.import_module(f"slipstream_kernels.triton.{module}"), name)
+    kernel = getattr(importlib.import_module(MODULES[module]), name)
     signature = {argument: types.get(argument, "constexpr") for argument in kernel.arg_names}
     constants = {"DEPENDENT": True, **constants}
     constexprs = {argument: constants[argument] for argument in kernel.arg_names if argument not in types}

@@ -4,8 +4,8 @@ the order of groups and CTAs.  Tests compare it with the reference, and the GPU'
 from __future__ import annotations
 
 import torch
-from slipstream_kernels import int4_layout
 from slipstream_kernels.fp8 import E4M3
+from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.integer import Int4Weight
 
 TILE_ROWS, BLOCK = 128, 128

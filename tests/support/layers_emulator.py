@@ -12,13 +12,13 @@ from tempfile import mkdtemp
 
 import torch
 from slipstream_kernels.cuda import build
-from slipstream_kernels.cuda import decode_layers as cuda_layers
 from slipstream_kernels.fp8 import Fp8Scheme
-from slipstream_kernels.int4_layout import repack
+from slipstream_kernels.fused_decode.cuda import decode_layers as cuda_layers
+from slipstream_kernels.gemm.int4_layout import repack
+from slipstream_kernels.gemm.reference.quantize_fp8 import quantize_fp8
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.kv_cache import FP8_DTYPE, KvCache, empty_kv_cache
 from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight
-from slipstream_kernels.reference.quantize_fp8 import quantize_fp8
 from slipstream_kernels.rotation import Rope
 
 SHIM = Path(__file__).parent / "hopper_emulator"
@@ -44,10 +44,9 @@ def cuda_include() -> Path | None:
 def library(defines: tuple[str, ...]) -> ctypes.CDLL:
     """Headers of the kernel beside the emulator's, in whose favour names are resolved."""
     folder = Path(mkdtemp(prefix="layers-emulator-"))
-    for header in (build.SOURCE_FOLDER / "include").glob("layers_*"):
-        shutil.copy(header, folder)
-    for source in SHIM.iterdir():
-        shutil.copy(source, folder)
+    for part in ("decode_layers", "params"):
+        shutil.copytree(build.DEVICE_CODE / part, folder / part)
+    shutil.copytree(SHIM, folder, dirs_exist_ok=True)
     options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{folder}", f"-I{cuda_include()}"]
     command = ["g++", *options, *(f"-D{define}" for define in defines), "-o", str(folder / "emulator.so")]
     sources = [str(folder / name) for name in ("emulate_layers.cc", "emulator.cc")]
@@ -58,7 +57,7 @@ def library(defines: tuple[str, ...]) -> ctypes.CDLL:
 def emulate(
     hidden: torch.Tensor, stack: LayerStack, rows: StackRows, launch: cuda_layers.Launch, seed: int
 ) -> torch.Tensor:
-    """What cuda/decode_layers.py launches, on the CPU.  Raises if the threads of the grid await each other for ever."""
+    """What fused_decode/cuda/decode_layers.py launches, on the CPU.  Raises if the grid's threads deadlock."""
     residual = torch.full_like(hidden, float("nan"))
     params, _kept = cuda_layers.arguments(hidden, stack, rows, residual, launch)
     if library(cuda_layers.defines(stack)).slipstream_emulate_layers(ctypes.byref(params), seed):

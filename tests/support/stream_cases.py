@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.reference.scaled_mm import dequantize_rows, dequantize_weight
+from slipstream_kernels.gemm.reference.scaled_mm import dequantize_rows, dequantize_weight
 from tolerances import SCALED_MM
 
 

@@ -1,6 +1,6 @@
 """What the CUDA kernels of 4-bit weights and FP8 rows compute, lane by lane and bit by bit, in plain torch.
 
-Written from the instructions of cuda/include/w4a8_stream_codes.cuh and w4a8_mainloop.cuh, and from the registers of
+Written from the instructions of csrc/formats/mixed_gemm_w4a8_codes.cuh and w4a8_mainloop.cuh, and from the registers of
 Hopper's products (PTX ISA, wgmma: first operand in registers), not from w4a8_layout: the two meet in a test.
 """
 
@@ -18,7 +18,7 @@ LANES = torch.arange(32)
 
 
 def few_rows(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """w4a8_stream: fp32 sums of groups, with the zero point times the sum of activations, scaled."""
+    """mixed_gemm_w4a8: fp32 sums of groups, with the zero point times the sum of activations, scaled."""
     assert rows.totals is not None
     sums, groups = torch.zeros(rows.num_tokens, weight.out_features), weight.scales.shape[2]
     for block, strip, features in _tiles(weight):
@@ -37,7 +37,7 @@ def many_rows(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> t
 
 
 def operands(weight: Int4Weight, block: int, strip: int) -> torch.Tensor:
-    """fp32 [16, 128]: what a warp's registers hold in w4a8_stream's products, by row and by the token's feature."""
+    """fp32 [16, 128]: what a warp's registers hold in mixed_gemm_w4a8's products, by row and by the token's feature."""
     matrix = torch.full((STRIP, BLOCK), float("nan"))
     for phase, raw in enumerate(_raw(weight, block, strip)):
         for step, (upper, lower) in enumerate(((raw[:, 0], raw[:, 1]), (raw[:, 2], raw[:, 3]))):

@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_FOLDERS = ("backend", "kernels", "build", "client_examples", "tests", "model_repository")
 MAX_FILE_LINES = 400
+MAX_DEVICE_FILE_LINES = 800  # a kernel reads better whole than in ten headers
+DEVICE_SUFFIXES = {".cu", ".cuh"}
 MAX_FUNCTION_LINES = 60
 MAX_KERNEL_OR_TEST_LINES = 150
 
@@ -108,10 +110,12 @@ def test_nothing_imports_tests_or_build() -> None:
 
 
 def test_files_are_short() -> None:
-    suffixes = {".py", ".cc", ".h", ".cu", ".cuh"}
+    suffixes = {".py", ".cc", ".h", *DEVICE_SUFFIXES}
     files = [p for folder in SOURCE_FOLDERS for p in (ROOT / folder).rglob("*") if p.suffix in suffixes]
-    long_files = {str(p.relative_to(ROOT)): n for p in files if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}
-    assert not long_files
+    assert any(p.suffix in DEVICE_SUFFIXES for p in files)
+    lengths = {p: len(p.read_text().splitlines()) for p in files}
+    limits = {p: MAX_DEVICE_FILE_LINES if p.suffix in DEVICE_SUFFIXES else MAX_FILE_LINES for p in files}
+    assert {str(p.relative_to(ROOT)): n for p, n in lengths.items() if n > limits[p]} == {}
 
 
 def test_functions_are_short() -> None:

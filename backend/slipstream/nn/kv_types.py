@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.ops.paged_attention import TRITON_HEAD_DIMS, triton_min_block_size
+from slipstream_kernels.attention.paged_attention import TRITON_HEAD_DIMS, triton_min_block_size
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.spec import DecoderSpec

@@ -21,8 +21,8 @@ class Compaction:
 
     def warm_up(self) -> None:
         """Compile what `keep` runs; nothing is moved."""
-        self.keep(ops.empty_kept_rows(1, self._device))
+        self.keep(ops.empty_accepted_rows(1, self._device))
 
-    def keep(self, kept: ops.KeptRows) -> None:
+    def keep(self, kept: ops.AcceptedRows) -> None:
         """Of requests whose slots were written row by row."""
-        ops.move_slots(self._table, kept.sources, kept.targets, kept.counts)
+        ops.compact_kv(self._table, kept.sources, kept.targets, kept.counts)

@@ -24,5 +24,5 @@ class ComputedRows:
     hidden: torch.Tensor
     next_ids: torch.Tensor
     last: torch.Tensor
-    kept: ops.KeptRows | None
+    kept: ops.AcceptedRows | None
     graph: GraphShape | None = None

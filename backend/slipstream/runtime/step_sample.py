@@ -62,7 +62,7 @@ class LaunchedSample:
 
 @dataclass(frozen=True)
 class LaunchedVerification:
-    """paths: a word of KeptRows per request of the batch, on its way. rows: the same step, on the device.
+    """paths: a word of AcceptedRows per request of the batch, on its way. rows: the same step, on the device.
 
     places: of the step's requests in the batch, if some that are in there have ended; None: one after another.
     """

@@ -41,7 +41,7 @@ class Verifier:
         self._model, self._sampler, self._compaction, self._config = model, sampler, compaction, config
         self._plan, self._device = plan, model.context.device
         self._next_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        self._kept = ops.empty_kept_rows(num_requests, self._device)
+        self._kept = ops.empty_accepted_rows(num_requests, self._device)
 
     def rows_of_graphs(self, graphs: StepGraphs[GraphShape]) -> list[ComputedRows]:
         """The static tensors of every graph of a verification, for drafting to be captured behind it."""
@@ -66,7 +66,7 @@ class Verifier:
                 ids = torch.zeros(count, 1, dtype=torch.int64, device=self._device)
                 tree = (None, None) if batch.tree_mask is None else (ids + 3, ids + 1)
                 drafts = ops.DraftRows(ids, *tree)
-                ops.advance_rows(clones, count, one.next_ids, kept.last, drafts, self._plan.block_size)
+                ops.update_step_inputs(clones, count, one.next_ids, kept.last, drafts, self._plan.block_size)
 
     def verify(
         self,
@@ -113,7 +113,9 @@ class Verifier:
 
     def advance(self, step: ScheduledStep, inputs: StepInput, rows: ComputedRows, drafts: ops.DraftRows) -> StepInput:
         """Make a verified step's tensors those of the next, of the same requests with these drafts."""
-        ops.advance_rows(_step_rows(rows), len(step.requests), rows.next_ids, rows.last, drafts, self._plan.block_size)
+        ops.update_step_inputs(
+            _step_rows(rows), len(step.requests), rows.next_ids, rows.last, drafts, self._plan.block_size
+        )
         if inputs.graph is not None:
             return inputs
         longest = min(inputs.batch.max_seq_len + inputs.batch.max_query_len, self._plan.max_model_len)

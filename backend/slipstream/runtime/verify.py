@@ -93,8 +93,8 @@ class Verification:
         num_drafts: torch.Tensor,
         next_ids: torch.Tensor,
         dead_rows: set[int],
-        out: ops.KeptRows | None = None,
-    ) -> ops.KeptRows:
+        out: ops.AcceptedRows | None = None,
+    ) -> ops.AcceptedRows:
         """Decide, once the rows are drawn. next_ids: [T], what follows each row of the batch. dead_rows: sampled rows
         of drafts that must not be taken. num_drafts: [R] int32, of all requests of the batch."""
         if dead_rows:
@@ -115,7 +115,7 @@ class Verification:
         )
 
     def verdict(self, place: int, path: int, drawn: Sequence[int]) -> Verdict:
-        """Of scheduled[place], once the step is on the host. path: its word of KeptRows; drawn: of all sampled rows."""
+        """Of scheduled[place], once on the host. path: its AcceptedRows word; drawn: of all sampled rows."""
         row, first = self._scheduled[place], self.first_rows[place]
         rows = [number for number in range(1 + row.num_drafts) if path >> number & 1]
         drafts = row.request.draft_token_ids

@@ -1,1 +1,1 @@
-"""CUDA versions of the operations, built for Hopper (sm_90a) when first used.  Import only through ops."""
+"""What kernels in CUDA share: building libraries for Hopper (sm_90a) when first used, loading and launching them."""

@@ -24,7 +24,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 LOG = logging.getLogger(__name__)
-SOURCE_FOLDER = Path(__file__).resolve().parent
+DEVICE_CODE = Path(__file__).resolve().parents[1] / "csrc"
+SOURCE_FOLDER = DEVICE_CODE / "impls"
 ARCHITECTURE = "sm_90a"
 FLAGS = (
     "-std=c++17",
@@ -63,7 +64,7 @@ def find_nvcc() -> Path | None:
 
 def include_folders() -> list[Path]:
     """Of our headers."""
-    return [SOURCE_FOLDER / "include"]
+    return [DEVICE_CODE]
 
 
 def library_flags(nvcc: Path) -> list[str]:
@@ -81,7 +82,7 @@ def build(
     flags: Sequence[str] = (),
     headers: Callable[[], Path] | None = None,
 ) -> Path:
-    """Return the library of `source` (a file beside this one) compiled with `defines`, building it if need be.
+    """Return the library of `source` (a file in csrc/impls) compiled with `defines`, building it if need be.
 
     flags: more of the compiler's options.  headers: where a library's headers are (cutlass.include_folder), asked only
     when something is compiled.
@@ -166,7 +167,7 @@ def _files_of(source: Path) -> list[Path]:
     found = [source]
     for path in found:
         for name in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE):
-            header = SOURCE_FOLDER / "include" / name
+            header = DEVICE_CODE / name
             if header.exists() and header not in found:
                 found.append(header)
     return [source, *sorted(found[1:])]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from slipstream_kernels.cuda import (
-    cluster_mm,
-    decode_attention,
-    decode_layers,
-    fragment_mm,
-    int4_experts,
+from slipstream_kernels.attention.cuda import decode_attention, prefill_attention, prefill_stage, verify_attention
+from slipstream_kernels.fused_decode.cuda import decode_layers
+from slipstream_kernels.gemm.cuda import (
     int4_mm,
     int4_stream,
     int8_gemm,
-    prefill_attention,
-    prefill_stage,
-    record_experts,
-    sample,
-    stream_mm,
-    verify_attention,
+    mixed_gemm,
+    mixed_gemm_w4a8,
+    skinny_gemm,
+    swap_ab_gemm,
     w4a8_gemm,
-    w4a8_stream,
 )
+from slipstream_kernels.moe.cuda import int4_experts, record_experts
+from slipstream_kernels.sample.cuda import sample
 
 Variant = tuple[str, tuple[str, ...]]
 
@@ -32,11 +28,11 @@ def variants() -> list[Variant]:
         decode_attention,
         decode_layers,
         verify_attention,
-        stream_mm,
-        cluster_mm,
-        fragment_mm,
+        skinny_gemm,
+        swap_ab_gemm,
+        mixed_gemm,
         sample,
-        w4a8_stream,
+        mixed_gemm_w4a8,
     )
     found = [(kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
     for kernel in (int4_stream, int4_experts, record_experts):

@@ -2,7 +2,7 @@
 
 #include <type_traits>
 
-#include "layers_step.cuh"
+#include "decode_layers/layers_step.cuh"
 
 extern "C" int slipstream_emulate_layers(const slipstream::LayersParams* params, unsigned seed) {
   using Format = slipstream::SLIPSTREAM_WEIGHTS;

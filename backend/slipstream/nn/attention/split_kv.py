@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from slipstream_kernels import ops
-from slipstream_kernels.ops.paged_attention import FP8_QUERY_HEAD_DIM
+from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
 
 from slipstream.nn.attention.backend import ATTENTION_BACKENDS
 from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after

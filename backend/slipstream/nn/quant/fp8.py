@@ -51,9 +51,9 @@ def multiply_fp8(weights: Weights, x: Activation) -> Tensor:
     assert not isinstance(x, ops.Int8Rows)
     weight, scales, bias = weights["weight"], weights["scale"], weights.get("bias")
     if isinstance(x, Tensor):
-        return ops.stream_mm(x, weight, scales, bias)
+        return ops.skinny_gemm(x, weight, scales, bias)
     if ops.prefers_clusters(x.num_tokens, weight, scales):
-        return ops.cluster_mm(x, weight, scales, bias)
+        return ops.swap_ab_gemm(x, weight, scales, bias)
     return ops.scaled_mm(x, weight, scales, bias, counters=weights["counters"])
 
 
@@ -62,9 +62,9 @@ def multiply_fp8_gated(weights: Weights, x: Activation, form: ActivationQuant[A]
     assert not isinstance(x, ops.Int8Rows)
     weight, scales, bias = weights["weight"], weights["scale"], weights.get("bias")
     if isinstance(x, Tensor):
-        return form.cast(ops.stream_mm(x, weight, scales, bias, gated=True))
+        return form.cast(ops.skinny_gemm(x, weight, scales, bias, gated=True))
     if ops.prefers_clusters(x.num_tokens, weight, scales, gated=True):
-        return form.cast(ops.cluster_mm(x, weight, scales, bias, gated=True))
+        return form.cast(ops.swap_ab_gemm(x, weight, scales, bias, gated=True))
     return form.silu_mul(multiply_fp8(weights, x))
 
 

@@ -52,18 +52,18 @@ class Unquantized:
             return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         weight = weights["weight"]
         if x.shape[0] <= ops.max_streamed_tokens(weight):
-            return ops.stream_mm(x, weight, bias=bias)
+            return ops.skinny_gemm(x, weight, bias=bias)
         if ops.prefers_clusters(x.shape[0], weight):
-            return ops.cluster_mm(x, weight, bias=bias)
+            return ops.swap_ab_gemm(x, weight, bias=bias)
         return F.linear(x, weight, bias)
 
     def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
         assert isinstance(x, Tensor)
         weight, bias = weights.get("weight"), weights.get("bias")
         if weight is not None and x.shape[0] <= ops.max_streamed_tokens(weight):
-            return form.cast(ops.stream_mm(x, weight, bias=bias, gated=True))
+            return form.cast(ops.skinny_gemm(x, weight, bias=bias, gated=True))
         if weight is not None and ops.prefers_clusters(x.shape[0], weight, gated=True):
-            return form.cast(ops.cluster_mm(x, weight, bias=bias, gated=True))
+            return form.cast(ops.swap_ab_gemm(x, weight, bias=bias, gated=True))
         return form.silu_mul(self.apply(weights, x))
 
     def finish_experts(self, weights: Weights, num_experts: int) -> None:

@@ -98,7 +98,7 @@ class RowsAfter:
         """
         num_requests = len(last)
         num_rows = len(token_ids) // num_requests
-        rows = ops.level_rows(
+        rows = ops.prepare_draft_inputs(
             batch.positions,
             last,
             batch.seq_lens,

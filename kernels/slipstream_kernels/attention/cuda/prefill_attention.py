@@ -1,0 +1,207 @@
+"""Prefill attention in CUDA: fills the kernel's arguments and launches it.  Hopper (compute capability 9.0) only.
+
+No device value is read on the host: work is found on the device, so a launch may be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+
+from slipstream_kernels.attention.attention_call import AttentionCall
+from slipstream_kernels.attention.cuda import prefill_stage
+from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
+from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.launch import addresses, fields, launch
+from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
+
+SOURCE = "sm90_prefill_attention.cu"
+HEAD_DIMS = (64, 128)
+# PrefillKv of csrc/schedule/prefill_shape.cuh: caches of these types; copies of their blocks; keys of an fp8 cache.
+KV_TYPES = {torch.bfloat16: 0, torch.float16: 0, FP8_DTYPE: 1, INT8_DTYPE: 2, INT4_DTYPE: 3}
+STAGED, FP8_KEYS = 4, 5
+TYPES = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+# Keys and values that may be in use at once, of the L2 cache's 50 to 60 MB.
+SECTION_BYTES = 32 << 20
+# Keys are split where tiles of rows are at most half as many as SMs, and sequences may be so long.  A tile has 128 rows
+# in 8 warps, of head_dim 64 up to 192 in 12; splits count their warps in so many counters at most.
+TILE_ROWS, WARPS_OF_TILE = 128, {64: 12, 128: 8}
+MIN_SPLIT_LEN, MAX_SPLITS, MAX_SPLIT_WARPS = 4096, 8, 1 << 14
+
+POINTERS = (
+    "q", "key_cache", "value_cache", "key_scale", "value_scale", "out", "block_tables", "query_start_loc", "seq_lens",
+    "alibi_slopes", "counters", "parts",
+)  # fmt: skip
+STRIDES = ("q_token_stride", "q_head_stride", "table_stride", "num_blocks")
+COUNTS = (
+    "num_tokens", "num_requests", "num_q_heads", "num_kv_heads", "block_size_log2", "heads_per_section",
+    "sliding_window", "num_sms",
+)  # fmt: skip
+
+
+class PrefillParams(ctypes.Structure):
+    """csrc/params/prefill_params.h, field by field."""
+
+    _fields_ = [
+        *fields(POINTERS, STRIDES, COUNTS),
+        ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
+        ("staged_blocks", ctypes.c_int32),
+        ("splits_log2", ctypes.c_int32),
+        ("pack_log2", ctypes.c_int32),
+    ]
+
+
+def refusal(call: AttentionCall) -> str | None:
+    """Why this version cannot take the call; None if it can."""
+    q = call.q
+    if (reason := device_refusal(q.device, "q is")) is not None:
+        return reason
+    if q.dtype not in TYPES:
+        return f"q is {q.dtype}, not bfloat16 or float16"
+    if q.shape[2] not in HEAD_DIMS:
+        return f"head_dim {q.shape[2]} is not one of {HEAD_DIMS}"
+    block_size = call.key_cache.shape[2]
+    if block_size < 16 or block_size & (block_size - 1):
+        return f"block_size {block_size} is not a power of two >= 16"
+    if q.data_ptr() % 16 or q.stride(0) % 8 or q.stride(1) % 8:
+        return "q's heads do not begin at multiples of 16 bytes"
+    if any(tensor.data_ptr() % 16 for tensor in _copied(call)):
+        return "the cache does not begin at a multiple of 16 bytes"
+    is_staged = source_of_keys_and_values(call) in _STAGERS
+    return missing(SOURCE, defines(call)) or (missing(prefill_stage.SOURCE, ()) if is_staged else None)
+
+
+def _copied(call: AttentionCall) -> list[torch.Tensor]:
+    """What the copy engine reads besides q."""
+    scales = (call.key_scale, call.value_scale) if call.key_cache.dtype in TOKEN_SCALED_DTYPES else ()
+    return [call.key_cache, call.value_cache, *(scale for scale in scales if scale is not None)]
+
+
+def paged_attention(call: AttentionCall) -> None:
+    """See ops.paged_attention; writes call.out.  One launch, or two where the cache's blocks are staged first."""
+    if call.q.shape[0] == 0 or call.seq_lens.shape[0] == 0:
+        return
+    kv = source_of_keys_and_values(call)
+    library = load(SOURCE, defines(call))
+    staged = _STAGERS[kv](call) if kv in _STAGERS else None
+    params = _params(call, staged)
+    launch("prefill_attention", library, params, call.q.device)
+
+
+_STAGERS = {STAGED: prefill_stage.stage_both, FP8_KEYS: prefill_stage.stage_values}
+
+
+def source_of_keys_and_values(call: AttentionCall) -> int:
+    """PrefillKv of a call."""
+    may_round = call.fp8_queries and call.key_cache.dtype == FP8_DTYPE and call.q.shape[2] == FP8_QUERY_HEAD_DIM
+    if may_round and prefill_stage.pays(call, with_keys=False):
+        return FP8_KEYS
+    return STAGED if prefill_stage.pays(call, with_keys=True) else KV_TYPES[call.key_cache.dtype]
+
+
+def defines(call: AttentionCall) -> tuple[str, ...]:
+    """The macros that choose the variant of the kernel for a call."""
+    has_soft_cap, has_alibi = call.soft_cap is not None, call.alibi_slopes is not None
+    return variant(call.q.dtype, source_of_keys_and_values(call), call.q.shape[2], has_soft_cap, has_alibi)
+
+
+def variant(
+    query: torch.dtype, kv: int, head_dim: int, has_soft_cap: bool = False, has_alibi: bool = False
+) -> tuple[str, ...]:
+    """The macros of one variant of the kernel.  kv: PrefillKv."""
+    return (
+        f"SLIPSTREAM_TYPE={TYPES[query]}",
+        f"SLIPSTREAM_KV={kv}",
+        f"SLIPSTREAM_HEAD_DIM={head_dim}",
+        f"SLIPSTREAM_SOFT_CAP={int(has_soft_cap)}",
+        f"SLIPSTREAM_ALIBI={int(has_alibi)}",
+    )
+
+
+def variants() -> list[tuple[str, ...]]:
+    """Those worth building ahead of time: of all types and head dims, without soft cap and ALiBi."""
+    kinds = [(kv, dim) for kv in (*sorted(set(KV_TYPES.values())), STAGED) for dim in HEAD_DIMS]
+    return [variant(query, *kind) for query in TYPES for kind in (*kinds, (FP8_KEYS, FP8_QUERY_HEAD_DIM))]
+
+
+@lru_cache
+def _counters(device: torch.device) -> torch.Tensor:
+    """The device's counters of work and of splits, made on first use: run a step before capturing CUDA graphs."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("prefill_attention: first use here lies inside a graph capture; run it once before")
+    return torch.zeros(2 + MAX_SPLIT_WARPS, dtype=torch.int32, device=device)
+
+
+def splits_log2(num_rows: int, num_requests: int, num_heads: int, max_seq_len: int, num_sms: int) -> int:
+    """How many CTAs share the keys of a tile, as a power of two: as many as there are, where tiles are few.
+
+    num_rows: of tokens x heads of a pack; num_heads: packs.  Tiles of short sequences are not split all the same.
+    """
+    tiles = max(1, num_rows // TILE_ROWS) * num_heads
+    most = (num_rows // TILE_ROWS + num_requests) * num_heads
+    if max_seq_len < MIN_SPLIT_LEN or 2 * tiles > num_sms or most * max(WARPS_OF_TILE.values()) > MAX_SPLIT_WARPS:
+        return 0
+    return min(num_sms // tiles, MAX_SPLITS).bit_length() - 1
+
+
+def _parts(call: AttentionCall, splits_log2: int, num_rows: int, num_heads: int) -> torch.Tensor | None:
+    """Room for what the CTAs that share keys leave for each other: 68 numbers of a thread at head_dim 128."""
+    if splits_log2 == 0:
+        return None
+    items = (num_rows // TILE_ROWS + call.seq_lens.shape[0]) * num_heads
+    head_dim = call.q.shape[2]
+    numbers = items * WARPS_OF_TILE[head_dim] * 32 * (head_dim // 2 + 4) << splits_log2
+    return torch.empty(numbers, dtype=torch.float32, device=call.q.device)
+
+
+def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> PrefillParams:
+    num_q_heads = call.q.shape[1]
+    num_blocks, num_kv_heads, block_size, _ = call.key_cache.shape
+    group = num_q_heads // num_kv_heads
+    pack_log2 = min((group & -group).bit_length() - 1, 6)
+    num_rows, num_heads, num_sms = call.q.shape[0] << pack_log2, num_q_heads >> pack_log2, count_sms(call.q.device)
+    split_log2 = splits_log2(num_rows, call.seq_lens.shape[0], num_heads, call.max_seq_len, num_sms)
+    parts = _parts(call, split_log2, num_rows, num_heads)
+    key_cache, value_cache, key_scale, value_scale = call.key_cache, call.value_cache, call.key_scale, call.value_scale
+    if staged is not None:
+        key_cache, value_cache = key_cache if staged.keys is None else staged.keys, staged.values
+        if call.key_cache.dtype in TOKEN_SCALED_DTYPES:
+            key_scale = value_scale = None  # in what is staged
+    tensors = {
+        "q": call.q, "key_cache": key_cache, "value_cache": value_cache, "key_scale": key_scale,
+        "value_scale": value_scale, "out": call.out, "block_tables": call.block_tables,
+        "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "alibi_slopes": call.alibi_slopes,
+        "counters": _counters(call.q.device), "parts": parts,
+    }  # fmt: skip
+    return PrefillParams(
+        **addresses(tensors),
+        q_token_stride=call.q.stride(0),
+        q_head_stride=call.q.stride(1),
+        table_stride=call.block_tables.stride(0),
+        num_blocks=num_blocks,
+        num_tokens=call.q.shape[0],
+        num_requests=call.seq_lens.shape[0],
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        block_size_log2=block_size.bit_length() - 1,
+        heads_per_section=_heads_per_section(call, key_cache, value_cache) * (group >> pack_log2),
+        sliding_window=call.sliding_window or 0,
+        num_sms=num_sms,
+        scale=call.scale,
+        soft_cap=call.soft_cap or 0.0,
+        staged_blocks=0 if staged is None else staged.num_blocks,
+        splits_log2=split_log2,
+        pack_log2=pack_log2,
+    )
+
+
+def _heads_per_section(call: AttentionCall, keys: torch.Tensor, values: torch.Tensor) -> int:
+    """How many kv heads of the longest sequence the L2 cache holds, as keys and values of these types."""
+    num_kv_heads, head_dim = call.key_cache.shape[1], call.q.shape[2]
+    bytes_of_head = call.max_seq_len * head_dim * (keys.element_size() + values.element_size())
+    return max(1, min(num_kv_heads, SECTION_BYTES // bytes_of_head))

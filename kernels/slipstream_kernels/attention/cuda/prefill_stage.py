@@ -1,0 +1,95 @@
+"""Stages blocks of quantised caches as fp16 for prefill attention: when that pays, and the launch that does it."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from slipstream_kernels.attention.attention_call import AttentionCall
+from slipstream_kernels.cuda.build import load
+from slipstream_kernels.cuda.launch import addresses, fields, launch
+from slipstream_kernels.kv_cache import FP8_DTYPE, INT4_DTYPE, INT8_DTYPE, TOKEN_SCALED_DTYPES
+
+SOURCE = "sm90_prefill_stage.cu"
+STAGED_ROWS = 64
+KV_TYPES = {FP8_DTYPE: 1, INT8_DTYPE: 2, INT4_DTYPE: 3}
+# Query tokens of a request, on average, from which a copy of its blocks is worth a launch: about 20 us for 32k tokens
+# of 8 heads, of which the faster kernel wins back a fifth of its time.
+MIN_QUERY_LEN = 1536
+# Bytes of the copies over those of q: the memory plan counts twice as much for what comes after attention.
+MAX_RATIO = 12
+
+POINTERS = ("key_cache", "value_cache", "key_scale", "value_scale", "keys", "values", "block_tables", "seq_lens")
+COUNTS = ("num_requests", "staged_blocks", "num_kv_heads", "head_dim", "block_size_log2", "kv_type")
+
+
+class PrefillStageParams(ctypes.Structure):
+    """csrc/params/prefill_stage_params.h, field by field."""
+
+    _fields_ = fields(POINTERS, ("table_stride",), COUNTS)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """keys, values: fp16 [num_requests, num_blocks, num_kv_heads, 64, head_dim]; keys None: not wanted."""
+
+    keys: torch.Tensor | None
+    values: torch.Tensor
+    num_blocks: int
+
+
+def variants() -> list[tuple[str, ...]]:
+    """All libraries, for building ahead of time."""
+    return [()]
+
+
+def pays(call: AttentionCall, with_keys: bool) -> bool:
+    """Whether the call's queries are so many that its blocks should be staged."""
+    num_tokens, num_q_heads = call.q.shape[:2]
+    num_requests = call.seq_lens.shape[0]
+    if call.key_cache.dtype not in KV_TYPES or num_tokens < MIN_QUERY_LEN * num_requests:
+        return False
+    rows = num_requests * call.max_seq_len * call.key_cache.shape[1]
+    return (2 if with_keys else 1) * rows <= MAX_RATIO * num_tokens * num_q_heads
+
+
+def stage_both(call: AttentionCall) -> Staged:
+    """Launch the copy of keys and values.  fp8: without its heads' scales, here and below."""
+    keys, values = torch.empty((2, *_shape(call)), dtype=torch.float16, device=call.q.device)
+    return _launch(call, Staged(keys, values, keys.shape[1]))
+
+
+def stage_values(call: AttentionCall) -> Staged:
+    """Launch the copy of the values."""
+    values = torch.empty(_shape(call), dtype=torch.float16, device=call.q.device)
+    return _launch(call, Staged(None, values, values.shape[1]))
+
+
+def _shape(call: AttentionCall) -> tuple[int, ...]:
+    num_blocks = -(-call.max_seq_len // STAGED_ROWS)
+    return (call.seq_lens.shape[0], num_blocks, call.key_cache.shape[1], STAGED_ROWS, call.q.shape[2])
+
+
+def _launch(call: AttentionCall, staged: Staged) -> Staged:
+    num_kv_heads, block_size = call.key_cache.shape[1:3]
+    has_scales = call.key_cache.dtype in TOKEN_SCALED_DTYPES
+    tensors = {
+        "key_cache": call.key_cache, "value_cache": call.value_cache,
+        "key_scale": call.key_scale if has_scales else None, "value_scale": call.value_scale if has_scales else None,
+        "keys": staged.keys, "values": staged.values, "block_tables": call.block_tables, "seq_lens": call.seq_lens,
+    }  # fmt: skip
+    params = PrefillStageParams(
+        **addresses(tensors),
+        table_stride=call.block_tables.stride(0),
+        num_requests=call.seq_lens.shape[0],
+        staged_blocks=staged.num_blocks,
+        num_kv_heads=num_kv_heads,
+        head_dim=call.q.shape[2],
+        block_size_log2=block_size.bit_length() - 1,
+        kv_type=KV_TYPES[call.key_cache.dtype],
+    )
+    library = load(SOURCE, ())
+    launch("prefill_stage", library, params, call.q.device)
+    return staged

@@ -1,0 +1,71 @@
+"""Decode attention in plain torch: every cache type and option, one request at a time, fp32."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.attention.decode_call import DecodeCall
+from slipstream_kernels.kv.reference.quantized_kv import dequantize_rows
+from slipstream_kernels.kv_cache import TOKEN_SCALED_DTYPES
+
+
+def decode_attention(call: DecodeCall) -> None:
+    """See ops.decode_attention; writes call.out."""
+    starts = call.query_start_loc.tolist()
+    for request, seq_len in enumerate(call.seq_lens.tolist()):
+        start, stop = starts[request], starts[request + 1]
+        if seq_len == 0:
+            call.out[start:stop] = 0
+        elif start < stop:
+            call.out[start:stop] = _attend(call, request, slice(start, stop), seq_len).to(call.out.dtype)
+
+
+def _attend(call: DecodeCall, request: int, rows: slice, seq_len: int) -> torch.Tensor:
+    """One request's rows: [query_len, num_q_heads, head_dim] fp32."""
+    k = _gather(call, call.key_cache, call.key_scale, request, seq_len)
+    v = _gather(call, call.value_cache, call.value_scale, request, seq_len)
+    q = call.q[rows].float()
+    num_kv_heads = k.shape[0]
+    q = q.view(q.shape[0], num_kv_heads, -1, q.shape[2])
+    scores = torch.einsum("qhgd,hkd->hgqk", q, k) * call.scale
+    if call.soft_cap is not None:
+        scores = call.soft_cap * torch.tanh(scores / call.soft_cap)
+    query_len = q.shape[0]
+    prefix = seq_len - query_len
+    key_positions = torch.arange(seq_len, device=q.device)
+    if call.positions is not None:
+        key_positions[prefix:] = call.positions[rows]
+    distance = key_positions[prefix:, None] - key_positions
+    if call.alibi_slopes is not None:
+        scores = scores - call.alibi_slopes.view(num_kv_heads, -1, 1, 1) * distance
+    scores = scores.masked_fill(~_visible(call, rows, seq_len, distance), float("-inf"))
+    # A row that sees nothing becomes zero, not NaN.
+    probs = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+    return torch.einsum("hgqk,hkd->qhgd", probs, v).flatten(1, 2)
+
+
+def _visible(call: DecodeCall, rows: slice, seq_len: int, distance: torch.Tensor) -> torch.Tensor:
+    """[query_len, seq_len] bool: which keys each row sees."""
+    query_len = rows.stop - rows.start
+    draft = torch.arange(query_len, device=distance.device)
+    visible = torch.ones_like(distance, dtype=torch.bool)
+    if call.tree_mask is None:
+        visible[:, seq_len - query_len :] = draft[:, None] >= draft
+    else:
+        visible[:, seq_len - query_len :] = (call.tree_mask[rows][:, None] >> draft) & 1 == 1
+    if call.sliding_window is not None:
+        visible &= distance < call.sliding_window
+    return visible
+
+
+def _gather(
+    call: DecodeCall, cache: torch.Tensor, scale: torch.Tensor | None, request: int, seq_len: int
+) -> torch.Tensor:
+    """A request's cached rows, dequantised: [num_kv_heads, seq_len, head_dim] fp32."""
+    block_size = cache.shape[2]
+    blocks = call.block_tables[request, : -(-seq_len // block_size)].long()
+    if scale is not None and cache.dtype in TOKEN_SCALED_DTYPES:
+        rows = dequantize_rows(cache[blocks], scale[blocks])
+    else:
+        rows = dequantize_rows(cache[blocks], None if scale is None else scale[:, None])
+    return rows.transpose(0, 1).flatten(1, 2)[:, :seq_len]

@@ -1,0 +1,158 @@
+// The end of a pass: sums of warpgroups and of a cluster's CTAs are added in a fixed order, scaled, biased and written.
+#pragma once
+
+#include "schedule/mixed_gemm_shape.cuh"
+
+namespace slipstream {
+
+// Writes sums of one strip and eight tokens, with the constants that lie in shared memory.
+template <typename SHAPE>
+struct MixedGemmWriter {
+  using OUT = typename SHAPE::Operand;
+  MixedGemmMemory<SHAPE> memory;
+  OUT* out;   // of the first token
+  int num_tokens, out_features;
+  bool is_gated, has_bias;
+  int lane = threadIdx.x % 32;
+
+  // Of a pass's row of the strips from `first` on: which of the weight's it is.
+  __device__ __forceinline__ int weight_row(int first, int local) const {
+    const int strip = first + local / 16;
+    return is_gated ? 8 * strip + local % 8 + local / 8 % 2 * (out_features / 2) : 16 * strip + local % 16;
+  }
+
+  // sum: rows l / 4 and l / 4 + 8 of the pass's strip `local`, tokens 8 group + 2 (l % 4) + 0, 1.
+  __device__ __forceinline__ void write(int pass, int first, int local, int group, const float4& sum) const {
+    const int strip = first + local, written = 8 * group + lane / 4;
+    const float parts[2][2] = {{sum.x, sum.y}, {sum.z, sum.w}};
+    float values[2][2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * local + lane / 4 + 8 * half;
+      const float scale = __uint_as_float(load_shared_4(memory.row_scales(pass) + 4 * row)), bias = bias_of(pass, row);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) values[half][e] = parts[half][e] * scale + bias;
+    }
+    if (is_gated) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) values[0][e] = values[0][e] / (1.0f + __expf(-values[0][e])) * values[1][e];
+      store(written, out_features / 2, 8 * strip, values[0]);
+      return;
+    }
+    store(written, out_features, 16 * strip, values[0]);
+    store(written, out_features, 16 * strip + 8, values[1]);
+  }
+
+  // To shared memory, while weights are on their way: finish_constants, then a barrier, before they are read.
+  __device__ __forceinline__ void load_row(int pass, int local, const float* scale, const OUT* bias, int64_t row) const {
+    copy_async<4>(memory.row_scales(pass) + 4 * local, scale + row);
+    if (bias != nullptr && local % 2 == 0) copy_async<4>(memory.biases(pass) + 2 * local, bias + row);
+  }
+
+  static __device__ __forceinline__ void finish_constants() {
+    commit_copies();
+    wait_for_copies<0>();
+  }
+
+ private:
+  // Turned round: lane l has token l / 4 and features 2 (l % 4), + 1 of the eight.
+  __device__ __forceinline__ void store(int token, int width, int column, const float (&values)[2]) const {
+    const uint32_t pair = transpose_8x8(pack<OUT>(values[0], values[1]));
+    if (token >= num_tokens) return;
+    *reinterpret_cast<uint32_t*>(out + int64_t{token} * width + column + 2 * (lane % 4)) = pair;
+  }
+
+  __device__ __forceinline__ float bias_of(int pass, int row) const {
+    if (!has_bias) return 0.0f;
+    const auto bits = static_cast<unsigned short>(load_shared_4((memory.biases(pass) + 2 * row) & ~3u) >> (row % 2 * 16));
+    if constexpr (__is_same(OUT, __half)) return __half2float(__ushort_as_half(bits));
+    else return __bfloat162float(__ushort_as_bfloat16(bits));
+  }
+};
+
+template <typename SHAPE>
+struct MixedGemmEpilogue {
+  using OUT = typename SHAPE::Operand;
+  const MixedGemmParams& p;
+  MixedGemmMemory<SHAPE> memory;
+  const MixedGemmShare<SHAPE>& share;
+  MixedGemmWriter<SHAPE> writer{memory, first_row(), share.num_tokens, p.out_features, p.is_gated != 0, p.bias != nullptr};
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  // What the end of a pass needs. By all multipliers.
+  __device__ __forceinline__ void load_rows(int pass) const {
+    const int first = share.pass_begin(pass), strips = share.pass_begin(pass + 1) - first, local = threadIdx.x;
+    if (local >= 16 * strips) return;
+    writer.load_row(pass, local, p.channel_scale, static_cast<const OUT*>(p.bias), writer.weight_row(first, local));
+  }
+
+  // sums of group i: rows l / 4 and l / 4 + 8 of the warp's strip, tokens 8 i + 2 (l % 4) + 0, 1. They are used up.
+  __device__ __forceinline__ void write(int pass, float (&sums)[SHAPE::kSums]) const {
+    const int first = share.pass_begin(pass), strips = share.pass_begin(pass + 1) - first;
+    writer.finish_constants();
+    if (SHAPE::kDepthGroups > 1 || p.splits > 1) return exchange(pass, first, strips, sums);
+    sync_threads(1, SHAPE::kConsumers);   // the constants are there
+    if (warp >= strips) return;
+#pragma unroll 1
+    for (int group = 0; group < SHAPE::kColumns / 8; group += kAtOnce) write_groups(pass, first, group, sums);
+  }
+
+ private:
+  // Groups of eight tokens. Sums move down and the code is a loop: instructions for all at once would come from L2.
+  static constexpr int kAtOnce = SHAPE::kColumns > 64 ? 4 : SHAPE::kColumns / 8;
+
+  __device__ __forceinline__ void write_groups(int pass, int first, int group, float (&left)[SHAPE::kSums]) const {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (8 * (group + i) < share.num_tokens) writer.write(pass, first, warp, group + i, sums_of(left, i));
+    }
+#pragma unroll
+    for (int i = 4 * kAtOnce; i < SHAPE::kSums; ++i) left[i - 4 * kAtOnce] = left[i];
+  }
+
+  __device__ __forceinline__ OUT* first_row() const {
+    return static_cast<OUT*>(p.out) + int64_t{share.first_token} * (p.is_gated != 0 ? p.out_features / 2 : p.out_features);
+  }
+
+  static __device__ __forceinline__ float4 sums_of(const float* sums, int i) {
+    return make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]);
+  }
+
+  // Warps leave their sums in shared memory; of all CTAs of the cluster, each adds an equal part up.
+  __device__ __forceinline__ void exchange(int pass, int first, int strips,
+                                           const float (&sums)[SHAPE::kSums]) const {
+    sync_threads(1, SHAPE::kConsumers);   // the ring has been read
+#pragma unroll
+    for (int i = 0; i < SHAPE::kColumns / 8; ++i) {
+      const float4 v = sums_of(sums, i);
+      asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(memory.exchange(warp, i) + lane * 16), "f"(v.x),
+                   "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+    }
+    sync_all();
+    const int num_groups = strips * ((share.num_tokens + 7) / 8);
+#pragma unroll 1
+    for (int group = share.rank + p.splits * warp; group < num_groups; group += p.splits * SHAPE::kWarps) {
+      float4 sum = {};
+#pragma unroll 4
+      for (int rank = 0; rank < p.splits; ++rank) {
+#pragma unroll
+        for (int depth = 0; depth < SHAPE::kDepthGroups; ++depth) {
+          const int source = depth * SHAPE::kStrips + group % strips;
+          const uint32_t part = memory.exchange(source, group / strips) + lane * 16;
+          const float4 v = p.splits == 1 ? load_own(part) : load_from_cluster(address_in(part, rank));
+          sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+        }
+      }
+      writer.write(pass, first, group % strips, group / strips, sum);
+    }
+    if (p.splits > 1) sync_all();   // no CTA ends while others may read from it
+  }
+
+  __device__ __forceinline__ void sync_all() const {
+    if (p.splits == 1) return sync_threads(1, SHAPE::kConsumers);
+    arrive_in_cluster();
+    wait_for_cluster();
+  }
+};
+
+}  // namespace slipstream

@@ -1,0 +1,61 @@
+// 4-bit codes in the order of w4a8_layout.cuh to 16-bit numbers, exactly.  Device code only; no framework header.
+#pragma once
+
+#include "mma/warp_mma.cuh"
+
+namespace slipstream {
+
+// (a & mask) | bits in one instruction.
+__device__ __forceinline__ uint32_t masked_or(uint32_t a, uint32_t mask, uint32_t bits) {
+  uint32_t d;
+  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(d) : "r"(a), "r"(mask), "r"(bits));
+  return d;
+}
+
+// code - zero of the eight codes of a word, as four pairs (nibbles i and i + 4).
+template <typename T>
+struct Codec;
+
+// A nibble in the low bits of fp16 1024 makes 1024 + code; four bits higher, 1024 + 16 code: one shift for two pairs.
+template <>
+struct Codec<__half> {
+  uint32_t low, high;   // -(1024 + zero), -(64 + zero), twice each
+
+  __device__ __forceinline__ explicit Codec(uint32_t zero) {
+    low = 0xE400E400u + zero * 0x00010001u;
+    high = 0xD400D400u + zero * 0x00100010u;
+  }
+
+  __device__ __forceinline__ void expand(uint32_t word, uint32_t (&pairs)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t a = masked_or(word, 0x000F000Fu, 0x64006400u), b = masked_or(word, 0x00F000F0u, 0x64006400u);
+      asm("add.rn.f16x2 %0, %1, %2;" : "=r"(pairs[2 * i]) : "r"(a), "r"(low));
+      asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(pairs[2 * i + 1]) : "r"(b), "r"(0x2C002C00u), "r"(high));
+      word >>= 8;
+    }
+  }
+};
+
+// bf16 has 7 bits of fraction: 128 + code, one pair at a time.
+template <>
+struct Codec<__nv_bfloat16> {
+  uint32_t low;   // -(128 + zero), twice
+
+  __device__ __forceinline__ explicit Codec(uint32_t zero) : low(0xC300C300u + zero * 0x00010001u) {}
+
+  __device__ __forceinline__ void expand(uint32_t word, uint32_t (&pairs)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t a = masked_or(word >> (4 * i), 0x000F000Fu, 0x43004300u);
+      asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(pairs[i]) : "r"(a), "r"(0x3F803F80u), "r"(low));
+    }
+  }
+};
+
+// The scale of a word of scale and zero point.
+__device__ __forceinline__ float scale_of(uint32_t word) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
+}
+
+}  // namespace slipstream

@@ -1,0 +1,72 @@
+"""W8A8 products of many tokens on CUTLASS: exact int32 sums, scaled and biased in the epilogue.  Hopper only.
+
+No device value is read on the host and there is no workspace: CUDA-graph safe, on any stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from slipstream_kernels.cuda import cutlass
+from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.launch import fields
+from slipstream_kernels.gemm.cuda import cutlass_gemm
+from slipstream_kernels.gemm.cuda.cutlass_gemm import COMMON, OUTPUTS, Tile
+from slipstream_kernels.integer import Int8Rows
+
+SOURCE = "sm90_int8_gemm.cu"
+WIDE, NARROW = Tile(128, 256, 2), Tile(128, 128, 2, cost=0.57)  # costs: docs/LOG.md
+TILES = (WIDE, NARROW)
+ALIGNMENT = 16  # features of a weight are multiples of it
+
+POINTERS = ("x", "token_scale", "weight", "channel_scale", "bias", "out")
+COUNTS = ("num_tokens", "out_features", "in_features", *COMMON)
+
+
+class Int8GemmParams(ctypes.Structure):
+    """csrc/params/int8_gemm_params.h, field by field."""
+
+    _fields_ = fields(POINTERS, int32s=COUNTS)
+
+
+def variants(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, ...]]:
+    """The libraries of models of `dtype`, by tile; for building ahead of time."""
+    return [tile.defines(dtype) for tile in TILES]
+
+
+def refusal(rows: Int8Rows, weight: torch.Tensor) -> str | None:
+    """Why this version cannot multiply these; None if it can."""
+    if (reason := device_refusal(weight.device, "the weight is")) is not None:
+        return reason
+    if rows.dtype not in OUTPUTS:
+        return f"results are {rows.dtype}, not bfloat16 or float16"
+    if any(size % ALIGNMENT for size in weight.shape):
+        return f"the weight's features are not multiples of {ALIGNMENT}"
+    return cutlass_gemm.refusal(SOURCE, tuple(variants(rows.dtype)))
+
+
+def int8_gemm(rows: Int8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """See ops.int8_mm, of int8 rows.  One launch."""
+    device, num_tokens, out_features = weight.device, rows.num_tokens, weight.shape[0]
+    out = torch.empty((num_tokens, out_features), dtype=rows.dtype, device=device)
+    if not num_tokens:
+        return out
+    bias = None if bias is None else bias.to(rows.dtype)
+    tile = cutlass_gemm.choose_tile(TILES, num_tokens, out_features, count_sms(device))
+    libraries = cutlass.load_all(SOURCE, tuple(variants(rows.dtype)))
+    params = Int8GemmParams(
+        x=rows.values.data_ptr(),
+        token_scale=rows.scales.data_ptr(),
+        weight=weight.data_ptr(),
+        channel_scale=scales.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        num_tokens=num_tokens,
+        out_features=out_features,
+        in_features=weight.shape[1],
+    )
+    cutlass_gemm.launch_gemm("int8_gemm", libraries[TILES.index(tile)], params, device)
+    return out

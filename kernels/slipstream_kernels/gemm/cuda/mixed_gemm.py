@@ -1,0 +1,148 @@
+"""Products of 9 to 256 16-bit rows with int8 weights in CUDA: choice of a variant, arguments, launch.  Hopper only.
+
+No device value is read on the host and there is no workspace: CUDA-graph safe, on any stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import product
+from typing import NamedTuple
+
+import torch
+
+from slipstream_kernels.cuda.build import load
+from slipstream_kernels.cuda.launch import addresses, fields, launch
+from slipstream_kernels.dependent_launch import launches_dependently
+
+SOURCE = "sm90_mixed_gemm.cu"
+COLUMNS = (16, 32, 48, 64, 96, 128)  # numbers of tokens of a tile that are compiled; others are rounded up
+MAX_TOKENS = 256  # in two tiles
+ROW_GROUPS = (1, 2, 4)
+SPLITS = tuple(range(1, 9))  # CTAs of a cluster, which share the input features
+STRIP, BLOCK = 16, 128
+# (row_groups, splits) of tiles of up to so many tokens, the fastest first, of those that fit (docs/LOG.md).
+ORDERED = {32: ((1, 2), (1, 1), (2, 1)), 64: ((2, 2), (2, 1)), 128: ((4, 2),)}
+OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+POINTERS = ("x", "values", "channel_scale", "bias", "out")
+COUNTS = (
+    "num_tokens", "out_features", "in_features", "row_groups", "splits", "num_clusters", "token_tiles", "is_gated",
+    "is_dependent",
+)  # fmt: skip
+
+
+class MixedGemmParams(ctypes.Structure):
+    """csrc/params/mixed_gemm_params.h, field by field."""
+
+    _fields_ = fields(POINTERS, ("x_row_stride",), COUNTS)
+
+
+class Variant(NamedTuple):
+    """columns: tokens of a tile.  row_groups: 64 output features each, that a CTA has at once.
+
+    splits: CTAs of a cluster, that share the summed dimension.  token_tiles: tiles of tokens, that clusters share out.
+    """
+
+    columns: int
+    row_groups: int
+    splits: int
+    token_tiles: int = 1
+
+
+def defines(dtype: torch.dtype, columns: int) -> tuple[str, ...]:
+    """The macros that choose a library."""
+    return (f"SLIPSTREAM_FORMAT=Bytes8By16<{OPERANDS[dtype]}>", f"SLIPSTREAM_COLUMNS={columns}")
+
+
+def variants() -> list[tuple[str, ...]]:
+    """All libraries, for building ahead of time."""
+    return [defines(dtype, columns) for dtype in OPERANDS for columns in COLUMNS]
+
+
+def mixed_gemm(
+    x: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    variant: Variant | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x @ (values * scales).T + bias, or silu(gate) * up of it; words: values as int8_layout.repack has them.
+
+    x: bf16 or fp16, rows at multiples of 16 bytes.  gated: out_features is a multiple of 32.  variant: None: chosen.
+    One launch.
+    """
+    out_features, in_features = words.shape[0], x.shape[1]
+    if out is None:
+        out = torch.empty((x.shape[0], out_features // 2 if gated else out_features), dtype=x.dtype, device=x.device)
+    if variant is None:
+        variant = choose(x, out_features)
+    params = MixedGemmParams(
+        **addresses({"x": x, "values": words, "channel_scale": scales, "bias": bias, "out": out}),
+        x_row_stride=x.stride(0) * x.element_size(),
+        num_tokens=x.shape[0],
+        out_features=out_features,
+        in_features=in_features,
+        row_groups=variant.row_groups,
+        splits=variant.splits,
+        num_clusters=_parts(x, out_features, variant) * variant.token_tiles,
+        token_tiles=variant.token_tiles,
+        is_gated=gated,
+        is_dependent=launches_dependently(x.device),
+    )
+    launch("mixed_gemm", load(SOURCE, defines(x.dtype, variant.columns)), params, x.device)
+    return out
+
+
+def choose(x: torch.Tensor, out_features: int) -> Variant:
+    """The first of the ordered variants whose CTAs have all their output features at once; else several passes."""
+    columns, token_tiles = _tiles(x.shape[0])
+    for row_groups, splits in next(ordered for most, ordered in ORDERED.items() if columns <= most):
+        variant = Variant(columns, row_groups, splits, token_tiles)
+        if _fits(x, out_features, variant):
+            return variant
+    return Variant(columns, ROW_GROUPS[-1], 1, token_tiles)
+
+
+def candidates(x: torch.Tensor, out_features: int) -> Iterator[Variant]:
+    """The variants that can run."""
+    columns, token_tiles = _tiles(x.shape[0])
+    for row_groups, splits in product(ROW_GROUPS, SPLITS):
+        variant = Variant(columns, row_groups, splits, token_tiles)
+        is_in_passes = row_groups == ROW_GROUPS[-1] and splits == 1
+        if _fits(x, out_features, variant) or (is_in_passes and _parts(x, out_features, variant)):
+            yield variant
+
+
+def _tiles(num_tokens: int) -> tuple[int, int]:
+    """(tokens of a tile, number of tiles)."""
+    token_tiles = -(-num_tokens // COLUMNS[-1])
+    return next(count for count in COLUMNS if count * token_tiles >= num_tokens), token_tiles
+
+
+def _fits(x: torch.Tensor, out_features: int, variant: Variant) -> bool:
+    """Whether the variant runs here, and its CTAs have all their output features at once."""
+    parts = _parts(x, out_features, variant)
+    if not parts or variant.splits > x.shape[1] // BLOCK:
+        return False
+    return -(-out_features // STRIP // parts) <= 4 * variant.row_groups
+
+
+def _parts(x: torch.Tensor, out_features: int, variant: Variant) -> int:
+    """Clusters that share out the output features; 0: the device cannot run the variant."""
+    at_once = clusters_at_once(x.device, x.dtype, variant)
+    return min(at_once // variant.token_tiles, out_features // STRIP)
+
+
+@lru_cache(maxsize=4096)
+def clusters_at_once(device: torch.device, dtype: torch.dtype, variant: Variant) -> int:
+    """How many clusters of the variant the device runs at once; 0 if it cannot."""
+    library = load(SOURCE, defines(dtype, variant.columns))
+    count = ctypes.c_int()
+    params = MixedGemmParams(row_groups=variant.row_groups, splits=variant.splits, num_clusters=1)
+    with torch.cuda.device(device):
+        error = library.slipstream_fragment_clusters(ctypes.byref(params), ctypes.byref(count))
+    return 0 if error else count.value

@@ -1,0 +1,133 @@
+"""Products of few FP8 rows with 4-bit weights in the order of registers, in CUDA: arguments, launch.  Hopper only.
+
+No device value is read on the host and there is no workspace: CUDA-graph safe, on any stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from functools import lru_cache, partial
+
+import torch
+
+from slipstream_kernels.cuda.build import load
+from slipstream_kernels.cuda.launch import check, fields, launch
+from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import (
+    BLOCK,
+    COLUMNS,
+    GROUP_STRIPS,
+    MAX_TOKENS,
+    MOST_MANY_ROW_GROUPS,
+    MOST_ROW_GROUPS,
+    ROW_GROUPS,
+    SPLITS,
+    STRIP,
+    Variant,
+    choose,
+    columns_of,
+)
+from slipstream_kernels.integer import Int4Weight
+
+SOURCE = "sm90_mixed_gemm_w4a8.cu"
+GROUPS = (1, 2)  # of 128 input features
+POINTERS = ("x", "token_scale", "totals", "codes", "words", "channel_scale", "bias", "out")
+COUNTS = (
+    "num_tokens", "out_features", "in_features", "row_groups", "splits", "num_clusters", "is_channelwise",
+    "out_is_half", "is_dependent",
+)  # fmt: skip
+
+
+class MixedGemmW4a8Params(ctypes.Structure):
+    """csrc/params/mixed_gemm_w4a8_params.h, field by field."""
+
+    _fields_ = fields(POINTERS, ("x_row_stride",), COUNTS)
+
+
+def defines(columns: int, groups: int) -> tuple[str, ...]:
+    """The macros that choose a library."""
+    return f"SLIPSTREAM_COLUMNS={columns}", f"SLIPSTREAM_GROUPS={groups}"
+
+
+def variants() -> list[tuple[str, ...]]:
+    """All libraries, for building ahead of time."""
+    return [defines(columns, groups) for columns in COLUMNS for groups in GROUPS]
+
+
+def mixed_gemm_w4a8(
+    rows: Fp8Rows,
+    weight: Int4Weight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    totals: torch.Tensor,
+    variant: Variant | None = None,
+) -> None:
+    """out = dequantised(rows) @ dequantised(weight).T + bias, of rows that it serves.  One launch.
+
+    rows: scaled per token, at multiples of 16 bytes.  totals: as Fp8Rows has them.  weight: repacked for FP8 rows.
+    out: [num_tokens, out_features], contiguous, bf16 or fp16; bias too.  variant: else chosen by the sizes.
+    """
+    assert weight.zeros is not None
+    if not rows.num_tokens:
+        return
+    device, groups = out.device, weight.scales.shape[2]
+    sizes, at_once = (weight.out_features, weight.in_features), partial(clusters_at_once, device, groups)
+    variant = variant or choose(rows.num_tokens, sizes, at_once)
+    assert variant is not None
+    params = MixedGemmW4a8Params(
+        x=rows.values.data_ptr(),
+        token_scale=rows.scales.data_ptr(),
+        totals=totals.data_ptr(),
+        codes=weight.packed.data_ptr(),
+        words=weight.scales.data_ptr(),
+        channel_scale=weight.zeros.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        x_row_stride=rows.values.stride(0),
+        num_tokens=rows.num_tokens,
+        out_features=weight.out_features,
+        in_features=weight.in_features,
+        row_groups=variant.row_groups,
+        splits=variant.splits,
+        num_clusters=min(at_once(variant), weight.out_features // STRIP),
+        is_channelwise=weight.scales.shape[0] == 1,
+        out_is_half=out.dtype == torch.float16,
+        is_dependent=launches_dependently(device),
+    )
+    launch("mixed_gemm_w4a8", load(SOURCE, defines(variant.columns, groups)), params, device)
+
+
+def serves(num_tokens: int, weight: Int4Weight) -> bool:
+    """Whether so many rows are multiplied here: up to MAX_TOKENS, and more where that is faster than other kernels."""
+    at_once = partial(clusters_at_once, weight.packed.device, weight.scales.shape[2])
+    return choose(num_tokens, (weight.out_features, weight.in_features), at_once) is not None
+
+
+def candidates(num_tokens: int, weight: Int4Weight, device: torch.device) -> Iterator[Variant]:
+    """The variants that can run."""
+    strips = weight.out_features // STRIP
+    columns = columns_of(num_tokens)
+    most = MOST_ROW_GROUPS if columns <= MAX_TOKENS else MOST_MANY_ROW_GROUPS
+    for row_groups in (count for count in ROW_GROUPS if count <= most):
+        for splits in SPLITS:
+            variant = Variant(columns, row_groups, splits)
+            at_once = clusters_at_once(device, weight.scales.shape[2], variant)
+            if not at_once or splits > weight.in_features // BLOCK:
+                continue
+            of_cluster = -(-strips // min(at_once, strips))
+            if of_cluster <= GROUP_STRIPS * row_groups or (row_groups == MOST_ROW_GROUPS and splits == 1):
+                yield variant
+
+
+@lru_cache
+def clusters_at_once(device: torch.device, groups: int, variant: Variant) -> int:
+    """How many clusters of the variant the device runs at once; 0 if it cannot."""
+    library, count = load(SOURCE, defines(variant.columns, groups)), ctypes.c_int()
+    params = MixedGemmW4a8Params(row_groups=variant.row_groups, splits=variant.splits, num_clusters=1)
+    with torch.cuda.device(device):
+        error = library.slipstream_mixed_gemm_w4a8_clusters(ctypes.byref(params), ctypes.byref(count))
+    check("mixed_gemm_w4a8", library, error)
+    return count.value

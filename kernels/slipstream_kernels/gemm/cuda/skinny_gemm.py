@@ -1,0 +1,166 @@
+"""The weight-streaming product in CUDA: chooses a variant, fills its arguments, launches it.  Hopper only.
+
+No device value is read on the host: CUDA-graph safe.  Launches on one device must follow each other (one stream).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.launch import fields, launch
+from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.fp8 import E4M3
+
+LOG = logging.getLogger(__name__)
+SOURCE = "sm90_skinny_gemm.cu"
+OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
+MAX_TOKENS = 16
+# Up to so many tokens it is faster than what else there is, in a chain of dependent launches on one H200 (docs/LOG.md).
+MAX_CHOSEN_TOKENS = {torch.bfloat16: 16, torch.float16: 16, E4M3: 8, torch.int8: 16, torch.int32: 8}
+# Formats of weights that are not operands as they are.  int32: words of repack_int8.
+EXPANDED = {E4M3: "Fp8Weights", torch.int8: "Int8Weights", torch.int32: "InterleavedInt8Weights"}
+SPAN_BYTES = 64  # of a weight row, what one warp multiplies at once
+MAX_HELD_TOKENS, MAX_HELD_FEATURES = 8, 4096  # activations that fit in the registers of a CTA
+SHARED_TILES, HELD_TILES = (2, 3, 4), (2, 3)  # 16-row tiles of one pass, that are compiled
+TILES_OF_PASSES = 2  # of several passes
+MIN_QUEUED_PASSES = 6  # of a CTA: fewer are too coarse to even out what memory serves unevenly
+
+POINTERS = ("x", "weight", "scale", "bias", "out", "queue")
+STRIDES = ("x_row_stride", "out_row_stride", "scale_row_stride")
+COUNTS = (
+    "num_tokens", "num_units", "in_features", "num_ctas", "is_dependent", "tiles", "columns", "is_gated", "is_held",
+)  # fmt: skip
+
+
+class Variant(NamedTuple):
+    """tiles: of 16 rows, in a pass.  columns: of 8 tokens.  held: activations read once.  queued: passes are drawn."""
+
+    tiles: int
+    columns: int
+    is_held: bool
+    is_queued: bool
+
+
+class SkinnyGemmParams(ctypes.Structure):
+    """csrc/params/skinny_gemm_params.h, field by field."""
+
+    _fields_ = fields(POINTERS, STRIDES, COUNTS)
+
+
+def refusal(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -> str | None:
+    """Why this version cannot multiply these; None if it can."""
+    reason = _refusal(x.device, x.dtype, weight.shape[1] * weight.itemsize)
+    if reason is not None:
+        return reason
+    if x.shape[0] > MAX_TOKENS:
+        return f"{x.shape[0]} tokens are more than {MAX_TOKENS}"
+    if any(tensor.data_ptr() % 16 for tensor in (x, weight)) or x.stride(0) % 8:
+        return "x or weight has rows that do not begin at multiples of 16 bytes"
+    return missing(SOURCE, defines(x.dtype, weight.dtype, _by_blocks(scales)))
+
+
+def max_tokens(weight: torch.Tensor, scales: torch.Tensor | None) -> int:
+    """See ops.max_streamed_tokens."""
+    return _max_tokens(weight.device, weight.dtype, weight.shape[1] * weight.itemsize, _by_blocks(scales))
+
+
+@lru_cache
+def _max_tokens(device: torch.device, dtype: torch.dtype, row_bytes: int, by_blocks: bool) -> int:
+    operand = torch.bfloat16 if dtype in EXPANDED else dtype
+    reason = _refusal(device, operand, row_bytes) or missing(SOURCE, defines(operand, dtype, by_blocks))
+    if reason is not None:
+        LOG.info("skinny_gemm does not serve weights of %s with rows of %d bytes: %s", dtype, row_bytes, reason)
+    return MAX_CHOSEN_TOKENS[dtype] if reason is None else 0
+
+
+def _refusal(device: torch.device, operand: torch.dtype, row_bytes: int) -> str | None:
+    if (reason := device_refusal(device, "x is")) is not None:
+        return reason
+    if operand not in OPERANDS:
+        return f"x is {operand}, not bfloat16 or float16"
+    if row_bytes % SPAN_BYTES:
+        return f"the weight's rows of {row_bytes} bytes are not a multiple of {SPAN_BYTES}"
+    return None
+
+
+def skinny_gemm(
+    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, gated: bool
+) -> torch.Tensor:
+    """See ops.skinny_gemm.  One launch."""
+    num_units = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty((x.shape[0], num_units), dtype=x.dtype, device=x.device)
+    if not x.shape[0]:
+        return out
+    library = load(SOURCE, defines(x.dtype, weight.dtype, _by_blocks(scales)))
+    num_ctas = count_sms(x.device)  # one per SM
+    variant = choose(x.shape[0], num_units, x.shape[1], gated, num_ctas)
+    params = SkinnyGemmParams(
+        x=x.data_ptr(),
+        weight=weight.data_ptr(),
+        scale=None if scales is None else scales.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+        queue=queue(x.device).data_ptr() if variant.is_queued else None,
+        x_row_stride=x.stride(0),
+        out_row_stride=out.stride(0),
+        scale_row_stride=scales.stride(0) if scales is not None and _by_blocks(scales) else 0,
+        num_tokens=x.shape[0],
+        num_units=num_units,
+        in_features=x.shape[1],
+        num_ctas=num_ctas,
+        is_dependent=launches_dependently(x.device),
+        tiles=variant.tiles,
+        columns=variant.columns,
+        is_gated=gated,
+        is_held=variant.is_held,
+    )
+    launch("skinny_gemm", library, params, x.device)
+    return out
+
+
+def choose(num_tokens: int, num_units: int, in_features: int, gated: bool, num_ctas: int) -> Variant:
+    """One pass of as few tiles as a CTA's units need; if too many, small passes from the queue, or shares."""
+    columns = -(-num_tokens // 8)
+    is_held = num_tokens <= MAX_HELD_TOKENS and in_features <= MAX_HELD_FEATURES
+    compiled = HELD_TILES if is_held else SHARED_TILES
+    units_per_tile = 8 if gated else 16
+    needed = -(-num_units // (num_ctas * units_per_tile))
+    if needed <= compiled[-1]:
+        return Variant(max(needed, compiled[0]), columns, is_held, is_queued=False)
+    return Variant(TILES_OF_PASSES, columns, is_held, is_queued=needed >= TILES_OF_PASSES * MIN_QUEUED_PASSES)
+
+
+def _by_blocks(scales: torch.Tensor | None) -> bool:
+    return scales is not None and scales.dim() == 2
+
+
+def defines(operand: torch.dtype, weight: torch.dtype, by_blocks: bool) -> tuple[str, ...]:
+    """The macros that choose a library."""
+    name = "BlockFp8Weights" if by_blocks and weight == E4M3 else EXPANDED.get(weight, "PlainWeights")
+    return (f"SLIPSTREAM_OPERAND={OPERANDS[operand]}", f"SLIPSTREAM_WEIGHTS={name}")
+
+
+def variants() -> list[tuple[str, ...]]:
+    """All libraries, for building ahead of time."""
+    names = ("PlainWeights", "BlockFp8Weights", *EXPANDED.values())
+    return [
+        (f"SLIPSTREAM_OPERAND={operand}", f"SLIPSTREAM_WEIGHTS={name}")
+        for operand in OPERANDS.values()
+        for name in names
+    ]
+
+
+@lru_cache
+def queue(device: torch.device) -> torch.Tensor:
+    """What CTAs draw passes from: zeros between launches, which follow each other on one stream.  Made on first use."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("skinny_gemm: first use on this device lies inside a graph capture; run it once before")
+    return torch.zeros(2, dtype=torch.int32, device=device)

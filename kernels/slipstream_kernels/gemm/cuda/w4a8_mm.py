@@ -1,0 +1,73 @@
+"""Products of FP8 rows with 4-bit weights in CUDA: the choice of a kernel by the number of rows.  Hopper only.
+
+Up to 64 rows the weights' bytes are the bound: mixed_gemm_w4a8; up to 128 where outputs are narrow, of which CUTLASS's
+tiles are too few.  Beyond, CUTLASS (w4a8_gemm); where its headers are missing, mixed_gemm_w4a8 of 64 rows at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from slipstream_kernels.cuda.build import missing
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.fp8 import MOST_TOTALLED, Fp8Rows
+from slipstream_kernels.gemm import int4_layout, w4a8_layout
+from slipstream_kernels.gemm.cuda import mixed_gemm_w4a8, w4a8_gemm
+from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import COLUMNS, MAX_TOKENS
+from slipstream_kernels.integer import Int4Weight
+
+LOG = logging.getLogger(__name__)
+assert COLUMNS[-1] == MOST_TOTALLED  # the stride of totals, kMostTokens of mixed_gemm_w4a8_shape.cuh
+
+
+def refusal(weight: Int4Weight) -> str | None:
+    """Why this version cannot serve a canonical weight; None if it can."""
+    if (reason := device_refusal(weight.packed.device, "the weight is")) is not None:
+        return reason
+    sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
+    return sizes or missing(mixed_gemm_w4a8.SOURCE, mixed_gemm_w4a8.defines(COLUMNS[0], 1))
+
+
+def w4a8_mm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """See ops.int4_mm; weight is repacked for FP8 rows."""
+    if rows.dtype not in w4a8_gemm.OUTPUTS:
+        raise ValueError(f"x: rows were {rows.dtype}, not bfloat16 or float16, which such a weight is multiplied by")
+    bias = None if bias is None else bias.to(rows.dtype)
+    rows = replace(rows, values=_aligned(rows.values))
+    out = torch.empty((rows.num_tokens, weight.out_features), dtype=rows.dtype, device=rows.values.device)
+    if mixed_gemm_w4a8.serves(rows.num_tokens, weight):
+        mixed_gemm_w4a8.mixed_gemm_w4a8(rows, weight, bias, out, totals=_totals(rows, weight))
+    elif _many_rows_refusal(rows.dtype) is None:
+        w4a8_gemm.w4a8_gemm(rows, weight, bias, out)
+    else:
+        for start in range(0, rows.num_tokens, MAX_TOKENS):
+            part = slice(start, start + MAX_TOKENS)
+            num_tokens = len(out[part])
+            some = replace(rows, values=rows.values[part], scales=rows.scales[part], num_tokens=num_tokens, totals=None)
+            mixed_gemm_w4a8.mixed_gemm_w4a8(some, weight, bias, out[part], totals=_totals(some, weight))
+    return out
+
+
+def _totals(rows: Fp8Rows, weight: Int4Weight) -> torch.Tensor:
+    """Where rows come without sums, they are made here."""
+    if rows.totals is not None:
+        return rows.totals
+    runs = rows.values[: rows.num_tokens].float().unflatten(1, (-1, w4a8_layout.total_columns(weight.group_size)))
+    return torch.nn.functional.pad(runs.sum(2).t(), (0, MOST_TOTALLED - rows.num_tokens)).contiguous()
+
+
+def _aligned(values: torch.Tensor) -> torch.Tensor:
+    """Rows that begin at multiples of 16 bytes."""
+    return values.contiguous() if values.stride(0) % 16 or values.data_ptr() % 16 else values
+
+
+@lru_cache
+def _many_rows_refusal(dtype: torch.dtype) -> str | None:
+    reason = w4a8_gemm.refusal(dtype)
+    if reason is not None:
+        LOG.warning("more than %d FP8 rows are multiplied %d at a time: %s", MAX_TOKENS, MAX_TOKENS, reason)
+    return reason

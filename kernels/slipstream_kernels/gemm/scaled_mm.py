@@ -1,0 +1,82 @@
+"""scaled_mm: contract and choice.  FP8 rows times FP8 weights, scaled per token and channel, or by blocks."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from slipstream_kernels.fp8 import BLOCK, E4M3, Fp8Rows
+from slipstream_kernels.select import load_module, require_shape, select
+
+# Rows up to which our own kernel is faster than the library on an H200 (docs/LOG.md); above it weights are read once
+# for many rows and cuBLAS is at the peak.
+MAX_OWN_ROWS = 64
+LIBRARY_ALIGNMENT = 16  # features of a weight that cuBLAS takes are multiples of it
+COUNTER_ROWS = 32  # the narrowest tile of output features that the kernel uses
+
+
+def scaled_mm(
+    rows: Fp8Rows,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    counters: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Return dequantised(rows) @ dequantised(weight).T + bias as [num_tokens, out_features], accumulated in fp32.
+
+    The result has rows.dtype.
+
+    weight: [out_features, in_features] e4m3, contiguous.  scales, fp32: [out_features] (rows scaled per token), or
+    `block_scales` of [ceil(out_features / 128), in_features / 128] (rows scaled per 128 columns).
+    bias: [out_features], any float dtype.  counters: `scaled_mm_counters(weight)`, kept by the caller; without it one
+    is made per call.
+    Hopper's FP8 tensor cores accumulate with about 14 bits of fraction; every implementation here moves sums to fp32
+    registers at least every 128 columns or uses the library's slow accumulation.  Source: arXiv:2412.19437, 3.3.2.
+    backend: "library" is torch's scaled matmul (cuBLASLt), beside the usual three.
+    """
+    require_shape("weight", weight, (weight.shape[0], rows.values.shape[1]))
+    if weight.dtype != E4M3 or rows.values.dtype != E4M3:
+        raise ValueError(f"weight, rows: dtypes {weight.dtype}, {rows.values.dtype}, expected {E4M3}")
+    require_scales(rows, weight, scales)
+    if bias is not None:
+        require_shape("bias", bias, (weight.shape[0],))
+    return _choose(backend, rows, weight).scaled_mm(rows, weight, scales, bias, counters)
+
+
+def scaled_mm_counters(weight: torch.Tensor) -> torch.Tensor:
+    """Zeros that the split products of one weight are counted in; each call leaves them zero.  One stream at a time."""
+    return torch.zeros(-(-weight.shape[0] // COUNTER_ROWS), dtype=torch.int32, device=weight.device)
+
+
+def block_scales(out_features: int, in_features: int, device: torch.device) -> torch.Tensor:
+    """Zeros for the scales of a block-wise weight: rows of in_features / 128, padded to the 16 bytes cuBLAS wants.
+
+    Returns [ceil(out_features / 128), in_features / 128 rounded up to a multiple of 4].
+    """
+    columns = -(-in_features // BLOCK)
+    return torch.zeros(-(-out_features // BLOCK), columns + -columns % 4, device=device)
+
+
+def _choose(backend: str, rows: Fp8Rows, weight: torch.Tensor) -> ModuleType:
+    is_aligned = all(size % LIBRARY_ALIGNMENT == 0 for size in weight.shape)
+    prefers_library = rows.values.is_cuda and rows.num_tokens > MAX_OWN_ROWS and is_aligned
+    if backend == "library" or (backend == "auto" and prefers_library):
+        return load_module("library", "gemm.scaled_mm")
+    return select("gemm.scaled_mm", backend, rows.values)
+
+
+def require_scales(rows: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor) -> None:
+    """Raise ValueError unless the scales of both operands fit them and each other."""
+    out_features, in_features = weight.shape
+    if scales.dim() == 1:
+        require_shape("scales", scales, (out_features,))
+        require_shape("rows.scales", rows.scales, (rows.num_tokens, 1))
+        return
+    if in_features % BLOCK:
+        raise ValueError(f"weight: {in_features} columns, block-wise scales need a multiple of {BLOCK}")
+    columns = in_features // BLOCK
+    require_shape("scales", scales, (-(-out_features // BLOCK), columns + -columns % 4))
+    require_shape("rows.scales", rows.scales, (rows.values.shape[0], columns))

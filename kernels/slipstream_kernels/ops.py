@@ -1,0 +1,127 @@
+"""Public operations of the kernel package; everything that models and runtime may import.
+
+Each function checks its arguments, picks an implementation (`backend="auto" | "reference" | "triton"`) and calls it.
+Importing this module does not import triton: that happens when a triton implementation is first chosen.
+"""
+
+from slipstream_kernels.attention.decode_attention import decode_attention
+from slipstream_kernels.attention.invariant_attention import invariant_attention
+from slipstream_kernels.attention.paged_attention import paged_attention
+from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
+from slipstream_kernels.fused_decode.decode_layers import decode_layers, decode_layers_refusal, max_stacked_tokens
+from slipstream_kernels.gemm.int4_mm import int4_mm, int4_total_columns, repack_int4
+from slipstream_kernels.gemm.int8_mm import int8_mm, repack_int8
+from slipstream_kernels.gemm.invariant_mm import invariant_mm
+from slipstream_kernels.gemm.quantize_fp8 import quantize_fp8, quantize_fp8_blocks
+from slipstream_kernels.gemm.quantize_int4 import (
+    dequantize_int4,
+    pack_int4,
+    quantize_int4,
+    quantize_int8_weight,
+    unpack_int4,
+)
+from slipstream_kernels.gemm.quantize_int8 import quantize_int8
+from slipstream_kernels.gemm.scaled_mm import block_scales, scaled_mm, scaled_mm_counters
+from slipstream_kernels.gemm.skinny_gemm import max_streamed_tokens, skinny_gemm
+from slipstream_kernels.gemm.swap_ab_gemm import prefers_clusters, swap_ab_gemm
+from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
+from slipstream_kernels.kv.compact_kv import SlotTable, compact_kv, slot_table
+from slipstream_kernels.kv.rope_write_kv import rope_write_kv
+from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
+from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight
+from slipstream_kernels.moe.grouped_int4_mm import grouped_int4_mm, max_plain_expert_tokens, repack_expert_int4
+from slipstream_kernels.moe.grouped_mm import grouped_mm
+from slipstream_kernels.moe.route_experts import combine_experts, route_experts
+from slipstream_kernels.norm.rms_norm import rms_norm
+from slipstream_kernels.norm.rms_norm_fp8 import rms_norm_fp8
+from slipstream_kernels.norm.silu_mul import silu_mul
+from slipstream_kernels.norm.silu_mul_fp8 import silu_mul_fp8
+from slipstream_kernels.rotation import HeadNorms, Rope
+from slipstream_kernels.routing import Routing
+from slipstream_kernels.sample.logprobs import TopLogprobs, top_logprobs
+from slipstream_kernels.sample.penalties import apply_bias, apply_penalties
+from slipstream_kernels.sample.sample import greedy, sample
+from slipstream_kernels.select import BACKENDS, select
+from slipstream_kernels.spec.accept_drafts import AcceptedRows, accept_drafts, empty_accepted_rows
+from slipstream_kernels.spec.prepare_draft_inputs import LevelRows, prepare_draft_inputs
+from slipstream_kernels.spec.reject_drafts import reject_drafts, token_probs
+from slipstream_kernels.spec.update_step_inputs import DraftRows, StepRows, update_step_inputs
+
+__all__ = [
+    "BACKENDS",
+    "QUANTIZED_KV_DTYPES",
+    "AcceptedRows",
+    "DraftRows",
+    "Fp8Rows",
+    "Fp8Scheme",
+    "HeadNorms",
+    "Int4Weight",
+    "Int8Rows",
+    "KvCache",
+    "LayerStack",
+    "LevelRows",
+    "Rope",
+    "Routing",
+    "ScaledRows",
+    "SlotTable",
+    "StackLayer",
+    "StackRows",
+    "StackWeight",
+    "StepRows",
+    "TopLogprobs",
+    "accept_drafts",
+    "apply_bias",
+    "apply_penalties",
+    "block_scales",
+    "combine_experts",
+    "compact_kv",
+    "decode_attention",
+    "decode_layers",
+    "decode_layers_refusal",
+    "dequantize_int4",
+    "empty_accepted_rows",
+    "empty_kv_cache",
+    "greedy",
+    "grouped_int4_mm",
+    "grouped_mm",
+    "int4_mm",
+    "int4_total_columns",
+    "int4_weight",
+    "int8_mm",
+    "invariant_attention",
+    "invariant_mm",
+    "kv_row_bytes",
+    "max_plain_expert_tokens",
+    "max_stacked_tokens",
+    "max_streamed_tokens",
+    "pack_int4",
+    "paged_attention",
+    "prefers_clusters",
+    "prepare_draft_inputs",
+    "quantize_fp8",
+    "quantize_fp8_blocks",
+    "quantize_int4",
+    "quantize_int8",
+    "quantize_int8_weight",
+    "reject_drafts",
+    "repack_expert_int4",
+    "repack_int4",
+    "repack_int8",
+    "rms_norm",
+    "rms_norm_fp8",
+    "rope_write_kv",
+    "route_experts",
+    "sample",
+    "scaled_mm",
+    "scaled_mm_counters",
+    "select",
+    "silu_mul",
+    "silu_mul_fp8",
+    "skinny_gemm",
+    "slot_table",
+    "swap_ab_gemm",
+    "token_probs",
+    "top_logprobs",
+    "unpack_int4",
+    "update_step_inputs",
+]

@@ -1,0 +1,82 @@
+"""accept_drafts: contract and choice.  Which drafts of a verified step are taken, on the device."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from slipstream_kernels.select import require_shape, select
+
+MAX_ROWS = 64  # of one request: what the bits of a mask word can name
+
+
+class AcceptedRows(NamedTuple):
+    """What holds of each request's last token and drafts, whose rows count from the last token's, which always holds.
+
+    paths: [R] int64, a bit per row that holds.  counts: [R] int32, how many.  last: [R] int64, the deepest of them
+    among the step's rows.  sources, targets: [R, 64] int64, cache slots: the first counts[r] of sources hold what
+    belongs into those of targets; what stands behind is of no meaning.
+    """
+
+    paths: torch.Tensor
+    counts: torch.Tensor
+    last: torch.Tensor
+    sources: torch.Tensor
+    targets: torch.Tensor
+
+    def first(self, num_requests: int) -> AcceptedRows:
+        return AcceptedRows(*(tensor[:num_requests] for tensor in self))
+
+
+def empty_accepted_rows(num_requests: int, device: torch.device) -> AcceptedRows:
+    """Room for the results of so many requests."""
+    words = torch.zeros(2, num_requests, dtype=torch.int64, device=device)
+    slots = torch.zeros(2, num_requests, MAX_ROWS, dtype=torch.int64, device=device)
+    counts = torch.ones(num_requests, dtype=torch.int32, device=device)
+    return AcceptedRows(words[0], counts, words[1], slots[0], slots[1])
+
+
+def accept_drafts(
+    token_ids: torch.Tensor,
+    next_ids: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_drafts: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    tree_mask: torch.Tensor | None = None,
+    marks: torch.Tensor | None = None,
+    scores: torch.Tensor | None = None,
+    out: AcceptedRows | None = None,
+    backend: str = "auto",
+) -> AcceptedRows:
+    """Take of each request the longest way along drafts that are what the model said after the row before them.
+
+    token_ids, slot_mapping: [T] int64, the step's rows.  next_ids: [T] int64, what was drawn after each row.
+    query_start_loc: [R + 1] int32.  num_drafts: [R] int32, at most 63: the last rows of each request are drafts.
+    tree_mask: int64, a word per row as in ops.decode_attention, at least for requests with drafts; None: all chains.
+    marks: [T] int8, 1: the draft is taken whatever was drawn, -1: it never is.  scores: [T] fp32, of equally long ways
+    the one of the highest at its end is taken; None: the first.  Source of trees as mask words: arXiv:2305.09781.
+    """
+    num_tokens, num_requests = token_ids.shape[0], num_drafts.shape[0]
+    for name, tensor, dtype, shape in (
+        ("token_ids", token_ids, torch.int64, (num_tokens,)),
+        ("next_ids", next_ids, torch.int64, (num_tokens,)),
+        ("slot_mapping", slot_mapping, torch.int64, (num_tokens,)),
+        ("query_start_loc", query_start_loc, torch.int32, (num_requests + 1,)),
+        ("num_drafts", num_drafts, torch.int32, (num_requests,)),
+        ("marks", marks, torch.int8, (num_tokens,)),
+        ("scores", scores, torch.float32, (num_tokens,)),
+    ):
+        if tensor is not None:
+            require_shape(name, tensor, shape)
+            if tensor.dtype != dtype or not tensor.is_contiguous():
+                raise ValueError(f"{name}: {tensor.dtype}, expected contiguous {dtype}")
+    if tree_mask is not None and (tree_mask.dim() != 1 or tree_mask.dtype != torch.int64):
+        raise ValueError(f"tree_mask: {tree_mask.dtype} {tuple(tree_mask.shape)}, expected int64 [rows]")
+    if out is None:
+        out = empty_accepted_rows(num_requests, token_ids.device)
+    implementation = select("spec.accept_drafts", backend, token_ids)
+    rows = token_ids, next_ids, query_start_loc, num_drafts, slot_mapping
+    implementation.accept_drafts(*rows, tree_mask, marks, scores, out)
+    return out

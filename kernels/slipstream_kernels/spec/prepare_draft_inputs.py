@@ -1,0 +1,57 @@
+"""prepare_draft_inputs: contract and choice.  Rows of a draft's next level, behind what a request has computed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from slipstream_kernels.select import require_shape, select
+
+MAX_ROWS = 64  # of a request
+
+
+class LevelRows(NamedTuple):
+    """positions, slots: [num_requests * num_rows] int64, slot -1: nothing is written.  seq_lens: [num_requests] int32,
+    with these rows; 0: the request computes nothing."""
+
+    positions: torch.Tensor
+    slots: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+def prepare_draft_inputs(
+    positions: torch.Tensor,
+    last: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    *,
+    first: int,
+    num_rows: int,
+    rows_per_level: int,
+    block_size: int,
+    num_positions: int,
+    backend: str = "auto",
+) -> LevelRows:
+    """num_rows rows of each request in the slots first, … after that of its row `last`.
+
+    positions: [T] int64, of the rows before.  last: [num_requests] int64, rows among them.  seq_lens: [num_requests]
+    int32, 0 for a request that pads.  block_tables: [num_requests, width] int32, -1 where there is no block.
+    Row i is rows_per_level rows deep: its position is first + i // rows_per_level after that of `last`'s successor, and
+    stays below num_positions.  A request whose blocks end before its last row computes nothing, nor does one that pads.
+    """
+    num_requests = last.shape[0]
+    if not 0 < num_rows <= MAX_ROWS or rows_per_level < 1 or first < 0:
+        raise ValueError(f"num_rows: {num_rows} from {first}, accepted: 1 to {MAX_ROWS}, from 0 on")
+    require_shape("seq_lens", seq_lens, (num_requests,))
+    for name, tensor, dtype in (("positions", positions, torch.int64), ("last", last, torch.int64)):
+        if tensor.dtype != dtype or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected contiguous {dtype}")
+    if block_tables.dim() != 2 or block_tables.shape[0] != num_requests or block_tables.stride(-1) != 1:
+        raise ValueError(f"block_tables: shape {tuple(block_tables.shape)}, expected a row for {num_requests} requests")
+    places = first, num_rows, rows_per_level
+    implementation = select("spec.prepare_draft_inputs", backend, positions)
+    rows: LevelRows = implementation.prepare_draft_inputs(
+        positions, last, seq_lens, block_tables, places, block_size, num_positions
+    )
+    return rows

@@ -1,0 +1,58 @@
+"""accept_drafts in plain torch, on any device: trees as 64-bit words, all requests at once."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.spec.accept_drafts import MAX_ROWS, AcceptedRows
+
+
+def accept_drafts(
+    token_ids: torch.Tensor,
+    next_ids: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_drafts: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    tree_mask: torch.Tensor | None,
+    marks: torch.Tensor | None,
+    scores: torch.Tensor | None,
+    out: AcceptedRows,
+) -> None:
+    """See ops.accept_drafts.  Everything below is [num_requests, 64], a column per row of the request."""
+    device = token_ids.device
+    rows = torch.arange(MAX_ROWS, device=device)
+    first = query_start_loc[1:].long() - 1 - num_drafts
+    inside = rows <= num_drafts[:, None]
+    places = torch.where(inside, first[:, None] + rows, first[:, None])
+    bits = torch.ones_like(rows) << rows
+    words = (bits | (bits - 1)).expand_as(places) if tree_mask is None else _words(tree_mask, places, inside)
+    words = torch.where(inside, words, 0)
+    words[:, 0] = 1  # behind a short prompt it has the prompt's bits
+    # a row's parent is the one whose word is the row's own without its bit
+    is_parent = words[:, None, :] == (words ^ bits)[:, :, None]
+    said = (is_parent * next_ids[places][:, None, :]).sum(dim=2)
+    agrees = (said == token_ids[places]) | (rows == 0)
+    if marks is not None:
+        mark = marks[places]
+        agrees = ((agrees & (mark >= 0)) | (mark > 0)) | (rows == 0)
+    agreed = torch.where(agrees & inside, bits, 0).sum(dim=1)
+    taken = inside & ((words & ~agreed[:, None]) == 0)
+    depths = torch.where(taken, (words[:, :, None] >> rows & 1).sum(dim=2), 0)
+    counts = depths.amax(dim=1)
+    worth = torch.where(depths == counts[:, None], 0.0 if scores is None else scores[places], float("-inf"))
+    end = worth.argmax(dim=1, keepdim=True)
+    path = words.gather(1, end)
+    kept = (path >> rows & 1).bool() & inside
+    out.paths.copy_(path[:, 0])
+    out.counts.copy_(counts)
+    out.last.copy_(first + end[:, 0])
+    out.targets.copy_(slot_mapping[places])
+    order = torch.argsort(~kept, dim=1, stable=True)
+    out.sources.copy_(slot_mapping[places.gather(1, order)])
+
+
+def _words(tree_mask: torch.Tensor, places: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
+    """A request without drafts may lie behind the rows that have words: its one row sees itself."""
+    is_there = places < tree_mask.shape[0]
+    words = tree_mask[places.clamp(max=tree_mask.shape[0] - 1)]
+    return torch.where(is_there & inside, words, 1)

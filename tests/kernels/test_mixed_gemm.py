@@ -1,0 +1,72 @@
+"""int8 weights as register operands of products: what lanes hold, every variant on a GPU, and which one is chosen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hopper import needs_hopper
+from slipstream_kernels.gemm import int8_layout
+from slipstream_kernels.gemm.cuda import mixed_gemm
+from slipstream_kernels.gemm.cuda.mixed_gemm import Variant
+
+LANES = torch.arange(32)
+# Clusters of so many CTAs that an H200 runs at once.
+AT_ONCE = {1: 132, 2: 66, 3: 39, 4: 30, 5: 22, 6: 20, 7: 16, 8: 15}
+SIZES = [(4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (57344, 8192), (8192, 28672), (16, 128), (48, 256)]
+
+
+def pair(word: torch.Tensor) -> torch.Tensor:
+    """As Bytes<__nv_bfloat16> makes it: fp32 [lanes, 2]."""
+
+    def halves(bits: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(bits >> 16 * i & 0xFFFF).to(torch.int16) for i in range(2)], 1).view(torch.bfloat16)
+
+    return halves((word & 0x007F007F) | 0x43004300).float() + halves((word & 0x00800080) | 0xC300C300).float()
+
+
+def test_registers_hold_the_weights_numbers() -> None:
+    """Lane by lane: matrices as ldmatrix gives them, then registers of m64n..k16 products (PTX ISA, wgmma)."""
+    values = torch.stack([torch.arange(-128, 128).roll(7 * i) for i in range(16)]).to(torch.int8)
+    words = int8_layout.repack(values).long() & 0xFFFFFFFF
+    found = torch.full((16, 256), float("nan"))
+    for step in range(16):  # of 16 columns
+        for low in range(2):  # rows 8-15
+            row, word = LANES // 4 + 8 * low, words[LANES // 4 + 8 * low, 4 * step + LANES % 4]
+            for high, of_lanes in enumerate((pair(word), pair(word >> 8))):  # columns 8-15
+                for e in range(2):
+                    found[row, 16 * step + 8 * high + 2 * (LANES % 4) + e] = of_lanes[:, e]
+    assert torch.equal(found, values.float())
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_chosen_can_run(size: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_once(device: torch.device, dtype: torch.dtype, variant: Variant) -> int:
+        return AT_ONCE[variant.splits]
+
+    monkeypatch.setattr(mixed_gemm, "clusters_at_once", at_once)
+    for num_tokens in (9, 17, 64, 65, 96, 128, 129, 192, 193, 256):
+        x = torch.empty(num_tokens, size[1], device="meta")
+        variant = mixed_gemm.choose(x, size[0])
+        assert variant in list(mixed_gemm.candidates(x, size[0]))
+        assert variant.columns * variant.token_tiles >= num_tokens
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("size", [(592, 1152), (2304, 2048), (96, 128), (36864, 256)])
+def test_every_variant_multiplies(size: tuple[int, int], dtype: torch.dtype) -> None:
+    values = torch.randint(-128, 128, size, dtype=torch.int8, device="cuda")
+    scales = (0.5 + torch.rand(size[0], device="cuda")) * size[1] ** -0.5 / 64
+    words, bias = int8_layout.repack(values), torch.randn(size[0], device="cuda").to(dtype)
+    for num_tokens in (1, 16, 17, 33, 48, 64, 65, 128, 150, 256):
+        x = torch.randn(num_tokens, size[1], device="cuda").to(dtype)
+        y = x.double() @ (values.double() * scales.double()[:, None]).t() + bias.double()
+        gate, up = y.chunk(2, dim=1)
+        gated_y = torch.nn.functional.silu(gate) * up
+        for gated, variant in ((g, v) for g in (False, True) for v in mixed_gemm.candidates(x, size[0])):
+            expected = gated_y if gated else y
+            if gated and size[0] % 32:
+                continue
+            out = torch.full(expected.shape, float("nan"), dtype=dtype, device="cuda")
+            mixed_gemm.mixed_gemm(x, words, scales, bias, gated, variant, out)
+            assert (out.double() - expected).norm() / expected.norm() < 6e-3, (num_tokens, gated, variant)

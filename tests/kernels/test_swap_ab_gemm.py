@@ -1,0 +1,158 @@
+"""Products by clusters: right against fp64 for every variant, the same every run, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from hopper import assert_compiles_well, needs_hopper
+from slipstream_kernels import ops
+from slipstream_kernels.gemm.cuda import swap_ab_choice
+from slipstream_kernels.gemm.cuda import swap_ab_gemm as cuda_cluster
+from stream_cases import (
+    Case,
+    assert_chain_in_a_graph_is_right,
+    draw_case,
+    exact,
+    poison_result,
+    quantised,
+    tolerance,
+)
+
+FORMATS = ("plain", "channel", "block")
+# out, in: several passes of a CTA; sums that end inside a chunk; fewer rows than CTAs
+SHAPES = [(6144, 4096), (1072, 1152), (160, 256), (32, 128)]
+TOKENS = (5, 17, 50, 128, 200, 256)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reference_is_right(weights: str, gated: bool, dtype: torch.dtype) -> None:
+    case = draw_case(Case(5, 48, 256, weights, gated, dtype), torch.device("cpu"))
+    x, case = (case.operands[0], case) if weights == "plain" else quantised(case)
+    y = ops.swap_ab_gemm(x, *case.operands[1:], gated=gated)
+    expected = exact(case)
+    assert y.dtype == dtype and ((y.double() - expected).abs() <= tolerance(case, expected)).all()
+
+
+@needs_hopper
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("weights", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_cuda_is_right_for_every_variant(
+    dtype: torch.dtype, weights: str, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for num_tokens, (out_features, in_features) in itertools.product(TOKENS, SHAPES):
+        case = draw_case(Case(num_tokens, out_features, in_features, weights, gated, dtype), torch.device("cuda"))
+        x, case = (case.operands[0], case) if weights == "plain" else quantised(case)
+        expected = exact(case)
+        limit = tolerance(case, expected, "cpu" if weights == "plain" else "cuda")
+        for variant in variants(case.what):
+            monkeypatch.setattr(cuda_cluster, "choose", lambda *_, variant=variant: variant)
+            poison_result(case.what)
+            y = ops.swap_ab_gemm(x, *case.operands[1:], gated=gated, backend="cuda")
+            error = (y.double() - expected).abs() - limit
+            assert (error <= 0).all(), f"{variant}, {case.what}: {error.max()} at {error.argmax()}"
+
+
+def variants(what: Case) -> Iterator[swap_ab_choice.Variant]:
+    """All that can serve such a product, but for tiles that are four times too wide."""
+    weight = what.dtype if what.weights == "plain" else torch.float8_e4m3fn
+    row_bytes = what.in_features * weight.itemsize
+    product = swap_ab_choice.Product(what.num_tokens, what.out_features, row_bytes, what.gated)
+    for (columns, is_gated), sizes in swap_ab_choice.COMPILED.items():
+        if is_gated != what.gated or not what.num_tokens <= columns < max(4 * what.num_tokens, 64):
+            continue
+        for size in sizes:
+            variant = swap_ab_choice.Variant(columns, *size)
+            kind = (what.dtype, weight, what.weights == "block")
+            count = cuda_cluster.count_clusters(torch.device("cuda:0"), *kind, variant, what.gated)
+            if swap_ab_choice.estimate_us(product, variant, count) < float("inf"):
+                yield variant
+
+
+@needs_hopper
+@pytest.mark.parametrize("weights", FORMATS)
+def test_same_bits_in_every_run(weights: str) -> None:
+    case = draw_case(Case(64, 4096, 4096, weights, False, torch.bfloat16), torch.device("cuda"))
+    x = case.operands[0] if weights == "plain" else quantised(case)[0]
+    first = ops.swap_ab_gemm(x, *case.operands[1:], backend="cuda")
+    assert all(torch.equal(ops.swap_ab_gemm(x, *case.operands[1:], backend="cuda"), first) for _ in range(20))
+
+
+@needs_hopper
+def test_a_chain_in_a_graph_sees_what_the_kernel_before_wrote() -> None:
+    assert_chain_in_a_graph_is_right(partial(ops.swap_ab_gemm, backend="cuda"), num_tokens=40, features=1024)
+
+
+FP8 = torch.zeros(32, 128).to(torch.float8_e4m3fn)
+ROWS = ops.quantize_fp8(torch.ones(2, 128))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(2, 100)}, "x: shape"),
+        ({"x": torch.zeros(128, 2).t()}, "x: last dimension"),
+        ({"x": torch.zeros(2, 128, dtype=torch.int8)}, "x: dtype"),
+        ({"weight": torch.zeros(32, 128).bfloat16()}, "weight: dtype torch.bfloat16, expected x's"),
+        ({"weight": FP8}, "weight: dtype torch.float8_e4m3fn, expected x's"),
+        ({"weight": torch.zeros(128, 32).t()}, "weight: shape"),
+        ({"scales": torch.ones(32)}, "scales: a weight of torch.float32 has none"),
+        ({"x": ROWS}, "weight: dtype torch.float32, expected torch.float8_e4m3fn"),
+        ({"x": ROWS, "weight": FP8}, "scales: a weight of torch.float8_e4m3fn needs"),
+        ({"x": ROWS, "weight": FP8, "scales": torch.ones(31)}, "scales: shape"),
+        ({"x": ROWS, "weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)}, "x: shape"),
+        ({"bias": torch.zeros(31)}, "bias: shape"),
+        ({"bias": torch.zeros(32).half()}, "bias: dtype"),
+        ({"weight": torch.zeros(33, 128), "gated": True}, "weight: 33 rows"),
+        ({"backend": "triton"}, "backend: 'triton'"),
+        ({"backend": "cuda"}, "backend: cuda cannot run swap_ab_gemm: weight is on cpu"),
+        ({"x": torch.zeros(300, 128), "backend": "cuda"}, "300 tokens are more than 256"),
+    ],
+)
+def test_refuses_by_name(change: dict[str, object], message: str) -> None:
+    call = {"x": torch.zeros(2, 128), "weight": torch.zeros(32, 128), **change}
+    with pytest.raises(ValueError, match=message):
+        ops.swap_ab_gemm(**call)
+
+
+H200 = {1: 132, 2: 66, 4: 30}  # clusters that run at once, by their size
+
+
+def test_choice_can_run_for_every_size() -> None:
+    sizes = itertools.product((1, 17, 64, 65, 256), (16, 4096, 6144, 28672, 128256), (512, 4096, 28672), (False, True))
+    for num_tokens, out_features, row_bytes, gated in sizes:
+        product = swap_ab_choice.Product(num_tokens, out_features, row_bytes, gated)
+        variant = swap_ab_choice.choose(product, lambda variant: H200[variant.splits])
+        assert variant[1:] in swap_ab_choice.COMPILED[variant.columns, gated] and variant.columns >= num_tokens
+        assert swap_ab_choice.estimate_us(product, variant, H200[variant.splits]) < float("inf")
+
+
+def test_is_chosen_where_it_was_measured_to_be_faster() -> None:
+    gate_up = swap_ab_choice.Product(64, 28672, 8192, True)
+    assert swap_ab_choice.is_chosen(gate_up, "plain") and not swap_ab_choice.is_chosen(gate_up, "unknown")
+    assert not swap_ab_choice.is_chosen(gate_up._replace(num_tokens=256), "plain")
+    for product in (swap_ab_choice.Product(64, 4096, 8192, False), swap_ab_choice.Product(64, 128256, 8192, False)):
+        assert not swap_ab_choice.is_chosen(product, "plain")
+    down = swap_ab_choice.Product(128, 4096, 14336, False)
+    assert swap_ab_choice.is_chosen(down, "channel") and not swap_ab_choice.is_chosen(down, "block")
+    assert swap_ab_choice.chosen_columns("plain") == [32, 64, 128]
+    assert swap_ab_choice.chosen_columns("channel") == [32, 64, 128]
+    assert not ops.prefers_clusters(64, torch.zeros(32, 128))
+
+
+def test_narrow_products_share_sums() -> None:
+    """4096 weight rows are 31 for each of 132 SMs: alone they would read as many activations as weights, or more."""
+    product = swap_ab_choice.Product(64, 4096, 14336, False)
+    assert swap_ab_choice.choose(product, lambda variant: H200[variant.splits]).splits > 1
+    wide = swap_ab_choice.Product(64, 28672, 4096, False)
+    assert swap_ab_choice.choose(wide, lambda variant: H200[variant.splits]).splits == 1
+
+
+def test_compiles_without_spills() -> None:
+    assert_compiles_well(cuda_cluster.SOURCE, cuda_cluster.defines(torch.bfloat16, torch.float8_e4m3fn, False, 64))
