@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from slipstream.server.generation import Generation, Response
 
 UNARY_TIMEOUT_S = 10.0
 GRACE_S = 0.25
+END_TIMEOUT_S = 5.0  # for the end of a stream whose error is already there: the client waits for it
 Result = TypeVar("Result")
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -79,8 +81,12 @@ class GenerateStream:
         """
         parameters = message.infer_response.parameters
         if not parameters or parameters["triton_final_response"].bool_param:
-            while message is not grpc.aio.EOF:
-                message = await self._call.read()
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._read_to_end(), END_TIMEOUT_S)
+
+    async def _read_to_end(self) -> None:
+        while await self._call.read() is not grpc.aio.EOF:
+            pass
 
     async def _check_end(self) -> None:
         code = await self._call.code()
