@@ -118,6 +118,13 @@ bool Engine::submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std
           std::to_string(EngineLink::kMaxUnreadBytes >> 20) + " MiB of them are unread");
 }
 
+void Engine::refuse(
+    TRITONBACKEND_ResponseFactory* factory, TRITONSERVER_Error_Code code, const std::string& reason) {
+  services_.pacer.before_send();
+  send_error(factory, code, reason);
+  log_if_failed(TRITONBACKEND_ResponseFactoryDelete(factory), "response factory");
+}
+
 void Engine::send_cancel(uint64_t handle) {
   std::shared_ptr<EngineLink> link;
   {

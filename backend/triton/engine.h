@@ -81,6 +81,9 @@ class Engine {
   // while the engine is down.  Throws BackendError, and nothing is taken, while the engine has too much unread.
   bool submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std::string_view frame);
 
+  // Answer a request that was not taken; the factory is deleted.
+  void refuse(TRITONBACKEND_ResponseFactory* factory, TRITONSERVER_Error_Code code, const std::string& reason);
+
   // Have the engine stop working on a request, as if its client had cancelled.  False if it is not live here.
   // Does not wait: the caller holds the lock of all engines, and this one may not be reading its socket.
   bool cancel(uint64_t handle) { return live_.mark_cancelled(handle); }

@@ -115,6 +115,7 @@ void LiveRequests::fail_ignored_cancels() {
   }
   for (TRITONBACKEND_ResponseFactory* factory : ignored) {
     log_warning("the engine did not answer a cancellation within 5 s");
+    pacer_.before_send();
     send_error(factory, TRITONSERVER_ERROR_CANCELLED, "cancelled; the engine did not confirm it");
     log_if_failed(TRITONBACKEND_ResponseFactoryDelete(factory), "response factory");
   }

@@ -156,10 +156,7 @@ void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Req
       code = TRITONSERVER_ERROR_INTERNAL;
       reason = "the request could not be passed on to the engine; the server's log says why";
     }
-    if (!is_taken) {
-      send_error(factory, code, reason);
-      log_if_failed(TRITONBACKEND_ResponseFactoryDelete(factory), "response factory");
-    }
+    if (!is_taken) engine_->refuse(factory, code, reason);
   }
   const uint64_t ended = monotonic_ns();
   log_if_failed(

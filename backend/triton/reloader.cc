@@ -31,11 +31,13 @@ bool is_in_repository(TRITONSERVER_Server* server, const std::string& model) {
 
 }  // namespace
 
+constexpr std::chrono::seconds kHealthy(10);
+
 using std::chrono::milliseconds;
 
 std::chrono::milliseconds Backoff::next(Clock::duration healthy_for) {
   constexpr milliseconds kFirst(500), kLongest(30000);
-  const bool was_healthy = healthy_for > std::chrono::seconds(60);
+  const bool was_healthy = healthy_for > kHealthy;
   delay_ = was_healthy || delay_ == milliseconds(0) ? kFirst : std::min(2 * delay_, kLongest);
   return delay_;
 }

@@ -23,7 +23,8 @@ namespace slipstream {
 class Backoff {
  public:
   using Clock = std::chrono::steady_clock;
-  // How long to wait before the next start: 0.5 s doubling to 30 s, from the beginning after 60 s of health.
+  // How long to wait before the next start: 0.5 s doubling to 30 s, from the beginning after 10 s of health.  An engine that
+  // was up for so long has not died of how it was started.
   std::chrono::milliseconds next(Clock::duration healthy_for);
 
  private:

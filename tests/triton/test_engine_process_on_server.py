@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from fake_backend import add_model
 from grpc_stream import GrpcStream
 from llm_server import ROOT, missing_server
+from patience import wait_until
 from slipstream.commands import serve
 from triton_server import TritonServer
 
@@ -105,3 +107,41 @@ def test_an_engine_that_does_not_read_costs_nobody_else_anything(fake_backend_di
             assert {len(text) for text in stream.texts[1:]} == {len(word) + 1}
             assert len(stream.errors) + len(stream.texts) == 13
         assert server.metrics()['slipstream_engine_restarts_total{model="stopped",version="1"}'] == 0
+
+
+# ---------------------------------------------------------------- honest readiness
+
+
+def test_one_refused_unload_leaves_the_readiness_of_others_honest(fake_backend_dir: Path, tmp_path: Path) -> None:
+    """A server that is still loading refuses to unload; it does not refuse later, or for another model."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    add_model(tmp_path / "repository", "dies_early", {"worker": "true"})
+    add_model(tmp_path / "repository", "dies_later", {"slow_file": str(slow)})
+    models = ("dies_early", "dies_later")
+    server = TritonServer(tmp_path / "repository", fake_backend_dir, control_mode="explicit", load_models=models)
+
+    def has_worker(process: psutil.Process) -> bool:
+        return bool(process.children())
+
+    def kill_while_the_other_loads() -> None:
+        try:
+            wait_until(lambda: "the engine of model 'dies_early' is up" in server.log, "the first engine to be up")
+            [engine] = [process for process in psutil.Process(server.pid).children() if has_worker(process)]
+            engine.kill()
+            wait_until(lambda: "its ready endpoint does not show it" in server.log, "the unload to be refused")
+        finally:
+            slow.unlink()
+
+    killer = threading.Thread(target=kill_while_the_other_loads)
+    killer.start()
+    with server:
+        killer.join()
+        assert "model dies_early: its engine restarts in place" in server.log
+        server.wait_until(lambda: server.log.count("the engine of model 'dies_early' is up") == 2, "the restart")
+        [engine] = [process for process in psutil.Process(server.pid).children() if not has_worker(process)]
+        slow.touch()
+        engine.kill()
+        server.wait_until(lambda: not server.is_model_ready("dies_later"), "the model not to be ready", 5)
+        slow.unlink()
+        server.wait_model_ready("dies_later")
