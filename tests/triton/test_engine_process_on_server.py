@@ -129,7 +129,7 @@ def test_one_refused_unload_leaves_the_readiness_of_others_honest(fake_backend_d
             wait_until(lambda: "the engine of model 'dies_early' is up" in server.log, "the first engine to be up")
             [engine] = [process for process in psutil.Process(server.pid).children() if has_worker(process)]
             engine.kill()
-            wait_until(lambda: "its ready endpoint does not show it" in server.log, "the unload to be refused")
+            wait_until(lambda: "restarts in place" in server.log, "the unload to be refused")
         finally:
             slow.unlink()
 
@@ -137,7 +137,6 @@ def test_one_refused_unload_leaves_the_readiness_of_others_honest(fake_backend_d
     killer.start()
     with server:
         killer.join()
-        assert "model dies_early: its engine restarts in place" in server.log
         server.wait_until(lambda: server.log.count("the engine of model 'dies_early' is up") == 2, "the restart")
         [engine] = [process for process in psutil.Process(server.pid).children() if not has_worker(process)]
         slow.touch()
