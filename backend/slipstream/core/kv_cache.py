@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.host_cache import BlockCopies, HostCache
@@ -28,8 +28,7 @@ def hash_root(prefix_key: bytes) -> bytes:
     return hashlib.blake2b(prefix_key, person=b"slipstream root", digest_size=_HASH_BYTES).digest()
 
 
-@dataclass(frozen=True, slots=True)
-class FoundBlock:
+class FoundBlock(NamedTuple):
     """Where a full block of a request's prefix lies. device_block None: in host memory alone."""
 
     block_hash: bytes
@@ -71,7 +70,14 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    # ---- admission: look, check, take
+    # ---- admission: hash, look, check, take
+
+    def hash_prompt(self, sequences: Sequence[Request]) -> None:
+        """Hash the prompt that all of these share, once, before they are added. Any thread: nothing here is changed."""
+        if self.enable_prefix_caching:
+            self._grow_hashes(sequences[0], sequences[0].num_tokens)
+            for other in sequences[1:]:
+                other.block_hashes = list(sequences[0].block_hashes)
 
     def find_prefix(self, request: Request) -> list[FoundBlock]:
         """Cached full blocks that begin the request's tokens, at most (num_tokens - 1) // block_size. Takes nothing."""
@@ -79,8 +85,9 @@ class KVCacheManager:
             return []
         self._grow_hashes(request, request.num_tokens)
         found: list[FoundBlock] = []
+        find = self.pool.find
         for block_hash in request.block_hashes[: (request.num_tokens - 1) // self.block_size]:
-            block = self.pool.find(block_hash)
+            block = find(block_hash)
             if block is None and (self.host is None or self.host.find(block_hash) is None):
                 break
             found.append(FoundBlock(block_hash, block))

@@ -118,6 +118,7 @@ class Engine:
         sequences = self._intake.prepare(request)
         for sequence in sequences:
             check_fits(sequence, self.config.scheduler, self.scheduler.cache, self.max_model_len)
+        self.scheduler.cache.hash_prompt(sequences)
         with self._wake:
             if self.error is not None:
                 raise self.error
