@@ -1,0 +1,37 @@
+"""Prompt lookup over long texts: indexed a piece per step, so that no step stands still for one request's reference."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.runtime.speculation import ngram
+from slipstream.runtime.speculation.ngram import MAX_INDEXED_TOKENS, NgramIndex, NgramProposer
+
+
+def test_a_long_text_and_a_long_reference_are_indexed_piece_by_piece(monkeypatch) -> None:
+    prompt = list(range(10, 10 + 2 * MAX_INDEXED_TOKENS + 50))
+    reference = tuple(range(50_000, 50_000 + MAX_INDEXED_TOKENS + 9))
+    request = Request(prompt, SamplingParams(reference_ids=reference))
+    pieces: list[int] = []
+    extend = NgramIndex.extend
+
+    def counting(index: NgramIndex, token_ids) -> None:
+        pieces.append(len(token_ids))
+        extend(index, token_ids)
+
+    monkeypatch.setattr(ngram.NgramIndex, "extend", counting)
+    proposer = NgramProposer(SimpleNamespace(config=EngineConfig()))  # type: ignore[arg-type]
+    wish = SimpleNamespace(request=request, num_drafts=3)
+    for _ in range(4):
+        proposer.propose([wish])  # type: ignore[list-item]
+    assert max(pieces) == MAX_INDEXED_TOKENS and sum(pieces) == len(prompt) + len(reference)
+
+    request.token_ids += reference[-9:-7]
+    [drafts] = proposer.propose([wish])  # type: ignore[list-item]
+    assert drafts.token_ids == list(reference[-7:-4]), "the last piece of the reference is found"
+    request.token_ids += prompt[2048:2050]
+    [drafts] = proposer.propose([wish])  # type: ignore[list-item]
+    assert drafts.token_ids == prompt[2050:2053], "and that of the prompt"
