@@ -7,10 +7,11 @@ import toy_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.client_request import ClientRequest
-from slipstream.core.detokenize import decode_after
+from slipstream.core.detokenize import decode_after, start_detokenizer
 from slipstream.core.outputs import RequestOutput, StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.runtime import output as output_module
 from slipstream.runtime.output import OutputProcessor
 from slipstream.runtime.tokenizer import TextTokenizer
 
@@ -222,3 +223,36 @@ def test_the_siblings_of_a_sequence_that_failed_are_cancelled() -> None:
     alone = Bench()
     alone.step([], FinishReason.ERROR, error="went wrong")
     assert alone.failures == []
+
+
+@pytest.mark.parametrize("name", ["byte_level", "sentencepiece", "metaspace"])
+def test_sequences_share_the_prompts_end_and_nothing_else(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prompt ends within a character, each sequence goes on in its own way."""
+    tokenizer = TextTokenizer(getattr(toy_tokenizers, name)())
+    prompt = tokenizer.encode("brown ཀ", False)[:-1]
+    outputs = [tokenizer.encode(text, False) for text in ("fox ག", "ཀ dog", "🏳 x")]
+    alone = []
+    for output in outputs:
+        detokenizer = start_detokenizer(tokenizer, prompt)
+        alone.append("".join(detokenizer.push([token_id]) for token_id in output) + detokenizer.flush())
+    num_starts = []
+    start = output_module.start_detokenizer
+
+    def counting(*args):
+        num_starts.append(1)
+        return start(*args)
+
+    monkeypatch.setattr(output_module, "start_detokenizer", counting)
+    params = SamplingParams(max_tokens=100, n=3)
+    requests = [Request(prompt, params, handle=1, sequence_index=index) for index in range(3)]
+    processor = OutputProcessor(tokenizer, lambda request, stop: None, lambda handle: None)
+    processor.add(ClientRequest(1, requests[0], stream=True))
+    texts = ["", "", ""]
+    for at in range(max(map(len, outputs)) + 1):
+        for request, output in zip(requests, outputs):
+            if at > len(output):
+                continue
+            is_over = at == len(output)
+            step = StepOutput(request, output[at : at + 1], FinishReason.LENGTH if is_over else None)
+            texts[request.sequence_index] += "".join(one.text for one in processor.process([step]))
+    assert texts == alone and len(num_starts) == 1

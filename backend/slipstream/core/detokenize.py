@@ -108,7 +108,7 @@ class ByteFallbackDetokenizer:
         run_start = len(prompt_token_ids)
         while run_start > 0 and not isinstance(_piece(self._pieces, prompt_token_ids[run_start - 1]), str):
             run_start -= 1
-        self._decode(prompt_token_ids[run_start:])
+        self._enter_run(prompt_token_ids[run_start:])
         has_text = any(_piece(self._pieces, token_id) for token_id in prompt_token_ids)
         self._strip = table.strips_space and not has_text
 
@@ -131,6 +131,15 @@ class ByteFallbackDetokenizer:
             return text
         self._strip = False
         return text[1:] if text[0] == " " else text
+
+    def _enter_run(self, token_ids: Sequence[int]) -> None:
+        """The state after the byte tokens that a prompt ends with, perhaps all of a long one."""
+        data = b"".join(piece for token_id in token_ids if isinstance(piece := _piece(self._pieces, token_id), bytes))
+        try:
+            self._pending = data[utf_8_decode(data, "strict", False)[1] :]
+        except UnicodeDecodeError:
+            self._is_invalid = True
+        self.is_pending = bool(self._pending)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         parts = []
@@ -172,7 +181,7 @@ class WindowDetokenizer:
         self.is_pending = self._base < len(text)
 
     def push(self, token_ids: Sequence[int]) -> str:
-        self._new_ids += token_ids
+        self._new_ids = [*self._new_ids, *token_ids]  # a new list: copies of a started detokenizer share the old one
         text = self._decode(self._new_ids)
         self.is_pending = text.endswith(REPLACEMENT)
         return self._push_pending(text) if self.is_pending else self._take(text, len(self._new_ids))

@@ -7,9 +7,11 @@ Belongs to the output thread; only `add` and `discard` may be called from others
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
+from typing import NamedTuple
 
 from slipstream.core.client_request import ClientRequest
-from slipstream.core.detokenize import Tokenizer, context_token_ids, start_detokenizer
+from slipstream.core.detokenize import IncrementalDetokenizer, Tokenizer, context_token_ids, start_detokenizer
 from slipstream.core.outputs import RequestOutput, StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.stop_strings import StopMatcher
@@ -62,7 +64,7 @@ class OutputProcessor:
         return outputs
 
     def _start(self, client: _Client, request: Request) -> _Sequence:
-        sequence = _Sequence(self._tokenizer, client.client, request)
+        sequence = _Sequence(self._tokenizer, client.start(self._tokenizer, request), client.client, request)
         client.sequences[request.sequence_index] = sequence
         return sequence
 
@@ -77,25 +79,43 @@ class OutputProcessor:
             self._on_stop(output.request, sequence.stopped_by)
 
 
+class _Start(NamedTuple):
+    """Where a prompt ends. context: its tokens that a stateless decoder must be given."""
+
+    detokenizer: IncrementalDetokenizer
+    context: list[int]
+
+
 class _Client:
-    __slots__ = ("client", "num_unfinished", "sequences")
+    __slots__ = ("_start", "client", "num_unfinished", "sequences")
 
     def __init__(self, client: ClientRequest) -> None:
         self.client = client
+        self._start: _Start | None = None
         self.sequences: dict[int, _Sequence] = {}
         self.num_unfinished = client.request.params.n if client.request is not None else 1
+
+    def start(self, tokenizer: Tokenizer, request: Request) -> _Start:
+        """A copy for one of the n sequences: a long prompt is gone through once."""
+        if self._start is None:
+            prompt, skip_special_tokens = request.prompt_token_ids, request.params.skip_special_tokens
+            context: list[int] = []
+            if self.client.wants_context and not self.client.echo_text:
+                context = context_token_ids(tokenizer, prompt, skip_special_tokens)
+            self._start = _Start(start_detokenizer(tokenizer, prompt, skip_special_tokens), context)
+        return _Start(copy(self._start.detokenizer), self._start.context)
 
 
 class _Sequence:
     """One sequence's text. A token leaves when all of its text is decided: no incomplete character, no possible stop
     string in it; its log-probabilities leave with it."""
 
-    def __init__(self, tokenizer: Tokenizer, client: ClientRequest, request: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, start: _Start, client: ClientRequest, request: Request) -> None:
         params = request.params
         self._tokenizer = tokenizer
         self._client = client
         self._request = request
-        self._detokenizer = start_detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+        self._detokenizer, self._context = start
         self._matcher: StopMatcher | None = None
         if params.stop:
             self._matcher = StopMatcher(params.stop, params.stop_automaton, params.include_stop_str_in_output)
@@ -109,9 +129,6 @@ class _Sequence:
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
         self._decided = ""  # decided text of tokens that are still held
         self._held: list[tuple[int, int, TokenLogprobs | None]] = []  # token id, length of its text, log-probabilities
-        self._context: list[int] = []
-        if client.wants_context and not client.echo_text:
-            self._context = context_token_ids(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
         self.is_done = False
         self.stopped_by: str | None = None
 
