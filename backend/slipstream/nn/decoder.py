@@ -81,6 +81,13 @@ class DecoderLayer:
         parts += [(module, "weight", norm.slot()) for module, norm in self.norms()]
         return stored_slots(parts, names, layer, self.spec.attention.num_kv_heads)
 
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights."""
+        for linear in self.linears():
+            yield from linear.weights.values()
+        for _, norm in self.norms():
+            yield norm.weight
+
     def linears(self) -> tuple[Linear, ...]:
         return (self.attention.qkv, self.attention.o, *self.mlp.linears())
 
@@ -156,6 +163,14 @@ class Decoder:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [S, …] rows of `forward` -> [S, vocab_size] float32."""
         return self.lm_head(self.final(hidden)).float()
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights; of a tied head none but the embedding's."""
+        yield from (self.embedding.weight, self.final_norm.weight)
+        for layer in self.layers:
+            yield from layer.tensors()
+        if isinstance(self.lm_head, Linear):
+            yield from self.lm_head.weights.values()
 
     def weight_slots(self, names: Names) -> dict[str, WeightSlot]:
         """Checkpoint tensor name -> slot, for every tensor this model needs. names: as LLAMA_NAMES."""

@@ -17,7 +17,12 @@ class LayerContext:
     method: QuantMethod
     head_method: QuantMethod  # of lm_head, which most quantised checkpoints leave alone
     parallel: Parallel = SINGLE
+    stands_for: torch.device | None = None  # where tensors on the meta device would be
     expert_method: QuantMethod | None = None  # of MoE layers' experts, where it is another
+
+    @property
+    def computes_on(self) -> torch.device:
+        return self.stands_for or self.device
 
     @property
     def of_experts(self) -> LayerContext:

@@ -13,10 +13,12 @@ from slipstream.nn.attention import ATTENTION_BACKENDS, INVARIANT
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.layer_context import LayerContext
-from slipstream.nn.quant import choose_methods, linear_bytes
+from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint, tensor_without_numbers
 
+META = torch.device("meta")
+PLANNED_ATTENTION = "paged"  # holds nothing
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 log = logging.getLogger(__name__)
@@ -97,13 +99,14 @@ def refuse_without_numbers(config: ModelConfig, dtype: torch.dtype) -> ConfigErr
 
 def weight_bytes(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype) -> int:
     """Bytes that the loaded weights will take, beside activations of `dtype`. Raises ConfigError like `load_model`."""
+    return sum(tensor.nbytes for tensor in planned_model(config, spec, dtype, META).tensors())
+
+
+def planned_model(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """The decoder on the meta device: every tensor that it will hold on `device`, and no memory."""
     methods = choose_methods(config, spec)
-    has_copy = spec.tie_word_embeddings and config.quantize_lm_head  # of the embedding, quantised
-    return has_copy * linear_bytes(methods.head, spec.lm_head, dtype) + spec.weight_bytes(
-        dtype,
-        lambda linear: linear_bytes(methods.experts if linear.num_experts else methods.linears, linear, dtype),
-        lambda linear: linear_bytes(methods.head, linear, dtype),
-    )
+    context = LayerContext(META, dtype, methods.linears, methods.head, stands_for=device, expert_method=methods.experts)
+    return Decoder(spec, context, ATTENTION_BACKENDS.get(PLANNED_ATTENTION)(spec), num_positions=1)
 
 
 def check_model(
@@ -114,7 +117,7 @@ def check_model(
     kv_dtype: torch.dtype | None = None,
 ) -> None:
     """Raises what `load_model` would raise, without taking memory: nothing but the headers of the files is read."""
-    decoder = _build(config, spec, device, dtype, kv_dtype, place=torch.device("meta"))
+    decoder = _build(config, spec, device, dtype, kv_dtype, place=META)
     if config.load_format not in ("dummy", "null"):
         check_checkpoint(decoder, resolve_checkpoint(config.model))
 
@@ -149,5 +152,7 @@ def _build(
         lambda entry: entry.supports(spec, device, dtype, kv_dtype), _wanted_attention(config)
     )
     log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
-    context = LayerContext(place or device, dtype, methods.linears, methods.head, expert_method=methods.experts)
+    context = LayerContext(
+        place or device, dtype, methods.linears, methods.head, stands_for=device, expert_method=methods.experts
+    )
     return Decoder(spec, context, backend(spec), config.max_model_len or spec.max_model_len)

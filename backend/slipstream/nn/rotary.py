@@ -25,7 +25,10 @@ class RopeTables:
         if spec is None:
             return None
         if spec not in self._made:
-            table = cos_sin_cache(spec, self._num_positions).to(self._device)
+            is_planned = self._device.type == "meta"
+            shape = (self._num_positions, spec.rotary_dim)
+            table = torch.empty(shape, device="meta") if is_planned else cos_sin_cache(spec, self._num_positions)
+            table = table.to(self._device)
             self._made[spec] = ops.Rope(table, spec.is_interleaved)
         return self._made[spec]
 

@@ -72,22 +72,9 @@ class DecoderSpec:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + sum(layer.num_parameters for layer in self.layers) + self.hidden_size
 
-    def weight_bytes(
-        self,
-        dtype: torch.dtype,
-        linear_bytes: Callable[[LinearSpec], int] | None = None,
-        head_bytes: Callable[[LinearSpec], int] | None = None,
-    ) -> int:
-        """Bytes of all weights held in `dtype`, except linears of layers, and a head of its own, held otherwise."""
-        total = self.num_parameters * dtype.itemsize
-        for held, linears in (
-            (linear_bytes, self.layer_linears),
-            (head_bytes, () if self.tie_word_embeddings else (self.lm_head,)),
-        ):
-            if held is not None:
-                sizes = {linear: held(linear) for linear in set(linears)}
-                total += sum(sizes[linear] - linear.num_parameters * dtype.itemsize for linear in linears)
-        return total
+    def weight_bytes(self, dtype: torch.dtype) -> int:
+        """Bytes of all weights, none of them quantised."""
+        return self.num_parameters * dtype.itemsize
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's planes in the caches of all layers. dtype: as ops.KvCache names types."""

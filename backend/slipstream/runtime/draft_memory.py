@@ -1,20 +1,19 @@
-"""What the loaded ways to draft will take of the device, before anything is read: for the memory plan. Arithmetic."""
+"""What the loaded ways to draft will take of the device, for the memory plan: the sum over their tensors, made on
+torch's meta device by the code that makes the real ones. Engine thread, once at load.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
+from torch import Tensor
 
-from slipstream.core.config import EngineConfig, ModelConfig
-from slipstream.core.errors import naming
-from slipstream.nn.checkpoint_path import resolve_checkpoint
-from slipstream.nn.heads.planned_bytes import BesideModel, HeadBytes, eagle_bytes, medusa_bytes, mtp_bytes
-from slipstream.nn.load import resolve_dtype, weight_bytes
-from slipstream.nn.quant import choose_methods
-from slipstream.nn.spec import DecoderSpec, read_spec
-from slipstream.runtime.head_files import read_head
+from slipstream.core.config import EngineConfig
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.load import planned_model
+from slipstream.nn.spec import DecoderSpec
 
 
 @dataclass(frozen=True)
@@ -28,33 +27,28 @@ class DraftMemory:
         return DraftMemory(self.weight_bytes + other.weight_bytes, self.kv_bytes_per_token + other.kv_bytes_per_token)
 
 
+@dataclass(frozen=True)
+class Planning:
+    """What a drafter's memory is planned from. target: the model on the meta device."""
+
+    config: EngineConfig
+    target: Decoder
+    kv_dtype: torch.dtype
+
+    def memory_of(self, tensors: Iterable[Tensor], spec: DecoderSpec | None = None) -> DraftMemory:
+        """spec: of the layers that a drafter keeps a cache for, in the type of the model's."""
+        per_token = 0 if spec is None else spec.kv_bytes_per_token(self.kv_dtype)
+        return DraftMemory(sum(tensor.nbytes for tensor in tensors), per_token)
+
+
 def draft_memory(
     config: EngineConfig, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> DraftMemory:
     """Of all methods loaded. Raises ConfigError for a drafter whose files cannot be read."""
-    total = DraftMemory()
-    if config.model.load_format == "null":
-        return total
-    model = BesideModel(spec, choose_methods(config.model, spec), device, dtype)
-    for method in config.speculation.loaded:
-        if method == "draft_model" and config.speculation.draft_model:
-            total += _of_draft_model(config, device)
-        else:
-            head = _head_bytes(method, config, model)
-            per_token = head.layer.kv_bytes_per_token(kv_dtype) if head.layer is not None else 0
-            total += DraftMemory(head.weights, per_token)
-    return total
+    from slipstream.runtime.speculation import PROPOSERS  # which import the plan that this is part of
 
-
-def _of_draft_model(config: EngineConfig, device: torch.device) -> DraftMemory:
-    """Its cache is of its own type."""
-    model = ModelConfig(model=config.speculation.draft_model)
-    with naming("draft_model"):
-        spec = read_spec(resolve_checkpoint(model.model))
-        dtype = resolve_dtype(config.model.dtype, spec, device)
-        return DraftMemory(weight_bytes(model, spec, dtype), spec.kv_bytes_per_token(dtype))
-
-
-def _head_bytes(method: str, config: EngineConfig, model: BesideModel) -> HeadBytes:
-    planned = {"medusa": medusa_bytes, "mtp": mtp_bytes, "eagle": eagle_bytes}.get(method)
-    return HeadBytes(0) if planned is None else read_head(config, method, partial(planned, model))
+    if config.model.load_format == "null" or not config.speculation.loaded:
+        return DraftMemory()
+    planning = Planning(config, planned_model(config.model, spec, dtype, device), kv_dtype)
+    methods = [PROPOSERS.get(name) for name in config.speculation.loaded]
+    return sum((method.planned(planning) for method in methods), DraftMemory())

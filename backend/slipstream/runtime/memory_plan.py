@@ -18,8 +18,6 @@ from slipstream.nn.kv_types import gpu_geometry_refusal, resolve_kv_dtype
 from slipstream.nn.layer_spec import DenseSpec, ExpertsSpec
 from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
 from slipstream.nn.quant import choose_methods
-from slipstream.nn.quant.int4 import Int4
-from slipstream.nn.quant.int8 import Int8
 from slipstream.nn.spec import DecoderSpec
 from slipstream.runtime.draft_memory import draft_memory
 from slipstream.runtime.logprobs import MAX_PROMPT_ROWS
@@ -283,19 +281,13 @@ def _activation_width(mlp: DenseSpec | ExpertsSpec) -> int:
 
 
 def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:
-    """The largest layer of 4-bit or int8 weights that products of many rows on a GPU write out first: to 16 bits for
-    16-bit rows (ops.int4_mm, ops.int8_mm), experts' of 4 bits to e4m3 for FP8 rows (ops.grouped_int4_mm)."""
+    """The largest layer of those that products of many rows on a GPU write out first."""
     if hardware.device.type != "cuda":
         return 0
     methods = choose_methods(config.model, spec)
     held = [(linear, methods.experts if linear.num_experts else methods.linears) for linear in set(spec.layer_linears)]
-    sizes = [
-        linear.num_parameters * (1 if linear.num_experts else hardware.dtype.itemsize)
-        for linear, method in (*held, (spec.lm_head, methods.head))
-        if (isinstance(method, Int4) and method.fp8_inputs == bool(linear.num_experts))
-        or (isinstance(method, Int8) and not method.int8_inputs and not linear.num_experts)
-    ]
-    return max(sizes, default=0)
+    held.append((spec.lm_head, methods.head))
+    return max(method.written_out_bytes(linear, hardware.dtype) for linear, method in held)
 
 
 def _size(num_bytes: int) -> str:

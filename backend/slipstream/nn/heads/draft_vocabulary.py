@@ -25,7 +25,7 @@ def vocabulary_method(device: torch.device, dtype: torch.dtype) -> QuantMethod:
 
 def vocabulary_context(context: LayerContext) -> LayerContext:
     """Of a head's own matrix."""
-    return replace(context, method=vocabulary_method(context.device, context.dtype))
+    return replace(context, method=vocabulary_method(context.computes_on, context.dtype))
 
 
 def draft_vocabulary(target: Decoder) -> Callable[[Tensor], Tensor]:
@@ -36,6 +36,6 @@ def draft_vocabulary(target: Decoder) -> Callable[[Tensor], Tensor]:
         return head
     assert isinstance(head, Linear)
     copy = Linear(target.spec.lm_head, context)
-    for _, suffix, slot in copy.slots():
+    for _, suffix, slot in copy.slots() if context.device.type != "meta" else ():
         slot.load(head.weights[suffix])
     return copy

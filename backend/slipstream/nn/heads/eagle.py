@@ -8,7 +8,7 @@ vocabulary, reads norm(g). Sources: arXiv:2401.15077, arXiv:2406.16858, arXiv:25
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -23,7 +23,7 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.embedding import Embedding
 from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
 from slipstream.nn.heads.mtp import head_context
-from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
+from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_shapes, read_tensors
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import DenseSpec, LayerSpec, LinearSpec
 from slipstream.nn.linear import Linear
@@ -121,33 +121,53 @@ class EagleHead:
             self.offsets = torch.zeros(draft_vocab_size, dtype=torch.int64, device=context.device)
 
     @classmethod
-    def load(cls, target: Decoder, folder: Path, num_positions: int) -> EagleHead:
-        """From the published layouts; `model.` may stand before every name."""
-        tensors, is_third = own_names(read_tensors(FIELD, folder))
+    def empty(cls, target: Decoder, folder: Path | None, num_positions: int = 1) -> EagleHead:
+        """What the headers of its files imply; without a folder, EAGLE-3 with a quarter of the vocabulary."""
+        if folder is None:
+            spec = dummy_spec(target.spec)
+            return cls(target, spec, num_positions, True, draft_vocab_size=dummy_vocab_size(spec))
+        shapes, is_third = own_names(read_shapes(FIELD, folder))
         if is_third and target.spec.num_layers < NUM_FEATURES:
             raise ConfigError(FIELD, str(folder), f"EAGLE-3 reads {NUM_FEATURES} layers of a model: this one has fewer")
-        head = tensors.get("lm_head.weight")
+        head = shapes.get("lm_head.weight")
         if is_third and head is None:
             raise ConfigError(FIELD, str(folder), "lacks lm_head.weight")
-        module = cls(
+        return cls(
             target,
             read_head_spec(folder, target.spec),
             num_positions,
             is_third,
-            has_bias="fc.bias" in tensors,
-            has_embedding="embed_tokens.weight" in tensors,
-            draft_vocab_size=head.shape[0] if is_third and head is not None else 0,
+            has_bias="fc.bias" in shapes,
+            has_embedding="embed_tokens.weight" in shapes,
+            draft_vocab_size=head[0] if is_third and head is not None else 0,
         )
-        fill(FIELD, folder, module.slots(), tensors)
-        return module
 
     @classmethod
-    def dummy(cls, target: Decoder, num_positions: int) -> EagleHead:
-        """EAGLE-3 of the model's own shape with a quarter of its vocabulary."""
-        spec = dummy_spec(target.spec)
-        module = cls(target, spec, num_positions, True, draft_vocab_size=dummy_vocab_size(spec))
-        draw({name: slot for name, slot in module.slots().items() if name != "d2t"}, target.context)
+    def load(cls, target: Decoder, folder: Path | None, num_positions: int) -> EagleHead:
+        """From the published layouts; `model.` may stand before every name. Without a folder the weights are drawn."""
+        module = cls.empty(target, folder, num_positions)
+        if folder is None:
+            draw({name: slot for name, slot in module.slots().items() if name != "d2t"}, target.context)
+        else:
+            fill(FIELD, folder, module.slots(), own_names(read_tensors(FIELD, folder))[0])
         return module
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights of its own."""
+        shared = self._shared_head
+        linears = [*self._linears(), *(linear for linear in (self.head,) if linear is not None)]
+        if isinstance(shared, Linear) and shared is not self._target.lm_head:
+            linears.append(shared)
+        for linear in linears:
+            yield from linear.weights.values()
+        yield from (norm.weight for norm in self.norms.values())
+        if self.embedding is not self._target.embedding:
+            yield self.embedding.weight
+        if self.offsets is not None:
+            yield self.offsets
+
+    def _linears(self) -> tuple[Linear, ...]:
+        return (self.fc, self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down)
 
     @property
     def feature_layers(self) -> tuple[int, ...]:
@@ -155,7 +175,7 @@ class EagleHead:
 
     def slots(self) -> dict[str, WeightSlot]:
         slots = {f"fc.{suffix}": slot for _, suffix, slot in self.fc.slots()}
-        for linear in (self.attention.qkv, self.attention.o, self.mlp.gate_up, self.mlp.down):
+        for linear in self._linears()[1:]:
             for part, suffix, slot in linear.slots():
                 slots[f"{tensor_name(LLAMA_NAMES, part, 0).removeprefix('model.')}.{suffix}"] = slot
         for name, norm in self.norms.items():

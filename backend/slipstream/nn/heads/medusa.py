@@ -7,7 +7,7 @@ times, then a vocabulary matrix of its own, or the model's where the checkpoint 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.core.errors import ConfigError
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.draft_vocabulary import vocabulary_context
-from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
+from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_shapes, read_tensors
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.weight_slot import WeightSlot
@@ -63,22 +63,35 @@ class MedusaHeads:
             self.vocabulary = [Linear(spec, vocabulary_context(context)) for _ in range(num_heads)]
 
     @classmethod
-    def load(cls, target: Decoder, folder: Path) -> MedusaHeads:
-        """Layouts: `0.0.linear.weight`, …, `0.1.weight` (FasterDecoding), with or without `medusa_head.` in front."""
-        tensors = own_names(read_tensors(FIELD, folder, is_wanted))
-        num_heads = 1 + max(int(name.split(".")[0]) for name in tensors)
-        num_layers = count_layers(tensors)
+    def empty(cls, target: Decoder, folder: Path | None) -> MedusaHeads:
+        """What the files' headers imply; without a folder, four heads of one layer and a vocabulary matrix each."""
+        if folder is None:
+            return cls(target, DUMMY_HEADS, 1, has_vocabulary=True)
+        shapes = own_names(read_shapes(FIELD, folder, is_wanted))
+        num_heads = 1 + max(int(name.split(".")[0]) for name in shapes)
+        num_layers = count_layers(shapes)
         if not num_layers:
             raise ConfigError(FIELD, str(folder), "holds no 0.0.linear.weight")
-        heads = cls(target, num_heads, num_layers, f"0.{num_layers}.weight" in tensors)
-        fill(FIELD, folder, heads.slots(), tensors)
-        return heads
+        return cls(target, num_heads, num_layers, f"0.{num_layers}.weight" in shapes)
 
     @classmethod
-    def dummy(cls, target: Decoder) -> MedusaHeads:
-        heads = cls(target, DUMMY_HEADS, 1, has_vocabulary=True)
-        draw(heads.slots(), target.context)
+    def load(cls, target: Decoder, folder: Path | None) -> MedusaHeads:
+        """Layouts: `0.0.linear.weight`, …, `0.1.weight` (FasterDecoding), with or without `medusa_head.` in front.
+
+        Without a folder the weights are drawn.
+        """
+        heads = cls.empty(target, folder)
+        if folder is None:
+            draw(heads.slots(), target.context)
+        else:
+            fill(FIELD, folder, heads.slots(), own_names(read_tensors(FIELD, folder, is_wanted)))
         return heads
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights of its own."""
+        yield from (self.weight, self.bias)
+        for linear in self.vocabulary or ():
+            yield from linear.weights.values()
 
     def slots(self) -> dict[str, WeightSlot]:
         slots = {}

@@ -6,7 +6,7 @@ module makes as many drafts as wanted. The layer is the model's own kind of laye
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -20,7 +20,7 @@ from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder, DecoderLayer
 from slipstream.nn.embedding import Embedding
 from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
-from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_tensors
+from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_shapes, read_tensors
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
@@ -81,21 +81,33 @@ class MTPModule:
         self.head = self._own_head or draft_vocabulary(target)
 
     @classmethod
-    def load(cls, target: Decoder, folder: Path, num_positions: int) -> MTPModule:
-        """From `model.layers.N.{enorm,hnorm,eh_proj,shared_head…,self_attn…,mlp…}`, N at or past the model's layers.
-
-        Of several modules the first is taken.
-        """
-        own = own_names(folder, read_tensors(FIELD, folder, is_wanted))
-        module = cls(target, num_positions, "embed_tokens.weight" in own, "shared_head.head.weight" in own)
-        fill(FIELD, folder, module.slots(), own)
-        return module
+    def empty(cls, target: Decoder, folder: Path | None, num_positions: int = 1) -> MTPModule:
+        """What the files' headers imply; without a folder, a module that shares the model's embedding and head."""
+        own = {} if folder is None else own_names(folder, read_shapes(FIELD, folder, is_wanted))
+        return cls(target, num_positions, "embed_tokens.weight" in own, "shared_head.head.weight" in own)
 
     @classmethod
-    def dummy(cls, target: Decoder, num_positions: int) -> MTPModule:
-        module = cls(target, num_positions)
-        draw(module.slots(), target.context)
+    def load(cls, target: Decoder, folder: Path | None, num_positions: int) -> MTPModule:
+        """From `model.layers.N.{enorm,hnorm,eh_proj,shared_head…,self_attn…,mlp…}`, N at or past the model's layers.
+
+        Of several modules the first is taken. Without a folder the weights are drawn.
+        """
+        module = cls.empty(target, folder, num_positions)
+        if folder is None:
+            draw(module.slots(), target.context)
+        else:
+            fill(FIELD, folder, module.slots(), own_names(folder, read_tensors(FIELD, folder, is_wanted)))
         return module
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All weights of its own."""
+        yield from (norm.weight for norm in self.norms.values())
+        yield from self.projection.weights.values()
+        yield from self.layer.tensors()
+        if self.embedding is not self._target.embedding:
+            yield self.embedding.weight
+        if isinstance(self.head, Linear) and self.head is not self._target.lm_head:
+            yield from self.head.weights.values()
 
     def slots(self) -> dict[str, WeightSlot]:
         """By name below `model.layers.N.`."""

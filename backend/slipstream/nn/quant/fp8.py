@@ -114,6 +114,9 @@ class Fp8:
             weights["weight"][rows].copy_(quantised.values)
             weights["scale"][rows].copy_(quantised.scales.view(-1))
 
+    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
+        return 0
+
     def finish(self, weights: Weights) -> None:
         """Weights are held as they are multiplied."""
 

@@ -92,6 +92,12 @@ class Int4:
             name, decode = decoders[suffix]
             self._put(weights, name, rows, decode(tensor))
 
+    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
+        """To 16 bits for 16-bit rows (ops.int4_mm), experts' to e4m3 for FP8 rows (ops.grouped_int4_mm)."""
+        if self.fp8_inputs != bool(spec.num_experts):
+            return 0
+        return spec.num_parameters * (1 if spec.num_experts else dtype.itemsize)
+
     def finish(self, weights: Weights) -> None:
         self._sort_columns(weights)
         in_features = 2 * weights["packed"].shape[1]

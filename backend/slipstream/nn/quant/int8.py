@@ -100,6 +100,10 @@ class Int8:
         else:
             scales.copy_(tensor.reshape(-1))
 
+    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
+        """To 16 bits for 16-bit rows (ops.int8_mm)."""
+        return 0 if self.int8_inputs or spec.num_experts else spec.num_parameters * dtype.itemsize
+
     def finish(self, weights: Weights) -> None:
         if not self.int8_inputs:
             weights["values"] = ops.repack_int8(weights["values"])

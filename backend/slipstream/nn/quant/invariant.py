@@ -40,6 +40,9 @@ class Invariant:
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
         self.held.load(weights, suffix, rows, tensor)
 
+    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
+        return 0
+
     def finish(self, weights: Weights) -> None:
         """Weights stay as they were loaded."""
 

@@ -72,6 +72,10 @@ class QuantMethod(Protocol):
         """
         ...
 
+    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
+        """Bytes of a copy of the weights that a product of many rows on a GPU makes first, to read it whole."""
+        ...
+
     def finish(self, weights: Weights) -> None:
         """All tensors of the layer are loaded: repack for the device. The largest temporary is one layer."""
         ...

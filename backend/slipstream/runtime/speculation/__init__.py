@@ -3,4 +3,7 @@
 # isort: off
 from slipstream.runtime.speculation import draft_model, eagle, medusa, mtp, ngram  # noqa: F401  (register themselves)
 
+from slipstream.runtime.speculation.proposer import PROPOSERS
+
 # isort: on
+__all__ = ["PROPOSERS"]

@@ -21,9 +21,10 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.checkpoint_path import resolve_checkpoint
-from slipstream.nn.load import load_model, resolve_dtype
+from slipstream.nn.load import load_model, planned_model, resolve_dtype
 from slipstream.nn.spec import read_spec
 from slipstream.runtime.batch import StepArrays
+from slipstream.runtime.draft_memory import DraftMemory, Planning
 from slipstream.runtime.host_copy import HostCopy, to_device
 from slipstream.runtime.kv_pool import allocate_pool
 from slipstream.runtime.speculation.draft_batch import DraftBatches, Span, last_rows
@@ -71,6 +72,16 @@ class DraftModelProposer:
     @staticmethod
     def refusal(params: SamplingParams) -> str | None:
         return None
+
+    @staticmethod
+    def planned(planning: Planning) -> DraftMemory:
+        """Its cache is of its own type."""
+        model, device = draft_config(planning.config), planning.target.context.computes_on
+        with naming(FIELD):
+            spec = read_spec(resolve_checkpoint(model.model))
+            dtype = resolve_dtype(model.dtype, spec, device)
+            tensors = planned_model(model, spec, dtype, device).tensors()
+        return replace(planning, kv_dtype=dtype).memory_of(tensors, spec)
 
     @torch.inference_mode()
     def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:

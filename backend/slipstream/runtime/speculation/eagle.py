@@ -18,6 +18,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.eagle import EagleHead
+from slipstream.runtime.draft_memory import DraftMemory, Planning
 from slipstream.runtime.head_files import read_head
 from slipstream.runtime.speculation.follower import FollowingHead
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
@@ -91,6 +92,11 @@ class EagleDrafter(FollowingHead):
         self.num_drafts = min(speculation.num_draft_tokens or NUM_DRAFTS, num_nodes)
         self.num_scratch_slots = num_fed + 1
 
+    @staticmethod
+    def planned(planning: Planning) -> DraftMemory:
+        head = read_head(planning.config, "eagle", lambda folder: EagleHead.empty(planning.target, folder))
+        return planning.memory_of(head.tensors(), head.spec)
+
     def drafts(self, wish: Wish, guesses: list[Any]) -> Drafts:
         """guesses: of a tree as _Tree.best gives them, of a chain its tokens."""
         if not wish.has_scratch:
@@ -159,7 +165,7 @@ class EagleDrafter(FollowingHead):
 def _load(surroundings: Surroundings, target: Decoder) -> EagleHead:
     num_positions = surroundings.plan.max_model_len
     folder = read_head(surroundings.config, "eagle", lambda folder: folder)
-    return EagleHead.load(target, folder, num_positions) if folder else EagleHead.dummy(target, num_positions)
+    return EagleHead.load(target, folder, num_positions)
 
 
 def _cut(wish: Wish, places: list[int], tokens: list[int], parents: list[int]) -> Drafts:

@@ -19,6 +19,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.nn.heads.medusa import MedusaHeads
 from slipstream.runtime.computed_rows import ComputedRows
+from slipstream.runtime.draft_memory import DraftMemory, Planning
 from slipstream.runtime.head_files import read_head
 from slipstream.runtime.host_copy import to_device
 from slipstream.runtime.speculation.head_graphs import GraphedHead
@@ -73,7 +74,7 @@ class MedusaDrafter(GraphedHead):
         config, target = surroundings.config, surroundings.target
         assert target is not None
         folder = read_head(config, "medusa", lambda folder: folder)
-        self._heads = MedusaHeads.load(target, folder) if folder else MedusaHeads.dummy(target)
+        self._heads = MedusaHeads.load(target, folder)
         self._target = target
         self._choices = _choices(config.speculation.medusa_choices, folder, self._heads.num_heads)
         self.num_drafts = min(config.speculation.num_draft_tokens or len(self._choices), len(self._choices))
@@ -85,6 +86,11 @@ class MedusaDrafter(GraphedHead):
         self._tree = to_device([*words[1:], *depths[1:]], torch.int64, surroundings.hardware.device).view(2, -1)
         ranks = [(len(path) - 1) * self._num_ranks + path[-1] for path in self._choices]
         self._ranks = to_device(ranks, torch.int64, surroundings.hardware.device)
+
+    @staticmethod
+    def planned(planning: Planning) -> DraftMemory:
+        heads = read_head(planning.config, "medusa", lambda folder: MedusaHeads.empty(planning.target, folder))
+        return planning.memory_of(heads.tensors())
 
     def follow(self, rows: ComputedRows) -> None:
         pass

@@ -14,6 +14,7 @@ from slipstream_kernels import ops
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.mtp import MTPModule
+from slipstream.runtime.draft_memory import DraftMemory, Planning
 from slipstream.runtime.head_files import read_head
 from slipstream.runtime.speculation.follower import FollowingHead
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
@@ -31,6 +32,11 @@ class MTPHead(FollowingHead):
         super().__init__(surroundings, "mtp", self._module.spec)
         self.num_drafts = surroundings.config.speculation.num_draft_tokens or NUM_DRAFTS
         self.num_levels = self.num_scratch_slots = self.num_drafts
+
+    @staticmethod
+    def planned(planning: Planning) -> DraftMemory:
+        module = read_head(planning.config, "mtp", lambda folder: MTPModule.empty(planning.target, folder))
+        return planning.memory_of(module.tensors(), module.spec)
 
     def drafts(self, wish: Wish, guesses: list[int]) -> Drafts:
         return Drafts(guesses[: min(wish.num_drafts, wish.depth)])
@@ -56,6 +62,6 @@ def _load(surroundings: Surroundings, target: Decoder) -> MTPModule:
     num_positions = surroundings.plan.max_model_len
 
     def read(folder: Path | None) -> MTPModule:
-        return MTPModule.load(target, folder, num_positions) if folder else MTPModule.dummy(target, num_positions)
+        return MTPModule.load(target, folder, num_positions)
 
     return read_head(surroundings.config, "mtp", read)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.runtime.draft_memory import DraftMemory, Planning
 from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Surroundings, Wish
 
 NUM_DRAFTS = 5
@@ -72,6 +73,11 @@ class NgramProposer:
     @staticmethod
     def refusal(params: SamplingParams) -> str | None:
         return None
+
+    @staticmethod
+    def planned(planning: Planning) -> DraftMemory:
+        """Its indices are on the host."""
+        return DraftMemory()
 
     def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:
         return [Drafts(self._continue(wish.request, wish.num_drafts)) for wish in wishes]

@@ -21,6 +21,7 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.decoder import Decoder
 from slipstream.runtime.computed_rows import ComputedRows
+from slipstream.runtime.draft_memory import DraftMemory, Planning
 from slipstream.runtime.memory_plan import Hardware, MemoryPlan
 
 
@@ -130,6 +131,10 @@ class DrafterType(Protocol):
 
     def refusal(self, params: SamplingParams) -> str | None:
         """Why a request of such parameters cannot draft this way, or None."""
+        ...
+
+    def planned(self, planning: Planning) -> DraftMemory:
+        """What it will hold. Raises ConfigError for files that cannot be read."""
         ...
 
 
