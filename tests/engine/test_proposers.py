@@ -16,6 +16,8 @@ import pytest
 import torch
 from engine_driver import Told, make_engine, run_all, run_steps
 from slipstream.core.config import SpeculationConfig
+from slipstream.core.config_table import PARAMETERS
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
@@ -25,7 +27,7 @@ from slipstream.runtime.engine import Engine
 from slipstream.runtime.flight import Flight, FlightAhead
 from slipstream.runtime.speculation.eagle import EagleDrafter
 from slipstream.runtime.speculation.medusa import default_choices, parse_choices
-from slipstream.runtime.speculation.proposer import Drafts, Wish
+from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Wish
 from slipstream.runtime.speculation.speculator import Guesses, Speculator
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
@@ -362,3 +364,12 @@ def test_a_chain_is_the_tree_of_one_branch(
         drafted(make_engine(eight_layers, speculation=config), prompts[4:8])
         monkeypatch.setattr(EagleDrafter, "_chain", lambda self, *arguments: self._tree(*arguments)[:, 1])
     assert len(found["chain"]) > 40 and found["chain"] == found["tree"]
+
+
+def test_every_way_to_draft_is_described_once() -> None:
+    """In core as data, in the runtime as code; its checkpoint's parameter is one of the configuration's."""
+    assert set(PROPOSERS.names()) == set(DRAFT_METHODS)
+    named = {method.parameter for method in DRAFT_METHODS.values() if method.parameter}
+    assert named <= {parameter.name for parameter in PARAMETERS}
+    for name in PROPOSERS.names():
+        assert callable(PROPOSERS.get(name).planned) and callable(PROPOSERS.get(name).refusal)

@@ -7,7 +7,7 @@ import threading
 import time
 
 from fake_llm import make_llm, make_request
-from slipstream.core.config import SPECULATIVE_METHODS
+from slipstream.core.draft_methods import SPECULATIVE_METHODS
 from slipstream.core.request import FinishReason
 from slipstream.core.stats import (
     FINISHED_METRIC,

@@ -16,7 +16,7 @@ from typing import Any
 
 from slipstream.core.config import EngineConfig, SpeculationConfig
 from slipstream.core.config_table import FOREIGN, PARAMETERS, Parameter
-from slipstream.core.draft_files import DRAFT_FILES, missing_files
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError
 from slipstream.core.wire_messages import Config as WireConfig
 
@@ -57,13 +57,9 @@ def parse_parameters(
         tokenizer=_resolve("tokenizer", config.model.tokenizer, model_dir),
     )
     speculation = config.speculation
-    speculation = replace(
-        speculation,
-        draft_model=_resolve_draft(speculation, model_dir),
-        medusa_heads=_resolve("medusa_heads", speculation.medusa_heads, model_dir),
-        mtp_module=_resolve("mtp_module", speculation.mtp_module, model_dir),
-        eagle_head=_resolve("eagle_head", speculation.eagle_head, model_dir),
-    )
+    heads = [method.parameter for method in DRAFT_METHODS.values() if method.parameter and not method.is_model]
+    folders: dict[str, Any] = {name: _resolve(name, getattr(speculation, name), model_dir) for name in heads}
+    speculation = replace(speculation, draft_model=_resolve_draft(speculation, model_dir), **folders)
     serving = replace(config.serving, max_batch_size=max_batch_size)
     config = replace(config, model=resolved, speculation=speculation, serving=serving)
     check(config)
@@ -252,12 +248,13 @@ def check(config: EngineConfig) -> None:
 def _check_drafters(config: EngineConfig) -> None:
     if config.model.load_format in ("dummy", "null"):
         return
-    for method, (field, _) in DRAFT_FILES.items():
-        if method not in config.speculation.loaded or method == "mtp":  # whose module may be in the model's checkpoint
+    for method in DRAFT_METHODS.values():
+        field = method.parameter
+        if method.name not in config.speculation.loaded or not field or method.is_in_model:
             continue
         value: str = getattr(config.speculation, field)
         if not value:
-            raise missing_files(method)
+            raise method.missing()
         folder = Path(value).expanduser()
         if folder.is_absolute() and not folder.exists():
             raise ConfigError(field, value, "no such folder")

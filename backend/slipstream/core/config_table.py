@@ -22,10 +22,10 @@ from slipstream.core.config import (
     OVERLAP_MODES,
     QUANTIZATIONS,
     SCHEDULER_POLICIES,
-    SPECULATIVE_METHODS,
     TASKS,
     THROTTLES,
 )
+from slipstream.core.draft_methods import SPECULATIVE_METHODS
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from numbers import Integral, Real
 from typing import Any
 
 from slipstream.core.bad_words import BadWords
-from slipstream.core.config import ACCEPTANCES, NO_SPECULATION, SPECULATIVE_METHODS
+from slipstream.core.config import ACCEPTANCES, NO_SPECULATION
+from slipstream.core.draft_methods import SPECULATIVE_METHODS
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import MAX_INT32, refuse
 from slipstream.core.word_automaton import WordAutomaton

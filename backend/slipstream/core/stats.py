@@ -11,7 +11,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
-from slipstream.core.config import SPECULATIVE_METHODS
+from slipstream.core.draft_methods import SPECULATIVE_METHODS
 from slipstream.core.request import FinishReason
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.draft_files import DRAFT_FILES, missing_files
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_head
 
@@ -17,17 +17,17 @@ T = TypeVar("T")
 def read_head(config: EngineConfig, method: str, read: Callable[[Path | None], T]) -> T:
     """What `read` makes of the folder that the method's parameter names, or of None: a head of dummy weights.
 
-    Without one, an MTP module is in the model's own checkpoint. Raises ConfigError where there is no head.
+    Without one, the method may be in the model's own checkpoint. Raises ConfigError where there is no head.
     """
-    field, _ = DRAFT_FILES[method]
-    folder: str = getattr(config.speculation, field)
+    described = DRAFT_METHODS[method]
+    folder: str = getattr(config.speculation, described.parameter)
     if folder:
-        return read(resolve_head(field, folder))
+        return read(resolve_head(described.parameter, folder))
     if config.model.load_format == "dummy":
         return read(None)
-    if method != "mtp":
-        raise missing_files(method)
+    if not described.is_in_model:
+        raise described.missing()
     try:
         return read(resolve_checkpoint(config.model.model))
     except ConfigError:
-        raise missing_files(method) from None
+        raise described.missing() from None

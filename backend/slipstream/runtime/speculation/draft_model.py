@@ -15,7 +15,7 @@ import torch
 from slipstream_kernels import ops
 
 from slipstream.core.config import EngineConfig, ModelConfig
-from slipstream.core.draft_files import missing_files
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError, naming
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -192,7 +192,7 @@ class DraftModelProposer:
 def draft_config(config: EngineConfig) -> ModelConfig:
     """The draft's model settings: the served model's, with its own checkpoint and without its quantisation."""
     if not config.speculation.draft_model:
-        raise missing_files("draft_model")
+        raise DRAFT_METHODS["draft_model"].missing()
     return ModelConfig(
         model=config.speculation.draft_model,
         dtype=config.model.dtype,
