@@ -15,9 +15,10 @@ from slipstream.nn.decoder import Decoder
 from slipstream.nn.embedding import TiedHead
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
-from slipstream.nn.linear import Linear
+from slipstream.nn.linear import ExpertLinear, Linear
 from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.quant import choose_methods
+from slipstream.nn.quant.int4 import Int4
 from slipstream.nn.spec import read_spec
 from slipstream.nn.weights import load_checkpoint
 from stored_formats import STORED, drawn, method_of
@@ -31,9 +32,9 @@ SHARDS = {  # row shards of 512 features: of 128 in four, a block
 }
 
 
-def make(name: str, spec: LinearSpec, parallel: Parallel = SINGLE) -> Linear:
+def make(name: str, spec: LinearSpec, parallel: Parallel = SINGLE, kind: type[Linear] = Linear) -> Linear:
     method = method_of(name)
-    linear = Linear(spec, LayerContext(CPU, torch.float32, method, method, parallel))
+    linear = kind(spec, LayerContext(CPU, torch.float32, method, method, parallel))
     generator = torch.Generator().manual_seed(2)
     for _, suffix, slot in sorted(linear.slots(), key=lambda part: not part[2].is_index):
         slot.load(drawn(slot, suffix, generator))
@@ -65,6 +66,45 @@ def test_the_shards_of_a_layer_are_the_layer(name: str, shard: str, size: int) -
         biases = ranks[0].weights["bias"]
         assert not any("bias" in rank.weights for rank in ranks[1:]), "added once"
     assert torch.equal(biases, whole.weights["bias"])
+
+
+EXPERTS = {
+    "column": LinearSpec(256, tuple((f"{p}.{e}", 512) for e in range(2) for p in ("gate", "up")), shard="column"),
+    "row": LinearSpec(512, (("down.0", 128), ("down.1", 128)), shard="row"),
+}
+
+
+@pytest.mark.parametrize("size", RANKS)
+@pytest.mark.parametrize("shard", EXPERTS)
+@pytest.mark.parametrize("name", STORED)
+def test_the_shards_of_experts_are_the_experts(
+    name: str, shard: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the canonical form, before it is repacked for a kernel; of each rank's experts one below the other."""
+    monkeypatch.setattr(ExpertLinear, "_finish", sort_columns)
+    spec = replace(EXPERTS[shard], num_experts=2)
+    whole = make(name, spec, kind=ExpertLinear)
+    ranks = tuple(make(name, spec, Parallel(rank, size), ExpertLinear) for rank in range(size))
+    names = set(whole.weights) & {"weight", "values", "packed", "scale", "scales", "zeros", "order"}
+    assert names & {"weight", "values", "packed"}
+    for key in names:
+        tensor, own = whole.weights[key], [rank.weights[key] for rank in ranks]
+        if name == "fp8-block" and key == "scale":  # padded beyond the blocks of the input features
+            tensor = tensor[:, : whole.spec.in_features // 128]
+            own = [scales[:, : rank.spec.in_features // 128] for scales, rank in zip(own, ranks)]
+        if shard == "row" or key == "order":
+            is_cut = own[0].shape != tensor.shape
+            assert torch.equal(torch.cat(own, dim=-1) if is_cut else own[0], tensor)
+            continue
+        pieces = [part.flatten(0, -2) if part.dim() == 3 else part for part in own]
+        by_part = zip(*(part.chunk(4) for part in pieces))  # of four parts, each cut by itself
+        found = torch.cat([rows for part in by_part for rows in part])
+        assert torch.equal(found.view(tensor.shape), tensor)
+
+
+def sort_columns(linear: ExpertLinear) -> None:
+    if isinstance(linear.method, Int4):
+        linear.method._sort_columns(linear.weights)
 
 
 @pytest.mark.parametrize(
