@@ -14,6 +14,8 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.core.stats import Metric
 from slipstream.runtime.engine import Engine
+from slipstream.runtime.grammar_host import GrammarHost
+from slipstream.runtime.grammar_messages import Answer
 
 LONG = replace(GREEDY, max_tokens=200)
 
@@ -136,32 +138,22 @@ def test_requests_that_can_never_run(tiny_llama: Path) -> None:
     assert run_all(engine, [[7] * 63], GREEDY)[0].finish_reason is FinishReason.LENGTH
 
 
-class _BrokenGuide:
+def test_failure_of_one_request_is_its_own(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A grammar whose matcher fails at its third token."""
+    take_answer = GrammarHost._take_answer
 
-    is_terminated = False
+    def fail_third(host: GrammarHost, state_id: int, answer: Answer) -> None:
+        if len(host._states[state_id].token_ids) == 2:
+            answer = Answer("matcher is broken")
+        take_answer(host, state_id, answer)
 
-    def __init__(self) -> None:
-        self.num_masks = 0
-
-    def fill_mask(self, bitmask: object, row: int) -> None:
-        self.num_masks += 1
-        if self.num_masks == 3:
-            raise RuntimeError("matcher is broken")
-        bitmask[row] = -1  # type: ignore[index]
-
-    def accept(self, token_ids: list[int]) -> None:
-        pass
-
-
-def test_failure_of_one_request_is_its_own(engine: Engine) -> None:
+    monkeypatch.setattr(GrammarHost, "_take_answer", fail_third)
     expected = run_all(engine, [_request(2).prompt_token_ids], GREEDY)[0].token_ids
     told: dict[Request, Told] = {}
-    (broken,) = engine.submit(_request(1, replace(GREEDY, guide=Guide("regex", "a+"))))
-    broken.guide_state = _BrokenGuide()
+    (broken,) = engine.submit(_request(1, replace(GREEDY, guide=Guide("regex", "[a-z]{9}"))))
     (sound,) = engine.submit(_request(2, GREEDY))
     run_steps(engine, told)
-    assert told[broken].finish_reason is FinishReason.ERROR and "matcher is broken" in told[broken].error
+    assert told[broken].finish_reason is FinishReason.ERROR and told[broken].error.startswith("internal error")
     assert len(told[broken].token_ids) == 2
     assert told[sound].token_ids == expected
     assert engine.error is None and engine.scheduler.cache.num_used_blocks == 0
@@ -191,7 +183,7 @@ def test_dead_engine_answers_everybody(tiny_llama: Path, monkeypatch: pytest.Mon
     assert engine.step() == [] and not engine.has_work
 
 
-@pytest.mark.parametrize("part", ["_advance_guides", "_measure"])
+@pytest.mark.parametrize("part", ["_guided.advance", "_measure"])
 def test_death_after_commit_answers_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """One request has ended in the very step that fails: its answer stands, the other's is the error."""
     engine = make_engine(tiny_llama)
@@ -201,7 +193,8 @@ def test_death_after_commit_answers_once(tiny_llama: Path, monkeypatch: pytest.M
     def explode(*args: object) -> None:
         raise ValueError("too late")
 
-    monkeypatch.setattr(engine, part, explode)
+    *path, name = part.split(".")
+    monkeypatch.setattr(getattr(engine, path[0]) if path else engine, name, explode)
     outputs = engine.step()
     last = [(output.request, output.finish_reason) for output in outputs if output.finish_reason is not None]
     assert last == [(ended, FinishReason.LENGTH), (running, FinishReason.ERROR)]

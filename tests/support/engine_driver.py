@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from slipstream.core.config import (
+    CacheConfig,
+    EngineConfig,
+    GuidedConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
@@ -13,7 +20,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.runtime.engine import Engine
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-MAX_STEPS = 5000
+MAX_STEPS = 50_000  # one that only waits for a grammar takes 2 ms
 
 
 def make_engine(
@@ -22,6 +29,7 @@ def make_engine(
     cache: dict[str, object] | None = None,
     scheduler: dict[str, object] | None = None,
     speculation: SpeculationConfig | None = None,
+    guided: GuidedConfig | None = None,
 ) -> Engine:
     """A small engine on the CPU: blocks of 8 tokens, room for everything unless told otherwise."""
     config = EngineConfig(
@@ -29,6 +37,7 @@ def make_engine(
         cache=replace(CacheConfig(block_size=8, num_blocks=512), **(cache or {})),
         scheduler=replace(SchedulerConfig(max_num_seqs=64), **(scheduler or {})),
         speculation=speculation or SpeculationConfig(),
+        guided=guided or GuidedConfig(),
     )
     return Engine(config)
 

@@ -107,6 +107,24 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True)
+class GuidedConfig:
+    """Limits of structured output: what a grammar may be before it is compiled, and what compiling and matching it may
+    cost. The max_*_ms are CPU time of a process of their own, but max_step_ms: wall time of one call."""
+
+    max_regex_chars: int = 16384
+    max_grammar_bytes: int = 65536
+    max_schema_bytes: int = 131072
+    max_properties: int = 1000
+    max_depth: int = 64
+    max_repeat: int = 10000
+    max_compile_ms: int = 5000
+    max_step_ms: int = 5000
+    max_request_ms: int = 10000
+    memory_bytes: int = 1 << 30
+    cache_bytes: int = 64 << 20
+
+
+@dataclass(frozen=True)
 class ServingConfig:
     """Defaults of what a client may leave out, and limits of the server process."""
 
@@ -132,4 +150,5 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    guided: GuidedConfig = field(default_factory=GuidedConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)

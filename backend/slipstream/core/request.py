@@ -92,7 +92,8 @@ class Request:
     sort_key: tuple[float, int] = (0.0, 0)  # the scheduler's order, core/queue_order.py
     queue_deadline: float | None = None  # time.monotonic() until which it may wait for its first step
     stop_conditions: StopConditions = None  # type: ignore[assignment]  # derived from params by Scheduler.add
-    guide_state: Any = None  # owned by runtime/guided.py
+    guide_state: Any = None  # owned by runtime/grammar_host.py
+    is_held: bool = False  # not scheduled while its grammar is worked on
     times: RequestTimes = field(default_factory=RequestTimes)
 
     def __post_init__(self) -> None:

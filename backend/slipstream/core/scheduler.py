@@ -76,7 +76,8 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        return bool(self._waiting) and len(self._running) < self._max_running  # there is a seat, if not blocks
+        # there is a seat, if not blocks
+        return len(self._running) < self._max_running and any(not request.is_held for request in self._waiting)
 
     @property
     def has_work(self) -> bool:
@@ -171,7 +172,7 @@ class Scheduler:
         draft_budget = (budget - len(self._running)) // 2
         for request in self._running:  # a preemption pops from the end of this list, which ends the loop sooner
             num_computed, num_pending = request.num_computed_tokens, request.num_pending_tokens
-            if num_pending and not self._may_run_ahead(request):
+            if request.is_held or (num_pending and not self._may_run_ahead(request)):
                 continue
             if len(request.token_ids) + num_pending - num_computed != 1:
                 prefills.append(request)
@@ -205,14 +206,14 @@ class Scheduler:
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int, is_turn: bool, before: SortKey = _LAST) -> int:
         """Admit in order those whose sort_key is below `before`, until tokens, seats or blocks run out."""
-        index = 0
-        while budget > 0 and index < min(len(self._waiting), _MAX_SKIPPED) and len(self._running) < self._max_running:
+        index = num_skipped = 0
+        while budget > 0 and index < len(self._waiting) and num_skipped < _MAX_SKIPPED:
             request = self._waiting[index]
-            if request.sort_key >= before:
+            if request.sort_key >= before or len(self._running) >= self._max_running:
                 break
-            prefix = self.cache.find_prefix(request)
-            if self.cache.is_prefix_underway(request, len(prefix)):
-                index += 1
+            prefix = [] if request.is_held else self.cache.find_prefix(request)
+            if request.is_held or self.cache.is_prefix_underway(request, len(prefix)):
+                index, num_skipped = index + 1, num_skipped + (not request.is_held)
                 continue
             if not self.cache.can_admit(request, prefix, self._num_spare_blocks(request)):
                 break
@@ -226,6 +227,16 @@ class Scheduler:
             _add_prefill(step, request, num_new, num_missing)
             budget -= num_new
         return budget
+
+    def withdraw(self, step: ScheduledStep, requests: list[Request]) -> None:
+        """Before `commit`: these requests' rows of the step came to nothing; they wait as if preempted."""
+        for row in step.requests:
+            request = row.request
+            if request in requests and not request.is_finished:
+                row.samples = False
+                request.num_pending_tokens -= 1
+                if request.status is RequestStatus.RUNNING:
+                    self._preempt(request)
 
     def commit(
         self,
@@ -349,7 +360,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Take a request's blocks away; it waits at its old place in the order and recomputes all its tokens."""
-        assert self._running.pop() is request
+        del self._running[bisect_left(self._running, request.sort_key, key=_sort_key)]
         self._num_promised_blocks -= self._worst_blocks(request)
         self.cache.free(request)
         request.status = RequestStatus.PREEMPTED

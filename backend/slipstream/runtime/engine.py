@@ -18,6 +18,7 @@ from typing import Any
 
 from slipstream.core.admission import check_fits
 from slipstream.core.config import EngineConfig
+from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.outputs import StepOutput
@@ -29,6 +30,9 @@ from slipstream.core.step import ScheduledStep
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.runtime.flight import Flight, FlightAhead
+from slipstream.runtime.grammar_host import GrammarHost
+from slipstream.runtime.grammar_messages import Setup
+from slipstream.runtime.guided import GuidedRequests
 from slipstream.runtime.intake import Intake
 from slipstream.runtime.memory_plan import free_device_memory, plan_memory, resolve_hardware
 from slipstream.runtime.runner import ModelRunner, NullRunner, Runner
@@ -41,6 +45,7 @@ from slipstream.runtime.tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 
 _GAUGE_PERIOD_S = 0.25
+_HELD_WAIT_S = 0.002  # for grammars, while nothing else is to be done
 
 
 @dataclass(slots=True)
@@ -66,7 +71,7 @@ class Engine:
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
         self.start_up = StartUp()
-        checkpoint = resolve_checkpoint(config.model.model)
+        self._checkpoint = checkpoint = resolve_checkpoint(config.model.model)
         self.spec: DecoderSpec = read_spec(checkpoint)
         self.tokenizer = TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or str(checkpoint)))
         hardware = resolve_hardware(config, self.spec)
@@ -101,7 +106,8 @@ class Engine:
         self._flights: deque[Flight] = deque()
         self._ahead: FlightAhead | None = None
         self.error: EngineError | None = None
-        self._intake = Intake(self.spec, self.tokenizer, self._speculator.resolve)
+        self._intake = Intake(self.spec, self.tokenizer, config.guided, self._speculator.resolve)
+        self._guided = GuidedRequests(self._grammar_host(), self.scheduler, self._fail)
         self._inbox: deque[_Add | _Finish] = deque()
         self._num_arriving = 0  # sequences in the inbox
         self._wake = threading.Condition()
@@ -165,6 +171,7 @@ class Engine:
             start = time.monotonic()
             self.stats.last_step_time = self.stats.last_step_time or start  # a first step that hangs shows its age
             self._drain_inbox(outputs)
+            self._guided.poll(outputs)
             outputs += self.scheduler.expire(start)
             if self._flights and self._speculates(self._flights[-1].step):
                 self._land_all(outputs)  # what comes next hangs on its verdict
@@ -177,6 +184,9 @@ class Engine:
             ended = [output.request for output in outputs if output.finish_reason is not None]
             self._runner.forget(ended)
             self._speculator.forget(ended)
+            self._guided.forget(ended)
+            if not step.requests and not outputs:  # all that there is may be waiting for grammars
+                self._guided.poll(outputs, _HELD_WAIT_S)
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
             self._die(internal_error(logger, "the engine failed", error), step, outputs)
@@ -189,9 +199,16 @@ class Engine:
             self._wake.notify_all()
         self._flights.clear()
         self._ahead = None
+        self._guided.close()
         self._runner = NullRunner(0)
 
     # ---- parts
+
+    def _grammar_host(self) -> GrammarHost:
+        tokenizer = str(resolve_tokenizer(self.config.model.tokenizer or str(self._checkpoint)))
+        setup = Setup(tokenizer, self.spec.vocab_size, self._intake.eos_token_ids, self.config.guided)
+        num_states = 2 * self.config.scheduler.max_num_seqs
+        return GrammarHost(setup, num_states, 1 if self._speculator.is_empty else 1 + MAX_DRAFT_TOKENS)
 
     def _check_capacity(self, num_sequences: int) -> None:
         """The admission limit, said to the submitter at once; counts what the engine thread has not seen yet."""
@@ -238,10 +255,12 @@ class Engine:
         sampled = flight.sample.result()
         for request, error in sampled.failures:
             self._fail(request, error, outputs)
+        if sampled.late:
+            self._guided.withdraw(flight.step, sampled.token_ids, sampled.late)
         committed = self.scheduler.commit(flight.step, sampled.token_ids)
         outputs += committed
         self._add_logprobs(committed, sampled)
-        self._advance_guides(committed)
+        self._guided.advance(committed)
         if not self._speculator.is_empty:
             self._measure_decode(flight.step, sampled)
             self._speculator.propose(flight.step, sampled.token_ids, flight.guesses, self.scheduler)
@@ -290,6 +309,7 @@ class Engine:
     def _admit(self, requests: list[Request], outputs: list[StepOutput]) -> None:
         try:
             self.scheduler.add_all(requests)
+            self._guided.start(requests)
         except (RequestError, CapacityError) as error:  # submit has checked both; a race may still lose
             for request in requests:
                 self._fail(request, error, outputs)
@@ -310,21 +330,6 @@ class Engine:
             if entries is not None:
                 output.logprobs = entries[: len(output.new_token_ids)]  # a stop may have cut the step's tokens
                 request.cumulative_logprob += sum(entry.logprob for entry in output.logprobs)
-
-    def _advance_guides(self, committed: list[StepOutput]) -> None:
-        for output in committed:
-            request = output.request
-            guide = request.guide_state
-            if guide is None:
-                continue
-            try:
-                guide.accept(output.new_token_ids)
-            except EngineError as error:
-                output.finish_reason, output.error = FinishReason.ERROR, str(error)
-                self.scheduler.finish(request, FinishReason.ERROR, error=str(error))
-                continue
-            if guide.is_terminated and self.scheduler.finish(request, FinishReason.STOP) is not None:
-                output.finish_reason = FinishReason.STOP
 
     def _measure(self, step: ScheduledStep, start: float) -> None:
         now = time.monotonic()

@@ -1,152 +1,39 @@
-"""Guided decoding through xgrammar: grammars compiled once per text, one matcher per request, one bitmask per step.
-
-`GuideCompiler` is called from submitting threads (it locks); a `GuideState` belongs to the engine thread once its
-request is submitted. Knows tokens and masks only: nothing of models, batches or the scheduler.
+"""Guided decoding in the step: who is held back while a grammar is worked on, and the masks of guided rows, put on
+the logits in one go. Engine thread. The masks come from another process (grammar_host.py).
 """
 
 from __future__ import annotations
 
-import json
-import re
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
-from slipstream.core.errors import EngineError, RequestError, SlipstreamError
-from slipstream.core.request import Request
-from slipstream.core.sampling_params import Guide
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.outputs import StepOutput
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.scheduler import Scheduler
+from slipstream.core.step import ScheduledStep
+from slipstream.runtime.grammar_host import GrammarHost, GuideState
 from slipstream.runtime.penalties import Paths
-from slipstream.runtime.tokenizer import TextTokenizer
 
-if TYPE_CHECKING:
-    import xgrammar  # pulls in transformers, 0.7 s of every start: imported where the first guide needs it
-
-FIELD = "guided_decoding_guide"
-DEAD_END = "the grammar admits neither another token nor the end after the text so far"
-MAX_CACHED_GRAMMARS = 256
-# xgrammar 0.2 lets control characters (a tab) into strings with minLength or maxLength; no JSON parser takes them
-_LAX_CHARACTER = r"[^\"\\\r\n]"
-_STRICT_CHARACTER = r"[^\0-\x1f\"\\]"
-MAX_WHITESPACE = 32  # characters in a row between JSON tokens: enough to indent, no endless blank page
+# What a step waits for masks at most. A request without one is left out of steps until it has it, which costs the
+# others nothing more: so slow grammars cost them this once.
+GRACE_S = 0.03
 
 
-class GuideState:
-    """Where one sequence stands in its grammar. The end tokens are allowed exactly when the grammar may end there."""
+@dataclass(slots=True)
+class GuideFailures:
+    """requests: whose grammar failed, with the error; their rows are left alone. late: whose masks are not there yet;
+    their rows mean nothing. dead_rows: of drafts that the grammar forbids, or after which nothing may come."""
 
-    def __init__(self, grammar: xgrammar.CompiledGrammar, end_token_ids: Iterable[int]) -> None:
-        import xgrammar
-
-        ends = sorted(end_token_ids)
-        self._matcher = xgrammar.GrammarMatcher(
-            grammar, override_stop_tokens=ends or None, terminate_without_stop_token=not ends
-        )
-
-    @property
-    def is_terminated(self) -> bool:
-        """The text is complete and its end token was taken (or there is none to take): nothing may follow."""
-        return bool(self._matcher.is_terminated())
-
-    def fill_mask(self, bitmask: torch.Tensor, row: int) -> None:
-        """Write the allowed next tokens as bits into bitmask[row] (int32, CPU)."""
-        self._matcher.fill_next_token_bitmask(bitmask, row)
-
-    def accept(self, token_ids: Sequence[int]) -> None:
-        """Move on by sampled tokens. Raises EngineError on a token that the mask forbade (a bug of ours)."""
-        for token_id in token_ids:
-            if not self._matcher.accept_token(token_id):
-                raise EngineError(f"guided decoding: sampled token {token_id} is not allowed by the grammar")
-
-    def may_accept(self, token_id: int) -> bool:
-        """Move on by a token if the grammar allows it; returns whether it did."""
-        return bool(self._matcher.accept_token(token_id))
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last accepted tokens (rejected drafts)."""
-        self._matcher.rollback(num_tokens)
-
-
-class GuideCompiler:
-    """Compiles guides for one tokenizer. vocab_size: rows of the model's head, which may exceed the tokenizer's."""
-
-    def __init__(self, tokenizer: TextTokenizer, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        self._eos_token_ids = list(eos_token_ids)
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._lock = threading.Lock()
-        self._compiler: xgrammar.GrammarCompiler | None = None
-        self._grammars: OrderedDict[Guide, xgrammar.CompiledGrammar] = OrderedDict()
-
-    def start(self, guide: Guide, end_token_ids: Iterable[int]) -> GuideState:
-        """A fresh state for one request.
-
-        Raises RequestError naming guided_decoding_guide if the text is no grammar, or one that no token can begin
-        (`root ::= root`).
-        """
-        import xgrammar
-
-        state = GuideState(self._compile(guide), end_token_ids)
-        bitmask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
-        if not state.is_terminated:
-            state.fill_mask(bitmask, 0)
-        if state.is_terminated or not bitmask.any():
-            raise RequestError(FIELD, f"not a usable {guide.type}: it admits no text")
-        return state
-
-    def _compile(self, guide: Guide) -> xgrammar.CompiledGrammar:
-        with self._lock:
-            grammar = self._grammars.get(guide)
-            if grammar is None:
-                try:
-                    grammar = self._compile_new(guide)
-                except (RuntimeError, ValueError, TypeError) as error:  # what xgrammar raises on a bad text
-                    message = f"not a usable {guide.type}: {_reason(error)}"
-                    raise RequestError(FIELD, message) from error
-                self._grammars[guide] = grammar
-                if len(self._grammars) > MAX_CACHED_GRAMMARS:
-                    self._grammars.popitem(last=False)
-            self._grammars.move_to_end(guide)
-            return grammar
-
-    def _compile_new(self, guide: Guide) -> xgrammar.CompiledGrammar:
-        if self._compiler is None:  # decoding the vocabulary takes a while: only when the first guide arrives
-            import xgrammar
-            from transformers import PreTrainedTokenizerFast
-
-            fast = PreTrainedTokenizerFast(tokenizer_object=self._tokenizer.backend)
-            info = xgrammar.TokenizerInfo.from_huggingface(
-                fast, vocab_size=self._vocab_size, stop_token_ids=self._eos_token_ids
-            )
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=2, cache_enabled=False)
-        if guide.type == "json":
-            return self._compiler.compile_builtin_json_grammar()
-        if not guide.text.strip():
-            raise ValueError("the text is empty")
-        compile_text: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
-            "json_schema": self._compile_schema,
-            "regex": self._compiler.compile_regex,
-            "ebnf_grammar": self._compiler.compile_grammar,
-        }
-        return compile_text[guide.type](guide.text)
-
-    def _compile_schema(self, text: str) -> xgrammar.CompiledGrammar:
-        import xgrammar
-
-        if not isinstance(json.loads(text), (dict, bool)):
-            raise ValueError("a JSON schema is an object or a boolean")
-        assert self._compiler is not None
-        grammar = xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
-        rules = str(grammar)
-        if _LAX_CHARACTER in rules and "Regex(" not in rules:  # a Regex rule cannot be read back from its text
-            grammar = xgrammar.Grammar.from_ebnf(rules.replace(_LAX_CHARACTER, _STRICT_CHARACTER))
-        return self._compiler.compile_grammar(grammar)
+    requests: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
+    late: list[Request] = field(default_factory=list)
+    dead_rows: set[int] = field(default_factory=set)
 
 
 class GuideMasks:
-    """The step's bitmasks: filled on the CPU for guided rows only, copied and applied in one go. Engine thread."""
+    """The step's bitmasks: of guided rows only."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -154,84 +41,131 @@ class GuideMasks:
         self._bitmask = torch.empty(0, 0, dtype=torch.int32)
 
     def apply(
-        self, logits: torch.Tensor, requests: list[Request], rows: list[int], paths: Paths | None = None
+        self,
+        logits: torch.Tensor,
+        requests: list[Request],
+        rows: list[int],
+        paths: Paths | None = None,
     ) -> GuideFailures:
         """Set forbidden logits to -inf in place; row r of logits [num_rows, vocab] fp32 belongs to requests[r].
 
-        paths: the drafts that lead to each row; the matcher goes along them and comes back.
+        paths: the drafts that lead to each row.
         """
+        states: dict[int, GuideState] = {}
+        walked: dict[int, list[int]] = {}  # request_id -> its rows behind drafts
+        for row in rows:
+            request = requests[row]
+            states[request.request_id] = request.guide_state
+            if paths and paths[row]:
+                walked.setdefault(request.request_id, []).append(row)
+        host = requests[rows[0]].guide_state.host
+        self._collect(host, states, walked, paths)
+        failures = GuideFailures()
+        masked, sources = [], []
+        for request in {requests[row].request_id: requests[row] for row in rows}.values():
+            state = states[request.request_id]
+            if state.error is not None:
+                failures.requests.append((request, state.error))
+            elif not state.is_settled or state.is_terminated:
+                failures.late.append(request)
+        unmasked = {request.request_id for request, _ in failures.requests}
+        unmasked |= {request.request_id for request in failures.late}
+        for row in rows:
+            request_id = requests[row].request_id
+            if request_id in unmasked:
+                continue
+            state, place = states[request_id], -1
+            if paths and paths[row]:
+                place = walked[request_id].index(row)
+                if place in state.dead:
+                    failures.dead_rows.add(row)
+                    continue
+            masked.append(row)
+            sources.append(state.row + 1 + place)
+        if masked:
+            self._mask(logits, host.masks, masked, sources)
+        return failures
+
+    def _collect(
+        self, host: GrammarHost, states: dict[int, GuideState], walked: dict[int, list[int]], paths: Paths | None
+    ) -> None:
+        host.collect(list(states.values()), GRACE_S)
+        walking = [one for one in walked if states[one].is_ready and not states[one].asked_at]
+        for request_id in walking:
+            assert paths is not None
+            host.walk(states[request_id], [paths[row] for row in walked[request_id]])
+        host.collect([states[request_id] for request_id in walking], GRACE_S)
+
+    def _mask(self, logits: torch.Tensor, masks: torch.Tensor, rows: list[int], sources: list[int]) -> None:
         import xgrammar
 
         if self._bitmask.shape[0] < logits.shape[0]:
             bitmask = xgrammar.allocate_token_bitmask(max(8, 2 * logits.shape[0]), self._vocab_size)
             self._bitmask = bitmask.pin_memory() if self._device.type == "cuda" else bitmask
-        masked: list[int] = []
-        failures = GuideFailures()
-        walk = _Walk()
-        for row in rows:
-            path = paths[row] if paths else ()
-            try:
-                if walk.go(requests[row].guide_state, path) and self._fill(requests[row].guide_state, row):
-                    masked.append(row)
-                elif path:  # where no token may follow, no draft is taken
-                    failures.dead_rows.add(row)
-                else:
-                    failures.requests.append((requests[row], RequestError(FIELD, DEAD_END)))
-            except RuntimeError as error:  # what xgrammar raises
-                failures.requests.append((requests[row], EngineError(f"guided decoding failed: {_reason(error)}")))
-        walk.end()
-        if masked:
-            bitmask = self._bitmask[: logits.shape[0]].to(self._device)  # `indices` skips the rows that hold old bits
-            xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=self._vocab_size, indices=masked)
-        return failures
-
-    def _fill(self, state: GuideState, row: int) -> bool:
-        """False: no token may follow."""
-        state.fill_mask(self._bitmask, row)
-        return bool(self._bitmask[row].any())
+        self._bitmask[torch.tensor(rows)] = masks[torch.tensor(sources)]
+        bitmask = self._bitmask[: logits.shape[0]].to(self._device)  # `indices` skips the rows that hold old bits
+        xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=self._vocab_size, indices=rows)
 
 
-@dataclass(slots=True)
-class GuideFailures:
-    """requests: whose grammar failed, with the error; their rows are left alone. dead_rows: of drafts that the grammar
-    forbids, or after which nothing may come."""
+class GuidedRequests:
+    """Those of the engine. A request is held, which means not scheduled, until its grammar is compiled; then only while
+    a grammar that takes long for a token makes its mask. fail: ends a request with an error."""
 
-    requests: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
-    dead_rows: set[int] = field(default_factory=set)
+    def __init__(
+        self,
+        host: GrammarHost,
+        scheduler: Scheduler,
+        fail: Callable[[Request, SlipstreamError, list[StepOutput]], None],
+    ) -> None:
+        self._host, self._scheduler, self._fail = host, scheduler, fail
 
+    def start(self, requests: Sequence[Request]) -> None:
+        """Of one client request, which the scheduler has taken."""
+        states = [request.guide_state for request in requests if request.guide_state is not None]
+        if states:
+            self._host.start(states)
 
-class _Walk:
-    """Goes from row to row of a tree of drafts, taking back only what the next row does not share."""
+    def poll(self, outputs: list[StepOutput], timeout: float = 0.0) -> None:
+        """Hear what has become of grammars, and of requests by them. Waits `timeout` seconds at most."""
+        if self._host.is_idle:
+            return
+        for state in self._host.poll(timeout):
+            request = state.request
+            if request.is_finished:
+                continue
+            if state.error is not None:
+                self._fail(request, state.error, outputs)
+            elif state.is_terminated:
+                output = self._scheduler.finish(request, FinishReason.STOP)
+                outputs += [output] if output is not None else []
+            else:
+                request.is_held = not state.is_settled
 
-    def __init__(self) -> None:
-        self._state: GuideState | None = None
-        self._taken: list[int] = []
+    def advance(self, committed: list[StepOutput]) -> None:
+        """Move on by a step's tokens. Without an end token, nobody but the grammar says whether one more may come."""
+        for output in committed:
+            request, state = output.request, output.request.guide_state
+            if state is not None and not request.is_finished and output.new_token_ids:
+                self._host.advance(state, output.new_token_ids)
+                request.is_held = state.is_slow or not state.end_token_ids
 
-    def go(self, state: GuideState, path: tuple[int, ...]) -> bool:
-        """Stand at the end of `path`. False: the grammar forbids it, or it ends the text."""
-        if state is not self._state:
-            self.end()
-            self._state = state
-        shared = 0
-        while shared < min(len(self._taken), len(path)) and self._taken[shared] == path[shared]:
-            shared += 1
-        self._back_to(shared)
-        for token_id in path[shared:]:
-            if state.is_terminated or not state.may_accept(token_id):
-                return False
-            self._taken.append(token_id)
-        return not (path and state.is_terminated)
+    def withdraw(self, step: ScheduledStep, token_ids: list[list[int]], late: list[Request]) -> None:
+        """Take requests whose masks were late out of a step that is not committed. They do not draft any more: a tree
+        of drafts wants many masks at once."""
+        for request in late:
+            state = request.guide_state
+            state.is_slow, state.wants_walk = True, False
+            request.speculation = None
+            request.is_held = not state.is_settled
+        for place, row in enumerate(step.requests):
+            if row.request in late:
+                token_ids[place] = []
+        self._scheduler.withdraw(step, late)
 
-    def end(self) -> None:
-        self._back_to(0)
+    def forget(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.guide_state is not None:
+                self._host.forget(request.guide_state)
 
-    def _back_to(self, num_tokens: int) -> None:
-        if self._state is not None and len(self._taken) > num_tokens:
-            self._state.rollback(len(self._taken) - num_tokens)
-            del self._taken[num_tokens:]
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of xgrammar's message without its time stamp and source position."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", lines[0])[:300] if lines else type(error).__name__
+    def close(self) -> None:
+        self._host.close()

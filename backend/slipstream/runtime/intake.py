@@ -1,7 +1,8 @@
 """From what a client asked to requests that can run: checked against model and vocabulary, completed, expanded.
 
-Called from submitting threads; holds no state but the grammar compiler, which locks. Whatever is wrong with a request
+Called from submitting threads; holds no state. Whatever is wrong with a request
 is said here, on its own thread, as a RequestError; the engine thread never sees it.
+A grammar is compiled later, while its request waits; here its size is checked.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+from slipstream.core.config import GuidedConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.finish import end_token_ids
+from slipstream.core.guide_limits import check_guide
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import Speculation
 from slipstream.nn.spec import DecoderSpec
-from slipstream.runtime.guided import GuideCompiler
+from slipstream.runtime.grammar_host import GuideState
 from slipstream.runtime.tokenizer import TextTokenizer
 
 _MASK64 = (1 << 64) - 1
@@ -30,6 +33,7 @@ class Intake:
         self,
         spec: DecoderSpec,
         tokenizer: TextTokenizer,
+        guided: GuidedConfig,
         speculation_of: Callable[[SamplingParams], Speculation | None] = lambda params: None,
     ) -> None:
         self._speculation_of = speculation_of
@@ -37,7 +41,12 @@ class Intake:
         # a generation_config.json may name tokens that the checkpoint does not have
         self._eos_token_ids = frozenset(token_id for token_id in spec.eos_token_ids if 0 <= token_id < spec.vocab_size)
         self._tokenizer = tokenizer
-        self._guides = GuideCompiler(tokenizer, spec.vocab_size, self._eos_token_ids)
+        self._guided = guided
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The checkpoint's own."""
+        return sorted(self._eos_token_ids)
 
     def prepare(self, request: Request) -> list[Request]:
         """The request, completed (end tokens, seed, bad words as ids, guide), and its siblings when n > 1.
@@ -56,11 +65,14 @@ class Intake:
         request.speculation = self._speculation_of(request.params)
         if request.times.arrival_ns == 0:
             request.times.arrival_ns = time.time_ns()
-        sequences = expand(request)
         guide = request.params.guide
         if guide is not None:
+            check_guide(guide, self._guided)
+        sequences = expand(request)
+        if guide is not None:
+            ends = sorted(end_token_ids(request))
             for sequence in sequences:
-                sequence.guide_state = self._guides.start(guide, end_token_ids(request))
+                sequence.guide_state, sequence.is_held = GuideState(guide, ends, sequence), True
         return sequences
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:

@@ -29,12 +29,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Sampled:
-    """Aligned with the requests given to `sample`. failures: requests whose own part went wrong, and why; their
-    tokens mean nothing."""
+    """Aligned with the requests given to `sample`. failures: requests whose own part went wrong, and why; late: those
+    whose masks were not there in time. The tokens of both mean nothing."""
 
     token_ids: list[int]
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request_id -> of each of its rows
     failures: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
+    late: list[Request] = field(default_factory=list)
 
 
 class PendingTokens:
@@ -64,7 +65,7 @@ class PendingTokens:
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for request, entry in zip(self._asked, found):
             logprobs.setdefault(request.request_id, []).append(entry)
-        return Sampled(token_ids, logprobs, self._failures.requests)
+        return Sampled(token_ids, logprobs, self._failures.requests, self._failures.late)
 
 
 class Draws(NamedTuple):

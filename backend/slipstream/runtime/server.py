@@ -14,7 +14,6 @@ import logging
 import queue
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from slipstream.core import contract, stats, wire
@@ -22,7 +21,7 @@ from slipstream.core.client_request import ClientRequest, parse_request, peek
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError, EngineError
 from slipstream.core.outputs import RequestOutput, StepOutput
-from slipstream.core.request import FinishReason, Request
+from slipstream.core.request import FinishReason
 from slipstream.core.responses import (
     encode_gathered,
     encode_response,
@@ -54,13 +53,10 @@ class GenerateServer:
         self._config = replace(config, model=replace(config.model, max_model_len=self._engine.max_model_len))
         self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish, self._engine.cancel)
         self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_STEPS_AHEAD)
-        self._guides = ThreadPoolExecutor(1, "guides")  # compiling a grammar takes up to half a second
         self._pool = RequestPool(self, config.scheduler.max_waiting_requests, config.serving.max_tokenizing_bytes)
         self._live: dict[int, ClientRequest] = {}  # filled by the input and pool threads, emptied by the output thread
         self._handles_by_id: dict[str, int] = {}
         self._gathered: dict[int, list[RequestOutput]] = {}  # sequences that wait for the others of their request
-        self._guided: set[int] = set()  # handles whose submission may wait for a grammar
-        self._cancelled_early: set[int] = set()
         self._drain_deadline: float | None = None
         self._is_stopping = False
         self._exit_status = 0
@@ -130,21 +126,7 @@ class GenerateServer:
             return
         self._live[client.handle] = client
         self._outputs.add(client)
-        if request.params.guide is not None:
-            self._guided.add(client.handle)
-            self._guides.submit(self._submit_guided, request)
-        else:
-            self._engine.submit(request)
-
-    def _submit_guided(self, request: Request) -> None:
-        """On the guides' thread: a cancel may have come meanwhile."""
-        try:
-            self._engine.submit(request)
-        except Exception as error:
-            self._refuse(request.handle, error)
-        if request.handle in self._cancelled_early:
-            self._cancelled_early.discard(request.handle)
-            self._engine.cancel(request.handle)
+        self._engine.submit(request)
 
     def _refuse(self, handle: int, error: Exception) -> None:
         if self._live.get(handle) is not None:
@@ -169,14 +151,10 @@ class GenerateServer:
             self.cancelled(handle)
 
     def cancelled(self, handle: int) -> None:
-        if handle in self._guided:
-            self._cancelled_early.add(handle)
         self._engine.cancel(handle)
 
     def _forget(self, handle: int) -> None:
         client = self._live.pop(handle)
-        self._guided.discard(handle)
-        self._cancelled_early.discard(handle)
         if self._handles_by_id.get(client.request_id) == handle:
             del self._handles_by_id[client.request_id]
 

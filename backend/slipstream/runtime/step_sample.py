@@ -25,6 +25,7 @@ class StepSample:
     logprobs, prompt_logprobs: by request_id, one entry per token, of those that asked; the prompt's come once, with
     the first token.
     failures: requests that went wrong by themselves, with the reason; the others of the step are sound.
+    late: requests that this step could not serve, and a later one will: their rows are to be withdrawn.
     kept_rows: by place in step.requests, where drafts were verified: the last token's row and those of drafts taken.
     """
 
@@ -33,6 +34,7 @@ class StepSample:
     prompt_logprobs: PromptEntries = field(default_factory=dict)
     failures: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
     kept_rows: dict[int, list[int]] = field(default_factory=dict)
+    late: list[Request] = field(default_factory=list)
 
     def result(self) -> StepSample:
         return self
@@ -57,7 +59,7 @@ class LaunchedSample:
     def result(self) -> StepSample:
         sampled = self.tokens.result()
         token_ids = [[sampled.token_ids[row]] if row >= 0 else [] for row in self.row_of]
-        return StepSample(token_ids, sampled.logprobs, self.prompt_logprobs, sampled.failures)
+        return StepSample(token_ids, sampled.logprobs, self.prompt_logprobs, sampled.failures, late=sampled.late)
 
 
 @dataclass(frozen=True)
@@ -98,4 +100,5 @@ class LaunchedVerification:
             self.prompt_logprobs,
             sampled.failures,
             {place: verdict.rows for place, verdict in found.items() if self.step.requests[place].num_drafts},
+            sampled.late,
         )

@@ -1,0 +1,100 @@
+"""What a schema, regular expression or grammar may be before anything is compiled. Any thread; standard library only.
+
+These limits turn away what is large on its face. What is small and costly all the same is bounded where it is compiled
+and matched, by time and memory (runtime/grammar_process.py, runtime/grammar_host.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from slipstream.core.config import GuidedConfig
+from slipstream.core.errors import RequestError
+from slipstream.core.sampling_params import Guide
+
+FIELD = "guided_decoding_guide"
+_COUNTS = frozenset(
+    ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
+)
+_REGEX_LITERALS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+_EBNF_LITERALS = re.compile(r"\"(?:\\.|[^\"\\])*\"|\[(?:\\.|[^\]\\])*\]|\#[^\n]*", re.DOTALL)
+_REPEAT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
+
+
+def check_guide(guide: Guide, limits: GuidedConfig) -> None:
+    """Raises RequestError that names the guide, its size and the limit."""
+    text = guide.text
+    if guide.type == "regex":
+        _check("characters", len(text), limits.max_regex_chars, "guided_max_regex_chars")
+        _check_expression(_REGEX_LITERALS.sub("x", text), limits)
+    elif guide.type == "ebnf_grammar":
+        _check("bytes", _num_bytes(text), limits.max_grammar_bytes, "guided_max_grammar_bytes")
+        _check_expression(_EBNF_LITERALS.sub("x", text), limits)
+    elif guide.type == "json_schema":
+        _check("bytes", _num_bytes(text), limits.max_schema_bytes, "guided_max_schema_bytes")
+        _check_schema(text, limits)
+
+
+def _check(unit: str, value: int, limit: int, parameter: str) -> None:
+    if value > limit:
+        shown = value if value < 10**18 else "a number of 18 digits or more"
+        raise RequestError(FIELD, f"has {shown} {unit}, accepted: at most {parameter}={limit}")
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode("utf-8", "surrogatepass"))
+
+
+def _check_expression(text: str, limits: GuidedConfig) -> None:
+    """text: without literals and classes, in which brackets and braces mean themselves."""
+    depth = deepest = 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    _check("levels of parentheses", deepest, limits.max_depth, "guided_max_depth")
+    for match in _REPEAT.finditer(text):
+        for digits in match.groups():
+            _check("as a number of repetitions", _number(digits or ""), limits.max_repeat, "guided_max_repeat")
+
+
+def _number(digits: str) -> int:
+    return int(digits[:19] or 0)  # no longer: int() refuses thousands of digits, and these are too many anyway
+
+
+def _check_schema(text: str, limits: GuidedConfig) -> None:
+    try:
+        schema = json.loads(text)
+    except ValueError as error:
+        raise RequestError(FIELD, f"not a usable json_schema: {error}") from error
+    except RecursionError as error:
+        raise RequestError(FIELD, f"is nested too deeply, accepted: guided_max_depth={limits.max_depth}") from error
+    num_properties = 0
+    level, depth = [schema], 0
+    while level:
+        _check("levels", depth, limits.max_depth, "guided_max_depth")
+        below: list[object] = []
+        for node in level:
+            if isinstance(node, dict):
+                num_properties += _check_object(node, limits)
+                below += node.values()
+            elif isinstance(node, list):
+                below += node
+        level, depth = below, depth + 1
+    _check("properties", num_properties, limits.max_properties, "guided_max_properties")
+
+
+def _check_object(node: dict[str, object], limits: GuidedConfig) -> int:
+    """Returns how many properties it declares."""
+    for name in _COUNTS & node.keys():
+        value = node[name]
+        if isinstance(value, int | float):
+            _check(f"as {name}", int(min(value, 10**18)), limits.max_repeat, "guided_max_repeat")
+    pattern = node.get("pattern")
+    if isinstance(pattern, str):
+        _check_expression(_REGEX_LITERALS.sub("x", pattern), limits)
+    found = 0
+    for name in ("properties", "patternProperties"):
+        declared = node.get(name)
+        found += len(declared) if isinstance(declared, dict) else 0
+    return found

@@ -1,0 +1,67 @@
+"""Guides compiled by xgrammar for one tokenizer. In the grammar processes only: xgrammar is not called in the engine.
+
+A compile cannot be interrupted, takes what time and memory the text asks for, and may end its process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+
+import xgrammar
+from transformers import PreTrainedTokenizerFast
+
+from slipstream.core.sampling_params import Guide
+from slipstream.runtime.tokenizer import TextTokenizer
+
+# xgrammar 0.2 lets control characters (a tab) into strings with minLength or maxLength; no JSON parser takes them
+_LAX_CHARACTER = r"[^\"\\\r\n]"
+_STRICT_CHARACTER = r"[^\0-\x1f\"\\]"
+MAX_WHITESPACE = 32  # characters in a row between JSON tokens: enough to indent, no endless blank page
+
+
+class GrammarError(Exception):
+    """The text is no grammar; str() says why."""
+
+
+class GrammarCompiler:
+    """vocab_size: rows of the model's head, which may exceed the tokenizer's."""
+
+    def __init__(self, tokenizer_path: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        fast = PreTrainedTokenizerFast(tokenizer_object=TextTokenizer.load(tokenizer_path).backend)
+        self._info = xgrammar.TokenizerInfo.from_huggingface(
+            fast, vocab_size=vocab_size, stop_token_ids=list(eos_token_ids) or None
+        )
+
+    def compile(self, guide: Guide) -> xgrammar.CompiledGrammar:
+        """Raises GrammarError."""
+        compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
+        compile_text: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
+            "json": lambda text: compiler.compile_builtin_json_grammar(),
+            "json_schema": lambda text: compiler.compile_grammar(_schema_grammar(text)),
+            "regex": compiler.compile_regex,
+            "ebnf_grammar": compiler.compile_grammar,
+        }
+        try:
+            if guide.type != "json" and not guide.text.strip():
+                raise ValueError("the text is empty")
+            return compile_text[guide.type](guide.text)
+        except (RuntimeError, ValueError, TypeError) as error:  # what xgrammar raises on a bad text
+            raise GrammarError(first_line(error)) from error
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of xgrammar's message without its time stamp and source position."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", lines[0])[:300] if lines else type(error).__name__
+
+
+def _schema_grammar(text: str) -> xgrammar.Grammar:
+    if not isinstance(json.loads(text), (dict, bool)):
+        raise ValueError("a JSON schema is an object or a boolean")
+    grammar = xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+    rules = str(grammar)
+    if _LAX_CHARACTER in rules and "Regex(" not in rules:  # a Regex rule cannot be read back from its text
+        grammar = xgrammar.Grammar.from_ebnf(rules.replace(_LAX_CHARACTER, _STRICT_CHARACTER))
+    return grammar

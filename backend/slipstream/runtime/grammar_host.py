@@ -1,0 +1,358 @@
+"""The engine's side of structured output: says what is to be compiled and matched, and hears what came of it.
+
+Engine thread only. Nothing here waits for a grammar but `collect`, and that for a bounded time: a request whose mask is
+not there is left out of steps until it is. What takes longer than the limits ends with an error of its own; a worker
+that is stuck in it is killed, and the other sequences go on in a new one behind the tokens they have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
+from slipstream.core.guide_limits import FIELD
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import Guide
+from slipstream.runtime.grammar_link import GrammarLink
+from slipstream.runtime.grammar_messages import Answer, Setup
+
+logger = logging.getLogger(__name__)
+
+DEAD_END = "the grammar admits neither another token nor the end after the text so far"
+_SLOW_TOKEN_S = 0.005  # a grammar that takes longer for a token is waited for outside the steps
+_NUM_QUICK = 32  # answers in a row that make it quick again
+_MERCY_S = 2.0  # that a call of a request that has ended may go on beyond its limit, before its worker is killed
+_CHECK_S = 0.02  # how often time limits are looked at
+MAX_KNOWN_GRAMMARS = 4096  # hashes of texts that have passed their trial, or failed it
+
+
+@dataclass(slots=True, eq=False)
+class GuideState:
+    """Where one sequence stands in its grammar. is_ready: its mask for the next token is in `row` of the matrix, of a
+    walk's paths in the rows after it. error: why the sequence must end. is_slow: it is left out of steps until ready.
+    is_terminated: the text is complete and there is no end token to take."""
+
+    guide: Guide
+    end_token_ids: list[int]
+    request: Request
+    host: GrammarHost | None = None
+    token_ids: list[int] = field(default_factory=list)  # accepted
+    is_ready: bool = False
+    is_slow: bool = False
+    is_terminated: bool = False
+    error: SlipstreamError | None = None
+    key: bytes = b""
+    state_id: int = 0
+    row: int = -1
+    is_open: bool = False  # in the worker
+    num_sent: int = 0  # of token_ids, to the worker
+    asked_at: float = 0.0  # time.monotonic() of a job that is under way, or 0
+    asked_s: float = 0.0  # how long that may take
+    wants_walk: bool = False
+    has_walked: bool = False
+    dead: tuple[int, ...] = ()  # places of the last walk's paths that the grammar forbids
+    cpu_s: float = 0.0
+    num_quick: int = 0
+    num_deaths: int = 0  # of workers, that may be its doing
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is waited for."""
+        return self.error is not None or self.is_terminated or (self.is_ready and self.has_walked >= self.wants_walk)
+
+
+class GrammarHost:
+    """rows_per_state: the token's mask and those behind its drafts. num_states: that are open at once; more wait."""
+
+    def __init__(self, setup: Setup, num_states: int, rows_per_state: int) -> None:
+        self._limits = setup.limits
+        self._link = GrammarLink(setup, num_states * rows_per_state)
+        self._all_rows = range(0, num_states * rows_per_state, rows_per_state)
+        self._free_rows: deque[int] = deque()  # of the worker
+        self._is_process_ready = False
+        self._states: dict[int, GuideState] = {}  # started, not forgotten
+        self._num_started = 0
+        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # by key: "" or why the text is refused
+        self._trying: dict[bytes, list[GuideState]] = {}
+        self._compiled: dict[bytes, list[GuideState] | None] = {}  # by the worker; a list: they wait for the first
+        self._rowless: deque[GuideState] = deque()
+        self._stuck: dict[int, GuideState] = {}  # by id: forgotten while a call was under way
+        self._news: list[GuideState] = []
+        self._check_due = 0.0
+        self._importing: threading.Thread | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._states and not self._stuck
+
+    @property
+    def masks(self) -> torch.Tensor:
+        """[rows, vocab_size / 32] int32, written by the worker."""
+        return self._link.masks
+
+    def start(self, states: Sequence[GuideState]) -> None:
+        """Get their grammar compiled, if it is not, and a matcher for each. All are of one guide."""
+        guide = states[0].guide
+        if self._importing is None:  # what puts masks on logits takes a second to import, which no step waits for
+            self._importing = threading.Thread(target=lambda: importlib.import_module("xgrammar"), daemon=True)
+            self._importing.start()
+        key = hashlib.sha256(f"{guide.type}\n{guide.text}".encode("utf-8", "surrogatepass")).digest()
+        for state in states:
+            self._num_started += 1
+            state.host, state.key, state.state_id = self, key, self._num_started
+            self._states[state.state_id] = state
+        verdict = self._verdicts.get(key)
+        if verdict is None:
+            if key not in self._trying:
+                self._trying[key] = []
+                self._link.say("try", key, guide)
+            self._trying[key] += states
+            return
+        self._verdicts.move_to_end(key)
+        for state in states:
+            if verdict:
+                self._end(state, RequestError(FIELD, verdict))
+            else:
+                self._open(state)
+
+    def advance(self, state: GuideState, token_ids: list[int]) -> None:
+        """Move on by sampled tokens and prepare the next mask."""
+        state.token_ids += token_ids
+        state.wants_walk = state.has_walked = False
+        state.is_ready = False
+        if state.is_open and not state.asked_at:
+            self._send_rest(state)
+
+    def walk(self, state: GuideState, paths: list[tuple[int, ...]]) -> None:
+        """Prepare the masks behind drafts, too. Nothing else of the state is under way."""
+        state.wants_walk, state.has_walked, state.dead = True, False, ()
+        self._ask(state, self._limits.max_step_ms / 1e3, "walk", paths)
+
+    def forget(self, state: GuideState) -> None:
+        """The sequence has ended."""
+        if self._states.pop(state.state_id, None) is None:
+            return
+        waiting = self._trying.get(state.key, [])
+        if state in waiting:
+            waiting.remove(state)
+            if not waiting:
+                del self._trying[state.key]
+                self._link.say("forget", state.key)
+        elif state in self._rowless:
+            self._rowless.remove(state)
+        elif state.row >= 0:
+            if state.asked_at:
+                self._stuck[state.state_id] = state
+            else:
+                self._give_back(state.row)
+            self._link.tell("close", state.state_id, False)
+
+    def poll(self, timeout: float = 0.0) -> list[GuideState]:
+        """Hear what has come, waiting `timeout` seconds for it at most; returns the states with news."""
+        self._hear(timeout)
+        now = time.monotonic()
+        if now >= self._check_due:
+            self._check_due = now + _CHECK_S
+            self._check_times(now)
+        news, self._news = self._news, []
+        return news
+
+    def collect(self, states: Sequence[GuideState], timeout: float) -> None:
+        """Wait until nothing is under way for any of them, but no longer than `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not all(state.is_settled for state in states):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return
+            self._hear(left)
+
+    def close(self) -> None:
+        """End the processes; nobody waits for them."""
+        self._states.clear()
+        self._link.drop_process()
+
+    # ---- parts
+
+    def _hear(self, timeout: float) -> None:
+        self._link.hear(timeout, self._take_verdict, self._take_answer)
+        if self._link.process_is_lost:
+            self._restart_process()
+        elif self._link.worker_is_lost:
+            self._restart_worker(is_blame_due=not self._stuck)
+
+    def _take_verdict(self, kind: str, key: bytes = b"", verdict: str = "", text: str = "") -> None:
+        if kind == "ready":
+            self._is_process_ready = True
+            for state in self._states.values():
+                state.asked_at = time.monotonic() if state.asked_at else 0.0
+            return
+        states = self._trying.pop(key, [])
+        if not states:
+            return
+        limits, name = self._limits, states[0].guide.type
+        error: SlipstreamError | None = None
+        if verdict == "full":
+            error = CapacityError("too many grammars that take long are being compiled")
+        elif verdict == "bug":
+            error = internal_error(logger, "compiling a grammar", EngineError(text))
+        else:
+            refusal = {
+                "good": "",
+                "bad": f"not a usable {name}: {text}",
+                "time": f"compiling this {name} takes more CPU time than guided_max_compile_ms={limits.max_compile_ms}",
+                "memory": f"compiling this {name} takes more memory than guided_memory_bytes={limits.memory_bytes}",
+            }[verdict]
+            self._verdicts[key] = refusal
+            if len(self._verdicts) > MAX_KNOWN_GRAMMARS:
+                self._verdicts.popitem(last=False)
+            error = RequestError(FIELD, refusal) if refusal else None
+        for state in states:
+            if error is None:
+                self._open(state)
+            else:
+                self._end(state, error)
+
+    def _open(self, state: GuideState) -> None:
+        """Once a grammar has passed: as soon as there is room, and the worker has compiled it for the first of all."""
+        if not self._link.has_worker:
+            self._link.start_worker()
+            self._free_rows = deque(self._all_rows)
+        if state.row < 0:
+            if not self._free_rows:
+                self._rowless.append(state)
+                return
+            state.row = self._free_rows.popleft()
+        if state.key in self._compiled:
+            waiting = self._compiled[state.key]
+            if waiting is not None:
+                waiting.append(state)
+                return
+        else:
+            self._compiled[state.key] = []
+        state.num_sent = len(state.token_ids)
+        seconds = 4 * self._limits.max_compile_ms / 1e3 + self._limits.max_request_ms / 1e3
+        self._ask(state, seconds, "open", state.key, state.guide, state.end_token_ids, state.row, list(state.token_ids))
+
+    def _send_rest(self, state: GuideState) -> None:
+        token_ids = state.token_ids[state.num_sent :]
+        state.num_sent = len(state.token_ids)
+        self._ask(state, self._limits.max_step_ms / 1e3, "advance", token_ids)
+
+    def _ask(self, state: GuideState, seconds: float, kind: str, *arguments: Any) -> None:
+        state.is_ready = state.is_ready and kind == "walk"
+        state.asked_at, state.asked_s = time.monotonic(), seconds
+        self._link.tell(kind, state.state_id, state.is_slow, *arguments)
+
+    def _take_answer(self, state_id: int, answer: Answer) -> None:
+        forgotten = self._stuck.pop(state_id, None)
+        if forgotten is not None:
+            self._give_back(forgotten.row)
+            self._let_others_open(forgotten.key)
+            return
+        state = self._states.get(state_id)
+        if state is None:
+            return
+        state.asked_at, state.is_open = 0.0, True
+        self._let_others_open(state.key)
+        if state.error is None:
+            self._judge(state, answer)
+
+    def _let_others_open(self, key: bytes) -> None:
+        waiting = self._compiled.get(key)
+        if waiting is not None:
+            self._compiled[key] = None
+            for other in waiting:
+                if other.state_id in self._states:
+                    self._open(other)
+
+    def _judge(self, state: GuideState, answer: Answer) -> None:
+        self._news.append(state)
+        state.cpu_s += answer.cpu_s
+        limit, name = self._limits.max_request_ms, state.guide.type
+        if answer.error:
+            self._end(state, internal_error(logger, "matching a grammar", EngineError(answer.error)))
+        elif not answer.can_go_on and not state.token_ids:
+            self._end(state, RequestError(FIELD, f"not a usable {name}: it admits no text"))
+        elif answer.is_terminated:
+            state.is_terminated = True
+        elif not answer.can_go_on:
+            self._end(state, RequestError(FIELD, DEAD_END))
+        elif state.cpu_s > limit / 1e3:
+            spent = f"{state.cpu_s:.1f} s of CPU time for {len(state.token_ids)} tokens"
+            self._end(state, RequestError(FIELD, f"this {name} took {spent}, accepted: guided_max_request_ms={limit}"))
+        elif state.num_sent < len(state.token_ids):
+            self._send_rest(state)
+        else:
+            is_walk = state.wants_walk and state.is_ready
+            state.is_ready, state.has_walked, state.dead = True, is_walk, answer.dead
+            is_quick = is_walk or answer.cpu_s < _SLOW_TOKEN_S
+            state.num_quick = state.num_quick + 1 if is_quick else 0
+            state.is_slow = not is_quick or (state.is_slow and state.num_quick < _NUM_QUICK)
+
+    def _end(self, state: GuideState, error: SlipstreamError) -> None:
+        state.error, state.is_ready = error, False
+        self._news.append(state)
+
+    def _give_back(self, row: int) -> None:
+        self._free_rows.append(row)
+        if self._rowless:
+            self._open(self._rowless.popleft())
+
+    def _check_times(self, now: float) -> None:
+        if not self._is_process_ready:
+            return
+        for state in list(self._states.values()):
+            if state.asked_at and state.error is None and now - state.asked_at > state.asked_s:
+                text = f"this {state.guide.type} takes more than {state.asked_s:g} s for one token"
+                limit = f"accepted: guided_max_step_ms={self._limits.max_step_ms}"
+                self._end(state, RequestError(FIELD, f"{text} after {len(state.token_ids)}, {limit}"))
+        if any(now > state.asked_at + state.asked_s + _MERCY_S for state in self._stuck.values()):
+            logger.warning("a grammar is stuck: its process is killed, other guided requests go on in a new one")
+            self._restart_worker()
+
+    def _restart_worker(self, is_blame_due: bool = False) -> None:
+        """All that were in the worker go on in a new one. is_blame_due: it has died, perhaps by the call that ran
+        longest; the second time that is taken for sure."""
+        asked = [state for state in self._states.values() if state.asked_at and state.error is None]
+        guilty = min(asked, key=lambda state: state.asked_at) if is_blame_due and asked else None
+        if guilty is not None:
+            guilty.num_deaths += 1
+        if guilty is not None and guilty.num_deaths > 1:
+            text = f"matching this {guilty.guide.type} takes more memory than guided_memory_bytes"
+            self._end(guilty, RequestError(FIELD, f"{text}={self._limits.memory_bytes}, or cannot be done"))
+        self._link.drop_worker()
+        self._reopen()
+
+    def _restart_process(self) -> None:
+        if not self._is_process_ready:
+            for state in self._states.values():
+                self._end(state, EngineError("guided decoding failed: its process does not start, see the log"))
+            self._trying.clear()
+        self._is_process_ready = False
+        self._link.drop_process()
+        for key, states in self._trying.items():
+            self._link.say("try", key, states[0].guide)
+        self._reopen()
+
+    def _reopen(self) -> None:
+        self._stuck.clear()
+        self._compiled.clear()
+        self._rowless.clear()
+        self._free_rows.clear()
+        on_trial = {state.state_id for waiting in self._trying.values() for state in waiting}
+        states = [state for state in self._states.values() if state.state_id not in on_trial]
+        for state in states:
+            state.row, state.asked_at, state.is_ready, state.is_open = -1, 0.0, False, False
+        for state in states:
+            if state.error is None and not state.is_terminated:
+                self._open(state)

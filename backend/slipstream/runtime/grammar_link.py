@@ -1,0 +1,120 @@
+"""The grammar processes as the engine holds them: one that forks, started when it is first needed, and one worker of it
+at a time, with the mask matrix that they share. Engine thread; waits for nothing but in `hear`."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import pickle
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from slipstream.runtime.grammar_channel import Channel
+from slipstream.runtime.grammar_messages import Setup
+
+Message = tuple[Any, ...]
+_START = "import sys; sys.path[:] = {path!r}; from slipstream.runtime.grammar_process import main; main()"
+
+
+class GrammarLink:
+    """num_rows: of masks. process_is_lost, worker_is_lost: set when the other end is gone, until it is dropped."""
+
+    def __init__(self, setup: Setup, num_rows: int) -> None:
+        self._setup, self._num_rows = setup, num_rows
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: Channel | None = None
+        self._worker: Channel | None = None
+        self._generation = 0
+        self.process_is_lost = self.worker_is_lost = False
+        self.masks = torch.empty(0, 0, dtype=torch.int32)  # [num_rows, vocab_size / 32] of the worker
+
+    @property
+    def has_worker(self) -> bool:
+        return self._worker is not None
+
+    def say(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
+        """To the process that forks."""
+        if self._control is None:
+            self._start_process()
+        assert self._control is not None
+        try:
+            self._control.send(message, fds)
+        except OSError:
+            self.process_is_lost = True
+
+    def tell(self, *message: Any) -> None:
+        """To the worker."""
+        assert self._worker is not None
+        try:
+            self._worker.send(message)
+        except OSError:
+            self.worker_is_lost = True
+
+    def hear(self, timeout: float, on_verdict: Callable[..., None], on_answer: Callable[..., None]) -> None:
+        """Pass on what has come. Waits `timeout` seconds at most for the first of it."""
+        channels = [channel for channel in (self._worker, self._control) if channel is not None]
+        if timeout > 0:
+            select.select([channel.socket for channel in channels], [], [], timeout)
+        if self._worker is not None:
+            try:
+                messages = self._worker.receive()
+            except OSError:
+                messages, self.worker_is_lost = [], True
+            for message in messages:
+                on_answer(*message)
+        if self._control is not None:
+            try:
+                messages = self._control.receive()
+            except OSError:
+                messages, self.process_is_lost = [], True
+            for message in messages:
+                on_verdict(*message)
+
+    def start_worker(self) -> None:
+        ours, theirs = socket.socketpair()
+        words = -(-self._setup.vocab_size // 32)
+        masks_fd = os.memfd_create("slipstream-grammar-masks")
+        os.ftruncate(masks_fd, self._num_rows * words * 4)
+        memory = mmap.mmap(masks_fd, 0)
+        self.masks = torch.frombuffer(memory, dtype=torch.int32).view(self._num_rows, words)
+        self._generation += 1
+        self.say("worker", self._generation, fds=(theirs.fileno(), masks_fd))
+        theirs.close()
+        os.close(masks_fd)
+        self._worker = Channel(ours, is_blocking=False)
+
+    def drop_worker(self) -> None:
+        """Kill it, whatever it does."""
+        self.worker_is_lost = False
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+            self.say("kill", self._generation)
+
+    def drop_process(self) -> None:
+        """The process that forks is gone or not wanted: it and what it has forked ends when its socket is closed."""
+        self.process_is_lost = self.worker_is_lost = False
+        for channel in (self._worker, self._control):
+            if channel is not None:
+                channel.close()
+        self._worker = self._control = None
+        if self._process is not None:
+            self._process.poll()
+
+    def _start_process(self) -> None:
+        ours, theirs = socket.socketpair()
+        path = [place for place in sys.path if place]  # not the current directory, which anybody may have filled
+        arguments = ["-c", _START.format(path=path), str(theirs.fileno()), pickle.dumps(self._setup).hex()]
+        # one arena: each costs 64 MiB of address space, which is what the processes are limited in
+        environment = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, *arguments], pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+        )
+        theirs.close()
+        self._control = Channel(ours, is_blocking=False)

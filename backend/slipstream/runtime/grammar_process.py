@@ -1,0 +1,233 @@
+"""The process behind structured output: loads xgrammar once, then forks. Single-threaded, so that it may fork.
+
+A grammar is tried first: compiled in a child with a limit of CPU time and memory, a low priority, and
+nothing to lose. What passed is compiled again by the worker that matches (runtime/grammar_worker.py); handing it over
+would take longer: as JSON a schema of 200 properties is 19 MB, 1.3 s there and back, compiled in 17 ms. Trials have
+two lanes: a short time for each, and for those that need more a queue of their own, so that a usual schema never waits
+for costly ones. Ends when the engine closes its socket.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NoReturn
+
+from slipstream.core.sampling_params import Guide
+from slipstream.runtime.grammar_channel import Channel
+from slipstream.runtime.grammar_compiler import GrammarCompiler, GrammarError
+from slipstream.runtime.grammar_messages import Setup
+from slipstream.runtime.grammar_worker import GrammarCache, GrammarWorker, lower_priority
+
+_SHORT_TRIAL_S = 0.3  # CPU time in the first lane
+_NUM_SEATS = 2  # trials at once, in each lane
+MAX_LONG_TRIALS = 32  # that wait or run in the second lane; above it a grammar is refused with UNAVAILABLE
+_PATIENCE = 6  # wall time of a trial, in its CPU time: others may want the cores
+_STACKS_BYTES = 512 << 20  # of address space, for the stacks of a worker's threads
+
+
+@dataclass(slots=True)
+class _Trial:
+    key: bytes
+    guide: Guide
+    is_long: bool = False
+    pid: int = 0
+    result_fd: int = -1
+    deadline: float = 0.0
+
+
+class GrammarProcess:
+    """One per engine with guided requests."""
+
+    def __init__(self, channel: Channel, setup: Setup) -> None:
+        self._channel = channel
+        self._limits = setup.limits
+        self._num_words = -(-setup.vocab_size // 32)
+        self._compiler = GrammarCompiler(setup.tokenizer_path, setup.vocab_size, setup.eos_token_ids)
+        self._own_bytes = _virtual_bytes()
+        self._waiting: tuple[list[tuple[int, int, _Trial]], ...] = ([], [])  # heaps by length of text: short, long
+        self._running: list[_Trial] = []
+        self._workers: dict[int, int] = {}  # generation -> process id
+        self._num_taken = 0
+
+    def serve(self) -> None:
+        self._channel.send(("ready",))
+        while True:
+            fds = [self._channel.socket.fileno(), *(trial.result_fd for trial in self._running)]
+            timeout = min((trial.deadline - time.monotonic() for trial in self._running), default=None)
+            readable, _, _ = select.select(fds, [], [], None if timeout is None else max(0.0, timeout))
+            for trial in [trial for trial in self._running if trial.result_fd in readable]:
+                self._end(trial)
+            for trial in [trial for trial in self._running if trial.deadline <= time.monotonic()]:
+                self._end(trial)
+            if self._channel.socket.fileno() in readable:
+                for message in self._channel.receive():
+                    self._take(*message)
+            self._fill_seats()
+
+    def stop(self) -> None:
+        for pid in [*(trial.pid for trial in self._running), *self._workers.values()]:
+            _kill(pid)
+
+    def _take(self, kind: str, *arguments: object) -> None:
+        if kind == "try":
+            key, guide = arguments
+            assert isinstance(key, bytes) and isinstance(guide, Guide)
+            self._queue(_Trial(key, guide))
+        elif kind == "forget":
+            self._forget(arguments[0])
+        elif kind == "worker":
+            (generation,) = arguments
+            assert isinstance(generation, int)
+            self._start_worker(generation)
+        else:
+            (generation,) = arguments
+            assert kind == "kill" and isinstance(generation, int)
+            _kill(self._workers.pop(generation))
+
+    # ---- trials
+
+    def _queue(self, trial: _Trial) -> None:
+        num_long = len(self._waiting[1]) + sum(one.is_long for one in self._running)
+        if trial.is_long and num_long >= MAX_LONG_TRIALS:
+            self._channel.send(("verdict", trial.key, "full", ""))
+            return
+        self._num_taken += 1
+        heapq.heappush(self._waiting[trial.is_long], (len(trial.guide.text), self._num_taken, trial))
+
+    def _forget(self, key: object) -> None:
+        """Nobody wants it any more."""
+        for queue in self._waiting:
+            queue[:] = [entry for entry in queue if entry[2].key != key]
+            heapq.heapify(queue)
+        for trial in [trial for trial in self._running if trial.key == key]:
+            self._running.remove(trial)
+            os.close(trial.result_fd)
+            _kill(trial.pid)
+
+    def _fill_seats(self) -> None:
+        for is_long, queue in enumerate(self._waiting):
+            while queue and sum(trial.is_long == bool(is_long) for trial in self._running) < _NUM_SEATS:
+                self._start(heapq.heappop(queue)[2])
+
+    def _seconds(self, trial: _Trial) -> float:
+        most = self._limits.max_compile_ms / 1e3
+        return most if trial.is_long else min(_SHORT_TRIAL_S, most)
+
+    def _start(self, trial: _Trial) -> None:
+        read_fd, write_fd = os.pipe()
+        seconds = self._seconds(trial)
+        trial.pid = self._fork(lambda: self._try(trial.guide, seconds, write_fd))
+        os.close(write_fd)
+        trial.result_fd, trial.deadline = read_fd, time.monotonic() + _PATIENCE * seconds
+        self._running.append(trial)
+
+    def _try(self, guide: Guide, seconds: float, write_fd: int) -> None:
+        """In the child. The kernel ends it by a signal when its CPU time is over."""
+        lower_priority()
+        self._limit_memory(self._limits.memory_bytes)
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        try:
+            self._compiler.compile(guide)
+            verdict = ("good", "")
+        except GrammarError as error:
+            verdict = ("memory", "") if "bad_alloc" in str(error) else ("bad", str(error))
+        except MemoryError:
+            verdict = ("memory", "")
+        except Exception as error:
+            verdict = ("bug", f"{type(error).__name__}: {error}")
+        os.write(write_fd, pickle.dumps(verdict))
+
+    def _end(self, trial: _Trial) -> None:
+        is_over = not select.select([trial.result_fd], [], [], 0)[0]
+        result = b"" if is_over else os.read(trial.result_fd, 65536)
+        os.close(trial.result_fd)
+        self._running.remove(trial)
+        status = _kill(trial.pid)
+        if result:
+            verdict, text = pickle.loads(result)
+        elif is_over or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
+            if self._seconds(trial) < self._limits.max_compile_ms / 1e3:
+                self._queue(_Trial(trial.key, trial.guide, is_long=True))
+                return
+            verdict, text = "time", ""
+        else:  # ended by a want of memory that xgrammar does not survive, or by a crash
+            verdict, text = "memory", ""
+        self._channel.send(("verdict", trial.key, verdict, text))
+
+    # ---- workers
+
+    def _start_worker(self, generation: int) -> None:
+        socket_fd, masks_fd = self._channel.fds[:2]
+        del self._channel.fds[:2]
+        self._workers[generation] = self._fork(lambda: self._work(socket_fd, masks_fd))
+        os.close(socket_fd)
+        os.close(masks_fd)
+
+    def _work(self, socket_fd: int, masks_fd: int) -> None:
+        self._limit_memory(self._limits.memory_bytes + _STACKS_BYTES + os.fstat(masks_fd).st_size)
+        cache = GrammarCache(self._compiler, self._limits.cache_bytes)
+        GrammarWorker(socket.socket(fileno=socket_fd), masks_fd, self._num_words, cache).serve()
+
+    def _limit_memory(self, num_bytes: int) -> None:
+        most = self._own_bytes + num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def _fork(self, run: Callable[[], None]) -> int:
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            self._channel.close()
+            silence = os.open(os.devnull, os.O_WRONLY)  # xgrammar logs what clients send
+            os.dup2(silence, 2)
+            run()
+            os._exit(0)
+        finally:
+            os._exit(1)
+
+
+def _kill(pid: int) -> int:
+    """Returns the wait status."""
+    os.kill(pid, signal.SIGKILL)  # a child that has ended is still there until it is waited for
+    return os.waitpid(pid, 0)[1]
+
+
+def _virtual_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def main() -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    channel = Channel(socket.socket(fileno=int(sys.argv[1])), is_blocking=True)
+    process, status = None, 0
+    try:
+        process = GrammarProcess(channel, pickle.loads(bytes.fromhex(sys.argv[2])))
+        process.serve()
+    except ConnectionError:
+        pass  # the engine is done
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    if process is not None:
+        process.stop()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    main()

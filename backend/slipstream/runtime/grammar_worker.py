@@ -1,0 +1,239 @@
+"""Matches grammars for the engine, in a process of its own that can be killed: one matcher per sequence, masks in
+shared memory.
+
+xgrammar cannot be interrupted in a call, but lets other threads run. So the threads here take turns to lead: the leader
+waits for messages, hands the lead on, and does one job itself; one that is stuck keeps nobody else waiting. Jobs of
+sequences that are known to be slow go to threads of a low priority, and so does a thread that turns out to be
+slow. The engine sends a sequence's next job only after the answer to the one before; it ends what takes too long by
+closing the sequence or, at last, by killing this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import select
+import socket
+import threading
+import time
+from collections import OrderedDict, deque
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xgrammar
+
+from slipstream.core.sampling_params import Guide
+from slipstream.runtime.grammar_channel import Channel
+from slipstream.runtime.grammar_compiler import GrammarCompiler, first_line
+from slipstream.runtime.grammar_messages import Answer
+
+_SLOW_S = 0.02  # a job that takes longer goes on with a low priority
+_LOW_PRIORITY = 10
+_NUM_SLOW_THREADS = 8
+_MAX_THREADS = 32  # the engine ends a process long before so many of its threads are stuck
+
+
+@dataclass(slots=True)
+class _Cached:
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    grammar: xgrammar.CompiledGrammar | None = None
+    num_bytes: int = 0
+
+
+class GrammarCache:
+    """Compiled grammars by key; those longest unused are dropped above max_bytes. Any thread."""
+
+    def __init__(self, compiler: GrammarCompiler, max_bytes: int) -> None:
+        self._compiler, self._max_bytes = compiler, max_bytes
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[bytes, _Cached] = OrderedDict()
+
+    def get(self, key: bytes, guide: Guide) -> xgrammar.CompiledGrammar:
+        with self._lock:
+            entry = self._entries.setdefault(key, _Cached())
+            self._entries.move_to_end(key)
+        with entry.lock:
+            grammar = entry.grammar
+            if grammar is None:
+                grammar = entry.grammar = self._compiler.compile(guide)
+                entry.num_bytes = grammar.memory_size_bytes + len(guide.text)
+        with self._lock:
+            while sum(one.num_bytes for one in self._entries.values()) > self._max_bytes:
+                self._entries.popitem(last=False)
+        return grammar
+
+
+class _Sequence:
+    """One matcher. row: its first of the mask matrix; the masks of a walk's paths follow."""
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher, row: int) -> None:
+        self.matcher = matcher
+        self.row = row
+
+
+@dataclass(slots=True)
+class _Job:
+    kind: str
+    sequence_id: int
+    arguments: tuple[Any, ...]
+    is_slow: bool
+    thread_id: int = 0
+    start: float = 0.0
+
+
+class GrammarWorker:
+    """masks: a file of num_rows x words int32."""
+
+    def __init__(self, sock: socket.socket, masks_fd: int, num_words: int, cache: GrammarCache) -> None:
+        self._channel = Channel(sock, is_blocking=True)
+        memory = mmap.mmap(masks_fd, 0)
+        self._masks = np.frombuffer(memory, dtype=np.int32).reshape(-1, num_words)
+        self._cache = cache
+        self._sequences: dict[int, _Sequence] = {}
+        self._lead = threading.Lock()
+        self._jobs: deque[_Job] = deque()
+        self._running: dict[int, _Job] = {}  # by thread
+        self._demoted: set[int] = set()
+        self._num_idle = 0
+        self._count_lock = threading.Lock()
+        self._slow_threads = ThreadPoolExecutor(_NUM_SLOW_THREADS, initializer=lower_priority)
+
+    def serve(self) -> None:
+        """Until the engine closes the socket; then the process ends, whatever its threads do."""
+        threading.Thread(target=self._work, daemon=True).start()
+        threading.Event().wait()  # this thread never works: one that does may have to end
+
+    def _work(self) -> None:
+        """One thread: lead until there is a job, do it, queue up to lead again."""
+        thread_id = threading.get_native_id()
+        while thread_id not in self._demoted:
+            with self._count_lock:
+                self._num_idle += 1
+            with self._lead:
+                job = self._next_job()
+                with self._count_lock:
+                    self._num_idle -= 1
+                    is_last = self._num_idle == 0
+            if is_last and len(self._running) < _MAX_THREADS:
+                threading.Thread(target=self._work, daemon=True).start()
+            if job.is_slow:
+                self._slow_threads.submit(self._do, job)
+            else:
+                self._do(job)
+
+    def _next_job(self) -> _Job:
+        while not self._jobs:
+            readable, _, _ = select.select([self._channel.socket], [], [], _SLOW_S if self._running else None)
+            if readable:
+                try:
+                    for message in self._channel.receive():
+                        self._take(message)
+                except OSError:
+                    os._exit(0)  # the engine is gone, or done with this process; threads may be stuck in xgrammar
+            self._demote()
+        return self._jobs.popleft()
+
+    def _take(self, message: tuple[Any, ...]) -> None:
+        kind, sequence_id, is_slow, *arguments = message
+        if kind == "close":
+            self._sequences.pop(sequence_id, None)
+        else:
+            self._jobs.append(_Job(kind, sequence_id, tuple(arguments), is_slow))
+
+    def _demote(self) -> None:
+        now = time.monotonic()
+        for thread_id, job in list(self._running.items()):
+            if now - job.start > _SLOW_S and thread_id not in self._demoted and not job.is_slow:
+                self._demoted.add(thread_id)  # priority does not come back, so the thread ends after this job
+                with contextlib.suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, thread_id, _LOW_PRIORITY)
+
+    def _do(self, job: _Job) -> None:
+        thread_id = threading.get_native_id()
+        job.start = time.monotonic()
+        self._running[thread_id] = job
+        started = time.thread_time()
+        try:
+            answer = getattr(self, f"_{job.kind}")(job.sequence_id, *job.arguments)
+        except MemoryError:
+            os._exit(1)
+        except Exception as error:  # what xgrammar raises; of a bug in here too, the request hears
+            answer = Answer(first_line(error))
+        del self._running[thread_id]
+        answer = answer._replace(cpu_s=time.thread_time() - started)
+        try:
+            self._channel.send((job.sequence_id, answer))
+        except OSError:
+            os._exit(0)
+
+    # ---- jobs
+
+    def _open(
+        self, sequence_id: int, key: bytes, guide: Guide, ends: list[int], row: int, token_ids: list[int]
+    ) -> Answer:
+        """A matcher behind token_ids, which another process has accepted."""
+        matcher = xgrammar.GrammarMatcher(
+            self._cache.get(key, guide), override_stop_tokens=ends or None, terminate_without_stop_token=not ends
+        )
+        self._sequences[sequence_id] = sequence = _Sequence(matcher, row)
+        return self._accept(sequence, token_ids)
+
+    def _advance(self, sequence_id: int, token_ids: list[int]) -> Answer:
+        sequence = self._sequences.get(sequence_id)
+        return Answer() if sequence is None else self._accept(sequence, token_ids)
+
+    def _accept(self, sequence: _Sequence, token_ids: list[int]) -> Answer:
+        matcher = sequence.matcher
+        for token_id in token_ids:
+            if not matcher.accept_token(token_id):
+                return Answer(f"sampled token {token_id} is not allowed by the grammar")
+        if matcher.is_terminated():
+            return Answer(is_terminated=True, can_go_on=False)
+        return Answer(can_go_on=self._fill(matcher, sequence.row))
+
+    def _walk(self, sequence_id: int, paths: list[tuple[int, ...]]) -> Answer:
+        """Masks behind drafts. paths: from where the sequence stands; goes back to there."""
+        sequence = self._sequences.get(sequence_id)
+        if sequence is None:
+            return Answer()
+        walk, dead = _Walk(sequence.matcher), []
+        for place, path in enumerate(paths):
+            if not (walk.go(path) and self._fill(sequence.matcher, sequence.row + 1 + place)):
+                dead.append(place)
+        walk.go(())
+        return Answer(dead=tuple(dead))
+
+    def _fill(self, matcher: xgrammar.GrammarMatcher, row: int) -> bool:
+        """Write the allowed next tokens as bits. False: no token may follow."""
+        matcher.fill_next_token_bitmask(self._masks, row)
+        return bool(self._masks[row].any())
+
+
+class _Walk:
+    """Goes from row to row of a tree of drafts, taking back only what the next row does not share."""
+
+    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
+        self._matcher = matcher
+        self._taken: list[int] = []
+
+    def go(self, path: tuple[int, ...]) -> bool:
+        """Stand at the end of `path`. False: the grammar forbids it, or it ends the text."""
+        shared = 0
+        while shared < min(len(self._taken), len(path)) and self._taken[shared] == path[shared]:
+            shared += 1
+        if len(self._taken) > shared:
+            self._matcher.rollback(len(self._taken) - shared)
+            del self._taken[shared:]
+        for token_id in path[shared:]:
+            if self._matcher.is_terminated() or not self._matcher.accept_token(token_id):
+                return False
+            self._taken.append(token_id)
+        return not self._matcher.is_terminated()
+
+
+def lower_priority() -> None:
+    """Of the calling thread alone (Linux)."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)

@@ -1,0 +1,183 @@
+"""Grammars made to freeze, kill or bloat the engine: each ends by itself, and nobody beside it notices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_driver import GREEDY, Told, make_engine, run_steps
+from slipstream.core.config import GuidedConfig
+from slipstream.core.errors import RequestError
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.runtime import guided
+from slipstream.runtime.engine import Engine
+
+PROMPT = [70, 201, 33]
+VICTIM = replace(GREEDY, max_tokens=150)
+GUIDED = SamplingParams(max_tokens=400, temperature=1.0, seed=1)
+LETTERS = Guide("regex", "[a-z]{40}")
+# Each time as long to match as the text before it squared, or more
+NESTED_LOOPS = Guide("regex", "((((([^0]*)*)*)*)*)*0")
+AMBIGUOUS = Guide("ebnf_grammar", 'root ::= s "0"\ns ::= s s s | s s | [^0] | ""')
+# Within all limits of size, and not to be compiled in any time or memory
+TOO_LONG = Guide("regex", "|".join(f"([a-z]{{{n},9999}}x){{1,9999}}" for n in range(9000, 9400)))
+
+
+@pytest.fixture(scope="module")
+def limited(tiny_llama: Path) -> Engine:
+    """Whose grammars have little time."""
+    limits = GuidedConfig(max_compile_ms=1000, max_request_ms=400, cache_bytes=1 << 20)
+    engine = make_engine(tiny_llama, guided=limits)
+    run_steps(engine, _submit(engine, Guide("json")))  # the process has started
+    return engine
+
+
+def _submit(engine: Engine, *guides: Guide, params: SamplingParams = GUIDED) -> dict[Request, Told]:
+    requests = [engine.submit(Request(list(PROMPT), replace(params, guide=guide), handle=7))[0] for guide in guides]
+    return {request: Told() for request in requests}
+
+
+def _victim(engine: Engine, told: dict[Request, Told]) -> tuple[list[int], list[float]]:
+    """A stream beside the requests of `told`: its tokens and the time between them."""
+    (victim,) = engine.submit(Request(list(PROMPT), VICTIM, handle=1))
+    times = []
+    while engine.has_work:
+        for output in engine.step():
+            told.setdefault(output.request, Told()).take(output)
+            if output.request is victim:
+                times.append(time.monotonic())
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    return told.pop(victim).token_ids, gaps
+
+
+def _texts(told: dict[Request, Told]) -> dict[int, list[int]]:
+    return {request.sequence_index: one.token_ids for request, one in told.items()}
+
+
+def _workers(engine: Engine) -> list[int]:
+    """Process ids of what the grammar process has forked."""
+    process = engine._guided._host._link._process
+    assert process is not None
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+def _resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.parametrize("guide", [NESTED_LOOPS, AMBIGUOUS], ids=lambda guide: guide.type)
+def test_a_grammar_that_is_slow_to_match_ends_by_itself_and_costs_others_nothing(limited: Engine, guide: Guide) -> None:
+    expected, quiet = _victim(limited, {})
+    told = _submit(limited, guide, guide)
+    token_ids, gaps = _victim(limited, told)
+    assert token_ids == expected
+    assert limited.error is None and limited.scheduler.cache.num_used_blocks == 0
+    for attack in told.values():
+        assert attack.fault is RequestError and len(attack.token_ids) > 10
+        assert f"this {guide.type} took " in attack.error and "guided_max_request_ms=400" in attack.error
+    # three requests in a step instead of one, on a busy machine; one wait for a mask is longer than the others
+    assert statistics.median(gaps) < 5 * statistics.median(quiet) + 0.01
+    assert max(gaps) < 0.5 + max(quiet)
+
+
+def test_a_grammar_that_cannot_be_compiled_is_refused_while_others_are_served(limited: Engine) -> None:
+    told = _submit(limited, TOO_LONG, LETTERS)
+    costly, simple = told
+    while told[simple].finish_reason is None:
+        for output in limited.step():
+            told[output.request].take(output)
+    assert told[simple].finish_reason is FinishReason.STOP and told[costly].finish_reason is None
+    run_steps(limited, told)
+    assert told[costly].fault is RequestError and told[costly].token_ids == []
+    assert "compiling this regex takes more" in told[costly].error
+    again = _submit(limited, TOO_LONG)
+    run_steps(limited, again, 20)  # known by now: no second trial
+    assert again[next(iter(again))].error == told[costly].error
+
+
+def test_cancel_and_deadline_are_heard_while_a_grammar_is_compiled(limited: Engine) -> None:
+    told: dict[Request, Told] = {}
+    slow = replace(GUIDED, guide=Guide("regex", TOO_LONG.text + "|late"))
+    (cancelled,) = limited.submit(Request(list(PROMPT), slow, handle=3))
+    (late,) = limited.submit(Request(list(PROMPT), slow, handle=4, deadline=time.monotonic() + 0.1))
+    run_steps(limited, told, 2)
+    limited.cancel(3)
+    run_steps(limited, told)  # the trial itself takes a second and more of CPU time, and ends in an error
+    assert told[cancelled].finish_reason is FinishReason.CANCELLED
+    assert told[late].finish_reason is FinishReason.TIMEOUT
+    assert limited._guided._host.is_idle
+
+
+@pytest.mark.parametrize("victim", ["worker", "process"])
+def test_a_killed_process_loses_no_text(limited: Engine, victim: str) -> None:
+    params = replace(GUIDED, n=3)
+    undisturbed = _submit(limited, LETTERS, params=params)
+    run_steps(limited, undisturbed)
+    told = _submit(limited, LETTERS, params=params)
+    while max(len(one.token_ids) for one in told.values()) < 8:
+        run_steps(limited, told, 1)
+    process = limited._guided._host._link._process
+    assert process is not None
+    for pid in _workers(limited) if victim == "worker" else [process.pid]:
+        os.kill(pid, signal.SIGKILL)
+    run_steps(limited, told)
+    assert [one.error for one in told.values()] == [""] * 3
+    assert _texts(told) == _texts(undisturbed)
+    assert limited.error is None and limited.scheduler.cache.num_used_blocks == 0
+
+
+def test_a_stuck_process_is_killed_and_others_go_on(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, guided=GuidedConfig(max_step_ms=300))
+    run_steps(engine, _submit(engine, LETTERS))
+    expected, _ = _victim(engine, {})
+    (worker,) = _workers(engine)
+    told = _submit(engine, LETTERS)
+    while not next(iter(told.values())).token_ids:
+        run_steps(engine, told, 1)
+    os.kill(worker, signal.SIGSTOP)
+    token_ids, gaps = _victim(engine, told)
+    assert token_ids == expected and max(gaps) < 1.0
+    (stuck,) = told.values()
+    assert stuck.fault is RequestError and "guided_max_step_ms=300" in stuck.error
+    again = _submit(engine, LETTERS)
+    run_steps(engine, again)
+    assert all(one.finish_reason is FinishReason.STOP for one in again.values())
+    engine.close()
+
+
+def test_late_masks_change_no_text(limited: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With no patience at all nearly every mask is late, and its request left out of steps until it is there."""
+    guides = LETTERS, Guide("json"), Guide("regex", "[a-f]{2}-[0-9]{30}")
+    patient = _submit(limited, *guides)
+    run_steps(limited, patient)
+    monkeypatch.setattr(guided, "GRACE_S", 0.0)
+    told = _submit(limited, *guides)
+    run_steps(limited, told)
+    assert any(request.num_preemptions for request in told)
+    assert [one.token_ids for one in told.values()] == [one.token_ids for one in patient.values()]
+
+
+def test_memory_stays_bounded_over_many_grammars(limited: Engine) -> None:
+    """The engine holds none of them, the worker cache_bytes' worth."""
+
+    def serve(numbers: range) -> None:
+        for number in numbers:
+            names = {f"property_{number}_{index}": {"type": "string"} for index in range(30)}
+            schema = json.dumps({"type": "object", "properties": names})
+            told = _submit(limited, Guide("json_schema", schema), params=replace(GUIDED, max_tokens=2))
+            run_steps(limited, told)
+
+    serve(range(20))
+    (worker,) = _workers(limited)
+    own, forked = _resident_bytes(os.getpid()), _resident_bytes(worker)
+    serve(range(20, 80))
+    assert _resident_bytes(os.getpid()) - own < 8 << 20
+    assert _resident_bytes(worker) - forked < 24 << 20

@@ -1,0 +1,65 @@
+"""Schemas, expressions and grammars that are too large on their face are refused before anything is compiled."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from slipstream.core.config import GuidedConfig
+from slipstream.core.errors import RequestError
+from slipstream.core.guide_limits import check_guide
+from slipstream.core.sampling_params import Guide
+
+LIMITS = GuidedConfig()
+
+
+def _nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+@pytest.mark.parametrize(
+    ("guide", "parameter"),
+    [
+        (Guide("regex", "a" * 16385), "guided_max_regex_chars=16384"),
+        (Guide("regex", "(" * 65 + "a" + ")" * 65), "guided_max_depth=64"),
+        (Guide("regex", "a{10001}"), "guided_max_repeat=10000"),
+        (Guide("regex", "a{1,99999999999999999999999}"), "guided_max_repeat=10000"),
+        (Guide("ebnf_grammar", "root ::= " + '"a" ' * 450_000), "guided_max_grammar_bytes=65536"),
+        (Guide("ebnf_grammar", "root ::= " + "(" * 65 + '"a"' + ")" * 65), "guided_max_depth=64"),
+        (Guide("ebnf_grammar", 'root ::= "a"{2,10001}'), "guided_max_repeat=10000"),
+        (Guide("json_schema", json.dumps({"description": "x" * 131072})), "guided_max_schema_bytes=131072"),
+        (Guide("json_schema", json.dumps({"properties": {f"p{i}": {} for i in range(1001)}})), "guided_max_properties"),
+        (Guide("json_schema", json.dumps({"type": "string", "minLength": 10**6})), "guided_max_repeat=10000"),
+        (Guide("json_schema", json.dumps({"type": "array", "minItems": 1e300})), "guided_max_repeat=10000"),
+        (Guide("json_schema", json.dumps({"anyOf": [{"pattern": "a{10001}"}]})), "guided_max_repeat=10000"),
+        (Guide("json_schema", _nested(65)), "guided_max_depth=64"),
+        (Guide("json_schema", _nested(10_000)), "guided_max_depth=64"),
+    ],
+    ids=lambda value: value.type if isinstance(value, Guide) else value.partition("=")[0],
+)
+def test_what_is_too_large_is_refused_by_name(guide: Guide, parameter: str) -> None:
+    with pytest.raises(RequestError, match=parameter) as caught:
+        check_guide(guide, LIMITS)
+    assert caught.value.field == "guided_decoding_guide"
+
+
+@pytest.mark.parametrize(
+    "guide",
+    [
+        Guide("json"),
+        Guide("regex", r"\(\(" * 100 + r"[{99999}(]{3}"),
+        Guide("regex", r"\{99999\}" + "|".join(["(choice)"] * 1000)),
+        Guide("ebnf_grammar", 'root ::= "{99999}" [(({99999}] # ((((({99999}\n'),
+        Guide("json_schema", "true"),
+        Guide("json_schema", json.dumps({"properties": {"minLength": {"type": "string", "maxLength": 10000}}})),
+        Guide("json_schema", _nested(64)),
+    ],
+    ids=lambda guide: guide.type,
+)
+def test_what_fits_passes(guide: Guide) -> None:
+    check_guide(guide, LIMITS)
+
+
+def test_text_that_is_no_json_is_no_schema() -> None:
+    with pytest.raises(RequestError, match="not a usable json_schema"):
+        check_guide(Guide("json_schema", "{not json"), LIMITS)
