@@ -57,10 +57,13 @@ def as_array(value: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
 class GrpcStream:
     """One gRPC stream; several requests may run on it, told apart by request id."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, deadline_s: float | None = None) -> None:
+        """deadline_s: gRPC's own, of the whole stream."""
         self.answers: queue.SimpleQueue[tuple[float, Any, Any]] = queue.SimpleQueue()
         self._client = grpc_client.InferenceServerClient(url)
-        self._client.start_stream(lambda result, error: self.answers.put((time.perf_counter(), result, error)))
+        self._client.start_stream(
+            lambda result, error: self.answers.put((time.perf_counter(), result, error)), stream_timeout=deadline_s
+        )
 
     def send(
         self,

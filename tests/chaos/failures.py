@@ -1,0 +1,185 @@
+"""What goes wrong around the server while clients ask: one failure after the other, drawn from the seed."""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import psutil
+from clock import Clock
+from llm_client import GrpcStream
+from llm_server import LlmServer
+from outcome import Outcome
+from traffic import Ledger, Target
+
+# failure -> weight.  A kill costs the start of an engine, the others a second or two
+WEIGHTS = {"kill": 1.0, "pause": 3.0, "full disk": 2.0, "clock": 3.0, "neighbour": 1.0}
+CLOCK_JUMPS_S = (-86400.0, -3600.0, -5.0, 5.0, 3600.0, 86400.0)
+REST_S = (0.5, 3.0)  # between two
+NEIGHBOUR = "chaos_neighbour"
+MAX_NEIGHBOUR_UNLOAD_S = 10.0
+GATEWAY_LAG_S = 1.0  # it asks Triton which models are ready some times a second
+
+
+@dataclass(frozen=True)
+class Failure:
+    """rest_s: before it. strength: in [0, 1), how long it lasts, or which of several."""
+
+    name: str
+    rest_s: float
+    strength: float
+
+
+def schedule(seed: int, length: int, allowed: tuple[str, ...]) -> list[Failure]:
+    rng = random.Random(f"failures of {seed}")
+    names = rng.choices(allowed, [WEIGHTS[name] for name in allowed], k=length)
+    return [Failure(name, rng.uniform(*REST_S), rng.random()) for name in names]
+
+
+@dataclass
+class Downtimes:
+    """When a model's engine was away by our doing: errors of requests that touch such a time are explained."""
+
+    times: list[tuple[str, float, float]] = field(default_factory=list)  # model, from, to; infinity while it lasts
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, model: str) -> None:
+        with self.lock:
+            self.times.append((model, time.monotonic(), float("inf")))
+
+    def end(self, model: str) -> None:
+        with self.lock:
+            self.times = [
+                (name, since, time.monotonic() if (name, until) == (model, float("inf")) else until)
+                for name, since, until in self.times
+            ]
+
+    def explains(self, outcome: Outcome) -> bool:
+        """A client's short deadline explains its own time-out; else the engine must have been away meanwhile."""
+        if outcome.asked.ending == "deadline" and "time" in outcome.error.lower():
+            return True
+        with self.lock:
+            times = [(since, until) for model, since, until in self.times if model == outcome.asked.model]
+        if outcome.asked.is_through_gateway:
+            times = [(since, until + GATEWAY_LAG_S) for since, until in times]
+        return any(outcome.sent <= until and outcome.ended >= since for since, until in times)
+
+
+class Failures:
+    """Makes failures happen, on the thread that calls `run_until`; engine: the process that serves the target."""
+
+    def __init__(
+        self, server: LlmServer, clock: Clock, target: Target, downtimes: Downtimes, ledger: Ledger, max_ready_s: float
+    ) -> None:
+        self._server, self._clock, self._target = server, clock, target
+        self._downtimes, self._ledger, self._max_ready_s = downtimes, ledger, max_ready_s
+        self.engines: dict[str, psutil.Process] = {}  # by model
+        self.counts: Counter[str] = Counter()
+        self.ready_again_s: list[float] = []
+
+    def run(self, failure: Failure) -> None:
+        self.counts[failure.name] += 1
+        {
+            "kill": self._kill,
+            "pause": self._pause,
+            "full disk": self._fill_disk,
+            "clock": self._move_clock,
+            "neighbour": self._load_neighbour,
+        }[failure.name](failure.strength)
+
+    def load(self, model: str, timeout_s: float) -> float:
+        """Load, and remember which process serves it.  Returns the seconds."""
+        before, began = {engine.pid for engine in self._server.engines()}, time.monotonic()
+        status, body = self._server.load(model)
+        if status != 200:
+            raise RuntimeError(f"{model} does not load: {body.decode()}")
+        self._adopt(model, before, timeout_s)
+        return time.monotonic() - began
+
+    def unload(self, model: str, timeout_s: float) -> float:
+        """Seconds until its engine is gone; what its clients still asked has ended by then."""
+        self._downtimes.begin(model)
+        began, engine = time.monotonic(), self.engines.pop(model)
+        self._server.unload(model)
+        while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() - began > timeout_s:
+                self._ledger.fault(f"the engine of {model} is there {timeout_s:.0f} s after the unload")
+                break
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def _adopt(self, model: str, before: set[int], timeout_s: float) -> None:
+        """Until a process that was not there before serves the model."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            new = [engine for engine in self._server.engines() if engine.pid not in before]
+            if new and self._server.is_model_ready(model):
+                self.engines[model] = new[-1]
+                return
+            if not self._server.is_alive():
+                raise RuntimeError("the server has ended")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{model} is not ready after {timeout_s:.0f} s")
+            time.sleep(0.05)
+
+    def _kill(self, _: float) -> None:
+        model = self._target.model
+        before = {engine.pid for engine in self._server.engines()}
+        self._downtimes.begin(model)
+        began = time.monotonic()
+        self.engines[model].send_signal(signal.SIGKILL)
+        try:
+            self._adopt(model, before, 6 * self._max_ready_s)
+        finally:
+            self._downtimes.end(model)
+        self.ready_again_s.append(time.monotonic() - began)
+        if self.ready_again_s[-1] > self._max_ready_s:
+            self._ledger.fault(f"ready again {self.ready_again_s[-1]:.1f} s after a kill, not {self._max_ready_s:.0f}")
+
+    def _pause(self, strength: float) -> None:
+        engine = self.engines[self._target.model]
+        engine.send_signal(signal.SIGSTOP)
+        time.sleep(0.1 + 2.0 * strength)
+        engine.send_signal(signal.SIGCONT)
+
+    def _fill_disk(self, strength: float) -> None:
+        """No file of server and engines can grow: writes fail with EFBIG, as on a full disk with ENOSPC.
+
+        A file system of our own would need root. SIGXFSZ is ignored from the start (run.py).
+        """
+        processes = [self._server.pid, *(engine.pid for engine in self._server.engines())]
+        limits = [resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in processes]
+        try:
+            for pid, (_, hard) in zip(processes, limits):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, hard))
+            time.sleep(0.5 + 2.0 * strength)
+        finally:
+            for pid, limit in zip(processes, limits):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+
+    def _move_clock(self, strength: float) -> None:
+        self._clock.set_offset(CLOCK_JUMPS_S[int(strength * len(CLOCK_JUMPS_S))])
+        time.sleep(0.5 + strength)
+        self._clock.set_offset(0.0)
+
+    def _load_neighbour(self, strength: float) -> None:
+        """Another model comes, has a stream that runs when it is unloaded, and goes; the stream finishes."""
+        self.load(NEIGHBOUR, 60.0)
+        stream = GrpcStream(self._server.grpc_url)
+        settings = {"max_tokens": 20 + int(60 * strength), "temperature": 0.0, "ignore_eos": True}
+        stream.send(NEIGHBOUR, {"text_input": "a", "stream": True}, parameters=settings)
+        error = stream.receive(60.0)[2]
+        began = time.monotonic()
+        self._server.unload(NEIGHBOUR)
+        answer = stream.collect(60.0)
+        stream.close()  # server 2.51 keeps a model as long as a gRPC stream is open on which it was asked
+        self.unload(NEIGHBOUR, 60.0)
+        if error or answer.error:
+            self._ledger.fault(f"a stream of {NEIGHBOUR} that ran at its unload: {error or answer.error}")
+        if time.monotonic() - began > MAX_NEIGHBOUR_UNLOAD_S:
+            self._ledger.fault(f"{NEIGHBOUR} took {time.monotonic() - began:.1f} s to unload behind its last stream")

@@ -1,0 +1,103 @@
+"""Memory, file descriptors, threads of the server and its engines over time, and what is left of the dead."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from statistics import median
+
+import psutil
+from llm_server import LlmServer
+
+PERIOD_S = 1.0
+MIN_SAMPLES = 100  # fewer say nothing of growth
+MIB = 1 << 20
+# growth from the second quarter of a process's life (its first is warm-up) to the last one, that is no leak yet
+MAX_RSS_GROWTH, MAX_RSS_GROWTH_MIB = 0.10, 64
+MAX_FDS_GROWTH, MAX_THREADS_GROWTH = 24, 8  # clients come and go: connections and stacks of the moment
+ZOMBIE_PATIENCE_S = 5.0
+
+
+@dataclass
+class Life:
+    """One process over time."""
+
+    name: str
+    rss_mib: list[float] = field(default_factory=list)
+    fds: list[int] = field(default_factory=list)
+    threads: list[int] = field(default_factory=list)
+
+    def growth(self) -> list[str]:
+        """What grew more than it may; nothing of a short life."""
+        if len(self.rss_mib) < MIN_SAMPLES:
+            return []
+        rss, fds, threads = (_quarters(values) for values in (self.rss_mib, self.fds, self.threads))
+        grown = []
+        if rss[1] - rss[0] > max(MAX_RSS_GROWTH * rss[0], MAX_RSS_GROWTH_MIB):
+            grown.append(f"RSS of {self.name} grew from {rss[0]:.0f} to {rss[1]:.0f} MiB")
+        if fds[1] - fds[0] > MAX_FDS_GROWTH:
+            grown.append(f"file descriptors of {self.name} grew from {fds[0]:.0f} to {fds[1]:.0f}")
+        if threads[1] - threads[0] > MAX_THREADS_GROWTH:
+            grown.append(f"threads of {self.name} grew from {threads[0]:.0f} to {threads[1]:.0f}")
+        return grown
+
+    def __str__(self) -> str:
+        ranges = [
+            f"{values[len(values) // 4]:.0f}-{values[-1]:.0f}" for values in (self.rss_mib, self.fds, self.threads)
+        ]
+        return f"{self.name}: RSS {ranges[0]} MiB, fds {ranges[1]}, threads {ranges[2]}, {len(self.rss_mib)} samples"
+
+
+def _quarters(values: list[float] | list[int]) -> tuple[float, float]:
+    """Medians of the second quarter and of the last."""
+    quarter = len(values) // 4
+    return float(median(values[quarter : 2 * quarter])), float(median(values[-quarter:]))
+
+
+class Watch:
+    """Samples from `start` to `stop`, on a thread of its own."""
+
+    def __init__(self, server: LlmServer) -> None:
+        self._server, self._is_over = server, threading.Event()
+        self.lives: dict[int, Life] = {}
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def name(self, pid: int, name: str) -> None:
+        """What the report calls a process."""
+        self.lives.setdefault(pid, Life(name)).name = name
+
+    def _run(self) -> None:
+        while not self._is_over.wait(PERIOD_S):
+            for process in [psutil.Process(self._server.pid), *self._server.engines()]:
+                try:
+                    sample = (process.memory_info().rss / MIB, process.num_fds(), process.num_threads())
+                except psutil.Error:
+                    continue
+                life = self.lives.setdefault(process.pid, Life(f"process {process.pid}"))
+                for values, value in zip((life.rss_mib, life.fds, life.threads), sample):
+                    values.append(value)  # type: ignore[arg-type]
+
+
+def zombies(server: LlmServer) -> list[int]:
+    """Children of the server that have ended and that it has not asked about for some seconds."""
+    deadline = time.monotonic() + ZOMBIE_PATIENCE_S
+    while dead := [child.pid for child in psutil.Process(server.pid).children(recursive=True) if _is_zombie(child)]:
+        if time.monotonic() > deadline:
+            return dead
+        time.sleep(0.2)
+    return []
+
+
+def _is_zombie(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
