@@ -56,7 +56,8 @@ class Load:
 def request_bytes(load: Load) -> bytes:
     body = {"model": "llm", "prompt": "def f(x):", "max_tokens": load.num_tokens, "temperature": 0, "ignore_eos": True}
     text = json.dumps({**body, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: g\r\ncontent-type: application/json\r\ncontent-length: {len(text)}"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    head += f"content-length: {len(text)}"
     return head.encode() + b"\r\n\r\n" + text
 
 

@@ -137,9 +137,11 @@ def test_unknown_places(gateway: GatewayProcess) -> None:
 def test_ten_megabytes(gateway: GatewayProcess) -> None:
     body = json.dumps({**GOOD, "prompt": "x" * 10_000_000}).encode()
     with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
-        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode())
+        connection.sendall(
+            f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        )
         assert b" 413 " in connection.recv(100), "refused by its length, unread"
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", gateway.port)) as connection:
         connection.sendall(head)
         answer = send_until_answered(connection, b"10000\r\n" + b" " * 65536 + b"\r\n", 0.02)
@@ -158,7 +160,8 @@ def send_until_answered(connection: socket.socket, piece: bytes, period_s: float
 
 
 @pytest.mark.parametrize(
-    ("sent", "more"), [(b"", b""), (b"POST /v1/", b"c"), (b"POST /v1/models HTTP/1.1\r\nhost: x\r\nx-a: ", b"b")]
+    ("sent", "more"),
+    [(b"", b""), (b"POST /v1/", b"c"), (b"POST /v1/models HTTP/1.1\r\nhost: localhost\r\nx-a: ", b"b")],
 )
 def test_slow_headers(impatient: GatewayProcess, sent: bytes, more: bytes) -> None:
     with socket.create_connection(("127.0.0.1", impatient.port), timeout=PATIENCE_S) as connection:
@@ -171,7 +174,7 @@ def test_slow_headers(impatient: GatewayProcess, sent: bytes, more: bytes) -> No
 
 def test_a_slow_body(impatient: GatewayProcess) -> None:
     with socket.create_connection(("127.0.0.1", impatient.port), timeout=PATIENCE_S) as connection:
-        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: x\r\ncontent-length: 500\r\n\r\n{{".encode())
+        connection.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 500\r\n\r\n{{".encode())
         assert b" 408 " in connection.recv(1000)
 
 

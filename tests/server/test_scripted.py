@@ -184,7 +184,7 @@ def test_a_client_that_never_reads(fake_gateway: GatewayProcess, fake_triton: Fa
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", fake_gateway.port))
-        head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         head += f"authorization: Bearer sk-right\r\ncontent-length: {len(body)}\r\n\r\n"
         connection.sendall(head.encode() + body.encode())
         assert fake_triton.cancelled.wait(PATIENCE_S)

@@ -67,13 +67,44 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
 
 def _add_access(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="accepted keys, one per line; # begins a comment"
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="accepted keys, one per line, or JSON with limits per key (docs/gateway.md)",
     )
     group.add_argument(
         "--api-key", action="append", default=[], metavar="KEY", help="an accepted key; others see it in ps"
     )
+    group.add_argument(
+        "--max-priority",
+        type=int,
+        default=0,
+        help="most urgent (lowest) priority of a request whose key does not say; else 400 (%(default)s)",
+    )
     group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="web origin that may call")
+    group.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="further name in Host headers, as of a proxy; *.NAME for names below, * for any (repeatable)",
+    )
+    group.add_argument("--max-url-bytes", type=int, default=8 << 10, help="longer URLs get 414 (%(default)s)")
+    group.add_argument("--max-headers", type=int, default=100, help="requests with more get 431 (%(default)s)")
+    group.add_argument("--max-header-bytes", type=int, default=64 << 10, help="of a request; 431 (%(default)s)")
+    group.add_argument(
+        "--max-total-header-bytes",
+        type=int,
+        default=16 << 20,
+        help="of all requests of a worker together; 503 (%(default)s)",
+    )
     group.add_argument("--max-body-bytes", type=int, default=4 << 20, help="larger requests get 413 (%(default)s)")
+    group.add_argument(
+        "--max-total-body-bytes",
+        type=int,
+        default=256 << 20,
+        help="of all requests of a worker together; 503 (%(default)s)",
+    )
     group.add_argument(
         "--max-concurrent-requests",
         type=int,
@@ -97,6 +128,7 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
+        from slipstream.server.keys import read_keys
         from slipstream.server.options import GatewayOptions
         from slipstream.server.serve import serve
     except ImportError as error:
@@ -112,11 +144,18 @@ def run(arguments: argparse.Namespace) -> int:
         embedding_models=tuple(arguments.embedding_model),
         tool_parser=arguments.tool_parser,
         chat_template=arguments.chat_template,
-        api_keys=tuple(arguments.api_key) + _keys(arguments.api_key_file),
+        api_keys=read_keys(arguments.api_key_file, arguments.api_key),
+        max_priority=arguments.max_priority,
         metrics_url=arguments.metrics_url,
         cors_origins=tuple(arguments.cors_origin),
         has_page=not arguments.no_page,
+        allowed_hosts=tuple(arguments.allowed_host),
+        max_url_bytes=arguments.max_url_bytes,
+        max_headers=arguments.max_headers,
+        max_header_bytes=arguments.max_header_bytes,
+        max_total_header_bytes=arguments.max_total_header_bytes,
         max_body_bytes=arguments.max_body_bytes,
+        max_total_body_bytes=arguments.max_total_body_bytes,
         max_concurrent_requests=arguments.max_concurrent_requests,
         max_connections=arguments.max_connections,
         max_events_per_s=arguments.max_events_per_s,
@@ -141,16 +180,3 @@ def _pair(option: str, text: str) -> tuple[str, str]:
     if not (equals and name and value):
         raise ConfigError(option, text, "accepted: NAME=VALUE")
     return name, value
-
-
-def _keys(path: Path | None) -> tuple[str, ...]:
-    if path is None:
-        return ()
-    try:
-        lines = [line.strip() for line in path.read_text("utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("--api-key-file", str(path), f"cannot be read: {error}") from None
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ConfigError("--api-key-file", str(path), "holds no key; without the option everybody may call")
-    return keys

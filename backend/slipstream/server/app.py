@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from slipstream.server.embeddings import cards, embed
 from slipstream.server.errors import ApiError, error_body, model_not_found
 from slipstream.server.gateway import Gateway
 from slipstream.server.guard import Guard
-from slipstream.server.metrics import Metrics
+from slipstream.server.ledger import Ledger, make_ledger
+from slipstream.server.metrics import Metrics, make_file
 from slipstream.server.options import GatewayOptions
 from slipstream.server.sampling import naming_guides_as_asked
 from slipstream.server.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, ErrorBody
@@ -41,7 +43,7 @@ _SECURITY = {
     "Cache-Control": "no-cache",
 }
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 415, 429, 500, 503, 504)
+    status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 415, 421, 429, 500, 503, 504)
 }
 _STREAMED = {**_ERRORS, 200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 _TICK_S = 0.25
@@ -49,8 +51,22 @@ _UNREADABLE = "The request body cannot be read as JSON: it is not UTF-8, nested 
 _CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 415: "unsupported_media_type"}
 
 
-def create_app(options: GatewayOptions, metrics_file: Path | None = None) -> FastAPI:
-    metrics = Metrics(metrics_file)
+@dataclass(frozen=True)
+class Shared:
+    """Files that all workers map: what they count together."""
+
+    metrics: Path
+    ledger: Path
+
+
+def make_shared(folder: Path, num_keys: int, num_workers: int) -> Shared:
+    return Shared(make_file(folder, num_workers), make_ledger(folder / "ledger", num_keys, num_workers))
+
+
+def create_app(options: GatewayOptions, shared: Shared | None = None) -> FastAPI:
+    """shared: None for a process on its own."""
+    metrics = Metrics(shared.metrics if shared else None)
+    ledger = Ledger(len(options.api_keys), shared.ledger if shared else None)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -74,7 +90,7 @@ def create_app(options: GatewayOptions, metrics_file: Path | None = None) -> Fas
     if options.has_page:
         _add_page(app)
     _add_error_handlers(app)
-    app.add_middleware(Guard, options=options, metrics=metrics)
+    app.add_middleware(Guard, options=options, metrics=metrics, ledger=ledger)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -95,7 +111,7 @@ def _add_generation(app: FastAPI) -> None:
 
     @app.post("/v1/embeddings", responses=_ERRORS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-        return await embed(request.app.state.gateway, body)
+        return await embed(request.app.state.gateway, body, request)
 
 
 def _add_models(app: FastAPI) -> None:

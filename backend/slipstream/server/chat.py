@@ -29,6 +29,7 @@ async def chat(gateway: Gateway, request: ChatRequest, http: HttpRequest) -> Htt
     if request.logprobs:
         await asyncio.to_thread(model.token_bytes.prepare)
     generation = make_generation(request, model, tools)
+    http.state.lease.prepare([generation], model)
     if request.stream:
         writer = ChatWriter(request, model, tools)
         return await gateway.stream(http, [generation], [writer], writer.last)

@@ -27,6 +27,7 @@ async def complete(gateway: Gateway, request: CompletionRequest, http: HttpReque
     model = await gateway.catalog.find(request.model)
     check(request)
     generations = make_generations(request, model)
+    http.state.lease.prepare(generations, model)
     if request.stream:
         answer = StreamedAnswer(request, model)
         writers = [answer.writer(number, generation.prompt) for number, generation in enumerate(generations)]

@@ -1,80 +1,175 @@
-"""HTTP connections that nobody can hold open by doing nothing: time limits to send a request and to read an answer.
+"""HTTP connections that cost little, whatever is sent: limits on time, number and bytes, counted as the bytes arrive.
 
-uvicorn limits only the idle time between requests. Without these a client that sends one byte a minute, or never reads,
-keeps a connection, and with it a request and its KV blocks. Event loop thread.
+uvicorn limits only the idle time between requests; it keeps a URL and headers of any length. Here a connection is
+refused and closed before more than its limits is kept, on its own and with all others of the worker together. A
+refusal is a JSON error, where no answer to an earlier request is under way. Event loop thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+from http import HTTPStatus
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from slipstream.server.errors import error_body
+from slipstream.server.errors import RETRY_AFTER_S, error_body
 from slipstream.server.options import GatewayOptions
+
+MAX_PIPELINED_REQUESTS = 16  # sent before the answer to the one before them: each costs some kB whatever its length
+_PIECE_BYTES = 1 << 14  # fed to the parser at once: what may be kept above a limit before it is noticed
+_LINE_BYTES = 4  # colon, space and line end, which belong to a header, too
 
 
 class GatewayConfig(uvicorn.Config):
-    """uvicorn's settings and ours; pickled to worker processes."""
+    """uvicorn's settings and ours, for all connections of a worker. num_head_bytes: kept of all their requests."""
 
     def __init__(self, options: GatewayOptions, **settings: Any) -> None:
         super().__init__(**settings)
         self.options = options
+        self.num_head_bytes = 0
 
 
 class BoundedConnection(HttpToolsProtocol):
     def __init__(self, config: GatewayConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
         self._limits = config.options
+        self._shared = config
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
-        self._is_in_request = False
+        self._is_in_head = False
+        self._is_in_request = False  # its headers are complete, its body is not
+        self._is_refused = False
+        self._num_headers = 0  # of the request that is being read, as the next two
+        self._num_header_bytes = 0
+        self._num_unparsed_bytes = 0  # the parser keeps a header until the next one begins
+        self._has_progress = False  # the parser gave us something of the last piece
+        self._num_unanswered_bytes = 0  # headers of requests that are complete
+        self._num_kept_bytes = 0  # our part of the shared count
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > self._limits.max_connections:
+            message = f"{self._limits.max_connections} connections are open, as many as are accepted; try again later"
+            return self._refuse(503, message, "unavailable")
         self._expect(self._limits.header_timeout_s, "its headers")
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._is_refused = True
         self._expect_nothing()
+        self._is_in_head, self._num_unparsed_bytes, self._num_unanswered_bytes = False, 0, 0
+        self._share()
         self.resume_writing()
         super().connection_lost(exc)
 
+    # ---- bytes in
+
     def data_received(self, data: bytes) -> None:
-        if self._reading is None and not self._is_in_request:
+        if self._reading is None and not self._is_in_request and not self._is_refused:
             self._expect(self._limits.header_timeout_s, "its headers")
-        super().data_received(data)
+        for start in range(0, len(data), _PIECE_BYTES):
+            if self._is_refused or self.transport.is_closing():
+                return
+            piece = data[start : start + _PIECE_BYTES]
+            self._has_progress = False
+            super().data_received(piece)
+            if not self._has_progress:
+                self._num_unparsed_bytes += len(piece)
+            else:
+                self._num_unparsed_bytes = len(piece) if self._is_in_head else 0
+            if self._num_unparsed_bytes > self._limits.max_header_bytes:
+                self._refuse_header_bytes()
+            self._share()
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = self._has_progress = True
+        self._num_headers = self._num_header_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        limit = self._limits.max_url_bytes
+        if self._is_refused or not self._count(len(url)):
+            return
+        if len(self.url) + len(url) > limit:
+            return self._refuse(414, f"The URL is too long, accepted: at most {limit} bytes (--max-url-bytes)")
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One that is complete; those behind a chunked body are counted and dropped."""
+        if self._is_refused or not self._count(len(name) + len(value) + _LINE_BYTES):
+            return
+        self._num_headers += 1
+        if self._num_headers > self._limits.max_headers:
+            accepted = f"accepted: at most {self._limits.max_headers} (--max-headers)"
+            return self._refuse(431, f"The request has too many headers, {accepted}")
+        if not self._is_in_request:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._is_in_request = True
+        if self._is_refused:
+            return
+        if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
+            return self._refuse(503, "too many requests without waiting for an answer")
+        self._has_progress, self._is_in_head, self._is_in_request = True, False, True
+        self._num_unanswered_bytes += self._num_header_bytes
         self._expect(self._limits.body_timeout_s, "its body")
         super().on_headers_complete()
 
+    def on_chunk_header(self) -> None:
+        self._has_progress = True
+
+    def on_body(self, body: bytes) -> None:
+        self._has_progress = True
+        if not self._is_refused:
+            super().on_body(body)
+
     def on_message_complete(self) -> None:
-        self._is_in_request = False
-        self._expect_nothing()
-        super().on_message_complete()
+        self._has_progress = True
+        if not self._is_refused:
+            self._is_in_request = False
+            self._expect_nothing()
+            super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        if not self.pipeline:
+            self._num_unanswered_bytes = 0
+            self._share()
+        super().on_response_complete()
+
+    # ---- counts
+
+    def _count(self, num_bytes: int) -> bool:
+        """Bytes of a URL or a header that are about to be kept; False: above the limit, the request is refused."""
+        self._has_progress = True
+        self._num_header_bytes += num_bytes
+        if self._num_header_bytes > self._limits.max_header_bytes:
+            self._refuse_header_bytes()
+        return not self._is_refused
+
+    def _share(self) -> None:
+        """Bring our part of what all connections keep up to date; refuse the request if that is too much."""
+        num_bytes = self._num_unanswered_bytes + self._num_unparsed_bytes
+        num_bytes += self._num_header_bytes if self._is_in_head else 0
+        has_grown = num_bytes > self._num_kept_bytes
+        self._shared.num_head_bytes += num_bytes - self._num_kept_bytes
+        self._num_kept_bytes = num_bytes
+        if has_grown and self._shared.num_head_bytes > self._limits.max_total_header_bytes:
+            limit = f"{self._limits.max_total_header_bytes} bytes of all requests together (--max-total-header-bytes)"
+            self._refuse(503, f"Too many headers are being kept, accepted: {limit}; try again later", "unavailable")
+
+    # ---- time
 
     def _expect(self, seconds: float, what: str) -> None:
         self._expect_nothing()
-        self._reading = self.loop.call_later(
-            seconds, self._give_up, f"The client took more than {seconds:g} s for {what}"
-        )
+        message = f"The client took more than {seconds:g} s for {what}"
+        self._reading = self.loop.call_later(seconds, self._refuse, 408, message, "request_timeout")
 
     def _expect_nothing(self) -> None:
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
-
-    def _give_up(self, message: str) -> None:
-        if self.transport.is_closing():
-            return
-        body = json.dumps(error_body(408, message, "request_timeout")).encode()
-        head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-        self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -86,3 +181,33 @@ class BoundedConnection(HttpToolsProtocol):
             self._writing.cancel()
             self._writing = None
         super().resume_writing()
+
+    # ---- the end
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, msg)
+
+    def _refuse_header_bytes(self) -> None:
+        accepted = f"accepted: at most {self._limits.max_header_bytes} bytes (--max-header-bytes)"
+        self._refuse(431, f"The request's headers are too large, {accepted}")
+
+    def _refuse(self, status: int, message: str, code: str = "invalid_request") -> None:
+        """Say why, unless an earlier answer is under way, and close: nothing more is read."""
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._is_refused = True
+        self._expect_nothing()
+        if self._may_answer():
+            body = json.dumps(error_body(status, message, code)).encode()
+            head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            head += f"content-length: {len(body)}\r\nconnection: close\r\n"
+            if status == 503:
+                head += f"retry-after: {RETRY_AFTER_S}\r\n"
+            self.transport.write(head.encode() + b"\r\n" + body)
+        self.transport.close()
+
+    def _may_answer(self) -> bool:
+        """Nothing is owed to an earlier request, and this one has no answer yet."""
+        if self.cycle is None or self.cycle.response_complete:
+            return True
+        return self._is_in_request and not self.pipeline and not self.cycle.response_started

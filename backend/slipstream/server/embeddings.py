@@ -12,19 +12,21 @@ import time
 from typing import Any
 
 import numpy as np
+from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from tritonclient.grpc import service_pb2
 
 from slipstream.server.errors import ApiError, model_not_found
 from slipstream.server.gateway import Gateway
 from slipstream.server.schemas import EmbeddingRequest
+from slipstream.server.tenancy import Lease
 
 _NAMES = ("embedding", "embeddings")
 _STARTED = int(time.time())
 _BYTES, _FP32 = "TYPE_STRING", "TYPE_FP32"
 
 
-async def embed(gateway: Gateway, request: EmbeddingRequest) -> JSONResponse:
+async def embed(gateway: Gateway, request: EmbeddingRequest, http: HttpRequest) -> JSONResponse:
     served = gateway.options.embedding_models
     if not served:
         raise ApiError(404, "no embeddings are served here: start the gateway with --embedding-model", param="model")
@@ -32,7 +34,10 @@ async def embed(gateway: Gateway, request: EmbeddingRequest) -> JSONResponse:
     if model not in served:
         raise model_not_found(request.model, list(served))
     texts = [request.input] if isinstance(request.input, str) else request.input
+    lease: Lease = http.state.lease
+    lease.enter(1)
     vectors, num_tokens = await _vectors(gateway, model, texts)
+    lease.add_tokens(num_tokens)
     if request.dimensions not in (None, vectors.shape[1]):
         message = f"dimensions: got {request.dimensions}, accepted: {vectors.shape[1]}, what this model gives"
         raise ApiError(400, message, param="dimensions")

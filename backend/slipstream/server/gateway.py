@@ -43,7 +43,11 @@ class Gateway:
         """The one response of each request. Raises ApiError."""
         streams = self.link.generate(generations)
         async with self._attended(http, streams):
-            return await together([_whole(stream) for stream in streams])
+            responses = await together([_whole(stream) for stream in streams])
+        for response in responses:
+            if (meter := http.state.lease.meter()) is not None:
+                meter.add(response)
+        return responses
 
     async def stream(
         self,
@@ -64,7 +68,8 @@ class Gateway:
             for _ in generations:
                 self.pace.leave()
             raise
-        return EventStream(list(zip(streams, first)), writers, last, self.pace, interval)
+        meters = [http.state.lease.meter() for _ in streams]
+        return EventStream(list(zip(streams, first)), writers, last, self.pace, interval, meters)
 
     @asynccontextmanager
     async def _attended(

@@ -1,24 +1,26 @@
-"""What every request passes before it is looked at: key, size, number at once. And where it is counted.
+"""What every request passes before it is looked at: host, key, size, number at once. And where it is counted.
 
 Plain ASGI, outermost but for CORS; event loop thread. Knows no endpoint's content.
 """
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slipstream.server.errors import ApiError
+from slipstream.server.errors import RETRY_AFTER_S, ApiError
 from slipstream.server.gateway import CLIENT_GONE
+from slipstream.server.hosts import HostRule
+from slipstream.server.ledger import Ledger
 from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
+from slipstream.server.tenancy import Lease, Tenants
 
 logger = logging.getLogger(__name__)
 _ENDPOINTS = {
@@ -27,28 +29,41 @@ _ENDPOINTS = {
     "/v1/embeddings": "embeddings",
     "/v1/models": "models",
 }
+_COUNTED = ("chat", "completions", "embeddings")
 _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json", "/chat.js", "/chat.css"})
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, options: GatewayOptions, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, options: GatewayOptions, metrics: Metrics, ledger: Ledger) -> None:
         self._app, self._metrics = app, metrics
-        self._key_digests = [_digest(key) for key in options.api_keys]
+        self._tenants = Tenants(options.api_keys, options.max_priority, ledger)
+        self._hosts = HostRule(options.host, options.allowed_hosts)
         self._max_body_bytes = options.max_body_bytes
+        self._max_total_body_bytes = options.max_total_body_bytes
+        self._num_body_bytes = 0  # of all requests of this worker that are not answered yet
         self._max_requests = options.max_concurrent_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        answer = _Answer(send)
+        answer, body = _Answer(send), _Body(receive)
         endpoint = _ENDPOINTS.get(scope["path"], "other")
         self._metrics.add("requests_in_flight")
+        lease = self._tenants.anybody()
         try:
+            self._hosts.check([value for name, value in scope["headers"] if name == b"host"], scope["http_version"])
+            if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+                answer.lease = lease = self._tenants.find(_header(scope, b"authorization"))
             self._check(scope, endpoint)
-            await self._app(scope, self._bounded(receive), answer)
+            if endpoint in _COUNTED:
+                lease.begin()
+            scope.setdefault("state", {})["lease"] = lease
+            await self._app(scope, partial(self._receive, body), answer)
         except ApiError as error:
             await answer.refuse(error)
         finally:
+            lease.end()
+            self._num_body_bytes -= body.num_bytes
             self._metrics.add("requests_in_flight", -1)
             self._count(endpoint, answer)
 
@@ -61,13 +76,10 @@ class Guard:
             self._metrics.observe("request_duration_seconds", endpoint, now - answer.started)
 
     def _check(self, scope: Scope, endpoint: str) -> None:
-        headers = dict(scope["headers"])
-        if self._key_digests and scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
-            check_key(headers.get(b"authorization", b""), self._key_digests)
-        length = headers.get(b"content-length", b"0")
+        length = _header(scope, b"content-length") or b"0"
         if length.isdigit() and (len(length) > 12 or int(length) > self._max_body_bytes):
             raise self._too_large()
-        if endpoint in ("chat", "completions", "embeddings"):
+        if endpoint in _COUNTED:
             num_before = self._metrics.total("requests_in_flight") - 1
             if num_before >= self._max_requests:
                 message = (
@@ -75,42 +87,37 @@ class Guard:
                 )
                 raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=1)
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """`receive` that ends a body which says no length, or lies about it, at the limit."""
-        num_bytes = 0
-
-        async def bounded() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            if message["type"] == "http.request":
-                num_bytes += len(message.get("body", b""))
-                if num_bytes > self._max_body_bytes:
-                    raise self._too_large()
-            return message
-
-        return bounded
+    async def _receive(self, body: _Body) -> Message:
+        """The next part of a body. One that says no length, or lies about it, ends at the limit."""
+        message = await body.receive()
+        if message["type"] == "http.request":
+            num_bytes = len(message.get("body", b""))
+            body.num_bytes += num_bytes
+            self._num_body_bytes += num_bytes
+            if body.num_bytes > self._max_body_bytes:
+                raise self._too_large()
+            if self._num_body_bytes > self._max_total_body_bytes:
+                limit = f"{self._max_total_body_bytes} bytes of all requests together (--max-total-body-bytes)"
+                told = f"Too many request bodies are being kept, accepted: {limit}; try again later"
+                raise ApiError(503, told, code="unavailable", retry_after_s=RETRY_AFTER_S)
+        return message
 
     def _too_large(self) -> ApiError:
         message = f"The request body is too large, accepted: at most {self._max_body_bytes} bytes (--max-body-bytes)"
         return ApiError(413, message, code="request_too_large")
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+@dataclass(slots=True)
+class _Body:
+    """num_bytes: received so far, and kept until the request is answered."""
+
+    receive: Receive
+    num_bytes: int = 0
 
 
-def check_key(authorization: bytes, digests: Sequence[bytes]) -> None:
-    """Raises ApiError (401). Takes the same time wherever a key is wrong: digests are compared, and all of them."""
-    scheme, _, key = authorization.partition(b" ")
-    if scheme.lower() != b"bearer" or not key.strip():
-        message = "You did not provide an API key; send it as a header: Authorization: Bearer YOUR_KEY"
-        raise ApiError(401, message, code="invalid_api_key")
-    given = hashlib.sha256(key.strip()).digest()
-    is_known = False
-    for digest in digests:
-        is_known |= hmac.compare_digest(given, digest)
-    if not is_known:
-        raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
+def _header(scope: Scope, name: bytes) -> bytes:
+    """The last of that name, b"" if there is none."""
+    return next((value for found, value in reversed(scope["headers"]) if found == name), b"")
 
 
 class _Answer:
@@ -121,13 +128,15 @@ class _Answer:
         self.started = self.first_byte = time.monotonic()
         self.status = 0
         self._has_body = False
+        self.lease: Lease | None = None
 
     async def __call__(self, message: Message) -> None:
         if not self._has_body:
             if message["type"] == "http.response.start":
                 self.status = message["status"]
-                name = (b"x-request-id", secrets.token_hex(12).encode())
-                message = {**message, "headers": [*message.get("headers", ()), name]}
+                own = [(b"x-request-id", secrets.token_hex(12).encode())]
+                own += self.lease.headers() if self.lease is not None else ()
+                message = {**message, "headers": [*message.get("headers", ()), *own]}
             else:
                 self._has_body = True
                 self.first_byte = time.monotonic()
@@ -139,7 +148,7 @@ class _Answer:
         body = json.dumps(error.body()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
-        if error.status_code == 413:
+        if error.status_code in (413, 503):
             headers.append((b"connection", b"close"))  # what is left of the body is not read
         if error.status_code == 401:
             headers.append((b"www-authenticate", b"Bearer"))

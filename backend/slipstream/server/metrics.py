@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ENDPOINTS = ("chat", "completions", "embeddings", "models", "other")
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 499, 500, 503, 504)
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 499, 500, 503, 504)
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 PREFIX = "slipstream_gateway_"
 
@@ -92,7 +92,7 @@ class Metrics:
     def _take_row(self) -> memoryview[float]:
         for start in range(0, len(self._all), _ROW):
             row = self._all[start : start + _ROW]
-            if not _is_alive(int(row[0])):
+            if not is_alive(int(row[0])):
                 row[0] = os.getpid()
                 for family in FAMILIES:
                     if family.kind == "gauge":
@@ -147,7 +147,7 @@ def _samples(name: str, family: Family, labels: str, values: list[float]) -> lis
     return [*lines, f"{name}_sum{{{labels}}} {values[-1]:.10g}", f"{name}_count{{{labels}}} {total:.10g}"]
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
     if process == 0:
         return False
     try:

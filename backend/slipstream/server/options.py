@@ -7,7 +7,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
+from slipstream.server.hosts import HostRule
+from slipstream.server.keys import ApiKey
 
+_COUNTS = (
+    "workers",
+    "max_url_bytes",
+    "max_headers",
+    "max_header_bytes",
+    "max_total_header_bytes",
+    "max_body_bytes",
+    "max_total_body_bytes",
+    "max_concurrent_requests",
+    "max_connections",
+)
 TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
 
 
@@ -16,7 +29,9 @@ class GatewayOptions:
     """triton_url: host:port of Triton's gRPC. checkpoints: model -> folder with its tokenizer and chat template, for
     models whose config.pbtxt does not say an absolute path; model_repository: where relative ones count from.
 
-    api_keys: any of them is accepted; none means that everybody may call. aliases: public name -> model in Triton.
+    api_keys: any of them is accepted; none means that everybody may call. max_priority: the most urgent (lowest) one
+    that a request may ask for, where its key does not say. aliases: public name -> model in Triton.
+    allowed_hosts: names in Host headers beside addresses, localhost and `host`.
     metrics_url: Triton's /metrics, put behind the gateway's own. max_events_per_s: streamed events of one worker above
     which several tokens share an event (0: never).
     """
@@ -31,11 +46,18 @@ class GatewayOptions:
     embedding_models: tuple[str, ...] = ()
     tool_parser: str = "auto"
     chat_template: Path | None = None
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[ApiKey, ...] = ()
+    max_priority: int = 0
     metrics_url: str = ""
     cors_origins: tuple[str, ...] = ()
     has_page: bool = True
+    allowed_hosts: tuple[str, ...] = ()
+    max_url_bytes: int = 8 << 10
+    max_headers: int = 100
+    max_header_bytes: int = 64 << 10
+    max_total_header_bytes: int = 16 << 20
     max_body_bytes: int = 4 << 20
+    max_total_body_bytes: int = 256 << 20
     max_concurrent_requests: int = 1024
     max_connections: int = 4096
     max_events_per_s: int = 4000
@@ -46,12 +68,13 @@ class GatewayOptions:
     log_level: str = "info"
 
     def __post_init__(self) -> None:
-        for name in ("workers", "max_body_bytes", "max_concurrent_requests", "max_connections"):
+        for name in _COUNTS:
             if getattr(self, name) < 1:
                 raise ConfigError(name, getattr(self, name), "accepted: an integer of at least 1")
         for name in ("header_timeout_s", "body_timeout_s", "send_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(name, getattr(self, name), "accepted: a number of seconds above 0")
+        HostRule(self.host, self.allowed_hosts)
         if not 0 <= self.port <= 65535:
             raise ConfigError("port", self.port, "accepted: 0 (any free one) to 65535")
         if self.max_events_per_s < 0:
@@ -64,5 +87,3 @@ class GatewayOptions:
                 raise ConfigError(name, str(folder), "no such folder")
         if self.chat_template is not None and not self.chat_template.is_file():
             raise ConfigError("chat_template", str(self.chat_template), "no such file")
-        if any(not key for key in self.api_keys):
-            raise ConfigError("api_key", "", "accepted: a key that is not empty")

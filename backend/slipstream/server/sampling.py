@@ -26,8 +26,12 @@ _SAME_NAME = (
     "include_stop_str_in_output",
     "skip_special_tokens",
     "priority",
+    "cache_salt",
     "timeout_ms",
     "structured_outputs",
+)
+_SPECULATION = frozenset(
+    ("num_draft_tokens", "speculative_method", "speculative_acceptance", "reference_text", "reference_ids")
 )
 UNLIMITED_TOKENS = 2**31 - 1
 
@@ -38,6 +42,10 @@ def sampling_parameters(request: Sampling, max_tokens: int | None, response_form
     if request.stop:  # "" and [] mean none, as with OpenAI
         settings["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     if request.speculation is not None:
+        for name in request.speculation:
+            if name not in _SPECULATION:  # no way past what the gateway checks
+                accepted = ", ".join(sorted(_SPECULATION))
+                raise ApiError(400, f"{name}: unknown setting of speculation, accepted: {accepted}", param=name)
         settings.update(request.speculation)
     if max_tokens is not None:
         settings["max_tokens"] = max_tokens

@@ -53,6 +53,7 @@ class Sampling(Strict):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     timeout_ms: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     stream_interval: Annotated[int, Field(ge=1, le=4096)] | None = None

@@ -18,9 +18,8 @@ from socket import socket
 
 import uvicorn
 
-from slipstream.server.app import create_app
+from slipstream.server.app import Shared, create_app, make_shared
 from slipstream.server.connection import BoundedConnection, GatewayConfig
-from slipstream.server.metrics import make_file
 from slipstream.server.options import GatewayOptions
 
 logger = logging.getLogger(__name__)
@@ -32,18 +31,18 @@ def serve(options: GatewayOptions) -> None:
     """Until SIGTERM or SIGINT; requests in flight then have options.shutdown_timeout_s."""
     _raise_file_limit(options.max_connections * 2 + 256)
     with tempfile.TemporaryDirectory(prefix="slipstream-gateway-") as folder:
-        metrics_file = make_file(Path(folder), options.workers)
-        listening = make_config(options, metrics_file).bind_socket()
+        shared = make_shared(Path(folder), len(options.api_keys), options.workers)
+        listening = make_config(options, shared).bind_socket()
         if options.workers == 1:
-            _work(options, metrics_file, listening)
+            _work(options, shared, listening)
         else:
-            _supervise(options, metrics_file, listening)
+            _supervise(options, shared, listening)
 
 
-def make_config(options: GatewayOptions, metrics_file: Path | None) -> GatewayConfig:
+def make_config(options: GatewayOptions, shared: Shared | None) -> GatewayConfig:
     return GatewayConfig(
         options,
-        app=partial(create_app, options, metrics_file),
+        app=partial(create_app, options, shared),
         factory=True,
         host=options.host,
         port=options.port,
@@ -51,26 +50,26 @@ def make_config(options: GatewayOptions, metrics_file: Path | None) -> GatewayCo
         ws="none",
         access_log=False,
         server_header=False,
-        limit_concurrency=options.max_connections,
+        limit_concurrency=options.max_connections + 1,  # by then connection.py has refused it, with a reason
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=options.shutdown_timeout_s,
         log_level=options.log_level,
     )
 
 
-def _work(options: GatewayOptions, metrics_file: Path, listening: socket) -> None:
+def _work(options: GatewayOptions, shared: Shared, listening: socket) -> None:
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    uvicorn.Server(make_config(options, metrics_file)).run(sockets=[listening])
+    uvicorn.Server(make_config(options, shared)).run(sockets=[listening])
 
 
-def _supervise(options: GatewayOptions, metrics_file: Path, listening: socket) -> None:
+def _supervise(options: GatewayOptions, shared: Shared, listening: socket) -> None:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     context = multiprocessing.get_context("spawn")
 
     def start() -> SpawnProcess:
-        worker = context.Process(target=_work, args=(options, metrics_file, listening))
+        worker = context.Process(target=_work, args=(options, shared, listening))
         worker.start()
         return worker
 

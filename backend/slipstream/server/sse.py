@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from slipstream.server.errors import ApiError, error_body
 from slipstream.server.generation import Response
 from slipstream.server.pace import Pace
+from slipstream.server.tenancy import Meter
 from slipstream.server.triton import GRACE_S, GenerateStream
 
 logger = logging.getLogger(__name__)
@@ -50,11 +51,12 @@ class EventStream(HttpResponse):
         last: Callable[[], bytes],
         pace: Pace,
         interval: int,
+        meters: Sequence[Meter | None],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._streams, self._writers, self._last = streams, writers, last
-        self._pace, self._interval = pace, interval
+        self._pace, self._interval, self._meters = pace, interval, meters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._cancel_on_disconnect(receive))
@@ -78,9 +80,9 @@ class EventStream(HttpResponse):
 
     async def _write_all(self, send: Send) -> None:
         if len(self._streams) == 1:
-            return await self._write(*self._streams[0], self._writers[0], send)
-        pairs = zip(self._streams, self._writers)
-        tasks = [asyncio.create_task(self._write(*stream, writer, send)) for stream, writer in pairs]
+            return await self._write(*self._streams[0], self._writers[0], self._meters[0], send)
+        each = zip(self._streams, self._writers, self._meters)
+        tasks = [asyncio.create_task(self._write(*stream, writer, meter, send)) for stream, writer, meter in each]
         try:
             await asyncio.gather(*tasks)
         finally:  # nobody may send once the error or the end is sent
@@ -88,12 +90,16 @@ class EventStream(HttpResponse):
             self.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _write(self, stream: GenerateStream, response: Response | None, writer: Writer, send: Send) -> None:
+    async def _write(
+        self, stream: GenerateStream, response: Response | None, writer: Writer, meter: Meter | None, send: Send
+    ) -> None:
         pace, interval = self._pace, self._interval
         data = writer.start()
         while response is not None:
             data += writer.response(response)
             pace.num_tokens += interval
+            if meter is not None:
+                meter.add(response)
             if data:
                 pace.num_events += 1
                 await send({"type": "http.response.body", "body": data, "more_body": True})

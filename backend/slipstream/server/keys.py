@@ -1,0 +1,132 @@
+"""API keys and what each may: read from a file once at start. No state; any thread.
+
+A file is a key a line, or JSON with settings per key (docs/gateway.md). Keys are kept as digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.client_request import MAX_CACHE_SALT_BYTES
+from slipstream.core.errors import ConfigError
+from slipstream.core.setting_values import MAX_INT32
+
+_OPTION = "--api-key-file"
+_HEX = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class ApiKey:
+    """digest: SHA-256 of the key; b"" stands for callers without a key. Limits: 0 is none.
+
+    max_priority: the most urgent (lowest) number that a request may ask for; None: the gateway's.
+    cache_salt: parts the cached prefixes of its requests from others'; "" shares with all that have none.
+    """
+
+    name: str
+    digest: bytes
+    max_priority: int | None = None
+    max_num_seqs: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    cache_salt: str = ""
+
+
+def digest_of(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def own_salt(digest: bytes) -> str:
+    """The salt of a key that names none: nobody can tell it who has not the key or its digest."""
+    return hmac.new(digest, b"slipstream cache salt", "sha256").hexdigest()
+
+
+def plain_key(key: str, number: int) -> ApiKey:
+    digest = digest_of(key.encode("utf-8", "surrogateescape"))
+    return ApiKey(f"key {number}", digest, cache_salt=own_salt(digest))
+
+
+def read_keys(path: Path | None, given: Sequence[str] = ()) -> tuple[ApiKey, ...]:
+    """Those of --api-key, then the file's. Raises ConfigError for a file that holds none, and for one key twice."""
+    if "" in given:
+        raise ConfigError("--api-key", "", "accepted: a key that is not empty")
+    keys = [plain_key(key, number) for number, key in enumerate(given, 1)]
+    if path is not None:
+        try:
+            text = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(_OPTION, str(path), f"cannot be read: {error}") from None
+        read = _from_json(path, text) if text.lstrip().startswith("{") else _from_lines(text)
+        if not read:
+            raise ConfigError(_OPTION, str(path), "holds no key; without the option everybody may call")
+        keys += read
+        if len({key.name for key in read}) < len(read):
+            raise ConfigError(_OPTION, str(path), "has one name twice, accepted: a name for each key")
+    if len({key.digest for key in keys}) < len(keys):
+        raise ConfigError(_OPTION, str(path or ""), "has one key twice")
+    return tuple(keys)
+
+
+def _from_lines(text: str) -> list[ApiKey]:
+    lines = [line.strip() for line in text.splitlines()]
+    keys = [line for line in lines if line and not line.startswith("#")]
+    return [plain_key(key, number) for number, key in enumerate(keys, 1)]
+
+
+def _from_json(path: Path, text: str) -> list[ApiKey]:
+    try:
+        entries = json.loads(text)["keys"]
+    except (ValueError, KeyError, RecursionError) as error:
+        raise ConfigError(_OPTION, str(path), f"is not JSON with a list `keys`: {error}") from None
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise ConfigError(_OPTION, str(path), "`keys`: accepted: a list of objects")
+    return [_read_entry(f"keys[{index}]", dict(entry)) for index, entry in enumerate(entries)]
+
+
+def _read_entry(where: str, entry: dict[str, Any]) -> ApiKey:
+    name = _text(where, "name", entry.pop("name", None), 1, 128)
+    if ("key" in entry) == ("sha256" in entry):
+        raise ConfigError(f"{_OPTION}: {where}", name, "accepted: one of `key` and `sha256`")
+    if "key" in entry:
+        digest = digest_of(_text(where, "key", entry.pop("key"), 1, 4096).encode("utf-8"))
+    else:
+        text = _text(where, "sha256", entry.pop("sha256"), 64, 64).lower()
+        if not _HEX.fullmatch(text):
+            raise ConfigError(f"{_OPTION}: {where}.sha256", text, "accepted: 64 hexadecimal digits")
+        digest = bytes.fromhex(text)
+    salt = entry.pop("cache_salt", None)
+    salt = own_salt(digest) if salt is None else _text(where, "cache_salt", salt, 0, MAX_CACHE_SALT_BYTES)
+    limits = {
+        limit: _integer(where, limit, entry.pop(limit), low)
+        for limit, low in (
+            ("max_priority", -MAX_INT32 - 1),
+            ("max_num_seqs", 0),
+            ("requests_per_minute", 0),
+            ("tokens_per_minute", 0),
+        )
+        if limit in entry
+    }
+    if entry:
+        accepted = "name, key, sha256, max_priority, max_num_seqs, requests_per_minute, tokens_per_minute, cache_salt"
+        raise ConfigError(f"{_OPTION}: {where}.{next(iter(entry))}", "", f"unknown setting, accepted: {accepted}")
+    return ApiKey(name, digest, cache_salt=salt, **limits)
+
+
+def _text(where: str, field: str, value: object, low: int, high: int) -> str:
+    if isinstance(value, str) and low <= len(value.encode("utf-8", "replace")) <= high:
+        return value
+    shown = "" if field in ("key", "sha256") else value
+    raise ConfigError(f"{_OPTION}: {where}.{field}", shown, f"accepted: a text of {low} to {high} bytes")
+
+
+def _integer(where: str, field: str, value: object, low: int) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= MAX_INT32:
+        return value
+    raise ConfigError(f"{_OPTION}: {where}.{field}", value, f"accepted: an integer from {low} to {MAX_INT32}")

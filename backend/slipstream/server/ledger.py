@@ -1,0 +1,103 @@
+"""What each API key has used, counted over all worker processes in one mapped file of a fixed size.
+
+A rate is one number: the time until which a key has used up what it may (the generic cell rate algorithm); the clock is
+the machine's monotonic one, which all processes share. Sequences at once are a row per worker: that of a worker which
+died is taken over, and emptied, by the one that replaces it. A few microseconds under a file lock a request, none a
+token. Event loop thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slipstream.server.metrics import is_alive
+
+MINUTE = 60.0  # seconds; a minute's worth may be used at once
+REQUESTS, TOKENS = 0, 1
+_BYTES = 8
+
+
+def make_ledger(path: Path, num_keys: int, num_workers: int) -> Path:
+    path.write_bytes(bytes(_BYTES * (2 * num_keys + num_workers * (1 + num_keys))))
+    return path
+
+
+class Ledger:
+    """path: as make_ledger made it, or None for a process on its own."""
+
+    def __init__(self, num_keys: int, path: Path | None = None) -> None:
+        self._num_keys = num_keys
+        self._file = path.open("r+b") if path is not None else None
+        if self._file is None:
+            self._all = memoryview(bytearray(_BYTES * (3 * num_keys + 1))).cast("d")
+        else:
+            self._all = memoryview(mmap.mmap(self._file.fileno(), 0)).cast("d")
+        self._rows = self._all[2 * num_keys :]
+        with self._locked():
+            self._own = self._take_row()
+
+    def _take_row(self) -> memoryview[float]:
+        for start in range(0, len(self._rows), 1 + self._num_keys):
+            row = self._rows[start : start + 1 + self._num_keys]
+            if not is_alive(int(row[0])):
+                row[0] = os.getpid()
+                for index in range(self._num_keys):
+                    row[1 + index] = 0.0
+                return row
+        raise RuntimeError("more workers than rows of the ledger")
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        if self._file is None:
+            yield
+            return
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    # ---- rates
+
+    def used(self, kind: int, key: int, limit: int) -> float:
+        """How many of `limit` a minute are used up now; above it after a large answer."""
+        return max(0.0, self._all[2 * key + kind] - time.monotonic()) * limit / MINUTE
+
+    def use(self, kind: int, key: int, limit: int, count: int = 1) -> float:
+        """Use `count`, if there is room for it. Returns the seconds until there would be, 0 if it was used."""
+        cost = count * MINUTE / limit
+        with self._locked():
+            now = time.monotonic()
+            until = max(now, self._all[2 * key + kind]) + cost
+            if until - now > MINUTE + 1e-6:
+                return until - now - MINUTE
+            self._all[2 * key + kind] = until
+        return 0.0
+
+    def charge(self, kind: int, key: int, limit: int, count: int) -> None:
+        """Use `count` whether or not there is room: it has been made already, and is paid back by waiting."""
+        with self._locked():
+            until = max(time.monotonic(), self._all[2 * key + kind])
+            self._all[2 * key + kind] = until + count * MINUTE / limit
+
+    # ---- sequences at once
+
+    def num_sequences(self, key: int) -> int:
+        return int(sum(self._rows[1 + key :: 1 + self._num_keys].tolist()))
+
+    def enter(self, key: int, count: int, limit: int) -> bool:
+        """Count sequences that begin, if no more than `limit` (0: any number) are there then."""
+        with self._locked():
+            if limit and self.num_sequences(key) + count > limit:
+                return False
+            self._own[1 + key] += count
+        return True
+
+    def leave(self, key: int, count: int) -> None:
+        self._own[1 + key] -= count

@@ -1,0 +1,192 @@
+"""Requests too large to be kept: refused while they arrive, and the gateway's memory stays what it was.
+
+Raw sockets, because no client library would send such requests. RSS is that of the gateway's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterable, Iterator
+
+import psutil
+import pytest
+from fake_triton import FakeTriton
+from gateway import GatewayProcess
+from patience import PATIENCE_S, wait_until
+
+HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+MOST_GROWTH_BYTES = 8 << 20
+LIMITS = ["--max-total-header-bytes", str(1 << 20), "--max-total-body-bytes", str(4 << 20), "--max-connections", "200"]
+
+
+@pytest.fixture(scope="module")
+def bounded(fake_triton: FakeTriton) -> Iterator[GatewayProcess]:
+    with GatewayProcess(fake_triton.url, [*LIMITS, "--log-level", "error"]) as running:
+        for _ in range(50):  # what the first requests allocate is no attack's
+            assert running.get("/v1/models")[0] == 200
+        yield running
+
+
+def connect(gateway: GatewayProcess) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S)
+
+
+def rss(gateway: GatewayProcess) -> int:
+    return psutil.Process(gateway.process.pid).memory_info().rss
+
+
+def attack(connection: socket.socket, pieces: Iterable[bytes]) -> tuple[int, int, bytes]:
+    """Send until cut off: (bytes sent, status of the answer or 0, its body)."""
+    num_sent, answer = 0, b""
+    with contextlib.suppress(ConnectionError):
+        for piece in pieces:
+            connection.sendall(piece)
+            num_sent += len(piece)
+    with contextlib.suppress(ConnectionError):
+        while part := connection.recv(65536):
+            answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return num_sent, int(head.split()[1]) if head else 0, body
+
+
+def filler(num_bytes: int) -> Iterator[bytes]:
+    for _ in range(num_bytes >> 16):
+        yield b"a" * (1 << 16)
+
+
+def many_headers(num_bytes: int) -> Iterator[bytes]:
+    line = b"x-filler: " + b"a" * 1000 + b"\r\n"
+    for _ in range(num_bytes // (64 * len(line))):
+        yield 64 * line
+
+
+ATTACKS = {
+    "many headers": (HEAD, many_headers(200 << 20), 431),
+    "one header": (HEAD + b"x-long: ", filler(200 << 20), 431),
+    "a header's name": (HEAD, filler(50 << 20), 431),
+    "a url": (b"GET /", filler(50 << 20), 414),
+    "a query": (b"GET /health?", filler(50 << 20), 414),
+    "a method": (b"", filler(1 << 20), 400),
+    "empty lines": (b"", (b"\r\n" * 30_000 for _ in range(100)), 431),
+    "trailers": (POST + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", many_headers(50 << 20), 431),
+    "one trailer": (POST + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nx: ", filler(50 << 20), 431),
+    "a chunk's extension": (POST + b"transfer-encoding: chunked\r\n\r\n1;x=", filler(50 << 20), 431),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_heads_without_end(bounded: GatewayProcess, name: str) -> None:
+    head, pieces, status = ATTACKS[name]
+    before = rss(bounded)
+    with connect(bounded) as connection:
+        connection.sendall(head)
+        num_sent, answered, body = attack(connection, pieces)
+        assert rss(bounded) - before < MOST_GROWTH_BYTES, "kept, while the connection is open"
+    assert answered in (status, 0), (answered, body)  # 0: a reset overtook the answer, as TCP does while one sends
+    if body:
+        error = json.loads(body)["error"]
+        assert error["type"] == "invalid_request_error" and (status == 400 or "accepted: at most" in error["message"])
+    assert num_sent < 20 << 20, "what the kernel's buffers hold, and no more"
+    assert bounded.get("/health")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "status"),
+    [
+        (HEAD + b"x: " + b"a" * 60_000 + b"\r\n\r\n", 200),
+        (HEAD + b"x: " + b"a" * 65_536 + b"\r\n\r\n", 431),
+        (HEAD + b"x: 1\r\n" * 98 + b"\r\n", 200),
+        (HEAD + b"x: 1\r\n" * 100 + b"\r\n", 431),
+        (b"GET /health?" + b"a" * 8000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 200),
+        (b"GET /health?" + b"a" * 8200 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n", 414),
+        (b"\x00\x01\x02\r\n\r\n", 400),
+    ],
+)
+def test_what_is_accepted_and_what_is_said(bounded: GatewayProcess, request_bytes: bytes, status: int) -> None:
+    """Whole requests, which need no more than is sent: nothing cuts the answer off."""
+    with connect(bounded) as connection:
+        connection.sendall(request_bytes)
+        answer = connection.recv(65536)
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+        if status != 200:
+            assert b"content-type: application/json" in answer and b"connection: close" in answer
+            while part := connection.recv(65536):
+                answer += part
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_headers_of_all_connections_together(bounded: GatewayProcess) -> None:
+    """Each is within its own limit; the gateway keeps 1 MiB of all. It serves again when they have gone."""
+    before = rss(bounded)
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(bounded)) for _ in range(100)]
+        for connection in connections:
+            connection.sendall(HEAD + b"x: " + b"a" * 50_000 + b"\r\n")
+        wait_until(lambda: any_answer(connections, b" 503 "), "a refusal")
+        assert rss(bounded) - before < 2 * MOST_GROWTH_BYTES
+    wait_until(lambda: bounded.get("/health")[0] == 200, "room again")
+
+
+def any_answer(connections: list[socket.socket], sign: bytes) -> bool:
+    for connection in connections:
+        connection.setblocking(False)
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            if sign in connection.recv(65536):
+                return True
+    return False
+
+
+def test_bodies_of_all_connections_together(bounded: GatewayProcess) -> None:
+    """Ten bodies that are never finished, each within its own limit of 4 MiB; 4 MiB are kept of all."""
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(bounded)) for _ in range(10)]
+        before = rss(bounded)
+        for connection in connections:
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(POST + b"content-length: 2000000\r\n\r\n" + b" " * 1_000_000)
+        wait_until(lambda: any_answer(connections, b" 503 "), "a refusal")
+        assert rss(bounded) - before < 4 * MOST_GROWTH_BYTES
+    wait_until(lambda: bounded.get("/v1/models")[0] == 200, "room again")
+
+
+def test_pipelined_requests(bounded: GatewayProcess) -> None:
+    """A few are answered in order; 14,000 in one packet would be an object of some kB each."""
+    one = HEAD + b"\r\n"
+    with connect(bounded) as connection:
+        connection.sendall(3 * one)
+        answer = b""
+        while answer.count(b"HTTP/1.1 200") < 3:
+            answer += connection.recv(65536)
+    before = rss(bounded)
+    with connect(bounded) as connection:
+        attack(connection, [one * 5000] * 20)
+        assert rss(bounded) - before < MOST_GROWTH_BYTES
+    assert bounded.get("/health")[0] == 200
+
+
+def test_connections(bounded: GatewayProcess) -> None:
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(bounded)) for _ in range(220)]
+        wait_until(lambda: any_answer(connections, b" 503 "), "a refusal of a connection too many")
+    wait_until(lambda: bounded.get("/health")[0] == 200, "room again")
+
+
+def test_an_answer_under_way_is_not_mixed_with_a_refusal(bounded: GatewayProcess) -> None:
+    """The stream of the first request ends unfinished; the second's refusal must not be read as part of it."""
+    script = json.dumps({"pieces": ["a"], "hang": True})
+    body = json.dumps({"model": "plain", "prompt": script, "stream": True}).encode()
+    with connect(bounded) as connection:
+        connection.sendall(POST + f"content-length: {len(body)}\r\n\r\n".encode() + body)
+        answer = connection.recv(65536)
+        deadline = time.monotonic() + PATIENCE_S
+        while b"data: " not in answer and time.monotonic() < deadline:
+            answer += connection.recv(65536)
+        connection.sendall(HEAD + b"x: 1\r\n" * 200)
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(65536):
+                answer += part
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
