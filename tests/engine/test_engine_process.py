@@ -9,6 +9,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,9 +17,10 @@ import pytest
 from engine_peer import TIMEOUT_S, TOKEN, Backend, InThread
 from patience import wait_until
 from slipstream.core import contract, stats, wire
-from slipstream.core.wire import ErrorCode, FrameType, ResponseFlag
+from slipstream.core.wire import DataType, ErrorCode, FrameType, ResponseFlag
 from slipstream.runtime.link import EngineLink
 from slipstream.runtime.main import run
+from slipstream.runtime.tokenizer import TextTokenizer
 
 
 def wire_string(text: str) -> bytes:
@@ -219,6 +221,32 @@ def test_the_process_ends_when_the_backend_does(
     backend.configure({"task": "tokenize", "tokenizer_dir": demo_model})
     backend.next(FrameType.READY)
     backend.connection.close()
+    assert process.wait(TIMEOUT_S) == 0
+
+
+def _query(handle: int, text: str) -> bytes:
+    query = wire.Tensor("QUERY", DataType.BYTES, (1,), wire.bytes_tensor([text.encode()]))
+    return wire.encode_request(wire.Request(handle, time.time_ns(), 0, "", ("REQUEST_INPUT_LEN",), (query,), {}))
+
+
+def test_preprocessing_answers_small_and_large_prompts_and_drains(
+    backend: Backend, process: subprocess.Popen[bytes], demo_model: Path
+) -> None:
+    backend.configure({"task": "tokenize", "tokenizer_dir": demo_model})
+    backend.next(FrameType.READY)
+    texts = {1: LARGE, 2: "x = 1", 3: LARGE * 10, 4: " " * 9000, 5: "x"}
+    for handle, text in texts.items():
+        backend.connection.sendall(_query(handle, text))
+    backend.connection.sendall(wire.encode_drain(60_000))
+    found: dict[int, wire.Response] = {}
+    while len(found) < len(texts):
+        found |= {r.handle: r for r in wire.decode_responses(backend.next(FrameType.RESPONSES))}
+    assert "QUERY: the prompt has 96000 bytes, accepted: at most 57344" in found.pop(3).error_message
+    tokenizer = TextTokenizer.load(demo_model)
+    for handle, response in found.items():
+        [(_, _, length)] = response.outputs
+        assert int.from_bytes(length, "little") == len(tokenizer.encode(texts[handle]))
+    backend.next(FrameType.DRAINED)
     assert process.wait(TIMEOUT_S) == 0
 
 

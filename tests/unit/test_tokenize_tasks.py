@@ -173,3 +173,19 @@ def test_word_lists_have_an_end(name: str) -> None:
     for words, got in (["a"] * 1025, "1025 entries"), (["a" * 65537], "65537 characters"):
         with pytest.raises(RequestError, match=f"^{name}: got {got}"):
             pre(QUERY="x", **{name: words})
+
+
+def test_no_more_is_decoded_than_a_prompt_and_its_answer() -> None:
+    task = DetokenizeTask(EngineConfig(task="detokenize"), TextTokenizer(toy_tokenizers.byte_level()), 50)
+    for name in ("TOKENS_BATCH", "CONTEXT_TOKENS"):
+        given = {"TOKENS_BATCH": tensor("TOKENS_BATCH", [5], (1, 1), DETOKENIZE)}
+        task.answer(request(*given.values(), outputs=()))
+        shape = (1, 101) if name == "TOKENS_BATCH" else (101,)
+        given[name] = tensor(name, [5] * 101, shape, DETOKENIZE)
+        with pytest.raises(
+            RequestError, match=rf"^{name}: got 101 token ids, accepted: at most 100 \(2 x max_model_len"
+        ):
+            task.answer(request(*given.values(), outputs=()))
+    many_empty_rows = replace(tensor("TOKENS_BATCH", [], (0, 0), DETOKENIZE), shape=(1 << 33, 0))
+    with pytest.raises(RequestError, match=r"^TOKENS_BATCH: got 8589934592 rows, accepted: at most 1024"):
+        task.answer(request(many_empty_rows, outputs=()))

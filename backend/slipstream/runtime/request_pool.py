@@ -49,7 +49,7 @@ class _Entry:
 
 class RequestPool:
     """parse(request) and deliver(handle, parsed) run on the worker; drop(handle, error) answers a request that is never
-    read, on the thread that notices. None of them raises.
+    read, on the thread that notices. They raise nothing but OSError, when the backend is gone.
 
     cancelled(handle): a cancel came while the request was being read or delivered.
     """
@@ -121,6 +121,7 @@ class RequestPool:
         """Read nothing more; returns the handles that are still here, which nobody else answers."""
         with self._changed:
             self._is_closed = True
+            self._changed.notify_all()
             handles = list(self._entries)
             for handle in handles:
                 self._remove(handle)
@@ -133,18 +134,26 @@ class RequestPool:
         self._changed.notify_all()
 
     def _work(self) -> None:
-        while True:
-            self.expire()
-            with self._changed:
-                self._changed.wait_for(lambda: self._entries or self._is_closed)
-                if self._is_closed:
-                    return
-                handle, entry = next(iter(self._entries.items()))
-                if entry.deadline <= time.monotonic():
-                    continue
-                self._reading = handle
-            parsed = self._steps.parse(entry.raw)
-            self._finish(handle, entry, parsed)
+        try:
+            while self._read_next():
+                pass
+        except OSError:
+            self.close()  # the backend is gone: so are the clients
+
+    def _read_next(self) -> bool:
+        """False: the pool is closed."""
+        self.expire()
+        with self._changed:
+            self._changed.wait_for(lambda: self._entries or self._is_closed)
+            if self._is_closed:
+                return False
+            handle, entry = next(iter(self._entries.items()))
+            if entry.deadline <= time.monotonic():
+                return True
+            self._reading = handle
+        parsed = self._steps.parse(entry.raw)
+        self._finish(handle, entry, parsed)
+        return True
 
     def _finish(self, handle: int, entry: _Entry, parsed: object) -> None:
         """The entry stays until it is delivered, so that a cancel is never lost between here and the engine."""

@@ -7,6 +7,7 @@ over, because an ensemble hands the client's to every step.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +20,14 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.detokenize import decode_after
 from slipstream.core.errors import RequestError
 from slipstream.core.sampling_params import MAX_BIAS
-from slipstream.core.setting_values import check_list, refuse, tensor_shape, tensor_values
+from slipstream.core.setting_values import MAX_ENTRIES, check_list, refuse, tensor_shape, tensor_values
 from slipstream.core.tensor_spec import TaskContract, Use
 from slipstream.nn.checkpoint_path import resolve_tokenizer
 from slipstream.runtime.tokenizer import TextTokenizer
 
 _END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<eos>")
+
+MAX_DECODED_LENGTHS = 2  # of a sequence as long as max_model_len, in one detokenize request
 
 Encoded = tuple[tuple[int, ...], bytes]
 
@@ -45,9 +48,10 @@ def make_task(config: EngineConfig) -> Task:
     """The task of this configuration, its tokenizer loaded. Raises ConfigError when there is none to load."""
     folder = resolve_tokenizer(config.model.tokenizer or config.model.model)
     tokenizer = TextTokenizer.load(folder)
+    max_model_len = config.model.max_model_len or checkpoint_length(Path(folder))
     if config.task == "detokenize":
-        return DetokenizeTask(config, tokenizer)
-    return TokenizeTask(config, tokenizer, config.model.max_model_len or checkpoint_length(Path(folder)))
+        return DetokenizeTask(config, tokenizer, max_model_len)
+    return TokenizeTask(config, tokenizer, max_model_len)
 
 
 def checkpoint_length(tokenizer: Path) -> int:
@@ -123,18 +127,27 @@ class TokenizeTask:
 class DetokenizeTask:
     """TOKENS_BATCH -> OUTPUT; with CONTEXT_TOKENS and TEXT_LENGTH exact for the pieces of a stream."""
 
-    def __init__(self, config: EngineConfig, tokenizer: TextTokenizer) -> None:
+    def __init__(self, config: EngineConfig, tokenizer: TextTokenizer, max_model_len: int = 0) -> None:
+        """max_model_len: of the model that the ids are from, 0 if unknown."""
         self._config = config
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
 
     @property
     def outputs(self) -> tuple[wire.OutputSpec, ...]:
         return contract.OUTPUTS["detokenize"]
 
     def check_size(self, raw: wire.Request) -> None:
-        """MAX_ELEMENTS bounds what there is to decode."""
+        """All requests are decoded one after the other: no more than a prompt and its answer, with padding."""
+        limit = MAX_DECODED_LENGTHS * self._max_model_len
+        for tensor in raw.inputs:
+            num_ids = math.prod(tensor.shape)
+            if limit and num_ids > limit:
+                accepted = f"at most {limit} ({MAX_DECODED_LENGTHS} x max_model_len={self._max_model_len})"
+                raise RequestError(tensor.name, f"got {num_ids} token ids, accepted: {accepted}")
 
     def answer(self, raw: wire.Request) -> bytes:
+        self.check_size(raw)
         given = _read(raw, contract.DETOKENIZE, self._config)
         rows = self._rows(raw, given)
         context, num_characters = given.get("context", []), given.get("text_length")
@@ -151,6 +164,8 @@ class DetokenizeTask:
         """The token ids of each row that count."""
         tensor = next(tensor for tensor in raw.inputs if tensor.name == "TOKENS_BATCH")
         num_rows, width = tensor_shape(tensor, self._config.serving.max_batch_size > 0)
+        if num_rows > MAX_ENTRIES:  # they may be empty, so that MAX_ELEMENTS does not bound them
+            raise RequestError("TOKENS_BATCH", f"got {num_rows} rows, accepted: at most {MAX_ENTRIES}")
         tokens: list[int] = given["tokens"]
         lengths = given.get("lengths", [width] * num_rows)
         if len(lengths) != num_rows or any(not 0 <= length <= width for length in lengths):
