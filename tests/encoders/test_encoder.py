@@ -27,7 +27,9 @@ TEXTS = ["the cat sat on the mat", "hello", "a dog", "", "kill you " * 5]
 
 
 def open_tiny(folder: Path, kinds: tuple[str, ...] = BOTH, **parameters: str) -> Encoder:
-    return open_encoder(Parameters({"model": str(folder), "num_threads": "1", **parameters}), folder.parent, kinds)
+    """On the CPU, in float32, as the reference is: `auto` would take a GPU and float16 (test_encoder_gpu.py)."""
+    settings = {"model": str(folder), "num_threads": "1", "device": "cpu", **parameters}
+    return open_encoder(Parameters(settings), folder.parent, kinds)
 
 
 @pytest.fixture(scope="module")

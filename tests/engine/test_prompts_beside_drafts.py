@@ -106,7 +106,9 @@ def test_graphs_of_prompts_are_eager_steps(
 
 def test_a_model_whose_trees_have_no_graphs_says_so(model: Path) -> None:
     """float32 on a GPU: chains may be captured, trees are attended to by the reference."""
-    backend = PagedAttention(replace(read_spec(model), head_dim=64))
+    spec = read_spec(model)
+    layers = tuple(replace(layer, attention=replace(layer.attention, head_dim=64)) for layer in spec.layers)
+    backend = PagedAttention(replace(spec, layers=layers))
     assert backend.graph_refusal(64) is None
     assert "trees of drafts" in (backend.graph_refusal(64, has_trees=True) or "")
-    assert "head_dim" in (PagedAttention(read_spec(model)).graph_refusal(64, has_trees=True) or "")
+    assert "head_dim" in (PagedAttention(spec).graph_refusal(64, has_trees=True) or "")

@@ -188,7 +188,7 @@ KERNELS = [
     (
         "compact_kv", "_move_kernel",
         {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "counts": "*i32", "most": "i32"},
-        {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "WIDTH": 20, "WIDTH_PADDED": 32}, 1,
+        {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "HAS_WORDS": False, "WIDTH": 20, "WIDTH_PADDED": 32}, 1,
     ),
     ("silu_mul", "_silu_mul_kernel", {"x_ptr": "*bf16", "out_ptr": "*bf16", "x_token_stride": "i32", "size": "i32"},
      {"BLOCK": 1024}, 4),
@@ -280,7 +280,10 @@ KERNELS = [
          "num_biases": "i32"},
         {"BLOCK": 1024}, 4,
     ),
-    ("compact_kv", "_move_kernel", MOVES, {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "WIDTH": 64, "WIDTH_PADDED": 64}, 1),
+    (
+        "compact_kv", "_move_kernel", MOVES,
+        {"NUM_HEADS": 8, "BLOCK_SIZE": 64, "HAS_WORDS": True, "WIDTH": 64, "WIDTH_PADDED": 64}, 1,
+    ),
     ("prepare_draft_inputs", "_level_kernel", LEVEL, {"ROWS": 16}, 1),
     ("update_step_inputs", "_advance_kernel", ADVANCE, {"HAS_TREE": True, "HAS_MASK": True, "ROWS": 64}, 1),
     (
