@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from slipstream.core.client_request import ClientRequest
+from slipstream.core.config import GuidedConfig
 from slipstream.core.finish import StopConditions
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import Request
@@ -59,7 +60,7 @@ LISTS: dict[str, Callable[[int], dict[str, object]]] = {
 
 
 def prepared(params: SamplingParams) -> Request:
-    (request,) = Intake(Spec(), TOKENIZER).prepare(Request([5] * 20, params))  # type: ignore[arg-type]
+    (request,) = Intake(Spec(), TOKENIZER, GuidedConfig()).prepare(Request([5] * 20, params))  # type: ignore[arg-type]
     request.stop_conditions = StopConditions(request, 10_000)
     return request
 

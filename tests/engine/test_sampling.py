@@ -325,7 +325,7 @@ def test_no_end_token_leaves_every_token_free(engine: Engine) -> None:
 def test_end_tokens_that_the_checkpoint_does_not_have_are_dropped(engine: Engine) -> None:
     spec = replace(engine.spec, eos_token_ids=(1, -1, engine.spec.vocab_size))
     request = Request(list(PROMPT), replace(GREEDY, ignore_eos=False))
-    assert Intake(spec, engine.tokenizer).prepare(request)[0].eos_token_ids == {1}
+    assert Intake(spec, engine.tokenizer, engine.config.guided).prepare(request)[0].eos_token_ids == {1}
 
 
 @pytest.mark.parametrize(

@@ -215,10 +215,7 @@ def read_words_ids(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     value = parse_json(name, value, accepted) if isinstance(value, str) else value
     if not isinstance(value, Sequence):
         raise refuse(name, value, accepted)
-    rows = [row if isinstance(row, Sequence) else [row] for row in value[: MAX_WORDS_ELEMENTS + 1]]
-    if sum(map(len, rows)) > MAX_WORDS_ELEMENTS:
-        raise RequestError(name, f"got more than {MAX_WORDS_ELEMENTS} elements, accepted: at most so many")
-    flat = _integers(name, [entry for row in rows for entry in row])
+    flat = _integers(name, _flat(name, value))
     half = len(flat) // 2
     ids, offsets = flat[:half], [offset for offset in flat[half:] if offset >= 0]
     starts = [0, *offsets[:-1]]
@@ -228,6 +225,15 @@ def read_words_ids(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     if any(min(word) < 0 or max(word) > MAX_INT32 for word in words):
         raise refuse(name, value, accepted)
     return words
+
+
+def _flat(name: str, rows: Sequence[Any]) -> Sequence[object]:
+    """The elements of a tensor, or of the rows of a JSON text."""
+    if not set(map(type, rows)) <= {int}:
+        rows = [entry for row in rows for entry in (row if isinstance(row, Sequence) else [row])]
+    if len(rows) > MAX_WORDS_ELEMENTS:
+        raise RequestError(name, f"got {len(rows)} elements, accepted: at most {MAX_WORDS_ELEMENTS}")
+    return rows
 
 
 def read_logit_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
