@@ -125,7 +125,7 @@ class Product:
         for variant in record_experts.VARIANTS if variants else ():
             call = partial(record_experts.grouped_int4_mm, fp8, by_token=False, gated=self.gated, variant=variant)
             weights = self.weights["records"]
-            yield f"{variant.columns}/{variant.row_groups}", [partial(call, weight, routing) for (weight,) in weights]
+            yield f"{variant.columns}/{variant.warpgroups_m}", [partial(call, weight, routing) for (weight,) in weights]
 
 
 KINDS = {

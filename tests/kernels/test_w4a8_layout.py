@@ -68,9 +68,9 @@ def test_what_is_chosen_can_run(sizes: tuple[int, int]) -> None:
         variant = choose(num_tokens, sizes, at_once)
         assert variant is not None
         parts, blocks = min(AT_ONCE[variant.splits], sizes[0] // 16), sizes[1] // 128
-        in_one_pass = sizes[0] // 16 <= parts * 4 * variant.row_groups
+        in_one_pass = sizes[0] // 16 <= parts * 4 * variant.warpgroups_m
         assert variant.columns >= num_tokens and variant.splits <= blocks
-        assert in_one_pass or (variant.row_groups == 4 and variant.splits == 1)
+        assert in_one_pass or (variant.warpgroups_m == 4 and variant.splits == 1)
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_more_rows_go_where_outputs_are_narrow(sizes: tuple[int, int]) -> None:
 
     for num_tokens in (65, 96, 97, 128):
         variant = choose(num_tokens, sizes, at_once)
-        assert variant is not None and variant.columns >= num_tokens and variant.row_groups <= 2
-        assert sizes[0] // 16 <= AT_ONCE[variant.splits] * 4 * variant.row_groups
+        assert variant is not None and variant.columns >= num_tokens and variant.warpgroups_m <= 2
+        assert sizes[0] // 16 <= AT_ONCE[variant.splits] * 4 * variant.warpgroups_m
         assert choose(num_tokens, (28672, 4096), at_once) is None
         assert choose(num_tokens, sizes, lambda _: 0) is None
     assert choose(129, sizes, at_once) is None

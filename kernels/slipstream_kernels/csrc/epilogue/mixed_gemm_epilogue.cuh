@@ -90,7 +90,7 @@ struct MixedGemmEpilogue {
   __device__ __forceinline__ void write(int pass, float (&sums)[SHAPE::kSums]) const {
     const int first = share.pass_begin(pass), strips = share.pass_begin(pass + 1) - first;
     writer.finish_constants();
-    if (SHAPE::kDepthGroups > 1 || p.splits > 1) return exchange(pass, first, strips, sums);
+    if (SHAPE::kWarpgroupsK > 1 || p.splits > 1) return exchange(pass, first, strips, sums);
     sync_threads(1, SHAPE::kConsumers);   // the constants are there
     if (warp >= strips) return;
 #pragma unroll 1
@@ -136,7 +136,7 @@ struct MixedGemmEpilogue {
 #pragma unroll 4
       for (int rank = 0; rank < p.splits; ++rank) {
 #pragma unroll
-        for (int depth = 0; depth < SHAPE::kDepthGroups; ++depth) {
+        for (int depth = 0; depth < SHAPE::kWarpgroupsK; ++depth) {
           const int source = depth * SHAPE::kStrips + group % strips;
           const uint32_t part = memory.exchange(source, group / strips) + lane * 16;
           const float4 v = p.splits == 1 ? load_own(part) : load_from_cluster(address_in(part, rank));

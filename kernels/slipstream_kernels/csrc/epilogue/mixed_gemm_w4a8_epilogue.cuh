@@ -33,7 +33,7 @@ struct W4a8Epilogue {
     const int first = share.pass_begin(pass), strips = share.pass_begin(pass + 1) - first;
     commit_copies();
     wait_for_copies<0>();
-    if (SHAPE::kDepthGroups > 1 || p.splits > 1) return exchange(pass, first, strips, sums);
+    if (SHAPE::kWarpgroupsK > 1 || p.splits > 1) return exchange(pass, first, strips, sums);
     sync_threads(1, SHAPE::kConsumers);   // scales are there
     if (warp >= strips) return;
 #pragma unroll
@@ -64,7 +64,7 @@ struct W4a8Epilogue {
 #pragma unroll 4
       for (int rank = 0; rank < p.splits; ++rank) {
 #pragma unroll
-        for (int depth = 0; depth < SHAPE::kDepthGroups; ++depth) {
+        for (int depth = 0; depth < SHAPE::kWarpgroupsK; ++depth) {
           const uint32_t part = memory.exchange(depth * SHAPE::kStrips + group % strips, group / strips) + lane * 16;
           const float4 v = p.splits == 1 ? load_own(part) : load_from_cluster(address_in(part, rank));
           sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;

@@ -35,7 +35,7 @@ struct RecordEpilogue {
   __device__ __forceinline__ void write(const float (&sums)[SHAPE::kSums]) const {
     commit_copies();
     wait_for_copies<0>();
-    if constexpr (SHAPE::kDepthGroups > 1) return exchange(sums);
+    if constexpr (SHAPE::kWarpgroupsK > 1) return exchange(sums);
     __syncwarp();   // the scales are there
     if (warp >= pass.num_units) return;
 #pragma unroll
@@ -61,7 +61,7 @@ struct RecordEpilogue {
       const int strip = item % pass.num_units, column = item / pass.num_units;
       float4 sum = {};
 #pragma unroll
-      for (int depth = 0; depth < SHAPE::kDepthGroups; ++depth) {
+      for (int depth = 0; depth < SHAPE::kWarpgroupsK; ++depth) {
         const uint4 v = load_shared_16(memory.exchange(depth * SHAPE::kStrips + strip, column) + lane * 16);
         sum.x += __uint_as_float(v.x), sum.y += __uint_as_float(v.y);
         sum.z += __uint_as_float(v.z), sum.w += __uint_as_float(v.w);

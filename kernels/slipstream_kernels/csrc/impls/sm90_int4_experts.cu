@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) int4_experts_kernel(const 
   start_dependents();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < SHAPE::kStages; ++stage) {
-      init_barrier(ring.filled(stage), 1);
-      init_barrier(ring.emptied(stage), SHAPE::kWarps);
+      init_barrier(ring.full(stage), 1);
+      init_barrier(ring.empty(stage), SHAPE::kWarps);
     }
     publish_barriers();
   }

@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) int4_stream_kernel(const _
   start_dependents();
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < SHAPE::kStages; ++stage) {
-      init_barrier(ring.filled(stage), 1);
-      init_barrier(ring.emptied(stage), SHAPE::kConsumerWarps);
+      init_barrier(ring.full(stage), 1);
+      init_barrier(ring.empty(stage), SHAPE::kConsumerWarps);
     }
     publish_barriers();
   }

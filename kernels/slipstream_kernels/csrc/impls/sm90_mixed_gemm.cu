@@ -20,8 +20,8 @@ template <typename SHAPE>
 __device__ __forceinline__ void init_memory(const MixedGemmMemory<SHAPE>& memory) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < SHAPE::kStages; ++stage) {
-      init_barrier(memory.filled(stage), 1);
-      init_barrier(memory.emptied(stage), SHAPE::kWarps);
+      init_barrier(memory.full(stage), 1);
+      init_barrier(memory.empty(stage), SHAPE::kWarps);
     }
     publish_barriers();
   }
@@ -31,7 +31,7 @@ __device__ __forceinline__ void init_memory(const MixedGemmMemory<SHAPE>& memory
 template <typename SHAPE>
 __device__ __forceinline__ void multiply_passes(const MixedGemmParams& p, const MixedGemmMemory<SHAPE>& memory,
                                                 const MixedGemmShare<SHAPE>& share, int warpgroup) {
-  MixedGemmConsumer<SHAPE> multiplier{memory, share, warpgroup % SHAPE::kRowGroups, warpgroup / SHAPE::kRowGroups};
+  MixedGemmConsumer<SHAPE> multiplier{memory, share, warpgroup % SHAPE::kWarpgroupsM, warpgroup / SHAPE::kWarpgroupsM};
   const MixedGemmEpilogue<SHAPE> epilogue{p, memory, share};
   epilogue.load_rows(0);
   await_previous();
@@ -101,13 +101,13 @@ bool can_run(const MixedGemmParams& p) {
   const int strips = p.out_features / 16, parts = p.num_clusters / p.token_tiles;
   if (p.splits > p.in_features / 128 || p.num_tokens > p.token_tiles * SHAPE::kColumns) return false;
   if (parts < 1 || parts > strips) return false;
-  return (SHAPE::kDepthGroups == 1 && p.splits == 1) || (strips + parts - 1) / parts <= SHAPE::kStrips;
+  return (SHAPE::kWarpgroupsK == 1 && p.splits == 1) || (strips + parts - 1) / parts <= SHAPE::kStrips;
 }
 
 // count: of clusters of p.splits CTAs that run at once; null to launch.
-template <int ROW_GROUPS>
+template <int WARPGROUPS_M>
 cudaError_t run_variant(const MixedGemmParams& p, cudaStream_t stream, int* count) {
-  using Shape = MixedGemmShape<SLIPSTREAM_FORMAT, SLIPSTREAM_COLUMNS, ROW_GROUPS>;
+  using Shape = MixedGemmShape<SLIPSTREAM_FORMAT, SLIPSTREAM_COLUMNS, WARPGROUPS_M>;
   if constexpr (!Shape::kFits) {
     return cudaErrorInvalidConfiguration;
   } else {
@@ -117,7 +117,7 @@ cudaError_t run_variant(const MixedGemmParams& p, cudaStream_t stream, int* coun
 }
 
 inline cudaError_t run(const MixedGemmParams& p, cudaStream_t stream, int* count) {
-  switch (p.row_groups) {
+  switch (p.warpgroups_m) {
     case 1: return run_variant<1>(p, stream, count);
     case 2: return run_variant<2>(p, stream, count);
     case 4: return run_variant<4>(p, stream, count);

@@ -21,8 +21,8 @@ template <typename SHAPE>
 __device__ __forceinline__ void init_memory(const W4a8Memory<SHAPE>& memory) {
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < SHAPE::kStages; ++stage) {
-      init_barrier(memory.filled(stage), 1);
-      init_barrier(memory.emptied(stage), SHAPE::kConsumers / 32);
+      init_barrier(memory.full(stage), 1);
+      init_barrier(memory.empty(stage), SHAPE::kConsumers / 32);
     }
     publish_barriers();
   }
@@ -32,7 +32,7 @@ __device__ __forceinline__ void init_memory(const W4a8Memory<SHAPE>& memory) {
 template <typename SHAPE, typename OUT>
 __device__ __forceinline__ void multiply_passes(const MixedGemmW4a8Params& p, const W4a8Memory<SHAPE>& memory,
                                                 const W4a8Share<SHAPE>& share, int warpgroup) {
-  W4a8Consumer<SHAPE> multiplier{memory, share, warpgroup % SHAPE::kRowGroups, warpgroup / SHAPE::kRowGroups};
+  W4a8Consumer<SHAPE> multiplier{memory, share, warpgroup % SHAPE::kWarpgroupsM, warpgroup / SHAPE::kWarpgroupsM};
   const W4a8Epilogue<SHAPE, OUT> epilogue{p, memory, share};
   epilogue.load_rows(0);
   await_previous();
@@ -91,23 +91,23 @@ template <typename SHAPE>
 bool can_run(const MixedGemmW4a8Params& p) {
   const int strips = p.out_features / 16, most = (strips + p.num_clusters - 1) / p.num_clusters;
   if (p.splits > p.in_features / 128 || p.num_tokens > SHAPE::kColumns || p.num_clusters > strips) return false;
-  return (SHAPE::kDepthGroups == 1 && p.splits == 1) || most <= SHAPE::kStrips;
+  return (SHAPE::kWarpgroupsK == 1 && p.splits == 1) || most <= SHAPE::kStrips;
 }
 
 // count: of clusters of p.splits CTAs that run at once; null to launch.
-template <int ROW_GROUPS>
+template <int WARPGROUPS_M>
 cudaError_t run_variant(const MixedGemmW4a8Params& p, cudaStream_t stream, int* count) {
-  if constexpr (ROW_GROUPS > (SLIPSTREAM_COLUMNS > 64 ? 2 : 4)) {
+  if constexpr (WARPGROUPS_M > (SLIPSTREAM_COLUMNS > 64 ? 2 : 4)) {
     return cudaErrorInvalidConfiguration;
   } else {
-    using Shape = W4a8Shape<SLIPSTREAM_COLUMNS, SLIPSTREAM_GROUPS, ROW_GROUPS>;
+    using Shape = W4a8Shape<SLIPSTREAM_COLUMNS, SLIPSTREAM_GROUPS, WARPGROUPS_M>;
     if (count != nullptr) return count_clusters<Shape, mixed_gemm_w4a8_kernel<Shape>>(p.splits, count);
     return can_run<Shape>(p) ? launch<Shape>(p, stream) : cudaErrorInvalidConfiguration;
   }
 }
 
 cudaError_t run(const MixedGemmW4a8Params& p, cudaStream_t stream, int* count) {
-  switch (p.row_groups) {
+  switch (p.warpgroups_m) {
     case 1: return run_variant<1>(p, stream, count);
     case 2: return run_variant<2>(p, stream, count);
     case 4: return run_variant<4>(p, stream, count);

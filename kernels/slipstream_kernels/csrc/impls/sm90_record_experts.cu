@@ -33,7 +33,7 @@ template <typename SHAPE, typename OUT>
 __device__ __forceinline__ void multiply_passes(const ExpertParams& p, const RecordMemory<SHAPE>& memory,
                                                 const int* plan) {
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
-  RecordMultiplier<SHAPE> multiplier{memory, p.in_features / 128, warpgroup % SHAPE::kRowGroups, warpgroup / SHAPE::kRowGroups};
+  RecordMultiplier<SHAPE> multiplier{memory, p.in_features / 128, warpgroup % SHAPE::kWarpgroupsM, warpgroup / SHAPE::kWarpgroupsM};
   int index = 0;
 #pragma unroll 1
   for (PassWalk<SHAPE> walk(p, plan); !walk.is_done(); ++index) {
@@ -54,8 +54,8 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1) record_experts_kernel(cons
   int* plan = reinterpret_cast<int*>(shared + (memory.base - shared_address(shared)) + SHAPE::kPlanOffset);
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < SHAPE::kStages; ++stage) {
-      init_barrier(memory.filled(stage), 1);
-      init_barrier(memory.emptied(stage), SHAPE::kConsumers / 32);
+      init_barrier(memory.full(stage), 1);
+      init_barrier(memory.empty(stage), SHAPE::kConsumers / 32);
     }
     publish_barriers();
   }
@@ -83,19 +83,19 @@ cudaError_t gather(const ExpertParams& p, cudaStream_t stream) {
   return launch_kernel(p.is_dependent != 0, dim3(p.num_rows), kGatherThreads, 0, stream, kernel, p);
 }
 
-template <int ROW_GROUPS>
+template <int WARPGROUPS_M>
 cudaError_t launch(const ExpertParams& p, cudaStream_t stream) {
-  using Shape = RecordShape<SLIPSTREAM_COLUMNS, ROW_GROUPS>;
+  using Shape = RecordShape<SLIPSTREAM_COLUMNS, WARPGROUPS_M>;
   const cudaError_t gathered = gather(p, stream);
   return gathered != cudaSuccess ? gathered : launch_shape<Shape, record_experts_kernel<Shape>>(p, p.num_ctas, stream);
 }
 
 // Few strips a CTA: four or eight at once, whose input features the warpgroups share out.
 cudaError_t run(const ExpertParams& p, cudaStream_t stream) {
-  if (p.row_groups == 4) return launch<4>(p, stream);
+  if (p.warpgroups_m == 4) return launch<4>(p, stream);
 #if SLIPSTREAM_COLUMNS == 16
-  if (p.row_groups == 2) return launch<2>(p, stream);
-  if (p.row_groups == 1) return launch<1>(p, stream);
+  if (p.warpgroups_m == 2) return launch<2>(p, stream);
+  if (p.warpgroups_m == 1) return launch<1>(p, stream);
 #endif
   return cudaErrorInvalidValue;
 }

@@ -68,10 +68,10 @@ struct ExpertConsumer {
   __device__ __forceinline__ void consume_stages(int blocks, ExpertSums<SHAPE>& sums) {
 #pragma unroll 1
     for (int block = half; block < blocks + half; block += SHAPE::kBlocks, place.advance()) {
-      wait_barrier(ring.filled(place.stage), place.parity);
+      wait_barrier(ring.full(place.stage), place.parity);
       if (block < blocks) multiply_block<STRIPS, COLUMNS>(min(2, blocks - block + half), sums);
       __syncwarp();
-      if (lane == 0) arrive(ring.emptied(place.stage));
+      if (lane == 0) arrive(ring.empty(place.stage));
     }
   }
 

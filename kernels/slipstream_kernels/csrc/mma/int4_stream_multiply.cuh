@@ -49,13 +49,13 @@ struct Multiplier {
     bool adds = false;
 #pragma unroll 1
     for (int i = 0; i < num_blocks; i += SHAPE::kBlocks) {
-      wait_barrier(ring.filled(place.stage), place.parity);
+      wait_barrier(ring.full(place.stage), place.parity);
       if (i + half < num_blocks) {
         multiply_block(adds, sums);
         adds = true;
       }
       __syncwarp();
-      if (lane == 0) arrive(ring.emptied(place.stage));
+      if (lane == 0) arrive(ring.empty(place.stage));
       place.advance();
     }
     pin(sums);

@@ -14,7 +14,7 @@ struct MixedGemmConsumer {
   static constexpr int kSums = SHAPE::kSums, kPhases = Format::kPhases;
   MixedGemmMemory<SHAPE> memory;
   const MixedGemmShare<SHAPE>& share;
-  int row_group, depth_group;
+  int warpgroup_m, warpgroup_k;
   RingPlace<SHAPE::kStages> place;
   int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   Format weights;
@@ -22,20 +22,20 @@ struct MixedGemmConsumer {
 
   // strips: of the pass.
   __device__ __forceinline__ void multiply_pass(int strips, float (&sums)[kSums]) {
-    const int mine = (share.num_blocks() - depth_group + SHAPE::kDepthGroups - 1) / SHAPE::kDepthGroups;
+    const int mine = (share.num_blocks() - warpgroup_k + SHAPE::kWarpgroupsK - 1) / SHAPE::kWarpgroupsK;
     int left = share.num_stages();
-    if (4 * row_group < strips && mine > 0) left -= multiply_blocks(mine, sums);
+    if (4 * warpgroup_m < strips && mine > 0) left -= multiply_blocks(mine, sums);
     for (; left > 0; --left) await(), release();
   }
 
  private:
-  static constexpr int kOwnBlocks = SHAPE::kBlocks / SHAPE::kDepthGroups;   // of a stage
+  static constexpr int kOwnBlocks = SHAPE::kBlocks / SHAPE::kWarpgroupsK;   // of a stage
 
-  __device__ __forceinline__ void await() const { wait_barrier(memory.filled(place.stage), place.parity); }
+  __device__ __forceinline__ void await() const { wait_barrier(memory.full(place.stage), place.parity); }
 
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (lane == 0) arrive(memory.emptied(place.stage));
+    if (lane == 0) arrive(memory.empty(place.stage));
     place.advance();
   }
 
@@ -51,7 +51,7 @@ struct MixedGemmConsumer {
       multiply_block(place.stage, block_of(own), i > 0, sums, [&] {
         if (is_last) return;
         RingPlace<SHAPE::kStages> next = place;
-        if (is_end) next.advance(), wait_barrier(memory.filled(next.stage), next.parity);
+        if (is_end) next.advance(), wait_barrier(memory.full(next.stage), next.parity);
         load(next.stage, block_of(is_end ? 0 : own + 1));
         wait_for_products<1>();
         pin_weights();
@@ -63,10 +63,10 @@ struct MixedGemmConsumer {
     return stages;
   }
 
-  __device__ __forceinline__ int block_of(int own) const { return depth_group + SHAPE::kDepthGroups * own; }
+  __device__ __forceinline__ int block_of(int own) const { return warpgroup_k + SHAPE::kWarpgroupsK * own; }
 
   __device__ __forceinline__ void load(int stage, int block) {
-    weights.load(memory.weights(stage, block, 4 * row_group + warp), lane);
+    weights.load(memory.weights(stage, block, 4 * warpgroup_m + warp), lane);
   }
 
   // sums += the block's products. ahead(): makes the next block's first operands while the last products are under way.

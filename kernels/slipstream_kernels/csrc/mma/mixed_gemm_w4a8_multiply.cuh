@@ -16,7 +16,7 @@ struct W4a8Consumer {
   static constexpr int kGroupPhases = kPhases / kGroups;
   W4a8Memory<SHAPE> memory;
   const W4a8Share<SHAPE>& share;
-  int row_group, depth_group;
+  int warpgroup_m, warpgroup_k;
   RingPlace<SHAPE::kStages> place;
   int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   Codes codes;
@@ -27,21 +27,21 @@ struct W4a8Consumer {
   __device__ __forceinline__ void multiply_pass(int strips, float (&sums)[kSums]) {
     const int blocks = share.num_blocks(), stages = share.num_stages();
     int left = stages;
-    if (4 * row_group < strips) {
-      const int mine = (blocks - depth_group + SHAPE::kDepthGroups - 1) / SHAPE::kDepthGroups;
+    if (4 * warpgroup_m < strips) {
+      const int mine = (blocks - warpgroup_k + SHAPE::kWarpgroupsK - 1) / SHAPE::kWarpgroupsK;
       if (mine > 0) left -= multiply_blocks(mine, sums);
     }
     for (; left > 0; --left) await(), release();
   }
 
  private:
-  static constexpr int kOwnBlocks = SHAPE::kBlocks / SHAPE::kDepthGroups;   // of a stage
+  static constexpr int kOwnBlocks = SHAPE::kBlocks / SHAPE::kWarpgroupsK;   // of a stage
 
-  __device__ __forceinline__ void await() const { wait_barrier(memory.filled(place.stage), place.parity); }
+  __device__ __forceinline__ void await() const { wait_barrier(memory.full(place.stage), place.parity); }
 
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (lane == 0) arrive(memory.emptied(place.stage));
+    if (lane == 0) arrive(memory.empty(place.stage));
     place.advance();
   }
 
@@ -58,7 +58,7 @@ struct W4a8Consumer {
       multiply_block(stage, block, sums, [&] {
         if (is_last) return;
         RingPlace<SHAPE::kStages> next = place;
-        if (is_end) next.advance(), wait_barrier(memory.filled(next.stage), next.parity);
+        if (is_end) next.advance(), wait_barrier(memory.full(next.stage), next.parity);
         load_from(next.stage, block_of(is_end ? 0 : own + 1));
         wait_for_products<1>();
         pin_codes();
@@ -70,12 +70,12 @@ struct W4a8Consumer {
     return stages;
   }
 
-  __device__ __forceinline__ int block_of(int own) const { return depth_group + SHAPE::kDepthGroups * own; }
+  __device__ __forceinline__ int block_of(int own) const { return warpgroup_k + SHAPE::kWarpgroupsK * own; }
   __device__ __forceinline__ void load(int block) { load_from(place.stage, block); }
 
   // The warp's codes of a block, and its rows' words of scale and zero point.
   __device__ __forceinline__ void load_from(int stage, int block) {
-    const int strip = 4 * row_group + warp;
+    const int strip = 4 * warpgroup_m + warp;
     codes.load(memory.codes(stage, block, strip), lane);
 #pragma unroll
     for (int i = 0; i < 2 * kGroups; ++i) {

@@ -15,7 +15,7 @@ template <typename SHAPE>
 struct RecordMultiplier {
   static constexpr int kSums = SHAPE::kSums, kColumns = SHAPE::kColumns, kOwn = SHAPE::kOwnBlocks;
   RecordMemory<SHAPE> memory;
-  int blocks, row_group, depth_group;
+  int blocks, warpgroup_m, warpgroup_k;
   RingPlace<SHAPE::kStages> place;
   int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   uint32_t a[2][8];   // operands of either half of a block: of two products each
@@ -27,9 +27,9 @@ struct RecordMultiplier {
   // strips: of the pass.
   __device__ __forceinline__ void multiply_pass(int strips, float (&sums)[kSums]) {
     const int stages = (blocks + SHAPE::kBlocks - 1) / SHAPE::kBlocks;
-    if (4 * row_group >= strips) return skip(stages);
+    if (4 * warpgroup_m >= strips) return skip(stages);
     zeros[0] = zeros[1] = 0;
-    wait_barrier(memory.filled(place.stage), place.parity);
+    wait_barrier(memory.full(place.stage), place.parity);
     if (own_blocks(0) > 0) load(place.stage, 0), expand(0);
 #pragma unroll 1
     for (int stage = 0; stage < stages; ++stage) {
@@ -50,29 +50,29 @@ struct RecordMultiplier {
  private:
   __device__ __forceinline__ int own_blocks(int stage) const {
     const int left = blocks - stage * SHAPE::kBlocks;
-    return kOwn == 2 ? max(0, min(2, left)) : left > depth_group;
+    return kOwn == 2 ? max(0, min(2, left)) : left > warpgroup_k;
   }
 
   __device__ __forceinline__ void skip(int stages) {
-    for (; stages > 0; --stages) wait_barrier(memory.filled(place.stage), place.parity), release();
+    for (; stages > 0; --stages) wait_barrier(memory.full(place.stage), place.parity), release();
   }
 
   __device__ __forceinline__ void wait_next() const {
     RingPlace<SHAPE::kStages> next = place;
     next.advance();
-    wait_barrier(memory.filled(next.stage), next.parity);
+    wait_barrier(memory.full(next.stage), next.parity);
   }
 
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (lane == 0) arrive(memory.emptied(place.stage));
+    if (lane == 0) arrive(memory.empty(place.stage));
     place.advance();
   }
 
   // The warp's codes of a block, and its rows' words of scale and zero point.
   __device__ __forceinline__ void load(int stage, int own) {
-    const uint32_t record = memory.records(stage) + (depth_group + own) * SHAPE::kBlockBytes +
-                            (4 * row_group + warp) * SHAPE::kRecordBytes;
+    const uint32_t record = memory.records(stage) + (warpgroup_k + own) * SHAPE::kBlockBytes +
+                            (4 * warpgroup_m + warp) * SHAPE::kRecordBytes;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       raw[i] = load_shared_16(record + 512 * i + 16 * lane);
@@ -92,16 +92,16 @@ struct RecordMultiplier {
   // The products of the stage's own block OWN. is_end: the next is in the next stage.
   template <int OWN>
   __device__ __forceinline__ void multiply(int stage, bool has_next, bool is_end, float (&sums)[kSums]) {
-    const uint64_t b = rows_operand(memory.rows(place.stage) + (depth_group + OWN) * SHAPE::kRowBytes);
+    const uint64_t b = rows_operand(memory.rows(place.stage) + (warpgroup_k + OWN) * SHAPE::kRowBytes);
     const float scales[2] = {scale_of(words[0]), scale_of(words[1])};
-    keep_zeros((stage * SHAPE::kBlocks + depth_group + OWN) % 8);
+    keep_zeros((stage * SHAPE::kBlocks + warpgroup_k + OWN) % 8);
     multiply_half(0, b);
     pin_raw();
     expand(1);
     multiply_half(1, b);
     if (has_next) {
       RingPlace<SHAPE::kStages> next = place;
-      if (is_end) next.advance(), wait_barrier(memory.filled(next.stage), next.parity);
+      if (is_end) next.advance(), wait_barrier(memory.full(next.stage), next.parity);
       load(next.stage, is_end ? 0 : 1);
       wait_for_products<1>();
       pin_raw();

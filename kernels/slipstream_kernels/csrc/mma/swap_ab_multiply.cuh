@@ -80,7 +80,7 @@ struct SwapAbConsumer {
   }
 
   __device__ __forceinline__ void release(int stage) const {
-    if (threadIdx.x % 32 == 0) arrive(memory.emptied(stage));
+    if (threadIdx.x % 32 == 0) arrive(memory.empty(stage));
   }
 
   // A stage is released once the products of the next one are under way.
@@ -89,7 +89,7 @@ struct SwapAbConsumer {
     int last = -1;
 #pragma unroll 1
     for (int chunk = share.begin_chunk; chunk < share.end_chunk; ++chunk) {
-      wait_barrier(memory.filled(place.stage), place.parity);
+      wait_barrier(memory.full(place.stage), place.parity);
       pin_all<kBlocks, SHAPE::kSets>(sums);
       begin_products();
       multiply_chunk<kBlocks, SHAPE::kSets, true>(0, sums);
@@ -116,7 +116,7 @@ struct SwapAbConsumer {
     for (int chunk = share.begin_chunk; chunk < share.end_chunk; ++chunk) {
       float weight_scales[SHAPE::kTiles][2];
       if constexpr (SHAPE::Format::kIsByBlocks) load_weight_scales(units, chunk, weight_scales);
-      wait_barrier(memory.filled(place.stage), place.parity);
+      wait_barrier(memory.full(place.stage), place.parity);
 #pragma unroll
       for (int first = 0; first < kBlocks; first += SHAPE::kFresh) {
         Sums<SHAPE::kFresh, SHAPE::kFreshSets> fresh;

@@ -23,7 +23,7 @@ struct ExpertParams {
   int32_t is_channelwise;       // words: [num_experts * out_features]
   int32_t out_is_half;          // of e4m3 rows: fp16, else bf16
   int32_t num_ctas, is_dependent;
-  int32_t row_groups;           // of record_experts: 64 rows each of a pass: 1, 2, 4
+  int32_t warpgroups_m;           // of record_experts: 64 rows each of a pass: 1, 2, 4
   int32_t num_rows, x_bytes;    // of record_experts: rows of the product, bytes of an element of x
 };
 

@@ -14,7 +14,7 @@ struct MixedGemmParams {
   void* out;                    // [num_tokens, out_features, or half of them if gated], of the products' type
   int64_t x_row_stride;         // bytes, a multiple of 16
   int32_t num_tokens, out_features, in_features;
-  int32_t row_groups;           // the variant: 64 rows each of a pass of a CTA: 1, 2, 4
+  int32_t warpgroups_m;           // the variant: 64 rows each of a pass of a CTA: 1, 2, 4
   int32_t splits;               // CTAs of a cluster, which share the summed dimension
   int32_t num_clusters;         // a multiple of token_tiles
   int32_t token_tiles;          // clusters that share out tokens, not output features

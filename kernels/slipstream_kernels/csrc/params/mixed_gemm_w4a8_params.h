@@ -19,7 +19,7 @@ struct MixedGemmW4a8Params {
   int32_t num_tokens;
   int32_t out_features;
   int32_t in_features;
-  int32_t row_groups;           // the variant: 64 rows each of a pass of a CTA: 1, 2, 4
+  int32_t warpgroups_m;           // the variant: 64 rows each of a pass of a CTA: 1, 2, 4
   int32_t splits;               // CTAs of a cluster, which share the summed dimension
   int32_t num_clusters;
   int32_t is_channelwise;       // one group a row

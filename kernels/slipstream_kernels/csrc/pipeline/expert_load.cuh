@@ -126,8 +126,8 @@ struct ExpertRing {
   __device__ __forceinline__ uint32_t codes(int stage) const { return base + stage * SHAPE::kStageBytes; }
   __device__ __forceinline__ uint32_t words(int stage) const { return codes(stage) + SHAPE::kCodeBytes; }
   __device__ __forceinline__ uint32_t rows(int stage) const { return words(stage) + SHAPE::kWordBytes; }
-  __device__ __forceinline__ uint32_t filled(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
-  __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(stage) + 8; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
 };
 
 // The walk over a CTA's stages: pairs of blocks of each pass.
@@ -164,7 +164,7 @@ __device__ __forceinline__ void copy_weights(const ExpertParams& p, const Expert
   const int part_strips = p.out_features / (16 * SHAPE::kUnit), word_blocks = p.is_channelwise != 0 ? 1 : num_blocks;
   const int code_bytes = at.pass.num_units * num_blocks * SHAPE::kBlockBytes;
   const int word_bytes = at.pass.num_units * word_blocks * 64 * SHAPE::kGroups;
-  const uint32_t filled = ring.filled(stage);
+  const uint32_t filled = ring.full(stage);
   if (lane == 0) arrive_expecting(filled, SHAPE::kUnit * (code_bytes + word_bytes) + row_bytes<SHAPE>(at.pass));
   if (lane >= 2 * SHAPE::kUnit) return;
   const int64_t before = int64_t{p.num_experts} * (p.out_features / 16) * at.pair * 2;   // of all strips
@@ -186,7 +186,7 @@ __device__ __forceinline__ void copy_rows(const ExpertParams& p, const ExpertRin
   if (threadIdx.x % 32 != 0) return;
   const int pairs = (p.in_features / 128 + 1) / 2;
   const char* rows = static_cast<const char*>(p.arranged) + (int64_t{at.pass.tile} * pairs + at.pair) * SHAPE::kRowBytes;
-  copy_bulk(ring.rows(stage), rows, row_bytes<SHAPE>(at.pass), ring.filled(stage), keep_policy());
+  copy_bulk(ring.rows(stage), rows, row_bytes<SHAPE>(at.pass), ring.full(stage), keep_policy());
 }
 
 // Weights of the first stages are on their way before the rows are arranged.
@@ -204,7 +204,7 @@ __device__ __forceinline__ void fill_stages(const ExpertParams& p, const ExpertR
   place.parity = 1;   // the second pass
 #pragma unroll 1
   for (; ahead.has_more; ahead.advance(), place.advance()) {
-    wait_barrier(ring.emptied(place.stage), place.parity ^ 1);
+    wait_barrier(ring.empty(place.stage), place.parity ^ 1);
     copy_weights<SHAPE>(p, ring, place.stage, ahead, policy);
     copy_rows<SHAPE>(p, ring, place.stage, ahead);
   }

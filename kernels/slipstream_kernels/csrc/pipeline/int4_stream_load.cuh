@@ -62,8 +62,8 @@ struct Ring {
   __device__ __forceinline__ uint32_t activations(int stage) const {
     return words(stage) + SHAPE::kBlocks * SHAPE::kWordBytes;
   }
-  __device__ __forceinline__ uint32_t filled(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
-  __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(stage) + 8; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
 };
 
 // The walk over a CTA's stages: up to two blocks of one tile each.
@@ -99,19 +99,19 @@ __device__ __forceinline__ void copy_weights(const Int4StreamParams& p, const Ri
   const int rows = min(SHAPE::kRows, p.out_features - tile * SHAPE::kRows), strips = rows / 16;
   const int code_bytes = walk.num_blocks * SHAPE::kBlockBytes, word_bytes = rows * 4 * SHAPE::kGroups;
   if (lane == 0) {
-    arrive_expecting(ring.filled(stage),
+    arrive_expecting(ring.full(stage),
                      strips * code_bytes + walk.num_blocks * (word_bytes + SHAPE::kActivationBytes));
   }
   if (lane < strips) {
     const int64_t from = (int64_t{tile} * SHAPE::kStrips + lane) * walk.share.blocks + walk.block;
     copy_bulk(ring.codes(stage) + lane * SHAPE::kBlocks * SHAPE::kBlockBytes,
-              reinterpret_cast<const char*>(p.codes) + from * SHAPE::kBlockBytes, code_bytes, ring.filled(stage), policy);
+              reinterpret_cast<const char*>(p.codes) + from * SHAPE::kBlockBytes, code_bytes, ring.full(stage), policy);
   }
   const int i = lane - SHAPE::kStrips;
   if (i >= 0 && i < walk.num_blocks) {
     const int64_t group = p.is_channelwise != 0 ? 0 : walk.block + i;
     const uint32_t* words = p.words + (group * p.out_features + tile * SHAPE::kRows) * SHAPE::kGroups;
-    copy_bulk(ring.words(stage) + i * SHAPE::kWordBytes, words, word_bytes, ring.filled(stage), policy);
+    copy_bulk(ring.words(stage) + i * SHAPE::kWordBytes, words, word_bytes, ring.full(stage), policy);
   }
 }
 
@@ -120,7 +120,7 @@ __device__ __forceinline__ void copy_activations(const Int4StreamParams& p, cons
                                                  const StageWalk& walk) {
   if (threadIdx.x % 32 != 0) return;
   copy_bulk(ring.activations(stage), static_cast<const char*>(p.arranged) + int64_t{walk.block} * SHAPE::kActivationBytes,
-            walk.num_blocks * SHAPE::kActivationBytes, ring.filled(stage), keep_policy());
+            walk.num_blocks * SHAPE::kActivationBytes, ring.full(stage), keep_policy());
 }
 
 template <typename SHAPE>
@@ -138,7 +138,7 @@ __device__ __forceinline__ void fill_stages(const Int4StreamParams& p, const Rin
   place.parity = 1;   // the second pass
 #pragma unroll 1
   for (; has_more; has_more = ahead.advance(), place.advance()) {
-    wait_barrier(ring.emptied(place.stage), place.parity ^ 1);
+    wait_barrier(ring.empty(place.stage), place.parity ^ 1);
     copy_weights<SHAPE>(p, ring, place.stage, ahead, policy);
     copy_activations<SHAPE>(p, ring, place.stage, ahead);
   }

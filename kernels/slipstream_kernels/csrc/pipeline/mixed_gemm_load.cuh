@@ -38,7 +38,7 @@ struct MixedGemmProducer {
     place.parity = 1;   // the second time around
 #pragma unroll 1
     for (; !ahead.is_done(); ahead.advance(), place.advance()) {
-      wait_barrier(memory.emptied(place.stage), place.parity ^ 1);
+      wait_barrier(memory.empty(place.stage), place.parity ^ 1);
       copy_weights(place.stage, ahead);
       copy_tokens(place.stage, ahead);
     }
@@ -63,7 +63,7 @@ struct MixedGemmProducer {
   // A lane each box of a block. Tokens are announced too: whole boxes, also beyond the last block.
   __device__ __forceinline__ void copy_weights(int stage, const Walk& walk) const {
     if (lane == 0) {
-      arrive_expecting(memory.filled(stage), walk.blocks() * walk.strips * SHAPE::Format::kStripBytes +
+      arrive_expecting(memory.full(stage), walk.blocks() * walk.strips * SHAPE::Format::kStripBytes +
                                                  SHAPE::kBlocks * SHAPE::kTokenBytes);
     }
     __syncwarp();
@@ -73,14 +73,14 @@ struct MixedGemmProducer {
 #pragma unroll
     for (int i = 0; i < SHAPE::kBlocks; ++i) {
       if (i >= walk.blocks()) break;
-      copy_box(memory.weights(stage, i, strip), map, memory.filled(stage), policy, 128 * (walk.block + i), 0, 0,
+      copy_box(memory.weights(stage, i, strip), map, memory.full(stage), policy, 128 * (walk.block + i), 0, 0,
                walk.strip + strip);
     }
   }
 
   __device__ __forceinline__ void copy_tokens(int stage, const Walk& walk) const {
     if (lane != 0) return;
-    copy_slabs(memory.tokens(stage), &maps.tokens, memory.filled(stage), share.first_token, walk.block * SHAPE::kSlabs);
+    copy_slabs(memory.tokens(stage), &maps.tokens, memory.full(stage), share.first_token, walk.block * SHAPE::kSlabs);
   }
 };
 

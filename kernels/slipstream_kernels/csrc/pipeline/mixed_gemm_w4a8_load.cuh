@@ -34,7 +34,7 @@ struct W4a8Producer {
     place.parity = 1;   // the second time around
 #pragma unroll 1
     for (; !ahead.is_done(); ahead.advance(), place.advance()) {
-      wait_barrier(memory.emptied(place.stage), place.parity ^ 1);
+      wait_barrier(memory.empty(place.stage), place.parity ^ 1);
       copy_weights(place.stage, ahead);
       copy_tokens(place.stage, ahead);
     }
@@ -60,7 +60,7 @@ struct W4a8Producer {
   __device__ __forceinline__ void copy_weights(int stage, const Walk& walk) const {
     using Codes = typename SHAPE::Codes;
     const uint32_t code_bytes = walk.strips * Codes::kCodeBytes, word_bytes = walk.strips * Codes::kWordBytes;
-    const uint32_t barrier = memory.filled(stage);
+    const uint32_t barrier = memory.full(stage);
     if (lane == 0) {
       const uint32_t of_block = code_bytes + word_bytes + SHAPE::kTotalsBytes;
       arrive_expecting(barrier, walk.blocks() * of_block + SHAPE::kBlocks * SHAPE::kTokenBytes);
@@ -81,10 +81,10 @@ struct W4a8Producer {
 
   __device__ __forceinline__ void copy_tokens(int stage, const Walk& walk) const {
     if (lane == 0) {
-      copy_blocks(memory.tokens(stage), &map, memory.filled(stage), walk.block);
+      copy_blocks(memory.tokens(stage), &map, memory.full(stage), walk.block);
     } else if (lane == 1) {
       const float* from = p.totals + walk.block * (SHAPE::kTotalsBytes / 4);
-      copy_bulk(memory.totals(stage, 0), from, walk.blocks() * SHAPE::kTotalsBytes, memory.filled(stage), keep_policy());
+      copy_bulk(memory.totals(stage, 0), from, walk.blocks() * SHAPE::kTotalsBytes, memory.full(stage), keep_policy());
     }
   }
 };

@@ -26,7 +26,7 @@ struct RecordLoader {
     place.parity = 1;   // the second time around
 #pragma unroll 1
     for (; ahead.has_more; ahead.advance(), place.advance()) {
-      wait_barrier(memory.emptied(place.stage), place.parity ^ 1);
+      wait_barrier(memory.empty(place.stage), place.parity ^ 1);
       copy_records(place.stage, ahead);
       copy_rows(place.stage, ahead);
     }
@@ -60,7 +60,7 @@ struct RecordLoader {
 
   // A lane each block.
   __device__ __forceinline__ void copy_records(int stage, const Walk& at) const {
-    const uint32_t bytes = at.pass.num_units * SHAPE::kRecordBytes, barrier = memory.filled(stage);
+    const uint32_t bytes = at.pass.num_units * SHAPE::kRecordBytes, barrier = memory.full(stage);
     if (lane == 0) {
       arrive_expecting(barrier, at.count() * (bytes + SHAPE::kRowBytes) + (at.has_totals() ? SHAPE::kSumBytes : 0));
     }
@@ -73,7 +73,7 @@ struct RecordLoader {
   }
 
   __device__ __forceinline__ void copy_rows(int stage, const Walk& at) const {
-    const uint32_t barrier = memory.filled(stage);
+    const uint32_t barrier = memory.full(stage);
     if (lane == 0) {
       copy_bulk(memory.rows(stage), tiles.rows(at.pass.tile, at.block), at.count() * SHAPE::kRowBytes, barrier,
                 keep_policy());

@@ -38,7 +38,7 @@ struct SwapAbProducer {
   __device__ __forceinline__ void run() const {
     if (warp == 0) await_previous();
     for (Walk walk{share, memory.num_stages}; walk.has_more(); walk.advance()) {
-      wait_barrier(memory.emptied(walk.place.stage), walk.place.parity ^ 1);   // in the first round it is
+      wait_barrier(memory.empty(walk.place.stage), walk.place.parity ^ 1);   // in the first round it is
       if (warp == 0) load_tokens(walk);
       else load_weights(walk);
     }
@@ -47,7 +47,7 @@ struct SwapAbProducer {
  private:
   // Boxes of four units, then single ones, each by the warp whose turn it is.
   __device__ __forceinline__ void load_weights(const Walk& walk) const {
-    const uint32_t barrier = memory.filled(walk.place.stage);
+    const uint32_t barrier = memory.full(walk.place.stage);
     const int x = walk.chunk * SHAPE::kChunk, end = walk.units.end;
     uint32_t to = memory.weights(walk.place.stage);
     int unit = walk.units.begin, turn = 1;
@@ -64,7 +64,7 @@ struct SwapAbProducer {
   // Announces all bytes of the stage, too.
   __device__ __forceinline__ void load_tokens(const Walk& walk) const {
     const int stage = walk.place.stage, weight_bytes = (walk.units.end - walk.units.begin) * SHAPE::kUnitBytes;
-    const uint32_t barrier = memory.filled(stage);
+    const uint32_t barrier = memory.full(stage);
     arrive_expecting(barrier, weight_bytes + SHAPE::kTokenBytes + scale_bytes());
     copy_box(memory.tokens(stage), &maps.tokens, barrier, kReadOften, walk.chunk * SHAPE::kChunk, 0);
     if constexpr (SHAPE::Format::kIsByBlocks) {

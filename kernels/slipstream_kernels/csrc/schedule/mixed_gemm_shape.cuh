@@ -2,7 +2,7 @@
 // shared memory.
 //
 // A cluster owns consecutive strips of 16 output features and goes through them in passes of up to 64 for each of
-// ROW_GROUPS warpgroups. Its CTAs have a part of the input features each; inside a CTA the four warpgroups share out
+// WARPGROUPS_M warpgroups. Its CTAs have a part of the input features each; inside a CTA the four warpgroups share out
 // blocks of 128 where they outnumber the row groups. So narrow outputs need no sums that cross CTAs.
 #pragma once
 
@@ -14,21 +14,21 @@
 
 namespace slipstream {
 
-template <typename FORMAT, int COLUMNS, int ROW_GROUPS>
+template <typename FORMAT, int COLUMNS, int WARPGROUPS_M>
 struct MixedGemmShape {
   using Format = FORMAT;
   using Operand = typename FORMAT::Operand;
   static constexpr int kColumns = COLUMNS, kSums = COLUMNS / 2;   // tokens of a tile; of a thread
-  static constexpr int kWarpgroups = 4, kRowGroups = ROW_GROUPS, kDepthGroups = kWarpgroups / ROW_GROUPS;
-  static constexpr int kStrips = 4 * ROW_GROUPS, kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
+  static constexpr int kWarpgroups = 4, kWarpgroupsM = WARPGROUPS_M, kWarpgroupsK = kWarpgroups / WARPGROUPS_M;
+  static constexpr int kStrips = 4 * WARPGROUPS_M, kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
   static constexpr int kWarps = kConsumers / 32;
   // What a CTA has at its start must do: a warpgroup that asks for more waits for ever.
   static constexpr int kLoaderRegisters = 32, kMultiplierRegisters = 112, kEntryRegisters = 65536 / kThreads / 8 * 8;
   static_assert(kLoaderRegisters + kWarpgroups * kMultiplierRegisters <= (kWarpgroups + 1) * kEntryRegisters);
 
   static constexpr int kSlabs = sizeof(Operand);   // of 128 bytes of a token's block
-  static constexpr int kBlocks = ROW_GROUPS == 1 ? 4 : ROW_GROUPS == 2 ? 2 : 1;   // of a stage
-  static_assert(kBlocks % kDepthGroups == 0);
+  static constexpr int kBlocks = WARPGROUPS_M == 1 ? 4 : WARPGROUPS_M == 2 ? 2 : 1;   // of a stage
+  static_assert(kBlocks % kWarpgroupsK == 0);
   static constexpr int kTokenBytes = kSlabs * COLUMNS * 128;   // of a block, swizzled
   static constexpr int kBlockBytes = kStrips * FORMAT::kStripBytes;
   static constexpr int kWeightOffset = kBlocks * kTokenBytes;
@@ -56,8 +56,8 @@ struct MixedGemmMemory {
   __device__ __forceinline__ uint32_t weights(int stage, int block, int strip) const {
     return tokens(stage) + SHAPE::kWeightOffset + block * SHAPE::kBlockBytes + strip * SHAPE::Format::kStripBytes;
   }
-  __device__ __forceinline__ uint32_t filled(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
-  __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(stage) + 8; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
   // fp32 scales of rows, 16-bit biases of rows.
   __device__ __forceinline__ uint32_t row_scales(int pass) const {
     return base + SHAPE::kConstantOffset + pass % 2 * SHAPE::kPassBytes;

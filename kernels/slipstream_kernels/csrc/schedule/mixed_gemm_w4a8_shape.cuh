@@ -2,7 +2,7 @@
 // where things lie in shared memory.
 //
 // A cluster owns consecutive strips of 16 output features and goes through them in passes of up to 64 for each of
-// ROW_GROUPS warpgroups. Its CTAs have a part of the input features each; inside a CTA the warpgroups share out
+// WARPGROUPS_M warpgroups. Its CTAs have a part of the input features each; inside a CTA the warpgroups share out
 // blocks of 128 where they outnumber the row groups. So narrow outputs need no sums that cross CTAs.
 #pragma once
 
@@ -14,15 +14,15 @@
 
 namespace slipstream {
 
-template <int COLUMNS, int GROUPS, int ROW_GROUPS>
+template <int COLUMNS, int GROUPS, int WARPGROUPS_M>
 struct W4a8Shape {
   using Codes = W4a8Codes<GROUPS>;
   static constexpr int kColumns = COLUMNS, kGroups = GROUPS;   // tokens; groups of a block of 128 input features
   static constexpr int kSums = COLUMNS / 2;                    // of a thread
   // Sums of more than 64 tokens need the registers of two warpgroups less.
   static constexpr bool kIsWide = COLUMNS > 64;
-  static constexpr int kWarpgroups = kIsWide ? 2 : 4, kRowGroups = ROW_GROUPS, kDepthGroups = kWarpgroups / ROW_GROUPS;
-  static constexpr int kStrips = 4 * ROW_GROUPS, kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
+  static constexpr int kWarpgroups = kIsWide ? 2 : 4, kWarpgroupsM = WARPGROUPS_M, kWarpgroupsK = kWarpgroups / WARPGROUPS_M;
+  static constexpr int kStrips = 4 * WARPGROUPS_M, kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
   // Few tokens take few registers: then a CTA comes up while smaller kernels run beside it, and fills its ring. What a CTA
   // has at its start must do: a warpgroup that asked for more would wait for ever.
   static constexpr bool kIsLean = COLUMNS <= 32;
@@ -32,8 +32,8 @@ struct W4a8Shape {
   static_assert(kLoaderRegisters + kWarpgroups * kMultiplierRegisters <=
                 (kWarpgroups + 1) * (65536 / kBoundThreads / 8 * 8));
 
-  static constexpr int kBlocks = kIsWide ? kDepthGroups : ROW_GROUPS == 1 ? 4 : 2;   // of a stage
-  static_assert(kBlocks % kDepthGroups == 0);
+  static constexpr int kBlocks = kIsWide ? kWarpgroupsK : WARPGROUPS_M == 1 ? 4 : 2;   // of a stage
+  static_assert(kBlocks % kWarpgroupsK == 0);
   static constexpr int kTokenBytes = COLUMNS * 128;                       // of a block, swizzled
   static constexpr int kBlockBytes = kStrips * (Codes::kCodeBytes + Codes::kWordBytes);
   static constexpr int kMostTokens = 128, kTotalsBytes = 4 * kMostTokens * GROUPS;   // of a block
@@ -69,8 +69,8 @@ struct W4a8Memory {
   __device__ __forceinline__ uint32_t totals(int stage, int block) const {
     return tokens(stage) + SHAPE::kTotalsOffset + block * SHAPE::kTotalsBytes;
   }
-  __device__ __forceinline__ uint32_t filled(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
-  __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(stage) + 8; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
   // fp32 scales of rows, 16-bit biases of rows, fp32 scales of tokens.
   __device__ __forceinline__ uint32_t row_scales(int pass) const {
     return base + SHAPE::kConstantOffset + pass % 2 * SHAPE::kPassBytes;

@@ -12,21 +12,21 @@
 
 namespace slipstream {
 
-template <int COLUMNS, int ROW_GROUPS>
+template <int COLUMNS, int WARPGROUPS_M>
 struct RecordShape {
   static constexpr int kColumns = COLUMNS, kSums = COLUMNS / 2;   // rows of a tile; sums of a thread
-  static constexpr int kWarpgroups = 4, kRowGroups = ROW_GROUPS, kDepthGroups = kWarpgroups / ROW_GROUPS;
-  static constexpr int kStrips = 4 * ROW_GROUPS, kConsumers = 128 * kWarpgroups;
+  static constexpr int kWarpgroups = 4, kWarpgroupsM = WARPGROUPS_M, kWarpgroupsK = kWarpgroups / WARPGROUPS_M;
+  static constexpr int kStrips = 4 * WARPGROUPS_M, kConsumers = 128 * kWarpgroups;
   // One more warp loads; it comes with three idle ones, because registers change hands by four warps.
   static constexpr int kThreads = kConsumers + 128, kLoaderRegisters = 32, kMultiplierRegisters = 112;
 
   // For PassWalk. A pass of few units takes the time of kLeastUnits.
   static constexpr int kTileRows = COLUMNS, kUnit = 1, kPassUnits = kStrips, kMostExperts = 1024;
-  static constexpr int kLeastUnits = (COLUMNS <= 16 ? 9 : COLUMNS <= 32 ? 12 : 16) * ROW_GROUPS / 4;
+  static constexpr int kLeastUnits = (COLUMNS <= 16 ? 9 : COLUMNS <= 32 ? 12 : 16) * WARPGROUPS_M / 4;
 
   static constexpr int kCodeBytes = 1024, kRecordBytes = kCodeBytes + 64, kBlockBytes = kStrips * kRecordBytes;
-  static constexpr int kBlocks = ROW_GROUPS == 1 ? 4 : 2;   // of a stage
-  static constexpr int kOwnBlocks = kBlocks / kDepthGroups;   // of a stage and warpgroup
+  static constexpr int kBlocks = WARPGROUPS_M == 1 ? 4 : 2;   // of a stage
+  static constexpr int kOwnBlocks = kBlocks / kWarpgroupsK;   // of a stage and warpgroup
   static constexpr int kRowBytes = COLUMNS * 128;             // of a block, swizzled
   static constexpr int kTotalBlocks = 8, kSumBytes = COLUMNS * 32;   // totals of eight blocks, in the last stage of those
   static constexpr int kRecordOffset = kBlocks * kRowBytes, kTotalOffset = kRecordOffset + kBlocks * kBlockBytes;
@@ -37,7 +37,7 @@ struct RecordShape {
   // for the next pass.
   static constexpr int kWarpBytes = 4 * (16 + COLUMNS), kPassBytes = kConsumers / 32 * kWarpBytes;
   static constexpr int kPlanBytes = 4 * kMostExperts + 16;
-  static constexpr int kExchangeBytes = kDepthGroups == 1 ? 0 : kConsumers * kSums * 4;
+  static constexpr int kExchangeBytes = kWarpgroupsK == 1 ? 0 : kConsumers * kSums * 4;
   static constexpr int kRest = 227 * 1024 - 1024 - 2 * kPassBytes - kPlanBytes - kExchangeBytes;   // the base is aligned by hand
   static constexpr int kStages = kRest / (kStageBytes + 16) < 16 ? kRest / (kStageBytes + 16) : 16;
   static constexpr int kBarrierOffset = kStages * kStageBytes, kScaleOffset = kBarrierOffset + 16 * kStages;
@@ -55,8 +55,8 @@ struct RecordMemory {
   __device__ __forceinline__ uint32_t rows(int stage) const { return base + stage * SHAPE::kStageBytes; }
   __device__ __forceinline__ uint32_t records(int stage) const { return rows(stage) + SHAPE::kRecordOffset; }
   __device__ __forceinline__ uint32_t totals(int stage) const { return rows(stage) + SHAPE::kTotalOffset; }
-  __device__ __forceinline__ uint32_t filled(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
-  __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(stage) + 8; }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
   __device__ __forceinline__ uint32_t feature_scales(int pass, int warp) const {
     return base + SHAPE::kScaleOffset + pass % 2 * SHAPE::kPassBytes + warp * SHAPE::kWarpBytes;
   }

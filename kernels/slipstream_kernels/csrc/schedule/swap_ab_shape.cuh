@@ -157,9 +157,9 @@ struct SwapAbMemory {
 
   __device__ __forceinline__ uint32_t exchange() const { return base; }
   __device__ __forceinline__ uint32_t token_scales() const { return base + SHAPE::kScaleOffset; }
-  __device__ __forceinline__ uint32_t filled(int stage) const { return base + SHAPE::kBarrierOffset + 8 * stage; }
-  __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(SHAPE::kMaxStages + stage); }
-  __device__ __forceinline__ uint32_t received() const { return filled(2 * SHAPE::kMaxStages); }
+  __device__ __forceinline__ uint32_t full(int stage) const { return base + SHAPE::kBarrierOffset + 8 * stage; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(SHAPE::kMaxStages + stage); }
+  __device__ __forceinline__ uint32_t received() const { return full(2 * SHAPE::kMaxStages); }
   __device__ __forceinline__ uint32_t weights(int stage) const {
     return base + SHAPE::kRingOffset + stage * stage_bytes;
   }
@@ -169,8 +169,8 @@ struct SwapAbMemory {
   // By one thread.
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < num_stages; ++stage) {
-      init_barrier(filled(stage), 1);
-      init_barrier(emptied(stage), SHAPE::kMultipliers / 32);
+      init_barrier(full(stage), 1);
+      init_barrier(empty(stage), SHAPE::kMultipliers / 32);
     }
     init_barrier(received(), 1);
     publish_barriers();

@@ -20,15 +20,15 @@ from slipstream_kernels.dependent_launch import launches_dependently
 SOURCE = "sm90_mixed_gemm.cu"
 COLUMNS = (16, 32, 48, 64, 96, 128)  # numbers of tokens of a tile that are compiled; others are rounded up
 MAX_TOKENS = 256  # in two tiles
-ROW_GROUPS = (1, 2, 4)
+WARPGROUPS_M = (1, 2, 4)
 SPLITS = tuple(range(1, 9))  # CTAs of a cluster, which share the input features
 STRIP, BLOCK = 16, 128
-# (row_groups, splits) of tiles of up to so many tokens, the fastest first, of those that fit (docs/LOG.md).
+# (warpgroups_m, splits) of tiles of up to so many tokens, the fastest first, of those that fit (docs/LOG.md).
 ORDERED = {32: ((1, 2), (1, 1), (2, 1)), 64: ((2, 2), (2, 1)), 128: ((4, 2),)}
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 POINTERS = ("x", "values", "channel_scale", "bias", "out")
 COUNTS = (
-    "num_tokens", "out_features", "in_features", "row_groups", "splits", "num_clusters", "token_tiles", "is_gated",
+    "num_tokens", "out_features", "in_features", "warpgroups_m", "splits", "num_clusters", "token_tiles", "is_gated",
     "is_dependent",
 )  # fmt: skip
 
@@ -40,13 +40,13 @@ class MixedGemmParams(ctypes.Structure):
 
 
 class Variant(NamedTuple):
-    """columns: tokens of a tile.  row_groups: 64 output features each, that a CTA has at once.
+    """columns: tokens of a tile.  warpgroups_m: 64 output features each, that a CTA has at once.
 
     splits: CTAs of a cluster, that share the summed dimension.  token_tiles: tiles of tokens, that clusters share out.
     """
 
     columns: int
-    row_groups: int
+    warpgroups_m: int
     splits: int
     token_tiles: int = 1
 
@@ -86,7 +86,7 @@ def mixed_gemm(
         num_tokens=x.shape[0],
         out_features=out_features,
         in_features=in_features,
-        row_groups=variant.row_groups,
+        warpgroups_m=variant.warpgroups_m,
         splits=variant.splits,
         num_clusters=_parts(x, out_features, variant) * variant.token_tiles,
         token_tiles=variant.token_tiles,
@@ -100,19 +100,19 @@ def mixed_gemm(
 def choose(x: torch.Tensor, out_features: int) -> Variant:
     """The first of the ordered variants whose CTAs have all their output features at once; else several passes."""
     columns, token_tiles = _tiles(x.shape[0])
-    for row_groups, splits in next(ordered for most, ordered in ORDERED.items() if columns <= most):
-        variant = Variant(columns, row_groups, splits, token_tiles)
+    for warpgroups_m, splits in next(ordered for most, ordered in ORDERED.items() if columns <= most):
+        variant = Variant(columns, warpgroups_m, splits, token_tiles)
         if _fits(x, out_features, variant):
             return variant
-    return Variant(columns, ROW_GROUPS[-1], 1, token_tiles)
+    return Variant(columns, WARPGROUPS_M[-1], 1, token_tiles)
 
 
 def candidates(x: torch.Tensor, out_features: int) -> Iterator[Variant]:
     """The variants that can run."""
     columns, token_tiles = _tiles(x.shape[0])
-    for row_groups, splits in product(ROW_GROUPS, SPLITS):
-        variant = Variant(columns, row_groups, splits, token_tiles)
-        is_in_passes = row_groups == ROW_GROUPS[-1] and splits == 1
+    for warpgroups_m, splits in product(WARPGROUPS_M, SPLITS):
+        variant = Variant(columns, warpgroups_m, splits, token_tiles)
+        is_in_passes = warpgroups_m == WARPGROUPS_M[-1] and splits == 1
         if _fits(x, out_features, variant) or (is_in_passes and _parts(x, out_features, variant)):
             yield variant
 
@@ -128,7 +128,7 @@ def _fits(x: torch.Tensor, out_features: int, variant: Variant) -> bool:
     parts = _parts(x, out_features, variant)
     if not parts or variant.splits > x.shape[1] // BLOCK:
         return False
-    return -(-out_features // STRIP // parts) <= 4 * variant.row_groups
+    return -(-out_features // STRIP // parts) <= 4 * variant.warpgroups_m
 
 
 def _parts(x: torch.Tensor, out_features: int, variant: Variant) -> int:
@@ -142,7 +142,7 @@ def clusters_at_once(device: torch.device, dtype: torch.dtype, variant: Variant)
     """How many clusters of the variant the device runs at once; 0 if it cannot."""
     library = load(SOURCE, defines(dtype, variant.columns))
     count = ctypes.c_int()
-    params = MixedGemmParams(row_groups=variant.row_groups, splits=variant.splits, num_clusters=1)
+    params = MixedGemmParams(warpgroups_m=variant.warpgroups_m, splits=variant.splits, num_clusters=1)
     with torch.cuda.device(device):
         error = library.slipstream_fragment_clusters(ctypes.byref(params), ctypes.byref(count))
     return 0 if error else count.value

@@ -20,11 +20,11 @@ from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import (
     COLUMNS,
     GROUP_STRIPS,
     MAX_TOKENS,
-    MOST_MANY_ROW_GROUPS,
-    MOST_ROW_GROUPS,
-    ROW_GROUPS,
+    MOST_MANY_WARPGROUPS_M,
+    MOST_WARPGROUPS_M,
     SPLITS,
     STRIP,
+    WARPGROUPS_M,
     Variant,
     choose,
     columns_of,
@@ -35,7 +35,7 @@ SOURCE = "sm90_mixed_gemm_w4a8.cu"
 GROUPS = (1, 2)  # of 128 input features
 POINTERS = ("x", "token_scale", "totals", "codes", "words", "channel_scale", "bias", "out")
 COUNTS = (
-    "num_tokens", "out_features", "in_features", "row_groups", "splits", "num_clusters", "is_channelwise",
+    "num_tokens", "out_features", "in_features", "warpgroups_m", "splits", "num_clusters", "is_channelwise",
     "out_is_half", "is_dependent",
 )  # fmt: skip
 
@@ -90,7 +90,7 @@ def mixed_gemm_w4a8(
         num_tokens=rows.num_tokens,
         out_features=weight.out_features,
         in_features=weight.in_features,
-        row_groups=variant.row_groups,
+        warpgroups_m=variant.warpgroups_m,
         splits=variant.splits,
         num_clusters=min(at_once(variant), weight.out_features // STRIP),
         is_channelwise=weight.scales.shape[0] == 1,
@@ -110,15 +110,15 @@ def candidates(num_tokens: int, weight: Int4Weight, device: torch.device) -> Ite
     """The variants that can run."""
     strips = weight.out_features // STRIP
     columns = columns_of(num_tokens)
-    most = MOST_ROW_GROUPS if columns <= MAX_TOKENS else MOST_MANY_ROW_GROUPS
-    for row_groups in (count for count in ROW_GROUPS if count <= most):
+    most = MOST_WARPGROUPS_M if columns <= MAX_TOKENS else MOST_MANY_WARPGROUPS_M
+    for warpgroups_m in (count for count in WARPGROUPS_M if count <= most):
         for splits in SPLITS:
-            variant = Variant(columns, row_groups, splits)
+            variant = Variant(columns, warpgroups_m, splits)
             at_once = clusters_at_once(device, weight.scales.shape[2], variant)
             if not at_once or splits > weight.in_features // BLOCK:
                 continue
             of_cluster = -(-strips // min(at_once, strips))
-            if of_cluster <= GROUP_STRIPS * row_groups or (row_groups == MOST_ROW_GROUPS and splits == 1):
+            if of_cluster <= GROUP_STRIPS * warpgroups_m or (warpgroups_m == MOST_WARPGROUPS_M and splits == 1):
                 yield variant
 
 
@@ -126,7 +126,7 @@ def candidates(num_tokens: int, weight: Int4Weight, device: torch.device) -> Ite
 def clusters_at_once(device: torch.device, groups: int, variant: Variant) -> int:
     """How many clusters of the variant the device runs at once; 0 if it cannot."""
     library, count = load(SOURCE, defines(variant.columns, groups)), ctypes.c_int()
-    params = MixedGemmW4a8Params(row_groups=variant.row_groups, splits=variant.splits, num_clusters=1)
+    params = MixedGemmW4a8Params(warpgroups_m=variant.warpgroups_m, splits=variant.splits, num_clusters=1)
     with torch.cuda.device(device):
         error = library.slipstream_mixed_gemm_w4a8_clusters(ctypes.byref(params), ctypes.byref(count))
     check("mixed_gemm_w4a8", library, error)

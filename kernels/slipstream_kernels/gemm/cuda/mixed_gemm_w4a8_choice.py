@@ -9,28 +9,28 @@ STRIP, BLOCK = 16, 128  # output features of a strip, input features of a block
 COLUMNS = (8, 16, 32, 48, 64, 96, 128)  # numbers of tokens that are compiled; others are rounded up
 MAX_TOKENS = 64  # of every weight; more of those with few output features
 NARROW_FEATURES = 6144
-ROW_GROUPS = (1, 2, 4)
-MOST_ROW_GROUPS = ROW_GROUPS[-1]
-MOST_MANY_ROW_GROUPS = 2  # of more than MAX_TOKENS
+WARPGROUPS_M = (1, 2, 4)
+MOST_WARPGROUPS_M = WARPGROUPS_M[-1]
+MOST_MANY_WARPGROUPS_M = 2  # of more than MAX_TOKENS
 GROUP_STRIPS = 4  # of a row group
 SPLITS = tuple(range(1, 9))
 
 
 class Variant(NamedTuple):
-    """columns: tokens of a tile.  row_groups: 64 output features each, that a CTA has at once.
+    """columns: tokens of a tile.  warpgroups_m: 64 output features each, that a CTA has at once.
 
     splits: CTAs of a cluster, which share the input features.
     """
 
     columns: int
-    row_groups: int
+    warpgroups_m: int
     splits: int
 
 
 class Choice(NamedTuple):
-    """A variant's row_groups and splits, for rows of input features of from `least` to `most` blocks."""
+    """A variant's warpgroups_m and splits, for rows of input features of from `least` to `most` blocks."""
 
-    row_groups: int
+    warpgroups_m: int
     splits: int
     least: int = 1
     most: int = 1 << 16
@@ -57,8 +57,8 @@ def choose(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Va
     if num_tokens > MAX_TOKENS and (num_tokens > COLUMNS[-1] or sizes[0] > NARROW_FEATURES):
         return None
     columns, strips, blocks = columns_of(num_tokens), sizes[0] // STRIP, sizes[1] // BLOCK
-    for row_groups, splits, least, most in next(choices for count, choices in ORDERED.items() if columns <= count):
-        variant = Variant(columns, row_groups, splits)
-        if max(splits, least) <= blocks <= most and strips <= count_clusters(variant) * GROUP_STRIPS * row_groups:
+    for warpgroups_m, splits, least, most in next(choices for count, choices in ORDERED.items() if columns <= count):
+        variant = Variant(columns, warpgroups_m, splits)
+        if max(splits, least) <= blocks <= most and strips <= count_clusters(variant) * GROUP_STRIPS * warpgroups_m:
             return variant
-    return Variant(columns, MOST_ROW_GROUPS, 1) if columns <= MAX_TOKENS else None
+    return Variant(columns, MOST_WARPGROUPS_M, 1) if columns <= MAX_TOKENS else None

@@ -32,7 +32,7 @@ POINTERS = (
 )  # fmt: skip
 COUNTS = (
     "num_experts", "out_features", "in_features", "most_tiles", "is_channelwise", "out_is_half", "num_ctas",
-    "is_dependent", "row_groups", "num_rows", "x_bytes",
+    "is_dependent", "warpgroups_m", "num_rows", "x_bytes",
 )  # fmt: skip
 
 

@@ -28,10 +28,10 @@ MANY_STRIPS = 90  # of a CTA, from which on tiles of 32 are a twentieth faster t
 
 
 class Variant(NamedTuple):
-    """columns: rows of a tile.  row_groups: 64 output features each, that a CTA has at once; 1 and 2 of 16 columns."""
+    """columns: rows of a tile.  warpgroups_m: 64 output features each, of a CTA at once; 1 and 2 of 16 columns."""
 
     columns: int
-    row_groups: int = 4
+    warpgroups_m: int = 4
 
 
 VARIANTS = (Variant(16, 1), Variant(16, 2), *(Variant(columns) for columns in COLUMNS))
@@ -90,7 +90,7 @@ def grouped_int4_mm(
     out = torch.empty((routing.num_rows, width), dtype=x.dtype, device=device)
     if not routing.num_rows:
         return out
-    columns, row_groups = variant or choose(routing, out_features, count_sms(device))
+    columns, warpgroups_m = variant or choose(routing, out_features, count_sms(device))
     tiles, blocks = most_tiles(routing, columns), weight.in_features // BLOCK
     # of a tile: rows of its blocks, and totals of eight of those at a time
     row_bytes = blocks * BLOCK + -(-blocks // 8) * TOTAL_BYTES
@@ -114,7 +114,7 @@ def grouped_int4_mm(
         out_is_half=x.dtype == torch.float16,
         num_ctas=count_sms(device),
         is_dependent=launches_dependently(device),
-        row_groups=row_groups,
+        warpgroups_m=warpgroups_m,
         num_rows=routing.num_rows,
         x_bytes=rows.element_size(),
     )
