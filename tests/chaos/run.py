@@ -24,9 +24,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests/support"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engines: clients and server have cores to run on, too
 
+import psutil  # noqa: E402
 from asked import ENDINGS, WAYS, Asked, Choice, Known, make_catalogue  # noqa: E402
 from clock import Clock  # noqa: E402
-from failures import NEIGHBOUR, WEIGHTS, Downtimes, Failures, schedule  # noqa: E402
+from failures import DISK_LIMIT, NEIGHBOUR, WEIGHTS, Downtimes, Failures, schedule  # noqa: E402
 from gateway import GatewayProcess  # noqa: E402
 from llm_server import LlmServer, missing_server  # noqa: E402
 from outcome import Texts  # noqa: E402
@@ -42,7 +43,8 @@ IDLE_S = 30.0
 
 
 class ChaosServer(LlmServer):
-    """Ignores SIGXFSZ, as the engines then do, so that a write beyond a limit fails instead of ending the process."""
+    """Ignores SIGXFSZ, as the engines then do, so that a write beyond a limit fails instead of ending the process; its
+    log begins beyond the limit that the failure "full disk" sets."""
 
     def __init__(self, folder: Path, clock: Clock) -> None:
         super().__init__(folder, ROOT / "models/slipstream-demo-code", extra_args=[f"--exit-timeout-secs={EXIT_S:.0f}"])
@@ -50,7 +52,12 @@ class ChaosServer(LlmServer):
         self.add_variant(QUIET_MODEL, {"num_blocks": 64})
 
     def _command(self) -> list[str]:
-        return ["/bin/sh", "-c", 'trap "" XFSZ; exec "$@"', "sh", *super()._command()]
+        shell = f'trap "" XFSZ; truncate -s {2 * DISK_LIMIT} "$0"; exec "$@" >> "$0" 2>&1'
+        return ["/bin/sh", "-c", shell, str(self.log_path), *super()._command()]
+
+    @property
+    def log(self) -> str:
+        return super().log.lstrip("\0")
 
     def terminate(self) -> tuple[float, int]:
         """SIGTERM: seconds to the end, exit status."""
@@ -164,6 +171,8 @@ class Run:
             self.ledger.fault(f"{name} was idle and took {figures.unload_s:.1f} s to unload")
         if dead := zombies(self._server):
             self.ledger.fault(f"zombies after {name}: {dead}")
+        if self._options.report:  # what is known so far, should the run not come to its end
+            self._options.report.write_text(self.report.render(self.ledger))
 
     def _leaked_when_idle(self, model: str) -> int:
         """Blocks that are in use although nobody asks."""
@@ -179,6 +188,12 @@ class Run:
             self.ledger.fault(f"{model}: {used} KV blocks used, {leaked} leaked, with no request")
         return used + leaked
 
+    def survivors(self) -> list[int]:
+        """Engines and their helpers that are still there when the server has ended."""
+        known = [psutil.Process(pid) for pid in self._watch.lives if psutil.pid_exists(pid)]
+        _, alive = psutil.wait_procs(known, timeout=5.0)
+        return [process.pid for process in alive]
+
     def _judge_processes(self) -> None:
         self._watch.stop()
         for life in self._watch.lives.values():
@@ -192,6 +207,8 @@ def end_server(server: ChaosServer, run: Run) -> None:
     """SIGTERM must end it in seconds, with status 0."""
     seconds, status = server.terminate()
     run.report.lines.append(f"SIGTERM: the server ended after {seconds:.1f} s with status {status}")
+    if left := run.survivors():
+        run.ledger.fault(f"processes that outlived the server: {left}")
     if status != 0 or seconds > MAX_EXIT_S:
         run.ledger.fault(f"exit status {status} after {seconds:.1f} s; the end of its log:\n{server.log[-2000:]}")
 

@@ -21,7 +21,7 @@ ZOMBIE_PATIENCE_S = 5.0
 
 @dataclass
 class Life:
-    """One process over time."""
+    """One process over time, an engine's with the processes that help it."""
 
     name: str
     rss_mib: list[float] = field(default_factory=list)
@@ -78,12 +78,18 @@ class Watch:
         while not self._is_over.wait(PERIOD_S):
             for process in [psutil.Process(self._server.pid), *self._server.engines()]:
                 try:
-                    sample = (process.memory_info().rss / MIB, process.num_fds(), process.num_threads())
+                    helpers = [] if process.pid == self._server.pid else process.children(recursive=True)
+                    samples = [_sample(one) for one in (process, *helpers)]
                 except psutil.Error:
                     continue
+                sample = tuple(map(sum, zip(*samples)))
                 life = self.lives.setdefault(process.pid, Life(f"process {process.pid}"))
                 for values, value in zip((life.rss_mib, life.fds, life.threads), sample):
                     values.append(value)  # type: ignore[arg-type]
+
+
+def _sample(process: psutil.Process) -> tuple[float, int, int]:
+    return process.memory_info().rss / MIB, process.num_fds(), process.num_threads()
 
 
 def zombies(server: LlmServer) -> list[int]:
