@@ -175,8 +175,9 @@ def test_connections(bounded: GatewayProcess) -> None:
     wait_until(lambda: bounded.get("/health")[0] == 200, "room again")
 
 
-def test_an_answer_under_way_is_not_mixed_with_a_refusal(bounded: GatewayProcess) -> None:
+def test_an_answer_under_way_is_not_mixed_with_a_refusal(bounded: GatewayProcess, fake_triton: FakeTriton) -> None:
     """The stream of the first request ends unfinished; the second's refusal must not be read as part of it."""
+    fake_triton.cancelled.clear()
     script = json.dumps({"pieces": ["a"], "hang": True})
     body = json.dumps({"model": "plain", "prompt": script, "stream": True}).encode()
     with connect(bounded) as connection:
@@ -190,3 +191,4 @@ def test_an_answer_under_way_is_not_mixed_with_a_refusal(bounded: GatewayProcess
             while part := connection.recv(65536):
                 answer += part
     assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"HTTP/1.1") == 1
+    assert fake_triton.cancelled.wait(PATIENCE_S)
