@@ -1,6 +1,6 @@
 """Compile the C++ backend into libtriton_slipstream.so with plain g++.
 
-    python build/compile_backend.py --out DIR
+    python build/compile_backend.py --out DIR [--sanitize thread]
 
 The result is cached by the hash of the sources and the command, so that a second call costs nothing.
 """
@@ -30,33 +30,35 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
-def compile_backend(out_dir: Path) -> Path:
+def compile_backend(out_dir: Path, sanitize: str = "") -> Path:
     """Write LIBRARY into out_dir unless it is there already, made from these very sources.
 
+    sanitize: "thread", "address" or what else the compiler knows; such a library needs a host that is built alike.
     Returns its path.  Raises RuntimeError with the compiler's output when compiling fails.
     """
     compiler = find_compiler()
     if compiler is None:
         raise RuntimeError("no C++ compiler: install g++, or set CXX")
     library, stamp = out_dir / LIBRARY, out_dir / f".{LIBRARY}.hash"
-    wanted = _fingerprint(compiler)
+    flags = [*FLAGS, *([f"-fsanitize={sanitize}", "-O1", "-g"] if sanitize else [])]
+    wanted = _fingerprint(compiler, flags)
     if library.exists() and stamp.exists() and stamp.read_text() == wanted:
         return library
     out_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out_dir) as scratch:
-        objects = _compile_all(compiler, Path(scratch))
+        objects = _compile_all(compiler, flags, Path(scratch))
         made = Path(scratch) / LIBRARY
-        _run([compiler, "-shared", *map(str, objects), "-o", str(made), *LINK])
+        _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(made), *LINK])
         made.replace(library)  # a server that has the old one mapped keeps it
     stamp.write_text(wanted)
     return library
 
 
-def _compile_all(compiler: str, scratch: Path) -> list[Path]:
+def _compile_all(compiler: str, flags: list[str], scratch: Path) -> list[Path]:
     """One object file per source, two compilers at a time."""
     sources = sorted(SOURCES.glob("*.cc"))
     objects = [scratch / f"{source.stem}.o" for source in sources]
-    commands = [[compiler, *FLAGS, "-c", str(src), "-o", str(obj)] for src, obj in zip(sources, objects)]
+    commands = [[compiler, *flags, "-c", str(src), "-o", str(obj)] for src, obj in zip(sources, objects)]
     running: list[subprocess.Popen[str]] = []
     outputs = []
     for command in commands:
@@ -81,8 +83,8 @@ def _run(command: list[str]) -> None:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
 
 
-def _fingerprint(compiler: str) -> str:
-    digest = hashlib.sha256(" ".join([compiler, *FLAGS, *LINK]).encode())
+def _fingerprint(compiler: str, flags: list[str]) -> str:
+    digest = hashlib.sha256(" ".join([compiler, *flags, *LINK]).encode())
     for source in sorted(SOURCES.glob("*.cc")) + sorted(SOURCES.glob("*.h")):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return digest.hexdigest()
@@ -91,9 +93,10 @@ def _fingerprint(compiler: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the library")
+    parser.add_argument("--sanitize", default="", help="thread, for example: for tests/fuzz/run.py")
     arguments = parser.parse_args()
     try:
-        print(compile_backend(arguments.out))
+        print(compile_backend(arguments.out, arguments.sanitize))
     except RuntimeError as error:
         print(error, file=sys.stderr)
         return 1

@@ -112,7 +112,9 @@ std::shared_ptr<Metric> MetricRegistry::acquire(const MetricSpec& spec, const La
     log_if_failed(TRITONSERVER_MetricFamilyNew(&family.family, triton_kind(spec.kind), name, spec.help.c_str()), name);
   }
   if (std::shared_ptr<Metric> held = family.metrics[labels].lock()) return held;
-  TRITONSERVER_Metric* metric = family.family == nullptr ? nullptr : new_metric(family.family, spec, labels);
+  // a family may be there of another kind: a histogram needs its functions all the same
+  const bool can_make = is_possible && family.family != nullptr;
+  TRITONSERVER_Metric* metric = can_make ? new_metric(family.family, spec, labels) : nullptr;
   auto made = std::make_shared<Metric>(metric, spec.kind);
   family.metrics[labels] = made;
   return made;

@@ -53,7 +53,9 @@ def refuse(name: str, value: object, accepted: str) -> RequestError:
 
 
 def tensor_shape(tensor: Tensor, has_batch_dim: bool) -> tuple[int, ...]:
-    """The shape without the batch dimension. Raises RequestError for a batch of several prompts."""
+    """The shape without the batch dimension. Raises RequestError for a batch of several prompts, or a size below 0."""
+    if any(size < 0 for size in tensor.shape):
+        raise RequestError(tensor.name, f"got shape {list(tensor.shape)}, accepted: sizes >= 0")
     if not has_batch_dim:
         return tensor.shape
     if not tensor.shape or tensor.shape[0] != 1:

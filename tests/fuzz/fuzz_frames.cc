@@ -1,0 +1,84 @@
+// libFuzzer: any bytes as the stream of an engine: headers, HELLO, READY, RESPONSES to live requests, METRICS.
+// A frame is used or refused with ProtocolError; every request still gets exactly one final response.
+#include <cstdlib>
+
+#include "fake_api.h"
+#include "live_requests.h"
+#include "metrics.h"
+#include "wire.h"
+
+using namespace slipstream;
+
+namespace {
+
+constexpr uint64_t kNumRequests = 6;  // handles 1 to 6
+
+class Peer {
+ public:
+  Peer() : live_(pacer_), metrics_(registry_, "llm", 1) {
+    for (uint64_t handle = 1; handle <= kNumRequests; ++handle) {
+      TRITONBACKEND_Request request;
+      TRITONBACKEND_ResponseFactory* factory = nullptr;
+      TRITONBACKEND_ResponseFactoryNew(&factory, &request);
+      live_.add(handle, factory);
+      clients_.push_back(request.client);
+    }
+  }
+
+  // Throws ProtocolError, as the reader thread would see it.
+  void feed(std::string_view stream) {
+    while (stream.size() >= kFrameHeaderBytes) {
+      const auto [type, length] = decode_frame_header(stream.data());
+      stream.remove_prefix(kFrameHeaderBytes);
+      if (length > stream.size()) return;
+      use(type, stream.substr(0, length));
+      stream.remove_prefix(length);
+    }
+  }
+
+  void end() {
+    live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, "the engine is gone");
+    for (const auto& client : clients_) {
+      if (!client->has_ended) std::abort();
+    }
+  }
+
+ private:
+  void use(FrameType type, std::string_view payload) {
+    is_hello(type, payload, "0123456789abcdef");
+    if (type == FrameType::kLoadFailed) PayloadReader(payload).text();
+    if (type == FrameType::kMetrics) metrics_.record(payload);
+    if (type == FrameType::kReady) {
+      ReadyFrame ready = decode_ready(payload);
+      outputs_ = std::move(ready.outputs);
+      metrics_.declare(ready.metrics);
+    }
+    if (type != FrameType::kResponses) return;
+    PayloadReader reader(payload);
+    for (uint32_t left = reader.u32(); left > 0; --left) {
+      decode_response(reader, response_);
+      live_.respond(response_, outputs_);
+    }
+    reader.finish();
+  }
+
+  HttpPacer pacer_;
+  LiveRequests live_;
+  MetricRegistry registry_;
+  ModelMetrics metrics_;
+  std::vector<std::shared_ptr<Client>> clients_;
+  std::vector<OutputSpec> outputs_;
+  ResponseView response_;
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
+  Peer peer;
+  try {
+    peer.feed({reinterpret_cast<const char*>(bytes), size});
+  } catch (const ProtocolError&) {
+  }
+  peer.end();
+  return 0;
+}
