@@ -181,12 +181,12 @@ class Engine:
                 self._flights.append((ahead and ahead.take_up(step)) or self._launch(step))
                 self._ahead = self._launch_ahead(self._flights[-1])
             self._land_all(outputs, self._num_ahead if step.requests else 0)
+            if not step.requests and not outputs:  # all that there is may be waiting for grammars
+                self._guided.poll(outputs, _HELD_WAIT_S)
             ended = [output.request for output in outputs if output.finish_reason is not None]
             self._runner.forget(ended)
             self._speculator.forget(ended)
             self._guided.forget(ended)
-            if not step.requests and not outputs:  # all that there is may be waiting for grammars
-                self._guided.poll(outputs, _HELD_WAIT_S)
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
             self._die(internal_error(logger, "the engine failed", error), step, outputs)
