@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
@@ -18,6 +19,7 @@ from llm_client import GrpcStream
 from llm_server import LlmServer
 from outcome import Outcome
 from traffic import Ledger, Target
+from watch import own_engines
 
 # failure -> weight.  A kill costs the start of an engine, the others a second or two
 WEIGHTS = {"kill": 1.0, "kill helper": 2.0, "pause": 3.0, "full disk": 2.0, "clock": 3.0, "neighbour": 1.0}
@@ -113,7 +115,7 @@ class Failures:
 
     def load(self, model: str, timeout_s: float) -> float:
         """Load, and remember which process serves it.  Returns the seconds."""
-        before, began = {engine.pid for engine in self._server.engines()}, time.monotonic()
+        before, began = {engine.pid for engine in own_engines(self._server)}, time.monotonic()
         status, body = self._server.load(model)
         if status != 200:
             raise RuntimeError(f"{model} does not load: {body.decode()}")
@@ -136,7 +138,7 @@ class Failures:
         """Until a process that was not there before serves the model."""
         deadline = time.monotonic() + timeout_s
         while True:
-            new = [engine for engine in self._server.engines() if engine.pid not in before]
+            new = [engine for engine in own_engines(self._server) if engine.pid not in before]
             if new and self._server.is_model_ready(model):
                 self.engines[model] = new[-1]
                 return
@@ -148,7 +150,7 @@ class Failures:
 
     def _kill(self, _: float) -> None:
         model = self._target.model
-        before = {engine.pid for engine in self._server.engines()}
+        before = {engine.pid for engine in own_engines(self._server)}
         self._downtimes.begin(model)
         began = time.monotonic()
         self.engines[model].send_signal(signal.SIGKILL)
@@ -186,7 +188,7 @@ class Failures:
         A file system of our own would need root. SIGXFSZ is ignored, and the log above that size, from the start
         (run.py). Less would hit memory files, too, which no full disk does.
         """
-        processes = [self._server.pid, *(engine.pid for engine in self._server.engines())]
+        processes = [self._server.pid, *(engine.pid for engine in own_engines(self._server))]
         limits = [resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in processes]
         try:
             for pid, (_, hard) in zip(processes, limits):
@@ -194,7 +196,8 @@ class Failures:
             time.sleep(0.5 + 2.0 * strength)
         finally:
             for pid, limit in zip(processes, limits):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
+                with suppress(ProcessLookupError):  # unloaded meanwhile
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
 
     def _move_clock(self, strength: float) -> None:
         self._clock.set_offset(CLOCK_JUMPS_S[int(strength * len(CLOCK_JUMPS_S))])

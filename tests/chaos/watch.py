@@ -76,7 +76,7 @@ class Watch:
 
     def _run(self) -> None:
         while not self._is_over.wait(PERIOD_S):
-            for process in [psutil.Process(self._server.pid), *self._server.engines()]:
+            for process in [psutil.Process(self._server.pid), *own_engines(self._server)]:
                 try:
                     helpers = [] if process.pid == self._server.pid else process.children(recursive=True)
                     samples = [_sample(one) for one in (process, *helpers)]
@@ -86,6 +86,18 @@ class Watch:
                 life = self.lives.setdefault(process.pid, Life(f"process {process.pid}"))
                 for values, value in zip((life.rss_mib, life.fds, life.threads), sample):
                     values.append(value)  # type: ignore[arg-type]
+
+
+def own_engines(server: LlmServer) -> list[psutil.Process]:
+    """The server's engines, not what they have just forked."""
+    return [engine for engine in server.engines() if _parent(engine) == server.pid]
+
+
+def _parent(process: psutil.Process) -> int:
+    try:
+        return process.ppid()
+    except psutil.NoSuchProcess:
+        return 0
 
 
 def _sample(process: psutil.Process) -> tuple[float, int, int]:
