@@ -45,7 +45,8 @@ def _texts(engine: Engine, params: SamplingParams, num_requests: int = 1) -> lis
     run_steps(engine, told)
     assert engine.error is None and engine.scheduler.cache.num_used_blocks == 0
     assert all(one.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) for one in told.values()), told
-    ended = [one for one in told.values() if one.finish_reason is FinishReason.STOP]
+    in_order = sorted(told, key=lambda request: (request.handle, request.sequence_index))  # grammars open in any order
+    ended = [told[request] for request in in_order if told[request].finish_reason is FinishReason.STOP]
     return [engine.tokenizer.decode(one.token_ids, skip_special_tokens=True) for one in ended]
 
 
