@@ -27,6 +27,7 @@ CLOCK_JUMPS_S = (-86400.0, -3600.0, -5.0, 5.0, 3600.0, 86400.0)
 REST_S = (0.5, 3.0)  # between two
 NEIGHBOUR = "chaos_neighbour"
 IMPORTS_PER_START = 2.0
+HELPER_START_S = 5.0
 DISK_LIMIT = 4 << 20
 MAX_NEIGHBOUR_UNLOAD_S = 10.0
 GATEWAY_LAG_S = 1.0  # it asks Triton which models are ready some times a second
@@ -165,10 +166,15 @@ class Failures:
                 self._ledger.fault(f"ready again {self.ready_again_s[-1]:.1f} s after a kill, not {bound:.0f}")
 
     def _kill_helper(self, strength: float) -> None:
-        """One of the processes that match grammars: guided requests go on in a new one."""
+        """One of the processes that match grammars: guided requests go on in a new one.
+
+        Not one that has just begun: a process that does not even start ends the requests that wait for it.
+        """
+        born_before = time.time() - HELPER_START_S
         helpers = self.engines[self._target.model].children(recursive=True)
+        helpers = [helper for helper in helpers if helper.create_time() < born_before]
         if not helpers:
-            return  # no grammar was asked for yet
+            return  # no grammar was asked for yet, or the last kill was a moment ago
         with self._downtimes.lock:
             self._downtimes.helper_kills.append(time.monotonic())
         try:

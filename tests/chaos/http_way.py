@@ -146,9 +146,7 @@ def _receive(exchange: Exchange, asked: Asked, outcome: Outcome, read: Callable[
         outcome.cut()
         return
     for line in exchange.lines():
-        if asked.is_streamed and exchange.status == 200:
-            if not line.startswith(b"data:"):
-                continue
+        if asked.is_streamed and line.startswith(b"data:"):  # an error in the place of the first event, too
             line = line[len(b"data:") :].strip()
             if line == b"[DONE]":
                 outcome.num_finals += 1
