@@ -1,4 +1,4 @@
-"""The gateway's benchmark still runs; its figures are for docs/LOG.md. Its direct way is test_bench_serving.py's."""
+"""The gateway's benchmark still runs; docs/measurements has its figures. Its direct way is test_bench_serving.py's."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A server whose steps take what one H200 took, run by a DraftPlanner: what it decides, and what that is worth.
 
-Seconds are those of the 8B shape in bf16 (docs/LOG.md). The planner is told those of an empty cache, and has to find
+Seconds are the 8B shape's in bf16 (docs/measurements). The planner is told those of an empty cache, and has to find
 out what 1,024 tokens of context add, as a server has to whose contexts are longer than those that it timed at start.
 Between measured sizes lie straight lines; verifications of 128 rows and more are put together from plain steps and
 products.

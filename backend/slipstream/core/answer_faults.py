@@ -1,7 +1,7 @@
 """Errors that another model answered with, and whose fault one is whose code is lost, as in a gRPC stream.
 
 The code could be had by the metadata `triton_grpc_error`, but each error then risks the whole server: 2.51 aborts on a
-reference count of gRPC (docs/LOG.md). So the forms that this project's messages have tell. No state; any thread.
+reference count of gRPC (docs/measurements). So the forms that this project's messages have tell. No state; any thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Calls of models over Triton's gRPC, by a model of the Python backend that runs on the same server.
 
 Event loop thread; one channel, a stream per generating request. Not by BLS: server 2.51's stub now and then loses a
-decoupled answer, or crashes (docs/LOG.md). Ending a stream is the cancel that Triton passes on to the LLM, which BLS
+decoupled answer, or crashes (docs/measurements).
+Ending a stream is the cancel that Triton passes on to the LLM, which BLS
 cannot send before server 25.04.
 """
 

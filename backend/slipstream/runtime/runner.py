@@ -318,7 +318,7 @@ def _enter(device: torch.device) -> None:
 
 
 def _prefer_cublaslt() -> None:
-    """Of cuBLAS's two interfaces, that which chooses faster kernels for 17 to 64 rows of 16 bits (docs/LOG.md)."""
+    """The interface of cuBLAS that chooses the faster kernels for 17 to 64 rows of 16 bits (docs/measurements)."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
 
 

@@ -1,6 +1,6 @@
 """The gateway's side of Triton's gRPC: one long-lived channel, one bidirectional stream per request.
 
-Event loop thread. A stream per request costs less than many requests on one (24 against 33 us a message, docs/LOG.md),
+Event loop thread. A stream per request costs less than many requests on one (24 against 33 us a message),
 and ending it is the cancel that Triton passes on to the engine. Knows nothing of OpenAI.
 """
 

@@ -52,7 +52,7 @@ def paged_attention(
     defaults to what block_tables can hold.  num_kv_splits fixes the triton decode kernel's split of the keys, which
     otherwise follows the batch size (its rounding too); the reference ignores it.
     fp8_queries: of long prompts over an fp8 cache, queries may be rounded to e4m3 (per token and head), so that their
-    product with keys runs at the tensor cores' double rate; what it costs: docs/LOG.md.  Only the cuda version does.
+    product with keys runs at the tensor cores' double rate; cost: docs/measurements.  Only the cuda version does.
     backend: "cuda" (Hopper; ValueError if it cannot run), "triton", "reference"; "auto": cuda for queries of more than
     16 tokens where it can run, else triton.  Calls of the cuda version on one device must be ordered, on one stream.
     Returns [num_tokens, num_q_heads, head_dim], dtype of q; rows past query_start_loc[-1] are unspecified.

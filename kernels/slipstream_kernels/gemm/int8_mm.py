@@ -14,7 +14,7 @@ from slipstream_kernels.norm.silu_mul import silu_mul
 from slipstream_kernels.select import load_module, require_float, require_shape, require_unit_stride, select
 
 LOG = logging.getLogger(__name__)
-MIN_CUDA_ROWS = 65  # below, the Triton-lang kernel is the faster (docs/LOG.md)
+MIN_CUDA_ROWS = 65  # below, the Triton-lang kernel is the faster (docs/measurements)
 
 
 def int8_mm(

@@ -9,7 +9,7 @@ import torch
 from slipstream_kernels.fp8 import BLOCK, E4M3, Fp8Rows
 from slipstream_kernels.select import load_module, require_shape, select
 
-# Rows up to which our own kernel is faster than the library on an H200 (docs/LOG.md); above it weights are read once
+# Rows up to which our kernel is faster than the library on an H200 (docs/measurements); above it weights are read once
 # for many rows and cuBLAS is at the peak.
 MAX_OWN_ROWS = 64
 LIBRARY_ALIGNMENT = 16  # features of a weight that cuBLAS takes are multiples of it

@@ -53,7 +53,7 @@ def skinny_gemm(
 def max_streamed_tokens(weight: torch.Tensor, scales: torch.Tensor | None = None) -> int:
     """Up to how many tokens skinny_gemm is the fastest product with this weight here; 0: never.
 
-    For 16-bit weights beside 16-bit rows and for e4m3 and int8 weights.  Measured on one H200 (docs/LOG.md).
+    For 16-bit weights beside 16-bit rows and for e4m3 and int8 weights.  Measured on one H200 (docs/measurements).
     """
     if not weight.is_cuda:
         return 0

@@ -51,7 +51,7 @@ def prefers_clusters(
 ) -> bool:
     """Whether swap_ab_gemm is the fastest product of so many tokens with this weight here.
 
-    For 16-bit weights beside 16-bit rows, and e4m3 weights beside e4m3 rows.  Measured on one H200 (docs/LOG.md).
+    For 16-bit weights beside 16-bit rows, and e4m3 weights beside e4m3 rows.  Measured on one H200 (docs/measurements).
     """
     return weight.is_cuda and load_module("cuda", "gemm.swap_ab_gemm").prefers_clusters(
         num_tokens, weight, scales, gated

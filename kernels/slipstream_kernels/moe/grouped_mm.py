@@ -12,7 +12,7 @@ from slipstream_kernels.select import load_module, require_float, require_shape,
 
 GroupedRows = torch.Tensor | Fp8Rows | Int8Rows
 
-LIBRARY_ROWS = 256  # of an average expert, from which on the library is faster on an H200 (docs/LOG.md)
+LIBRARY_ROWS = 256  # of an average expert, from which on the library is faster on an H200 (docs/measurements)
 LIBRARY_ALIGNMENT = 16  # features of a weight that the library takes are multiples of it
 
 

@@ -29,7 +29,7 @@ from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.weight_slot import FLOAT_DTYPES
 
 BYTES_PER_WORD = 4
-MAX_PLAIN_ROWS = 8  # beyond, products of int8 rows are the faster (docs/LOG.md)
+MAX_PLAIN_ROWS = 8  # beyond, products of int8 rows are the faster (docs/measurements)
 
 
 @dataclass(frozen=True)

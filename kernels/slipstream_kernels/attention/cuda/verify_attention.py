@@ -48,7 +48,7 @@ class VerifyParams(ctypes.Structure):
 def takes(call: DecodeCall) -> bool:
     """Whether a call that decode_attention.py could take is faster here: most requests have many rows.
 
-    Measured: docs/LOG.md, 2026-11-21."""
+    Measured: docs/measurements, 2026-11-21."""
     num_requests, rows = call.seq_lens.shape[0], call.max_query_len * (call.q.shape[1] // call.key_cache.shape[1])
     if call.max_query_len == 1 or rows <= MAX_ROWS_OF_FEW or 2 * call.q.shape[0] < num_requests * call.max_query_len:
         return False

@@ -38,7 +38,7 @@ class PrefillTile:
     max_registers: int | None = None
 
 
-# By padded head_dim.  Measured on an H200, causal 8192: docs/LOG.md, 2026-11-21.
+# By padded head_dim.  Measured on an H200, causal 8192: docs/measurements, 2026-11-21.
 TILES = {
     64: PrefillTile(128, 64, 8, 3, 128),
     128: PrefillTile(128, 64, 8, 3, 128),

@@ -3,7 +3,7 @@
 // fp32.
 //
 // mma and not wgmma: a warpgroup product with its operand in registers takes the time of 128 rows however few there are
-// (docs/LOG.md).
+// (docs/measurements).
 #pragma once
 
 #include "pipeline/expert_load.cuh"

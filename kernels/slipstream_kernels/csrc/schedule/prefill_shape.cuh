@@ -22,7 +22,7 @@ enum class PrefillKv { k16Bit = 0, kFp8 = 1, kInt8 = 2, kInt4 = 3, kStaged = 4, 
 constexpr int kStagedRowsLog2 = 6;
 
 // SLIPSTREAM_* choices as a type. Tiles are the largest whose scores, probabilities and outputs the registers hold and
-// whose two stages fit into shared memory. Measured: docs/LOG.md, 2026-11-21.
+// whose two stages fit into shared memory. Measured: docs/measurements, 2026-11-21.
 // Operands lie in slabs of 64 columns (128 swizzled bytes) by all rows of a tile. A cache of another type than the
 // queries passes through a raw ring, in slabs of the same columns, and is multiplied as fp16, which holds them all.
 template <typename T, PrefillKv KV, int HEAD_DIM, bool HAS_SOFT_CAP, bool HAS_ALIBI>

@@ -31,7 +31,7 @@ SLICE = {"PlainRows": 128, "Fp8Rows": 256, "Int4Strips": 256}  # input features 
 KV_BYTES = {torch.bfloat16: 2, FP8_DTYPE: 1}
 MIN_SHARE = 1  # pieces of keys that a CTA takes at least
 
-# Requests up to which a step is faster so than kernel by kernel, measured on one H200 (docs/LOG.md).
+# Requests up to which a step is faster so than kernel by kernel, measured on one H200 (docs/measurements).
 FASTER_TOKENS = {"PlainRows": 0, "Fp8Rows": 2, "Int4Strips": 2}
 _PREPARED: WeakKeyDictionary[LayerStack, Prepared] = WeakKeyDictionary()
 

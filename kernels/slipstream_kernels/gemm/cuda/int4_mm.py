@@ -1,7 +1,7 @@
 """int4_mm of 16-bit rows in CUDA, for repacked weights: the choice of a kernel by the number of rows.  Hopper only.
 
 Up to 64 tokens the weights' bytes are the bound: int4_stream.  More are multiplied 64 at a time as long as that is
-faster than to write the weights out in 16 bits once and multiply those by the library (docs/LOG.md).
+faster than to write the weights out in 16 bits once and multiply those by the library (docs/measurements).
 FP8 rows: w4a8_mm.
 """
 

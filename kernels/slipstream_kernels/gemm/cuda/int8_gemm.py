@@ -18,7 +18,7 @@ from slipstream_kernels.gemm.cuda.cutlass_gemm import COMMON, OUTPUTS, Tile
 from slipstream_kernels.integer import Int8Rows
 
 SOURCE = "sm90_int8_gemm.cu"
-WIDE, NARROW = Tile(128, 256, 2), Tile(128, 128, 2, cost=0.57)  # costs: docs/LOG.md
+WIDE, NARROW = Tile(128, 256, 2), Tile(128, 128, 2, cost=0.57)  # costs: docs/measurements
 TILES = (WIDE, NARROW)
 ALIGNMENT = 16  # features of a weight are multiples of it
 

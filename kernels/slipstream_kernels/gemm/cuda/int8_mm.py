@@ -1,7 +1,7 @@
 """int8_mm in CUDA, of float rows and repacked weights: the choice of a kernel by the number of rows.  Hopper only.
 
 Few rows stream past the weight (skinny_gemm); up to 256 are multiplied in tiles as it is read (mixed_gemm); for more it
-is written out in 16 bits once and multiplied by the library (docs/LOG.md).
+is written out in 16 bits once and multiplied by the library (docs/measurements).
 """
 
 from __future__ import annotations

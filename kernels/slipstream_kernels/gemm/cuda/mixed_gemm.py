@@ -23,7 +23,7 @@ MAX_TOKENS = 256  # in two tiles
 WARPGROUPS_M = (1, 2, 4)
 SPLITS = tuple(range(1, 9))  # CTAs of a cluster, which share the input features
 STRIP, BLOCK = 16, 128
-# (warpgroups_m, splits) of tiles of up to so many tokens, the fastest first, of those that fit (docs/LOG.md).
+# (warpgroups_m, splits) of tiles of up to so many tokens, the fastest first, of those that fit (docs/measurements).
 ORDERED = {32: ((1, 2), (1, 1), (2, 1)), 64: ((2, 2), (2, 1)), 128: ((4, 2),)}
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 POINTERS = ("x", "values", "channel_scale", "bias", "out")

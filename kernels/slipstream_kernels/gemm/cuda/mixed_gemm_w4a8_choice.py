@@ -36,7 +36,7 @@ class Choice(NamedTuple):
     most: int = 1 << 16
 
 
-# Of CTAs that have all output features at once, the fastest first, of up to so many tokens on one H200 (docs/LOG.md).
+# CTAs that have all output features at once: the fastest first, up to so many tokens, on one H200 (docs/measurements).
 ORDERED = {
     64: (Choice(1, 2), Choice(4, 4, 65), Choice(2, 2, 65), Choice(1, 1), Choice(4, 2, 64), Choice(2, 1)),
     128: (Choice(1, 2), Choice(1, 1, most=64), Choice(2, 2)),

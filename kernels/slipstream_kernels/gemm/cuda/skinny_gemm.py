@@ -23,7 +23,7 @@ LOG = logging.getLogger(__name__)
 SOURCE = "sm90_skinny_gemm.cu"
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 MAX_TOKENS = 16
-# Up to so many tokens it is faster than what else there is, in a chain of dependent launches on one H200 (docs/LOG.md).
+# Up to so many tokens it is the fastest in a chain of dependent launches on one H200 (docs/measurements).
 MAX_CHOSEN_TOKENS = {torch.bfloat16: 16, torch.float16: 16, E4M3: 8, torch.int8: 16, torch.int32: 8}
 # Formats of weights that are not operands as they are.  int32: words of repack_int8.
 EXPANDED = {E4M3: "Fp8Weights", torch.int8: "Int8Weights", torch.int32: "InterleavedInt8Weights"}

@@ -1,6 +1,6 @@
 """Which variant of the product by clusters is the fastest: an estimate for each, of what bounds it.
 
-Knows sizes only, no tensors.  The constants are fitted to times on one H200 (docs/LOG.md): estimates order variants,
+Knows sizes only, no tensors.  The constants fit times on one H200 (docs/measurements): estimates order variants,
 they do not predict times to better than a tenth.
 """
 
@@ -57,7 +57,7 @@ MAX_TOKENS = COLUMNS[-1]
 
 
 # Of how many tokens (first, last) it is the fastest product there is, by format of the weight and kind of product, on
-# one H200 (docs/LOG.md); skinny_gemm is asked before. What is not named was slower or not measured.
+# one H200 (docs/measurements); skinny_gemm is asked before. What is not named was slower or not measured.
 CHOSEN_TOKENS = {
     ("plain", "gated"): ((17, 128),),
     ("plain", "wide"): ((17, 64),),

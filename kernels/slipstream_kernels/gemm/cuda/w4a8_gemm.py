@@ -19,7 +19,7 @@ from slipstream_kernels.integer import Int4Weight
 
 SOURCE = "sm90_w4a8_gemm.cu"
 BLOCK = 128
-WIDE, NARROW = Tile(256, 128, 2), Tile(128, 128, 2, cost=0.75)  # costs: docs/LOG.md
+WIDE, NARROW = Tile(256, 128, 2), Tile(128, 128, 2, cost=0.75)  # costs: docs/measurements
 TILES = (WIDE, NARROW)
 
 POINTERS = ("x", "token_scale", "codes", "words", "channel_scale", "bias", "out")

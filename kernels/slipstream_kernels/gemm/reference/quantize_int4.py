@@ -11,7 +11,7 @@ from slipstream_kernels.integer import INT8_MAX, MAX_CODE, SMALLEST_AMAX, SYMMET
 
 __all__ = ["dequantize_int4", "pack_int4", "quantize_int4", "quantize_int8_weight", "unpack_int4"]
 
-# Shares of the range that are tried. Finer grids gain below 1 % of the error (docs/LOG.md).
+# Shares of the range that are tried. Finer grids gain below 1 % of the error (docs/measurements).
 INT4_SHARES = tuple(1.0 - 0.04 * step for step in range(12))
 INT8_SHARES = tuple(1.0 - 0.03 * step for step in range(8))
 CHUNK_ELEMENTS = 1 << 25  # of a weight at a time: temporaries stay at some 100 MB each

@@ -32,7 +32,7 @@ class Tile:
     num_programs: int
 
 
-# (is block-wise, rows of the tile) -> Tile, the least total time of Llama-3-8B's four products on an H200 (docs/LOG.md)
+# (is block-wise, rows of the tile) -> Tile, the least time of Llama-3-8B's four products on an H200 (docs/measurements)
 TILES = {
     (False, 16): Tile(64, 4, 5, 264),
     (False, 32): Tile(64, 4, 4, 264),

@@ -24,7 +24,7 @@ SOURCE = "sm90_record_experts.cu"
 COLUMNS = (16, 32, 48, 64)  # rows of a tile that are compiled
 TOTAL_BYTES = 32  # of a row and eight blocks: two fp16 each
 NARROW_STRIPS = 4  # of a CTA, for each of the row groups that are worth having
-MANY_STRIPS = 90  # of a CTA, from which on tiles of 32 are a twentieth faster than those of 16 (docs/LOG.md)
+MANY_STRIPS = 90  # of a CTA, from which on tiles of 32 are a twentieth faster than those of 16 (docs/measurements)
 
 
 class Variant(NamedTuple):
