@@ -178,8 +178,13 @@ size_t EngineLink::push(std::string_view bytes) {
 void EngineLink::flush() {
   std::lock_guard<std::mutex> lock(send_mutex_);
   kept_begin_ += push(std::string_view(kept_).substr(kept_begin_));
-  if (kept_begin_ < kept_.size() && !is_gone_) return;
-  std::string().swap(kept_);
+  if (kept_begin_ == kept_.size() || is_gone_) {
+    std::string().swap(kept_);
+  } else if (kept_begin_ > kept_.size() / 2) {  // so a byte is moved once at most, and a backlog need not end for this
+    kept_.erase(0, kept_begin_);
+  } else {
+    return;
+  }
   kept_begin_ = 0;
 }
 
