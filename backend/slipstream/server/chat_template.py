@@ -7,6 +7,7 @@ Templates come from the checkpoint or the command line, never from a client.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,8 +19,10 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, internal_error
 from slipstream.server.errors import ApiError
+
+logger = logging.getLogger(__name__)
 
 _TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _CONTINUE = "\u2400continue\u2400"
@@ -35,8 +38,12 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+class _RefusalError(jinja2.TemplateError):
+    """What the template itself says against the messages: the only text of a failure that is meant for clients."""
+
+
 def _raise(message: str) -> str:
-    raise jinja2.TemplateError(message)
+    raise _RefusalError(message)
 
 
 def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
@@ -72,7 +79,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt. Raises ApiError (400) with the template's own words when it refuses the messages."""
+        """The prompt. Raises ApiError (400): the template's own words when it refuses the messages by raise_exception,
+        else a number under which the log has the reason."""
         if continue_final_message:
             messages = _marked(messages)
         variables: dict[str, Any] = {**self._tokens, "documents": None, **(extra or {})}
@@ -80,12 +88,12 @@ class ChatTemplate:
         variables["add_generation_prompt"] = add_generation_prompt and not continue_final_message
         try:
             text = self._template.render(variables)
-        except jinja2.TemplateError as error:
-            raise ApiError(
-                400, f"messages: the model's chat template says: {error.message}", param="messages"
-            ) from None
-        except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
-            message = f"messages: the model's chat template cannot render them: {type(error).__name__}: {error}"
+        except _RefusalError as error:
+            message = f"messages: the model's chat template says: {error.message}"
+            raise ApiError(400, message, param="messages") from None
+        except Exception as error:  # whatever the code of a template may raise
+            told = internal_error(logger, "a chat template failed", error)
+            message = f"messages: the model's chat template cannot render them ({told})"
             raise ApiError(400, message, param="messages") from None
         return _cut(text) if continue_final_message else text
 
