@@ -17,7 +17,10 @@ from slipstream.core.config_table import PARAMETERS
 
 ROOT = Path(__file__).resolve().parents[2]
 IS_BOUND = re.compile(r"(^|_)MAX(_|$)|TIMEOUT|_LIMIT|_BUDGET|_QUOTA|_(MS|S)$", re.IGNORECASE)
-IS_CPP_BOUND = re.compile(r"constexpr\s+[\w:<> ]+?\s+(k\w*(?:Max|Longest|Most|Timeout|Limit|Budget)\w*)\s*=\s*([^;,]+)")
+CPP_CONSTANTS = re.compile(r"constexpr\s+((?:\w+::)*\w[\w ]*?(?:<\w+>)?)\s+(k\w+\s*[=({][^;]+);")
+CPP_CONSTANT = re.compile(r"(k\w+)\s*(?:=\s*([^;,]+)|[({]([^(){}]+)[)}])")
+IS_CPP_BOUND = re.compile("Max|Longest|Most|Timeout|Limit|Budget|Reserve|End$|Healthy")
+CPP_UNITS = {"microseconds": 1e-6, "milliseconds": 1e-3, "seconds": 1, "minutes": 60}
 UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1e-3, "us": 1e-6, "s": 1.0}
 
 # names that look like a client's bound and are none -> why
@@ -36,6 +39,8 @@ NO_BOUNDS = {
     "RETRY_AFTER_S": "a hint to clients",
     "KEEP_ALIVE_S": "an idle connection, which counts among --max-connections",
     "kLongestWatchPeriod": "a period",
+    "kLongest": "a period: of starting again an engine that dies",
+    "kMostSeconds": "a type's range",
 }
 
 
@@ -120,12 +125,20 @@ def option_bounds() -> Iterator[tuple[str, float]]:
 
 
 def cpp_bounds() -> Iterator[tuple[str, float]]:
+    """Of both forms: `seconds kName(10)` and `auto kName = std::chrono::seconds(10)`."""
     for path in sorted((ROOT / "backend/triton").glob("*.[ch]*")):
-        for name, expression in IS_CPP_BOUND.findall(path.read_text("utf-8")):
-            unit = re.fullmatch(r"std::chrono::(\w+)\((.+)\)", expression.strip())
-            scale = {"microseconds": 1e-6, "milliseconds": 1e-3, "seconds": 1, "minutes": 60}[unit[1]] if unit else 1
-            number = re.sub(r"(?<=\d)(u|ul|ull|U|UL|ULL)\b", "", unit[2] if unit else expression)
-            yield name, in_seconds(name, scale * float(eval(number, {"__builtins__": {}})))
+        for kind, declared in CPP_CONSTANTS.findall(path.read_text("utf-8")):
+            for name, assigned, constructed in CPP_CONSTANT.findall(declared):
+                if IS_CPP_BOUND.search(name):
+                    yield name, in_seconds(name, cpp_value(kind, assigned.strip() or constructed))
+
+
+def cpp_value(kind: str, expression: str) -> float:
+    """A duration in seconds, whether its unit is the declared type or part of the expression."""
+    unit = re.fullmatch(r"std::chrono::(\w+)\((.+)\)", expression)
+    scale = CPP_UNITS.get(unit[1] if unit else kind.rpartition("::")[2], 1)
+    number = re.sub(r"(?<=\d)(u|ul|ull|U|UL|ULL)\b", "", unit[2] if unit else expression)
+    return scale * float(eval(number, {"__builtins__": {}}))
 
 
 FOUND = {
