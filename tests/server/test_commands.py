@@ -151,6 +151,22 @@ def test_serve_gives_the_server_the_time_that_its_models_drain(
     assert [word for word in command if "exit-timeout" in word] == [expected]
 
 
+def test_validate_and_doctor_say_how_long_a_server_must_be_given_to_end(
+    demo_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, drain_s in (("short", "7.5"), ("long", "90")):
+        (tmp_path / name / "1").mkdir(parents=True)
+        given = {"task": "tokenize", "tokenizer_dir": demo_model, "drain_timeout_s": drain_s}
+        lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in given.items()]
+        (tmp_path / name / "config.pbtxt").write_text("\n".join(['backend: "slipstream"', *lines]))
+    assert main(["validate", str(tmp_path / "short")]) == 0
+    needed = "its server needs --exit-timeout-secs=18 or more: drain_timeout_s=7.5 and 10 s"
+    assert needed in capsys.readouterr().out.splitlines()
+    monkeypatch.setattr(examinations, "ALL", ())
+    assert main(["doctor", "--model-repository", str(tmp_path)]) == 0
+    assert "needs --exit-timeout-secs=100 or more" in capsys.readouterr().out
+
+
 def test_serve_with_a_checkpoint_and_the_gateway(demo_model: Path) -> None:
     if missing_server():
         pytest.skip(missing_server())

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.commands.serve import SOURCE_TREE, find_tritonserver
+from slipstream.commands.serve import EXIT_TIMEOUT, SOURCE_TREE, exit_timeout_s, find_tritonserver
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.host_memory import host_memory
 
@@ -194,7 +194,10 @@ def models(repository: Path) -> list[Finding]:
             found.append(Finding(config.parent.name, "ok", str(report).strip().splitlines()[-1]))
         except SlipstreamError as error:
             found.append(Finding(config.parent.name, "missing", str(error)))
-    return found or [Finding("models", "note", f"{repository} has no model with backend slipstream")]
+    if not found:
+        return [Finding("models", "note", f"{repository} has no model with backend slipstream")]
+    text = f"the server of these models needs {EXIT_TIMEOUT}={exit_timeout_s(repository)} or more (`serve` sets it)"
+    return [*found, Finding("server's end", "ok", text)]
 
 
 def _version(name: str) -> str | None:

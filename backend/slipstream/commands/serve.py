@@ -11,7 +11,6 @@ What follows a lone -- goes to tritonserver as it is. Ctrl-C drains and stops ev
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import re
 import shutil
@@ -34,7 +33,6 @@ SOURCE_TREE = Path(__file__).resolve().parents[3]
 OWN_MODELS = ("llm", "preprocessing", "postprocessing", "ensemble")
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 EXIT_TIMEOUT = "--exit-timeout-secs"
-EXIT_RESERVE_S = 10  # what the server needs beyond drain_timeout_s: to answer what still runs, to kill hanging engines
 LAST_WORDS_S = 3.0  # for the server to answer its clients, after a second Ctrl-C
 
 
@@ -120,9 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def exit_timeout_s(repository: Path) -> int:
-    """What the server must be given for its end: server 2.51 hangs when requests outlive its own limit of 30 s."""
+    """What the server of these models must be given for its end."""
     given = (drain_timeout_s(path.read_text("utf-8")) for path in repository.glob("*/config.pbtxt"))
-    return math.ceil(max(given, default=ServingConfig().drain_timeout_s)) + EXIT_RESERVE_S
+    return ServingConfig(drain_timeout_s=max(given, default=ServingConfig().drain_timeout_s)).exit_timeout_s
 
 
 def drain_timeout_s(config: str) -> float:

@@ -4,6 +4,7 @@ or from keyword arguments of `slipstream.LLM`. Numbers found at run time (blocks
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 SCHEDULER_POLICIES = ("max_utilization", "guaranteed_no_evict")
@@ -124,6 +125,9 @@ class GuidedConfig:
     cache_bytes: int = 64 << 20
 
 
+EXIT_RESERVE_S = 10  # for the server's end beyond drain_timeout_s: answering what still runs, killing hanging engines
+
+
 @dataclass(frozen=True)
 class ServingConfig:
     """Defaults of what a client may leave out, and limits of the server process."""
@@ -141,6 +145,11 @@ class ServingConfig:
     ignored_request_parameters: str = ""  # patterns like "x-*,traceparent": request parameters that mean nothing here
     is_decoupled: bool = True  # of config.pbtxt; else a request has one response, which plain infer calls want
     max_batch_size: int = 0  # of config.pbtxt; above 0 every tensor has a batch dimension of 1 in front
+
+    @property
+    def exit_timeout_s(self) -> int:
+        """The least --exit-timeout-secs of the server: 2.51 hangs when requests outlive it, 30 s by default."""
+        return math.ceil(self.drain_timeout_s) + EXIT_RESERVE_S
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.config import EngineConfig
+from slipstream.core.config import EXIT_RESERVE_S, EngineConfig, ServingConfig
 from slipstream.core.config_parse import parse_parameters
 from slipstream.core.contract import TASKS
 from slipstream.core.errors import ConfigError
@@ -33,7 +33,7 @@ def validate(model_dir: str | Path) -> str:
     check_tensors(declared, TASKS[config.task])
     parts = [f"{folder.name}: {config.task} model, {config.model.model or config.model.tokenizer}", _settings(config)]
     parts.append(_plan(config) if config.task == "generate" else _tokenizer(config))
-    return "\n".join([*parts, "ok: this would load"])
+    return "\n".join([*parts, _exit_timeout(config.serving), "ok: this would load"])
 
 
 def passed_over(model_dir: str | Path) -> str:
@@ -110,6 +110,11 @@ def _settings(config: EngineConfig) -> str:
             if value != getattr(theirs, field.name):
                 lines.append(f"  {section}.{field.name} = {value}")
     return "\n".join(["settings that differ from the defaults", *(lines or ["  none"])])
+
+
+def _exit_timeout(serving: ServingConfig) -> str:
+    drain = f"drain_timeout_s={serving.drain_timeout_s:g} and {EXIT_RESERVE_S} s"
+    return f"its server needs --exit-timeout-secs={serving.exit_timeout_s} or more: {drain}"
 
 
 def _plan(config: EngineConfig) -> str:
