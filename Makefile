@@ -38,10 +38,10 @@ test: assemble encoders
 	$(PY) -m pytest --require-server tests $(ALONE:%=--ignore=tests/%) || status=$$?
 	exit $$status
 
-# Every test that wants a GPU, then quick speed gates; the report is left in OUT.  tests/gpu/run.py runs without make as well.
+# Every test that wants a GPU, then quick speed gates; the report is left in OUT.  tests/gpu/run_gpu_tests.py runs without make as well.
 OUT ?= install/gpu-report
 test-gpu: setup
-	@$(PY) tests/gpu/run.py --out $(OUT) $(ARGS)
+	@$(PY) tests/gpu/run_gpu_tests.py --out $(OUT) $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

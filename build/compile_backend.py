@@ -93,7 +93,7 @@ def _fingerprint(compiler: str, flags: list[str]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for the library")
-    parser.add_argument("--sanitize", default="", help="thread, for example: for tests/fuzz/run.py")
+    parser.add_argument("--sanitize", default="", help="thread, for example: for tests/fuzz/run_fuzzers.py")
     arguments = parser.parse_args()
     try:
         print(compile_backend(arguments.out, arguments.sanitize))

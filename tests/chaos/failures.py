@@ -184,9 +184,10 @@ class Failures:
 
     def _pause(self, strength: float) -> None:
         engine = self.engines[self._target.model]
-        engine.send_signal(signal.SIGSTOP)
-        time.sleep(0.1 + 2.0 * strength)
-        engine.send_signal(signal.SIGCONT)
+        with suppress(psutil.NoSuchProcess):  # it died by itself, which its requests tell
+            engine.send_signal(signal.SIGSTOP)
+            time.sleep(0.1 + 2.0 * strength)
+            engine.send_signal(signal.SIGCONT)
 
     def _fill_disk(self, strength: float) -> None:
         """The log and files above 4 MiB cannot grow: writes fail with EFBIG, as on a full disk with ENOSPC.

@@ -247,7 +247,7 @@ def main() -> int:
             run = Run(options, server, doors, clock)
             try:
                 run.run()
-            except RuntimeError as error:
+            except (RuntimeError, psutil.NoSuchProcess) as error:
                 run.ledger.fault(f"the run broke off: {error}")
             end_server(server, run)
             if options.log:

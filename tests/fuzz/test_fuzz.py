@@ -13,7 +13,7 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[2] / "build"))
 from compile_backend import compile_backend, find_compiler
-from run import CORPUS, SOURCES, Figures, compile_target, find_clang, run_python, run_target
+from run_fuzzers import CORPUS, SOURCES, Figures, compile_target, find_clang, run_python, run_target
 from stress import compile_host, run_stress
 
 SECONDS = 3

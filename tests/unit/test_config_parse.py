@@ -42,6 +42,7 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         **dict.fromkeys(("draft_model", "medusa_heads", "mtp_module", "eagle_head"), "/folder"),
         "eagle_top_k": "8",
         "ngram_max": "3",
+        "guided_memory_bytes": "134217728",
     }
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])

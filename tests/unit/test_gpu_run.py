@@ -1,4 +1,4 @@
-"""tests/gpu/run.py: what it runs, how it judges figures, and that its report says so.  No GPU needed."""
+"""tests/gpu/run_gpu_tests.py: what it runs, how it judges figures, and that its report says so.  No GPU needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
-import run
+import run_gpu_tests
 import speed
 
 H200 = "NVIDIA H200"
@@ -81,8 +81,8 @@ def test_options_are_the_benchmarks(root: Path) -> None:
 
 
 def test_shards_share_out_all_files(root: Path) -> None:
-    whole = run.gpu_test_files(0, 1)
-    parts = [run.gpu_test_files(shard, 3) for shard in range(3)]
+    whole = run_gpu_tests.gpu_test_files(0, 1)
+    parts = [run_gpu_tests.gpu_test_files(shard, 3) for shard in range(3)]
     assert sorted(path for part in parts for path in part) == sorted(whole)
     assert {"tests/kernels/test_sample.py", "tests/engine/test_cuda_graphs.py"} <= set(whole)
     texts = {str(path.relative_to(root)): path.read_text() for path in (root / "tests").rglob("test_*.py")}
@@ -91,7 +91,7 @@ def test_shards_share_out_all_files(root: Path) -> None:
     }
     assert len(wanting) > 10
     assert wanting <= set(whole)
-    assert [run.parse_shard(text) for text in ("1/1", "2/3")] == [(0, 1), (1, 3)]
+    assert [run_gpu_tests.parse_shard(text) for text in ("1/1", "2/3")] == [(0, 1), (1, 3)]
 
 
 def test_a_gpu_test_that_is_skipped_is_a_problem(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_a_gpu_test_that_is_skipped_is_a_problem(tmp_path: Path) -> None:
         "<testcase classname='a' name='gpu'><skipped message='needs a Hopper GPU'/></testcase>"
         "<testcase classname='a' name='nvcc'><skipped message='no nvcc'/></testcase></testsuite></testsuites>"
     )
-    report = run.Report("abc", {"gpu": H200}, "1/1")
-    run.read_junit(tmp_path / "tests.xml", report)
+    report = run_gpu_tests.Report("abc", {"gpu": H200}, "1/1")
+    run_gpu_tests.read_junit(tmp_path / "tests.xml", report)
     assert report.counts == {"passed": 1, "failure": 1, "error": 1, "skipped": 3}
     assert [problem.split(":")[0] for problem in report.problems][:2] == ["failure", "error"]
     assert "assert 1 == 2" in report.problems[0] and report.problems[2].startswith("2 tests of a GPU were skipped")
@@ -114,7 +114,7 @@ def test_a_gpu_test_that_is_skipped_is_a_problem(tmp_path: Path) -> None:
 
 def test_the_report_is_left_in_a_plain_folder(root: Path, tmp_path: Path) -> None:
     """Without a GPU it says so, and fails."""
-    script = root / "tests/gpu/run.py"
+    script = root / "tests/gpu/run_gpu_tests.py"
     options = ["--out", str(tmp_path / "out"), "--commit", "abc123", "--skip", "build,tests,speed"]
     done = subprocess.run(
         [sys.executable, str(script), *options], capture_output=True, text=True, timeout=120, cwd=tmp_path

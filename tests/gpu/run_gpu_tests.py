@@ -1,6 +1,6 @@
 """Run every test that wants a GPU, then quick speed gates; print the commit and leave report.json and report.txt.
 
-    python3 tests/gpu/run.py --out DIR [--commit HASH] [--shard K/N] [--jobs N] [--skip build,tests,speed]
+    python3 tests/gpu/run_gpu_tests.py --out DIR [--commit HASH] [--shard K/N] [--jobs N] [--skip build,tests,speed]
 
 Needs a Python with torch, pytest and pytest-xdist, and nvcc; the tree may be a plain folder.  `make test-gpu` calls it.
 Exits with 1 if a test fails, a GPU test is skipped for want of a GPU or a compiler, or a figure is more than 3 % above

@@ -1,7 +1,7 @@
 """Fuzz what reads bytes of others: the C++ side under libFuzzer with ASan and UBSan, the Python side by mutation.
 
-    python tests/fuzz/run.py --seconds 600            # all targets, 600 s in all; exits with 1 when one finds a defect
-    python tests/fuzz/run.py --target frames --keep   # puts the inputs that reach new code into tests/fuzz/corpus
+    python tests/fuzz/run_fuzzers.py --seconds 600    # all targets, 600 s in all; exits with 1 when one finds a defect
+    python tests/fuzz/run_fuzzers.py --target frames --keep   # keeps inputs that reach new code in tests/fuzz/corpus
 
 Needs clang (`apt-get install clang libclang-rt-dev`, or clang-14 libclang-rt-14-dev). A defect's input is left in the
 folder that is printed; `<program> <input>` runs it again.
