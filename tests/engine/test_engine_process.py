@@ -108,6 +108,38 @@ def test_stop_by_request_id_and_cancel_by_handle_within_two_steps(
     assert engine.scheduler.cache.num_used_blocks == 0
 
 
+def test_a_large_stop_request_stops_the_other_and_leaves_nothing(backend: Backend, null_server: InThread) -> None:
+    null_server.slow_down(0.02)
+    backend.request(1, 900, request_id="one")
+    backend.next(FrameType.RESPONSES)
+    backend.request(2, 1, text=LARGE, request_id="one", stop=True)
+    finals: dict[int, int] = {}
+    while finals.keys() != {1, 2}:
+        responses = wire.decode_responses(backend.next(FrameType.RESPONSES))
+        finals |= {r.handle: r.error_code for r in responses if r.flags & ResponseFlag.FINAL}
+    assert null_server.num_steps < 500 and finals[2] == 0
+    assert not null_server.server._handles_by_id
+
+
+def test_a_large_request_that_is_refused_at_once_leaves_nothing(
+    backend: Backend, null_server: InThread, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = null_server.server
+    put = server._pool.put
+
+    def put_and_wait(raw: wire.Request, deadline: float | None) -> None:
+        put(raw, deadline)
+        assert server._pool.wait_empty(TIMEOUT_S)  # the pool's thread is done before the socket's goes on
+
+    monkeypatch.setattr(server._pool, "put", put_and_wait)
+    backend.request(1, 5, text=LARGE, request_id="one", top_p=2.0)
+    (answer,) = backend.responses_of(1)
+    assert answer.error_code == ErrorCode.INVALID_ARG
+    backend.request(2, 1)
+    backend.responses_of(2)
+    assert not server._handles_by_id
+
+
 def test_a_cancel_that_comes_before_the_grammar_is_compiled(backend: Backend, null_server: InThread) -> None:
     """It waits for that in the scheduler's queue, like any other: the cancel is heard at once."""
     backend.request(1, 900, guided_decoding_guide_type="regex", guided_decoding_guide="( a)*")

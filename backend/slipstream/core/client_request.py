@@ -220,7 +220,7 @@ def check_prompt_bytes(name: str, num_bytes: int, tokenizer: TextCodec, max_mode
 
 
 def peek(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> tuple[str, float | None]:
-    """Of a large request, before it is read: its id and its deadline on the monotonic clock.
+    """Of a large request, before it is read: the id by which it may be stopped, its deadline on the monotonic clock.
 
     Raises RequestError where the small tensors and parameters are enough for it, and for a text that cannot fit.
     """
@@ -235,7 +235,8 @@ def peek(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> tuple[
         serving.max_batch_size > 0,
         serving.ignored_request_parameters,
     )
-    return raw.request_id or settings.get("request_id", ""), _deadline(raw, settings)
+    request_id = "" if settings.get("stop_request") else raw.request_id or settings.get("request_id", "")
+    return request_id, _deadline(raw, settings)
 
 
 def _is_echoed(settings: Settings, stream: bool, config: EngineConfig) -> bool:

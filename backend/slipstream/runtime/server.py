@@ -106,8 +106,8 @@ class GenerateServer:
                 raise CapacityError("the model is being unloaded")
             if num_bytes(raw) > MAX_INLINE_BYTES:
                 request_id, deadline = peek(raw, self._config, self._engine.tokenizer)
+                self._note_id(raw.handle, request_id)  # before the pool's thread can be done with it
                 self._pool.put(raw, deadline)
-                self._note_id(raw.handle, request_id)
             else:
                 client = parse_request(raw, self._config, self._engine.tokenizer)
                 self._note_id(raw.handle, client.request_id if not client.is_stop else "")
