@@ -17,7 +17,7 @@ from slipstream.core.config import GuidedConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
-from slipstream.runtime import guided
+from slipstream.runtime import grammar_host, guided
 from slipstream.runtime.engine import Engine
 
 PROMPT = [70, 201, 33]
@@ -151,6 +151,51 @@ def test_a_stuck_process_is_killed_and_others_go_on(tiny_llama: Path) -> None:
     run_steps(engine, again)
     assert all(one.finish_reason is FinishReason.STOP for one in again.values())
     engine.close()
+
+
+def test_a_trial_that_somebody_kills_is_not_the_grammars_fault(limited: Engine) -> None:
+    told = _submit(limited, Guide("regex", "|".join(f"[a-z]{{{n}}}" for n in range(1, 150))))
+    running = set(_workers(limited))
+    process = limited._guided._host._link._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)  # it forks when it goes on
+    run_steps(limited, told, 2)
+    os.kill(process.pid, signal.SIGCONT)
+    while not (trials := set(_workers(limited)) - running):
+        assert not any(one.finish_reason for one in told.values())
+    for pid in trials:
+        os.kill(pid, signal.SIGKILL)
+    run_steps(limited, told)
+    assert [one.error for one in told.values()] == [""]
+
+
+def test_a_call_that_outlives_its_request_ends_though_nobody_else_comes(
+    limited: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = limited._guided._host
+    monkeypatch.setattr(host, "_limits", replace(host._limits, max_step_ms=100))
+    monkeypatch.setattr(grammar_host, "_MERCY_S", 0.2)
+    told = _submit(limited, LETTERS)
+    while not next(iter(told.values())).token_ids:
+        run_steps(limited, told, 1)
+    (worker,) = _workers(limited)
+    os.kill(worker, signal.SIGSTOP)
+    run_steps(limited, told)
+    assert not limited.has_work and not host.is_idle
+    deadline = time.monotonic() + 10
+    while worker in _workers(limited) and time.monotonic() < deadline:
+        limited.wait(0.05)
+    assert worker not in _workers(limited) and host.is_idle
+
+
+def test_keys_of_grammars_are_not_kept_for_ever(limited: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_host, "MAX_KNOWN_GRAMMARS", 3)
+    host = limited._guided._host
+    for number in range(8):
+        told = _submit(limited, Guide("regex", f"[a-z]{number}"), params=replace(GUIDED, max_tokens=1))
+        run_steps(limited, told)
+        assert [one.error for one in told.values()] == [""]
+    assert len(host._compiled) <= 3
 
 
 def test_late_masks_change_no_text(limited: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,6 +152,7 @@ class Engine:
 
     def wait(self, timeout: float) -> bool:
         """Sleep until there is work, at most `timeout` seconds. Returns has_work."""
+        self._guided.poll([])  # grammars of requests that have ended may still be worked on
         self.stats.last_step_time = 0.0
         self.stats.publish()
         with self._wake:

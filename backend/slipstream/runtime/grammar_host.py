@@ -270,10 +270,18 @@ class GrammarHost:
     def _let_others_open(self, key: bytes) -> None:
         waiting = self._compiled.get(key)
         if waiting is not None:
+            del self._compiled[key]
             self._compiled[key] = None
+            self._forget_compiled()
             for other in waiting:
                 if other.state_id in self._states:
                     self._open(other)
+
+    def _forget_compiled(self) -> None:
+        """The oldest of too many; the next of its text is then taken for the first."""
+        oldest = next(iter(self._compiled))
+        if len(self._compiled) > MAX_KNOWN_GRAMMARS and self._compiled[oldest] is None:
+            del self._compiled[oldest]
 
     def _judge(self, state: GuideState, answer: Answer) -> None:
         self._news.append(state)

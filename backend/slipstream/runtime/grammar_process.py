@@ -41,6 +41,7 @@ class _Trial:
     key: bytes
     guide: Guide
     is_long: bool = False
+    is_again: bool = False  # somebody has killed it once, by the kernel's want of memory or by hand
     pid: int = 0
     result_fd: int = -1
     deadline: float = 0.0
@@ -162,6 +163,9 @@ class GrammarProcess:
                 self._queue(_Trial(trial.key, trial.guide, is_long=True))
                 return
             verdict, text = "time", ""
+        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and not trial.is_again:
+            self._queue(_Trial(trial.key, trial.guide, trial.is_long, is_again=True))
+            return
         else:  # ended by a want of memory that xgrammar does not survive, or by a crash
             verdict, text = "memory", ""
         self._channel.send(("verdict", trial.key, verdict, text))
