@@ -168,6 +168,26 @@ def test_pipelined_requests(bounded: GatewayProcess) -> None:
     assert bounded.get("/health")[0] == 200
 
 
+def test_what_was_answered_is_not_counted_on_a_connection_that_is_never_idle(bounded: GatewayProcess) -> None:
+    """Long answers with requests behind them, that have 192 KiB of headers each time; all may have 1 MiB."""
+    script = json.dumps({"pieces": ["a"], "repeat": 500})
+    body = json.dumps({"model": "plain", "prompt": script, "stream": True}).encode()
+    long = POST + f"content-length: {len(body)}\r\n\r\n".encode() + body
+    small = 6 * (HEAD + b"x-long: " + b"a" * (32 << 10) + b"\r\n\r\n")
+    with connect(bounded) as connection:
+        connection.sendall(long)
+        for _ in range(8):
+            answer = b""
+            while b"data: " not in answer:  # the long one is under way
+                answer += connection.recv(65536)
+                assert b" 503 " not in answer and answer
+            connection.sendall(small + long)
+            while answer.count(b"HTTP/1.1 200") < 6:
+                part = connection.recv(65536)
+                assert part and b" 503 " not in part
+                answer += part
+
+
 def test_connections(bounded: GatewayProcess) -> None:
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(connect(bounded)) for _ in range(220)]

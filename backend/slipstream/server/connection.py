@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from http import HTTPStatus
 from typing import Any
 
@@ -46,7 +47,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_header_bytes = 0
         self._num_unparsed_bytes = 0  # the parser keeps a header until the next one begins
         self._has_progress = False  # the parser gave us something of the last piece
-        self._num_unanswered_bytes = 0  # headers of requests that are complete
+        self._unanswered: deque[int] = deque()  # bytes of the headers of requests that are complete, in order
         self._num_kept_bytes = 0  # our part of the shared count
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -59,7 +60,8 @@ class BoundedConnection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_refused = True
         self._expect_nothing()
-        self._is_in_head, self._num_unparsed_bytes, self._num_unanswered_bytes = False, 0, 0
+        self._is_in_head, self._num_unparsed_bytes = False, 0
+        self._unanswered.clear()
         self._share()
         self.resume_writing()
         super().connection_lost(exc)
@@ -113,7 +115,7 @@ class BoundedConnection(HttpToolsProtocol):
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
             return self._refuse(503, "too many requests without waiting for an answer")
         self._has_progress, self._is_in_head, self._is_in_request = True, False, True
-        self._num_unanswered_bytes += self._num_header_bytes
+        self._unanswered.append(self._num_header_bytes)
         self._expect(self._limits.body_timeout_s, "its body")
         super().on_headers_complete()
 
@@ -133,9 +135,9 @@ class BoundedConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        if not self.pipeline:
-            self._num_unanswered_bytes = 0
-            self._share()
+        if self._unanswered:
+            self._unanswered.popleft()
+        self._share()
         super().on_response_complete()
 
     # ---- counts
@@ -150,7 +152,7 @@ class BoundedConnection(HttpToolsProtocol):
 
     def _share(self) -> None:
         """Bring our part of what all connections keep up to date; refuse the request if that is too much."""
-        num_bytes = self._num_unanswered_bytes + self._num_unparsed_bytes
+        num_bytes = sum(self._unanswered) + self._num_unparsed_bytes
         num_bytes += self._num_header_bytes if self._is_in_head else 0
         has_grown = num_bytes > self._num_kept_bytes
         self._shared.num_head_bytes += num_bytes - self._num_kept_bytes
