@@ -17,6 +17,7 @@ from slipstream.core.config_table import PARAMETERS
 
 ROOT = Path(__file__).resolve().parents[2]
 IS_BOUND = re.compile(r"(^|_)MAX(_|$)|TIMEOUT|_LIMIT|_BUDGET|_QUOTA|_(MS|S)$", re.IGNORECASE)
+IS_PARAMETER_BOUND = re.compile(IS_BOUND.pattern + "|_BYTES$", re.IGNORECASE)
 CPP_CONSTANTS = re.compile(r"constexpr\s+((?:\w+::)*\w[\w ]*?(?:<\w+>)?)\s+(k\w+\s*[=({][^;]+);")
 CPP_CONSTANT = re.compile(r"(k\w+)\s*(?:=\s*([^;,]+)|[({]([^(){}]+)[)}])")
 IS_CPP_BOUND = re.compile("Max|Longest|Most|Timeout|Limit|Budget|Reserve|End$|Healthy")
@@ -25,6 +26,8 @@ UNITS = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "ms": 1e-3, "us": 1e-6,
 
 # names that look like a client's bound and are none -> why
 NO_BOUNDS = {
+    "memory_bytes": "the size of the KV cache",
+    "kv_cache_host_memory_bytes": "the size of the KV cache in host memory",
     "ngram_max": "a length that n-gram drafting looks for",
     "MAX_INT32": "a type's range",
     "MAX_TIMEOUT_US": "a type's range",
@@ -87,7 +90,8 @@ def in_seconds(name: str, value: float) -> float:
 def config_bounds() -> Iterator[tuple[str, float]]:
     for parameter in PARAMETERS:
         default = reduce(getattr, parameter.path.split("."), EngineConfig())
-        if IS_BOUND.search(parameter.name) and isinstance(default, int | float) and not isinstance(default, bool):
+        is_number = isinstance(default, int | float) and not isinstance(default, bool)
+        if IS_PARAMETER_BOUND.search(parameter.name) and is_number:
             yield parameter.name, in_seconds(parameter.name, default)
 
 

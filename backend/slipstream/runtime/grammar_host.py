@@ -2,7 +2,8 @@
 
 Engine thread only. Nothing here waits for a grammar but `collect`, and that for a bounded time: a request whose mask is
 not there is left out of steps until it is. What takes longer than the limits ends with an error of its own; a worker
-that is stuck in it is killed, and the other sequences go on in a new one behind the tokens they have.
+that is stuck in it is killed, and the other sequences go on in a new one behind the tokens they have. So do all when a
+process is killed from outside, MAX_KILLS times in a row.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from slipstream.core.guide_limits import FIELD
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import Guide
 from slipstream.runtime.grammar_link import GrammarLink
-from slipstream.runtime.grammar_messages import Answer, Setup
+from slipstream.runtime.grammar_messages import MAX_KILLS, Answer, Setup
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,9 @@ class GuideState:
     dead: tuple[int, ...] = ()  # places of the last walk's paths that the grammar forbids
     cpu_s: float = 0.0
     num_quick: int = 0
-    num_deaths: int = 0  # of workers, that may be its doing
+    num_kills: int = 0  # of processes it waited for, by others, since its last token
+    num_crashes: int = 0  # of workers, that may be its doing, since its last token
+    num_tokens_at_death: int = -1
 
     @property
     def is_settled(self) -> bool:
@@ -79,7 +82,8 @@ class GrammarHost:
         self._link = GrammarLink(setup, num_states * rows_per_state)
         self._all_rows = range(0, num_states * rows_per_state, rows_per_state)
         self._free_rows: deque[int] = deque()  # of the worker
-        self._is_process_ready = False
+        self._is_ready = False  # for a worker: the process runs, and has told how the last worker ended
+        self._suspects: list[GuideState] = []  # with calls in the worker that has ended, the longest first
         self._states: dict[int, GuideState] = {}  # started, not forgotten
         self._num_started = 0
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # by key: "" or why the text is refused
@@ -184,18 +188,23 @@ class GrammarHost:
     # ---- parts
 
     def _hear(self, timeout: float) -> None:
-        self._link.hear(timeout, self._take_verdict, self._take_answer)
+        self._link.hear(timeout, self._take_notice, self._take_answer)
         if self._link.process_is_lost:
             self._restart_process()
         elif self._link.worker_is_lost:
-            self._restart_worker(is_blame_due=not self._stuck)
+            self._restart_worker()
 
-    def _take_verdict(self, kind: str, key: bytes = b"", verdict: str = "", text: str = "") -> None:
-        if kind == "ready":
-            self._is_process_ready = True
-            for state in self._states.values():
-                state.asked_at = time.monotonic() if state.asked_at else 0.0
+    def _take_notice(self, kind: str, *arguments: Any) -> None:
+        """From the process that forks: "ready" to do so, the "verdict" of a trial, or how a worker "ended"."""
+        if kind == "verdict":
+            self._take_verdict(*arguments)
             return
+        if kind == "ended":
+            self._take_end(*arguments)
+        self._is_ready = True
+        self._reopen()
+
+    def _take_verdict(self, key: bytes, verdict: str, text: str) -> None:
         states = self._trying.pop(key, [])
         if not states:
             return
@@ -203,6 +212,8 @@ class GrammarHost:
         error: SlipstreamError | None = None
         if verdict == "full":
             error = CapacityError("too many grammars that take long are being compiled")
+        elif verdict == "killed":
+            error = CapacityError(f"compiling this {name} was ended from outside {MAX_KILLS} times")
         elif verdict == "bug":
             error = internal_error(logger, "compiling a grammar", EngineError(text))
         else:
@@ -224,6 +235,9 @@ class GrammarHost:
 
     def _open(self, state: GuideState) -> None:
         """Once a grammar has passed: as soon as there is room, and the worker has compiled it for the first of all."""
+        if not self._is_ready:
+            self._link.start_process()
+            return
         if not self._link.has_worker:
             self._link.start_worker()
             self._free_rows = deque(self._all_rows)
@@ -317,8 +331,6 @@ class GrammarHost:
             self._open(self._rowless.popleft())
 
     def _check_times(self, now: float) -> None:
-        if not self._is_process_ready:
-            return
         for state in list(self._states.values()):
             if state.asked_at and state.error is None and now - state.asked_at > state.asked_s:
                 text = f"this {state.guide.type} takes more than {state.asked_s:g} s for one token"
@@ -328,29 +340,49 @@ class GrammarHost:
             logger.warning("a grammar is stuck: its process is killed, other guided requests go on in a new one")
             self._restart_worker()
 
-    def _restart_worker(self, is_blame_due: bool = False) -> None:
-        """All that were in the worker go on in a new one. is_blame_due: it has died, perhaps by the call that ran
-        longest; the second time that is taken for sure."""
+    def _restart_worker(self) -> None:
+        """All that were in the worker go on in a new one, once it is known how the old one has ended."""
         asked = [state for state in self._states.values() if state.asked_at and state.error is None]
-        guilty = min(asked, key=lambda state: state.asked_at) if is_blame_due and asked else None
-        if guilty is not None:
-            guilty.num_deaths += 1
-        if guilty is not None and guilty.num_deaths > 1:
-            text = f"matching this {guilty.guide.type} takes more memory than guided_memory_bytes"
-            self._end(guilty, RequestError(FIELD, f"{text}={self._limits.memory_bytes}, or cannot be done"))
+        self._suspects = [] if self._stuck else sorted(asked, key=lambda state: state.asked_at)
+        self._is_ready = False
         self._link.drop_worker()
         self._reopen()
 
+    def _take_end(self, is_crash: bool) -> None:
+        """is_crash: the worker ended by itself, perhaps by the call that ran longest; else nobody in it did that."""
+        suspects, self._suspects = self._suspects, []
+        for state in suspects[:1] if is_crash else suspects:
+            self._count_death(state, is_crash)
+
     def _restart_process(self) -> None:
-        if not self._is_process_ready:
-            for state in self._states.values():
-                self._end(state, EngineError("guided decoding failed: its process does not start, see the log"))
-            self._trying.clear()
-        self._is_process_ready = False
+        logger.warning("the process of structured output is gone: guided requests go on in a new one")
+        self._is_ready, self._suspects = False, []
         self._link.drop_process()
-        for key, states in self._trying.items():
-            self._link.say("try", key, states[0].guide)
+        for state in self._states.values():
+            if not state.is_settled:
+                self._count_death(state)
+        for key, states in list(self._trying.items()):
+            self._trying[key] = [state for state in states if state.error is None]
+            if self._trying[key]:
+                self._link.say("try", key, states[0].guide)
+            else:
+                del self._trying[key]
         self._reopen()
+
+    def _count_death(self, state: GuideState, is_crash: bool = False) -> None:
+        """The second crash without a new token is taken for the doing of this request."""
+        if state.error is not None or state.state_id not in self._states:
+            return
+        if len(state.token_ids) > state.num_tokens_at_death:
+            state.num_tokens_at_death, state.num_kills, state.num_crashes = len(state.token_ids), 0, 0
+        state.num_kills += not is_crash
+        state.num_crashes += is_crash
+        if state.num_crashes > 1:
+            text = f"matching this {state.guide.type} takes more memory than guided_memory_bytes"
+            self._end(state, RequestError(FIELD, f"{text}={self._limits.memory_bytes}, or cannot be done"))
+        elif state.num_kills >= MAX_KILLS:
+            text = f"its process ended {MAX_KILLS} times in a row before the next token"
+            self._end(state, CapacityError(f"structured output is not available: {text}, the server's log may say why"))
 
     def _reopen(self) -> None:
         self._stuck.clear()

@@ -40,8 +40,7 @@ class GrammarLink:
 
     def say(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
         """To the process that forks."""
-        if self._control is None:
-            self._start_process()
+        self.start_process()
         assert self._control is not None
         try:
             self._control.send(message, fds)
@@ -56,7 +55,7 @@ class GrammarLink:
         except OSError:
             self.worker_is_lost = True
 
-    def hear(self, timeout: float, on_verdict: Callable[..., None], on_answer: Callable[..., None]) -> None:
+    def hear(self, timeout: float, on_notice: Callable[..., None], on_answer: Callable[..., None]) -> None:
         """Pass on what has come. Waits `timeout` seconds at most for the first of it."""
         channels = [channel for channel in (self._worker, self._control) if channel is not None]
         if timeout > 0:
@@ -74,7 +73,7 @@ class GrammarLink:
             except OSError:
                 messages, self.process_is_lost = [], True
             for message in messages:
-                on_verdict(*message)
+                on_notice(*message)
 
     def start_worker(self) -> None:
         ours, theirs = socket.socketpair()
@@ -90,7 +89,7 @@ class GrammarLink:
         self._worker = Channel(ours, is_blocking=False)
 
     def drop_worker(self) -> None:
-        """Kill it, whatever it does."""
+        """Kill it, whatever it does. The process that forks tells how it has ended."""
         self.worker_is_lost = False
         if self._worker is not None:
             self._worker.close()
@@ -107,7 +106,10 @@ class GrammarLink:
         if self._process is not None:
             self._process.poll()
 
-    def _start_process(self) -> None:
+    def start_process(self) -> None:
+        """If there is none. It does not listen yet when this returns."""
+        if self._control is not None:
+            return
         ours, theirs = socket.socketpair()
         path = [place for place in sys.path if place]  # not the current directory, which anybody may have filled
         arguments = ["-c", _START.format(path=path), str(theirs.fileno()), pickle.dumps(self._setup).hex()]

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from slipstream.core.config import GuidedConfig
 
+MAX_KILLS = 5  # of processes in a row, from outside or before they were ready, that a request or a trial outlasts
+
 
 class Setup(NamedTuple):
     """What the engine says first."""

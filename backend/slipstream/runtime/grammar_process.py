@@ -26,13 +26,14 @@ from typing import NoReturn
 from slipstream.core.sampling_params import Guide
 from slipstream.runtime.grammar_channel import Channel
 from slipstream.runtime.grammar_compiler import GrammarCompiler, GrammarError
-from slipstream.runtime.grammar_messages import Setup
+from slipstream.runtime.grammar_messages import MAX_KILLS, Setup
 from slipstream.runtime.grammar_worker import GrammarCache, GrammarWorker, lower_priority
 
 _SHORT_TRIAL_S = 0.3  # CPU time in the first lane
 _NUM_SEATS = 2  # trials at once, in each lane
 MAX_LONG_TRIALS = 32  # that wait or run in the second lane; above it a grammar is refused with UNAVAILABLE
 _PATIENCE = 6  # wall time of a trial, in its CPU time: others may want the cores
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 _STACKS_BYTES = 512 << 20  # of address space, for the stacks of a worker's threads
 
 
@@ -41,10 +42,10 @@ class _Trial:
     key: bytes
     guide: Guide
     is_long: bool = False
-    is_again: bool = False  # somebody has killed it once, by the kernel's want of memory or by hand
     pid: int = 0
     result_fd: int = -1
     deadline: float = 0.0
+    num_kills: int = 0  # by somebody: the kernel for want of memory, or by hand
 
 
 class GrammarProcess:
@@ -94,7 +95,7 @@ class GrammarProcess:
         else:
             (generation,) = arguments
             assert kind == "kill" and isinstance(generation, int)
-            _kill(self._workers.pop(generation))
+            self._channel.send(("ended", _is_crash(_kill(self._workers.pop(generation)))))
 
     # ---- trials
 
@@ -163,10 +164,13 @@ class GrammarProcess:
                 self._queue(_Trial(trial.key, trial.guide, is_long=True))
                 return
             verdict, text = "time", ""
-        elif os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and not trial.is_again:
-            self._queue(_Trial(trial.key, trial.guide, trial.is_long, is_again=True))
-            return
-        else:  # ended by a want of memory that xgrammar does not survive, or by a crash
+        elif not _is_crash(status):  # that says nothing about the grammar
+            trial.num_kills += 1
+            if trial.num_kills < MAX_KILLS:
+                self._queue(trial)
+                return
+            verdict, text = "killed", ""
+        else:  # ended by a want of memory that xgrammar does not survive
             verdict, text = "memory", ""
         self._channel.send(("verdict", trial.key, verdict, text))
 
@@ -207,6 +211,11 @@ def _kill(pid: int) -> int:
     """Returns the wait status."""
     os.kill(pid, signal.SIGKILL)  # a child that has ended is still there until it is waited for
     return os.waitpid(pid, 0)[1]
+
+
+def _is_crash(status: int) -> bool:
+    """Whether a child has ended by what it did: by a failure of its own, not by a signal from outside."""
+    return os.WTERMSIG(status) in _CRASHES if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) != 0
 
 
 def _virtual_bytes() -> int:
