@@ -127,8 +127,8 @@ def test_a_large_request_that_is_refused_at_once_leaves_nothing(
     server = null_server.server
     put = server._pool.put
 
-    def put_and_wait(raw: wire.Request, deadline: float | None) -> None:
-        put(raw, deadline)
+    def put_and_wait(raw: wire.Request, deadline: float | None, known: object) -> None:
+        put(raw, deadline, known)
         assert server._pool.wait_empty(TIMEOUT_S)  # the pool's thread is done before the socket's goes on
 
     monkeypatch.setattr(server._pool, "put", put_and_wait)
@@ -149,6 +149,7 @@ def test_a_cancel_that_comes_before_the_grammar_is_compiled(backend: Backend, nu
 
 
 LARGE = "x = 1\n" * 1600  # more than is read on the socket's thread, less than max_model_len
+ENDS = ("text_output", "finish_reason")
 
 
 @pytest.fixture
@@ -176,23 +177,33 @@ def test_small_requests_pass_a_large_one_that_is_tokenised(backend: Backend, slo
     assert len(backend.responses_of(1)) == 5
 
 
+def reasons_of(responses: list[wire.Response]) -> list[bytes]:
+    """Texts and finish reasons of ordinary responses: none is an error, the last is final."""
+    assert [response.flags for response in responses] == [0] * (len(responses) - 1) + [ResponseFlag.FINAL]
+    return [data for response in responses for _, _, data in response.outputs]
+
+
 def test_cancels_stops_and_deadlines_reach_requests_that_wait_to_be_tokenised(
     backend: Backend, null_server: InThread, slow_tokenizer: threading.Event
 ) -> None:
-    backend.request(1, 5, text=LARGE)
+    """They end as the engine ends what waits there: with a finish reason, a response per sequence that streams."""
+    backend.request(1, 5, text=LARGE, outputs=ENDS)
     for handle in (2, 3):
-        backend.request(handle, 5, text=LARGE, request_id=f"r{handle}")
-    backend.request(4, 5, text=LARGE, timeout_ms=50)
+        backend.request(handle, 5, text=LARGE, request_id=f"r{handle}", outputs=ENDS)
+    backend.request(4, 5, text=LARGE, timeout_ms=50, n=2, outputs=ENDS)
+    cancelled, late = [wire.bytes_tensor([b""]), wire.bytes_tensor([b"cancelled"])], wire.bytes_tensor([b"timeout"])
     backend.connection.sendall(wire.encode_cancel(2))
-    assert backend.responses_of(2)[-1].error_message == "cancelled while it waited to be tokenised"
+    assert reasons_of(backend.responses_of(2)) == cancelled
     backend.request(5, 1, request_id="r3", stop=True)
-    assert backend.responses_of(3)[-1].error_message == "cancelled while it waited to be tokenised"
-    assert backend.responses_of(4)[-1].error_message == "timed out while it waited to be tokenised"
+    assert reasons_of(backend.responses_of(3)) == cancelled
+    assert reasons_of(backend.responses_of(4)) == 2 * [wire.bytes_tensor([b""]), late]
+    backend.request(7, 5, text=LARGE, timeout_ms=50, n=2, stream=False, outputs=ENDS)
+    assert reasons_of(backend.responses_of(7)) == [wire.bytes_tensor([b"", b""]), 2 * late]
     backend.connection.sendall(wire.encode_cancel(1))
     backend.request(6, 3)
     assert len(backend.responses_of(6)) == 3
     slow_tokenizer.set()
-    assert backend.responses_of(1)[-1].flags & ResponseFlag.FINAL
+    assert reasons_of(backend.responses_of(1)) == cancelled
     wait_until(lambda: null_server.server._pool.is_empty, "the pool to be empty")
     assert not null_server.server._live and not null_server.server._handles_by_id
 

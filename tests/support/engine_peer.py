@@ -61,8 +61,8 @@ class Backend:
     def request(self, handle: int, max_tokens: int, text: str = "def f(x):", **parameters: Any) -> None:
         given = wire.Tensor("text_input", DataType.BYTES, (1,), wire.bytes_tensor([text.encode()]))
         settings = {"max_tokens": max_tokens, "stream": True, "temperature": 0, "ignore_eos": True, **parameters}
-        request_id = settings.pop("request_id", "")
-        raw = wire.Request(handle, time.time_ns(), 0, request_id, ("text_output",), (given,), settings)
+        request_id, outputs = settings.pop("request_id", ""), settings.pop("outputs", ("text_output",))
+        raw = wire.Request(handle, time.time_ns(), 0, request_id, outputs, (given,), settings)
         self.connection.sendall(wire.encode_request(raw))
 
     def responses_of(self, handle: int) -> list[wire.Response]:

@@ -10,6 +10,7 @@ import pytest
 from patience import wait_until
 from slipstream.core import wire
 from slipstream.core.errors import CapacityError
+from slipstream.core.request import FinishReason
 from slipstream.runtime.request_pool import RequestPool, num_bytes
 
 
@@ -24,7 +25,7 @@ class Steps:
         self.go = threading.Event()
         self.read: list[int] = []
         self.delivered: list[int] = []
-        self.dropped: list[tuple[int, str]] = []
+        self.ended: list[tuple[int, FinishReason]] = []
         self.cancels: list[int] = []
 
     def parse(self, raw: wire.Request) -> Any:
@@ -36,9 +37,9 @@ class Steps:
         assert parsed == handle
         self.delivered.append(handle)
 
-    def drop(self, handle: int, error: Exception) -> None:
-        assert isinstance(error, CapacityError)
-        self.dropped.append((handle, str(error)))
+    def end(self, handle: int, known: Any, reason: FinishReason) -> None:
+        assert known == f"known of {handle}"
+        self.ended.append((handle, reason))
 
     def cancelled(self, handle: int) -> None:
         self.cancels.append(handle)
@@ -51,7 +52,7 @@ def steps() -> Steps:
 
 def start(steps: Steps, max_requests: int = 10, max_bytes: int = 1 << 20) -> RequestPool:
     pool = RequestPool(steps, max_requests, max_bytes)
-    pool.put(large(1), None)
+    pool.put(large(1), None, "known of 1")
     wait_until(lambda: steps.read == [1], "the first to be read")
     return pool
 
@@ -62,19 +63,19 @@ def test_they_are_read_in_order(steps: Steps) -> None:
         pool.put(large(handle), None)
     steps.go.set()
     assert pool.wait_empty(30) and pool.is_empty
-    assert steps.delivered == [1, 5, 3, 4] and not steps.dropped
+    assert steps.delivered == [1, 5, 3, 4] and not steps.ended
 
 
 def test_a_cancel_is_heard_at_once_while_a_request_waits_and_after_it_was_read(steps: Steps) -> None:
     pool = start(steps)
-    pool.put(large(2), None)
-    assert pool.cancel(2) and steps.dropped == [(2, "cancelled while it waited to be tokenised")]
+    pool.put(large(2), None, "known of 2")
+    assert pool.cancel(2) and steps.ended == [(2, FinishReason.CANCELLED)]
     assert not pool.cancel(2) and not pool.cancel(77), "not here: the engine's business"
     assert pool.cancel(1) and pool.cancel(1)
     steps.go.set()
     assert pool.wait_empty(30)
-    wait_until(lambda: len(steps.dropped) == 2, "the one that was being read to be dropped")
-    assert steps.dropped[1][0] == 1 and not steps.delivered and not steps.cancels
+    wait_until(lambda: len(steps.ended) == 2, "the one that was being read to be ended")
+    assert steps.ended[1] == (1, FinishReason.CANCELLED) and not steps.delivered and not steps.cancels
 
 
 def test_a_cancel_during_delivery_is_passed_on(steps: Steps) -> None:
@@ -88,17 +89,17 @@ def test_a_cancel_during_delivery_is_passed_on(steps: Steps) -> None:
     steps.deliver = cancelled_meanwhile  # type: ignore[method-assign]
     steps.go.set()
     wait_until(lambda: steps.cancels == [1], "the cancel to be passed on")
-    assert steps.delivered == [1] and not steps.dropped
+    assert steps.delivered == [1] and not steps.ended
 
 
 def test_a_deadline_passes_while_a_request_waits(steps: Steps) -> None:
     pool = start(steps)
-    pool.put(large(2), time.monotonic() + 0.02)
-    pool.put(large(3), time.monotonic() + 60)
+    pool.put(large(2), time.monotonic() + 0.02, "known of 2")
+    pool.put(large(3), time.monotonic() + 60, "known of 3")
     time.sleep(0.03)
     pool.expire()
-    assert steps.dropped == [(2, "timed out while it waited to be tokenised")]
-    pool.put(large(4), time.monotonic() - 1)
+    assert steps.ended == [(2, FinishReason.TIMEOUT)]
+    pool.put(large(4), time.monotonic() - 1, "known of 4")
     steps.go.set()
     assert pool.wait_empty(30)
     assert steps.delivered == [1, 3] and 4 not in steps.read, "late ones are not read when their turn comes"
@@ -109,27 +110,27 @@ def test_there_is_an_end_to_what_waits(steps: Steps) -> None:
     with pytest.raises(
         CapacityError, match=r"1 requests of 9000 bytes .* this has 21001; .*max_tokenizing_bytes=30000"
     ):
-        pool.put(large(2, 21001), None)
-    pool.put(large(2, 21000), None)
+        pool.put(large(2, 21001), None, "known of 2")
+    pool.put(large(2, 21000), None, "known of 2")
     with pytest.raises(CapacityError, match=r"2 requests of 30000 bytes wait .*max_waiting_requests=2"):
-        pool.put(large(3, 0), None)
+        pool.put(large(3, 0), None, "known of 3")
     assert pool.cancel(2)
-    pool.put(large(3, 21000), None)
+    pool.put(large(3, 21000), None, "known of 3")
     steps.go.set()
     assert pool.wait_empty(30) and steps.delivered == [1, 3]
 
 
 def test_what_is_left_at_the_end_is_told_and_never_delivered(steps: Steps) -> None:
     pool = start(steps)
-    pool.put(large(2), None)
+    pool.put(large(2), None, "known of 2")
     assert not pool.wait_empty(0.01)
     assert pool.close() == [1, 2]
     steps.go.set()
     with pytest.raises(CapacityError, match="being unloaded"):
-        pool.put(large(3), None)
+        pool.put(large(3), None, "known of 3")
     assert not pool.cancel(1)
     time.sleep(0.05)
-    assert not steps.delivered and not steps.dropped
+    assert not steps.delivered and not steps.ended
 
 
 def test_parameters_count_too() -> None:

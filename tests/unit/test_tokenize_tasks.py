@@ -6,15 +6,19 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import toy_tokenizers
 from hub_cache import make_hub_cache
+from slipstream.core import wire
 from slipstream.core.config import EngineConfig, ModelConfig, ServingConfig
 from slipstream.core.contract import DETOKENIZE, TOKENIZE
 from slipstream.core.detokenize import context_token_ids, start_detokenizer
 from slipstream.core.errors import ConfigError, RequestError
+from slipstream.core.request import FinishReason
 from slipstream.core.setting_values import read_words_ids
+from slipstream.runtime.tokenize_server import TokenizeServer
 from slipstream.runtime.tokenize_tasks import DetokenizeTask, TokenizeTask, make_task, word_list
 from slipstream.runtime.tokenizer import TextTokenizer
 from wire_requests import answers, request, tensor
@@ -189,3 +193,16 @@ def test_no_more_is_decoded_than_a_prompt_and_its_answer() -> None:
     many_empty_rows = replace(tensor("TOKENS_BATCH", [], (0, 0), DETOKENIZE), shape=(1 << 33, 0))
     with pytest.raises(RequestError, match=r"^TOKENS_BATCH: got 8589934592 rows, accepted: at most 1024"):
         task.answer(request(many_empty_rows, outputs=()))
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [(FinishReason.CANCELLED, wire.ErrorCode.CANCELLED), (FinishReason.TIMEOUT, wire.ErrorCode.UNAVAILABLE)],
+)
+def test_a_request_that_ends_unread_says_how(reason: FinishReason, code: wire.ErrorCode) -> None:
+    sent: list[bytes] = []
+    server = object.__new__(TokenizeServer)
+    server._link = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
+    server.end(7, None, reason)
+    [answer] = wire.decode_responses(sent[0][wire.FRAME_HEADER_BYTES :])
+    assert (answer.handle, answer.error_code) == (7, code) and "waited to be tokenised" in answer.error_message

@@ -10,7 +10,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -36,7 +36,6 @@ _LISTS = {name: name for name in ("stop", "stop_token_ids", "bad_words", "logit_
 _NOT_DECOUPLED = (
     "because the model_transaction_policy of config.pbtxt is `decoupled: false`: a request has one response"
 )
-_PEEKED_BYTES = 4096  # of a tensor or parameter
 _REFERENCE_CHARS = 16  # per token of the model's length: more of a reference is not encoded
 STOP_IS_OFF = "got True, accepted: False (the model has stop_by_request_id off); cancel the request's stream instead"
 MAX_TIMEOUT_US = 2**63 - 1
@@ -92,7 +91,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     has_batch_dim = config.serving.max_batch_size > 0
     settings = read_settings(raw, has_batch_dim, config.serving.ignored_request_parameters)
     request_id = raw.request_id or settings.get("request_id", "")
-    outputs = _outputs(raw, settings)
+    outputs = read_outputs(raw, settings)
     if settings.get("stop_request"):
         if not config.serving.stop_by_request_id:
             raise RequestError("stop", STOP_IS_OFF)
@@ -111,7 +110,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         token_ids,
         params,
         priority=_integer(settings, "priority", 0, -MAX_INT32 - 1),
-        deadline=_deadline(raw, settings),
+        deadline=read_deadline(raw, settings),
         handle=raw.handle,
         client_request_id=request_id,
         prefix_key=_prefix_key(settings),
@@ -219,26 +218,6 @@ def check_prompt_bytes(name: str, num_bytes: int, tokenizer: TextCodec, max_mode
         raise RequestError(name, f"the prompt has {num_bytes} bytes, accepted: {accepted}")
 
 
-def peek(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> tuple[str, float | None]:
-    """Of a large request, before it is read: the id by which it may be stopped, its deadline on the monotonic clock.
-
-    Raises RequestError where the small tensors and parameters are enough for it, and for a text that cannot fit.
-    """
-    small = [tensor for tensor in raw.inputs if len(tensor.data) <= _PEEKED_BYTES]
-    given = {name: value for name, value in raw.parameters.items() if len(str(value)) <= _PEEKED_BYTES}
-    serving, max_model_len = config.serving, config.model.max_model_len
-    for tensor in raw.inputs:
-        if tensor.name == "text_input" and max_model_len:
-            check_prompt_bytes(tensor.name, len(tensor.data) - 4, tokenizer, max_model_len)  # after its length
-    settings = read_settings(
-        replace(raw, inputs=tuple(small), parameters=given),
-        serving.max_batch_size > 0,
-        serving.ignored_request_parameters,
-    )
-    request_id = "" if settings.get("stop_request") else raw.request_id or settings.get("request_id", "")
-    return request_id, _deadline(raw, settings)
-
-
 def _is_echoed(settings: Settings, stream: bool, config: EngineConfig) -> bool:
     excluded = settings.get("exclude_input_in_output")
     if excluded is not None:
@@ -264,7 +243,7 @@ def _prefix_key(settings: Settings) -> bytes:
     return salt
 
 
-def _deadline(raw: WireRequest, settings: Settings) -> float | None:
+def read_deadline(raw: WireRequest, settings: Settings) -> float | None:
     """The earlier of Triton's request timeout and `timeout_ms`, from arrival, on the monotonic clock."""
     timeout_ms = _integer(settings, "timeout_ms", 0, 0)
     timeout_us = _integer(settings, "timeout_us", 0, 0, MAX_TIMEOUT_US)
@@ -278,7 +257,7 @@ def _deadline(raw: WireRequest, settings: Settings) -> float | None:
 # ---------------------------------------------------------------- outputs
 
 
-def _outputs(raw: WireRequest, settings: Settings) -> tuple[str, ...]:
+def read_outputs(raw: WireRequest, settings: Settings) -> tuple[str, ...]:
     flags = frozenset(name for name, value in settings.items() if value is True and name.startswith("return_"))
     if "prompt_token_ids" in settings:  # who sends ids reads ids: TensorRT-LLM's core model answers with them
         flags |= {"return_output_ids"}

@@ -16,9 +16,9 @@ from typing import Any, Protocol
 
 from slipstream.core import wire
 from slipstream.core.errors import CapacityError
+from slipstream.core.request import FinishReason
 
 MAX_INLINE_BYTES = 8192  # of a request that the socket's own thread reads: at most some 8 ms
-CANCELLED = "cancelled while it waited to be tokenised"
 
 
 def num_bytes(raw: wire.Request) -> int:
@@ -34,7 +34,7 @@ class Steps(Protocol):
 
     def deliver(self, handle: int, parsed: Any) -> None: ...
 
-    def drop(self, handle: int, error: Exception) -> None: ...
+    def end(self, handle: int, known: Any, reason: FinishReason) -> None: ...
 
     def cancelled(self, handle: int) -> None: ...
 
@@ -42,14 +42,16 @@ class Steps(Protocol):
 @dataclass(slots=True)
 class _Entry:
     raw: wire.Request
+    known: Any
     deadline: float
     num_bytes: int
     is_cancelled: bool = False
 
 
 class RequestPool:
-    """parse(request) and deliver(handle, parsed) run on the worker; drop(handle, error) answers a request that is never
-    read, on the thread that notices. They raise nothing but OSError, when the backend is gone.
+    """parse(request) and deliver(handle, parsed) run on the worker; end(handle, known, reason) answers a request that
+    is never delivered, on the thread that notices; known is what `put` was told of it. They raise nothing but OSError,
+    when the backend is gone.
 
     cancelled(handle): a cancel came while the request was being read or delivered.
     """
@@ -65,7 +67,7 @@ class RequestPool:
         self._is_closed = False
         self._worker: threading.Thread | None = None
 
-    def put(self, raw: wire.Request, deadline: float | None) -> None:
+    def put(self, raw: wire.Request, deadline: float | None, known: Any = None) -> None:
         """Raises CapacityError when too many wait, or too large ones. deadline: on the monotonic clock."""
         size = num_bytes(raw)
         with self._changed:
@@ -76,7 +78,7 @@ class RequestPool:
                     f"{len(self._entries)} requests of {self._num_bytes} bytes wait to be tokenised, this has {size}; "
                     f"max_waiting_requests={self._max_requests}, max_tokenizing_bytes={self._max_bytes}"
                 )
-            self._entries[raw.handle] = _Entry(raw, math.inf if deadline is None else deadline, size)
+            self._entries[raw.handle] = _Entry(raw, known, math.inf if deadline is None else deadline, size)
             self._num_bytes += size
             if self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="tokenize", daemon=True)
@@ -93,7 +95,7 @@ class RequestPool:
             if handle == self._reading:
                 return True
             self._remove(handle)
-        self._steps.drop(handle, CapacityError(CANCELLED))
+        self._steps.end(handle, entry.known, FinishReason.CANCELLED)
         return True
 
     def expire(self) -> None:
@@ -102,12 +104,12 @@ class RequestPool:
             return
         now = time.monotonic()
         with self._changed:
-            late = [handle for handle, entry in self._entries.items() if entry.deadline <= now]
-            late = [handle for handle in late if handle != self._reading]
-            for handle in late:
-                self._remove(handle)
-        for handle in late:
-            self._steps.drop(handle, CapacityError("timed out while it waited to be tokenised"))
+            late = [entry for entry in self._entries.values() if entry.deadline <= now]
+            late = [entry for entry in late if entry.raw.handle != self._reading]
+            for entry in late:
+                self._remove(entry.raw.handle)
+        for entry in late:
+            self._steps.end(entry.raw.handle, entry.known, FinishReason.TIMEOUT)
 
     @property
     def is_empty(self) -> bool:
@@ -165,6 +167,6 @@ class RequestPool:
             self._remove(handle)
             self._reading = -1
         if was_cancelled and is_here:
-            self._steps.drop(handle, CapacityError(CANCELLED))
+            self._steps.end(handle, entry.known, FinishReason.CANCELLED)
         elif entry.is_cancelled:
             self._steps.cancelled(handle)

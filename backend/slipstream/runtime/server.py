@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import queue
 import threading
 import time
 from dataclasses import replace
 
 from slipstream.core import contract, stats, wire
-from slipstream.core.client_request import ClientRequest, parse_request, peek
+from slipstream.core.client_request import ClientRequest, parse_request
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError, EngineError
 from slipstream.core.outputs import RequestOutput, StepOutput
@@ -29,6 +30,7 @@ from slipstream.core.responses import (
     response_frames,
     write_logprobs,
 )
+from slipstream.core.unread_request import encode_unread, peek
 from slipstream.runtime.answers import error_answer, fitting, read_request
 from slipstream.runtime.engine import Engine
 from slipstream.runtime.link import EngineLink
@@ -105,15 +107,23 @@ class GenerateServer:
             if self._drain_deadline is not None:
                 raise CapacityError("the model is being unloaded")
             if num_bytes(raw) > MAX_INLINE_BYTES:
-                request_id, deadline = peek(raw, self._config, self._engine.tokenizer)
-                self._note_id(raw.handle, request_id)  # before the pool's thread can be done with it
-                self._pool.put(raw, deadline)
+                client = peek(raw, self._config, self._engine.tokenizer)
+                self._note_id(raw.handle, client.request_id)  # before the pool's thread can be done with it
+                self._pool.put(raw, self._unread_deadline(client), client)
             else:
                 client = parse_request(raw, self._config, self._engine.tokenizer)
                 self._note_id(raw.handle, client.request_id if not client.is_stop else "")
                 self._start(client)
         except Exception as error:
             self._refuse(raw.handle, error)
+
+    def _unread_deadline(self, client: ClientRequest) -> float | None:
+        """The client's, or the limit of the queue: waiting to be tokenised is waiting for the first step."""
+        deadline = client.request.deadline if client.request is not None else None
+        max_queue_ms = self._config.scheduler.default_max_queue_ms
+        if not max_queue_ms:
+            return deadline
+        return min(deadline or math.inf, time.monotonic() + max_queue_ms / 1e3)
 
     def _note_id(self, handle: int, request_id: str) -> None:
         if request_id:
@@ -179,8 +189,10 @@ class GenerateServer:
         except Exception as error:
             self._refuse(handle, error)
 
-    def drop(self, handle: int, error: Exception) -> None:
-        self._refuse(handle, error)
+    def end(self, handle: int, known: ClientRequest, reason: FinishReason) -> None:
+        self._forget_ids([handle])
+        for frame in response_frames(encode_unread(known, reason)):
+            self._link.send(frame)
 
     # ------------------------------------------------------------ engine thread
 

@@ -12,6 +12,7 @@ from slipstream.core import wire
 from slipstream.core.config import EngineConfig
 from slipstream.core.contract import OUTPUTS
 from slipstream.core.errors import CapacityError
+from slipstream.core.request import FinishReason
 from slipstream.runtime.answers import error_answer, fitting, read_request
 from slipstream.runtime.link import EngineLink
 from slipstream.runtime.request_pool import MAX_INLINE_BYTES, RequestPool, num_bytes
@@ -41,7 +42,7 @@ class TokenizeServer:
             elif kind is wire.FrameType.DRAIN:
                 self._pool.wait_empty(wire.decode_drain(payload) / 1e3)
                 for handle in self._pool.close():
-                    self.drop(handle, CapacityError("the model was unloaded before the request ended"))
+                    self._refuse(handle, CapacityError("the model was unloaded before the request ended"))
                 self._link.send(wire.encode_drained())
                 return 0
         return 0
@@ -55,15 +56,23 @@ class TokenizeServer:
             waits_s = request.timeout_us / 1e6
             self._pool.put(request, time.monotonic() + waits_s if waits_s else None)
         except Exception as error:
-            self.drop(request.handle, error)
+            self._refuse(request.handle, error)
+
+    def _refuse(self, handle: int, error: Exception) -> None:
+        self._link.send(error_answer(handle, error))
 
     # ------------------------------------------------------------ pool's thread
 
     def deliver(self, handle: int, parsed: bytes) -> None:
         self._link.send(parsed)
 
-    def drop(self, handle: int, error: Exception) -> None:
-        self._link.send(error_answer(handle, error))
+    def end(self, handle: int, known: None, reason: FinishReason) -> None:
+        """As an error, since the outputs of this task have no finish reason."""
+        if reason is FinishReason.CANCELLED:
+            text = "cancelled while it waited to be tokenised"
+            self._link.send(wire.encode_responses([wire.error_response(handle, wire.ErrorCode.CANCELLED, text)]))
+        else:
+            self._refuse(handle, CapacityError("timed out while it waited to be tokenised"))
 
     def cancelled(self, handle: int) -> None:
         """It has been answered."""
