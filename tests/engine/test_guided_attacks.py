@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
+import resource
 import signal
 import statistics
 import time
@@ -17,7 +19,7 @@ from slipstream.core.config import GuidedConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
-from slipstream.runtime import grammar_host, guided
+from slipstream.runtime import grammar_host, grammar_link, guided
 from slipstream.runtime.engine import Engine
 
 PROMPT = [70, 201, 33]
@@ -196,6 +198,47 @@ def test_keys_of_grammars_are_not_kept_for_ever(limited: Engine, monkeypatch: py
         run_steps(limited, told)
         assert [one.error for one in told.values()] == [""]
     assert len(host._compiled) <= 3
+
+
+@pytest.mark.parametrize("lacks", ["memory for masks", "processes"])
+def test_what_the_machine_lacks_ends_guided_requests_alone(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, lacks: str
+) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    engine = make_engine(tiny_llama)
+    place = (grammar_link.os, "memfd_create") if lacks == "memory for masks" else (grammar_link.subprocess, "Popen")
+    try:
+        with monkeypatch.context() as lacking:
+            lacking.setattr(*place, refuse)
+            told = _submit(engine, LETTERS)
+            tokens, _ = _victim(engine, told)
+            assert tokens and engine.error is None
+            assert all("structured output is not available" in one.error for one in told.values())
+        again = _submit(engine, LETTERS)
+        run_steps(engine, again)
+        assert [one.error for one in again.values()] == [""]
+    finally:
+        engine.close()
+
+
+def test_an_engine_may_have_many_files_open(tiny_llama: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip("the limit of open files is below 2048")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    open_files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    engine = make_engine(tiny_llama)
+    try:
+        told = _submit(engine, LETTERS)
+        run_steps(engine, told)
+        assert [one.error for one in told.values()] == [""] and engine.error is None
+    finally:
+        engine.close()
+        for descriptor in open_files:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_late_masks_change_no_text(limited: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,24 @@ import select
 import socket
 import struct
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
 _FDS_TIMEOUT_S = 2.0
 MAX_UNSENT_BYTES = 256 << 20  # a peer that reads nothing while so much piles up is taken for dead
+
+
+def readable(descriptors: Iterable[int], timeout: float | None) -> set[int]:
+    """Those with something to read, waiting `timeout` seconds at most for the first; None waits for ever.
+
+    By poll(), because select() takes no descriptor above 1023, and a process may have more files open.
+    """
+    waiting = select.poll()
+    for descriptor in descriptors:
+        waiting.register(descriptor, select.POLLIN)
+    return {found for found, _ in waiting.poll(None if timeout is None else max(0.0, timeout * 1e3))}
 
 
 class Channel:
@@ -50,8 +62,11 @@ class Channel:
         """What has come, without waiting. Raises ConnectionError when the peer has closed."""
         with self._lock:
             self._flush()
-        while select.select([self.socket], [], [], 0)[0]:
-            data, fds, _, _ = socket.recv_fds(self.socket, _READ_BYTES, 4)
+        while True:
+            try:
+                data, fds, _, _ = socket.recv_fds(self.socket, _READ_BYTES, 4, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
             self.fds += fds
             if not data:
                 raise ConnectionResetError("the grammar process is gone")

@@ -3,10 +3,10 @@ at a time, with the mask matrix that they share. Engine thread; waits for nothin
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import pickle
-import select
 import socket
 import subprocess
 import sys
@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
-from slipstream.runtime.grammar_channel import Channel
+from slipstream.runtime.grammar_channel import Channel, readable
 from slipstream.runtime.grammar_messages import Setup
+
+logger = logging.getLogger(__name__)
 
 Message = tuple[Any, ...]
 _START = "import sys; sys.path[:] = {path!r}; from slipstream.runtime.grammar_process import main; main()"
@@ -41,7 +43,8 @@ class GrammarLink:
     def say(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
         """To the process that forks."""
         self.start_process()
-        assert self._control is not None
+        if self._control is None:
+            return
         try:
             self._control.send(message, fds)
         except OSError:
@@ -49,7 +52,8 @@ class GrammarLink:
 
     def tell(self, *message: Any) -> None:
         """To the worker."""
-        assert self._worker is not None
+        if self._worker is None:
+            return  # none could be made: the process counts as lost
         try:
             self._worker.send(message)
         except OSError:
@@ -59,7 +63,7 @@ class GrammarLink:
         """Pass on what has come. Waits `timeout` seconds at most for the first of it."""
         channels = [channel for channel in (self._worker, self._control) if channel is not None]
         if timeout > 0:
-            select.select([channel.socket for channel in channels], [], [], timeout)
+            readable([channel.socket.fileno() for channel in channels], timeout)
         if self._worker is not None:
             try:
                 messages = self._worker.receive()
@@ -76,17 +80,20 @@ class GrammarLink:
                 on_notice(*message)
 
     def start_worker(self) -> None:
-        ours, theirs = socket.socketpair()
-        words = -(-self._setup.vocab_size // 32)
-        masks_fd = os.memfd_create("slipstream-grammar-masks")
-        os.ftruncate(masks_fd, self._num_rows * words * 4)
-        memory = mmap.mmap(masks_fd, 0)
-        self.masks = torch.frombuffer(memory, dtype=torch.int32).view(self._num_rows, words)
-        self._generation += 1
-        self.say("worker", self._generation, fds=(theirs.fileno(), masks_fd))
-        theirs.close()
-        os.close(masks_fd)
-        self._worker = Channel(ours, is_blocking=False)
+        """Ask for one.  Where the machine lacks descriptors or memory for it, the process counts as lost."""
+        try:
+            ours, theirs = socket.socketpair()
+            self._worker = Channel(ours, is_blocking=False)
+            words = -(-self._setup.vocab_size // 32)
+            with theirs, os.fdopen(os.memfd_create("slipstream-grammar-masks"), "r+b", 0) as masks:
+                masks.truncate(self._num_rows * words * 4)
+                self.masks = torch.frombuffer(mmap.mmap(masks.fileno(), 0), dtype=torch.int32)
+                self.masks = self.masks.view(self._num_rows, words)
+                self._generation += 1
+                self.say("worker", self._generation, fds=(theirs.fileno(), masks.fileno()))
+        except OSError as error:
+            logger.error("structured output: no worker can be made: %s", error)
+            self.process_is_lost = True
 
     def drop_worker(self) -> None:
         """Kill it, whatever it does. The process that forks tells how it has ended."""
@@ -107,16 +114,23 @@ class GrammarLink:
             self._process.poll()
 
     def start_process(self) -> None:
-        """If there is none. It does not listen yet when this returns."""
+        """If there is none. It does not listen yet when this returns; one that cannot be started counts as lost."""
         if self._control is not None:
             return
+        try:
+            self._start_process()
+        except OSError as error:
+            logger.error("structured output: no process can be started: %s", error)
+            self.process_is_lost = True
+
+    def _start_process(self) -> None:
         ours, theirs = socket.socketpair()
         path = [place for place in sys.path if place]  # not the current directory, which anybody may have filled
         arguments = ["-c", _START.format(path=path), str(theirs.fileno()), pickle.dumps(self._setup).hex()]
         # one arena: each costs 64 MiB of address space, which is what the processes are limited in
         environment = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, *arguments], pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
-        )
-        theirs.close()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, *arguments], pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
+            )
         self._control = Channel(ours, is_blocking=False)

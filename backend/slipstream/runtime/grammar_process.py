@@ -13,7 +13,6 @@ import heapq
 import os
 import pickle
 import resource
-import select
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from slipstream.core.sampling_params import Guide
-from slipstream.runtime.grammar_channel import Channel
+from slipstream.runtime.grammar_channel import Channel, readable
 from slipstream.runtime.grammar_compiler import GrammarCompiler, GrammarError
 from slipstream.runtime.grammar_messages import MAX_KILLS, Setup
 from slipstream.runtime.grammar_worker import GrammarCache, GrammarWorker, lower_priority
@@ -67,12 +66,12 @@ class GrammarProcess:
         while True:
             fds = [self._channel.socket.fileno(), *(trial.result_fd for trial in self._running)]
             timeout = min((trial.deadline - time.monotonic() for trial in self._running), default=None)
-            readable, _, _ = select.select(fds, [], [], None if timeout is None else max(0.0, timeout))
-            for trial in [trial for trial in self._running if trial.result_fd in readable]:
+            found = readable(fds, timeout)
+            for trial in [trial for trial in self._running if trial.result_fd in found]:
                 self._end(trial)
             for trial in [trial for trial in self._running if trial.deadline <= time.monotonic()]:
                 self._end(trial)
-            if self._channel.socket.fileno() in readable:
+            if self._channel.socket.fileno() in found:
                 for message in self._channel.receive():
                     self._take(*message)
             self._fill_seats()
@@ -152,7 +151,7 @@ class GrammarProcess:
         os.write(write_fd, pickle.dumps(verdict))
 
     def _end(self, trial: _Trial) -> None:
-        is_over = not select.select([trial.result_fd], [], [], 0)[0]
+        is_over = not readable([trial.result_fd], 0)
         result = b"" if is_over else os.read(trial.result_fd, 65536)
         os.close(trial.result_fd)
         self._running.remove(trial)

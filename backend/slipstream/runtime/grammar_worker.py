@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import select
 import socket
 import threading
 import time
@@ -26,7 +25,7 @@ import numpy as np
 import xgrammar
 
 from slipstream.core.sampling_params import Guide
-from slipstream.runtime.grammar_channel import Channel
+from slipstream.runtime.grammar_channel import Channel, readable
 from slipstream.runtime.grammar_compiler import GrammarCompiler, first_line
 from slipstream.runtime.grammar_messages import Answer
 
@@ -126,8 +125,7 @@ class GrammarWorker:
 
     def _next_job(self) -> _Job:
         while not self._jobs:
-            readable, _, _ = select.select([self._channel.socket], [], [], _SLOW_S if self._running else None)
-            if readable:
+            if readable([self._channel.socket.fileno()], _SLOW_S if self._running else None):
                 try:
                     for message in self._channel.receive():
                         self._take(message)
