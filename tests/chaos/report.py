@@ -24,6 +24,10 @@ class RoundFigures:
     num_leaked: int = -1
     unload_s: float = 0.0
 
+    def is_held(self, timeout_s: float) -> bool:
+        """Whether the server kept the model for as long as the unload was waited for."""
+        return self.unload_s >= timeout_s
+
 
 @dataclass
 class Report:

@@ -39,6 +39,8 @@ from watch import Watch, zombies  # noqa: E402
 QUIET_MODEL = "llm"
 LOAD_S, UNLOAD_S, EXIT_S = 120.0, 30.0, 25.0
 MAX_UNLOAD_S, MAX_EXIT_S = 10.0, 10.0  # an idle model's; the server's
+# Server 2.51 holds a model for good when a client cancels while the last response is written (docs/operations.md)
+MAX_HELD = 2
 IDLE_S = 30.0
 
 
@@ -167,7 +169,11 @@ class Run:
         if is_last or not each.unloads_running:
             figures.num_leaked = self._leaked_when_idle(name)
         figures.unload_s = self._failures.unload(name, UNLOAD_S)
-        if figures.num_leaked >= 0 and figures.unload_s > MAX_UNLOAD_S:
+        if figures.is_held(UNLOAD_S):
+            num_held = sum(others.is_held(UNLOAD_S) for others in self.report.rounds)
+            if num_held > max(MAX_HELD, len(self.report.rounds) // 3):
+                self.ledger.fault(f"{num_held} models are there {UNLOAD_S:.0f} s after their unload")
+        elif figures.num_leaked >= 0 and figures.unload_s > MAX_UNLOAD_S:
             self.ledger.fault(f"{name} was idle and took {figures.unload_s:.1f} s to unload")
         if dead := zombies(self._server):
             self.ledger.fault(f"zombies after {name}: {dead}")
