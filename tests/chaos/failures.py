@@ -117,10 +117,12 @@ class Failures:
     def load(self, model: str, timeout_s: float) -> float:
         """Load, and remember which process serves it.  Returns the seconds."""
         before, began = {engine.pid for engine in own_engines(self._server)}, time.monotonic()
+        self._downtimes.begin(model)  # what the gateway knows of its models lags behind their loading, too
         status, body = self._server.load(model)
         if status != 200:
             raise RuntimeError(f"{model} does not load: {body.decode()}")
         self._adopt(model, before, timeout_s)
+        self._downtimes.end(model)
         return time.monotonic() - began
 
     def unload(self, model: str, timeout_s: float) -> float:
