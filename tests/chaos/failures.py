@@ -30,7 +30,7 @@ IMPORTS_PER_START = 2.0
 HELPER_START_S = 5.0
 DISK_LIMIT = 4 << 20
 MAX_NEIGHBOUR_UNLOAD_S = 10.0
-GATEWAY_LAG_S = 1.0  # it asks Triton which models are ready some times a second
+GATEWAY_LAG_S = 3.0  # it asks Triton which models are ready some times a second, less often on busy cores
 
 
 def seconds_to_import() -> float:
