@@ -37,7 +37,7 @@ def write_engine_launcher(path: Path) -> None:
     Nothing is imported from the server's current directory, which `python -m` would search first (and so would the
     Pythons that the engine starts: PYTHONSAFEPATH, of Python 3.11, is for those).
     """
-    start = "import sys; sys.path[:] = filter(None, sys.path); from slipstream.runtime.main import main; main()"
+    start = "import sys; sys.path[:] = filter(None, sys.path); from slipstream.engine.main import main; main()"
     lines = ["#!/bin/sh", "# Written by build/assemble.py.", "PYTHONSAFEPATH=1", "export PYTHONSAFEPATH"]
     write_if_changed(path, "\n".join([*lines, f'exec "{sys.executable}" -c \'{start}\' "$@"', ""]), 0o755)
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from slipstream.core.sampling_params import Guide, SamplingParams
-    from slipstream.runtime.llm import LLM, Completion
+    from slipstream.engine.llm import LLM, Completion
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "Guide", "SamplingParams", "__version__"]
 
 _HOMES = {
-    "LLM": "slipstream.runtime.llm",
-    "Completion": "slipstream.runtime.llm",
+    "LLM": "slipstream.engine.llm",
+    "Completion": "slipstream.engine.llm",
     "Guide": "slipstream.core.sampling_params",
     "SamplingParams": "slipstream.core.sampling_params",
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.tokenizer.tokenizer import TextTokenizer
 from torch import Tensor
 
 INDEX = "index.json"

@@ -27,7 +27,7 @@ from shapes import SHAPES  # noqa: E402
 from slipstream.core.config_parse import config_from_values  # noqa: E402
 from slipstream.core.request import Request  # noqa: E402
 from slipstream.core.sampling_params import SamplingParams  # noqa: E402
-from slipstream.runtime.engine import Engine  # noqa: E402
+from slipstream.engine.engine import Engine  # noqa: E402
 
 TOKENIZER = ROOT / "models/slipstream-demo-code"  # an engine wants one; nothing is decoded
 

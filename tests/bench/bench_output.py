@@ -21,8 +21,8 @@ from slipstream.core.outputs import StepOutput
 from slipstream.core.request import Request
 from slipstream.core.responses import encode_response
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime.output import OutputProcessor
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.engine.output_processor import OutputProcessor
+from slipstream.tokenizer.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = Path(wire.__file__).read_text()

@@ -35,9 +35,9 @@ from slipstream.core.config_parse import config_from_values
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import MeasuredStep
-from slipstream.runtime.engine import Engine
-from slipstream.runtime.speculation import ngram
-from slipstream.runtime.speculation.proposer import PROPOSERS
+from slipstream.engine.engine import Engine
+from slipstream.worker.spec_decode import ngram
+from slipstream.worker.spec_decode.interface import PROPOSERS
 
 FIRST_STEPS = 4  # that are not timed
 DRAFT_SHAPES = {"llama3-8b": "llama3-1b", "baichuan2-13b": "llama3-1b"}  # of other shapes: the shape itself

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from profiles import PROFILES
 from slipstream.nn.batch import ForwardBatch
-from slipstream.runtime import verifier, verify
-from slipstream.runtime.host_copy import to_device
-from slipstream.runtime.speculation.eagle import EagleDrafter
-from slipstream.runtime.speculation.proposer import PROPOSERS, Surroundings
+from slipstream.worker.host_copy import to_device
+from slipstream.worker.spec_decode import verifier, verify
+from slipstream.worker.spec_decode.eagle import EagleDrafter
+from slipstream.worker.spec_decode.interface import PROPOSERS, Surroundings
 from slipstream_kernels import ops
 from slipstream_kernels.triton.interpreter import IS_INTERPRETING
 

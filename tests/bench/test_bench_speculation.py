@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from rehearsed_graphs import rehearse_graphs
-from slipstream.runtime import verifier
-from slipstream.runtime.speculation.proposer import PROPOSERS
+from slipstream.worker.spec_decode import verifier
+from slipstream.worker.spec_decode.interface import PROPOSERS
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -18,11 +18,11 @@ from slipstream.core.finish import StopConditions
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime.intake import Intake
-from slipstream.runtime.logit_edits import LogitEdits
-from slipstream.runtime.output import OutputProcessor
-from slipstream.runtime.penalties import TokenHistory
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.engine.input_processor import Intake
+from slipstream.engine.output_processor import OutputProcessor
+from slipstream.tokenizer.tokenizer import TextTokenizer
+from slipstream.worker.sample.logit_bias import LogitEdits
+from slipstream.worker.sample.penalties import TokenHistory
 
 VOCAB = 4096
 NUM_TOKENS, NUM_WARM = 60, 20

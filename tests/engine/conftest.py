@@ -11,7 +11,7 @@ import pytest
 from engine_driver import make_engine
 from engine_peer import Backend, InThread
 from exact_float32 import exact_float32
-from slipstream.runtime.engine import Engine
+from slipstream.engine.engine import Engine
 from tiny_model import make_tiny_llama
 
 

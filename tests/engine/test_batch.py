@@ -15,7 +15,7 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
-from slipstream.runtime.batch import BatchBuilder
+from slipstream.worker.input_batch import BatchBuilder
 
 CPU = torch.device("cpu")
 

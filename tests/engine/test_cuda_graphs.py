@@ -13,7 +13,8 @@ from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
-from slipstream.runtime.cuda_graphs import (
+from slipstream.engine.engine import Engine
+from slipstream.worker.cuda_graphs import (
     DEFAULT_SIZES,
     DraftForms,
     GraphShape,
@@ -22,9 +23,8 @@ from slipstream.runtime.cuda_graphs import (
     graph_sizes,
     slower_than_larger,
 )
-from slipstream.runtime.engine import Engine
-from slipstream.runtime.memory_plan import MemoryPlan
-from slipstream.runtime.static_tensors import StaticTensors
+from slipstream.worker.memory_plan import MemoryPlan
+from slipstream.worker.static_tensors import StaticTensors
 from step_arrays import step_of
 from tiny_model import make_tiny_llama
 

@@ -13,7 +13,7 @@ from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime.engine import Engine
+from slipstream.engine.engine import Engine
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ON = {"deterministic": True}
@@ -37,7 +37,7 @@ DRAFTERS: dict[str, dict[str, object]] = {
 @pytest.fixture(scope="module")
 def texts(demo_model: Path) -> list[list[int]]:
     """Twelve prompts of 3 to 700 tokens of this file: some have beginnings in common, as prefix reuse needs."""
-    from slipstream.runtime.tokenizer import TextTokenizer
+    from slipstream.tokenizer.tokenizer import TextTokenizer
 
     token_ids = TextTokenizer.load(demo_model).encode(Path(__file__).read_text("utf-8"))
     dice = random.Random(3)

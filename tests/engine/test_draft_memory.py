@@ -14,7 +14,7 @@ from slipstream.core.config import EngineConfig, ModelConfig, SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.heads import draft_vocabulary
 from slipstream.nn.spec import read_spec
-from slipstream.runtime.draft_memory import DraftMemory, draft_memory
+from slipstream.worker.spec_decode.draft_memory import DraftMemory, draft_memory
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 

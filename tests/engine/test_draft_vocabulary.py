@@ -13,7 +13,7 @@ from slipstream.core.config import ModelConfig, SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime.speculation.vocabulary import VocabularyMap
+from slipstream.worker.spec_decode.vocabulary import VocabularyMap
 from tiny_model import make_tiny_llama
 from transformers import LlamaForCausalLM
 

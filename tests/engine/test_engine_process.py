@@ -18,9 +18,9 @@ from engine_peer import TIMEOUT_S, TOKEN, Backend, InThread
 from patience import wait_until
 from slipstream.core import contract, stats, wire
 from slipstream.core.wire import DataType, ErrorCode, FrameType, ResponseFlag
-from slipstream.runtime.link import EngineLink
-from slipstream.runtime.main import run
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.engine.main import run
+from slipstream.engine.socket import EngineLink
+from slipstream.tokenizer.tokenizer import TextTokenizer
 
 
 def wire_string(text: str) -> bytes:
@@ -251,7 +251,7 @@ def test_a_large_request_with_a_bad_setting_is_refused_at_once(
 @pytest.fixture
 def process(backend: Backend, demo_model: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The engine process of a tokenize model, before its CONFIG."""
-    command = [sys.executable, "-m", "slipstream.runtime.main", "--socket", backend.path, "--token", TOKEN.hex()]
+    command = [sys.executable, "-m", "slipstream.engine.main", "--socket", backend.path, "--token", TOKEN.hex()]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as one:
         backend.accept()
         yield one

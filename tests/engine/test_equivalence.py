@@ -9,7 +9,7 @@ import torch
 from engine_driver import GREEDY, make_engine, run_all
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime.engine import Engine
+from slipstream.engine.engine import Engine
 from transformers import AutoModelForCausalLM
 
 Texts = list[list[int]]

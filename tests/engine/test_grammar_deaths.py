@@ -19,7 +19,7 @@ from slipstream.core.config import CacheConfig, EngineConfig, GuidedConfig, Mode
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
-from slipstream.runtime.engine import Engine
+from slipstream.engine.engine import Engine
 from slipstream.runtime.grammar_messages import MAX_KILLS
 
 LETTERS = Guide("regex", "[a-z]{40}")

@@ -12,7 +12,7 @@ from engine_driver import Told, make_engine, run_steps
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
-from slipstream.runtime.engine import Engine
+from slipstream.engine.engine import Engine
 from slipstream.runtime.grammar_host import DEAD_END
 
 PROMPT = [70, 201, 33]

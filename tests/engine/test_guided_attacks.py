@@ -19,8 +19,8 @@ from slipstream.core.config import GuidedConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.engine.engine import Engine
 from slipstream.runtime import grammar_host, grammar_link, guided
-from slipstream.runtime.engine import Engine
 
 PROMPT = [70, 201, 33]
 VICTIM = replace(GREEDY, max_tokens=150)

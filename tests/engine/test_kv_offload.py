@@ -9,7 +9,7 @@ import torch
 from engine_driver import GREEDY, make_engine, run_all
 from slipstream.core.errors import ConfigError
 from slipstream.core.stats import METRICS, Metric
-from slipstream.runtime.engine import Engine
+from slipstream.engine.engine import Engine
 from tiny_model import make_tiny_llama
 
 Texts = list[list[int]]

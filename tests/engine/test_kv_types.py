@@ -12,8 +12,8 @@ from slipstream.core.config_parse import config_from_values
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
+from slipstream.engine.engine import Engine
 from slipstream.nn.kv_types import resolve_kv_dtype
-from slipstream.runtime.engine import Engine
 from tiny_model import make_tiny_llama
 
 Texts = list[list[int]]

@@ -13,7 +13,7 @@ from slipstream.core.errors import CapacityError, EngineError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.core.stats import Metric
-from slipstream.runtime.engine import Engine
+from slipstream.engine.engine import Engine
 from slipstream.runtime.grammar_host import GrammarHost
 from slipstream.runtime.grammar_messages import Answer
 

@@ -12,7 +12,7 @@ from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, Sched
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RouterSpec
 from slipstream.nn.spec import DecoderSpec, read_spec
-from slipstream.runtime.memory_plan import Hardware, free_device_memory, plan_memory
+from slipstream.worker.memory_plan import Hardware, free_device_memory, plan_memory
 
 CPU = Hardware(torch.device("cpu"), torch.float32, torch.float32)
 GPU = Hardware(torch.device("cuda"), torch.bfloat16, torch.bfloat16)

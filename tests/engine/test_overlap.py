@@ -10,7 +10,7 @@ from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
-from slipstream.runtime.engine import Engine
+from slipstream.engine.engine import Engine
 
 Texts = list[list[int]]
 OVERLAPPED = {"overlap_scheduling": "on"}

@@ -11,9 +11,9 @@ import torch
 from engine_driver import GREEDY, make_engine, run_all
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
-from slipstream.runtime.cuda_graphs import StepGraphs
-from slipstream.runtime.engine import Engine
-from slipstream.runtime.prompt_shapes import MAX_TOKENS, PromptShape, prompt_shapes
+from slipstream.engine.engine import Engine
+from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.prompt_shapes import MAX_TOKENS, PromptShape, prompt_shapes
 from step_arrays import step_of
 from tiny_model import make_tiny_llama
 
@@ -103,7 +103,7 @@ def _last_step(engine: Engine, pads: bool) -> torch.Tensor:
 def test_graph_is_eager(
     tmp_path: Path, prompts: list[list[int]], overlap: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.runtime.cuda_graphs.LAUNCH_BOUND", 1e9)
+    monkeypatch.setattr("slipstream.worker.cuda_graphs.LAUNCH_BOUND", 1e9)
     checkpoint = make_tiny_llama(tmp_path, head_dim=64)
     prompts = [prompt * 5 for prompt in prompts]  # beyond what decode kernels take
     model, scheduler = {"device": "cuda", "dtype": "float32"}, {"max_num_batched_tokens": 150}
@@ -125,7 +125,7 @@ def test_graph_is_eager(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_gives_what_its_kernels_give_on_its_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """bf16, two decodes and two prompts: bit for bit on the padded tensors, closely without padding."""
-    monkeypatch.setattr("slipstream.runtime.cuda_graphs.LAUNCH_BOUND", 1e9)
+    monkeypatch.setattr("slipstream.worker.cuda_graphs.LAUNCH_BOUND", 1e9)
     engine = make_engine(
         make_tiny_llama(tmp_path, head_dim=64),
         {"device": "cuda", "dtype": "bfloat16", "cuda_graphs": "8"},

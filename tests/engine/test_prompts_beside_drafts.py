@@ -85,7 +85,7 @@ def test_graphs_of_prompts_are_eager_steps(
 ) -> None:
     """The same on a GPU, with real graphs of prompts, verifications and drafting. In float32, whose trees have none,
     for chains; trees to the bit in deterministic mode."""
-    monkeypatch.setattr("slipstream.runtime.cuda_graphs.LAUNCH_BOUND", 1e9)
+    monkeypatch.setattr("slipstream.worker.cuda_graphs.LAUNCH_BOUND", 1e9)
     has_trees = method in ("medusa", "eagle", "eagle3")
     arithmetic = {"dtype": "bfloat16", "deterministic": True} if has_trees else {"dtype": "float32"}
     model = make_tiny_llama(tmp_path / "model", head_dim=64, num_layers=3)

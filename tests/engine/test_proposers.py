@@ -23,12 +23,12 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import DraftPlanner
 from slipstream.core.step import ScheduledStep
-from slipstream.runtime.engine import Engine
-from slipstream.runtime.flight import Flight, FlightAhead
-from slipstream.runtime.speculation.eagle import EagleDrafter
-from slipstream.runtime.speculation.medusa import default_choices, parse_choices
-from slipstream.runtime.speculation.proposer import PROPOSERS, Drafts, Wish
-from slipstream.runtime.speculation.speculator import Guesses, Speculator
+from slipstream.engine.engine import Engine
+from slipstream.engine.in_flight import Flight, FlightAhead
+from slipstream.worker.spec_decode.eagle import EagleDrafter
+from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Wish
+from slipstream.worker.spec_decode.medusa import default_choices, parse_choices
+from slipstream.worker.spec_decode.speculator import Guesses, Speculator
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 

@@ -12,9 +12,9 @@ from slipstream.core.errors import RequestError
 from slipstream.core.finish import StopConditions
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime.engine import Engine
-from slipstream.runtime.intake import Intake
-from slipstream.runtime.logit_edits import BANNED, LogitEdits
+from slipstream.engine.engine import Engine
+from slipstream.engine.input_processor import Intake
+from slipstream.worker.sample.logit_bias import BANNED, LogitEdits
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 PROMPT = [70, 201, 33, 90, 14]

@@ -18,7 +18,7 @@ from slipstream.core.config import SpeculationConfig
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.core.stats import Metric
-from slipstream.runtime.llm import LLM
+from slipstream.engine.llm import LLM
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 

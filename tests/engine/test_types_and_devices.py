@@ -13,7 +13,7 @@ from exact_float32 import exact_float32
 from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
 from slipstream.core.sampling_params import Guide
-from slipstream.runtime.engine import Engine
+from slipstream.engine.engine import Engine
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -19,11 +19,11 @@ from slipstream.core.step_costs import StepCosts
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import read_spec
 from slipstream.nn.stored_format import StoredFormat
-from slipstream.runtime.cuda_graphs import GraphShape
-from slipstream.runtime.memory_plan import Hardware
-from slipstream.runtime.sampler import Draws
-from slipstream.runtime.speculation.speculator import FREE_TOKENS, make_planner
-from slipstream.runtime.verify import Verdict, Verification
+from slipstream.worker.cuda_graphs import GraphShape
+from slipstream.worker.memory_plan import Hardware
+from slipstream.worker.sample.sampler import Draws
+from slipstream.worker.spec_decode.speculator import FREE_TOKENS, make_planner
+from slipstream.worker.spec_decode.verify import Verdict, Verification
 from tiny_model import make_tiny_llama
 
 TREE = [-1, -1, 0, 2, 0, 1]  # two first guesses; the first has two children, one of them a child; the second has one

@@ -20,8 +20,8 @@ from slipstream.core.config import EngineConfig, ModelConfig, ServingConfig
 from slipstream.core.contract import GENERATE
 from slipstream.core.errors import RequestError
 from slipstream.core.wire_messages import DataType
-from slipstream.runtime.answers import read_request
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.engine.answers import read_request
+from slipstream.tokenizer.tokenizer import TextTokenizer
 
 CONFIGS = (
     EngineConfig(model=ModelConfig(max_model_len=512)),

@@ -18,7 +18,7 @@ from slipstream.nn.gguf.convert import convert
 from slipstream.nn.gguf.metadata import Metadata
 from slipstream.nn.gguf.tokenizer import PRE_TOKENIZERS, write_tokenizer
 from slipstream.nn.load import load_model
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.tokenizer.tokenizer import TextTokenizer
 from tiny_checkpoints import CLASSES, relative_error
 from toy_tokenizers import TEXTS, sentencepiece
 from transformers import AutoTokenizer, PreTrainedModel

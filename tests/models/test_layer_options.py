@@ -205,7 +205,7 @@ def test_logits(checkpoint: TinyCheckpoint, splits: bool, monkeypatch: pytest.Mo
     decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cpu"))
     if splits:
         monkeypatch.setattr(decoder, "backend", SplitKVAttention(decoder.spec))
-        monkeypatch.setattr("slipstream.runtime.batch.MAX_DECODE_QUERY_LEN", 4)
+        monkeypatch.setattr("slipstream.worker.input_batch.MAX_DECODE_QUERY_LEN", 4)
     right = [checkpoint.logits(prompt) for prompt in PROMPTS]
     for ours, reference in zip(PagedForward(decoder, PROMPTS, block_size=8).run([13, 1, 4]), right):
         assert relative_error(ours, reference) <= TOLERANCE

@@ -65,7 +65,7 @@ def test_decode_rows_attend_apart_from_prompts(
     """The split of a mixed step that Hopper's backends make, over the ops' references; here 4 tokens are short."""
     checkpoint, decoder = served
     monkeypatch.setattr(decoder, "backend", SplitKVFp8Attention(decoder.spec))  # splits as SplitKVAttention does
-    monkeypatch.setattr("slipstream.runtime.batch.MAX_DECODE_QUERY_LEN", 4)
+    monkeypatch.setattr("slipstream.worker.input_batch.MAX_DECODE_QUERY_LEN", 4)
     forward = PagedForward(decoder, prompts(), block_size=8)
     forward.step({1: 12, 3: 5})
     forward.step({3: 1, 1: 2, 0: 30})
@@ -81,7 +81,7 @@ def test_last_rows_alone(
     checkpoint, decoder = served
     if has_decode_kernel:
         monkeypatch.setattr(decoder, "backend", SplitKVAttention(decoder.spec))
-        monkeypatch.setattr("slipstream.runtime.batch.MAX_DECODE_QUERY_LEN", 4)
+        monkeypatch.setattr("slipstream.worker.input_batch.MAX_DECODE_QUERY_LEN", 4)
     whole = [checkpoint.logits(prompt) for prompt in prompts()]
     forward = PagedForward(decoder, prompts(), block_size=8)
     for scheduled, wanted in (

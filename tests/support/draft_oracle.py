@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 
 from slipstream.core.request import Request
-from slipstream.runtime.engine import Engine
-from slipstream.runtime.speculation.proposer import Drafts, Wish
+from slipstream.engine.engine import Engine
+from slipstream.worker.spec_decode.interface import Drafts, Wish
 
 WRONG = 5  # a token that no test's text holds for long
 

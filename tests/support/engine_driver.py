@@ -17,7 +17,7 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime.engine import Engine
+from slipstream.engine.engine import Engine
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 MAX_STEPS = 50_000  # one that only waits for a grammar takes 2 ms

@@ -12,8 +12,8 @@ from typing import Any
 from slipstream.core import wire
 from slipstream.core.config_parse import parse_config
 from slipstream.core.wire import DataType, FrameType, ResponseFlag
-from slipstream.runtime.link import EngineLink
-from slipstream.runtime.server import GenerateServer
+from slipstream.engine.server import GenerateServer
+from slipstream.engine.socket import EngineLink
 
 TOKEN = bytes(range(16))
 TIMEOUT_S = 60

@@ -128,6 +128,6 @@ class LlmServer(TritonServer):
 
 def is_engine(process: psutil.Process) -> bool:
     try:
-        return "slipstream.runtime.main" in " ".join(process.cmdline())
+        return "slipstream.engine.main" in " ".join(process.cmdline())
     except psutil.Error:
         return False

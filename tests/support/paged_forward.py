@@ -14,7 +14,7 @@ import torch
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.kv_layout import key_value_cache
-from slipstream.runtime.batch import num_short_queries
+from slipstream.worker.input_batch import num_short_queries
 from slipstream_kernels import ops
 from torch import Tensor
 

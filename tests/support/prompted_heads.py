@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from slipstream.core.step import ScheduledStep
-from slipstream.runtime.computed_rows import ComputedRows
-from slipstream.runtime.engine import Engine
-from slipstream.runtime.speculation.medusa import MedusaDrafter
-from slipstream.runtime.speculation.mtp import MTPHead
+from slipstream.engine.engine import Engine
+from slipstream.worker.computed_rows import ComputedRows
+from slipstream.worker.spec_decode.medusa import MedusaDrafter
+from slipstream.worker.spec_decode.mtp import MTPHead
 
 
 class Prompter:

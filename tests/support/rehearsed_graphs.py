@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from slipstream.runtime import cuda_graphs, runner
-from slipstream.runtime.computed_rows import ComputedRows
-from slipstream.runtime.cuda_graphs import StepGraphs
-from slipstream.runtime.speculation import draft_graphs
-from slipstream.runtime.speculation.head_graphs import HeadGraphs
+from slipstream.worker import cuda_graphs, model_runner
+from slipstream.worker.computed_rows import ComputedRows
+from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.spec_decode import draft_graphs
+from slipstream.worker.spec_decode.head_graphs import HeadGraphs
 
 
 class Rehearsal:
@@ -53,7 +53,7 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
             draft = Rehearsal(lambda one=one: heads._draft(one), of_heads)  # type: ignore[misc]
             heads._graphs[one.graph] = draft, draft.output  # type: ignore[assignment]
 
-    for module in (runner, draft_graphs):
+    for module in (model_runner, draft_graphs):
         monkeypatch.setattr(module, "graph_sizes", lambda *arguments: sizes)
     monkeypatch.setattr(StepGraphs, "capture", torch.inference_mode()(capture))
     monkeypatch.setattr(HeadGraphs, "capture", torch.inference_mode()(capture_heads))

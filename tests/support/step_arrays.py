@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from slipstream.runtime.batch import StepArrays
+from slipstream.worker.input_batch import StepArrays
 
 
 def step_of(lengths: list[int], num_decodes: int | None = None, tree: bool = False) -> StepArrays:

@@ -7,7 +7,7 @@ import json
 import pytest
 from llm_server import LlmServer
 from slipstream.core.errors import ConfigError
-from slipstream.runtime.validate import validate
+from slipstream.engine.validate import validate
 
 BAD = {
     "unknown_key": {"max_num_seq": "4"},

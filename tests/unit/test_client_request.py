@@ -14,7 +14,7 @@ from slipstream.core.client_request import STREAM_ECHO, ClientRequest, parse_req
 from slipstream.core.config import EngineConfig, ModelConfig, ServingConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.sampling_params import Guide, SamplingParams
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.tokenizer.tokenizer import TextTokenizer
 from wire_requests import request, tensor
 
 TOKENIZER = TextTokenizer(toy_tokenizers.sentencepiece())

@@ -203,7 +203,7 @@ def test_validate_accepts_what_would_load(tmp_path: Path, capsys: pytest.Capture
 )  # fmt: skip
 def test_validate_names_what_is_wrong(text: str, message: str, tmp_path: Path) -> None:
     pytest.importorskip("tritonclient.grpc")
-    from slipstream.runtime.validate import validate
+    from slipstream.engine.validate import validate
 
     with pytest.raises(ConfigError, match=f"^{message}"):
         validate(write_model(tmp_path / "llm", text))
@@ -223,7 +223,7 @@ def test_validate_gives_the_arithmetic_of_a_cache_that_is_too_small(tmp_path: Pa
     checkpoint = ROOT / "models" / "slipstream-demo-code"
     if not (checkpoint / "config.json").is_file():
         pytest.skip("the demo checkpoint is not in the tree")
-    from slipstream.runtime.validate import validate
+    from slipstream.engine.validate import validate
 
     text = 'backend: "slipstream"\n' + parameters(model=str(checkpoint), device="cpu", num_blocks="2")
     with pytest.raises(ConfigError, match=r"^num_blocks=2: .*2 blocks x 64 tokens cannot hold one sequence"):
@@ -239,7 +239,7 @@ def test_validate_holds_the_tensors_against_the_model_without_reading_them(tmp_p
     checkpoint = ROOT / "models" / "slipstream-demo-code"
     if not (checkpoint / "config.json").is_file():
         pytest.skip("the demo checkpoint is not in the tree")
-    from slipstream.runtime.validate import validate
+    from slipstream.engine.validate import validate
 
     broken = tmp_path / "broken"
     shutil.copytree(checkpoint, broken, ignore=shutil.ignore_patterns("*.safetensors"))

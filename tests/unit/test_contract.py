@@ -16,7 +16,7 @@ from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import FinishReason
 from slipstream.core.responses import ENCODERS, encode_gathered, encode_response, is_gathered
 from slipstream.core.tensor_spec import InputSpec, OutputSpec, Use
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.tokenizer.tokenizer import TextTokenizer
 from wire_requests import answers, request, tensor
 
 TOKENIZER = TextTokenizer(toy_tokenizers.byte_level())

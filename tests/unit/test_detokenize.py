@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.detokenize import context_token_ids, decode_after, start_detokenizer
 from slipstream.core.token_table import build_token_table
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.tokenizer.tokenizer import TextTokenizer
 
 REPLACEMENT = "\ufffd"
 BYTE_LEVEL = TextTokenizer(toy_tokenizers.byte_level())

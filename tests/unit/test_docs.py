@@ -111,8 +111,8 @@ def module_constants(path: Path) -> Iterator[tuple[str, ast.expr]]:
 
 def python_bounds() -> Iterator[tuple[str, float]]:
     """Public constants; a name has to be clear without its module's."""
-    for folder in ("core", "runtime", "runtime/speculation", "server"):
-        for path in sorted((ROOT / "backend/slipstream" / folder).glob("*.py")):
+    for folder in ("core", "engine", "runtime", "tokenizer", "worker", "server"):
+        for path in sorted((ROOT / "backend/slipstream" / folder).rglob("*.py")):
             for name, value in module_constants(path):
                 is_number = not any(isinstance(node, ast.Name | ast.Call | ast.Tuple) for node in ast.walk(value))
                 if re.fullmatch("[A-Z][A-Z0-9_]+", name) and IS_BOUND.search(name) and is_number:

@@ -14,7 +14,7 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation, _Load
 from slipstream.core.step_costs import StepCosts, Surplus
-from slipstream.runtime.speculation.medusa import default_choices
+from slipstream.worker.spec_decode.medusa import default_choices
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "bench"))
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from slipstream.core.config import EngineConfig
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime.speculation import ngram
-from slipstream.runtime.speculation.ngram import MAX_INDEXED_TOKENS, NgramIndex, NgramProposer
+from slipstream.worker.spec_decode import ngram
+from slipstream.worker.spec_decode.ngram import MAX_INDEXED_TOKENS, NgramIndex, NgramProposer
 
 
 def test_a_long_text_and_a_long_reference_are_indexed_piece_by_piece(monkeypatch) -> None:

@@ -11,9 +11,9 @@ from slipstream.core.detokenize import decode_after, start_detokenizer
 from slipstream.core.outputs import RequestOutput, StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime import output as output_module
-from slipstream.runtime.output import OutputProcessor
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.engine import output_processor as output_module
+from slipstream.engine.output_processor import OutputProcessor
+from slipstream.tokenizer.tokenizer import TextTokenizer
 
 TOKENIZER = TextTokenizer(toy_tokenizers.byte_level())
 PROMPT = TOKENIZER.encode("The quick brown")

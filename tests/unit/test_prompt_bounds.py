@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.client_request import encode_prompt
 from slipstream.core.errors import RequestError
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.tokenizer.tokenizer import TextTokenizer
 from tokenizers import Tokenizer
 
 DEMO = TextTokenizer.load(Path(__file__).resolve().parents[2] / "models" / "slipstream-demo-code")

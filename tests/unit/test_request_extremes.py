@@ -19,8 +19,8 @@ from slipstream.core.errors import RequestError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.tensor_spec import InputSpec, TaskContract
-from slipstream.runtime.tokenize_tasks import DetokenizeTask, TokenizeTask
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.engine.tokenize_tasks import DetokenizeTask, TokenizeTask
+from slipstream.tokenizer.tokenizer import TextTokenizer
 from wire_requests import request, tensor
 
 TOKENIZER = TextTokenizer(toy_tokenizers.sentencepiece())

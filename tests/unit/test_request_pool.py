@@ -11,7 +11,7 @@ from patience import wait_until
 from slipstream.core import wire
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason
-from slipstream.runtime.request_pool import RequestPool, num_bytes
+from slipstream.engine.request_pool import RequestPool, num_bytes
 
 
 def large(handle: int, size: int = 9000) -> wire.Request:

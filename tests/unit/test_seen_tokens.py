@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.runtime.speculation.seen_tokens import SeenTokens
+from slipstream.worker.spec_decode.draft_kv_state import SeenTokens
 
 BLOCK_SIZE = 4
 

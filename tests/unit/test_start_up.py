@@ -7,7 +7,7 @@ import re
 import time
 
 import pytest
-from slipstream.runtime.start_up import StartUp
+from slipstream.core.start_up import StartUp
 
 
 def test_phases_add_up(caplog: pytest.LogCaptureFixture) -> None:

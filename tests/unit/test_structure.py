@@ -20,7 +20,13 @@ MAX_KERNEL_OR_TEST_LINES = 150
 ALLOWED = {
     "slipstream.core": {"slipstream.core"},
     "slipstream.nn": {"slipstream.core", "slipstream.nn", "slipstream_kernels"},
-    "slipstream.runtime": {"slipstream.core", "slipstream.nn", "slipstream.runtime", "slipstream_kernels"},
+    "slipstream.tokenizer": {"slipstream.core", "slipstream.tokenizer"},
+    "slipstream.worker": {f"slipstream.{name}" for name in ("core", "tokenizer", "nn", "worker", "runtime")}
+    | {"slipstream_kernels"},
+    "slipstream.runtime": {f"slipstream.{name}" for name in ("core", "tokenizer", "nn", "worker", "runtime")}
+    | {"slipstream_kernels"},
+    "slipstream.engine": {f"slipstream.{name}" for name in ("core", "tokenizer", "nn", "worker", "runtime", "engine")}
+    | {"slipstream_kernels"},
     "slipstream.server": {"slipstream.core", "slipstream.server"},
     "slipstream.encoders": {"slipstream.core", "slipstream.encoders"},
     "slipstream_kernels": {"slipstream_kernels"},

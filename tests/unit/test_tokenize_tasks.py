@@ -18,9 +18,9 @@ from slipstream.core.detokenize import context_token_ids, start_detokenizer
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.request import FinishReason
 from slipstream.core.setting_values import read_words_ids
-from slipstream.runtime.tokenize_server import TokenizeServer
-from slipstream.runtime.tokenize_tasks import DetokenizeTask, TokenizeTask, make_task, word_list
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.engine.tokenize_server import TokenizeServer
+from slipstream.engine.tokenize_tasks import DetokenizeTask, TokenizeTask, make_task, word_list
+from slipstream.tokenizer.tokenizer import TextTokenizer
 from wire_requests import answers, request, tensor
 
 TOKENIZER = TextTokenizer(toy_tokenizers.sentencepiece())
@@ -127,7 +127,7 @@ def test_a_batch_dimension_comes_and_goes() -> None:
 
 
 LOAD_TASK = (
-    "import sys; from slipstream.core.config import *; from slipstream.runtime.tokenize_tasks import make_task;"
+    "import sys; from slipstream.core.config import *; from slipstream.engine.tokenize_tasks import make_task;"
     "task = make_task(EngineConfig(task='detokenize', model=ModelConfig(tokenizer=sys.argv[1])));"
     "assert task.outputs; assert not {'torch', 'transformers'} & set(sys.modules)"
 )

@@ -181,7 +181,7 @@ def _is_taken(port: int) -> bool:
 
 def models(repository: Path) -> list[Finding]:
     """Every model of a repository whose backend is ours."""
-    from slipstream.runtime.validate import validate
+    from slipstream.engine.validate import validate
 
     if not repository.is_dir():
         return [Finding("models", "missing", f"{repository} is no folder")]

@@ -19,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from slipstream.runtime.validate import passed_over
-    from slipstream.runtime.validate import validate as report
+    from slipstream.engine.validate import passed_over
+    from slipstream.engine.validate import validate as report
 
     status = 0
     for folder in arguments.model_dir:

@@ -44,7 +44,7 @@ STREAM_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed.
 
 
 class TextCodec(Protocol):
-    """What parsing needs of a tokenizer (runtime/tokenizer.py)."""
+    """What parsing needs of a tokenizer (tokenizer/tokenizer.py)."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -1,6 +1,6 @@
 """The tensors of the tasks `tokenize` (TensorRT-LLM's `preprocessing`) and `detokenize` (its `postprocessing`).
 
-A table and nothing else; runtime/tokenize_tasks.py does the work. dims are those of TensorRT-LLM without the batch.
+A table and nothing else; engine/tokenize_tasks.py does the work. dims are those of TensorRT-LLM without the batch.
 """
 
 # ruff: noqa: E501  (one row, one line)

@@ -1,6 +1,6 @@
 """The ways to draft, as data: their names and the checkpoints that they need. Any thread.
 
-What a way does, holds and refuses is registered under the same name in runtime/speculation/.
+What a way does, holds and refuses is registered under the same name in worker/spec_decode/.
 """
 
 from __future__ import annotations

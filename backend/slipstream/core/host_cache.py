@@ -1,7 +1,7 @@
 """The second tier of the prefix cache: which evicted blocks lie in host memory, and which copies a step must make.
 
 Engine thread only. Knows neither requests nor tensors: a host block is an int, its content a hash. The copies are made
-by runtime/kv_offload.py: a step makes its stores first, then its loads, then computes.
+by worker/kv_offload.py: a step makes its stores first, then its loads, then computes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which request holds which KV blocks: block tables, the hash-chained prefix cache, reservation arithmetic.
 
-Engine thread only. Decides on numbers alone; the tensors behind the blocks belong to runtime/runner.py.
+Engine thread only. Decides on numbers alone; the tensors behind the blocks belong to worker/model_runner.py.
 A block's hash covers its tokens and, through its parent's hash, everything before it, so equal hash means equal prefix.
 """
 

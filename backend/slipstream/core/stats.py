@@ -2,7 +2,7 @@
 
 The engine thread calls add, set, observe, observations, publish and writes last_step_time; the output thread calls
 drain and nothing else. They meet in one slot that only the engine thread fills and only the output thread empties, so
-there is no lock. Knows nothing of Triton: runtime/main.py makes READY and METRICS frames of it.
+there is no lock. Knows nothing of Triton: engine/main.py makes READY and METRICS frames of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One engine step as the scheduler orders it: plain data from core/scheduler.py to runtime/batch.py. Engine thread."""
+"""One engine step as the scheduler orders it: plain data for worker/input_batch.py. Engine thread."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A large request before it is read: what is known of it then, and its answer if it ends so.
 
-Standard library only, no state; any thread. Reading it encodes its text (runtime/request_pool.py); this looks at its
+Standard library only, no state; any thread. Reading it encodes its text (engine/request_pool.py); this looks at its
 small tensors and parameters.
 """
 

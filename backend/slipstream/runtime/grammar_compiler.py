@@ -13,7 +13,7 @@ import xgrammar
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.core.sampling_params import Guide
-from slipstream.runtime.tokenizer import TextTokenizer
+from slipstream.tokenizer.tokenizer import TextTokenizer
 
 # xgrammar 0.2 lets control characters (a tab) into strings with minLength or maxLength; no JSON parser takes them
 _LAX_CHARACTER = r"[^\"\\\r\n]"

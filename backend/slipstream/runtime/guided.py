@@ -15,7 +15,7 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import ScheduledStep
 from slipstream.runtime.grammar_host import GrammarHost, GuideState
-from slipstream.runtime.penalties import Paths
+from slipstream.worker.sample.penalties import Paths
 
 # What a step waits for masks at most. A request without one is left out of steps until it has it, which costs the
 # others nothing more: so slow grammars cost them this once.

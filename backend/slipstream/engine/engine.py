@@ -1,0 +1,379 @@
+"""The engine: requests in, tokens out, one step at a time. The order of a step is here and nowhere else.
+
+With overlapped scheduling a step is launched before the one before it has been read: the device goes on from tokens
+that the host learns one step later. What a request that has ended meanwhile got too much is dropped by the scheduler.
+`submit`, `cancel`, `finish` and `has_work` may be called from any thread (they meet the engine in one inbox); `step`
+and `wait` belong to one thread, the engine thread. Knows token ids only: text is the output thread's.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.core.admission import check_fits
+from slipstream.core.config import EngineConfig
+from slipstream.core.drafts import MAX_DRAFT_TOKENS
+from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
+from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.outputs import StepOutput
+from slipstream.core.request import FinishReason, Request, RequestStatus
+from slipstream.core.scheduler import Scheduler
+from slipstream.core.speculation import MeasuredStep
+from slipstream.core.start_up import StartUp
+from slipstream.core.stats import Metric, Stats
+from slipstream.core.step import ScheduledStep
+from slipstream.engine.in_flight import Flight, FlightAhead
+from slipstream.engine.input_processor import Intake
+from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
+from slipstream.nn.spec import DecoderSpec, read_spec
+from slipstream.runtime.grammar_host import GrammarHost
+from slipstream.runtime.grammar_messages import Setup
+from slipstream.runtime.guided import GuidedRequests
+from slipstream.tokenizer.tokenizer import TextTokenizer
+from slipstream.worker.memory_plan import free_device_memory, plan_memory, resolve_hardware
+from slipstream.worker.model_runner import ModelRunner, NullRunner, Runner
+from slipstream.worker.spec_decode.interface import Surroundings
+from slipstream.worker.spec_decode.speculator import Speculator, make_planner
+from slipstream.worker.step_sample import LaunchedVerification, StepSample
+
+logger = logging.getLogger(__name__)
+
+_GAUGE_PERIOD_S = 0.25
+_HELD_WAIT_S = 0.002  # for grammars, while nothing else is to be done
+
+
+@dataclass(slots=True)
+class _Add:
+    requests: list[Request]
+
+
+@dataclass(slots=True)
+class _Finish:
+    """End the sequences for which `concerns` holds."""
+
+    concerns: Callable[[Request], bool]
+    reason: FinishReason
+    stop_reason: str | int | None = None
+
+
+class Engine:
+    """Loads a model and serves it. Raises ConfigError, before weights are read, if the configuration cannot work.
+
+    error: why the engine is dead, or None. A dead engine has answered everything and takes nothing more.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.start_up = StartUp()
+        self._checkpoint = checkpoint = resolve_checkpoint(config.model.model)
+        self.spec: DecoderSpec = read_spec(checkpoint)
+        self.tokenizer = TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or str(checkpoint)))
+        hardware = resolve_hardware(config, self.spec)
+        self.memory_plan = plan_memory(self.spec, config, hardware, free_device_memory(hardware.device))
+        for line in str(self.memory_plan).splitlines():
+            logger.info("%s", line)
+        self.max_model_len = self.memory_plan.max_model_len
+        self.start_up.finish("plan")
+        self._runner: Runner
+        target = None
+        if config.model.load_format == "null":
+            self._runner = NullRunner(_null_token(self.tokenizer))
+        else:
+            self._runner = ModelRunner(config, self.spec, hardware, self.memory_plan, self.start_up)
+            target = self._runner.model
+        self._speculator = Speculator(Surroundings(config, hardware, self.memory_plan, target))
+        measured: tuple[Any, ...] = ()
+        if isinstance(self._runner, ModelRunner):
+            drafts = self._speculator
+            self._runner.start(config, self.memory_plan, self.start_up, drafts.forms)
+            measured = self._runner.step_seconds, drafts.capture(self._runner.verified_rows())
+            self.start_up.finish("drafting")
+        planner = make_planner(config, self.spec, hardware, *measured)
+        self.start_up.log()
+        self.stats = Stats()
+        plan, settings = self.memory_plan, config.cache
+        cache = KVCacheManager(
+            plan.num_blocks, settings.block_size, settings.enable_prefix_caching, plan.num_host_blocks
+        )
+        self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats, planner)
+        self._num_ahead = 1 if overlaps(config.scheduler.overlap_scheduling, hardware.device.type) else 0
+        self._flights: deque[Flight] = deque()
+        self._ahead: FlightAhead | None = None
+        self.error: EngineError | None = None
+        self._intake = Intake(self.spec, self.tokenizer, config.guided, self._speculator.resolve)
+        self._guided = GuidedRequests(self._grammar_host(), self.scheduler, self._fail)
+        self._inbox: deque[_Add | _Finish] = deque()
+        self._num_arriving = 0  # sequences in the inbox
+        self._wake = threading.Condition()
+        self._gauges_due = 0.0
+        self._decoded_at = 0.0  # time.monotonic() of the last decode step, if no other step came after it
+
+    # ---- any thread
+
+    def submit(self, request: Request) -> list[Request]:
+        """Take a request; returns its n sequences, whose outputs come from `step`.
+
+        Raises RequestError (it can never run here), CapacityError (too many wait), EngineError (the engine is dead).
+        """
+        sequences = self._intake.prepare(request)
+        for sequence in sequences:
+            check_fits(sequence, self.config.scheduler, self.scheduler.cache, self.max_model_len)
+        self.scheduler.cache.hash_prompt(sequences)
+        with self._wake:
+            if self.error is not None:
+                raise self.error
+            self._check_capacity(len(sequences))
+            self._num_arriving += len(sequences)
+            self._inbox.append(_Add(sequences))
+            self._wake.notify()
+        return sequences
+
+    def cancel(self, handle: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End all sequences of a client request; an unknown handle is no error."""
+        self._post(_Finish(lambda request: request.handle == handle, reason))
+
+    def finish(
+        self, request: Request, stop_reason: str | None = None, reason: FinishReason = FinishReason.STOP
+    ) -> None:
+        """End one sequence, by default because its text has reached a stop string."""
+        self._post(_Finish(lambda other: other is request, reason, stop_reason))
+
+    @property
+    def has_work(self) -> bool:
+        return self.error is None and (bool(self._inbox or self._flights) or self.scheduler.has_work)
+
+    # ---- engine thread
+
+    def wait(self, timeout: float) -> bool:
+        """Sleep until there is work, at most `timeout` seconds. Returns has_work."""
+        self._guided.poll([])  # grammars of requests that have ended may still be worked on
+        self.stats.last_step_time = 0.0
+        self.stats.publish()
+        with self._wake:
+            self._wake.wait_for(lambda: self.has_work or self.error is not None, timeout)
+        return self.has_work
+
+    def step(self) -> list[StepOutput]:
+        """One engine step; returns the news of the step it read, which may be the one before that it launched, or none.
+
+        Never raises: a bug ends every request with an error and sets `error`.
+        """
+        outputs: list[StepOutput] = []
+        if self.error is not None:
+            return outputs
+        step = ScheduledStep()
+        try:
+            start = time.monotonic()
+            self.stats.last_step_time = self.stats.last_step_time or start  # a first step that hangs shows its age
+            self._drain_inbox(outputs)
+            self._guided.poll(outputs)
+            outputs += self.scheduler.expire(start)
+            if self._flights and self._speculates(self._flights[-1].step):
+                self._land_all(outputs)  # what comes next hangs on its verdict
+            ahead, self._ahead = self._ahead, None
+            step = self.scheduler.schedule(admits=ahead is None)
+            if step.requests:
+                self._flights.append((ahead and ahead.take_up(step)) or self._launch(step))
+                self._ahead = self._launch_ahead(self._flights[-1])
+            self._land_all(outputs, self._num_ahead if step.requests else 0)
+            if not step.requests and not outputs:  # all that there is may be waiting for grammars
+                self._guided.poll(outputs, _HELD_WAIT_S)
+            ended = [output.request for output in outputs if output.finish_reason is not None]
+            self._runner.forget(ended)
+            self._speculator.forget(ended)
+            self._guided.forget(ended)
+            self._measure(step, start)
+        except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
+            self._die(internal_error(logger, "the engine failed", error), step, outputs)
+        return outputs
+
+    def close(self) -> None:
+        """Refuse further requests and let go of weights and KV pool; what still runs gets no answer."""
+        with self._wake:
+            self.error = self.error or EngineError("the engine is closed")
+            self._wake.notify_all()
+        self._flights.clear()
+        self._ahead = None
+        self._guided.close()
+        self._runner = NullRunner(0)
+
+    # ---- parts
+
+    def _grammar_host(self) -> GrammarHost:
+        tokenizer = str(resolve_tokenizer(self.config.model.tokenizer or str(self._checkpoint)))
+        setup = Setup(tokenizer, self.spec.vocab_size, self._intake.eos_token_ids, self.config.guided)
+        num_states = 2 * self.config.scheduler.max_num_seqs
+        return GrammarHost(setup, num_states, 1 if self._speculator.is_empty else 1 + MAX_DRAFT_TOKENS)
+
+    def _check_capacity(self, num_sequences: int) -> None:
+        """The admission limit, said to the submitter at once; counts what the engine thread has not seen yet."""
+        limits, scheduler = self.config.scheduler, self.scheduler
+        num_waiting = scheduler.num_waiting + self._num_arriving
+        num_seats = max(0, min(limits.max_num_seqs, limits.max_num_batched_tokens) - scheduler.num_running)
+        if num_waiting + num_sequences > limits.max_waiting_requests + num_seats:
+            raise CapacityError(
+                f"{scheduler.num_running} requests are running and {num_waiting} waiting; "
+                f"max_num_seqs={limits.max_num_seqs}, max_waiting_requests={limits.max_waiting_requests}"
+            )
+
+    def _launch(self, step: ScheduledStep) -> Flight:
+        self._speculator.prepare(step, self.scheduler, is_ahead=self._num_ahead > 0)
+        inputs = self._runner.build(step)
+        hidden = self._runner.forward(inputs)
+        sample = self._runner.sample(step, inputs, hidden)
+        rows = lambda: self._runner.computed_rows(step, inputs, hidden, sample)  # noqa: E731
+        return Flight(step, inputs, sample, self._speculator.launch(step, self.scheduler, rows))
+
+    def _launch_ahead(self, flight: Flight) -> FlightAhead | None:
+        """Launch the verification after one that was just launched, if it can be told what that will be."""
+        step, sample = flight.step, flight.sample
+        if not self._num_ahead or flight.guesses.places is not None or self._inbox or self.scheduler.may_admit:
+            return None
+        drafts = self._speculator.drafts_behind(step, flight.guesses, self.scheduler)
+        if drafts is None or not isinstance(sample, LaunchedVerification):
+            return None
+        inputs, behind = self._runner.run_on(step, flight.inputs, sample.rows, drafts)
+        assert isinstance(behind, LaunchedVerification)
+        guesses = self._speculator.launch(step, self.scheduler, lambda: behind.rows)
+        requests = [row.request for row in step.requests]
+        num_slots = [len(request.block_ids) * self.scheduler.cache.block_size for request in requests]
+        lives = [request.num_preemptions for request in requests]
+        return FlightAhead(Flight(step, inputs, behind, guesses), num_slots, lives)
+
+    def _land_all(self, outputs: list[StepOutput], num_kept: int = 0) -> None:
+        """Read the steps that were launched, but for the last few."""
+        while len(self._flights) > num_kept:
+            self._land(self._flights[0], outputs)
+            self._flights.popleft()
+
+    def _land(self, flight: Flight, outputs: list[StepOutput]) -> None:
+        sampled = flight.sample.result()
+        for request, error in sampled.failures:
+            self._fail(request, error, outputs)
+        if sampled.late:
+            self._guided.withdraw(flight.step, sampled.token_ids, sampled.late)
+        committed = self.scheduler.commit(flight.step, sampled.token_ids)
+        outputs += committed
+        self._add_logprobs(committed, sampled)
+        self._guided.advance(committed)
+        if not self._speculator.is_empty:
+            self._measure_decode(flight.step, sampled)
+            self._speculator.propose(flight.step, sampled.token_ids, flight.guesses, self.scheduler)
+
+    def _speculates(self, step: ScheduledStep) -> bool:
+        """Whether any request of a step may draft after it: then nothing can be scheduled before it is read."""
+        return bool(self._method_after(step))
+
+    def _method_after(self, step: ScheduledStep) -> str:
+        """How the first that may draft after a step does; "" if none may."""
+        planner = self.scheduler.planner
+        for row in step.requests:
+            speculation = row.request.speculation
+            if speculation is not None and (row.num_drafts or (row.samples and planner.num_drafts(row.request))):
+                return speculation.method
+        return ""
+
+    def _measure_decode(self, step: ScheduledStep, sampled: StepSample) -> None:
+        """Tell the planner what drafts were worth, and how long a step of decodes took since the one before it."""
+        rows, now, planner = step.requests, time.monotonic(), self.scheduler.planner
+        for place, kept in sampled.kept_rows.items():
+            if (speculation := rows[place].request.speculation) is not None:
+                planner.observe(speculation.method, rows[place].num_drafts, kept)
+        is_decode = all(row.num_scheduled_tokens == 1 + row.num_drafts for row in rows)
+        num_tokens = sum(map(len, sampled.token_ids))  # none if all have ended meanwhile
+        if is_decode and self._decoded_at and num_tokens:
+            tokens_per_request = num_tokens / len(rows)
+            seconds = now - self._decoded_at
+            method = self._method_after(step)
+            planner.measure(MeasuredStep(len(rows), step.num_scheduled_tokens, seconds, tokens_per_request, method))
+        self._decoded_at = now if is_decode else 0.0
+
+    def _drain_inbox(self, outputs: list[StepOutput]) -> None:
+        while self._inbox:
+            with self._wake:
+                message = self._inbox.popleft()
+                if isinstance(message, _Add):
+                    self._num_arriving -= len(message.requests)
+                    self._admit(message.requests, outputs)
+            if isinstance(message, _Finish):
+                for request in [request for request in self.scheduler.live_requests if message.concerns(request)]:
+                    output = self.scheduler.finish(request, message.reason, message.stop_reason)
+                    if output is not None:
+                        outputs.append(output)
+
+    def _admit(self, requests: list[Request], outputs: list[StepOutput]) -> None:
+        try:
+            self.scheduler.add_all(requests)
+            self._guided.start(requests)
+        except (RequestError, CapacityError) as error:  # submit has checked both; a race may still lose
+            for request in requests:
+                self._fail(request, error, outputs)
+
+    def _fail(self, request: Request, error: SlipstreamError, outputs: list[StepOutput]) -> None:
+        """End one request with an error of its own."""
+        output = self.scheduler.finish(request, FinishReason.ERROR, error=str(error))
+        if output is not None:
+            output.fault = type(error)
+            outputs.append(output)
+
+    def _add_logprobs(self, committed: list[StepOutput], sampled: StepSample) -> None:
+        for output in committed:
+            request = output.request
+            if request.params.prompt_logprobs is not None:
+                output.prompt_logprobs = sampled.prompt_logprobs.get(request.request_id)
+            entries = sampled.logprobs.get(request.request_id)
+            if entries is not None:
+                output.logprobs = entries[: len(output.new_token_ids)]  # a stop may have cut the step's tokens
+                request.cumulative_logprob += sum(entry.logprob for entry in output.logprobs)
+
+    def _measure(self, step: ScheduledStep, start: float) -> None:
+        now = time.monotonic()
+        has_work = self.has_work
+        if step.requests:
+            self.stats.observe(Metric.STEP_TIME, now - start)
+        self.stats.last_step_time = now if has_work else 0.0
+        if now >= self._gauges_due or not has_work:
+            self._gauges_due = now + _GAUGE_PERIOD_S
+            self.scheduler.record_gauges()
+        self.stats.publish()
+
+    def _post(self, message: _Finish) -> None:
+        with self._wake:
+            self._inbox.append(message)
+            self._wake.notify()
+
+    def _die(self, error: EngineError, step: ScheduledStep, outputs: list[StepOutput]) -> None:
+        """Answer every request there is with an error, without trusting the scheduler any more."""
+        text = str(error)
+        with self._wake:
+            self.error = error
+            arriving = [request for message in self._inbox if isinstance(message, _Add) for request in message.requests]
+            self._inbox.clear()
+        answered = {id(output.request) for output in outputs if output.finish_reason is not None}
+        # a commit that broke off may have ended some without a word
+        in_step = [row.request for flight in self._flights for row in flight.step.requests]
+        in_step += [row.request for row in step.requests]
+        self._flights.clear()
+        self._ahead = None
+        for request in [*in_step, *self.scheduler.live_requests, *arriving]:
+            if id(request) not in answered:
+                answered.add(id(request))
+                request.status, request.finish_reason, request.error = RequestStatus.FINISHED, FinishReason.ERROR, text
+                outputs.append(StepOutput(request, [], FinishReason.ERROR, error=text))
+
+
+def overlaps(wanted: str, device_type: str) -> bool:
+    """Whether steps are launched ahead. A CPU computes while it is being told to: nothing to gain there."""
+    return device_type == "cuda" if wanted == "auto" else wanted == "on"
+
+
+def _null_token(tokenizer: TextTokenizer) -> int:
+    """A token with visible text for the null runner."""
+    token_ids = tokenizer.encode(" a", add_special_tokens=False)
+    return token_ids[-1] if token_ids else 0

@@ -1,0 +1,151 @@
+"""From what a client asked to requests that can run: checked against model and vocabulary, completed, expanded.
+
+Called from submitting threads; holds no state. Whatever is wrong with a request
+is said here, on its own thread, as a RequestError; the engine thread never sees it.
+A grammar is compiled later, while its request waits; here its size is checked.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from slipstream.core.config import GuidedConfig
+from slipstream.core.errors import RequestError
+from slipstream.core.finish import end_token_ids
+from slipstream.core.guide_limits import check_guide
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.speculation import Speculation
+from slipstream.nn.spec import DecoderSpec
+from slipstream.runtime.grammar_host import GuideState
+from slipstream.tokenizer.tokenizer import TextTokenizer
+
+_MASK64 = (1 << 64) - 1
+
+
+class Intake:
+    """One per engine."""
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        tokenizer: TextTokenizer,
+        guided: GuidedConfig,
+        speculation_of: Callable[[SamplingParams], Speculation | None] = lambda params: None,
+    ) -> None:
+        self._speculation_of = speculation_of
+        self._vocab_size = spec.vocab_size
+        # a generation_config.json may name tokens that the checkpoint does not have
+        self._eos_token_ids = frozenset(token_id for token_id in spec.eos_token_ids if 0 <= token_id < spec.vocab_size)
+        self._tokenizer = tokenizer
+        self._guided = guided
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The checkpoint's own."""
+        return sorted(self._eos_token_ids)
+
+    def prepare(self, request: Request) -> list[Request]:
+        """The request, completed (end tokens, seed, bad words as ids, guide), and its siblings when n > 1.
+
+        Raises RequestError naming the field that the model cannot honour.
+        """
+        if not request.eos_token_ids:
+            request.eos_token_ids = self._eos_token_ids
+        request.params = self._resolve(request.params)
+        self._check_vocabulary(request)
+        if request.params.seed is not None:
+            request.seed = request.params.seed & _MASK64
+        elif request.seed == 0:
+            request.seed = random.getrandbits(64)
+        request.params.build_automata()
+        request.speculation = self._speculation_of(request.params)
+        if request.times.arrival_ns == 0:
+            request.times.arrival_ns = time.time_ns()
+        guide = request.params.guide
+        if guide is not None:
+            check_guide(guide, self._guided)
+        sequences = expand(request)
+        if guide is not None:
+            ends = sorted(end_token_ids(request))
+            for sequence in sequences:
+                sequence.guide_state, sequence.is_held = GuideState(guide, ends, sequence), True
+        return sequences
+
+    def _resolve(self, params: SamplingParams) -> SamplingParams:
+        """bad_words as ids: a word is banned at the start of a line and after a space, however it tokenizes there."""
+        if not params.bad_words:
+            return params
+        texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
+        encoded = (tuple(token_ids) for token_ids in self._tokenizer.encode_all(texts) if token_ids)
+        banned = dict.fromkeys((*params.bad_words_ids, *encoded))
+        return replace(params, bad_words=(), bad_words_ids=tuple(banned))
+
+    def _check_vocabulary(self, request: Request) -> None:
+        num_biases = len(request.params.embedding_bias)
+        if num_biases > self._vocab_size and any(request.params.embedding_bias[self._vocab_size :]):
+            accepted = f"accepted: at most {self._vocab_size}, the vocabulary, and zeros after them"
+            raise RequestError("embedding_bias", f"got {num_biases} biases, {accepted}")
+        for field, token_ids in _token_id_fields(request):
+            for token_id in (min(token_ids), max(token_ids)) if token_ids else ():
+                if not 0 <= token_id < self._vocab_size:
+                    accepted = f"accepted: 0 to {self._vocab_size - 1}"
+                    raise RequestError(field, f"token id {token_id} is not in the vocabulary, {accepted}")
+
+
+def expand(request: Request) -> list[Request]:
+    """The n sequences of a client request, the given one first. Each has a seed of its own, derived from the first's;
+    only the first reports prompt log-probabilities, which all share."""
+    if request.params.n == 1:
+        return [request]
+    siblings_params = request.params
+    if siblings_params.prompt_logprobs is not None:
+        siblings_params = replace(siblings_params, prompt_logprobs=None)
+        siblings_params.build_automata()
+    siblings = [
+        Request(
+            prompt_token_ids=request.prompt_token_ids,
+            params=siblings_params,
+            seed=derive_seed(request.seed, index),
+            priority=request.priority,
+            deadline=request.deadline,
+            handle=request.handle,
+            client_request_id=request.client_request_id,
+            sequence_index=index,
+            eos_token_ids=request.eos_token_ids,
+            prefix_key=request.prefix_key,
+            speculation=request.speculation,
+            times=replace(request.times),
+        )
+        for index in range(1, request.params.n)
+    ]
+    return [request, *siblings]
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """The seed of sequence `index`: itself for 0, else mixed so that neighbouring seeds and indices share nothing.
+
+    Source: splitmix64 (Steele et al. 2014).
+    """
+    if index == 0:
+        return seed
+    mixed = (seed + index * 0x9E3779B97F4A7C15) & _MASK64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return mixed ^ (mixed >> 31)
+
+
+def _token_id_fields(request: Request) -> Iterator[tuple[str, list[int]]]:
+    params = request.params
+    yield "prompt", request.prompt_token_ids
+    yield "logit_bias", [token_id for token_id, _ in params.logit_bias]
+    yield "bad_words_ids", [token_id for word in params.bad_words_ids for token_id in word]
+    yield "stop_words_ids", [token_id for word in params.stop_words_ids for token_id in word]
+    yield "stop_token_ids", list(params.stop_token_ids)
+    yield "reference_ids", list(params.reference_ids)
+    yield "eos_token_ids", list(request.eos_token_ids)
+    if params.end_id is not None and params.end_id >= 0:  # TensorRT-LLM clients send -1 for "none"
+        yield "end_id", [params.end_id]

@@ -1,0 +1,239 @@
+"""The engine as a library: text or token ids in, completions out, no server. What tests and benchmarks drive.
+
+Whoever waits for an answer runs the engine's steps, under a lock, and routes what comes to its owner; so any number of
+threads may generate and stream at once, and no thread is left behind when nobody asks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from slipstream.core.client_request import ClientRequest, encode_prompt
+from slipstream.core.config import EngineConfig
+from slipstream.core.config_parse import config_from_values
+from slipstream.core.errors import CapacityError, RequestError, SlipstreamError
+from slipstream.core.outputs import RequestOutput, TokenLogprobs
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.engine import Engine
+from slipstream.engine.output_processor import OutputProcessor
+from slipstream.nn.checkpoint_path import resolve_checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}
+
+
+@dataclass
+class Completion:
+    """One sequence of one prompt. finish_reason: stop, length, cancelled, timeout or error (then `error` says why).
+
+    token_ids: all sampled ones, the one that ended the text included. logprobs: one entry per token, if asked for.
+    """
+
+    prompt_index: int
+    sequence_index: int
+    prompt_token_ids: list[int]
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str = ""
+    stop_reason: str | int | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    cumulative_logprob: float = 0.0
+    num_cached_tokens: int = 0
+    error: str = ""
+
+    def add(self, output: RequestOutput) -> None:
+        """Take in the next piece of news."""
+        self.text += output.text
+        self.token_ids += output.token_ids
+        if output.logprobs is not None:
+            self.logprobs = [*(self.logprobs or []), *output.logprobs]
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        if output.finish_reason is not None:
+            request = output.request
+            self.finish_reason, self.stop_reason = output.finish_reason.value, output.stop_reason
+            self.cumulative_logprob = sum(entry.logprob for entry in self.logprobs or [])
+            self.num_cached_tokens = request.num_cached_tokens
+            self.error = output.error
+
+
+class LLM:
+    """`LLM("path/or/hub-id").generate("def add(")`. Keyword arguments are the parameters of config.pbtxt, by name.
+
+    Raises ConfigError as a load in the server would. Close it, or use it as a context manager, to free its memory.
+    """
+
+    def __init__(self, model: str, **parameters: object) -> None:
+        self._start(config_from_values({"model": str(model), **parameters}))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> LLM:
+        llm = cls.__new__(cls)
+        llm._start(config)
+        return llm
+
+    def _start(self, config: EngineConfig) -> None:
+        self.config = config
+        self.engine = Engine(config)
+        self._outputs = OutputProcessor(self.engine.tokenizer, self.engine.finish, self.engine.cancel)
+        self._pending: dict[int, _Pending] = {}
+        self._handles = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Completion]:
+        """Complete every prompt in one in-flight batch; n completions per prompt, in order of prompt and sequence.
+
+        params: one for all, or one per prompt. Raises RequestError if a prompt cannot be served (none is then),
+        EngineError if the engine fails.
+        """
+        token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
+        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(token_ids)
+        if len(each) != len(token_ids):
+            raise RequestError("params", f"{len(each)} for {len(token_ids)} prompts")
+        handles: list[int] = []
+        try:
+            for prompt, wanted in zip(token_ids, each):
+                handles.append(self._submit_in_turn(Request(prompt, wanted)))
+            completions: list[Completion] = []
+            for index, (prompt, wanted, handle) in enumerate(zip(token_ids, each, handles)):
+                completions += _collect(index, prompt, wanted.n, self._follow(handle))
+        finally:
+            self._forget(handles)
+        return completions
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """The pieces of one prompt's completion(s) as they are made. Leaving the loop cancels the request."""
+        handle = self._submit(Request(self._encode(prompt), params or SamplingParams()), stream=True)
+        try:
+            yield from self._follow(handle)
+        finally:
+            self._forget([handle])
+
+    def chat(
+        self, messages: Sequence[Message] | Sequence[Sequence[Message]], params: SamplingParams | None = None
+    ) -> list[Completion]:
+        """Answer one conversation, or several, written as the checkpoint's chat template says."""
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_one else messages
+        return self.generate([self._encode_chat(conversation) for conversation in conversations], params)
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # ---- parts
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            add_special_tokens, max_model_len = self.config.serving.add_special_tokens, self.engine.max_model_len
+            return encode_prompt("prompt", prompt, self.engine.tokenizer, add_special_tokens, max_model_len)
+        return list(prompt)
+
+    def _encode_chat(self, conversation: Sequence[Message]) -> list[int]:
+        if self._chat_tokenizer.chat_template is None:
+            raise RequestError("messages", "the checkpoint has no chat template")
+        turns = [dict(message) for message in conversation]
+        text = self._chat_tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        return self.engine.tokenizer.encode(str(text), add_special_tokens=False)  # the template writes them itself
+
+    @cached_property
+    def _chat_tokenizer(self) -> PreTrainedTokenizerBase:
+        """For its chat template only; text is encoded as everywhere else."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.config.model.tokenizer or resolve_checkpoint(self.config.model.model))
+
+    def _submit_in_turn(self, request: Request) -> int:
+        """Submit; while the engine is full, let it work. Raises CapacityError only if waiting cannot help."""
+        while True:
+            try:
+                return self._submit(request, stream=False)
+            except CapacityError:
+                if not self.engine.has_work:
+                    raise
+            with self._lock:
+                self._advance()
+
+    def _submit(self, request: Request, stream: bool) -> int:
+        handle = request.handle = next(self._handles)
+        self._pending[handle] = _Pending()
+        self._outputs.add(ClientRequest(handle, request, stream=stream))
+        try:
+            self.engine.submit(request)
+        except SlipstreamError:
+            self._outputs.discard(handle)
+            del self._pending[handle]
+            raise
+        return handle
+
+    def _follow(self, handle: int) -> Iterator[RequestOutput]:
+        """Outputs of one request until its last, running the engine while there are none."""
+        pending = self._pending[handle]
+        while not pending.is_done or pending.outputs:
+            while pending.outputs:
+                yield pending.outputs.popleft()
+            with self._lock:
+                if not pending.is_done and not pending.outputs:
+                    if self.engine.error is not None:
+                        raise self.engine.error
+                    self._advance()
+        if self.engine.error is not None:
+            raise self.engine.error
+
+    def _advance(self) -> None:
+        for output in self._outputs.process(self.engine.step()):
+            pending = self._pending.get(output.request.handle)
+            if pending is not None:
+                pending.outputs.append(output)
+                pending.is_done = pending.is_done or output.is_final
+
+    def _forget(self, handles: list[int]) -> None:
+        """Drop requests; those that have not ended are cancelled. Their blocks are free once this returns, also those
+        of sequences that a stop string has ended just now."""
+        for handle in handles:
+            self._outputs.discard(handle)
+            if not self._pending.pop(handle).is_done:
+                self.engine.cancel(handle)
+        with self._lock:
+            if self.engine.has_work:
+                self._advance()
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A request in flight: outputs that nobody has fetched yet; is_done: the last one is or was among them."""
+
+    outputs: deque[RequestOutput] = field(default_factory=deque)
+    is_done: bool = False
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _collect(index: int, prompt: list[int], n: int, outputs: Iterator[RequestOutput]) -> list[Completion]:
+    completions = [Completion(index, sequence, prompt) for sequence in range(n)]
+    for output in outputs:
+        completions[output.request.sequence_index].add(output)
+    return completions

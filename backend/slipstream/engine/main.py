@@ -1,0 +1,92 @@
+"""The engine process, started by the C++ backend: slipstream-engine --socket PATH --token HEX.
+
+Greets, reads the model's config, builds what its `task` needs (torch is imported for `generate` alone), serves, exits.
+Exit status: 0 the backend closed the socket or a drain ended, 1 the engine failed or the load did, 2 a broken protocol.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+from typing import Protocol
+
+from slipstream.core import wire
+from slipstream.core.config import EngineConfig
+from slipstream.core.config_parse import parse_config
+from slipstream.core.errors import SlipstreamError
+from slipstream.engine.socket import EngineLink
+
+logger = logging.getLogger("slipstream")
+
+
+class LevelPrefixFormatter(logging.Formatter):
+    """Begin every line with the letter of its level, by which the backend forwards it to Triton's log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        letter = "D" if record.levelno < logging.INFO else record.levelname[0].replace("C", "E")
+        return "\n".join(f"{letter} {line}" for line in super().format(record).splitlines())
+
+
+def configure_logging() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(LevelPrefixFormatter("%(message)s"))
+    logging.basicConfig(level=os.environ.get("SLIPSTREAM_LOG_LEVEL", "INFO").upper(), handlers=[handler], force=True)
+
+
+class Server(Protocol):
+    """What `load` gives: serves until the backend is done with it, returns the exit status of the process."""
+
+    def serve(self) -> int: ...
+
+
+def load(link: EngineLink, config: EngineConfig) -> Server:
+    """The server of the config's task. Only generating needs torch, which takes seconds to import."""
+    if config.task == "generate":
+        from slipstream.engine.server import GenerateServer
+
+        return GenerateServer(link, config)
+    from slipstream.engine.tokenize_server import TokenizeServer
+
+    return TokenizeServer(link, config)
+
+
+def run(link: EngineLink) -> int:
+    received = link.receive_config()
+    try:
+        server = load(link, parse_config(received))
+    except (SlipstreamError, OSError) as error:
+        logger.error("model %s cannot be loaded: %s", received.model_name, error)
+        link.send(wire.encode_load_failed(str(error)))
+        return 1
+    except Exception as error:
+        logger.exception("model %s cannot be loaded", received.model_name)
+        link.send(wire.encode_load_failed(f"{type(error).__name__}: {error}"))
+        return 1
+    return server.serve()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="slipstream-engine", description=__doc__.splitlines()[0])
+    parser.add_argument("--socket", required=True)
+    parser.add_argument("--token", required=True)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which then drains us
+    configure_logging()
+    try:
+        status = run(EngineLink(arguments.socket, bytes.fromhex(arguments.token)))
+    except wire.ProtocolError as error:
+        logger.error("broken protocol: %s", error)
+        status = 2
+    except (BrokenPipeError, ConnectionError) as error:
+        logger.error("the backend is gone: %s", error)
+        status = 0
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)  # not through the interpreter's teardown: threads of torch may be inside a step
+
+
+if __name__ == "__main__":
+    main()

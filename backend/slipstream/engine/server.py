@@ -1,0 +1,295 @@
+"""Serving one generating model: four threads between the socket and the engine.
+
+input thread (the main one): frames -> requests -> `Engine.submit`; answers bad requests itself. Large requests it
+leaves to the pool's thread.
+engine thread: `Engine.step` while there is work; hands each step's outputs over in one piece.
+output thread: text, answers, one frame per step; metrics a few times a second and when work ends.
+Knows nothing of tensors: core/client_request.py reads requests and output_processor.py writes text.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import queue
+import threading
+import time
+from dataclasses import replace
+
+from slipstream.core import contract, stats, wire
+from slipstream.core.client_request import ClientRequest, parse_request
+from slipstream.core.config import EngineConfig
+from slipstream.core.errors import CapacityError, EngineError
+from slipstream.core.outputs import RequestOutput, StepOutput
+from slipstream.core.request import FinishReason
+from slipstream.core.responses import (
+    encode_gathered,
+    encode_response,
+    is_gathered,
+    response_frames,
+    write_logprobs,
+)
+from slipstream.core.unread_request import encode_unread, peek
+from slipstream.engine.answers import error_answer, fitting, read_request
+from slipstream.engine.engine import Engine
+from slipstream.engine.output_processor import OutputProcessor
+from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool, num_bytes
+from slipstream.engine.socket import EngineLink
+
+logger = logging.getLogger(__name__)
+
+_METRICS_PERIOD_S = 0.25
+_IDLE_WAIT_S = 0.1  # the idle engine publishes what it had to keep back so often
+_SETTLE_S = (0.02, 0.12)  # metrics after the last answer: at once, and when the engine has surely published the rest
+_TEXT_OUTPUT = next(i for i, output in enumerate(contract.OUTPUTS["generate"]) if output.name == "text_output")
+_MAX_STEPS_AHEAD = 4  # steps that the engine may be ahead of the output thread
+
+
+class GenerateServer:
+    """Owns the engine and its threads. `serve` returns the exit status of the process."""
+
+    def __init__(self, link: EngineLink, config: EngineConfig) -> None:
+        self._link = link
+        self._engine = Engine(config)
+        self._config = replace(config, model=replace(config.model, max_model_len=self._engine.max_model_len))
+        self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish, self._engine.cancel)
+        self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_STEPS_AHEAD)
+        self._pool = RequestPool(self, config.scheduler.max_waiting_requests, config.serving.max_tokenizing_bytes)
+        self._live: dict[int, ClientRequest] = {}  # filled by the input and pool threads, emptied by the output thread
+        self._handles_by_id: dict[str, int] = {}
+        self._gathered: dict[int, list[RequestOutput]] = {}  # sequences that wait for the others of their request
+        self._drain_deadline: float | None = None
+        self._is_stopping = False
+        self._exit_status = 0
+
+    def ready_frame(self) -> bytes:
+        metrics = [
+            wire.MetricSpec(m.family, wire.MetricKind(m.kind), m.help, tuple(m.labels.items()), m.buckets)
+            for m in stats.METRICS
+        ]
+        return wire.encode_ready(contract.OUTPUTS[self._config.task], metrics)
+
+    def serve(self) -> int:
+        """Announce READY, serve until the backend closes the socket, a drain has ended or the engine has failed."""
+        gc.collect()
+        gc.freeze()  # what was made while loading lives for ever: do not walk it again
+        self._link.send(self.ready_frame())
+        threads = [
+            threading.Thread(target=self._engine_loop, name="engine", daemon=True),
+            threading.Thread(target=self._output_loop, name="output", daemon=True),
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            for kind, payload in self._link.frames():
+                self._handle(kind, payload)
+        finally:
+            self._is_stopping = True
+        return self._exit_status
+
+    # ------------------------------------------------------------ input thread
+
+    def _handle(self, kind: wire.FrameType, payload: bytes) -> None:
+        if kind is wire.FrameType.REQUEST:
+            raw = read_request(payload, self._link.send)
+            if raw is not None:
+                self._admit(raw)
+        elif kind is wire.FrameType.CANCEL:
+            self._cancel(wire.decode_cancel(payload))
+        elif kind is wire.FrameType.DRAIN:
+            self._drain_deadline = time.monotonic() + wire.decode_drain(payload) / 1e3
+        else:
+            raise wire.ProtocolError(f"the backend sent {kind.name}")
+
+    def _admit(self, raw: wire.Request) -> None:
+        try:
+            if self._drain_deadline is not None:
+                raise CapacityError("the model is being unloaded")
+            if num_bytes(raw) > MAX_INLINE_BYTES:
+                client = peek(raw, self._config, self._engine.tokenizer)
+                self._note_id(raw.handle, client.request_id)  # before the pool's thread can be done with it
+                self._pool.put(raw, self._unread_deadline(client), client)
+            else:
+                client = parse_request(raw, self._config, self._engine.tokenizer)
+                self._note_id(raw.handle, client.request_id if not client.is_stop else "")
+                self._start(client)
+        except Exception as error:
+            self._refuse(raw.handle, error)
+
+    def _unread_deadline(self, client: ClientRequest) -> float | None:
+        """The client's, or the limit of the queue: waiting to be tokenised is waiting for the first step."""
+        deadline = client.request.deadline if client.request is not None else None
+        max_queue_ms = self._config.scheduler.default_max_queue_ms
+        if not max_queue_ms:
+            return deadline
+        return min(deadline or math.inf, time.monotonic() + max_queue_ms / 1e3)
+
+    def _note_id(self, handle: int, request_id: str) -> None:
+        if request_id:
+            self._handles_by_id[request_id] = handle
+
+    def _start(self, client: ClientRequest) -> None:
+        request = client.request
+        if request is None:
+            self._stop_by_id(client)
+            return
+        self._live[client.handle] = client
+        self._outputs.add(client)
+        self._engine.submit(request)
+
+    def _refuse(self, handle: int, error: Exception) -> None:
+        if self._live.get(handle) is not None:
+            self._outputs.discard(handle)
+            self._forget(handle)
+        else:
+            self._forget_ids([handle])
+        self._link.send(error_answer(handle, error))
+
+    def _stop_by_id(self, client: ClientRequest) -> None:
+        """`stop: true`: end the earlier request of the same id. The stop request itself gets one response, because
+        HTTP's `generate` wants exactly one: an empty text, or nothing where no text is asked for or declared."""
+        earlier = self._handles_by_id.get(client.request_id)
+        if earlier is not None:
+            self._cancel(earlier)
+        shape = (1, 1) if client.has_batch_dim else (1,)
+        texts = [(_TEXT_OUTPUT, shape, wire.bytes_tensor([b""]))] if client.outputs else []
+        self._link.send(wire.encode_responses([wire.tensor_response(client.handle, wire.ResponseFlag.FINAL, texts)]))
+
+    def _cancel(self, handle: int) -> None:
+        if not self._pool.cancel(handle):
+            self.cancelled(handle)
+
+    def cancelled(self, handle: int) -> None:
+        self._engine.cancel(handle)
+
+    def _forget(self, handle: int) -> None:
+        client = self._live.pop(handle)
+        if self._handles_by_id.get(client.request_id) == handle:
+            del self._handles_by_id[client.request_id]
+
+    def _forget_ids(self, handles: list[int]) -> None:
+        """Of requests that were never read."""
+        for request_id in [known for known, handle in list(self._handles_by_id.items()) if handle in handles]:
+            self._handles_by_id.pop(request_id, None)
+
+    # ------------------------------------------------------------ pool's thread
+
+    def parse(self, raw: wire.Request) -> ClientRequest | Exception:
+        try:
+            return parse_request(raw, self._config, self._engine.tokenizer)
+        except Exception as error:
+            return error
+
+    def deliver(self, handle: int, parsed: ClientRequest | Exception) -> None:
+        try:
+            if isinstance(parsed, Exception):
+                raise parsed
+            self._start(parsed)
+        except Exception as error:
+            self._refuse(handle, error)
+
+    def end(self, handle: int, known: ClientRequest, reason: FinishReason) -> None:
+        self._forget_ids([handle])
+        for frame in response_frames(encode_unread(known, reason)):
+            self._link.send(frame)
+
+    # ------------------------------------------------------------ engine thread
+
+    def _engine_loop(self) -> None:
+        engine, steps = self._engine, self._steps
+        try:
+            while not self._is_stopping and engine.error is None:
+                outputs = engine.step()
+                if outputs:
+                    steps.put(outputs)
+                elif not engine.has_work:
+                    engine.wait(_IDLE_WAIT_S)
+        except Exception:
+            logger.exception("the engine failed")
+        finally:
+            steps.put(None)
+
+    # ------------------------------------------------------------ output thread
+
+    def _output_loop(self) -> None:
+        try:
+            self._answer_steps()
+        except OSError:
+            pass  # the backend is gone: so are the clients
+        except Exception:
+            logger.exception("answering failed")
+            self._fail_everything()
+        self._link.stop_reading()
+
+    def _answer_steps(self) -> None:
+        metrics_due, timeout, settling = 0.0, _METRICS_PERIOD_S, iter(_SETTLE_S)
+        while not self._is_drained():
+            try:
+                step = self._steps.get(timeout=timeout)
+            except queue.Empty:
+                step, metrics_due = [], 0.0
+            if step is None:
+                self._fail_everything()
+                return
+            if step:
+                self._answer(step)
+            self._pool.expire()
+            now = time.monotonic()
+            if now >= metrics_due:
+                self._link.send(wire.encode_metrics(self._engine.stats.drain()))
+                metrics_due = now + _METRICS_PERIOD_S
+            if step:
+                settling = iter(_SETTLE_S)
+            timeout = _METRICS_PERIOD_S if self._engine.has_work else next(settling, _METRICS_PERIOD_S)
+
+    def _answer(self, step: list[StepOutput]) -> None:
+        live, answers = self._live, []
+        for news in step:
+            if news.logprobs and news.request.handle in live:
+                write_logprobs(live[news.request.handle], news.logprobs)
+        for output in self._outputs.process(step):
+            handle = output.request.handle
+            client = live.get(handle)
+            if client is None:
+                continue  # another sequence of a request that was too large
+            answer = self._encode(client, output)
+            fitted = fitting(handle, answer)
+            if answer:
+                answers.append(fitted)
+            if fitted is not answer:
+                self._outputs.discard(handle)
+                self._engine.cancel(handle)
+            if output.is_final or fitted is not answer:
+                self._gathered.pop(handle, None)
+                self._forget(handle)
+        if answers:
+            for frame in response_frames(answers):
+                self._link.send(frame)
+
+    def _encode(self, client: ClientRequest, output: RequestOutput) -> bytes:
+        """The response that is due, or b"" while other sequences are to go into it."""
+        if not is_gathered(client) or output.finish_reason is FinishReason.ERROR:
+            return encode_response(client, output)
+        outputs = self._gathered.setdefault(client.handle, [])
+        outputs.append(output)
+        return encode_gathered(client, outputs) if output.is_final else b""
+
+    def _is_drained(self) -> bool:
+        """After DRAIN: true when nothing runs any more or its time is over; then everybody has been answered."""
+        deadline = self._drain_deadline
+        is_busy = bool(self._live) or not self._pool.is_empty
+        if deadline is None or (is_busy and time.monotonic() < deadline):
+            return False
+        self._answer_all(CapacityError("the model was unloaded before the request ended"))
+        self._link.send(wire.encode_drained())
+        return True
+
+    def _fail_everything(self) -> None:
+        """Everybody in flight gets an answer; the backend starts a new process when this one has ended."""
+        self._exit_status = 1
+        self._answer_all(self._engine.error or EngineError("the engine failed"))
+
+    def _answer_all(self, error: Exception) -> None:
+        for handle in dict.fromkeys([*self._pool.close(), *self._live]):
+            self._link.send(error_answer(handle, error))

@@ -1,0 +1,141 @@
+"""What loading a model folder would say, without a server and without reading weights: `slipstream validate`.
+
+Reads config.pbtxt, the checkpoint's config, tokenizer and tensor headers, and works out the memory plan, with the code
+of a load, so that the two cannot disagree. Needs the protobuf classes of tritonclient to read config.pbtxt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from slipstream.core.config import EXIT_RESERVE_S, EngineConfig, ServingConfig
+from slipstream.core.config_parse import parse_parameters
+from slipstream.core.contract import TASKS
+from slipstream.core.errors import ConfigError
+from slipstream.core.tensor_spec import TYPE_NAMES, TaskContract
+
+BACKEND = "slipstream"
+
+
+def validate(model_dir: str | Path) -> str:
+    """A report of what would be loaded. Raises ConfigError with the field, its value and what is accepted."""
+    folder = Path(model_dir).resolve()
+    declared = read_config(folder)
+    check_declaration(declared, folder)
+    config = parse_parameters(
+        {name: entry.string_value for name, entry in declared.parameters.items()},
+        folder,
+        newest_version(folder),
+        declared.max_batch_size,
+    )
+    check_tensors(declared, TASKS[config.task])
+    parts = [f"{folder.name}: {config.task} model, {config.model.model or config.model.tokenizer}", _settings(config)]
+    parts.append(_plan(config) if config.task == "generate" else _tokenizer(config))
+    return "\n".join([*parts, _exit_timeout(config.serving), "ok: this would load"])
+
+
+def passed_over(model_dir: str | Path) -> str:
+    """Why a model of a repository is none to check, empty for one of this backend. Raises ConfigError."""
+    declared = read_config(Path(model_dir).resolve())
+    kind = declared.platform if declared.platform == "ensemble" else declared.backend
+    return f"not checked: {kind} is Triton's own" if kind in ("ensemble", "python") else ""
+
+
+def read_config(folder: Path) -> Any:
+    """config.pbtxt as Triton's ModelConfig message."""
+    path = folder / "config.pbtxt"
+    if not path.is_file():
+        raise ConfigError("model_dir", str(folder), "accepted: a model folder, which holds a config.pbtxt")
+    try:
+        from google.protobuf import text_format
+        from tritonclient.grpc import model_config_pb2
+    except ImportError as error:
+        needed = "reading config.pbtxt needs the package tritonclient[grpc]: pip install 'tritonclient[grpc]'"
+        raise ConfigError("config.pbtxt", str(path), f"{needed} ({error})") from error
+    try:
+        return text_format.Parse(path.read_text("utf-8"), model_config_pb2.ModelConfig())
+    except (text_format.ParseError, UnicodeDecodeError) as error:
+        raise ConfigError("config.pbtxt", str(path), f"cannot be parsed: {error}") from error
+
+
+def newest_version(folder: Path) -> int:
+    """The version that Triton's default policy serves. Raises ConfigError when there is none."""
+    versions = [int(entry.name) for entry in folder.iterdir() if entry.is_dir() and entry.name.isdigit()]
+    if not versions:
+        raise ConfigError(
+            "version", str(folder), "accepted: a folder with a version folder in it, such as 1/ (may be empty)"
+        )
+    return max(versions)
+
+
+def check_declaration(declared: Any, folder: Path) -> None:
+    """What Triton and the C++ backend look at before the engine starts."""
+    if declared.name and declared.name != folder.name:
+        raise ConfigError("name", declared.name, f"accepted: the folder's name, {folder.name!r}, or leave it out")
+    if declared.backend != BACKEND:
+        accepted = f"accepted: {BACKEND!r}; models of other backends are checked when they load"
+        raise ConfigError("backend", declared.backend or declared.platform, accepted)
+    num_instances = sum(max(1, group.count) for group in declared.instance_group)
+    if num_instances > 1:
+        accepted = "1 instance (one engine batches all requests); leave instance_group out"
+        raise ConfigError("instance_group", num_instances, f"accepted: {accepted}")
+
+
+def check_tensors(declared: Any, task: TaskContract) -> None:
+    """Inputs and outputs that config.pbtxt lists itself must be some of the contract's, of the same type."""
+    for side, given, known in (("input", declared.input, task.inputs), ("output", declared.output, task.outputs)):
+        types = {spec.name: TYPE_NAMES[spec.dtype] for spec in known}
+        for entry in given:
+            name = f"{side} {entry.name}"
+            if entry.name not in types:
+                raise ConfigError(
+                    name, entry.name, f"no tensor of the {task.task} task; accepted: {', '.join(sorted(types))}"
+                )
+            data_type = (
+                type(declared).DESCRIPTOR.file.enum_types_by_name["DataType"].values_by_number[entry.data_type].name
+            )
+            if data_type != types[entry.name]:
+                raise ConfigError(name, data_type, f"accepted: {types[entry.name]}")
+
+
+def _settings(config: EngineConfig) -> str:
+    """The values that differ from the defaults."""
+    default, lines = EngineConfig(), []
+    for section in ("model", "cache", "scheduler", "speculation", "serving"):
+        ours, theirs = getattr(config, section), getattr(default, section)
+        for field in fields(ours):
+            value = getattr(ours, field.name)
+            if value != getattr(theirs, field.name):
+                lines.append(f"  {section}.{field.name} = {value}")
+    return "\n".join(["settings that differ from the defaults", *(lines or ["  none"])])
+
+
+def _exit_timeout(serving: ServingConfig) -> str:
+    drain = f"drain_timeout_s={serving.drain_timeout_s:g} and {EXIT_RESERVE_S} s"
+    return f"its server needs --exit-timeout-secs={serving.exit_timeout_s} or more: {drain}"
+
+
+def _plan(config: EngineConfig) -> str:
+    from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
+    from slipstream.nn.load import check_model
+    from slipstream.nn.spec import read_spec
+    from slipstream.tokenizer.tokenizer import TextTokenizer
+    from slipstream.worker.memory_plan import free_device_memory, plan_memory, resolve_hardware
+
+    checkpoint = resolve_checkpoint(config.model.model)
+    spec = read_spec(checkpoint)
+    TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or str(checkpoint)))
+    hardware = resolve_hardware(config, spec)
+    if config.model.load_format != "null":
+        check_model(config.model, spec, hardware.device, hardware.dtype, hardware.kv_dtype)
+    return str(plan_memory(spec, config, hardware, free_device_memory(hardware.device)))
+
+
+def _tokenizer(config: EngineConfig) -> str:
+    from slipstream.nn.checkpoint_path import resolve_tokenizer
+    from slipstream.tokenizer.tokenizer import TextTokenizer
+
+    tokenizer = TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or config.model.model))
+    return f"tokenizer of {tokenizer.vocab_size} tokens"

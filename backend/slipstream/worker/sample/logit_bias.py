@@ -1,0 +1,187 @@
+"""What changes logits before a token is drawn: biases, bans of words, and of whatever would stop a text too early.
+
+Engine thread. What a request asks once for all (up to a bias per token of the vocabulary) is made a tensor when the
+request first samples, what depends on its text is worked out every step, at a cost that the number of words does not
+change. Everything is per row and depends on that row's request alone: never on its neighbours.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from slipstream_kernels import ops
+
+from slipstream.core.bad_words import BadWords
+from slipstream.core.request import Request
+from slipstream.core.word_automaton import ROOT
+from slipstream.worker.host_copy import to_device
+from slipstream.worker.sample.penalties import Paths
+
+# Finite, unlike a guide's -inf: where a guide leaves nothing but banned tokens (the text must end, min_tokens says not
+# yet), the guide wins and there still is something to draw.
+BANNED = -1e30
+_MAX_KEPT_BANS = 64  # tensors of one request, each of the tokens that complete a bad word
+
+Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, token ids, what is added there
+
+
+class _Asked(NamedTuple):
+    """Of one SamplingParams, on the device. token_ids, values: what is added for all tokens. dense: a bias per token of
+    the vocabulary, if there is one. early: the tokens that would stop the request."""
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+    dense: torch.Tensor | None
+    early: torch.Tensor
+
+
+@dataclass(slots=True)
+class _Edits:
+    """Of one request. asked: shared by the n sequences of a client. state: of words after num_seen output tokens."""
+
+    asked: _Asked
+    words: BadWords
+    state: int = ROOT
+    num_seen: int = 0
+    bans: dict[int, torch.Tensor] = field(default_factory=dict)  # by state
+
+
+class LogitEdits:
+    """One per sampler: the edits of the requests that sample together, kept while they do.
+
+    vocab_size: the width of the logits. Raises AssertionError for a token outside it, which intake.py has refused.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._edits: dict[int, _Edits] = {}  # by request_id
+        self._rows: list[int] = []
+        self._fixed: Columns | None = None
+        self._dense: tuple[torch.Tensor, torch.Tensor] | None = None  # rows, their biases [len(rows), vocab]
+        self._early_rows: list[int] = []  # whose columns are in _early
+        self._early: Columns | None = None
+
+    def compose(self, requests: list[Request]) -> bool:
+        """Take the requests of the steps to come, in row order; returns whether any asks for edits."""
+        self._rows = [row for row, request in enumerate(requests) if has_edits(request)]
+        known, self._edits = self._edits, {}
+        asked: dict[tuple[int, frozenset[int]], _Asked] = {}
+        for request in (requests[row] for row in self._rows):
+            edits = self._edits[request.request_id] = known.get(request.request_id) or self._read(request, asked)
+            asked[_key(request)] = edits.asked
+        each = [self._edits[requests[row].request_id].asked for row in self._rows]
+        self._fixed = self._columns(self._rows, [one.token_ids for one in each], [one.values for one in each])
+        dense = [(row, one.dense) for row, one in zip(self._rows, each) if one.dense is not None]
+        self._dense = None
+        if dense:
+            rows = to_device([row for row, _ in dense], torch.int64, self._device)
+            self._dense = rows, torch.stack([biases for _, biases in dense])
+        self._early_rows, self._early = [], None
+        return bool(self._rows)
+
+    def apply(self, logits: torch.Tensor, requests: list[Request], paths: Paths | None = None) -> None:
+        """Edit in place. logits: [num_rows, vocab] fp32; requests: those of the last `compose`.
+
+        paths: the drafts that each row has beyond its request's tokens.
+        """
+        early_rows: list[int] = []
+        ban_rows: list[int] = []
+        bans: list[torch.Tensor] = []
+        for row in self._rows:
+            request, path = requests[row], paths[row] if paths else ()
+            edits = self._edits[request.request_id]
+            if request.num_drawn_tokens + len(path) <= request.params.min_tokens:
+                early_rows.append(row)
+            if request.params.bad_words_ids and (banned := self._banned_after(request, edits, path)).numel():
+                ban_rows.append(row)
+                bans.append(banned)
+        if early_rows != self._early_rows:
+            early = [self._edits[requests[row].request_id].asked.early for row in early_rows]
+            self._early_rows, self._early = early_rows, self._columns(early_rows, early)
+        if self._dense is not None:
+            logits.index_add_(0, *self._dense)
+        for columns in (self._fixed, self._early, self._columns(ban_rows, bans)):
+            if columns is not None:
+                ops.apply_bias(logits, *columns)
+
+    def _columns(
+        self, rows: Sequence[int], token_ids: list[torch.Tensor], values: list[torch.Tensor] | None = None
+    ) -> Columns | None:
+        """One entry per row and token; values None: bans."""
+        counts = [tokens.numel() for tokens in token_ids]
+        if not any(counts):
+            return None
+        flat = to_device([*rows, *counts], torch.int64, self._device).view(2, -1)
+        row_of = torch.repeat_interleave(flat[0], flat[1], output_size=sum(counts))
+        if values is None:
+            return row_of, torch.cat(token_ids), torch.full_like(row_of, BANNED, dtype=torch.float32)
+        return row_of, torch.cat(token_ids), torch.cat(values)
+
+    def _read(self, request: Request, known: Mapping[tuple[int, frozenset[int]], _Asked]) -> _Edits:
+        words = request.params.bad_words_automaton
+        asked = known.get(_key(request))
+        if asked is not None:
+            return _Edits(asked, words)
+        params = request.params
+        values: dict[int, float] = {}
+        for token_id, bias in params.logit_bias:
+            values[token_id] = values.get(token_id, 0.0) + bias
+        for word in params.bad_words_ids:
+            if len(word) == 1:
+                values[word[0]] = BANNED
+        biases = to_device(list(values.values()), torch.float32, self._device)
+        early = self._ids(sorted(_stop_ids(request)))
+        return _Edits(_Asked(self._ids(list(values)), biases, self._biases(params.embedding_bias), early), words)
+
+    def _biases(self, biases: Sequence[float]) -> torch.Tensor | None:
+        if not biases:
+            return None
+        padded = torch.zeros(self._vocab_size)
+        count = min(len(biases), self._vocab_size)
+        padded[:count] = torch.frombuffer(array("f", biases[:count]), dtype=torch.float32)
+        return padded.to(self._device)
+
+    def _banned_after(self, request: Request, edits: _Edits, path: tuple[int, ...]) -> torch.Tensor:
+        """Tokens that would complete a bad word after the request's own and the drafts of `path`."""
+        if request.num_output_tokens < edits.num_seen:
+            edits.state, edits.num_seen = ROOT, 0
+        for token_id in request.token_ids[request.num_prompt_tokens + edits.num_seen :]:
+            edits.state = edits.words.step(edits.state, token_id)
+        edits.num_seen = request.num_output_tokens
+        state = edits.state
+        for token_id in path:
+            state = edits.words.step(state, token_id)
+        banned = edits.bans.get(state)
+        if banned is None:
+            if len(edits.bans) >= _MAX_KEPT_BANS:
+                edits.bans.clear()
+            banned = edits.bans[state] = self._ids(edits.words.banned(state))
+        return banned
+
+    def _ids(self, token_ids: list[int]) -> torch.Tensor:
+        """Looked at here, because the kernel cannot say it without being waited for."""
+        if token_ids:
+            assert min(token_ids) >= 0 and max(token_ids) < self._vocab_size, "an edit outside the vocabulary"
+        return to_device(token_ids, torch.int64, self._device)
+
+
+def _stop_ids(request: Request) -> frozenset[int]:
+    """The tokens that must not come while fewer than min_tokens are there."""
+    if not request.params.min_tokens or request.stop_conditions is None:
+        return frozenset()
+    return request.stop_conditions.token_ids
+
+
+def _key(request: Request) -> tuple[int, frozenset[int]]:
+    """Requests of one key want the same."""
+    return id(request.params), _stop_ids(request)
+
+
+def has_edits(request: Request) -> bool:
+    params = request.params
+    return bool(params.logit_bias or params.embedding_bias or params.bad_words_ids or params.min_tokens)

@@ -1,0 +1,114 @@
+"""What penalised requests have said so far, as a device table kept between steps: a step adds its new tokens only.
+
+Engine thread. A request that comes back after its row was reclaimed is copied anew from its token ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from slipstream.core.request import Request
+from slipstream.worker.host_copy import to_device
+from slipstream.worker.input_batch import SampledTokens
+
+_FEW = 16  # tokens that are put into the table with those of others
+Paths = Sequence[tuple[int, ...]]  # per row: the drafts that lead to it
+
+
+@dataclass(slots=True)
+class _Row:
+    index: int
+    num_tokens: int = 0  # of request.token_ids, copied so far
+
+
+class TokenHistory:
+    """Rows grow with the number of penalised requests in one step; a row takes 4 bytes x max_model_len."""
+
+    def __init__(self, max_model_len: int, device: torch.device) -> None:
+        self._table = torch.zeros(0, max_model_len, dtype=torch.int32, device=device)
+        self._rows: dict[int, _Row] = {}
+        self._free: list[int] = []
+
+    def update(
+        self, requests: list[Request], sampled: SampledTokens | None = None, paths: Paths | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """[len(requests), longest] int32: prompt and output of each request, and how many tokens each has; what follows
+        them is of no meaning. sampled: of the step before, for those that are not known to the host yet.
+
+        paths: the drafts that each row (a request may have several) has beyond its request's tokens.
+        """
+        rows = [self._row(request, requests) for request in requests]
+        known: list[tuple[int, int, int]] = []
+        pending: list[tuple[int, int, int]] = []
+        copied: dict[int, int] = {}
+        for request, row in zip(requests, rows):
+            self._catch_up(request, row, copied)
+            start, end = row.num_tokens, request.num_tokens
+            known += [(row.index, start + i, token_id) for i, token_id in enumerate(request.token_ids[start:])]
+            row.num_tokens = request.num_prompt_tokens + request.num_drawn_tokens - 1  # but the one about to be drawn
+            if row.num_tokens > end:
+                assert sampled is not None, "a token that is not known, and no step that samples it"
+                pending.append((row.index, end, sampled.rows[request.request_id]))
+        if known:
+            self._put(*self._columns(known))
+        if pending:
+            assert sampled is not None
+            row_of, column_of, place = self._columns(pending)
+            self._put(row_of, column_of, sampled.token_ids[place])
+        order = to_device([row.index for row in rows], torch.int64, self._table.device)
+        num_tokens = [row.num_tokens for row in rows]
+        if paths is None:
+            return self._table[order, : max(num_tokens)], num_tokens
+        lengths = [count + len(path) for count, path in zip(num_tokens, paths)]
+        history = torch.nn.functional.pad(self._table[order, : max(num_tokens)], (0, max(lengths) - max(num_tokens)))
+        drafts = [
+            (row, count + i, token_id)
+            for row, (count, path) in enumerate(zip(num_tokens, paths))
+            for i, token_id in enumerate(path)
+        ]
+        if drafts:
+            row_of, column_of, token_ids = self._columns(drafts)
+            history.index_put_((row_of, column_of), token_ids.int())
+        return history, lengths
+
+    def _catch_up(self, request: Request, row: _Row, copied: dict[int, int]) -> None:
+        """A prompt, or an output that comes back, as one tensor: a hundred thousand tokens one by one would hold up
+        everybody's step. copied: id of a prompt's list, which the n sequences of a client share -> the row that has it.
+        """
+        device, prompt = self._table.device, request.prompt_token_ids
+        if row.num_tokens == 0:
+            first = copied.setdefault(id(prompt), row.index)
+            tokens = self._table[first, : len(prompt)] if first != row.index else to_device(prompt, torch.int32, device)
+            self._table[row.index, : len(prompt)] = tokens
+            row.num_tokens = len(prompt)
+        if request.num_tokens - row.num_tokens > _FEW:
+            tokens = to_device(request.token_ids[row.num_tokens :], torch.int32, device)
+            self._table[row.index, row.num_tokens : request.num_tokens] = tokens
+            row.num_tokens = request.num_tokens
+
+    def _columns(self, places: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
+        flat = [number for column in zip(*places) for number in column]
+        return tuple(to_device(flat, torch.int64, self._table.device).view(3, -1))
+
+    def _put(self, rows: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:
+        self._table.index_put_((rows, columns), token_ids.int())
+
+    def _row(self, request: Request, keep: list[Request]) -> _Row:
+        row = self._rows.get(request.request_id)
+        if row is None:
+            if not self._free:
+                self._reclaim({other.request_id for other in keep})
+            row = self._rows[request.request_id] = _Row(self._free.pop())
+        return row
+
+    def _reclaim(self, live: set[int]) -> None:
+        for request_id in [key for key in self._rows if key not in live]:
+            self._free.append(self._rows.pop(request_id).index)
+        if not self._free:
+            size = self._table.shape[0]
+            grow = max(4, size)
+            self._table = torch.cat([self._table, self._table.new_zeros(grow, self._table.shape[1])])
+            self._free = list(range(size, size + grow))

@@ -1,0 +1,92 @@
+"""Heads whose cache follows the model's, one token later: EAGLE's and MTP's. Engine thread.
+
+The cache holds at slot i what the head made of token i + 1 and the model's hidden state at i. The head passes over the
+rows of a step as they are: rows of drafts that were rejected are written over by the next, those of branches that were
+taken move as the model's own do.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from slipstream_kernels import ops
+
+from slipstream.core.request import Request
+from slipstream.nn.attention import LayerCache
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.compaction import Compaction
+from slipstream.worker.computed_rows import ComputedRows
+from slipstream.worker.kv_cache import allocate_pool
+from slipstream.worker.spec_decode.draft_batch import RowsAfter
+from slipstream.worker.spec_decode.draft_kv_state import SeenTokens
+from slipstream.worker.spec_decode.head_graphs import GraphedHead
+from slipstream.worker.spec_decode.interface import Drafts, Surroundings, Wish
+
+
+class FollowingHead(GraphedHead):
+    """spec: of the head's one layer."""
+
+    reads_all_rows = True
+    drafts_trees = False
+    num_drafts: int
+    num_levels: int
+    num_scratch_slots: int
+
+    def __init__(self, surroundings: Surroundings, method: str, spec: DecoderSpec) -> None:
+        super().__init__()
+        plan, device = surroundings.plan, surroundings.hardware.device
+        self._method = method
+        self._num_tokens = spec.vocab_size
+        pool = allocate_pool(spec, surroundings.hardware, plan)
+        self._cache: LayerCache = pool.layers[0]
+        self._compaction = Compaction(pool, device)
+        self._seen = SeenTokens(plan.num_blocks, plan.block_size)
+        self._after = RowsAfter(plan.block_size, plan.max_model_len)
+
+    @abstractmethod
+    def drafts(self, wish: Wish, guesses: list[Any]) -> Drafts:
+        """See Head."""
+
+    @abstractmethod
+    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        """See Head."""
+
+    @abstractmethod
+    def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """batch: token i + 1 at the place of token i. hidden: the model's, at i. Returns the head's own states."""
+
+    @abstractmethod
+    def _levels(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Guesses after the rows `last` of batch, one a request, whose states are the head's, [R, size]."""
+
+    @torch.inference_mode()
+    def follow(self, rows: ComputedRows) -> None:
+        self._pass(rows)
+
+    def note(self, request: Request, start: int, count: int, is_followed: bool) -> bool:
+        if not is_followed:
+            self._seen.lose(request, start, count)
+            return False
+        speculation = request.speculation
+        if self._seen.seen(request) < start and speculation is not None and speculation.method == self._method:
+            request.speculation = None  # it would draft blindly from now on
+        return self._seen.follow(request, start, count)
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        self._seen.forget(requests)
+
+    def _guess(self, rows: ComputedRows) -> torch.Tensor:
+        return self._levels(rows.batch, rows.last, self._pass(rows)[rows.last])
+
+    def _pass(self, rows: ComputedRows) -> torch.Tensor:
+        # rows that pad may say anything, even what is no token
+        batch = replace(rows.batch, token_ids=rows.next_ids.clamp(0, self._num_tokens - 1))
+        states = self._first_pass(batch, rows.hidden)
+        if rows.kept is not None and rows.batch.tree_mask is not None:
+            self._compaction.keep(rows.kept)
+        return states

@@ -1,0 +1,133 @@
+"""Batches for a draft model or head, over the block tables of the requests it drafts for. Engine thread.
+
+A drafter's cache has as many blocks as the model's, addressed by the same tables, so that growing, sharing and freeing
+blocks is decided once, by core/kv_cache.py. The first batch of a draft is built on the host; the rows of further levels
+follow from it on the device, so that a whole draft can be one CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from slipstream_kernels import ops
+
+from slipstream.core.request import Request
+from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
+from slipstream.worker.input_batch import TABLE_STEP, BlockTables, StepArrays, num_short_queries
+
+
+@dataclass(frozen=True)
+class Span:
+    """`count` tokens of a request from slot `start` on, all of them in blocks of the request."""
+
+    request: Request
+    start: int
+    count: int
+
+
+class DraftBatches:
+    """One per drafter. num_positions: the longest sequence. num_more: slots after a span that further levels write."""
+
+    def __init__(
+        self, block_size: int, num_positions: int, max_num_seqs: int, device: torch.device, num_more: int
+    ) -> None:
+        self.block_size = block_size
+        self.num_positions = num_positions
+        self._num_more = num_more
+        self.rows_after = RowsAfter(block_size, num_positions)
+        self.max_blocks = -(-(num_positions // block_size + 1) // TABLE_STEP) * TABLE_STEP
+        self._tables = BlockTables(2 * max_num_seqs, self.max_blocks)
+        self._table_step = 1 if device.type == "cpu" else TABLE_STEP
+
+    def arrays(self, spans: Sequence[Span], token_ids: Sequence[int]) -> StepArrays:
+        """token_ids: span by span."""
+        starts = np.array([span.start for span in spans], dtype=np.int64)
+        counts = np.array([span.count for span in spans], dtype=np.int64)
+        tables = self._wide(self._tables.gather([span.request for span in spans], self._table_step), starts + counts)
+        ends = np.cumsum(counts)
+        of_row = np.repeat(np.arange(len(spans)), counts)
+        places = np.arange(ends[-1]) - (ends - counts)[of_row] + starts[of_row]
+        blocks = tables[of_row, places // self.block_size].astype(np.int64)
+        num_decodes = num_short_queries(counts)
+        return StepArrays(
+            token_ids=np.array(token_ids, dtype=np.int64),
+            positions=places,
+            query_start_loc=np.concatenate([[0], ends]).astype(np.int32),
+            seq_lens=(starts + counts).astype(np.int32),
+            block_tables=tables,
+            slot_mapping=blocks * self.block_size + places % self.block_size,
+            logits_indices=np.empty(0, dtype=np.int64),
+            max_query_len=int(counts.max()),
+            max_seq_len=int((starts + counts).max()),
+            num_decode_requests=num_decodes,
+            num_decode_tokens=int(ends[num_decodes - 1]) if num_decodes else 0,
+            max_decode_query_len=min(int(counts[:num_decodes].max(initial=0)), MAX_DECODE_QUERY_LEN),
+            pending=[],
+        )
+
+    def _wide(self, tables: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """Tables as wide as the slots of further levels reach: what is not there must read -1, not an old entry."""
+        needed = min(self.max_blocks, -(-(int(ends.max()) + self._num_more) // self.block_size))
+        missing = needed - tables.shape[1]
+        return tables if missing <= 0 else np.pad(tables, ((0, 0), (0, missing)), constant_values=-1)
+
+
+class RowsAfter:
+    """Batches of the rows of further levels, worked out on the device. num_positions: the longest sequence."""
+
+    def __init__(self, block_size: int, num_positions: int) -> None:
+        self._block_size = block_size
+        self._num_positions = num_positions
+
+    def __call__(
+        self,
+        batch: ForwardBatch,
+        last: torch.Tensor,
+        token_ids: torch.Tensor,
+        first: int,
+        rows_per_level: int = 1,
+        tree_mask: torch.Tensor | None = None,
+    ) -> ForwardBatch:
+        """Rows behind the row `last` of each request of `batch`, in slots `first`, … after it.
+
+        token_ids, tree_mask: [num_requests * n], of n rows each, rows_per_level of a level. A request whose blocks
+        end before its last row, and one that pads, has no rows: it computes nothing that counts.
+        """
+        num_requests = len(last)
+        num_rows = len(token_ids) // num_requests
+        rows = ops.prepare_draft_inputs(
+            batch.positions,
+            last,
+            batch.seq_lens,
+            batch.block_tables,
+            first=first,
+            num_rows=num_rows,
+            rows_per_level=rows_per_level,
+            block_size=self._block_size,
+            num_positions=self._num_positions,
+        )
+        return ForwardBatch(
+            token_ids=token_ids,
+            positions=rows.positions,
+            query_start_loc=torch.arange(
+                0, len(token_ids) + 1, num_rows, dtype=torch.int32, device=batch.positions.device
+            ),
+            seq_lens=rows.seq_lens,
+            block_tables=batch.block_tables,
+            slot_mapping=rows.slots,
+            logits_indices=last[:0],
+            max_query_len=num_rows,
+            max_seq_len=min(self._num_positions, batch.max_seq_len + first + num_rows),
+            num_decode_requests=num_requests,
+            num_decode_tokens=num_requests * num_rows,
+            max_decode_query_len=num_rows,
+            tree_mask=tree_mask,
+        )
+
+
+def last_rows(batch: ForwardBatch) -> torch.Tensor:
+    """The last row of each request, [num_requests] int64; of one that pads, any row."""
+    return (batch.query_start_loc[1:].long() - 1).clamp(min=0)

@@ -1,0 +1,54 @@
+"""What the loaded ways to draft will take of the device, for the memory plan: the sum over their tensors, made on
+torch's meta device by the code that makes the real ones. Engine thread, once at load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream.core.config import EngineConfig
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.load import planned_model
+from slipstream.nn.spec import DecoderSpec
+
+
+@dataclass(frozen=True)
+class DraftMemory:
+    """kv_bytes_per_token: of the drafters' own caches, which have as many blocks as the model's."""
+
+    weight_bytes: int = 0
+    kv_bytes_per_token: int = 0
+
+    def __add__(self, other: DraftMemory) -> DraftMemory:
+        return DraftMemory(self.weight_bytes + other.weight_bytes, self.kv_bytes_per_token + other.kv_bytes_per_token)
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What a drafter's memory is planned from. target: the model on the meta device."""
+
+    config: EngineConfig
+    target: Decoder
+    kv_dtype: torch.dtype
+
+    def memory_of(self, tensors: Iterable[Tensor], spec: DecoderSpec | None = None) -> DraftMemory:
+        """spec: of the layers that a drafter keeps a cache for, in the type of the model's."""
+        per_token = 0 if spec is None else spec.kv_bytes_per_token(self.kv_dtype)
+        return DraftMemory(sum(tensor.nbytes for tensor in tensors), per_token)
+
+
+def draft_memory(
+    config: EngineConfig, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> DraftMemory:
+    """Of all methods loaded. Raises ConfigError for a drafter whose files cannot be read."""
+    from slipstream.worker.spec_decode import PROPOSERS  # which import the plan that this is part of
+
+    if config.model.load_format == "null" or not config.speculation.loaded:
+        return DraftMemory()
+    planning = Planning(config, planned_model(config.model, spec, dtype, device), kv_dtype)
+    methods = [PROPOSERS.get(name) for name in config.speculation.loaded]
+    return sum((method.planned(planning) for method in methods), DraftMemory())

@@ -1,0 +1,207 @@
+"""A smaller model drafts a chain: in this process, with a cache of its own over the same block tables.
+
+It needs token ids only, so it catches up with whatever it has not seen, also after a pause. Drafts are its likeliest
+tokens, or drawn as the request draws (`draft_sampling`): with the noise of the token's own position under `exact`, so
+that model and draft tend to draw the same, and with noise of its own under `rejection`, which needs the probabilities.
+Sources: arXiv:2211.17192, arXiv:2302.01318; common noise: arXiv:2408.07978.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from slipstream_kernels import ops
+
+from slipstream.core.config import EngineConfig, ModelConfig
+from slipstream.core.draft_methods import DRAFT_METHODS
+from slipstream.core.errors import ConfigError, naming
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.checkpoint_path import resolve_checkpoint
+from slipstream.nn.load import load_model, planned_model, resolve_dtype
+from slipstream.nn.spec import read_spec
+from slipstream.worker.host_copy import HostCopy, to_device
+from slipstream.worker.input_batch import StepArrays
+from slipstream.worker.kv_cache import allocate_pool
+from slipstream.worker.spec_decode.draft_batch import DraftBatches, Span, last_rows
+from slipstream.worker.spec_decode.draft_graphs import DraftGraphs
+from slipstream.worker.spec_decode.draft_kv_state import SeenTokens
+from slipstream.worker.spec_decode.draft_memory import DraftMemory, Planning
+from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Surroundings, Wish
+from slipstream.worker.spec_decode.vocabulary import VocabularyMap
+
+FIELD = "draft_model"
+NUM_DRAFTS = 4
+_DRAFT_SALT = 0x2545F4914F6CDD1D
+
+
+@PROPOSERS.register("draft_model")
+class DraftModelProposer:
+    drafts_trees = False
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        config, hardware, plan = surroundings.config, surroundings.hardware, surroundings.plan
+        assert surroundings.target is not None
+        self._device = hardware.device
+        model = draft_config(config)
+        with naming(FIELD):
+            spec = read_spec(resolve_checkpoint(model.model))
+        if spec.max_model_len < plan.max_model_len:
+            lengths = f"is made for {spec.max_model_len} tokens, max_model_len is {plan.max_model_len}"
+            raise ConfigError(FIELD, model.model, lengths)
+        with naming(FIELD):
+            self._model = load_model(model, spec, hardware.device, resolve_dtype(model.dtype, spec, hardware.device))
+        own = replace(hardware, dtype=self._model.context.dtype, kv_dtype=self._model.context.dtype)
+        self._caches = allocate_pool(spec, own, plan).layers
+        sizes = surroundings.target.spec.vocab_size, spec.vocab_size
+        self._words = VocabularyMap.between(config.model, model, *sizes, hardware.device)
+        self._seen = SeenTokens(plan.num_blocks, plan.block_size)
+        self._fed: dict[int, tuple[int, list[int]]] = {}  # by request: drafts that were fed, and from which place on
+        self._max_tokens = config.scheduler.max_num_batched_tokens
+        self._is_sampled = config.speculation.draft_sampling == "sampled"
+        self.num_drafts = config.speculation.num_draft_tokens or NUM_DRAFTS
+        self.num_scratch_slots = self.num_drafts
+        seats = config.scheduler.max_num_seqs
+        self._batches = DraftBatches(plan.block_size, plan.max_model_len, seats, self._device, self.num_drafts)
+        refusal = self._model.backend.graph_refusal(plan.block_size)
+        self._graphs = DraftGraphs(self._draft, self._batches, surroundings, 1 + self.num_drafts, refusal=refusal)
+
+    @staticmethod
+    def refusal(params: SamplingParams) -> str | None:
+        return None
+
+    @staticmethod
+    def planned(planning: Planning) -> DraftMemory:
+        """Its cache is of its own type."""
+        model, device = draft_config(planning.config), planning.target.context.computes_on
+        with naming(FIELD):
+            spec = read_spec(resolve_checkpoint(model.model))
+            dtype = resolve_dtype(model.dtype, spec, device)
+            tensors = planned_model(model, spec, dtype, device).tensors()
+        return replace(planning, kv_dtype=dtype).memory_of(tensors, spec)
+
+    @torch.inference_mode()
+    def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:
+        if not wishes:
+            return []
+        arrays = self._catch_up(wishes)
+        probs: list[torch.Tensor] = []
+        if self._is_sampled and not all(wish.request.params.is_greedy for wish in wishes):
+            choose = lambda logits, level: self._choose(wishes, logits, level, probs)  # noqa: E731
+            tokens = self._chain(self._graphs.tensors(arrays), choose)
+        else:
+            tokens = self._graphs.run(arrays)
+        (found,) = HostCopy((tokens,), is_urgent=True).lists()
+        answers = []
+        for row, (wish, chain) in enumerate(zip(wishes, found)):
+            count = min(wish.num_drafts, wish.depth)
+            self._fed[wish.request.request_id] = wish.request.num_tokens, chain[:-1]
+            drawn_from = torch.stack([q[row] for q in probs[:count]]) if probs and _rejects(wish) else None
+            answers.append(Drafts(chain[:count], [], drawn_from))
+        return answers
+
+    def seconds(self) -> dict[int, float]:
+        return self._graphs.seconds()
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        self._seen.forget(requests)
+        for request in requests:
+            self._fed.pop(request.request_id, None)
+
+    # ---- parts
+
+    def _catch_up(self, wishes: Sequence[Wish]) -> StepArrays:
+        """Compute what the draft has not seen of each request, but for one batch that reaches the last token of all."""
+        missing = [Span(w.request, start := self._known(w.request), w.request.num_tokens - start) for w in wishes]
+        budget = max(self._max_tokens, len(wishes))
+        while sum(span.count for span in missing) > budget:
+            place = max(range(len(missing)), key=lambda place: missing[place].count)
+            span = missing[place]
+            part = Span(span.request, span.start, min(span.count - 1, budget))
+            self._forward(self._graphs.tensors(self._arrays([part])))
+            missing[place] = Span(span.request, span.start + part.count, span.count - part.count)
+        return self._arrays(missing)
+
+    def _arrays(self, spans: Sequence[Span]) -> StepArrays:
+        for span in spans:
+            self._seen.follow(span.request, span.start, span.count)
+        tokens = [token for span in spans for token in span.request.token_ids[span.start : span.start + span.count]]
+        return self._batches.arrays(spans, tokens)
+
+    def _known(self, request: Request) -> int:
+        """Tokens whose cache is right; those drafts that were fed and taken are among them."""
+        seen = end = self._seen.seen(request)
+        start, fed = self._fed.pop(request.request_id, (0, []))
+        for token_id in fed if start == end else ():
+            if end >= request.num_tokens - 1 or request.token_ids[end] != token_id:
+                break
+            end += 1
+        if end > seen:
+            self._seen.follow(request, seen, end - seen)
+        return min(end, request.num_tokens - 1)
+
+    def _draft(self, batch: ForwardBatch) -> torch.Tensor:
+        """The likeliest chain of each request, [num_requests, num_drafts]."""
+        return self._chain(batch, lambda logits, level: ops.greedy(logits))
+
+    def _chain(self, batch: ForwardBatch, choose: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+        """choose: logits over the target's vocabulary and the level -> a token of the target per request."""
+        last = last_rows(batch)
+        levels = [choose(self._logits(self._forward(batch)[last]), 0)]
+        for level in range(1, self.num_drafts):
+            rows = self._batches.rows_after(batch, last, levels[-1], level - 1)
+            levels.append(choose(self._logits(self._forward(rows)), level))
+        return torch.stack(levels, dim=1)
+
+    def _forward(self, batch: ForwardBatch) -> torch.Tensor:
+        """batch: of the target's tokens."""
+        batch = replace(batch, token_ids=self._words.to_draft(batch.token_ids))
+        return self._model.forward(batch, self._caches)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._words.logits(self._model.logits(hidden))
+
+    def _choose(
+        self, wishes: Sequence[Wish], logits: torch.Tensor, level: int, probs: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """A token drawn per request; to `probs` goes what they were drawn from, where that is needed."""
+        params = [wish.request.params for wish in wishes]
+        floats = lambda values: to_device(values, torch.float32, self._device)  # noqa: E731
+        filters = (
+            floats([p.temperature for p in params]),
+            to_device([max(0, p.top_k) for p in params], torch.int32, self._device),
+            floats([p.top_p for p in params]),
+            floats([p.min_p for p in params]),
+        )
+        seeds = [w.request.seed ^ (_DRAFT_SALT if _rejects(w) else 0) for w in wishes]
+        positions = [w.request.num_tokens + level for w in wishes]
+        token_ids = ops.sample(
+            logits,
+            *filters,
+            to_device([seed - (1 << 64) if seed >= 1 << 63 else seed for seed in seeds], torch.int64, self._device),
+            to_device(positions, torch.int64, self._device),
+        )
+        if any(map(_rejects, wishes)):
+            probs.append(ops.token_probs(logits, filters[0].clamp(min=1e-5), *filters[1:]))
+        return token_ids
+
+
+def draft_config(config: EngineConfig) -> ModelConfig:
+    """The draft's model settings: the served model's, with its own checkpoint and without its quantisation."""
+    if not config.speculation.draft_model:
+        raise DRAFT_METHODS["draft_model"].missing()
+    return ModelConfig(
+        model=config.speculation.draft_model,
+        dtype=config.model.dtype,
+        load_format=config.model.load_format,
+        device=config.model.device,
+        seed=config.model.seed,
+    )
+
+
+def _rejects(wish: Wish) -> bool:
+    speculation = wish.request.speculation
+    return speculation is not None and speculation.acceptance == "rejection" and not wish.request.params.is_greedy

@@ -1,0 +1,182 @@
+"""EAGLE: a head of one layer drafts a tree that grows where it is surest of itself (EAGLE-2), from EAGLE-1 or -3 heads.
+
+Level by level the eagle_top_k likeliest nodes are fed to the head, each seeing its own branch; of all guesses the
+likeliest num_draft_tokens are verified. The tree is built on the device and read once. What is fed is fed again at each
+level, one layer over a few rows, so that a branch needs no cache of its own. With eagle_top_k=1 there is one branch: a
+chain, each token of which is fed once. Source: arXiv:2406.16858.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from slipstream_kernels import ops
+
+from slipstream.core.drafts import MAX_DRAFT_TOKENS
+from slipstream.core.errors import ConfigError
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.heads.eagle import EagleHead
+from slipstream.worker.spec_decode.autoregressive_head import FollowingHead
+from slipstream.worker.spec_decode.draft_memory import DraftMemory, Planning
+from slipstream.worker.spec_decode.head_files import read_head
+from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Surroundings, Wish
+
+NUM_DRAFTS = 15
+_LEVEL_STEP = 1e-4  # by which a node counts less than its parent, however sure the head is of it
+
+
+class _Tree:
+    """The nodes of all requests' trees, on the device. A node is a guess; those fed to the head are `beams`.
+
+    All [num_requests, number of nodes]: tokens, scores (log-probability of the whole branch), parents (place of a node,
+    -1 the root). Nodes stand in the order of their levels.
+    """
+
+    def __init__(self, tokens: torch.Tensor, scores: torch.Tensor) -> None:
+        self.tokens, self.scores = tokens, scores
+        self.parents = torch.full_like(tokens, -1)
+        self._top_k, self._num_levels = tokens.shape[1], 1
+        self.beams = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # of the last level
+        self.beam_scores = scores
+
+    def grow(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
+        """Give each beam its guesses, [num_requests, num_beams, top_k], and take the best of all as the next beams.
+
+        Returns of each new beam the place of its parent among the old ones, [num_requests, top_k].
+        """
+        top_k = self._top_k
+        self._num_levels += 1
+        scores = (self.beam_scores[..., None] + log_probs).flatten(1)
+        first = self.tokens.shape[1]
+        self.tokens = torch.cat([self.tokens, tokens.flatten(1)], dim=1)
+        self.scores = torch.cat([self.scores, scores], dim=1)
+        self.parents = torch.cat([self.parents, self.beams.repeat_interleave(top_k, dim=1)], dim=1)
+        self.beam_scores, best = scores.topk(top_k, dim=1)
+        self.beams = first + best
+        return best // top_k
+
+    def best(self, num_nodes: int) -> torch.Tensor:
+        """[num_requests, 5, up to num_nodes]: of the likeliest nodes, the likeliest first, their places, tokens,
+        parents, mask words as rows of a verification, and depths. A parent stands before its children."""
+        levels = torch.arange(self.scores.shape[1], device=self.scores.device)
+        levels = torch.where(levels < self._top_k, 0, (levels - self._top_k) // self._top_k**2 + 1)
+        nodes = min(num_nodes, self.scores.shape[1])
+        chosen = (self.scores - _LEVEL_STEP * levels).topk(nodes, dim=1).indices
+        parents = self.parents.gather(1, chosen)
+        is_parent = (chosen[:, None, :] == parents[:, :, None]).long()
+        own = 1 + (torch.full_like(chosen[:1], 2) << torch.arange(nodes, device=chosen.device))
+        words = own.expand_as(chosen)
+        for _ in range(self._num_levels - 1):
+            words = own | (is_parent * words[:, None, :]).sum(dim=2)
+        return torch.stack([chosen, self.tokens.gather(1, chosen), parents, words, levels[chosen] + 1], dim=1)
+
+
+@PROPOSERS.register("eagle")
+class EagleDrafter(FollowingHead):
+    def __init__(self, surroundings: Surroundings) -> None:
+        target, speculation = surroundings.target, surroundings.config.speculation
+        assert target is not None
+        self._head = _load(surroundings, target)
+        super().__init__(surroundings, "eagle", self._head.spec)
+        target.feature_layers = self._head.feature_layers
+        self._top_k, self._depth = speculation.eagle_top_k, speculation.eagle_depth
+        self.drafts_trees = self._top_k > 1
+        self.num_levels = self._depth
+        num_fed = self._top_k * (self._depth - 1)
+        if num_fed >= MAX_DRAFT_TOKENS:
+            accepted = f"(eagle_depth - 1) * eagle_top_k below {MAX_DRAFT_TOKENS}"
+            raise ConfigError("eagle_depth", self._depth, f"with eagle_top_k={self._top_k}, accepted: {accepted}")
+        num_nodes = self._top_k + self._top_k**2 * (self._depth - 1)
+        self.num_drafts = min(speculation.num_draft_tokens or NUM_DRAFTS, num_nodes)
+        self.num_scratch_slots = num_fed + 1
+
+    @staticmethod
+    def planned(planning: Planning) -> DraftMemory:
+        head = read_head(planning.config, "eagle", lambda folder: EagleHead.empty(planning.target, folder))
+        return planning.memory_of(head.tensors(), head.spec)
+
+    def drafts(self, wish: Wish, guesses: list[Any]) -> Drafts:
+        """guesses: of a tree as _Tree.best gives them, of a chain its tokens."""
+        if not wish.has_scratch:
+            return Drafts()
+        return _cut(wish, *guesses[:3]) if self.drafts_trees else Drafts(guesses[: min(wish.num_drafts, wish.depth)])
+
+    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        if not self.drafts_trees:
+            return ops.DraftRows(guesses[:, :num_drafts])
+        _, tokens, _, words, depths = guesses[:, :, :num_drafts].unbind(dim=1)
+        return ops.DraftRows(tokens, words, depths)
+
+    def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        return self._head.forward(batch, self._head.first_features(hidden), self._cache)
+
+    def _levels(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """See `drafts`."""
+        return self._tree(batch, last, states) if self.drafts_trees else self._chain(batch, last, states)
+
+    def _chain(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """[num_requests, num_drafts]."""
+        levels = [self._likeliest(states)]
+        for level in range(1, self.num_drafts):
+            rows = self._after(batch, last, levels[-1], level - 1)
+            states = self._head.forward(rows, states, self._cache)
+            levels.append(self._likeliest(states))
+        return torch.stack(levels, dim=1)
+
+    def _likeliest(self, features: torch.Tensor) -> torch.Tensor:
+        logits = self._head.logits(features)
+        known = ops.greedy(logits).clamp(0, logits.shape[1] - 1)  # rows that pad may say anything
+        return self._head.token_ids(known)
+
+    def _tree(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """The nodes of each request's tree, as _Tree.best gives them."""
+        tokens, log_probs = self._guesses(states)
+        tree = _Tree(tokens, log_probs)
+        num_requests, top_k = tokens.shape
+        fed_tokens = tokens  # [num_requests, rows fed so far]
+        fed_states = states[:, None].expand(-1, top_k, -1)
+        bits = torch.arange(top_k, device=tokens.device).expand_as(tokens)
+        masks = torch.ones_like(tokens) << bits
+        for level in range(1, self._depth):
+            rows = self._after(batch, last, fed_tokens.flatten(), 0, top_k, masks.flatten())
+            out = self._head.forward(rows, fed_states.flatten(0, 1), self._cache).unflatten(0, (num_requests, -1))
+            out = out[:, -top_k:]
+            tokens, log_probs = (part.unflatten(0, (num_requests, top_k)) for part in self._guesses(out.flatten(0, 1)))
+            parents = tree.grow(tokens, log_probs)
+            places = level * top_k + bits
+            own = torch.ones_like(places) << places
+            masks = torch.cat([masks, masks[:, -top_k:].gather(1, parents) | own], dim=1)
+            fed_tokens = torch.cat([fed_tokens, tree.tokens.gather(1, tree.beams)], dim=1)
+            of_parents = out.gather(1, parents[..., None].expand(-1, -1, out.shape[2]))
+            fed_states = torch.cat([fed_states, of_parents], dim=1)
+        return tree.best(self.num_drafts)
+
+    def _guesses(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest tokens after each row and their log-probabilities, [rows, top_k] each."""
+        logits = self._head.logits(features)
+        nobody = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        best = ops.top_logprobs(logits, self._top_k, nobody)
+        known = best.token_ids.clamp(0, logits.shape[1] - 1)  # rows that pad may say anything
+        return self._head.token_ids(known), best.values
+
+
+def _load(surroundings: Surroundings, target: Decoder) -> EagleHead:
+    num_positions = surroundings.plan.max_model_len
+    folder = read_head(surroundings.config, "eagle", lambda folder: folder)
+    return EagleHead.load(target, folder, num_positions)
+
+
+def _cut(wish: Wish, places: list[int], tokens: list[int], parents: list[int]) -> Drafts:
+    """Nodes, the likeliest first, cut to what the request may have; a node without its parent falls away."""
+    rows: dict[int, int] = {}
+    depths: dict[int, int] = {-1: 0}
+    drafts = Drafts()
+    for place, token_id, parent in zip(places, tokens, parents):
+        if parent in depths and depths[parent] < wish.depth and len(drafts.token_ids) < wish.num_drafts:
+            depths[place] = depths[parent] + 1
+            rows[place] = len(drafts.token_ids)
+            drafts.token_ids.append(token_id)
+            drafts.parents.append(rows.get(parent, -1))
+    return drafts

@@ -1,0 +1,137 @@
+"""Medusa: all heads guess from the last hidden state; the likeliest guesses of each make a fixed tree of drafts.
+
+The tree is data: `medusa_choices` of the configuration, or the file of that name beside the heads, in the reference
+syntax: each entry is a path of ranks, one per head. Source: arXiv:2401.10774.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from slipstream_kernels import ops
+
+from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths, row_masks
+from slipstream.core.errors import ConfigError
+from slipstream.core.request import Request
+from slipstream.nn.heads.medusa import MedusaHeads
+from slipstream.worker.computed_rows import ComputedRows
+from slipstream.worker.host_copy import to_device
+from slipstream.worker.spec_decode.draft_memory import DraftMemory, Planning
+from slipstream.worker.spec_decode.head_files import read_head
+from slipstream.worker.spec_decode.head_graphs import GraphedHead
+from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Surroundings, Wish
+
+CHOICES_FILE = "medusa_choices.json"
+# The published tree of 63 nodes for 7B models, by falling value (mc_sim_7b_63), as ranks without separators.
+_DEFAULT = (
+    "0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004 005 0000 "
+    "011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070"
+)
+Choices = list[tuple[int, ...]]
+
+
+def default_choices(num_heads: int) -> Choices:
+    """The published tree, as far as there are heads for it."""
+    paths = [tuple(map(int, entry)) for entry in _DEFAULT.split()]
+    return [path for path in paths if len(path) <= num_heads]
+
+
+def parse_choices(text: str) -> Choices:
+    """`{0},{0,0}` or `[[0],[0,0]]`; entries as given, but a parent before its children.
+
+    Raises ConfigError for what is no tree of at most 63 nodes.
+    """
+    field = "medusa_choices"
+    entries = re.findall(r"[\[{]([\d,\s]+)[\]}]", text)
+    left = re.sub(r"[\[{][\d,\s]+[\]}]", "", text)
+    if not entries or left.strip(" ,[]{}"):
+        raise ConfigError(field, text, "accepted: paths of ranks like {0},{0,0},{1}")
+    paths = [tuple(int(rank) for rank in entry.split(",") if rank.strip()) for entry in entries]
+    known = set(paths)
+    for path in paths:
+        if len(path) > 1 and path[:-1] not in known:
+            raise ConfigError(field, text, f"{list(path)} has no parent {list(path[:-1])}")
+    if len(known) != len(paths) or len(paths) > MAX_DRAFT_TOKENS:
+        raise ConfigError(field, text, f"accepted: at most {MAX_DRAFT_TOKENS} different paths")
+    ordered: Choices = []
+    for path in paths:
+        ordered += [path[:size] for size in range(1, len(path) + 1) if path[:size] not in ordered]
+    return ordered
+
+
+@PROPOSERS.register("medusa")
+class MedusaDrafter(GraphedHead):
+    drafts_trees = True
+    reads_all_rows = False
+    num_scratch_slots = 0
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        super().__init__()
+        config, target = surroundings.config, surroundings.target
+        assert target is not None
+        folder = read_head(config, "medusa", lambda folder: folder)
+        self._heads = MedusaHeads.load(target, folder)
+        self._target = target
+        self._choices = _choices(config.speculation.medusa_choices, folder, self._heads.num_heads)
+        self.num_drafts = min(config.speculation.num_draft_tokens or len(self._choices), len(self._choices))
+        self.num_levels = max(map(len, self._choices))
+        self._num_ranks = 1 + max(rank for path in self._choices for rank in path)
+        places = {path: place for place, path in enumerate(self._choices)}
+        self._parents = [places.get(path[:-1], -1) for path in self._choices]
+        words, depths = row_masks(self._parents, len(self._choices)), row_depths(self._parents, len(self._choices))
+        self._tree = to_device([*words[1:], *depths[1:]], torch.int64, surroundings.hardware.device).view(2, -1)
+        ranks = [(len(path) - 1) * self._num_ranks + path[-1] for path in self._choices]
+        self._ranks = to_device(ranks, torch.int64, surroundings.hardware.device)
+
+    @staticmethod
+    def planned(planning: Planning) -> DraftMemory:
+        heads = read_head(planning.config, "medusa", lambda folder: MedusaHeads.empty(planning.target, folder))
+        return planning.memory_of(heads.tensors())
+
+    def follow(self, rows: ComputedRows) -> None:
+        pass
+
+    def note(self, request: Request, start: int, count: int, is_followed: bool) -> bool:
+        return is_followed
+
+    def drafts(self, wish: Wish, guesses: list[int]) -> Drafts:
+        """guesses: of each choice. The first choices that fit: a parent comes before its children."""
+        count = min(wish.num_drafts, len(self._choices))
+        if wish.depth >= self._heads.num_heads:
+            return Drafts(guesses[:count], self._parents[:count])
+        chosen = [place for place, path in enumerate(self._choices[:count]) if len(path) <= wish.depth]
+        row_of = {-1: -1, **{place: row for row, place in enumerate(chosen)}}  # the end is near: fewer levels
+        return Drafts([guesses[place] for place in chosen], [row_of[self._parents[place]] for place in chosen])
+
+    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        words, depths = self._tree[:, None, :num_drafts].expand(-1, len(guesses), -1)
+        return ops.DraftRows(guesses[:, :num_drafts], words, depths)
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        pass
+
+    def _guess(self, rows: ComputedRows) -> torch.Tensor:
+        """[num_requests, number of choices]."""
+        logits = torch.stack(list(self._heads.logits(self._target.final(rows.hidden)[rows.last])), dim=1)
+        nobody = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device).flatten()
+        ranked = ops.top_logprobs(logits.flatten(0, 1), self._num_ranks, nobody).token_ids
+        return ranked.view(len(logits), -1)[:, self._ranks]
+
+
+def _choices(configured: str, folder: Path | None, num_heads: int) -> Choices:
+    """The configured tree, else the one beside the heads, else the published one."""
+    file = folder / CHOICES_FILE if folder is not None else None
+    if configured:
+        choices = parse_choices(configured)
+    elif file is not None and file.exists():
+        choices = parse_choices(json.dumps(json.loads(file.read_text())))
+    else:
+        choices = default_choices(num_heads)
+    deepest = max(map(len, choices))
+    if deepest > num_heads:
+        raise ConfigError("medusa_choices", configured, f"has paths of {deepest} ranks, there are {num_heads} heads")
+    return choices

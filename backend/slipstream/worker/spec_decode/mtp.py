@@ -1,0 +1,67 @@
+"""MTP: a module of one layer follows the model over every token, and drafts a chain from its own guesses.
+
+Its cache holds at slot i what it made of token i + 1 and the model's hidden state at i, for all tokens, so prompts pass
+through it too. A request that it has not followed from its beginning (speculation paused meanwhile) stops speculating.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from slipstream_kernels import ops
+
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.heads.mtp import MTPModule
+from slipstream.worker.spec_decode.autoregressive_head import FollowingHead
+from slipstream.worker.spec_decode.draft_memory import DraftMemory, Planning
+from slipstream.worker.spec_decode.head_files import read_head
+from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Surroundings, Wish
+
+NUM_DRAFTS = 3
+
+
+@PROPOSERS.register("mtp")
+class MTPHead(FollowingHead):
+    def __init__(self, surroundings: Surroundings) -> None:
+        target = surroundings.target
+        assert target is not None
+        self._target = target
+        self._module = _load(surroundings, target)
+        super().__init__(surroundings, "mtp", self._module.spec)
+        self.num_drafts = surroundings.config.speculation.num_draft_tokens or NUM_DRAFTS
+        self.num_levels = self.num_scratch_slots = self.num_drafts
+
+    @staticmethod
+    def planned(planning: Planning) -> DraftMemory:
+        module = read_head(planning.config, "mtp", lambda folder: MTPModule.empty(planning.target, folder))
+        return planning.memory_of(module.tensors(), module.spec)
+
+    def drafts(self, wish: Wish, guesses: list[int]) -> Drafts:
+        return Drafts(guesses[: min(wish.num_drafts, wish.depth)])
+
+    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        return ops.DraftRows(guesses[:, :num_drafts])
+
+    def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
+        return self._module.forward(batch, self._target.final(hidden), self._cache)
+
+    def _levels(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """A chain of each request, [num_requests, num_drafts]."""
+        levels = [ops.greedy(self._module.logits(states))]
+        for level in range(1, self.num_drafts):
+            known = levels[-1].clamp(0, self._num_tokens - 1)  # rows that pad may say anything
+            rows = self._after(batch, last, known, level - 1)
+            states = self._module.forward(rows, states, self._cache)
+            levels.append(ops.greedy(self._module.logits(states)))
+        return torch.stack(levels, dim=1)
+
+
+def _load(surroundings: Surroundings, target: Decoder) -> MTPModule:
+    num_positions = surroundings.plan.max_model_len
+
+    def read(folder: Path | None) -> MTPModule:
+        return MTPModule.load(target, folder, num_positions)
+
+    return read_head(surroundings.config, "mtp", read)

@@ -1,0 +1,110 @@
+"""Prompt lookup: what followed the last few tokens when they were said before, in the text or in a given reference.
+
+No model and no device. Every ending of up to ngram_max tokens is indexed as the text grows, so a look-up costs a few
+dictionary accesses however long the text is. Sources: arXiv:2304.04487 (inference with reference), prompt lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.worker.spec_decode.draft_memory import DraftMemory, Planning
+from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Surroundings, Wish
+
+NUM_DRAFTS = 5
+MAX_INDEXED_TOKENS = 1024  # of a request's text, and of its reference, in one step: some 1.5 ms of the engine's thread
+
+
+class NgramIndex:
+    """Where each ending of `shortest` to `longest` tokens was last seen in a text that only grows."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._sizes = range(shortest, longest + 1)
+        self._ends: dict[tuple[int, ...], int] = {}
+        self.token_ids: list[int] = []
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Append tokens. What ends with the very last token is not indexed yet: nothing has followed it."""
+        start = len(self.token_ids)
+        self.token_ids += token_ids
+        for end in range(max(1, start), len(self.token_ids)):
+            for size in self._sizes:
+                if size > end:
+                    break
+                self._ends[tuple(self.token_ids[end - size : end])] = end
+
+    def find(self, ending: Sequence[int]) -> int | None:
+        """The place after the latest occurrence of the longest indexed end of `ending`."""
+        for size in reversed(self._sizes):
+            if size <= len(ending):
+                found = self._ends.get(tuple(ending[len(ending) - size :]))
+                if found is not None:
+                    return found
+        return None
+
+    def continuation(self, ending: Sequence[int], num_tokens: int) -> list[int]:
+        """What followed `ending`; where that runs into the text's own end, it goes on from its beginning."""
+        found = self.find(ending)
+        if found is None:
+            return []
+        tokens = self.token_ids[found : found + num_tokens]
+        while tokens and len(tokens) < num_tokens:
+            tokens += tokens[: num_tokens - len(tokens)]
+        return tokens
+
+
+@PROPOSERS.register("ngram")
+class NgramProposer:
+    """Keeps an index per request for its own text, and one for its reference."""
+
+    drafts_trees = False
+    num_scratch_slots = 0
+
+    def __init__(self, surroundings: Surroundings) -> None:
+        config = surroundings.config.speculation
+        self.num_drafts = config.num_draft_tokens or NUM_DRAFTS
+        self._longest = config.ngram_max
+        self._shortest = min(config.ngram_min, config.ngram_max)
+        self._texts: dict[int, NgramIndex] = {}
+        self._references: dict[int, NgramIndex] = {}
+
+    @staticmethod
+    def refusal(params: SamplingParams) -> str | None:
+        return None
+
+    @staticmethod
+    def planned(planning: Planning) -> DraftMemory:
+        """Its indices are on the host."""
+        return DraftMemory()
+
+    def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:
+        return [Drafts(self._continue(wish.request, wish.num_drafts)) for wish in wishes]
+
+    def seconds(self) -> dict[int, float]:
+        return {}
+
+    def forget(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self._texts.pop(request.request_id, None)
+            self._references.pop(request.request_id, None)
+
+    def _continue(self, request: Request, num_drafts: int) -> list[int]:
+        """From the reference first: it was given because the output is expected to follow it."""
+        text = self._grown(self._texts, request, request.token_ids)
+        ending = request.token_ids[-self._longest :]
+        drafts: list[int] = []
+        if request.params.reference_ids:
+            reference = self._grown(self._references, request, request.params.reference_ids)
+            drafts = reference.continuation(ending, num_drafts)
+        return drafts or text.continuation(ending, num_drafts)
+
+    def _grown(self, indices: dict[int, NgramIndex], request: Request, token_ids: Sequence[int]) -> NgramIndex:
+        """The request's index of these tokens, a piece longer than before if there is more of them."""
+        index = indices.get(request.request_id)
+        if index is None:
+            index = indices[request.request_id] = NgramIndex(self._shortest, self._longest)
+        start = len(index.token_ids)
+        index.extend(token_ids[start : start + MAX_INDEXED_TOKENS])
+        return index
