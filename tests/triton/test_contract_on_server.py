@@ -46,15 +46,15 @@ ORDINARY: dict[str, Any] = {
     "seed": 7,
     "n": 2,
     "top_k": 5,
-    "guide_type": "regex",
-    "guide_text": "[a-z]+",
+    "guided_decoding_guide_type": "regex",
+    "guided_decoding_guide": "[a-z]+",
     "timeout_ms": 60000,
     "cache_salt": "tenant",
     "stream_interval": 2,
     "stop_request": False,
     "exclude_input_in_output": True,
-    "bias_words": ["return"],
-    "bias_weights": [1.0],
+    "embedding_bias_words": ["return"],
+    "embedding_bias_weights": [1.0],
     "speculative_method": "none",
     "speculative_acceptance": "exact",
 }
@@ -104,7 +104,7 @@ def name(spec: InputSpec | OutputSpec) -> str:
 @pytest.mark.parametrize("spec", SERVED, ids=name)
 def test_a_served_tensor_is_taken(llm_server: LlmServer, spec: InputSpec) -> None:
     value = ordinary(spec)
-    if spec.target == "bias_vector":
+    if spec.target == "embedding_bias":
         value = np.zeros(len_of_vocabulary(llm_server), np.float32)
     error = ask(llm_server, {spec.name: shaped(spec, value), **COMPANIONS.get(spec.name, {})})
     assert error == ""

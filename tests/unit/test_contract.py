@@ -8,13 +8,14 @@ import pytest
 import toy_tokenizers
 from slipstream.core import wire
 from slipstream.core.client_request import parse_request, select_outputs
-from slipstream.core.client_settings import READERS, read_settings
+from slipstream.core.client_settings import read_settings
 from slipstream.core.config import EngineConfig, ServingConfig
 from slipstream.core.contract import GENERATE, OUTPUTS, TASKS, declarations
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import FinishReason
 from slipstream.core.responses import ENCODERS, encode_gathered, encode_response, is_gathered
+from slipstream.core.settings import BY_NAME
 from slipstream.core.tensor_spec import InputSpec, OutputSpec, Use
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from wire_requests import answers, request, tensor
@@ -32,9 +33,10 @@ SAMPLES: dict[str, tuple[object, object]] = {
     "ignore_eos": (True, "="), "include_stop_str_in_output": (True, "="), "skip_special_tokens": (False, "="),
     "temperature": (0.5, "="), "top_k": (3, "="), "top_p": (0.5, "="), "min_p": (0.25, "="),
     "repetition_penalty": (1.5, "="), "presence_penalty": (0.5, "="), "frequency_penalty": (0.5, "="),
-    "seed": (2**63 + 5, "="), "n": (2, "="), "best_of": (1, "="), "bias_words": (["fox"], ("fox",)),
-    "bias_weights": ([1.5], (1.5,)), "bias_vector": ([0.0, 2.0], (0.0, 2.0)), "guide_type": ("regex", "="),
-    "guide_text": ("[a-z]+", "="), "stream": (True, "="), "stream_interval": (4, "="),
+    "seed": (2**63 + 5, "="), "n": (2, "="), "best_of": (1, "="), "embedding_bias_words": (["fox"], ("fox",)),
+    "embedding_bias_weights": ([1.5], (1.5,)), "embedding_bias": ([0.0, 2.0], (0.0, 2.0)),
+    "guided_decoding_guide_type": ("regex", "="),
+    "guided_decoding_guide": ("[a-z]+", "="), "stream": (True, "="), "stream_interval": (4, "="),
     "exclude_input_in_output": (True, "="), "stop_request": (False, "="), "priority": (-3, "="),
     "cache_salt": ("tenant", "="), "timeout_ms": (50, "="), "num_draft_tokens": (3, "="),
     "speculative_method": ("ngram", "="),
@@ -91,9 +93,9 @@ def test_an_unserved_input_takes_neutral_values_only_and_says_why(spec: InputSpe
         assert read_settings(request(tensor(spec.name, [], (0,) * len(spec.dims)))) == {}
 
 
-def test_every_target_has_a_reader_and_a_sample() -> None:
+def test_every_target_is_a_setting_and_has_a_sample() -> None:
     targets = {spec.target for spec in SERVED}
-    assert targets <= set(READERS)
+    assert targets <= set(BY_NAME)
     assert {target for target in targets if not target.startswith("return_")} == set(SAMPLES)
 
 

@@ -102,7 +102,7 @@ def test_any_number_in_any_tensor(spec: InputSpec) -> None:
     for value in _extremes(spec):
         for shape in ((1,), (2,), (2, 1), (1, 1), (0,)):
             given = tensor(spec.name, [value] * math.prod(shape), shape)
-            extra = [tensor("embedding_bias_words", ["a"])] if spec.target == "bias_weights" else []
+            extra = [tensor("embedding_bias_words", ["a"])] if spec.target == "embedding_bias_weights" else []
             parse_or_refuse(*prompt, given, *extra)
 
 

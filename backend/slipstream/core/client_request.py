@@ -20,26 +20,20 @@ from slipstream.core.contract_generate import OUTPUTS
 from slipstream.core.errors import RequestError
 from slipstream.core.request import Request, RequestTimes
 from slipstream.core.sampling_params import FIELD_NAMES, Guide, SamplingParams
-from slipstream.core.setting_values import MAX_INT32, check_list, read_text, read_texts, refuse
+from slipstream.core.setting_values import read_text, read_texts, refuse
+from slipstream.core.settings import BY_NAME, DEFAULTS
 from slipstream.core.wire_messages import Request as WireRequest
 
 _OUTPUTS = {spec.name: spec for spec in OUTPUTS}
 _NEED_LOGPROBS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
 _LOGPROB_FLAGS = ("return_log_probs", "return_logprobs", "return_cumulative_logprob")
-_SPECULATION = ("speculative_method", "speculative_acceptance")
-_DIRECT = frozenset(FIELD_NAMES) - {"guide", "logit_bias", "embedding_bias", "reference_ids", *_SPECULATION}
-_LISTS = {name: name for name in ("stop", "stop_token_ids", "bad_words", "logit_bias")} | {
-    "stop_words_ids": "stop_words_list",
-    "bad_words_ids": "bad_words_list",
-    "bias_words": "embedding_bias_words",
-}
+_FIELDS = frozenset(FIELD_NAMES)
+_BIASES = ("logit_bias", "embedding_bias_words", "embedding_bias_weights")
 _NOT_DECOUPLED = (
     "because the model_transaction_policy of config.pbtxt is `decoupled: false`: a request has one response"
 )
 _REFERENCE_CHARS = 16  # per token of the model's length: more of a reference is not encoded
 STOP_IS_OFF = "got True, accepted: False (the model has stop_by_request_id off); cancel the request's stream instead"
-MAX_TIMEOUT_US = 2**63 - 1
-MAX_CACHE_SALT_BYTES = 256
 STREAM_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed."  # the vLLM backend's words
 
 
@@ -96,7 +90,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         if not config.serving.stop_by_request_id:
             raise RequestError("stop", STOP_IS_OFF)
         return _stop_request(raw.handle, request_id, outputs, has_batch_dim)
-    stream = settings.get("stream", False)
+    stream: bool = settings.get("stream", DEFAULTS["stream"])
     if not config.serving.is_decoupled:
         _check_one_response(settings, stream, has_batch_dim or "context_ids" in outputs)
     token_ids, text = _prompt(settings, config, tokenizer)
@@ -104,16 +98,16 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     echo_text = ""
     if _is_echoed(settings, stream, config):
         echo_text = text if text is not None else tokenizer.decode(token_ids, params.skip_special_tokens)
-    stream_interval = _integer(settings, "stream_interval", config.serving.stream_interval, 1)
+    stream_interval: int = settings.get("stream_interval", config.serving.stream_interval)
     _check_entries(params, len(token_ids), bool(echo_text), stream_interval if stream else 0, config)
     request = Request(
         token_ids,
         params,
-        priority=_integer(settings, "priority", 0, -MAX_INT32 - 1),
+        priority=settings.get("priority", DEFAULTS["priority"]),
         deadline=read_deadline(raw, settings),
         handle=raw.handle,
         client_request_id=request_id,
-        prefix_key=_prefix_key(settings),
+        prefix_key=settings.get("cache_salt", "").encode("utf-8"),  # begins the chain of block hashes (kv_cache.py)
         times=RequestTimes(arrival_ns=raw.arrival_ns),
     )
     return ClientRequest(
@@ -228,26 +222,10 @@ def _is_echoed(settings: Settings, stream: bool, config: EngineConfig) -> bool:
     return not (stream or by_default)
 
 
-def _integer(settings: Settings, name: str, default: int, low: int, high: int = MAX_INT32) -> int:
-    value: int = settings.get(name, default)
-    if not low <= value <= high:
-        raise refuse(name, value, f"an integer from {low} to {high}")
-    return value
-
-
-def _prefix_key(settings: Settings) -> bytes:
-    """What parts cached prefixes of different tenants: it begins the chain of block hashes (core/kv_cache.py)."""
-    salt: bytes = settings.get("cache_salt", "").encode("utf-8")
-    if len(salt) > MAX_CACHE_SALT_BYTES:
-        raise RequestError("cache_salt", f"got {len(salt)} bytes, accepted: at most {MAX_CACHE_SALT_BYTES}")
-    return salt
-
-
 def read_deadline(raw: WireRequest, settings: Settings) -> float | None:
     """The earlier of Triton's request timeout and `timeout_ms`, from arrival, on the monotonic clock."""
-    timeout_ms = _integer(settings, "timeout_ms", 0, 0)
-    timeout_us = _integer(settings, "timeout_us", 0, 0, MAX_TIMEOUT_US)
-    timeouts = [seconds for seconds in (raw.timeout_us / 1e6, timeout_us / 1e6, timeout_ms / 1e3) if seconds > 0]
+    given = settings.get("timeout_us", 0) / 1e6, settings.get("timeout_ms", 0) / 1e3
+    timeouts = [seconds for seconds in (raw.timeout_us / 1e6, *given) if seconds > 0]
     if not timeouts:
         return None
     elapsed = max(0.0, (time.time_ns() - raw.arrival_ns) / 1e9) if raw.arrival_ns else 0.0
@@ -282,29 +260,26 @@ def select_outputs(requested: tuple[str, ...], flags: frozenset[str]) -> tuple[s
 def _sampling_params(
     settings: Settings, config: EngineConfig, outputs: tuple[str, ...], tokenizer: TextCodec
 ) -> SamplingParams:
-    fields: dict[str, Any] = {"max_tokens": config.serving.default_max_tokens}
-    fields["skip_special_tokens"] = config.serving.skip_special_tokens
+    serving = config.serving
+    fields: dict[str, Any] = {"max_tokens": serving.default_max_tokens}
+    fields["skip_special_tokens"] = serving.skip_special_tokens
     if not ({"top_k", "top_p"} & settings.keys()):
-        fields["temperature"] = config.serving.default_temperature
-    fields.update({name: value for name, value in settings.items() if name in _DIRECT})
-    if fields.get("top_p") == 0.0:  # TensorRT-LLM: off; with no top_k either, greedy
-        fields["top_p"] = 1.0
-        if fields.get("top_k", 0) == 0:
-            fields["temperature"] = 0.0
-    if settings.get("best_of", fields.get("n", 1)) not in (1, fields.get("n", 1)):
-        raise refuse("best_of", settings["best_of"], f"n={fields.get('n', 1)}: every sequence made is returned")
+        fields["temperature"] = serving.default_temperature
+    fields.update({name: value for name, value in settings.items() if name in _FIELDS})
+    n = fields.get("n", 1)
+    if settings.get("best_of", n) not in (1, n):
+        raise refuse(settings.spelled("best_of"), settings["best_of"], f"n={n}: every sequence made is returned")
     if "logprobs" not in fields and _asks_for_logprobs(settings, outputs):
         fields["logprobs"] = 0
     if "prompt_logprobs" not in fields and "prompt_logprobs" in outputs:
         fields["prompt_logprobs"] = 0
-    for target, name in _LISTS.items():
-        check_list(name, settings.get(target, ()))
-    fields["logit_bias"] = _logit_bias(settings, tokenizer)
-    vector = settings.get("bias_vector", ())
-    fields["embedding_bias"] = vector if any(vector) else ()
+    if not settings.keys().isdisjoint(_BIASES):
+        fields["logit_bias"] = _logit_bias(settings, tokenizer)
+    if not any(fields.get("embedding_bias", ())):
+        fields["embedding_bias"] = ()
     fields["guide"] = _guide(settings)
-    fields.update(_speculation(settings, config, tokenizer))
-    return SamplingParams(**fields)
+    fields["reference_ids"] = _reference_ids(settings, config, tokenizer)
+    return SamplingParams(**fields, are_checked=True)
 
 
 def _asks_for_logprobs(settings: Settings, outputs: tuple[str, ...]) -> bool:
@@ -322,19 +297,20 @@ def _logit_bias(settings: Settings, tokenizer: TextCodec) -> tuple[tuple[int, fl
     """The sum of logit_bias and embedding_bias_words, by token."""
     total: dict[int, float] = {}
     pairs = list(settings.get("logit_bias", ()))
-    words, weights = settings.get("bias_words", ()), settings.get("bias_weights", ())
+    words, weights = settings.get("embedding_bias_words", ()), settings.get("embedding_bias_weights", ())
     if len(words) != len(weights):
         raise refuse("embedding_bias_weights", list(weights), f"one number per word, {len(words)} in all")
     for token_ids, weight in zip(tokenizer.encode_all(words), weights):
         pairs += [(token_id, weight) for token_id in token_ids]
     for token_id, bias in pairs:
         total[token_id] = total.get(token_id, 0.0) + bias
+    if len(total) < len(pairs):  # a sum may be above what each may be
+        BY_NAME["logit_bias"].kind.check("logit_bias", tuple(total.items()))
     return tuple(total.items())
 
 
-def _speculation(settings: Settings, config: EngineConfig, tokenizer: TextCodec) -> dict[str, Any]:
-    """An empty method or acceptance is the server's; of a reference only as much is read as a sequence may have."""
-    fields: dict[str, Any] = {name: settings[name] or None for name in _SPECULATION if name in settings}
+def _reference_ids(settings: Settings, config: EngineConfig, tokenizer: TextCodec) -> tuple[int, ...]:
+    """Only as much of a reference is read as a sequence may have."""
     text, token_ids = settings.get("reference_text", ""), settings.get("reference_ids", ())
     if text and token_ids:
         raise RequestError("reference_text", "given together with reference_ids, accepted: one of them")
@@ -342,7 +318,7 @@ def _speculation(settings: Settings, config: EngineConfig, tokenizer: TextCodec)
         limit = config.model.max_model_len * _REFERENCE_CHARS
         token_ids = tokenizer.encode(text[:limit] if limit else text, False)
     most = config.model.max_model_len or len(token_ids)
-    return {**fields, "reference_ids": tuple(token_ids[:most])}
+    return tuple(token_ids[:most])
 
 
 _GUIDES = {"json": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}  # vLLM's word -> ours
@@ -350,18 +326,19 @@ _GUIDES = {"json": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}  
 
 def _guide(settings: Settings) -> Guide | None:
     """From TensorRT-LLM's two tensors, or vLLM's guided_decoding object."""
-    guide_type, text = settings.get("guide_type", ""), settings.get("guide_text", "")
+    guide_type, text = settings.get("guided_decoding_guide_type"), settings.get("guided_decoding_guide", "")
     if guide_type:
         return Guide(guide_type, text)
     if text:
         raise RequestError("guided_decoding_guide_type", "missing, accepted: json, json_schema, regex or ebnf_grammar")
-    asked = {name: value for name, value in settings.get("guided_decoding", {}).items() if value is not None}
+    asked = {name: value for name, value in settings.get("structured_outputs", {}).items() if value is not None}
     if not asked:
         return None
+    given_as = settings.spelled("structured_outputs")
     name, value = next(iter(asked.items()))
     if len(asked) > 1 or name not in (*_GUIDES, "json_object", "choice"):
-        raise refuse("guided_decoding", asked, "one of json, json_object, regex, grammar and choice")
-    field = f"guided_decoding.{name}"
+        raise refuse(given_as, asked, "one of json, json_object, regex, grammar and choice")
+    field = f"{given_as}.{name}"
     if name == "json_object":
         return Guide("json") if value else None
     if name == "choice":

@@ -6,7 +6,8 @@ A table and nothing else; engine/tokenize_tasks.py does the work. dims are those
 # ruff: noqa: E501  (one row, one line)
 from __future__ import annotations
 
-from slipstream.core.tensor_spec import SLIPSTREAM, TRT_POSTPROCESSING, TRT_PREPROCESSING, InputSpec, OutputSpec, Use
+from slipstream.core.contract_origins import SLIPSTREAM, TRT_POSTPROCESSING, TRT_PREPROCESSING
+from slipstream.core.tensor_spec import InputSpec, OutputSpec, Use
 from slipstream.core.wire_messages import DataType
 
 BOOL, BYTES, FP32 = DataType.BOOL, DataType.BYTES, DataType.FP32

@@ -1,37 +1,21 @@
-"""Values of a request, from tensors, request parameters or JSON, to Python values of the type that a setting has.
+"""What a tensor, request parameter or JSON holds -> a Python value of the type that a setting has.
 
-Standard library only, no state. Every refusal is a RequestError that names the setting as the client wrote it, the
-value and what is accepted.
+Standard library only, no state. A reader takes (name, value) and returns the typed value; numbers may be strings, as
+the vLLM backend allows. Every refusal is a RequestError that names the setting as the client wrote it, the value and
+what is accepted. Bounds are the kinds' (setting_kinds.py), which call these.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from slipstream.core.errors import RequestError
-from slipstream.core.tensor_spec import InputSpec
-from slipstream.core.wire import bytes_elements
-from slipstream.core.wire_messages import DataType, ProtocolError, Tensor
 
-_STRUCT_CODES = {
-    DataType.BOOL: "?",
-    DataType.UINT8: "B",
-    DataType.INT32: "i",
-    DataType.INT64: "q",
-    DataType.UINT32: "I",
-    DataType.UINT64: "Q",
-    DataType.FP16: "e",
-    DataType.FP32: "f",
-    DataType.FP64: "d",
-}
 MAX_INT32 = 2**31 - 1  # what a TYPE_INT32 tensor holds, and the kernels' parameters
 MAX_ENTRIES, MAX_ENTRIES_CHARS = 1024, 16384  # of a list of words, ids or biases: 20 ms to make an automaton of
 MAX_WORDS_ELEMENTS = 65536  # of a word list as ids: two rows, with room for padding
-MAX_ELEMENTS = 1 << 20  # of a tensor: longer than any prompt, and some 50 ms to read
 MAX_JSON_CHARS = 1 << 21  # some 40 ms
 _TRUE, _FALSE = ("true", "1"), ("false", "0")
 
@@ -49,96 +33,15 @@ def refuse(name: str, value: object, accepted: str) -> RequestError:
     return RequestError(name, f"got {shown(value)}, accepted: {accepted}")
 
 
-# ---------------------------------------------------------------- tensors
-
-
-def tensor_shape(tensor: Tensor, has_batch_dim: bool) -> tuple[int, ...]:
-    """The shape without the batch dimension. Raises RequestError for a batch of several prompts, or a size below 0."""
-    if any(size < 0 for size in tensor.shape):
-        raise RequestError(tensor.name, f"got shape {list(tensor.shape)}, accepted: sizes >= 0")
-    if not has_batch_dim:
-        return tensor.shape
-    if not tensor.shape or tensor.shape[0] != 1:
-        raise RequestError(
-            tensor.name, f"got shape {list(tensor.shape)}, accepted: a batch of 1 (a request is one prompt)"
-        )
-    return tensor.shape[1:]
-
-
-def tensor_values(tensor: Tensor, spec: InputSpec, has_batch_dim: bool = False) -> list[Any]:
-    """The elements, row major; strings are decoded. A tensor of one element may have any rank.
-
-    Raises RequestError for a wrong type, shape or size, and for text that is not UTF-8.
-    """
-    if tensor.dtype != spec.dtype:
-        raise RequestError(spec.name, f"got a tensor of type {_type_name(tensor.dtype)}, accepted: {spec.dtype.name}")
-    shape = tensor_shape(tensor, has_batch_dim)
-    num_elements = math.prod(shape)
-    if num_elements > MAX_ELEMENTS:
-        accepted = f"at most {MAX_ELEMENTS}" if not spec.reason else f"an empty tensor, because {spec.reason}"
-        raise RequestError(spec.name, f"got {num_elements} elements, accepted: {accepted}")
-    if spec.dims == (1,) and num_elements != 1:
-        raise RequestError(spec.name, f"got shape {list(tensor.shape)}, accepted: one element")
-    if len(spec.dims) == 2 and spec.dims[0] > 1 and (len(shape) < 2 or shape[-2] != spec.dims[0]):
-        raise RequestError(spec.name, f"got shape {list(tensor.shape)}, accepted: [{spec.dims[0]}, n]")
-    if spec.dtype is DataType.BYTES:
-        _check_num_entries(spec.name, num_elements)
-        return _texts(tensor, num_elements)
-    code = _STRUCT_CODES[spec.dtype]
-    layout = f"<{num_elements}{code}"
-    if len(tensor.data) != struct.calcsize(layout):
-        size = struct.calcsize(layout)
-        raise RequestError(spec.name, f"got {len(tensor.data)} bytes, accepted: {size} for shape {list(tensor.shape)}")
-    return list(struct.unpack(layout, tensor.data))
-
-
-def _texts(tensor: Tensor, num_elements: int) -> list[str]:
-    elements = _byte_elements(tensor, num_elements)
-    if len(elements) != num_elements:
-        raise RequestError(
-            tensor.name, f"got {len(elements)} strings, accepted: {num_elements} for shape {list(tensor.shape)}"
-        )
-    return [decode_text(tensor.name, element) for element in elements]
-
-
-def _byte_elements(tensor: Tensor, num_elements: int) -> list[bytes]:
-    """Up to one more than there should be, however many the data holds."""
-    try:
-        return bytes_elements(tensor.data, num_elements + 1)
-    except ProtocolError as error:
-        raise RequestError(tensor.name, f"not a serialised string tensor: {error}") from None
-
-
-def decode_text(name: str, data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            name,
-            f"not valid UTF-8: {error.reason} at byte {error.start} (0x{data[error.start]:02x}), accepted: UTF-8 text",
-        ) from None
-
-
-def _type_name(dtype: int) -> str:
-    try:
-        return DataType(dtype).name
-    except ValueError:
-        return str(dtype)
-
-
-# ---------------------------------------------------------------- values of JSON and request parameters
-# A reader takes (name, value) and returns the typed value. Numbers may be strings, as the vLLM backend allows.
-
-
-def read_bool(name: str, value: object) -> bool:
+def read_bool(name: str, value: object, accepted: str = "true or false") -> bool:
     if isinstance(value, bool):
         return value
     if isinstance(value, int | str) and str(value).lower() in (*_TRUE, *_FALSE):
         return str(value).lower() in _TRUE
-    raise refuse(name, value, "true or false")
+    raise refuse(name, value, accepted)
 
 
-def read_int(name: str, value: object) -> int:
+def read_int(name: str, value: object, accepted: str = "an integer") -> int:
     try:
         if isinstance(value, str):
             return int(value)
@@ -146,16 +49,16 @@ def read_int(name: str, value: object) -> int:
             return int(value)
     except (ValueError, OverflowError):
         pass
-    raise refuse(name, value, "an integer")
+    raise refuse(name, value, accepted)
 
 
-def read_float(name: str, value: object) -> float:
+def read_float(name: str, value: object, accepted: str = "a number") -> float:
     try:
         if isinstance(value, int | float | str) and not isinstance(value, bool):
             return float(value)
     except (ValueError, OverflowError):
         pass
-    raise refuse(name, value, "a number")
+    raise refuse(name, value, accepted)
 
 
 def check_text(name: str, value: object) -> None:
@@ -178,7 +81,7 @@ def read_text(name: str, value: object) -> str:
 def read_texts(name: str, value: object) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if isinstance(texts, Sequence):
-        _check_num_entries(name, len(texts))
+        check_num_entries(name, len(texts))
     if isinstance(texts, Sequence) and all(isinstance(entry, str) for entry in texts):
         for text in texts:
             check_text(name, text)
@@ -189,9 +92,7 @@ def read_texts(name: str, value: object) -> tuple[str, ...]:
 def read_ids(name: str, value: object) -> tuple[int, ...]:
     value = parse_json(name, value, "a list of token ids") if isinstance(value, str) else value
     if isinstance(value, Sequence):
-        ids = tuple(_integers(name, value))
-        if not ids or (min(ids) >= 0 and max(ids) <= MAX_INT32):
-            return ids
+        return tuple(_integers(name, value))
     raise refuse(name, value, "a list of token ids")
 
 
@@ -223,10 +124,7 @@ def read_words_ids(name: str, value: object) -> tuple[tuple[int, ...], ...]:
     starts = [0, *offsets[:-1]]
     if len(flat) % 2 or any(not start < end <= half for start, end in zip(starts, offsets)):
         raise refuse(name, value, accepted)
-    words = tuple(tuple(ids[start:end]) for start, end in zip(starts, offsets))
-    if any(min(word) < 0 or max(word) > MAX_INT32 for word in words):
-        raise refuse(name, value, accepted)
-    return words
+    return tuple(tuple(ids[start:end]) for start, end in zip(starts, offsets))
 
 
 def _flat(name: str, rows: Sequence[Any]) -> Sequence[object]:
@@ -243,7 +141,7 @@ def read_logit_bias(name: str, value: object) -> tuple[tuple[int, float], ...]:
     value = parse_json(name, value, accepted) if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise refuse(name, value, accepted)
-    return tuple((read_ids(name, [token_id])[0], read_float(name, bias)) for token_id, bias in value.items())
+    return tuple((read_int(name, token_id), read_float(name, bias)) for token_id, bias in value.items())
 
 
 def read_object(name: str, value: object) -> dict[str, Any]:
@@ -258,14 +156,14 @@ def check_list(name: str, entries: Sequence[object]) -> None:
 
     embedding_bias is no such list: it is one tensor.
     """
-    _check_num_entries(name, len(entries))
+    check_num_entries(name, len(entries))
     num_chars = sum(len(entry) for entry in entries if isinstance(entry, str | tuple))
     if num_chars > MAX_ENTRIES_CHARS:
         accepted = f"at most {MAX_ENTRIES_CHARS}"
         raise RequestError(name, f"got {num_chars} characters or token ids in all, accepted: {accepted}")
 
 
-def _check_num_entries(name: str, num_entries: int) -> None:
+def check_num_entries(name: str, num_entries: int) -> None:
     if num_entries > MAX_ENTRIES:
         raise RequestError(name, f"got {num_entries} entries, accepted: at most {MAX_ENTRIES}")
 
@@ -277,6 +175,3 @@ def parse_json(name: str, text: str, accepted: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise RequestError(name, f"got {shown(text)}, which is not JSON ({error}); accepted: {accepted}") from None
-
-
-Reader = Callable[[str, object], Any]

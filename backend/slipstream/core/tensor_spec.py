@@ -7,14 +7,6 @@ from enum import Enum
 
 from slipstream.core.wire_messages import DataType
 
-VLLM = "vLLM"
-TRT_ENSEMBLE = "TensorRT-LLM ensemble"
-TRT_CORE = "TensorRT-LLM tensorrt_llm"
-TRT_LLMAPI = "TensorRT-LLM llmapi"
-TRT_PREPROCESSING = "TensorRT-LLM preprocessing"
-TRT_POSTPROCESSING = "TensorRT-LLM postprocessing"
-SLIPSTREAM = "Slipstream"
-
 TYPE_NAMES = {data_type: f"TYPE_{data_type.name}" for data_type in DataType} | {DataType.BYTES: "TYPE_STRING"}
 
 

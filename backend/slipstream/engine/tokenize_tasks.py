@@ -19,9 +19,10 @@ from slipstream.core.client_settings import check_neutral, unknown
 from slipstream.core.config import EngineConfig
 from slipstream.core.detokenize import decode_after
 from slipstream.core.errors import RequestError
-from slipstream.core.sampling_params import MAX_BIAS
-from slipstream.core.setting_values import MAX_ENTRIES, check_list, refuse, tensor_shape, tensor_values
+from slipstream.core.setting_values import MAX_ENTRIES, check_list, refuse
+from slipstream.core.settings import MAX_BIAS
 from slipstream.core.tensor_spec import TaskContract, Use
+from slipstream.core.tensor_values import tensor_shape, tensor_values
 from slipstream.nn.checkpoint_path import resolve_tokenizer
 from slipstream.tokenizer.tokenizer import TextTokenizer
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.client_request import MAX_CACHE_SALT_BYTES
 from slipstream.core.errors import ConfigError
 from slipstream.core.setting_values import MAX_INT32
+from slipstream.core.settings import MAX_CACHE_SALT_BYTES
 
 _OPTION = "--api-key-file"
 _HEX = re.compile("[0-9a-f]{64}")
