@@ -37,7 +37,7 @@ from slipstream_kernels.norm.rms_norm_fp8 import rms_norm_fp8
 from slipstream_kernels.norm.silu_mul import silu_mul
 from slipstream_kernels.norm.silu_mul_fp8 import silu_mul_fp8
 from slipstream_kernels.rotation import HeadNorms, Rope
-from slipstream_kernels.routing import Routing
+from slipstream_kernels.routing import Routing, RoutingRule
 from slipstream_kernels.sample.logprobs import TopLogprobs, top_logprobs
 from slipstream_kernels.sample.penalties import apply_bias, apply_penalties
 from slipstream_kernels.sample.sample import greedy, sample
@@ -62,6 +62,7 @@ __all__ = [
     "LevelRows",
     "Rope",
     "Routing",
+    "RoutingRule",
     "ScaledRows",
     "SlotTable",
     "StackLayer",

@@ -7,6 +7,40 @@ from dataclasses import dataclass
 import torch
 
 LARGEST_LOGIT = 1e30  # logits beyond are cut to it, and NaN counts as the smallest: every token gets experts
+LEAST_TOTAL = 1e-20  # added to the scores that weights are shares of: sigmoids of all chosen experts may be zero
+SCORES = ("softmax", "sigmoid")
+GROUP_SCORES = ("max", "top2sum")
+
+
+@dataclass(frozen=True)
+class RoutingRule:
+    """How a token's experts are chosen and weighed.
+
+    score: "softmax" or "sigmoid" of the router's logits; a bias that is given beside them ranks, and does not weigh.
+    num_groups, topk_groups: experts lie in groups of equal size, and only those of the best groups are chosen, by
+    group_score, the "max" or the sum of the two best ("top2sum") of what ranks.  renormalises: the weights of a token
+    add up to one, before they are multiplied by scale.  Softmax of the chosen logits alone is softmax, renormalised.
+    """
+
+    score: str = "softmax"
+    renormalises: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    topk_groups: int = 1
+    group_score: str = "max"
+
+    def refusal(self, top_k: int, num_experts: int) -> str | None:
+        """Why it is no rule for so many experts, or None."""
+        if self.score not in SCORES or self.group_score not in GROUP_SCORES:
+            return f"score {self.score!r} and group_score {self.group_score!r} must be of {SCORES} and {GROUP_SCORES}"
+        if self.num_groups < 1 or num_experts % self.num_groups:
+            return f"{num_experts} experts are not {self.num_groups} groups of equal size"
+        size = num_experts // self.num_groups
+        if not 1 <= self.topk_groups <= self.num_groups or top_k > self.topk_groups * size:
+            return f"{top_k} experts of {self.topk_groups} of {self.num_groups} groups of {size}"
+        if self.num_groups > 1 and self.group_score == "top2sum" and size < 2:
+            return "groups of one expert have no two best"
+        return None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from expert_cases import check, int4_of, logits_of, rows_of
 from hopper import needs_hopper
 from slipstream_kernels import ops
+from slipstream_kernels.ops import RoutingRule
 from tolerances import ELEMENTWISE, SCALED_MM
 
 BACKENDS = ["reference", "triton"]
@@ -28,7 +29,7 @@ def test_routing(device, backend, renormalise, shape, dtype, monkeypatch) -> Non
         monkeypatch.setattr("slipstream_kernels.moe.triton.route_experts.ROUTED_VALUES", 0)
     num_tokens, num_experts, top_k = shape
     logits = logits_of(num_tokens, num_experts, device, dtype)
-    routing = ops.route_experts(logits, top_k, renormalise=renormalise, backend=backend)
+    routing = ops.route_experts(logits, top_k, RoutingRule(renormalises=renormalise), backend=backend)
     assert (routing.num_tokens, routing.num_rows, routing.num_experts) == (num_tokens, num_tokens * top_k, num_experts)
     bounds = routing.offsets.tolist()
     assert bounds[0] == 0 and bounds[-2] == bounds[-1] == num_tokens * top_k
@@ -46,6 +47,52 @@ def test_routing(device, backend, renormalise, shape, dtype, monkeypatch) -> Non
         expected = probabilities[token, chosen]
         expected = expected / expected.sum() if renormalise else expected
         torch.testing.assert_close(routing.weights[token].double(), expected, rtol=1e-5, atol=1e-6)
+
+
+RULES = {  # rule, whether scores are biased
+    "sigmoid": (RoutingRule("sigmoid"), False),
+    "sigmoid, bias": (RoutingRule("sigmoid", scale=2.5), True),
+    "softmax, bias": (RoutingRule(renormalises=False), True),
+    "groups by their best": (RoutingRule(renormalises=False, scale=16.0, num_groups=4, topk_groups=2), False),
+    "groups by their two best": (RoutingRule("sigmoid", True, 2.5, 4, 2, "top2sum"), True),
+    "not renormalised": (RoutingRule("sigmoid", False, 1.5, 6, 3, "top2sum"), True),
+}
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "triton of many tokens"])
+@pytest.mark.parametrize("name", RULES)
+def test_rules(device, backend, name, monkeypatch) -> None:
+    """Against the rule in plain Python. Logits are multiples of a half, so that there are ties; biases reach below -1,
+    so that experts of negative rank are chosen before those of groups that are left out."""
+    if backend == "triton of many tokens":
+        backend = "triton"
+        monkeypatch.setattr("slipstream_kernels.moe.triton.route_experts.ROUTED_VALUES", 0)
+    (rule, is_biased), num_tokens, num_experts, top_k = RULES[name], 21, 12, 4
+    logits = (logits_of(num_tokens, num_experts, device, torch.float32) * 2).round() / 2
+    bias = torch.tensor([-3, -1.25, -3.5, -1.5, -1, -2.75, -4, -2.5, -1.375, -1.25, -4, -2.5], device=device)
+    used = bias if is_biased else None
+    routing = ops.route_experts(logits, top_k, rule, selection_bias=used, backend=backend)
+    bounds, has_negative = routing.offsets.tolist(), False
+    for token in range(num_tokens):
+        scores = logits[token].sigmoid() if rule.score == "sigmoid" else logits[token].softmax(-1)
+        ranks = (scores + bias if is_biased else scores).tolist()
+        chosen = best_by(rule, ranks, top_k)
+        rows = routing.rows[token].tolist()
+        assert [next(e for e in range(num_experts) if row < bounds[e + 1]) for row in rows] == chosen
+        weights = scores[chosen]
+        expected = (weights / weights.sum() if rule.renormalises else weights) * rule.scale
+        torch.testing.assert_close(routing.weights[token], expected, rtol=1e-5, atol=1e-6)
+        has_negative |= min(ranks[expert] for expert in chosen) < 0
+    assert has_negative == is_biased
+
+
+def best_by(rule: RoutingRule, ranks: list[float], top_k: int) -> list[int]:
+    size, num_summed = len(ranks) // rule.num_groups, 2 if rule.group_score == "top2sum" else 1
+    groups = [range(first, first + size) for first in range(0, len(ranks), size)]
+    scores = [sum(sorted((ranks[expert] for expert in group), reverse=True)[:num_summed]) for group in groups]
+    kept = sorted(range(len(groups)), key=lambda group: -scores[group])[: rule.topk_groups]
+    left = [expert for group in sorted(kept) for expert in groups[group]]
+    return sorted(left, key=lambda expert: -ranks[expert])[:top_k]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -166,6 +213,8 @@ def test_wrong_operands_are_named(device) -> None:
         (lambda: ops.grouped_mm(x, weight.bfloat16(), routing, by_token=True), "weight: dtype"),
         (lambda: ops.grouped_mm(x, weight[:, :5].contiguous(), routing, by_token=True, gated=True), "weight: 5 output"),
         (lambda: ops.route_experts(x, 65), "top_k: 65 of 64 experts"),
+        (lambda: ops.route_experts(x, 2, RoutingRule(num_groups=3)), "rule: 64 experts are not 3 groups"),
+        (lambda: ops.route_experts(x, 2, selection_bias=torch.zeros(63)), "selection_bias: shape"),
         (lambda: ops.route_experts(x.int(), 2), "logits: dtype"),
         (lambda: ops.combine_experts(x, routing), "y: shape"),
     ]

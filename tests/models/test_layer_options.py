@@ -27,6 +27,7 @@ from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.spec_refusals import check_served
 from slipstream.nn.stacked_layers import spec_refusal
+from slipstream_kernels.ops import RoutingRule
 from tiny_checkpoints import SIZES, TinyCheckpoint, draw, relative_error
 from transformers import (
     Gemma2Config,
@@ -127,7 +128,7 @@ def qwen2_moe(index: int, layer: LayerSpec) -> LayerSpec:
     if index == 1:
         return layer
     shared = DenseSpec(48, 40, prefix="shared_")
-    experts = ExpertsSpec(48, 24, 5, RouterSpec(2, renormalises=False), shared, shared_gate=True)
+    experts = ExpertsSpec(48, 24, 5, RouterSpec(2, RoutingRule(renormalises=False)), shared, shared_gate=True)
     return replace(layer, mlp=experts)
 
 
@@ -220,6 +221,10 @@ LLAMA_LAYER = LayerSpec(AttentionSpec(48, 48, 6, 2, 8, None), DenseSpec(48, 72))
 EXPERTS = ExpertsSpec(48, 24, 5, RouterSpec(2))
 
 
+def routed(rule: RoutingRule) -> LayerSpec:
+    return replace(LLAMA_LAYER, mlp=replace(EXPERTS, routing=RouterSpec(2, rule)))
+
+
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
@@ -230,10 +235,10 @@ EXPERTS = ExpertsSpec(48, 24, 5, RouterSpec(2))
         (with_attention(LLAMA_LAYER, alibi_slopes=(1.0,)), "1 ALiBi slopes for 6 query heads"),
         (replace(LLAMA_LAYER, norms="none"), "norms 'none' is not served"),
         (replace(LLAMA_LAYER, mlp=DenseSpec(48, 72, "relu")), "MLP activation 'relu' is not served"),
-        (replace(LLAMA_LAYER, mlp=replace(EXPERTS, routing=RouterSpec(2, "sigmoid"))), "router score 'sigmoid'"),
-        (replace(LLAMA_LAYER, mlp=replace(EXPERTS, routing=RouterSpec(2, num_groups=2))), "routers with groups"),
-        (replace(LLAMA_LAYER, mlp=replace(EXPERTS, routing=RouterSpec(2, selection_bias=True))), "biases or a scale"),
-        (replace(LLAMA_LAYER, mlp=replace(EXPERTS, routing=RouterSpec(2, scale=2.5))), "biases or a scale"),
+        (routed(RoutingRule("tanh")), "router: score 'tanh'"),
+        (routed(RoutingRule(num_groups=2)), "router: 5 experts are not 2 groups of equal size"),
+        (routed(RoutingRule(num_groups=5)), "router: 2 experts of 1 of 5 groups of 1"),
+        (routed(RoutingRule(num_groups=5, topk_groups=2, group_score="top2sum")), "groups of one expert have no two"),
         (replace(LLAMA_LAYER, mlp=replace(EXPERTS, shared_gate=True)), "a gate of shared experts without"),
     ],
 )

@@ -114,13 +114,16 @@ GROUPED_TILE = {
 }  # fmt: skip
 GROUPED_FP8_TILE = {**GROUPED_TILE, "BLOCK_K": 128, "HAS_X_SCALES": True, "HAS_SCALES": True}
 ROUTES = {
-    "logits_ptr": "*bf16", "experts_ptr": "*i32", "weights_ptr": "*fp32", "rows_ptr": "*i32", "tokens_ptr": "*i32",
+    "logits_ptr": "*bf16", "bias_ptr": "*fp32", "scale": "fp32",
+    "experts_ptr": "*i32", "weights_ptr": "*fp32", "rows_ptr": "*i32", "tokens_ptr": "*i32",
     "offsets_ptr": "*i32", "y_ptr": "*bf16", "out_ptr": "*bf16", "logits_row_stride": "i32", "num_tokens": "i32",
     "num_pairs": "i32", "y_row_stride": "i32", "size": "i32",
 }  # fmt: skip
 ROUTES_SHAPE = {
     "NUM_EXPERTS": 60, "EXPERTS_PADDED": 64, "TOP_K": 2, "RENORMALISE": True, "BLOCK_M": 32, "BLOCK": 1024,
+    "IS_SIGMOID": False, "HAS_BIAS": False, "NUM_GROUPS": 1, "TOPK_GROUPS": 1, "SUMS_TWO": False,
 }  # fmt: skip
+GROUP_ROUTES = {"IS_SIGMOID": True, "HAS_BIAS": True, "NUM_GROUPS": 4, "TOPK_GROUPS": 2, "SUMS_TWO": True}
 
 ROPE = {
     "q_ptr": "*bf16", "k_ptr": "*bf16", "v_ptr": "*bf16", "q_out_ptr": "*bf16", "positions_ptr": "*i64",
@@ -229,6 +232,8 @@ KERNELS = [
     ("invariant_attention", "_merge_parts_kernel", TREE_ATTENTION, {**ATTENTION_SHAPE, **INVARIANT_ATTENTION}, 4),
     ("route_experts", "_route_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("route_experts", "_choose_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
+    ("route_experts", "_route_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES}, 4),
+    ("route_experts", "_choose_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES}, 4),
     ("route_experts", "_sort_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("route_experts", "_combine_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("grouped_mm", "_grouped_mm_kernel", GROUPED, GROUPED_TILE, 4),

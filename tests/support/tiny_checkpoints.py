@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from stored_layouts import LAYOUTS
 from torch import Tensor
 from transformers import (
+    Glm4Config,
+    Glm4ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GlmConfig,
+    GlmForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -18,8 +25,12 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 VOCAB_SIZE = 97
@@ -42,6 +53,22 @@ CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen2-moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "chatglm": (GlmConfig, GlmForCausalLM),
+    "glm": (GlmConfig, GlmForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
+    "glm4-moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+}
+EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+GLM: dict[str, object] = {"head_dim": 8, "pad_token_id": 0}
+GLM_EXPERTS: dict[str, object] = {
+    **EXPERTS,
+    "head_dim": 8,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
 }
 
 
@@ -85,6 +112,24 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "mistral-window": ("mistral", {"sliding_window": 9}),
     "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 12}),
     "mixtral": ("mixtral", {"num_local_experts": 5}),
+    "qwen2-moe": (
+        "qwen2-moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 40, "mlp_only_layers": [1], "num_key_value_heads": 2},
+    ),
+    "qwen2-moe-windows": (
+        "qwen2-moe",
+        {**EXPERTS, "shared_expert_intermediate_size": 40, "use_sliding_window": True, "sliding_window": 9},
+    ),
+    "qwen3-moe": ("qwen3-moe", {**EXPERTS, "head_dim": 16, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "qwen3-moe-window": ("qwen3-moe", {**EXPERTS, "head_dim": 16, "use_sliding_window": True, "sliding_window": 9}),
+    "chatglm": ("chatglm", GLM),
+    "glm": ("glm", GLM),
+    "glm4": ("glm4", {**GLM, "attention_bias": False}),
+    "glm4-moe": ("glm4-moe", {**GLM_EXPERTS, "attention_bias": True, "first_k_dense_replace": 1}),
+    "glm4-moe-groups": (
+        "glm4-moe",
+        {**GLM_EXPERTS, "use_qk_norm": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
+    ),
 }
 # head sizes that the GPU kernels serve
 GPU_VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
@@ -126,7 +171,7 @@ def make_model(variant: str) -> PreTrainedModel:
 def draw(model: PreTrainedModel) -> PreTrainedModel:
     """The same model with weights drawn anew."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in (*model.named_parameters(), *selection_biases(model)):
             if "norm" in name:
                 parameter.normal_(1.0, 0.3)
             else:  # Hugging Face's own start leaves biases at zero and logits near it: neither would show a mistake
@@ -134,9 +179,17 @@ def draw(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def selection_biases(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """Buffers that rank experts."""
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
 def make_checkpoint(variant: str, path: Path, max_shard_size: str = "1GB") -> TinyCheckpoint:
     model = make_model(variant)
     model.save_pretrained(path, max_shard_size=max_shard_size)
+    family = {**VARIANTS, **GPU_VARIANTS}[variant][0]
+    if family in LAYOUTS:
+        LAYOUTS[family](path)
     return TinyCheckpoint(path, model)
 
 

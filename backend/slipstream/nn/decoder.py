@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slipstream.nn.attention import AttentionBackend, LayerCache, StepAttention
 from slipstream.nn.batch import ForwardBatch
-from slipstream.nn.embedding import Embedding, TiedHead
+from slipstream.nn.embedding import Embedding, Head, LogitScale, TiedHead
 from slipstream.nn.experts import Experts
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import DenseSpec, LayerSpec
@@ -27,6 +27,7 @@ from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stacked_layers import StackedLayers
 from slipstream.nn.stored_names import Names, stored_slots
+from slipstream.nn.vector import Vector
 from slipstream.nn.weight_slot import WeightSlot
 
 
@@ -51,7 +52,7 @@ class DecoderLayer:
         self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         rows, residual = _added(self.input_norm, hidden, residual, self.attention.qkv.activation_quant)
-        hidden = _normed(self.attention_output_norm, self.attention(rows, step, cache))
+        hidden = self._output(self.attention_output_norm, self.attention(rows, step, cache))
         return self._mlp(hidden, residual)
 
     def last(
@@ -62,11 +63,16 @@ class DecoderLayer:
         attended, residual = self.attention.attend_last(rows, step, cache), residual[wanted]
         if not len(wanted):  # the middle of a prompt
             return residual, residual
-        return self._mlp(_normed(self.attention_output_norm, self.attention.o(attended)), residual)
+        return self._mlp(self._output(self.attention_output_norm, self.attention.o(attended)), residual)
 
     def _mlp(self, hidden: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         rows, residual = _added(self.post_attention_norm, hidden, residual, self.mlp.activation_quant)
-        return _normed(self.mlp_output_norm, self.mlp(rows)), residual
+        return self._output(self.mlp_output_norm, self.mlp(rows)), residual
+
+    def _output(self, norm: RMSNorm | None, hidden: Tensor) -> Tensor:
+        """What is added to the residual stream."""
+        hidden = hidden if norm is None else norm(hidden)
+        return hidden if self.spec.residual_scale == 1.0 else hidden * self.spec.residual_scale
 
     def norms(self) -> Iterator[tuple[str, RMSNorm]]:
         for name in ("input_norm", "attention_output_norm", "post_attention_norm", "mlp_output_norm"):
@@ -75,10 +81,15 @@ class DecoderLayer:
                 yield name, norm
         yield from zip(("q_norm", "k_norm"), self.attention.norms)
 
+    def vectors(self) -> dict[tuple[str, str], Vector]:
+        """By module and suffix."""
+        return self.mlp.vectors() if isinstance(self.mlp, Experts) else {}
+
     def weight_slots(self, names: Names, layer: int | str) -> dict[str, WeightSlot]:
         """Checkpoint tensor name -> slot of this layer; `layer` stands for its number in the names."""
         parts = [part for linear in self.linears() for part in linear.slots()]
         parts += [(module, "weight", norm.slot()) for module, norm in self.norms()]
+        parts += [(module, suffix, vector.slot()) for (module, suffix), vector in self.vectors().items()]
         return stored_slots(parts, names, layer, self.spec.attention.num_kv_heads)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -87,6 +98,8 @@ class DecoderLayer:
             yield from linear.weights.values()
         for _, norm in self.norms():
             yield norm.weight
+        for vector in self.vectors().values():
+            yield vector.values
 
     def linears(self) -> tuple[Linear, ...]:
         return (self.attention.qkv, self.attention.o, *self.mlp.linears())
@@ -102,10 +115,6 @@ def _added(
     return quant.cast(summed), summed
 
 
-def _normed(norm: RMSNorm | None, hidden: Tensor) -> Tensor:
-    return hidden if norm is None else norm(hidden)
-
-
 class Decoder:
     """num_positions: rows of the rotary tables, that is the longest sequence (tokens) that may be served."""
 
@@ -115,12 +124,14 @@ class Decoder:
         self.backend = backend
         self.feature_layers: tuple[int, ...] = ()  # before which `forward` takes the residual stream as well
         ropes = RopeTables(num_positions, context.device)
-        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context)
+        self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context, spec.embedding_scale)
         self.layers = [DecoderLayer(layer, spec.norm_eps, ropes, context) for layer in spec.layers]
         self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, context)
         self._stacked = StackedLayers(spec, self.layers) if backend.stacks_layers else None
         shares_table = spec.tie_word_embeddings and is_unquantized(context.head_method)
-        self.lm_head = TiedHead(context.head_method) if shares_table else Linear(spec.lm_head, context.of_head)
+        scale = LogitScale(spec.logit_scale, spec.logit_soft_cap)
+        tied = TiedHead(context.head_method, scale) if shares_table else None
+        self.lm_head: TiedHead | Head = tied or Head(spec.lm_head, context.of_head, scale)
 
     def forward(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of the batch's tokens, [T, hidden_size]; each layer's cache gains their keys and values.

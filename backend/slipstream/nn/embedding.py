@@ -1,6 +1,8 @@
-"""Token embedding table, and the output head that is tied to it."""
+"""Token embedding table, and the output heads: one of its own, and one that is tied to the table."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -8,13 +10,16 @@ from torch import Tensor
 
 from slipstream.core.errors import EngineError
 from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.layer_spec import LinearSpec
+from slipstream.nn.linear import Linear
 from slipstream.nn.quant import QuantMethod
 
 
 class Embedding:
-    """token_ids: [T] int64 -> [T, hidden_size]."""
+    """token_ids: [T] int64 -> [T, hidden_size]. scale: times what the table has, rounded to the model's dtype."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext, scale: float = 1.0) -> None:
+        self._scale = torch.tensor(scale, dtype=context.dtype).item()
         self._rows = context.parallel.vocabulary(vocab_size)
         self.num_rows = vocab_size  # of the table as it is stored
         shape = self._rows.stop - self._rows.start, hidden_size
@@ -27,7 +32,33 @@ class Embedding:
     def __call__(self, token_ids: Tensor) -> Tensor:
         if len(self.weight) != self.num_rows:
             raise EngineError("a rank of several holds weights, and does not compute yet")
-        return F.embedding(token_ids, self.weight)
+        embedded = F.embedding(token_ids, self.weight)
+        return embedded if self._scale == 1.0 else embedded * self._scale
+
+
+@dataclass(frozen=True)
+class LogitScale:
+    """logits -> soft_cap · tanh(factor · logits / soft_cap), in fp32; without both the logits as they are."""
+
+    factor: float = 1.0
+    soft_cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.factor == 1.0 and self.soft_cap is None:
+            return logits
+        logits = logits.float() * self.factor
+        return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+
+
+class Head(Linear):
+    """Logits by a matrix of its own."""
+
+    def __init__(self, spec: LinearSpec, context: LayerContext, scale: LogitScale) -> None:
+        super().__init__(spec, context)
+        self._scale = scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._scale(super().__call__(x))
 
 
 class TiedHead:
@@ -36,8 +67,8 @@ class TiedHead:
     On a GPU it holds no memory of its own; on a CPU it holds a packed copy of the table (see quant/unquantized.py).
     """
 
-    def __init__(self, method: QuantMethod) -> None:
-        self._method = method
+    def __init__(self, method: QuantMethod, scale: LogitScale) -> None:
+        self._method, self._scale = method, scale
         self._weights: dict[str, Tensor] = {}
 
     def tie(self, embedding: Embedding) -> None:
@@ -46,4 +77,4 @@ class TiedHead:
         self._method.finish(self._weights)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._method.apply(self._weights, x)
+        return self._scale(self._method.apply(self._weights, x))

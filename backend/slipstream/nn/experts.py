@@ -17,6 +17,7 @@ from slipstream.nn.linear import ExpertLinear, Linear
 from slipstream.nn.mlp import MLP
 from slipstream.nn.quant.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream.nn.quant.unquantized import UNQUANTIZED
+from slipstream.nn.vector import Vector
 
 
 class Experts:
@@ -26,6 +27,7 @@ class Experts:
         plain = replace(context, method=UNQUANTIZED)
         self.spec = spec
         self.router = Linear(spec.router, plain)
+        self.selection_bias = Vector(spec.num_experts, context) if spec.routing.selection_bias else None
         self.gate_up = ExpertLinear(spec.gate_up, context)
         self.down = ExpertLinear(spec.down, context)
         self.shared = None if spec.shared is None else MLP(spec.shared, context)
@@ -38,9 +40,12 @@ class Experts:
     def __call__(self, hidden: Activation) -> Tensor:
         """hidden: [T, hidden_size], plain."""
         assert isinstance(hidden, Tensor)
-        routing = self.spec.routing
+        routing, bias = self.spec.routing, self.selection_bias
         rows = ops.route_experts(
-            self.router.apply(hidden), routing.num_experts_per_token, renormalise=routing.renormalises
+            self.router.apply(hidden),
+            routing.num_experts_per_token,
+            routing.rule,
+            selection_bias=None if bias is None else bias.values,
         )
         inner = self.gate_up.apply_grouped(hidden, rows, by_token=True, gated=True)
         routed = ops.combine_experts(self.down.apply_grouped(inner, rows), rows)
@@ -54,3 +59,8 @@ class Experts:
         own = (self.router, self.gate_up, self.down)
         shared = () if self.shared is None else self.shared.linears()
         return (*own, *shared, *(() if self.shared_gate is None else (self.shared_gate,)))
+
+    def vectors(self) -> dict[tuple[str, str], Vector]:
+        """By module and suffix."""
+        bias = self.selection_bias
+        return {} if bias is None else {("selection_bias", "e_score_correction_bias"): bias}

@@ -6,7 +6,8 @@ Knows JSON and types only; which fields exist and what they mean belongs to the 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import cast
 
@@ -38,11 +39,16 @@ def read_json(path: Path) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class HFConfig:
-    """The fields of a config.json (or of one object inside it). A JSON null counts as absent."""
+    """The fields of a config.json (or of one object inside it). A JSON null counts as absent.
 
-    source: str  # what error messages call it: "config.json" or "config.json rope_scaling"
+    source: what error messages call it: "config.json" or "config.json rope_scaling". generation: that of its folder,
+    empty when there is none. names: what this file calls fields that most call otherwise.
+    """
+
+    source: str
     values: dict[str, object]
-    generation: dict[str, object] = field(default_factory=dict)  # generation_config.json, empty when there is none
+    generation: dict[str, object] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, checkpoint_dir: Path) -> HFConfig:
@@ -91,15 +97,30 @@ class HFConfig:
 
     def strings(self, key: str) -> list[str]:
         """A list of strings; absent is an empty one."""
-        value = self.values.get(key) or []
+        value = self._get(key, None) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.error(key, "must be a list of strings")
         return cast("list[str]", value)
 
+    def integers(self, key: str) -> list[int]:
+        """A list of integers of at least 0; absent is an empty one."""
+        value = self._get(key, None) or []
+        if not isinstance(value, list) or not all(type(item) is int and item >= 0 for item in value):
+            raise self.error(key, "must be a list of integers of at least 0")
+        return cast("list[int]", value)
+
+    def numbers(self, key: str, count: int) -> tuple[float, ...]:
+        """A list of that many numbers above 0."""
+        value = self._get(key, REQUIRED)
+        is_list = isinstance(value, list) and len(value) == count
+        if not is_list or not all(type(item) in (int, float) and item > 0 for item in cast("list[float]", value)):
+            raise self.error(key, f"must be a list of {count} numbers above 0")
+        return tuple(float(item) for item in cast("list[float]", value))
+
     def token_ids(self, key: str) -> tuple[int, ...]:
         """One id or a list of ids, from both config files, each once; absent is none."""
         found: dict[int, None] = {}
-        for value in (self.generation.get(key), self.values.get(key)):
+        for value in (self.generation.get(key), self._get(key, None)):
             for item in value if isinstance(value, list) else [] if value is None else [value]:
                 if isinstance(item, bool) or not isinstance(item, int):
                     raise self.error(key, "must be a token id or a list of token ids")
@@ -108,7 +129,7 @@ class HFConfig:
 
     def section(self, key: str) -> HFConfig | None:
         """The object under `key`, or None when absent or empty."""
-        value = self.values.get(key)
+        value = self._get(key, None)
         if value is None or value == {}:
             return None
         if not isinstance(value, dict):
@@ -116,13 +137,26 @@ class HFConfig:
         return HFConfig(f"{self.source} {key}", value)
 
     def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
+        return self._get(key, None) is not None
+
+    def renamed(self, **names: str) -> HFConfig:
+        """The same, read by other names of fields: renamed(num_hidden_layers="num_layers")."""
+        return replace(self, names={**self.names, **names})
+
+    def with_values(self, **values: object) -> HFConfig:
+        """The same with some fields set, None: as if absent."""
+        return replace(self, values={**self.values, **values})
+
+    def with_defaults(self, **values: object) -> HFConfig:
+        """The same where absent fields have these values."""
+        return self.with_values(**{key: value for key, value in values.items() if not self.has(key)})
 
     def error(self, key: str, accepted: str) -> ConfigError:
-        return ConfigError(f"{self.source} {key}", self.values.get(key), accepted)
+        name = self.names.get(key, key)
+        return ConfigError(f"{self.source} {name}", self.values.get(name), accepted)
 
     def _get(self, key: str, default: object) -> object:
-        value = self.values.get(key)
+        value = self.values.get(self.names.get(key, key))
         if value is not None:
             return value
         if default is REQUIRED:

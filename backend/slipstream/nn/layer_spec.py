@@ -8,16 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from slipstream_kernels.ops import RoutingRule
 
 from slipstream.nn.kv_layout import KVLayout, key_value_layout
 from slipstream.nn.parallel import Parallel
+
+SOFTMAX = RoutingRule()  # renormalised
 
 
 @dataclass(frozen=True)
 class RopeSpec:
     """Rotary embedding of the first `rotary_dim` features of a head; the maths is in nn/rotary.py.
 
-    type: default, linear, dynamic, yarn or llama3; the fields below `factor` serve those that need them.
+    type: default, linear, dynamic, yarn, llama3 or longrope; the fields below `factor` serve those that need them.
+    short_factors, long_factors: of longrope, what divides each frequency where the longest sequence that is served is
+    within original_max_position_embeddings, and beyond: one choice for all sequences, as keys are cached once.
     is_interleaved: features (0, 1), (2, 3), … turn together, instead of each with the one half of rotary_dim further.
     """
 
@@ -33,6 +38,8 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0
     is_interleaved: bool = False
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def max_model_len(self, max_position_embeddings: int) -> int:
         """The longest sequence (tokens): linear and dynamic stretch max_position_embeddings, yarn its original length;
@@ -193,22 +200,15 @@ class DenseSpec:
 
 @dataclass(frozen=True)
 class RouterSpec:
-    """Which experts a token takes, and with what weights.
+    """Which experts a token takes, and with what weights: see ops.RoutingRule.
 
-    score: softmax, sigmoid or topk_then_softmax of the router's logits. num_groups, topk_groups: experts are ranked
-    within the best groups, by their group_score, max or top2sum. selection_bias: a stored bias that ranks but does not
-    weigh. renormalises: the weights of a token's experts add up to one; scale: then times that.
+    selection_bias: a stored bias of each expert that ranks, and does not weigh. logit_bias: the router's own.
     """
 
     num_experts_per_token: int
-    score: str = "softmax"
-    num_groups: int = 1
-    topk_groups: int = 1
-    group_score: str = "max"
+    rule: RoutingRule = SOFTMAX
     selection_bias: bool = False
     logit_bias: bool = False
-    renormalises: bool = True
-    scale: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ class ExpertsSpec:
 
     @property
     def router(self) -> LinearSpec:
-        return LinearSpec(self.hidden_size, (("router", self.num_experts),))
+        return LinearSpec(self.hidden_size, (("router", self.num_experts),), self.routing.logit_bias)
 
     @property
     def gate(self) -> LinearSpec:
@@ -255,6 +255,7 @@ class ExpertsSpec:
     @property
     def num_parameters(self) -> int:
         unquantised = self.router.num_parameters + (self.gate.num_parameters if self.shared_gate else 0)
+        unquantised += self.num_experts if self.routing.selection_bias else 0
         return unquantised + sum(linear.num_parameters for linear in self.linears)
 
     @property
@@ -266,11 +267,15 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """norms: "pre" (x + f(norm(x))), "post" (x + norm(f(x))) or "both", of attention and MLP each."""
+    """norms: "pre" (x + f(norm(x))), "post" (x + norm(f(x))) or "both", of attention and MLP each.
+
+    residual_scale: times what attention and MLP add to the residual stream.
+    """
 
     attention: AttentionSpec
     mlp: DenseSpec | ExpertsSpec
     norms: str = "pre"
+    residual_scale: float = 1.0
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:

@@ -36,11 +36,13 @@ class RopeTables:
 def cos_sin_cache(spec: RopeSpec, num_positions: int) -> Tensor:
     """[num_positions, rotary_dim] float32 on the CPU: cos of the rotary_dim/2 angles, then their sin.
 
-    The attention factor (yarn) is multiplied in. Row p depends on p alone, whatever the batch or the chunk.
+    The attention factor (yarn, longrope) is multiplied in. Row p depends on p alone, whatever the batch or the chunk.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     if spec.type == "dynamic":
         angles = positions[:, None] * _dynamic_frequencies(spec, num_positions)
+    elif spec.type == "longrope":
+        angles = torch.outer(positions, _longrope_frequencies(spec, num_positions))
     else:
         angles = torch.outer(positions, inverse_frequencies(spec))
     return torch.cat([angles.cos(), angles.sin()], dim=-1) * spec.attention_factor
@@ -76,6 +78,16 @@ def _dynamic_frequencies(spec: RopeSpec, num_positions: int) -> Tensor:
     stretch = spec.factor * length.clamp(min=original) / original - (spec.factor - 1)
     theta = spec.theta * stretch ** (spec.rotary_dim / (spec.rotary_dim - 2))
     return _frequencies(theta[:, None], spec.rotary_dim)
+
+
+def _longrope_frequencies(spec: RopeSpec, num_positions: int) -> Tensor:
+    """[rotary_dim / 2]: each slowed by a factor of its own. Source: LongRoPE, arXiv:2402.13753.
+
+    Hugging Face changes the factors when a sequence grows past the original length; the keys that are cached stay as
+    they were. Here the longest sequence that may be served chooses, once.
+    """
+    factors = spec.long_factors if num_positions > spec.original_max_position_embeddings else spec.short_factors
+    return _frequencies(torch.tensor(spec.theta), spec.rotary_dim) / torch.tensor(factors)
 
 
 def _llama3_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:

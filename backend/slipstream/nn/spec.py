@@ -22,6 +22,8 @@ class DecoderSpec:
 
     layers: in order; most models have the same one so many times. dtype: the checkpoint's.
     eos_token_ids: every id that ends a sequence, from config.json and generation_config.json.
+    embedding_scale: times the embedding of a token, rounded to the model's dtype. logit_scale: times the logits, which
+    then become logit_soft_cap · tanh(logit / logit_soft_cap).
     """
 
     architecture: str
@@ -36,6 +38,9 @@ class DecoderSpec:
     eos_token_ids: tuple[int, ...] = ()
     stored_format: StoredFormat | None = None  # of the linear layers but experts; None = not quantised
     expert_format: StoredFormat | None = None  # of experts, where there are some
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
 
     @property
     def num_layers(self) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slipstream.core.errors import ConfigError
-from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RouterSpec
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
 from slipstream.nn.spec import DecoderSpec
 
 ATTENTION_KINDS = ("gqa",)
 QK_NORMS = ("", "head", "flat")
 ACTIVATIONS = ("silu", "gelu_tanh")
-ROUTER_SCORES = ("softmax",)
 NORMS = ("pre", "post", "both")
 
 
@@ -47,9 +46,9 @@ def _of_attention(attention: AttentionSpec) -> Iterator[str]:
 
 def _of_experts(experts: ExpertsSpec) -> Iterator[str]:
     routing = experts.routing
-    yield from _unknown("router score", routing.score, ROUTER_SCORES)
-    if routing != RouterSpec(routing.num_experts_per_token, routing.score, renormalises=routing.renormalises):
-        yield "routers with groups, biases or a scale are not served"
+    refusal = routing.rule.refusal(routing.num_experts_per_token, experts.num_experts)
+    if refusal is not None:
+        yield f"router: {refusal}"
     if experts.shared is not None:
         yield from _unknown("activation of shared experts", experts.shared.activation, ACTIVATIONS)
     elif experts.shared_gate:

@@ -106,7 +106,8 @@ def spec_refusal(spec: DecoderSpec) -> str | None:
         return "scores are capped, or positions enter otherwise than by rotation"
     if attention.rope.is_interleaved or attention.rope.rotary_dim != attention.head_dim:
         return "heads are rotated in part, or in neighbouring pairs"
-    return None if (mlp.activation, layer.norms) == ("silu", "pre") else "the MLP or the norms are of another kind"
+    kind = mlp.activation, layer.norms, layer.residual_scale
+    return None if kind == ("silu", "pre", 1.0) else "the MLP, the norms or the residual stream are of another kind"
 
 
 def stack_weight(linear: Linear) -> ops.StackWeight | str:

@@ -58,7 +58,12 @@ def check_checkpoint(
         ignored += UNUSED_SUFFIXES
     if decoder.spec.tie_word_embeddings:  # some checkpoints store the tied table twice
         ignored = (*ignored, f"{tensor_name(family.names, 'lm_head', 0)}.weight")
-    headers = {name: header for name, header in headers.items() if name in slots or not name.endswith(ignored)}
+    beyond = tuple(prefix.format(num_layers=decoder.spec.num_layers) for prefix in family.ignored_prefixes)
+    headers = {
+        name: header
+        for name, header in headers.items()
+        if name in slots or not (name.endswith(ignored) or name.startswith(beyond))
+    }
     _check(slots, headers, checkpoint_dir)
     return slots, headers
 

@@ -4,27 +4,45 @@ from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.routing import Routing
+from slipstream_kernels.routing import Routing, RoutingRule
 from slipstream_kernels.select import require_float, require_shape, require_unit_stride, select
 
 MAX_EXPERTS = 1024
+PLAIN_RULE = RoutingRule()
 
 
-def route_experts(logits: torch.Tensor, top_k: int, *, renormalise: bool = True, backend: str = "auto") -> Routing:
-    """The top_k likeliest experts of each token by softmax(logits), and the rows sorted by expert.
+def route_experts(
+    logits: torch.Tensor,
+    top_k: int,
+    rule: RoutingRule = PLAIN_RULE,
+    *,
+    selection_bias: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> Routing:
+    """The top_k best experts of each token by the rule, and the rows sorted by expert.
 
-    logits: [num_tokens, num_experts], any float dtype; the softmax is fp32.  Of equals the lower expert comes first,
-    NaN counts as the least.
-    renormalise: a token's weights add up to one.  Nothing is read on the host: safe in CUDA graphs.
-    Source: arXiv:2401.04088 (renormalised), arXiv:2101.03961.
+    logits: [num_tokens, num_experts], any float dtype; scores are fp32.  Of equals the lower expert, or group, comes
+    first; NaN counts as the least.  selection_bias: fp32 [num_experts], finite, added to scores where they are ranked.
+    Nothing is read on the host: safe in CUDA graphs.
+    Source: arXiv:2401.04088 (renormalised), arXiv:2101.03961; groups: arXiv:2405.04434; sigmoid and bias:
+    arXiv:2412.19437.
     """
     require_float("logits", logits)
     require_unit_stride("logits", logits)
     if logits.dim() != 2 or not 1 <= logits.shape[1] <= MAX_EXPERTS:
         raise ValueError(f"logits: shape {tuple(logits.shape)}, expected [num_tokens, 1 to {MAX_EXPERTS} experts]")
-    if not 1 <= top_k <= logits.shape[1]:
-        raise ValueError(f"top_k: {top_k} of {logits.shape[1]} experts")
-    return select("moe.route_experts", backend, logits).route_experts(logits, top_k, renormalise)
+    num_experts = logits.shape[1]
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k: {top_k} of {num_experts} experts")
+    refusal = rule.refusal(top_k, num_experts)
+    if refusal is not None:
+        raise ValueError(f"rule: {refusal}")
+    if selection_bias is not None:
+        require_shape("selection_bias", selection_bias, (num_experts,))
+        require_unit_stride("selection_bias", selection_bias)
+        if selection_bias.dtype != torch.float32:
+            raise ValueError(f"selection_bias: dtype {selection_bias.dtype}, expected float32")
+    return select("moe.route_experts", backend, logits).route_experts(logits, top_k, rule, selection_bias)
 
 
 def combine_experts(y: torch.Tensor, routing: Routing, *, backend: str = "auto") -> torch.Tensor:

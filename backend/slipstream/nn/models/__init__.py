@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.models import llama, mistral, mixtral, qwen2, qwen3  # noqa: F401  (each registers itself)
+from slipstream.nn.models import (  # noqa: F401  (each registers itself)
+    chatglm,
+    glm,
+    glm4,
+    glm4_moe,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from slipstream.nn.models.family import FAMILIES, Family
 
 

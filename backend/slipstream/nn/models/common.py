@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,22 +12,23 @@ from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, LayerSpec
 from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.models.module_lists import ATTENTION_PARTS, MLP_PARTS, linear_modules
 from slipstream.nn.models.quantization import read_stored_format
-from slipstream.nn.models.rope import read_rope
+from slipstream.nn.models.rope import FULL, SLIDING, read_rope
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import Names
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-ACTIVATIONS = ("silu", "swish")
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 def base_spec(
     config: HFConfig,
     linear_parts: tuple[str, ...] = (*ATTENTION_PARTS, *MLP_PARTS),
     names: Names = LLAMA_NAMES,
+    rotated_part: float | None = None,
 ) -> DecoderSpec:
     """Equal layers without biases, query/key norms or windows; a family replaces what differs. Raises ConfigError.
 
-    linear_parts: those that one method holds. names: the family's.
+    linear_parts: those that one method holds. names: the family's. rotated_part: as read_rope takes it.
     """
     hidden_size = config.integer("hidden_size")
     num_q_heads = config.integer("num_attention_heads")
@@ -39,7 +40,7 @@ def base_spec(
     head_dim = config.integer("head_dim", hidden_size // num_q_heads)
     if head_dim % 2:
         raise config.error("head_dim", f"rotary embedding needs an even head size, not {head_dim}")
-    config.choice("hidden_act", ACTIVATIONS, "silu")
+    activation = ACTIVATIONS[config.choice("hidden_act", tuple(ACTIVATIONS), "silu")]
     num_layers = config.integer("num_hidden_layers")
     bos_token_ids = config.token_ids("bos_token_id")
     attention = AttentionSpec(
@@ -48,9 +49,9 @@ def base_spec(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        rope=read_rope(config, head_dim),
+        rope=read_rope(config, head_dim, rotated_part),
     )
-    mlp = DenseSpec(hidden_size, config.integer("intermediate_size"))
+    mlp = DenseSpec(hidden_size, config.integer("intermediate_size"), activation)
     return DecoderSpec(
         architecture=config.strings("architectures")[0],
         vocab_size=config.integer("vocab_size"),
@@ -62,7 +63,7 @@ def base_spec(
         dtype=_checkpoint_dtype(config),
         bos_token_id=bos_token_ids[0] if bos_token_ids else None,
         eos_token_ids=config.token_ids("eos_token_id"),
-        stored_format=read_stored_format(config, linear_modules(names, linear_parts, num_layers)),
+        stored_format=read_stored_format(config, linear_modules(names, linear_parts, range(num_layers))),
     )
 
 
@@ -77,16 +78,23 @@ def with_windows(spec: DecoderSpec, windows: Sequence[int | None]) -> DecoderSpe
 
 def sliding_windows(config: HFConfig, num_layers: int) -> tuple[int | None, ...]:
     """Windows of the Qwen families, when use_sliding_window: by layer_types, or else from max_window_layers on."""
-    if not config.boolean("use_sliding_window", False) or not config.has("sliding_window"):
+    if not config.boolean("use_sliding_window", False):
+        return (None,) * num_layers
+    first = config.integer("max_window_layers", 28, minimum=0)
+    return windows_by_type(config, num_layers, lambda layer: layer >= first)
+
+
+def windows_by_type(config: HFConfig, num_layers: int, is_sliding: Callable[[int], bool]) -> tuple[int | None, ...]:
+    """sliding_window in the layers that layer_types calls sliding_attention or, without such a list, is_sliding."""
+    if not config.has("sliding_window"):
         return (None,) * num_layers
     window = config.integer("sliding_window")
     layer_types = config.strings("layer_types")
     if not layer_types:
-        first = config.integer("max_window_layers", 28, minimum=0)
-        return tuple(window if layer >= first else None for layer in range(num_layers))
-    if len(layer_types) != num_layers or set(layer_types) - {"full_attention", "sliding_attention"}:
-        raise config.error("layer_types", f"must be {num_layers} of full_attention or sliding_attention")
-    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+        return tuple(window if is_sliding(layer) else None for layer in range(num_layers))
+    if len(layer_types) != num_layers or set(layer_types) - {FULL, SLIDING}:
+        raise config.error("layer_types", f"must be {num_layers} of {FULL} or {SLIDING}")
+    return tuple(window if kind == SLIDING else None for kind in layer_types)
 
 
 def _checkpoint_dtype(config: HFConfig) -> torch.dtype:

@@ -35,11 +35,15 @@ LLAMA_NAMES: Mapping[str, Name] = {
 
 @dataclass(frozen=True)
 class Family:
-    """names: as LLAMA_NAMES. ignored_suffixes: tensors of old checkpoints that carry no weights (rotary buffers)."""
+    """names: as LLAMA_NAMES. ignored_suffixes: tensors of old checkpoints that carry no weights (rotary buffers).
+
+    ignored_prefixes: of tensors that the decoder does not have; "{num_layers}" stands for the number of its layers.
+    """
 
     read_spec: Callable[[HFConfig], DecoderSpec]
     names: Names
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
+    ignored_prefixes: tuple[str, ...] = ()
 
 
 FAMILIES: Registry[Family] = Registry("architecture")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.models.family import LLAMA_NAMES
@@ -15,10 +15,10 @@ ATTENTION_PARTS = ("q", "k", "v", "o")
 MLP_PARTS = ("gate", "up", "down")
 
 
-def linear_modules(names: Names, parts: Sequence[str], num_layers: int, num_experts: int = 0) -> tuple[str, ...]:
-    """The checkpoint's names of these parts in all layers; with num_experts, of each expert."""
+def linear_modules(names: Names, parts: Sequence[str], layers: Iterable[int], num_experts: int = 0) -> tuple[str, ...]:
+    """The checkpoint's names of these parts in these layers; with num_experts, of each expert."""
     every = parts if not num_experts else [f"{part}.{expert}" for expert in range(num_experts) for part in parts]
-    return tuple(dict.fromkeys(tensor_name(names, part, layer) for layer in range(num_layers) for part in every))
+    return tuple(dict.fromkeys(tensor_name(names, part, layer) for layer in layers for part in every))
 
 
 def leaves_out(section: HFConfig, key: str, modules: Sequence[str]) -> bool:

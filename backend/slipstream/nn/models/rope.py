@@ -7,17 +7,20 @@ import math
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import RopeSpec
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "su")
 DEFAULT_THETA = 10_000.0
+SLIDING, FULL = "sliding_attention", "full_attention"  # of layer_types
 
 
-def read_rope(config: HFConfig, head_dim: int) -> RopeSpec:
-    """rope_parameters (transformers 5) or rope_theta + rope_scaling (4). Raises ConfigError for an unknown type."""
+def read_rope(config: HFConfig, head_dim: int, rotated_part: float | None = None) -> RopeSpec:
+    """rope_parameters (transformers 5) or rope_theta + rope_scaling (4). Raises ConfigError for an unknown type.
+
+    rotated_part: what of a head the family rotates where its config does not say. None: all of it, and a config that
+    says otherwise is refused.
+    """
     top_theta = config.number("rope_theta", DEFAULT_THETA)
     section = config.section("rope_scaling") or config.section("rope_parameters")
-    for place in (config, section):
-        if place is not None and place.number("partial_rotary_factor", 1.0) != 1.0:
-            raise place.error("partial_rotary_factor", "must be 1.0: this family rotates the whole head")
+    head_dim = _rotary_dim(config, section, head_dim, rotated_part)
     if section is None:
         return RopeSpec("default", top_theta, head_dim)
     nested = [key for key, value in section.values.items() if isinstance(value, dict)]
@@ -36,7 +39,51 @@ def read_rope(config: HFConfig, head_dim: int) -> RopeSpec:
     original = config.integer("original_max_position_embeddings", original)
     if kind == "llama3":
         return _llama3(section, theta, head_dim, original)
+    if kind in ("longrope", "su"):
+        return _longrope(section, theta, head_dim, original, max_positions)
     return _yarn(section, theta, head_dim, original, max_positions)
+
+
+def with_rope_of(config: HFConfig, layer_type: str) -> HFConfig:
+    """The config as one of a model whose layers all have the rope that rope_parameters has for those of a type."""
+    section = config.section("rope_parameters")
+    own = None if section is None else section.section(layer_type)
+    return config if own is None else config.with_values(rope_parameters=own.values, rope_scaling=None)
+
+
+def read_local_rope(config: HFConfig, head_dim: int, theta: float) -> RopeSpec:
+    """Of layers with a window, in families whose rope_scaling is that of the others. theta: where none is stored."""
+    own = with_rope_of(config, SLIDING)
+    return RopeSpec("default", theta, head_dim) if own is config else read_rope(own, head_dim)
+
+
+def _rotary_dim(config: HFConfig, section: HFConfig | None, head_dim: int, rotated_part: float | None) -> int:
+    part = rotated_part or 1.0
+    for place in (config, section):
+        if place is None or not place.has("partial_rotary_factor"):
+            continue
+        part = place.number("partial_rotary_factor")
+        if rotated_part is None and part != 1.0:
+            raise place.error("partial_rotary_factor", "must be 1.0: this family rotates the whole head")
+        if part > 1.0 or int(head_dim * part) % 2 or int(head_dim * part) == 0:
+            raise place.error("partial_rotary_factor", f"must leave an even part of heads of {head_dim}")
+    return int(head_dim * part)
+
+
+def _longrope(section: HFConfig, theta: float, rotary_dim: int, original: int, max_positions: int) -> RopeSpec:
+    """Factors of short and of long sequences, one for each pair of features. Source: arXiv:2402.13753."""
+    factor = max_positions / original
+    scale = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    return RopeSpec(
+        "longrope",
+        theta,
+        rotary_dim,
+        factor,
+        original,
+        attention_factor=section.number("attention_factor", scale),
+        short_factors=section.numbers("short_factor", rotary_dim // 2),
+        long_factors=section.numbers("long_factor", rotary_dim // 2),
+    )
 
 
 def _llama3(section: HFConfig, theta: float, head_dim: int, original: int) -> RopeSpec:

@@ -11,28 +11,73 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream_kernels.routing import LARGEST_LOGIT, Routing, empty_routing
+from slipstream_kernels.routing import LARGEST_LOGIT, LEAST_TOTAL, Routing, RoutingRule, empty_routing
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 
 SORT_BLOCK, COMBINE_BLOCK = 1024, 1024
-LARGEST = tl.constexpr(LARGEST_LOGIT)
+LARGEST, LEAST = tl.constexpr(LARGEST_LOGIT), tl.constexpr(LEAST_TOTAL)
 CHOSEN_VALUES = 2048  # logits that a program of the choice holds
 ROUTED_VALUES = 16384  # logits up to which one program does it all
 
 
 @triton.jit
-def _likelihoods(
-    logits_ptr, tokens, num_tokens, logits_row_stride, NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr
+def _scores_and_ranks(
+    logits_ptr,
+    bias_ptr,
+    tokens,
+    num_tokens,
+    logits_row_stride,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    SUMS_TWO: tl.constexpr,
 ):
-    """exp(logit - the token's largest), -1 for experts that there are not."""
+    """What weights are shares of, 0 for experts that there are not; and what experts are ranked by, -inf for those.
+
+    Softmax before its division: exp(logit - the token's largest).
+    """
     experts = tl.arange(0, EXPERTS_PADDED)
     places = logits_ptr + tokens.to(tl.int64)[:, None] * logits_row_stride + experts[None, :]
-    mask = (tokens < num_tokens)[:, None] & (experts < NUM_EXPERTS)[None, :]
-    logits = tl.load(places, mask=mask, other=float("-inf")).to(tl.float32)
+    is_one = (experts < NUM_EXPERTS)[None, :]
+    logits = tl.load(places, mask=(tokens < num_tokens)[:, None] & is_one, other=float("-inf")).to(tl.float32)
     # NaN would be nobody's maximum: an expert that there is not, and rows that nobody writes.
     logits = tl.where(logits == logits, tl.clamp(logits, -LARGEST, LARGEST), -LARGEST)
-    powers = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    return tl.where((experts < NUM_EXPERTS)[None, :], powers, -1.0)
+    scores = tl.sigmoid(logits) if IS_SIGMOID else tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    scores = tl.where(is_one, scores, 0.0)
+    ranks = scores
+    if HAS_BIAS:
+        if not IS_SIGMOID:
+            ranks = ranks / tl.sum(scores, axis=1)[:, None]
+        ranks += tl.load(bias_ptr + experts, mask=experts < NUM_EXPERTS, other=0.0)[None, :]
+    ranks = tl.where(is_one, ranks, float("-inf"))
+    if NUM_GROUPS > 1:
+        ranks = _in_best_groups(ranks, experts, NUM_EXPERTS // NUM_GROUPS, NUM_GROUPS, TOPK_GROUPS, SUMS_TWO)
+    return scores, ranks
+
+
+@triton.jit
+def _in_best_groups(
+    ranks, experts, SIZE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr, SUMS_TWO: tl.constexpr
+):
+    """ranks, of experts beyond the token's best groups -inf."""
+    own_group = experts // SIZE
+    own = tl.zeros_like(ranks)  # the score of each expert's group
+    for group in tl.static_range(NUM_GROUPS):
+        inside = tl.where((own_group == group)[None, :], ranks, float("-inf"))
+        score = tl.max(inside, axis=1)
+        if SUMS_TWO:
+            _, _, others = _take_best(inside, experts)
+            score += tl.max(others, axis=1)
+        own = tl.where((own_group == group)[None, :], score[:, None], own)
+    num_better = tl.zeros_like(ranks)
+    for group in tl.static_range(NUM_GROUPS):
+        score = tl.max(tl.where((own_group == group)[None, :], own, float("-inf")), axis=1)[:, None]
+        is_better = (score > own) | ((score == own) & (own_group > group)[None, :])
+        num_better += is_better.to(tl.float32)
+    return tl.where(num_better < TOPK_GROUPS, ranks, float("-inf"))
 
 
 @triton.jit
@@ -40,34 +85,61 @@ def _take_best(left, experts):
     """Of each token the best expert that is left, where it is, and what is left without it."""
     best = tl.argmax(left, axis=1)
     is_best = experts[None, :] == best[:, None]
-    return best, is_best, tl.where(is_best, -1.0, left)
+    return best, is_best, tl.where(is_best, float("-inf"), left)
 
 
 @triton.jit
-def _total(likelihoods, experts, TOP_K: tl.constexpr, RENORMALISE: tl.constexpr):
-    """What a token's weights are shares of: all experts, or the chosen ones."""
-    total = tl.sum(tl.maximum(likelihoods, 0.0), axis=1)
+def _score_of(scores, ranks, is_best, HAS_BIAS: tl.constexpr):
+    """Of the best of those ranks."""
+    if HAS_BIAS:
+        return tl.sum(tl.where(is_best, scores, 0.0), axis=1)
+    return tl.max(ranks, axis=1)
+
+
+@triton.jit
+def _total(
+    scores,
+    ranks,
+    experts,
+    TOP_K: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """What a token's weights are shares of: the chosen experts, all of them, or one of a sigmoid."""
+    total = tl.sum(scores, axis=1)
+    if IS_SIGMOID:
+        total = tl.zeros_like(total) + 1.0
     if RENORMALISE:
         total = tl.zeros_like(total)
         for _ in tl.static_range(TOP_K):
-            total += tl.max(likelihoods, axis=1)
-            _, _, likelihoods = _take_best(likelihoods, experts)
+            _, is_best, others = _take_best(ranks, experts)
+            total += _score_of(scores, ranks, is_best, HAS_BIAS)
+            ranks = others
+        total += LEAST
     return total
 
 
 @triton.jit
 def _route_experts_kernel(
     logits_ptr,
+    bias_ptr,
     weights_ptr,
     rows_ptr,
     tokens_ptr,
     offsets_ptr,
     logits_row_stride,
     num_tokens,
+    scale,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    SUMS_TWO: tl.constexpr,
     BLOCK_M: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -75,20 +147,35 @@ def _route_experts_kernel(
     await_previous(DEPENDENT)
     tokens, experts = tl.arange(0, BLOCK_M), tl.arange(0, EXPERTS_PADDED)
     mask = tokens < num_tokens
-    likelihoods = _likelihoods(logits_ptr, tokens, num_tokens, logits_row_stride, NUM_EXPERTS, EXPERTS_PADDED)
-    total = _total(likelihoods, experts, TOP_K, RENORMALISE)
-    left = likelihoods
+    scores, ranks = _scores_and_ranks(
+        logits_ptr,
+        bias_ptr,
+        tokens,
+        num_tokens,
+        logits_row_stride,
+        NUM_EXPERTS,
+        EXPERTS_PADDED,
+        IS_SIGMOID,
+        HAS_BIAS,
+        NUM_GROUPS,
+        TOPK_GROUPS,
+        SUMS_TWO,
+    )
+    total = _total(scores, ranks, experts, TOP_K, RENORMALISE, IS_SIGMOID, HAS_BIAS)
+    left = ranks
     for turn in tl.static_range(TOP_K):
-        tl.store(weights_ptr + tokens * TOP_K + turn, tl.max(left, axis=1) / total, mask=mask)
-        _, _, left = _take_best(left, experts)
-    is_chosen = ((left != likelihoods) & mask[:, None]).to(tl.int32)
+        _, is_best, others = _take_best(left, experts)
+        weight = _score_of(scores, left, is_best, HAS_BIAS) / total * scale
+        tl.store(weights_ptr + tokens * TOP_K + turn, weight, mask=mask)
+        left = others
+    is_chosen = ((left != ranks) & mask[:, None]).to(tl.int32)
     counts = tl.sum(is_chosen, axis=0)
     begins = tl.cumsum(counts, axis=0) - counts
     tl.store(offsets_ptr + experts, begins, mask=experts < NUM_EXPERTS)
     tl.store(offsets_ptr + NUM_EXPERTS, tl.sum(counts, axis=0))
     rows_of = begins[None, :] + tl.cumsum(is_chosen, axis=0) - is_chosen
     for turn in tl.static_range(TOP_K):
-        _, is_best, likelihoods = _take_best(likelihoods, experts)
+        _, is_best, ranks = _take_best(ranks, experts)
         rows = tl.sum(tl.where(is_best, rows_of, 0), axis=1)
         tl.store(rows_ptr + tokens * TOP_K + turn, rows, mask=mask)
         tl.store(tokens_ptr + rows, tokens, mask=mask)
@@ -97,14 +184,21 @@ def _route_experts_kernel(
 @triton.jit
 def _choose_experts_kernel(
     logits_ptr,
+    bias_ptr,
     experts_ptr,
     weights_ptr,
     logits_row_stride,
     num_tokens,
+    scale,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
     TOP_K: tl.constexpr,
     RENORMALISE: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    SUMS_TWO: tl.constexpr,
     BLOCK_M: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -113,13 +207,27 @@ def _choose_experts_kernel(
     tokens = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     experts = tl.arange(0, EXPERTS_PADDED)
     mask = tokens < num_tokens
-    left = _likelihoods(logits_ptr, tokens, num_tokens, logits_row_stride, NUM_EXPERTS, EXPERTS_PADDED)
-    total = _total(left, experts, TOP_K, RENORMALISE)
+    scores, ranks = _scores_and_ranks(
+        logits_ptr,
+        bias_ptr,
+        tokens,
+        num_tokens,
+        logits_row_stride,
+        NUM_EXPERTS,
+        EXPERTS_PADDED,
+        IS_SIGMOID,
+        HAS_BIAS,
+        NUM_GROUPS,
+        TOPK_GROUPS,
+        SUMS_TWO,
+    )
+    total = _total(scores, ranks, experts, TOP_K, RENORMALISE, IS_SIGMOID, HAS_BIAS)
     for turn in tl.static_range(TOP_K):
-        best, _, others = _take_best(left, experts)
-        tl.store(weights_ptr + tokens * TOP_K + turn, tl.max(left, axis=1) / total, mask=mask)
+        best, is_best, others = _take_best(ranks, experts)
+        weight = _score_of(scores, ranks, is_best, HAS_BIAS) / total * scale
+        tl.store(weights_ptr + tokens * TOP_K + turn, weight, mask=mask)
         tl.store(experts_ptr + tokens * TOP_K + turn, best.to(tl.int32), mask=mask)
-        left = others
+        ranks = others
 
 
 @triton.jit
@@ -178,7 +286,7 @@ def _combine_experts_kernel(
     tl.store(out_ptr + token * size + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def route_experts(logits: torch.Tensor, top_k: int, renormalise: bool) -> Routing:
+def route_experts(logits: torch.Tensor, top_k: int, rule: RoutingRule, selection_bias: torch.Tensor | None) -> Routing:
     """See ops.route_experts."""
     num_tokens, num_experts = logits.shape
     routing = empty_routing(num_tokens, top_k, num_experts, logits.device)
@@ -187,34 +295,51 @@ def route_experts(logits: torch.Tensor, top_k: int, renormalise: bool) -> Routin
         return routing
     padded = max(2, triton.next_power_of_2(num_experts))
     if padded * triton.next_power_of_2(num_tokens) <= ROUTED_VALUES:
-        _route_together(logits, routing, padded, renormalise)
+        _route_together(logits, selection_bias, routing, padded, rule)
     else:
-        _choose_and_sort(logits, routing, padded, renormalise)
+        _choose_and_sort(logits, selection_bias, routing, padded, rule)
     return routing
 
 
-def _route_together(logits: torch.Tensor, routing: Routing, padded: int, renormalise: bool) -> None:
+def _constants(rule: RoutingRule, has_bias: bool) -> dict[str, bool | int]:
+    return {
+        "RENORMALISE": rule.renormalises,
+        "IS_SIGMOID": rule.score == "sigmoid",
+        "HAS_BIAS": has_bias,
+        "NUM_GROUPS": rule.num_groups,
+        "TOPK_GROUPS": rule.topk_groups,
+        "SUMS_TWO": rule.group_score == "top2sum",
+    }
+
+
+def _route_together(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, padded: int, rule: RoutingRule
+) -> None:
     num_tokens, top_k = routing.weights.shape
     block_m = triton.next_power_of_2(num_tokens)
     _route_experts_kernel[(1,)](
         logits,
+        bias,
         routing.weights,
         routing.rows,
         routing.tokens,
         routing.offsets,
         logits.stride(0),
         num_tokens,
+        rule.scale,
         NUM_EXPERTS=routing.num_experts,
         EXPERTS_PADDED=padded,
         TOP_K=top_k,
-        RENORMALISE=renormalise,
+        **_constants(rule, bias is not None),
         BLOCK_M=block_m,
         num_warps=min(8, max(1, padded * block_m // 256)),
         **dependent_launch(logits.device),
     )
 
 
-def _choose_and_sort(logits: torch.Tensor, routing: Routing, padded: int, renormalise: bool) -> None:
+def _choose_and_sort(
+    logits: torch.Tensor, bias: torch.Tensor | None, routing: Routing, padded: int, rule: RoutingRule
+) -> None:
     num_tokens, top_k = routing.weights.shape
     num_experts = routing.num_experts
     experts = torch.empty_like(routing.tokens)
@@ -222,14 +347,16 @@ def _choose_and_sort(logits: torch.Tensor, routing: Routing, padded: int, renorm
     launch = dependent_launch(logits.device)
     _choose_experts_kernel[(triton.cdiv(num_tokens, block_m),)](
         logits,
+        bias,
         experts,
         routing.weights,
         logits.stride(0),
         num_tokens,
+        rule.scale,
         NUM_EXPERTS=num_experts,
         EXPERTS_PADDED=padded,
         TOP_K=top_k,
-        RENORMALISE=renormalise,
+        **_constants(rule, bias is not None),
         BLOCK_M=block_m,
         **launch,
     )

@@ -1,0 +1,29 @@
+"""GLM-4-9B in transformers' layout: half of a head is rotated, in neighbouring pairs; gate and up are stored as one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.layer_spec import AttentionSpec
+from slipstream.nn.models.common import base_spec
+from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
+from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.stored_names import Fused, Names
+
+ROTATED_PART = 0.5
+GATE_UP = Fused("model.layers.{layer}.mlp.gate_up_proj", ("gate", "up"))
+NAMES = {**LLAMA_NAMES, "gate": GATE_UP, "up": GATE_UP}
+
+
+def read_spec(config: HFConfig, names: Names = NAMES) -> DecoderSpec:
+    bias = config.boolean("attention_bias", True)
+
+    def change(attention: AttentionSpec) -> AttentionSpec:
+        assert attention.rope is not None
+        return replace(attention, rope=replace(attention.rope, is_interleaved=True), qkv_bias=bias)
+
+    return base_spec(config, names=names, rotated_part=ROTATED_PART).map_attention(change)
+
+
+FAMILIES.register("GlmForCausalLM")(Family(read_spec, NAMES))

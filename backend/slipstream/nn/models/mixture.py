@@ -1,0 +1,50 @@
+"""What families with experts share: which layers have them, and how they are stored beside a model's other layers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.layer_spec import ExpertsSpec, LayerSpec
+from slipstream.nn.models.family import LLAMA_NAMES
+from slipstream.nn.models.module_lists import ATTENTION_PARTS, MLP_PARTS, linear_modules
+from slipstream.nn.models.quantization import read_stored_format
+from slipstream.nn.spec import DecoderSpec
+from slipstream.nn.stored_names import Name, Names
+
+SHARED = "shared_"  # before the parts of the shared experts' MLP
+
+
+def expert_names(mlp: str, projection: str = "{part}_proj", shared: str = "") -> Mapping[str, Name]:
+    """Llama's names, with those of a router and of experts below `mlp`, and perhaps of shared ones below mlp.shared."""
+    names = {
+        **LLAMA_NAMES,
+        "router": f"{mlp}.gate",
+        **{f"expert_{part}": f"{mlp}.experts.{{expert}}.{projection.format(part=part)}" for part in MLP_PARTS},
+    }
+    if shared:
+        names |= {f"{SHARED}{part}": f"{mlp}.{shared}.{projection.format(part=part)}" for part in MLP_PARTS}
+    return names
+
+
+def with_experts(
+    config: HFConfig, spec: DecoderSpec, names: Names, experts: ExpertsSpec, dense: Collection[int] = ()
+) -> DecoderSpec:
+    """The spec with experts in place of the MLP, but in `dense` layers, and the formats that these are stored in."""
+    config.choice("hidden_act", ("silu", "swish"), "silu")
+    if experts.routing.num_experts_per_token > experts.num_experts:
+        raise config.error("num_experts_per_tok", f"must be at most the number of experts, {experts.num_experts}")
+    sparse = [layer for layer in range(spec.num_layers) if layer not in dense]
+
+    def change(index: int, layer: LayerSpec) -> LayerSpec:
+        return layer if index in dense else replace(layer, mlp=experts)
+
+    modules = linear_modules(names, ATTENTION_PARTS, range(spec.num_layers))
+    modules += linear_modules(names, MLP_PARTS, [layer for layer in dense if layer < spec.num_layers])
+    if experts.shared is not None:
+        modules += linear_modules(names, [f"{SHARED}{part}" for part in MLP_PARTS], sparse)
+    stored = read_stored_format(config, modules)
+    of_experts = read_stored_format(config, linear_modules(names, MLP_PARTS, sparse, experts.num_experts))
+    spec = replace(spec.map_layers(change), stored_format=stored, expert_format=of_experts if sparse else None)
+    return spec

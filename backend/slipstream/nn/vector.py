@@ -1,0 +1,22 @@
+"""Vector: numbers that a layer stores beside its products and norms, such as the bias that ranks experts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.weight_slot import WeightSlot
+
+
+class Vector:
+    """values: [size], in fp32 whatever the model's dtype: what they are added to is fp32, too."""
+
+    def __init__(self, size: int, context: LayerContext) -> None:
+        self.values = torch.zeros(size, device=context.device)
+
+    def slot(self) -> WeightSlot:
+        return WeightSlot(tuple(self.values.shape), self._load, rows_axis=0)
+
+    def _load(self, tensor: Tensor) -> None:
+        self.values.copy_(tensor)

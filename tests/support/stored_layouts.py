@@ -1,0 +1,85 @@
+"""Tiny checkpoints of families that Hugging Face has no class for, or stores otherwise than they were published.
+
+Each rewrites the folder of a model of the same maths, as the family's own code stores it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+Tensors = dict[str, torch.Tensor]
+CHATGLM_NAMES = (
+    ("model.embed_tokens", "transformer.embedding.word_embeddings"),
+    ("model.layers.", "transformer.encoder.layers."),
+    ("model.norm", "transformer.encoder.final_layernorm"),
+    ("lm_head", "transformer.output_layer"),
+    ("self_attn.o_proj", "self_attention.dense"),
+    ("self_attn.", "self_attention."),
+    ("mlp.gate_up_proj", "mlp.dense_h_to_4h"),
+    ("mlp.down_proj", "mlp.dense_4h_to_h"),
+)
+
+
+def rewrite(path: Path, tensors: Callable[[Tensors], Tensors], config: Callable[[dict], dict]) -> None:
+    file = path / "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors(load_file(file)).items()}, file)
+    values = config(json.loads((path / "config.json").read_text()))
+    (path / "config.json").write_text(json.dumps(values))
+
+
+def join_qkv(tensors: Tensors, joined: str) -> Tensors:
+    """The same with queries, keys and values stored as one."""
+    for name in [name for name in tensors if ".q_proj." in name]:
+        parts = [tensors.pop(name.replace(".q_proj.", f".{part}_proj.")) for part in "qkv"]
+        tensors[name.replace(".q_proj.", f".{joined}.")] = torch.cat(parts)
+    return tensors
+
+
+def chatglm(path: Path) -> None:
+    def tensors(stored: Tensors) -> Tensors:
+        renamed = {}
+        for name, tensor in join_qkv(stored, "query_key_value").items():
+            for old, new in CHATGLM_NAMES:
+                name = name.replace(old, new)
+            renamed[name] = tensor
+        return renamed
+
+    def config(values: dict) -> dict:
+        return {
+            "architectures": ["ChatGLMModel"],
+            "model_type": "chatglm",
+            "num_layers": values["num_hidden_layers"],
+            "hidden_size": values["hidden_size"],
+            "ffn_hidden_size": values["intermediate_size"],
+            "num_attention_heads": values["num_attention_heads"],
+            "multi_query_attention": True,
+            "multi_query_group_num": values["num_key_value_heads"],
+            "kv_channels": values["head_dim"],
+            "padded_vocab_size": values["vocab_size"],
+            "seq_length": values["max_position_embeddings"],
+            "layernorm_epsilon": values["rms_norm_eps"],
+            "rope_ratio": values["rope_parameters"]["rope_theta"] / 10_000,
+            "add_qkv_bias": True,
+            "eos_token_id": 2,
+            "torch_dtype": "float32",
+        }
+
+    rewrite(path, tensors, config)
+
+
+def with_draft_layer(path: Path) -> None:
+    """A layer for multi-token prediction behind the decoder's."""
+
+    def tensors(stored: Tensors) -> Tensors:
+        count = 1 + max(int(name.split(".")[2]) for name in stored if name.startswith("model.layers."))
+        return {**stored, f"model.layers.{count}.eh_proj.weight": torch.ones(48, 96)}
+
+    rewrite(path, tensors, lambda values: values)
+
+
+LAYOUTS: dict[str, Callable[[Path], None]] = {"chatglm": chatglm, "glm4-moe": with_draft_layer}
