@@ -31,8 +31,14 @@ def bounded(fake_triton: FakeTriton) -> Iterator[GatewayProcess]:
         yield running
 
 
-def connect(gateway: GatewayProcess) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S)
+def connect(gateway: GatewayProcess, client: str = "127.0.0.1") -> socket.socket:
+    return socket.create_connection(("127.0.0.1", gateway.port), timeout=PATIENCE_S, source_address=(client, 0))
+
+
+def refusals(gateway: GatewayProcess) -> dict[str, float]:
+    """By reason."""
+    start = "slipstream_gateway_refused_total{reason="
+    return {name[len(start) :].split('"')[1]: n for name, n in gateway.metrics().items() if name.startswith(start)}
 
 
 def rss(gateway: GatewayProcess) -> int:
@@ -131,6 +137,60 @@ def test_headers_of_all_connections_together(bounded: GatewayProcess) -> None:
     wait_until(lambda: bounded.get("/health")[0] == 200, "room again")
 
 
+def test_slow_heads_do_not_shut_others_out(bounded: GatewayProcess) -> None:
+    """40 heads of 50 kB that never end, where 1 MiB is kept of all; beside them a body that is sent slowly."""
+    body = json.dumps({"model": "plain", "prompt": '{"pieces": ["ok"]}'}).encode()
+    long = HEAD + b"x: " + b"a" * 60_000 + b"\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        honest = stack.enter_context(connect(bounded))
+        honest.sendall(POST + f"content-length: {len(body)}\r\n\r\n".encode() + body[:10])
+        for _ in range(40):
+            slow = stack.enter_context(connect(bounded, "127.0.0.2"))
+            slow.sendall(HEAD + b"x: " + b"a" * 50_000 + b"\r\n")
+        for _ in range(5):
+            with connect(bounded) as connection:
+                connection.sendall(long)
+                assert connection.recv(65536).startswith(b"HTTP/1.1 200 "), "somebody else's head has to go"
+        honest.sendall(body[10:])
+        assert honest.recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert refusals(bounded)["max_total_header_bytes"] > 0
+
+
+def test_slow_connections_do_not_shut_others_out(bounded: GatewayProcess) -> None:
+    """220 connections of one address that ask nothing, where 200 may be open; a slow one of another is there first."""
+    with contextlib.ExitStack() as stack:
+        honest = stack.enter_context(connect(bounded))
+        honest.sendall(HEAD)
+        idle = stack.enter_context(connect(bounded, "127.0.0.2"))
+        idle.sendall(HEAD + b"\r\n")
+        for _ in range(220):
+            stack.enter_context(connect(bounded, "127.0.0.2"))
+        for _ in range(5):
+            assert bounded.get("/health")[0] == 200
+        honest.sendall(b"\r\n")
+        assert honest.recv(65536).startswith(b"HTTP/1.1 200 ")
+        while idle.recv(65536):
+            pass  # its answer, and the end: the idle one has gone first
+    assert refusals(bounded)["max_connections"] > 0
+
+
+def test_each_refusal_is_counted_by_its_limit(bounded: GatewayProcess) -> None:
+    requests = {
+        "max_header_bytes": HEAD + b"x: " + b"a" * 65_536 + b"\r\n\r\n",
+        "max_headers": HEAD + b"x: 1\r\n" * 100 + b"\r\n",
+        "max_url_bytes": b"GET /health?" + b"a" * 8200 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        "malformed": b"\x00\x01\x02\r\n\r\n",
+        "allowed_host": b"GET /health HTTP/1.1\r\nhost: evil.example\r\n\r\n",
+        "max_body_bytes": POST + b"content-length: 99999999\r\n\r\n",
+    }
+    for reason, sent in requests.items():
+        before = refusals(bounded).get(reason, 0)
+        with connect(bounded) as connection:
+            connection.sendall(sent)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 4")
+        assert refusals(bounded)[reason] == before + 1, reason
+
+
 def any_answer(connections: list[socket.socket], sign: bytes) -> bool:
     for connection in connections:
         connection.setblocking(False)
@@ -193,6 +253,19 @@ def test_connections(bounded: GatewayProcess) -> None:
         connections = [stack.enter_context(connect(bounded)) for _ in range(220)]
         wait_until(lambda: any_answer(connections, b" 503 "), "a refusal of a connection too many")
     wait_until(lambda: bounded.get("/health")[0] == 200, "room again")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_behind_an_answer_does_not_hide_that_the_client_leaves(
+    bounded: GatewayProcess, fake_triton: FakeTriton, stream: bool
+) -> None:
+    fake_triton.cancelled.clear()
+    num_before = len(fake_triton.requests)
+    body = json.dumps({"model": "plain", "prompt": '{"pieces": ["a"], "hang": true}', "stream": stream}).encode()
+    with connect(bounded) as connection:
+        connection.sendall(POST + f"content-length: {len(body)}\r\n\r\n".encode() + body + HEAD + b"\r\n")
+        wait_until(lambda: len(fake_triton.requests) > num_before, "the generation")
+    assert fake_triton.cancelled.wait(PATIENCE_S), "it goes on for nobody"
 
 
 def test_an_answer_under_way_is_not_mixed_with_a_refusal(bounded: GatewayProcess, fake_triton: FakeTriton) -> None:

@@ -29,6 +29,10 @@ KEYS = {
         {"name": "small", "key": "sk-small", "max_num_seqs": 2},
         {"name": "slow", "key": "sk-slow", "requests_per_minute": 3},
         {"name": "short", "key": "sk-short", "tokens_per_minute": 30},
+        {"name": "burst", "key": "sk-burst", "tokens_per_minute": 200},
+        {"name": "settled", "key": "sk-settled", "tokens_per_minute": 600},
+        {"name": "brief", "key": "sk-brief", "tokens_per_minute": 100, "default_max_tokens": 12},
+        {"name": "alone", "key": "sk-alone", "tokens_per_minute": 20},
     ]
 }
 
@@ -105,11 +109,13 @@ def test_no_way_around(keyed: GatewayProcess) -> None:
 
 def test_one_key_cannot_take_all_sequences(keyed: GatewayProcess) -> None:
     held = [ask(keyed, "sk-small", {"pieces": ["a"], "hang": True}, stream=True) for _ in range(2)]
+    before = refusals(keyed, "max_num_seqs", "small")
     for _ in range(4):  # whichever worker it reaches
         with pytest.raises(openai.RateLimitError, match=r"2 sequences of the key 'small'.*at most 2") as error:
             ask(keyed, "sk-small")
         assert error.value.response.headers["retry-after"] == "1" and error.value.code == "rate_limit_exceeded"
         assert ask(keyed, "sk-web").choices, "others are served"
+    assert refusals(keyed, "max_num_seqs", "small") == before + 4
     held[0].close()
 
     def is_served() -> bool:
@@ -156,12 +162,63 @@ def test_tokens_per_minute(keyed: GatewayProcess) -> None:
     """Counted when they are made, in streams and whole answers; what is above the limit is paid back by waiting."""
     before = int(ask_raw(keyed, "sk-short").headers["x-ratelimit-remaining-tokens"])
     assert before <= 30
-    for chunk in ask(keyed, "sk-short", {"pieces": ["a"], "repeat": 40}, stream=True):
+    for chunk in ask(keyed, "sk-short", {"pieces": ["a"], "repeat": 40}, stream=True, max_tokens=1):
         assert "usage" not in (chunk.model_extra or {}), "asked for by the gateway, not by the client"
+    before = refusals(keyed, "tokens_per_minute", "short")
     with pytest.raises(openai.RateLimitError, match="30 tokens per minute") as error:
         ask(keyed, "sk-short")
+    assert refusals(keyed, "tokens_per_minute", "short") == before + 1
     headers = error.value.response.headers
     assert headers["x-ratelimit-remaining-tokens"] == "0" and int(headers["retry-after"]) >= 10
+
+
+def refusals(gateway: GatewayProcess, reason: str, key: str = "") -> float:
+    return gateway.metrics().get(f'slipstream_gateway_refused_total{{reason="{reason}",key="{key}"}}', 0)
+
+
+def remaining_tokens(gateway: GatewayProcess, key: str) -> int:
+    """As the next answer says; its own tokens are set aside then."""
+    return int(ask_raw(gateway, key).headers["x-ratelimit-remaining-tokens"])
+
+
+def test_a_burst_does_not_pass_before_the_first_tokens_are_counted(keyed: GatewayProcess) -> None:
+    """Two of 60 + 60 tokens fit into 200, whichever worker has them; nothing of them has been charged."""
+    script = {"pieces": ["a"], "hang": True}
+    held = [ask(keyed, "sk-burst", script, stream=True, max_tokens=60) for _ in range(2)]
+    for _ in range(4):
+        with pytest.raises(openai.RateLimitError, match=r"200 tokens per minute.*may cost .*at most 90: max_tokens"):
+            ask(keyed, "sk-burst", max_tokens=90)
+    assert ask(keyed, "sk-burst", max_tokens=2).choices, "what fits is served"
+    for stream in held:
+        stream.close()
+
+    def is_served() -> bool:
+        with contextlib.suppress(openai.RateLimitError):
+            return bool(ask(keyed, "sk-burst", max_tokens=90).choices)
+        return False
+
+    wait_until(is_served, "what those that left have not used")
+
+
+def test_a_request_pays_what_it_has_used(keyed: GatewayProcess) -> None:
+    """400 tokens are set aside, 6 are used; then again, whole and streamed, also by one that is refused."""
+    for _ in range(3):
+        ask(keyed, "sk-settled", max_tokens=400)
+        list(ask(keyed, "sk-settled", stream=True, max_tokens=400))
+        with pytest.raises(openai.BadRequestError):
+            ask(keyed, "sk-settled", {"fail": ["", "top_k: got -7, accepted: 0 or more"]}, max_tokens=400)
+    assert remaining_tokens(keyed, "sk-settled") > 500
+
+
+def test_without_max_tokens(keyed: GatewayProcess, fake_triton: FakeTriton) -> None:
+    ask(keyed, "sk-brief")
+    assert fake_triton.sampling[-1]["max_tokens"] == 12, "the key's"
+    ask(keyed, "sk-brief", max_tokens=13)
+    assert fake_triton.sampling[-1]["max_tokens"] == 13
+    assert remaining_tokens(keyed, "sk-brief") < 100 - 12, "its own 12 are set aside"
+    assert ask(keyed, "sk-alone").choices, "may cost the model's 512 tokens: let in, as the key has used none"
+    with pytest.raises(openai.RateLimitError, match=r"may cost 20 \(prompt about \d+, answer at most 512"):
+        ask(keyed, "sk-alone")
 
 
 def test_nobody_sees_in_cached_tokens_what_another_key_asked(llm_server: LlmServer) -> None:
@@ -242,6 +299,12 @@ def test_the_ledger_is_of_one_size_and_counts_over_workers(tmp_path: Path, monke
     assert one.use(REQUESTS, 1, 2) == pytest.approx(30) and one.use(REQUESTS, 0, 2) == 0.0
     clock[0] += 30.1
     assert two.use(REQUESTS, 1, 2) == 0.0 < two.use(REQUESTS, 1, 2)
+    assert one.reserve(2, 100, 60) == 0 == two.reserve(2, 100, 40), "beside each other"
+    assert two.reserve(2, 100, 10) == pytest.approx(6) and one.num_reserved(2) == 100
+    clock[0] += 1000
+    assert two.reserve(2, 100, 10) == pytest.approx(6), "it is paid back by no waiting"
+    two.release(2, 40)
+    assert one.num_reserved(2) == 60
     one.charge(TOKENS, 2, 100, 250)
     assert two.used(TOKENS, 2, 100) == pytest.approx(250)
     clock[0] += 90
@@ -250,7 +313,7 @@ def test_the_ledger_is_of_one_size_and_counts_over_workers(tmp_path: Path, monke
     assert one.num_sequences(1) == 4
     monkeypatch.setattr(ledgers, "is_alive", lambda process: False)
     replaced = Ledger(3, path)  # the first worker has died with three sequences
-    assert replaced.num_sequences(1) == 1
+    assert replaced.num_sequences(1) == 1 and replaced.num_reserved(2) == 0
     for number in range(1000):
         replaced.charge(TOKENS, number % 3, 10, 10**6)
     assert path.stat().st_size == size

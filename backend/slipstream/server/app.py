@@ -59,14 +59,31 @@ class Shared:
     ledger: Path
 
 
-def make_shared(folder: Path, num_keys: int, num_workers: int) -> Shared:
-    return Shared(make_file(folder, num_workers), make_ledger(folder / "ledger", num_keys, num_workers))
+@dataclass(frozen=True)
+class Counts:
+    """What a worker counts, in its rows of these files."""
+
+    metrics: Metrics
+    ledger: Ledger
 
 
-def create_app(options: GatewayOptions, shared: Shared | None = None) -> FastAPI:
+def make_shared(folder: Path, options: GatewayOptions) -> Shared:
+    metrics = make_file(folder, options.workers, _names(options))
+    return Shared(metrics, make_ledger(folder / "ledger", len(options.api_keys), options.workers))
+
+
+def open_counts(options: GatewayOptions, shared: Shared | None) -> Counts:
     """shared: None for a process on its own."""
-    metrics = Metrics(shared.metrics if shared else None)
-    ledger = Ledger(len(options.api_keys), shared.ledger if shared else None)
+    metrics = Metrics(shared.metrics if shared else None, _names(options))
+    return Counts(metrics, Ledger(len(options.api_keys), shared.ledger if shared else None))
+
+
+def _names(options: GatewayOptions) -> list[str]:
+    return [key.name for key in options.api_keys]
+
+
+def create_app(options: GatewayOptions, counts: Counts) -> FastAPI:
+    metrics = counts.metrics
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -90,7 +107,7 @@ def create_app(options: GatewayOptions, shared: Shared | None = None) -> FastAPI
     if options.has_page:
         _add_page(app)
     _add_error_handlers(app)
-    app.add_middleware(Guard, options=options, metrics=metrics, ledger=ledger)
+    app.add_middleware(Guard, options=options, metrics=metrics, ledger=counts.ledger)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.config import CacheConfig
+from slipstream.core.config import CacheConfig, ServingConfig
 from slipstream.core.errors import ConfigError
 from slipstream.server.chat_template import ChatTemplate, load_template
 from slipstream.server.errors import ApiError, model_not_found
@@ -27,6 +27,7 @@ RESTART_S = 60.0  # an engine that is started again is an unloaded model for a w
 _LENGTHS = ("max_model_len", "max_seq_len")
 _INPUTS, _OUTPUTS = {"text_input", "sampling_parameters", "stream"}, {"text_output", "finish_reason"}  # none without
 _SPECULATION = "speculative_method"
+_DEFAULT_MAX_TOKENS = "default_max_tokens"
 _BLOCK_SIZES = ("block_size", "tokens_per_block")
 _CHECKPOINTS = ("model", "gpt_model_path", "engine_dir")
 _TOKENIZERS = ("tokenizer", "tokenizer_dir")
@@ -56,6 +57,12 @@ class Model:
         """Those that the model has loaded, the first is used where a request names none."""
         methods = self.settings.get(_SPECULATION, "")
         return [] if methods in ("", "none") else [method.strip() for method in methods.split(",")]
+
+    @property
+    def default_max_tokens(self) -> int:
+        """Tokens of a request that names no `max_tokens`."""
+        named = self.settings.get(_DEFAULT_MAX_TOKENS, "")
+        return int(named) if named.isdecimal() else ServingConfig().default_max_tokens
 
     @property
     def block_size(self) -> int:

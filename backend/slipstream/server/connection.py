@@ -1,45 +1,51 @@
 """HTTP connections that cost little, whatever is sent: limits on time, number and bytes, counted as the bytes arrive.
 
 uvicorn limits only the idle time between requests; it keeps a URL and headers of any length. Here a connection is
-refused and closed before more than its limits is kept, on its own and with all others of the worker together. A
-refusal is a JSON error, where no answer to an earlier request is under way. Event loop thread.
+refused and closed before more than its limits is kept, on its own and with all others of the worker together: of these
+the ones that wait for their clients give way first (room.py). A refusal is a JSON error, where no answer to an earlier
+request is under way, and is counted. A client that leaves is seen also while uvicorn does not read. Event loop thread.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import select
 from collections import deque
 from http import HTTPStatus
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from slipstream.server.errors import RETRY_AFTER_S, error_body
+from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
+from slipstream.server.room import Room
 
 MAX_PIPELINED_REQUESTS = 16  # sent before the answer to the one before them: each costs some kB whatever its length
 _PIECE_BYTES = 1 << 14  # fed to the parser at once: what may be kept above a limit before it is noticed
 _LINE_BYTES = 4  # colon, space and line end, which belong to a header, too
+_HANGUP_PERIOD_S = 1.0  # between two looks for a client that has left
 
 
 class GatewayConfig(uvicorn.Config):
-    """uvicorn's settings and ours, for all connections of a worker. num_head_bytes: kept of all their requests."""
+    """uvicorn's settings and ours, for all connections of a worker."""
 
-    def __init__(self, options: GatewayOptions, **settings: Any) -> None:
+    def __init__(self, options: GatewayOptions, metrics: Metrics, **settings: Any) -> None:
         super().__init__(**settings)
-        self.options = options
-        self.num_head_bytes = 0
+        self.options, self.metrics = options, metrics
+        self.room = Room()
 
 
 class BoundedConnection(HttpToolsProtocol):
     def __init__(self, config: GatewayConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
-        self._limits = config.options
-        self._shared = config
+        self._limits, self._metrics, self._room = config.options, config.metrics, config.room
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
+        self._hangup: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None  # its answer is under way; uvicorn knows the latest only
         self._is_in_head = False
         self._is_in_request = False  # its headers are complete, its body is not
         self._is_refused = False
@@ -48,29 +54,38 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_unparsed_bytes = 0  # the parser keeps a header until the next one begins
         self._has_progress = False  # the parser gave us something of the last piece
         self._unanswered: deque[int] = deque()  # bytes of the headers of requests that are complete, in order
-        self._num_kept_bytes = 0  # our part of the shared count
+        self.num_kept_bytes = 0  # our part of the room's
+        self.address = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.address = self.client[0] if self.client else ""
+        self._room.enter(self)
         if len(self.connections) > self._limits.max_connections:
-            message = f"{self._limits.max_connections} connections are open, as many as are accepted; try again later"
-            return self._refuse(503, message, "unavailable")
-        self._expect(self._limits.header_timeout_s, "its headers")
+            other = self._room.longest_waiting(self)
+            if other is None:
+                return self._refuse(*self._turned_away("max_connections"))
+            other.give_way("max_connections")
+        self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_refused = True
         self._expect_nothing()
-        self._is_in_head, self._num_unparsed_bytes = False, 0
-        self._unanswered.clear()
-        self._share()
+        self._keep_nothing()
+        self._room.leave(self)
         self.resume_writing()
+        if self._hangup is not None:
+            self._hangup.cancel()
         super().connection_lost(exc)
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
 
     # ---- bytes in
 
     def data_received(self, data: bytes) -> None:
         if self._reading is None and not self._is_in_request and not self._is_refused:
-            self._expect(self._limits.header_timeout_s, "its headers")
+            self._expect_headers()
         for start in range(0, len(data), _PIECE_BYTES):
             if self._is_refused or self.transport.is_closing():
                 return
@@ -95,7 +110,8 @@ class BoundedConnection(HttpToolsProtocol):
         if self._is_refused or not self._count(len(url)):
             return
         if len(self.url) + len(url) > limit:
-            return self._refuse(414, f"The URL is too long, accepted: at most {limit} bytes (--max-url-bytes)")
+            message = f"The URL is too long, accepted: at most {limit} bytes (--max-url-bytes)"
+            return self._refuse(414, message, "max_url_bytes")
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -105,7 +121,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_headers += 1
         if self._num_headers > self._limits.max_headers:
             accepted = f"accepted: at most {self._limits.max_headers} (--max-headers)"
-            return self._refuse(431, f"The request has too many headers, {accepted}")
+            return self._refuse(431, f"The request has too many headers, {accepted}", "max_headers")
         if not self._is_in_request:
             super().on_header(name, value)
 
@@ -113,11 +129,28 @@ class BoundedConnection(HttpToolsProtocol):
         if self._is_refused:
             return
         if len(self.pipeline) >= MAX_PIPELINED_REQUESTS:
-            return self._refuse(503, "too many requests without waiting for an answer")
+            return self._refuse(503, "too many requests without waiting for an answer", "max_pipelined_requests")
         self._has_progress, self._is_in_head, self._is_in_request = True, False, True
         self._unanswered.append(self._num_header_bytes)
-        self._expect(self._limits.body_timeout_s, "its body")
+        self._expect(self._limits.body_timeout_s, "its body", "body_timeout_s")
         super().on_headers_complete()
+        if self.pipeline and self._hangup is None:
+            self._watch_for_hangup()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _watch_for_hangup(self) -> None:
+        """Nothing is read while a request waits for the answer before it: the end of what is sent is not seen."""
+        self._hangup = None
+        if self._is_refused or not self.pipeline:
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        if poll.poll(0):
+            return self.transport.abort()
+        self._hangup = self.loop.call_later(_HANGUP_PERIOD_S, self._watch_for_hangup)
 
     def on_chunk_header(self) -> None:
         self._has_progress = True
@@ -138,6 +171,8 @@ class BoundedConnection(HttpToolsProtocol):
         if self._unanswered:
             self._unanswered.popleft()
         self._share()
+        if self._reading is None and not self.pipeline:
+            self._room.is_idle(self)
         super().on_response_complete()
 
     # ---- counts
@@ -151,24 +186,36 @@ class BoundedConnection(HttpToolsProtocol):
         return not self._is_refused
 
     def _share(self) -> None:
-        """Bring our part of what all connections keep up to date; refuse the request if that is too much."""
+        """Bring our part of what all connections keep up to date; if that is too much, somebody has to go."""
         num_bytes = sum(self._unanswered) + self._num_unparsed_bytes
         num_bytes += self._num_header_bytes if self._is_in_head else 0
-        has_grown = num_bytes > self._num_kept_bytes
-        self._shared.num_head_bytes += num_bytes - self._num_kept_bytes
-        self._num_kept_bytes = num_bytes
-        if has_grown and self._shared.num_head_bytes > self._limits.max_total_header_bytes:
-            limit = f"{self._limits.max_total_header_bytes} bytes of all requests together (--max-total-header-bytes)"
-            self._refuse(503, f"Too many headers are being kept, accepted: {limit}; try again later", "unavailable")
+        has_grown = num_bytes > self.num_kept_bytes
+        self._room.num_bytes += num_bytes - self.num_kept_bytes
+        self.num_kept_bytes = num_bytes
+        while has_grown and self._room.num_bytes > self._limits.max_total_header_bytes:
+            other = self._room.largest_head(self)
+            if other is None:
+                return self._refuse(*self._turned_away("max_total_header_bytes"))
+            other.give_way("max_total_header_bytes")
+
+    def _keep_nothing(self) -> None:
+        self._is_in_head, self._num_unparsed_bytes = False, 0
+        self._unanswered.clear()
+        self._share()
 
     # ---- time
 
-    def _expect(self, seconds: float, what: str) -> None:
+    def _expect_headers(self) -> None:
+        self._expect(self._limits.header_timeout_s, "its headers", "header_timeout_s")
+
+    def _expect(self, seconds: float, what: str, reason: str) -> None:
         self._expect_nothing()
         message = f"The client took more than {seconds:g} s for {what}"
-        self._reading = self.loop.call_later(seconds, self._refuse, 408, message, "request_timeout")
+        self._reading = self.loop.call_later(seconds, self._refuse, 408, message, reason, "request_timeout")
+        self._room.is_reading(self)
 
     def _expect_nothing(self) -> None:
+        self._room.is_busy(self)
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -176,7 +223,11 @@ class BoundedConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         super().pause_writing()
         if self._writing is None:
-            self._writing = self.loop.call_later(self._limits.send_timeout_s, self.transport.abort)
+            self._writing = self.loop.call_later(self._limits.send_timeout_s, self._stop_sending)
+
+    def _stop_sending(self) -> None:
+        self._metrics.count_refusal("send_timeout_s")
+        self.transport.abort()
 
     def resume_writing(self) -> None:
         if self._writing is not None:
@@ -187,17 +238,41 @@ class BoundedConnection(HttpToolsProtocol):
     # ---- the end
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, msg)
+        self._refuse(400, msg, "malformed")
 
     def _refuse_header_bytes(self) -> None:
         accepted = f"accepted: at most {self._limits.max_header_bytes} bytes (--max-header-bytes)"
-        self._refuse(431, f"The request's headers are too large, {accepted}")
+        self._refuse(431, f"The request's headers are too large, {accepted}", "max_header_bytes")
 
-    def _refuse(self, status: int, message: str, code: str = "invalid_request") -> None:
+    def _turned_away(self, reason: str) -> tuple[int, str, str, str]:
+        """Arguments of _refuse for one of the limits of a worker."""
+        if reason == "max_connections":
+            message = f"{self._limits.max_connections} connections are open, as many as are accepted"
+        else:
+            limit = f"{self._limits.max_total_header_bytes} bytes of all requests together (--max-total-header-bytes)"
+            message = f"Too many headers are being kept, accepted: {limit}"
+        return 503, f"{message}; try again later", reason, "unavailable"
+
+    def may_give_way(self) -> bool:
+        return not self._is_refused and not self.transport.is_closing() and self._may_answer()
+
+    def give_way(self, reason: str) -> None:
+        """Make room for others; an idle connection, which has asked nothing, is only closed."""
+        if self._reading is not None:
+            self._refuse(*self._turned_away(reason))
+        else:
+            self._metrics.count_refusal(reason)
+            self._is_refused = True
+            self._room.is_busy(self)
+            self.transport.close()
+        self._keep_nothing()
+
+    def _refuse(self, status: int, message: str, reason: str, code: str = "invalid_request") -> None:
         """Say why, unless an earlier answer is under way, and close: nothing more is read."""
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
+        self._metrics.count_refusal(reason)
         self._expect_nothing()
         if self._may_answer():
             body = json.dumps(error_body(status, message, code)).encode()

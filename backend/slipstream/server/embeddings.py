@@ -19,9 +19,10 @@ from tritonclient.grpc import service_pb2
 from slipstream.server.errors import ApiError, model_not_found
 from slipstream.server.gateway import Gateway
 from slipstream.server.schemas import EmbeddingRequest
-from slipstream.server.tenancy import Lease
+from slipstream.server.tenancy import Lease, num_prompt_tokens
 
 _NAMES = ("embedding", "embeddings")
+_COUNT = "num_input_tokens"
 _STARTED = int(time.time())
 _BYTES, _FP32 = "TYPE_STRING", "TYPE_FP32"
 
@@ -34,9 +35,12 @@ async def embed(gateway: Gateway, request: EmbeddingRequest, http: HttpRequest) 
     if model not in served:
         raise model_not_found(request.model, list(served))
     texts = [request.input] if isinstance(request.input, str) else request.input
+    config = await gateway.link.config(model)
     lease: Lease = http.state.lease
     lease.enter(1)
-    vectors, num_tokens = await _vectors(gateway, model, texts)
+    if any(output.name == _COUNT for output in config.output):
+        lease.reserve(sum(num_prompt_tokens(text) for text in texts))
+    vectors, num_tokens = await _vectors(gateway, config, texts)
     lease.add_tokens(num_tokens)
     if request.dimensions not in (None, vectors.shape[1]):
         message = f"dimensions: got {request.dimensions}, accepted: {vectors.shape[1]}, what this model gives"
@@ -65,9 +69,8 @@ def _encoded(vector: np.ndarray, form: str) -> Any:
     return base64.b64encode(vector.tobytes()).decode() if form == "base64" else vector.tolist()
 
 
-async def _vectors(gateway: Gateway, model: str, texts: list[str]) -> tuple[np.ndarray, int]:
+async def _vectors(gateway: Gateway, config: Any, texts: list[str]) -> tuple[np.ndarray, int]:
     """[num_texts, dimension] float32, and the number of tokens if the model says it."""
-    config = await gateway.link.config(model)
     size = config.max_batch_size or len(texts)
     batches = [texts[at : at + size] for at in range(0, len(texts), size)]
     parts = await asyncio.gather(*(_batch(gateway, config, batch) for batch in batches))
@@ -81,14 +84,14 @@ async def _batch(gateway: Gateway, config: Any, texts: list[str]) -> tuple[np.nd
     request.inputs.add(name=text_input, datatype="BYTES", shape=shape)
     encoded = [text.encode("utf-8") for text in texts]
     request.raw_input_contents.append(b"".join(len(data).to_bytes(4, "little") + data for data in encoded))
-    for name in [output, *(entry.name for entry in config.output if entry.name == "num_input_tokens")]:
+    for name in [output, *(entry.name for entry in config.output if entry.name == _COUNT)]:
         request.outputs.add(name=name)
     response = await gateway.link.infer(request)
     found = {entry.name: response.raw_output_contents[index] for index, entry in enumerate(response.outputs)}
     vectors = np.frombuffer(found[output], dtype="<f4")
     if vectors.size == 0 or vectors.size % len(texts):
         raise ApiError(500, f"the model {config.name!r} gave {vectors.size} numbers for {len(texts)} texts")
-    counts = np.frombuffer(found.get("num_input_tokens", b""), dtype="<i4")
+    counts = np.frombuffer(found.get(_COUNT, b""), dtype="<i4")
     return vectors.reshape(len(texts), -1), int(counts.sum())
 
 

@@ -36,7 +36,7 @@ _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json", 
 class Guard:
     def __init__(self, app: ASGIApp, options: GatewayOptions, metrics: Metrics, ledger: Ledger) -> None:
         self._app, self._metrics = app, metrics
-        self._tenants = Tenants(options.api_keys, options.max_priority, ledger)
+        self._tenants = Tenants(options.api_keys, options.max_priority, ledger, metrics)
         self._hosts = HostRule(options.host, options.allowed_hosts)
         self._max_body_bytes = options.max_body_bytes
         self._max_total_body_bytes = options.max_total_body_bytes
@@ -51,43 +51,61 @@ class Guard:
         self._metrics.add("requests_in_flight")
         lease = self._tenants.anybody()
         try:
-            self._hosts.check([value for name, value in scope["headers"] if name == b"host"], scope["http_version"])
+            self._check_host(scope, lease)
             if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
-                answer.lease = lease = self._tenants.find(_header(scope, b"authorization"))
-            self._check(scope, endpoint)
+                answer.lease = lease = self._find(scope, lease)
+            self._check(scope, endpoint, lease)
             if endpoint in _COUNTED:
                 lease.begin()
             scope.setdefault("state", {})["lease"] = lease
-            await self._app(scope, partial(self._receive, body), answer)
+            await self._app(scope, partial(self._receive, body, lease), answer)
         except ApiError as error:
             await answer.refuse(error)
         finally:
             lease.end()
             self._num_body_bytes -= body.num_bytes
             self._metrics.add("requests_in_flight", -1)
-            self._count(endpoint, answer)
+            self._count(endpoint, answer, lease)
 
-    def _count(self, endpoint: str, answer: _Answer) -> None:
+    def _count(self, endpoint: str, answer: _Answer, lease: Lease) -> None:
         now = time.monotonic()
         status = answer.status or CLIENT_GONE
         self._metrics.count_request(endpoint, status)
+        if endpoint in _COUNTED and status in (429, 503) and not lease.is_refused:
+            lease.count_refusal("model")
         if endpoint != "other" and status == 200:
             self._metrics.observe("first_byte_seconds", endpoint, answer.first_byte - answer.started)
             self._metrics.observe("request_duration_seconds", endpoint, now - answer.started)
 
-    def _check(self, scope: Scope, endpoint: str) -> None:
+    def _check_host(self, scope: Scope, nobody: Lease) -> None:
+        hosts = [value for name, value in scope["headers"] if name == b"host"]
+        try:
+            self._hosts.check(hosts, scope["http_version"])
+        except ApiError:
+            nobody.count_refusal("allowed_host")
+            raise
+
+    def _find(self, scope: Scope, nobody: Lease) -> Lease:
+        try:
+            return self._tenants.find(_header(scope, b"authorization"))
+        except ApiError:
+            nobody.count_refusal("api_key")
+            raise
+
+    def _check(self, scope: Scope, endpoint: str, lease: Lease) -> None:
         length = _header(scope, b"content-length") or b"0"
         if length.isdigit() and (len(length) > 12 or int(length) > self._max_body_bytes):
-            raise self._too_large()
+            raise self._too_large(lease)
         if endpoint in _COUNTED:
             num_before = self._metrics.total("requests_in_flight") - 1
             if num_before >= self._max_requests:
                 message = (
                     f"{num_before:.0f} requests are being answered, accepted: {self._max_requests}; try again later"
                 )
+                lease.count_refusal("max_concurrent_requests")
                 raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=1)
 
-    async def _receive(self, body: _Body) -> Message:
+    async def _receive(self, body: _Body, lease: Lease) -> Message:
         """The next part of a body. One that says no length, or lies about it, ends at the limit."""
         message = await body.receive()
         if message["type"] == "http.request":
@@ -95,14 +113,16 @@ class Guard:
             body.num_bytes += num_bytes
             self._num_body_bytes += num_bytes
             if body.num_bytes > self._max_body_bytes:
-                raise self._too_large()
+                raise self._too_large(lease)
             if self._num_body_bytes > self._max_total_body_bytes:
                 limit = f"{self._max_total_body_bytes} bytes of all requests together (--max-total-body-bytes)"
                 told = f"Too many request bodies are being kept, accepted: {limit}; try again later"
+                lease.count_refusal("max_total_body_bytes")
                 raise ApiError(503, told, code="unavailable", retry_after_s=RETRY_AFTER_S)
         return message
 
-    def _too_large(self) -> ApiError:
+    def _too_large(self, lease: Lease) -> ApiError:
+        lease.count_refusal("max_body_bytes")
         message = f"The request body is too large, accepted: at most {self._max_body_bytes} bytes (--max-body-bytes)"
         return ApiError(413, message, code="request_too_large")
 

@@ -20,6 +20,13 @@ from slipstream.core.settings import MAX_CACHE_SALT_BYTES
 
 _OPTION = "--api-key-file"
 _HEX = re.compile("[0-9a-f]{64}")
+_LIMITS = {  # what each may be at least
+    "max_priority": -MAX_INT32 - 1,
+    "max_num_seqs": 0,
+    "requests_per_minute": 0,
+    "tokens_per_minute": 0,
+    "default_max_tokens": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +34,7 @@ class ApiKey:
     """digest: SHA-256 of the key; b"" stands for callers without a key. Limits: 0 is none.
 
     max_priority: the most urgent (lowest) number that a request may ask for; None: the gateway's.
+    default_max_tokens: `max_tokens` of a request that names none; 0: the model's.
     cache_salt: parts the cached prefixes of its requests from others'; "" shares with all that have none.
     """
 
@@ -36,6 +44,7 @@ class ApiKey:
     max_num_seqs: int = 0
     requests_per_minute: int = 0
     tokens_per_minute: int = 0
+    default_max_tokens: int = 0
     cache_salt: str = ""
 
 
@@ -103,18 +112,9 @@ def _read_entry(where: str, entry: dict[str, Any]) -> ApiKey:
         digest = bytes.fromhex(text)
     salt = entry.pop("cache_salt", None)
     salt = own_salt(digest) if salt is None else _text(where, "cache_salt", salt, 0, MAX_CACHE_SALT_BYTES)
-    limits = {
-        limit: _integer(where, limit, entry.pop(limit), low)
-        for limit, low in (
-            ("max_priority", -MAX_INT32 - 1),
-            ("max_num_seqs", 0),
-            ("requests_per_minute", 0),
-            ("tokens_per_minute", 0),
-        )
-        if limit in entry
-    }
+    limits = {name: _integer(where, name, entry.pop(name), low) for name, low in _LIMITS.items() if name in entry}
     if entry:
-        accepted = "name, key, sha256, max_priority, max_num_seqs, requests_per_minute, tokens_per_minute, cache_salt"
+        accepted = f"name, key, sha256, cache_salt, {', '.join(_LIMITS)}"
         raise ConfigError(f"{_OPTION}: {where}.{next(iter(entry))}", "", f"unknown setting, accepted: {accepted}")
     return ApiKey(name, digest, cache_salt=salt, **limits)
 

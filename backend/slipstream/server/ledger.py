@@ -1,9 +1,9 @@
 """What each API key has used, counted over all worker processes in one mapped file of a fixed size.
 
 A rate is one number: the time until which a key has used up what it may (the generic cell rate algorithm); the clock is
-the machine's monotonic one, which all processes share. Sequences at once are a row per worker: that of a worker which
-died is taken over, and emptied, by the one that replaces it. A few microseconds under a file lock a request, none a
-token. Event loop thread.
+the machine's monotonic one, which all processes share. Sequences at once, and the tokens that they may still cost, are
+in a row per worker: that of a worker which died is taken over, and emptied, by the one that replaces it. A few
+microseconds under a file lock a request, none a token. Event loop thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BYTES = 8
 
 
 def make_ledger(path: Path, num_keys: int, num_workers: int) -> Path:
-    path.write_bytes(bytes(_BYTES * (2 * num_keys + num_workers * (1 + num_keys))))
+    path.write_bytes(bytes(_BYTES * (2 * num_keys + num_workers * (1 + 2 * num_keys))))
     return path
 
 
@@ -35,20 +35,21 @@ class Ledger:
         self._num_keys = num_keys
         self._file = path.open("r+b") if path is not None else None
         if self._file is None:
-            self._all = memoryview(bytearray(_BYTES * (3 * num_keys + 1))).cast("d")
+            self._all = memoryview(bytearray(_BYTES * (4 * num_keys + 1))).cast("d")
         else:
             self._all = memoryview(mmap.mmap(self._file.fileno(), 0)).cast("d")
         self._rows = self._all[2 * num_keys :]
+        self._row_size = 1 + 2 * num_keys  # the worker's process, sequences of each key, reserved tokens of each
         with self._locked():
             self._own = self._take_row()
 
     def _take_row(self) -> memoryview[float]:
-        for start in range(0, len(self._rows), 1 + self._num_keys):
-            row = self._rows[start : start + 1 + self._num_keys]
+        for start in range(0, len(self._rows), self._row_size):
+            row = self._rows[start : start + self._row_size]
             if not is_alive(int(row[0])):
                 row[0] = os.getpid()
-                for index in range(self._num_keys):
-                    row[1 + index] = 0.0
+                for index in range(1, self._row_size):
+                    row[index] = 0.0
                 return row
         raise RuntimeError("more workers than rows of the ledger")
 
@@ -86,10 +87,29 @@ class Ledger:
             until = max(time.monotonic(), self._all[2 * key + kind])
             self._all[2 * key + kind] = until + count * MINUTE / limit
 
+    # ---- tokens that running requests may still cost
+
+    def num_reserved(self, key: int) -> int:
+        return int(sum(self._rows[1 + self._num_keys + key :: self._row_size].tolist()))
+
+    def reserve(self, key: int, limit: int, count: int) -> float:
+        """Set tokens aside, if they fit beside those used up and those of other requests. Returns the seconds after
+        which what is over would be paid back, 0 if they were set aside."""
+        with self._locked():
+            excess = self.used(TOKENS, key, limit) + self.num_reserved(key) + count - limit
+            if excess > 1e-6:
+                return excess * MINUTE / limit
+            self._own[1 + self._num_keys + key] += count
+        return 0.0
+
+    def release(self, key: int, count: int) -> None:
+        """Give up tokens that were set aside: they have been charged, or will not be made."""
+        self._own[1 + self._num_keys + key] -= count
+
     # ---- sequences at once
 
     def num_sequences(self, key: int) -> int:
-        return int(sum(self._rows[1 + key :: 1 + self._num_keys].tolist()))
+        return int(sum(self._rows[1 + key :: self._row_size].tolist()))
 
     def enter(self, key: int, count: int, limit: int) -> bool:
         """Count sequences that begin, if no more than `limit` (0: any number) are there then."""

@@ -18,7 +18,7 @@ from socket import socket
 
 import uvicorn
 
-from slipstream.server.app import Shared, create_app, make_shared
+from slipstream.server.app import Counts, Shared, create_app, make_shared, open_counts
 from slipstream.server.connection import BoundedConnection, GatewayConfig
 from slipstream.server.options import GatewayOptions
 
@@ -31,18 +31,19 @@ def serve(options: GatewayOptions) -> None:
     """Until SIGTERM or SIGINT; requests in flight then have options.shutdown_timeout_s."""
     _raise_file_limit(options.max_connections * 2 + 256)
     with tempfile.TemporaryDirectory(prefix="slipstream-gateway-") as folder:
-        shared = make_shared(Path(folder), len(options.api_keys), options.workers)
-        listening = make_config(options, shared).bind_socket()
+        shared = make_shared(Path(folder), options)
+        listening = make_config(options, open_counts(options, None)).bind_socket()
         if options.workers == 1:
             _work(options, shared, listening)
         else:
             _supervise(options, shared, listening)
 
 
-def make_config(options: GatewayOptions, shared: Shared | None) -> GatewayConfig:
+def make_config(options: GatewayOptions, counts: Counts) -> GatewayConfig:
     return GatewayConfig(
         options,
-        app=partial(create_app, options, shared),
+        counts.metrics,
+        app=partial(create_app, options, counts),
         factory=True,
         host=options.host,
         port=options.port,
@@ -50,7 +51,6 @@ def make_config(options: GatewayOptions, shared: Shared | None) -> GatewayConfig
         ws="none",
         access_log=False,
         server_header=False,
-        limit_concurrency=options.max_connections + 1,  # by then connection.py has refused it, with a reason
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=options.shutdown_timeout_s,
         log_level=options.log_level,
@@ -59,7 +59,7 @@ def make_config(options: GatewayOptions, shared: Shared | None) -> GatewayConfig
 
 def _work(options: GatewayOptions, shared: Shared, listening: socket) -> None:
     logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    uvicorn.Server(make_config(options, shared)).run(sockets=[listening])
+    uvicorn.Server(make_config(options, open_counts(options, shared))).run(sockets=[listening])
 
 
 def _supervise(options: GatewayOptions, shared: Shared, listening: socket) -> None:

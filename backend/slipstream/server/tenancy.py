@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 from slipstream.server.errors import RETRY_AFTER_S, ApiError
 from slipstream.server.keys import ApiKey, digest_of
 from slipstream.server.ledger import MINUTE, REQUESTS, TOKENS, Ledger
+from slipstream.server.metrics import Metrics
+from slipstream.server.sampling import UNLIMITED_TOKENS
 
 if TYPE_CHECKING:
     from slipstream.server.catalog import Model
     from slipstream.server.generation import Generation, Response
 
+BYTES_PER_TOKEN = 4  # of a prompt that is text, until the model has counted its tokens
 _COUNTS = ("num_input_tokens", "num_output_tokens")
 _CHARGED_AT_ONCE = 64  # tokens of a stream that are counted here before they are charged
 
@@ -26,14 +29,14 @@ _CHARGED_AT_ONCE = 64  # tokens of a stream that are counted here before they ar
 class Tenants:
     """keys: none means that everybody may call, as one tenant without limits."""
 
-    def __init__(self, keys: Sequence[ApiKey], max_priority: int, ledger: Ledger) -> None:
-        self._keys, self._max_priority, self._ledger = keys, max_priority, ledger
+    def __init__(self, keys: Sequence[ApiKey], max_priority: int, ledger: Ledger, metrics: Metrics) -> None:
+        self._keys, self._max_priority, self._ledger, self._metrics = keys, max_priority, ledger, metrics
         # Looked up under a secret of this process: how long it takes tells nothing of a key that is nearly right.
         self._secret = secrets.token_bytes(32)
         self._index_of = {self._blind(key.digest): index for index, key in enumerate(keys)}
 
     def anybody(self) -> Lease:
-        return Lease(ApiKey("", b""), 0, self._max_priority, self._ledger)
+        return self._lease(ApiKey("", b""), 0)
 
     def find(self, authorization: bytes) -> Lease:
         """The lease of a request's key. Raises ApiError (401) unless there are no keys."""
@@ -46,18 +49,30 @@ class Tenants:
         index = self._index_of.get(self._blind(digest_of(key.strip())))
         if index is None:
             raise ApiError(401, "Incorrect API key provided", code="invalid_api_key")
-        return Lease(self._keys[index], index, self._max_priority, self._ledger)
+        return self._lease(self._keys[index], index)
+
+    def _lease(self, key: ApiKey, index: int) -> Lease:
+        return Lease(key, index, self._max_priority, self._ledger, self._metrics)
 
     def _blind(self, digest: bytes) -> bytes:
         return hmac.digest(self._secret, digest, "sha256")
 
 
 class Lease:
-    def __init__(self, key: ApiKey, index: int, max_priority: int, ledger: Ledger) -> None:
-        self._key, self._index, self._ledger = key, index, ledger
+    """is_refused: this process turned the request away, and has counted why."""
+
+    def __init__(self, key: ApiKey, index: int, max_priority: int, ledger: Ledger, metrics: Metrics) -> None:
+        self._key, self._index, self._ledger, self._metrics = key, index, ledger, metrics
         self._max_priority = max_priority if key.max_priority is None else key.max_priority
         self._num_sequences = 0
         self._num_uncharged = 0
+        self._num_reserved = 0  # tokens that are set aside, and not charged yet
+        self.is_refused = False
+
+    def count_refusal(self, reason: str) -> None:
+        """reason: one of metrics.REASONS."""
+        self._metrics.count_refusal(reason, self._key.name)
+        self.is_refused = True
 
     # ---- once a request
 
@@ -76,25 +91,53 @@ class Lease:
         limit = self._key.max_num_seqs
         if limit and num_sequences > limit:
             message = f"The request has {num_sequences} sequences (n for each prompt), accepted: at most {limit}"
-            raise ApiError(400, f"{message} (max_num_seqs of the key {self._key.name!r})", param="n")
+            message += f" (max_num_seqs of the key {self._key.name!r})"
+            self.count_refusal("max_num_seqs")
+            raise ApiError(400, message, param="n")
         if self._key.digest and not self._ledger.enter(self._index, num_sequences, limit):
             running = self._ledger.num_sequences(self._index)
             message = f"{running} sequences of the key {self._key.name!r} are being generated"
             message += f", accepted: at most {limit} (max_num_seqs) with the {num_sequences} asked for; try again later"
+            self.count_refusal("max_num_seqs")
             raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
         self._num_sequences += num_sequences if self._key.digest else 0
 
     def prepare(self, generations: Sequence[Generation], model: Model) -> None:
-        """Give generations what the key says of priority and cached prefixes, and count them. Raises ApiError."""
+        """Give generations what the key says of them, count them, and set their tokens aside. Raises ApiError."""
         for generation in generations:
             self._set_priority(generation)
             self._set_salt(generation)
+            self._set_max_tokens(generation)
             if self._key.tokens_per_minute and model.outputs.issuperset(_COUNTS):
                 generation.outputs += tuple(name for name in _COUNTS if name not in generation.outputs)
         self.enter(sum(generation.sampling.get("n", 1) for generation in generations))
+        if model.outputs.issuperset(_COUNTS):
+            self.reserve(
+                sum(num_prompt_tokens(generation.prompt) for generation in generations),
+                sum(most_output_tokens(generation, model) for generation in generations),
+            )
+
+    def reserve(self, num_prompt: int, num_output: int = 0) -> None:
+        """Set aside what a request may cost. Raises ApiError (429) if its key has not so many tokens left.
+
+        One that may cost more than a minute's tokens is let in when the key has used none.
+        """
+        limit = self._key.tokens_per_minute
+        if not limit:
+            return
+        count = min(num_prompt + num_output, limit)
+        wait_s = self._ledger.reserve(self._index, limit, count)
+        if wait_s > 0:
+            held = self._ledger.num_reserved(self._index)
+            about = (
+                f"This request may cost {count} (prompt about {num_prompt}, answer at most {num_output}: max_tokens)"
+            )
+            raise self._too_many("tokens", limit, wait_s, f"{about} beside {held} of requests that run. ")
+        self._num_reserved += count
 
     def end(self) -> None:
         self._charge()
+        self._release(self._num_reserved)
         if self._num_sequences:
             self._ledger.leave(self._index, self._num_sequences)
             self._num_sequences = 0
@@ -106,6 +149,7 @@ class Lease:
         for kind, name, limit in limits:
             if limit:
                 used = self._ledger.used(kind, self._index, limit)
+                used += self._ledger.num_reserved(self._index) if kind == TOKENS else 0
                 values = ("limit", limit), ("remaining", max(0, math.floor(limit - used + 1e-6)))
                 pairs += [(f"x-ratelimit-{word}-{name}".encode(), b"%d" % value) for word, value in values]
                 pairs.append((f"x-ratelimit-reset-{name}".encode(), b"%.3fs" % (used * MINUTE / limit)))
@@ -123,9 +167,16 @@ class Lease:
             self._charge()
 
     def _charge(self) -> None:
+        """What was made is used up now, and need not be set aside any more."""
         if self._num_uncharged and self._key.tokens_per_minute:
             self._ledger.charge(TOKENS, self._index, self._key.tokens_per_minute, self._num_uncharged)
+            self._release(min(self._num_uncharged, self._num_reserved))
         self._num_uncharged = 0
+
+    def _release(self, count: int) -> None:
+        if count:
+            self._ledger.release(self._index, count)
+            self._num_reserved -= count
 
     # ---- parts
 
@@ -138,6 +189,7 @@ class Lease:
         elif asked < most:
             whose = f"max_priority of the key {self._key.name!r}" if self._key.digest else "--max-priority"
             message = f"priority: got {asked}, accepted: {most} or above, which is less urgent ({whose})"
+            self.count_refusal("max_priority")
             raise ApiError(400, message, param="priority")
 
     def _set_salt(self, generation: Generation) -> None:
@@ -148,10 +200,28 @@ class Lease:
         elif salt:
             generation.sampling["cache_salt"] = salt
 
-    def _too_many(self, what: str, limit: int, wait_s: float) -> ApiError:
-        message = f"Rate limit reached for the key {self._key.name!r}: {limit} {what} per minute. "
+    def _set_max_tokens(self, generation: Generation) -> None:
+        if self._key.default_max_tokens and generation.sampling.get("max_tokens") in (None, UNLIMITED_TOKENS):
+            generation.sampling["max_tokens"] = self._key.default_max_tokens
+
+    def _too_many(self, what: str, limit: int, wait_s: float, why: str = "") -> ApiError:
+        message = f"Rate limit reached for the key {self._key.name!r}: {limit} {what} per minute. {why}"
         message += f"Please try again in {wait_s:.1f} s."
+        self.count_refusal(f"{what}_per_minute")
         return ApiError(429, message, code="rate_limit_exceeded", retry_after_s=max(1, math.ceil(wait_s)))
+
+
+def num_prompt_tokens(prompt: str | Sequence[int]) -> int:
+    """An estimate for a text, which is tokenised later; charged is what the model counts."""
+    if not isinstance(prompt, str):
+        return len(prompt)
+    return -(-len(prompt.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
+
+
+def most_output_tokens(generation: Generation, model: Model) -> int:
+    """Of all its sequences; without `max_tokens` the model's own, of a chat the model's length."""
+    asked = generation.sampling.get("max_tokens", model.default_max_tokens)
+    return generation.sampling.get("n", 1) * min(asked, model.max_model_len or UNLIMITED_TOKENS)
 
 
 class Meter:
