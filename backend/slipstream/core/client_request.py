@@ -142,15 +142,15 @@ def _check_entries(
         num_new = max(0, min(num_new, max_model_len - num_prompt))
     if stream_interval:
         num_new = min(num_new, stream_interval)
-    total = n * num_new * (1 + logprobs)
-    terms = f"n={n} x {num_new} tokens x (1 + logprobs={logprobs})"
-    if is_echoed:
-        total += n * num_prompt
-        terms += f" + n={n} x {num_prompt} echoed tokens"
-    if params.prompt_logprobs is not None:
-        total += num_prompt * (1 + params.prompt_logprobs)
-        terms += f" + {num_prompt} prompt tokens x (1 + prompt_logprobs={params.prompt_logprobs})"
+    num_echoed = n * num_prompt if is_echoed else 0
+    num_of_prompt = num_prompt * (1 + params.prompt_logprobs) if params.prompt_logprobs is not None else 0
+    total = n * num_new * (1 + logprobs) + num_echoed + num_of_prompt
     if total > limit:
+        terms = f"n={n} x {num_new} tokens x (1 + logprobs={logprobs})"
+        if num_echoed:
+            terms += f" + n={n} x {num_prompt} echoed tokens"
+        if num_of_prompt:
+            terms += f" + {num_prompt} prompt tokens x (1 + prompt_logprobs={params.prompt_logprobs})"
         accepted = f"at most max_response_entries={limit}; ask for less, or stream"
         raise RequestError("max_tokens", f"one response would hold {terms} = {total} entries, accepted: {accepted}")
 

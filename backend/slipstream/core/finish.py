@@ -6,7 +6,7 @@ Engine thread. Knows ids only; stop strings are matched on text by the output th
 from __future__ import annotations
 
 from slipstream.core.request import FinishReason, Request
-from slipstream.core.word_automaton import ROOT
+from slipstream.core.word_automaton import NO_WORDS, ROOT
 
 
 def end_token_ids(request: Request) -> frozenset[int]:
@@ -30,7 +30,7 @@ class StopConditions:
     def __init__(self, request: Request, max_model_len: int) -> None:
         params = request.params
         self._eos_token_ids = end_token_ids(request)
-        self._words = params.stop_words_automaton
+        self._words = params.stop_words_automaton if params.stop_words_ids else NO_WORDS
         self._word_state = ROOT  # what the output so far has in common with them
         self.token_ids = self._eos_token_ids | frozenset(params.stop_token_ids)
         self.has_words = bool(params.stop_words_ids)

@@ -118,7 +118,12 @@ class SamplingParams:
 
     def build_automata(self) -> None:
         """On the submitting thread, so that neither the engine's nor the output's has to."""
-        _ = self.stop_automaton, self.stop_words_automaton, self.bad_words_automaton
+        if self.stop:
+            _ = self.stop_automaton
+        if self.stop_words_ids:
+            _ = self.stop_words_automaton
+        if self.bad_words_ids:
+            _ = self.bad_words_automaton
 
 
 _KINDS = tuple((f.name, BY_NAME[f.name].kind, f.default) for f in fields(SamplingParams) if f.name in BY_NAME)

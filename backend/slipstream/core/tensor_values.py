@@ -31,7 +31,7 @@ MAX_ELEMENTS = 1 << 20  # of a tensor: longer than any prompt, and some 50 ms to
 
 def tensor_shape(tensor: Tensor, has_batch_dim: bool) -> tuple[int, ...]:
     """The shape without the batch dimension. Raises RequestError for a batch of several prompts, or a size below 0."""
-    if any(size < 0 for size in tensor.shape):
+    if min(tensor.shape, default=0) < 0:
         raise RequestError(tensor.name, f"got shape {list(tensor.shape)}, accepted: sizes >= 0")
     if not has_batch_dim:
         return tensor.shape

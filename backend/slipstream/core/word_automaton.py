@@ -7,7 +7,7 @@ Standard library only; immutable once built, shared by threads. A symbol is a ch
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 S = TypeVar("S", bound=Hashable)
 
@@ -93,3 +93,6 @@ class WordAutomaton(Generic[S]):
                     suffixes[child] = self.step(shorter, symbol)
                     following.append(child)
             level, depth = following, depth + 1
+
+
+NO_WORDS: WordAutomaton[Any] = WordAutomaton(())  # most requests have none: they share this

@@ -19,10 +19,8 @@ def error_answer(handle: int, error: Exception) -> bytes:
     return wire.encode_responses([wire.error_response(handle, error_code(type(error)), str(error))])
 
 
-def fitting(handle: int, response: bytes) -> bytes:
-    """The response, or the error that its request ends with because no frame should hold it."""
-    if len(response) <= wire.MAX_RESPONSE_BYTES:
-        return response
+def too_large(handle: int, response: bytes) -> bytes:
+    """The error that a request ends with because no frame should hold its response."""
     message = f"response: has {len(response)} bytes, accepted: at most {wire.MAX_RESPONSE_BYTES}; stream it"
     return wire.error_response(handle, wire.ErrorCode.INVALID_ARG, message)
 

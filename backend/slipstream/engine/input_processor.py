@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 from slipstream.core.config import GuidedConfig
@@ -138,14 +138,16 @@ def derive_seed(seed: int, index: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def _token_id_fields(request: Request) -> Iterator[tuple[str, list[int]]]:
+def _token_id_fields(request: Request) -> Iterator[tuple[str, Collection[int]]]:
     params = request.params
     yield "prompt", request.prompt_token_ids
-    yield "logit_bias", [token_id for token_id, _ in params.logit_bias]
-    yield "bad_words_ids", [token_id for word in params.bad_words_ids for token_id in word]
-    yield "stop_words_ids", [token_id for word in params.stop_words_ids for token_id in word]
-    yield "stop_token_ids", list(params.stop_token_ids)
-    yield "reference_ids", list(params.reference_ids)
-    yield "eos_token_ids", list(request.eos_token_ids)
+    if params.logit_bias:
+        yield "logit_bias", [token_id for token_id, _ in params.logit_bias]
+    for name, words in (("bad_words_ids", params.bad_words_ids), ("stop_words_ids", params.stop_words_ids)):
+        if words:
+            yield name, [token_id for word in words for token_id in word]
+    yield "stop_token_ids", params.stop_token_ids
+    yield "reference_ids", params.reference_ids
+    yield "eos_token_ids", request.eos_token_ids
     if params.end_id is not None and params.end_id >= 0:  # TensorRT-LLM clients send -1 for "none"
         yield "end_id", [params.end_id]

@@ -14,6 +14,7 @@ from slipstream.core.client_request import ClientRequest
 from slipstream.core.detokenize import IncrementalDetokenizer, Tokenizer, context_token_ids, start_detokenizer
 from slipstream.core.outputs import RequestOutput, StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
+from slipstream.core.responses import write_logprobs
 from slipstream.core.stop_strings import StopMatcher
 
 OnStop = Callable[[Request, str], None]
@@ -96,13 +97,15 @@ class _Client:
         self.num_unfinished = client.request.params.n if client.request is not None else 1
 
     def start(self, tokenizer: Tokenizer, request: Request) -> _Start:
-        """A copy for one of the n sequences: a long prompt is gone through once."""
+        """For one of the n sequences, each with a copy: a long prompt is gone through once."""
         if self._start is None:
             prompt, skip_special_tokens = request.prompt_token_ids, request.params.skip_special_tokens
             context: list[int] = []
             if self.client.wants_context and not self.client.echo_text:
                 context = context_token_ids(tokenizer, prompt, skip_special_tokens)
             self._start = _Start(start_detokenizer(tokenizer, prompt, skip_special_tokens), context)
+        if self.num_unfinished == 1 and not self.sequences:
+            return self._start
         return _Start(copy(self._start.detokenizer), self._start.context)
 
 
@@ -143,6 +146,7 @@ class _Sequence:
             self._text += self._detokenizer.push(self._shown(step))
             self._token_ids += step.new_token_ids
             if step.logprobs:
+                write_logprobs(self._client, step.logprobs)
                 self._logprobs += step.logprobs
         if step.finish_reason is not None or self.stopped_by is not None:
             return self._end(step)
@@ -168,6 +172,8 @@ class _Sequence:
         return step.new_token_ids[:-1]
 
     def _take_matching(self, step: StepOutput, matcher: StopMatcher) -> None:
+        if step.logprobs:
+            write_logprobs(self._client, step.logprobs)
         num_shown = len(self._shown(step))
         for index, token_id in enumerate(step.new_token_ids):
             self._num_tokens += 1

@@ -28,13 +28,12 @@ from slipstream.core.responses import (
     encode_response,
     is_gathered,
     response_frames,
-    write_logprobs,
 )
 from slipstream.core.unread_request import encode_unread, peek
-from slipstream.engine.answers import error_answer, fitting, read_request
+from slipstream.engine.answers import error_answer, read_request, too_large
 from slipstream.engine.engine import Engine
 from slipstream.engine.output_processor import OutputProcessor
-from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool, num_bytes
+from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
 from slipstream.engine.socket import EngineLink
 
 logger = logging.getLogger(__name__)
@@ -94,7 +93,7 @@ class GenerateServer:
         if kind is wire.FrameType.REQUEST:
             raw = read_request(payload, self._link.send)
             if raw is not None:
-                self._admit(raw)
+                self._admit(raw, is_large=len(payload) > MAX_INLINE_BYTES)
         elif kind is wire.FrameType.CANCEL:
             self._cancel(wire.decode_cancel(payload))
         elif kind is wire.FrameType.DRAIN:
@@ -102,11 +101,11 @@ class GenerateServer:
         else:
             raise wire.ProtocolError(f"the backend sent {kind.name}")
 
-    def _admit(self, raw: wire.Request) -> None:
+    def _admit(self, raw: wire.Request, is_large: bool) -> None:
         try:
             if self._drain_deadline is not None:
                 raise CapacityError("the model is being unloaded")
-            if num_bytes(raw) > MAX_INLINE_BYTES:
+            if is_large:
                 client = peek(raw, self._config, self._engine.tokenizer)
                 self._note_id(raw.handle, client.request_id)  # before the pool's thread can be done with it
                 self._pool.put(raw, self._unread_deadline(client), client)
@@ -244,23 +243,20 @@ class GenerateServer:
             timeout = _METRICS_PERIOD_S if self._engine.has_work else next(settling, _METRICS_PERIOD_S)
 
     def _answer(self, step: list[StepOutput]) -> None:
-        live, answers = self._live, []
-        for news in step:
-            if news.logprobs and news.request.handle in live:
-                write_logprobs(live[news.request.handle], news.logprobs)
+        live, answers, most_bytes = self._live, [], wire.MAX_RESPONSE_BYTES
         for output in self._outputs.process(step):
             handle = output.request.handle
             client = live.get(handle)
             if client is None:
                 continue  # another sequence of a request that was too large
-            answer = self._encode(client, output)
-            fitted = fitting(handle, answer)
-            if answer:
-                answers.append(fitted)
-            if fitted is not answer:
+            answer, is_final = self._encode(client, output), output.is_final
+            if len(answer) > most_bytes:
+                answer, is_final = too_large(handle, answer), True
                 self._outputs.discard(handle)
                 self._engine.cancel(handle)
-            if output.is_final or fitted is not answer:
+            if answer:
+                answers.append(answer)
+            if is_final:
                 self._gathered.pop(handle, None)
                 self._forget(handle)
         if answers:

@@ -13,7 +13,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.contract import OUTPUTS
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason
-from slipstream.engine.answers import error_answer, fitting, read_request
+from slipstream.engine.answers import error_answer, read_request, too_large
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool, num_bytes
 from slipstream.engine.socket import EngineLink
 from slipstream.engine.tokenize_tasks import make_task
@@ -79,6 +79,9 @@ class TokenizeServer:
 
     def parse(self, request: wire.Request) -> bytes:
         try:
-            return wire.encode_responses([fitting(request.handle, self._task.answer(request))])
+            answer = self._task.answer(request)
+            if len(answer) > wire.MAX_RESPONSE_BYTES:
+                answer = too_large(request.handle, answer)
+            return wire.encode_responses([answer])
         except Exception as error:
             return error_answer(request.handle, error)

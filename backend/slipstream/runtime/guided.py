@@ -118,11 +118,13 @@ class GuidedRequests:
         fail: Callable[[Request, SlipstreamError, list[StepOutput]], None],
     ) -> None:
         self._host, self._scheduler, self._fail = host, scheduler, fail
+        self._live: set[int] = set()  # by request_id; while there is none, a step's tokens are not gone through
 
     def start(self, requests: Sequence[Request]) -> None:
         """Of one client request, which the scheduler has taken."""
         states = [request.guide_state for request in requests if request.guide_state is not None]
         if states:
+            self._live.update(state.request.request_id for state in states)
             self._host.start(states)
 
     def poll(self, outputs: list[StepOutput], timeout: float = 0.0) -> None:
@@ -143,7 +145,7 @@ class GuidedRequests:
 
     def advance(self, committed: list[StepOutput]) -> None:
         """Move on by a step's tokens. Without an end token, nobody but the grammar says whether one more may come."""
-        for output in committed:
+        for output in committed if self._live else ():
             request, state = output.request, output.request.guide_state
             if state is not None and not request.is_finished and output.new_token_ids:
                 self._host.advance(state, output.new_token_ids)
@@ -163,8 +165,9 @@ class GuidedRequests:
         self._scheduler.withdraw(step, late)
 
     def forget(self, requests: Sequence[Request]) -> None:
-        for request in requests:
+        for request in requests if self._live else ():
             if request.guide_state is not None:
+                self._live.discard(request.request_id)
                 self._host.forget(request.guide_state)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from slipstream.core.token_table import CUT, TokenTable, build_token_table, tabl
 
 logger = logging.getLogger(__name__)
 
+_SHORT_CHARS = 1024  # at most: cheaper to encode than to give Python's lock away and wait for it
 _LIKELY_CHARS = 8  # of a token: texts with more are white space or rules
 _CUT_WINDOW = 4096  # characters in which a place to cut is looked for
 _KINDS = "er1 \n\t.'\u4e2d"  # with two letters that every vocabulary merges
@@ -67,12 +68,16 @@ class TextTokenizer:
         return self._table
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """As a batch of one, during which other threads run: `encode` of the library holds Python's lock."""
+        """A long text as a batch of one, during which other threads run: the library's `encode` holds Python's lock."""
+        if len(text) <= _SHORT_CHARS:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
         """Each of them alone, without special tokens."""
+        if not texts:
+            return []
         return [one.ids for one in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def surely_exceeds(self, text: str, max_tokens: int) -> int:
