@@ -1,4 +1,4 @@
-"""Write the tables of docs/contracts.md, configuration.md and metrics.md from the code, between their markers.
+"""Write the tables in docs/ (PAGES) from the code, between their markers.
 
     python build/make_docs.py          # rewrite
     python build/make_docs.py --check  # exit 1 if a page is out of date
@@ -14,10 +14,10 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from slipstream.core.client_settings import json_only_names
 from slipstream.core.config_parse import parameter_default
 from slipstream.core.config_table import FOREIGN, PARAMETERS
 from slipstream.core.contract import DETOKENIZE, GENERATE, TOKENIZE
+from slipstream.core.settings import IN_SPECULATION, PASSED_ON, SETTINGS, Setting
 from slipstream.core.stats import METRICS, MetricKind
 from slipstream.core.tensor_spec import TYPE_NAMES, InputSpec, OutputSpec, Use
 from slipstream.server.metrics import FAMILIES, PREFIX
@@ -92,8 +92,31 @@ def foreign() -> str:
     return table(("parameter", "may stay as", "otherwise"), rows)
 
 
-def json_names() -> str:
-    return ", ".join(f"`{name}`" for name in json_only_names())
+def settings(rows: Iterable[Setting]) -> str:
+    """Those of `sampling_parameters`, without the flags, which are listed with the tensors."""
+    listed = [setting for setting in rows if setting.is_in_json and not setting.name.startswith("return_")]
+    header = ("setting", "accepted", "default", "gateway", "meaning")
+    return table(header, [(_keys(s), s.kind.accepted, _default(s), _openai(s), s.doc) for s in listed])
+
+
+def _keys(setting: Setting) -> str:
+    """Its own name first, if that is a key."""
+    keys = dict.fromkeys((*setting.json, *setting.tensors))
+    return ", ".join(f"`{name}`" for name in sorted(keys, key=lambda name: name != setting.name))
+
+
+def _default(setting: Setting) -> str:
+    if setting.parameter:
+        return f"the model's `{setting.parameter}`"
+    return "" if setting.default in (None, (), "") else f"`{_text(setting.default)}`"
+
+
+def _openai(setting: Setting) -> str:
+    return {PASSED_ON: "the same", IN_SPECULATION: "in `speculation`"}.get(setting.openai, setting.openai)
+
+
+def openai_names(rows: Iterable[Setting]) -> str:
+    return ", ".join(f"`{setting.name}`" for setting in rows if setting.openai == PASSED_ON)
 
 
 def metrics() -> str:
@@ -118,7 +141,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "generate inputs": lambda: inputs(GENERATE.inputs),
     "generate unserved": lambda: unserved(GENERATE.inputs),
     "generate outputs": lambda: outputs(GENERATE.outputs),
-    "json names": json_names,
+    "settings": lambda: settings(SETTINGS),
+    "passed on": lambda: openai_names(SETTINGS),
     "tokenize inputs": lambda: inputs(TOKENIZE.inputs),
     "tokenize unserved": lambda: unserved(TOKENIZE.inputs),
     "tokenize outputs": lambda: outputs(TOKENIZE.outputs),
@@ -129,7 +153,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "gateway metrics": gateway_metrics,
 }
-PAGES = ("contracts.md", "configuration.md", "metrics.md")
+PAGES = ("contracts.md", "gateway.md", "configuration.md", "metrics.md")
 _MARKED = re.compile(r"<!-- table: (?P<name>[a-z ]+) -->\n.*?<!-- end of table -->", re.S)
 
 

@@ -176,8 +176,3 @@ def unknown(name: str, what: str, known: Iterable[str]) -> RequestError:
     close = difflib.get_close_matches(name, list(known), n=1)
     hint = f"did you mean {close[0]}?" if close else f"accepted: {', '.join(sorted(known))}"
     return RequestError(name, f"unknown {what}; {hint}")
-
-
-def json_only_names() -> list[str]:
-    """Names that no tensor has."""
-    return sorted(set(names()) - set(TENSORS))

@@ -132,7 +132,10 @@ class Texts:
     """A list of strings, or one string. has_empty: an empty string may be among them."""
 
     has_empty: bool = False
-    accepted: str = "a string or a list of strings, all non-empty"
+
+    @property
+    def accepted(self) -> str:
+        return f"a string or a list of strings{'' if self.has_empty else ', all non-empty'}"
 
     def read(self, name: str, value: object) -> tuple[str, ...]:
         texts = values.read_texts(name, value)

@@ -36,6 +36,7 @@ TRT = (TRT_ENSEMBLE, TRT_CORE)
 OURS = (SLIPSTREAM,)
 MAX_BIAS = 100.0  # of one token's logit, either way
 MAX_CACHE_SALT_BYTES = 256
+MAX_CHOICES = 128
 MAX_TIMEOUT_US = 2**63 - 1
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 
@@ -99,8 +100,8 @@ _SAMPLING = (
     Setting("presence_penalty", Number(-2.0, 2.0), 0.0, "Subtracted from the logit of tokens of the output.", {"presence_penalty": TRT, "sampling_param_presence_penalty": (TRT_LLMAPI,)}, openai=PASSED_ON),
     Setting("frequency_penalty", Number(-2.0, 2.0), 0.0, "Subtracted once per occurrence in the output.", {"frequency_penalty": TRT, "sampling_param_frequency_penalty": (TRT_LLMAPI,)}, openai=PASSED_ON),
     Setting("seed", Integer(-(2**63), 2**64 - 1, "a 64-bit integer"), None, "Same seed, same text, whatever else is in the batch. `random_seed` is its name in older releases.", {"seed": TRT, "random_seed": TRT, "sampling_param_seed": (TRT_LLMAPI,)}, openai=PASSED_ON),
-    Setting("n", Integer(1, 128), 1, "Sequences to generate; they share the prompt's cache.", {"num_return_sequences": TRT}, json=("n",), openai=PASSED_ON),
-    Setting("best_of", Integer(1, 128), None, "Accepted when equal to the number of sequences returned.", {"sampling_param_best_of": (TRT_LLMAPI,)}, json=("best_of",), openai="`best_of` of completions"),
+    Setting("n", Integer(1, MAX_CHOICES), 1, "Sequences to generate; they share the prompt's cache.", {"num_return_sequences": TRT}, json=("n",), openai=PASSED_ON),
+    Setting("best_of", Integer(1, MAX_CHOICES), None, "Accepted when equal to the number of sequences returned.", {"sampling_param_best_of": (TRT_LLMAPI,)}, json=("best_of",), openai="`best_of` of completions"),
     Setting("logprobs", Integer(0, 20), None, "Likeliest tokens to report beside each new one; 0 for the chosen one alone.", json=("logprobs",), openai="`logprobs`, `top_logprobs`"),
     Setting("prompt_logprobs", Integer(0, 20), None, "The same for each token of the prompt.", json=("prompt_logprobs",), openai="`echo` with `logprobs`"),
     Setting("logit_bias", TokenBiases(MAX_BIAS), (), 'Added to the logits of tokens: an object {"token id": bias}.', json=("logit_bias",), openai=PASSED_ON),

@@ -23,6 +23,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import slipstream
+from slipstream.core.setting_values import shown
+from slipstream.core.settings import BY_NAME
 from slipstream.server.chat import chat
 from slipstream.server.completions import complete
 from slipstream.server.embeddings import cards, embed
@@ -32,7 +34,7 @@ from slipstream.server.guard import Guard
 from slipstream.server.ledger import Ledger, make_ledger
 from slipstream.server.metrics import Metrics, make_file
 from slipstream.server.options import GatewayOptions
-from slipstream.server.sampling import naming_guides_as_asked
+from slipstream.server.sampling import PASSED_NAMES, naming_guides_as_asked
 from slipstream.server.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, ErrorBody
 
 logger = logging.getLogger(__name__)
@@ -241,7 +243,10 @@ def _specificity(error: Any) -> tuple[bool, int]:
 
 
 def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """The first fault in words, and the field: pydantic's errors without its names of types and branches."""
+    """The first fault in words, and the field: pydantic's errors without its names of types and branches.
+
+    A setting is refused with the engine's own sentence, and pydantic's behind it.
+    """
     first = max(errors, key=_specificity)
     if first["type"] == "json_invalid":
         return f"The request body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
@@ -255,4 +260,6 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     words = {"extra_forbidden": "is not a known parameter", "missing": "is missing"}.get(first["type"], first["msg"])
     if not field:
         return f"The request body: {words} (a JSON object is needed, sent as application/json)", None
+    if field in PASSED_NAMES:
+        words = f"got {shown(first['input'])}, accepted: {BY_NAME[field].kind.accepted} ({words})"
     return f"{field}: {words}", field

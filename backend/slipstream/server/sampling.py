@@ -6,39 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from slipstream.core.setting_values import MAX_INT32
+from slipstream.core.settings import IN_SPECULATION, SETTINGS
 from slipstream.server.errors import ApiError
-from slipstream.server.schemas import ResponseFormat, Sampling
+from slipstream.server.schemas import ResponseFormat, Sampling, passed_on
 
-_SAME_NAME = (
-    "n",
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "seed",
-    "logit_bias",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "stop_token_ids",
-    "ignore_eos",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "priority",
-    "cache_salt",
-    "timeout_ms",
-    "structured_outputs",
-)
-_SPECULATION = frozenset(
-    ("num_draft_tokens", "speculative_method", "speculative_acceptance", "reference_text", "reference_ids")
-)
-UNLIMITED_TOKENS = 2**31 - 1
+PASSED_NAMES = tuple(setting.name for setting in passed_on(SETTINGS))
+_SPECULATION = frozenset(setting.name for setting in SETTINGS if setting.openai == IN_SPECULATION)
+UNLIMITED_TOKENS = MAX_INT32
 
 
 def sampling_parameters(request: Sampling, max_tokens: int | None, response_format: ResponseFormat | None) -> dict:
     """Only what the client said, plus the length and the guide. Raises ApiError for two guides at once."""
-    settings: dict[str, Any] = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    settings: dict[str, Any] = {name: value for name in PASSED_NAMES if (value := getattr(request, name)) is not None}
     if request.stop:  # "" and [] mean none, as with OpenAI
         settings["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     if request.speculation is not None:

@@ -1,17 +1,24 @@
 """What clients may send: OpenAI's requests, with vLLM's sampling extensions. Checked strictly, once per request.
 
 A key that neither serves nor may be passed over is refused, as OpenAI does: a misspelt setting must not be ignored.
+Settings that go to the engine as they are have no field here: their rows in core/settings.py make it, bounds included.
 Limits that depend on the model are the engine's to say. FastAPI makes the OpenAPI schema of these classes.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, create_model
+from pydantic.fields import FieldInfo
 
-MAX_STOPS, MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS, MAX_CHOICES = 64, 10_000, 128, 256, 128
-TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+from slipstream.core import setting_kinds as kinds
+from slipstream.core.setting_values import MAX_ENTRIES, MAX_INT32
+from slipstream.core.settings import BY_NAME, MAX_CACHE_SALT_BYTES, PASSED_ON, SETTINGS, Setting
+
+MAX_STOPS, MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS = 64, 10_000, 128, 256
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Text = Annotated[str, Field(max_length=1 << 24)]
 
 
@@ -25,37 +32,73 @@ class StreamOptions(Strict):
     include_obfuscation: bool = False  # accepted; nothing is padded
 
 
-class Sampling(Strict):
-    """What both kinds of generation have. None means the model's default."""
+def field_type(setting: Setting) -> Any:
+    """The type that a request's field has, with the bounds of the setting's kind."""
+    kind = setting.kind
+    if isinstance(kind, kinds.Integer):
+        return Annotated[int, Field(ge=kind.low, le=kind.high)]
+    if isinstance(kind, kinds.Number):
+        return Annotated[float, Field(ge=kind.low, le=kind.high)]
+    if isinstance(kind, kinds.Flag):
+        return bool
+    if isinstance(kind, kinds.Text):
+        return Text if kind.max_bytes is None else Annotated[str, Field(max_length=kind.max_bytes)]
+    if isinstance(kind, kinds.Choice):
+        return Literal[kind.choices]
+    if isinstance(kind, kinds.Texts):
+        return Text | Annotated[list[Text], Field(max_length=MAX_ENTRIES)]
+    if isinstance(kind, kinds.TokenIds):
+        least = 0 if kind.is_empty_accepted else 1
+        return Annotated[list[TokenId], Field(min_length=least, max_length=MAX_ENTRIES)]
+    if isinstance(kind, kinds.TokenBiases):
+        return dict[str, Annotated[float, Field(ge=-kind.limit, le=kind.limit)]]
+    if isinstance(kind, kinds.Object):
+        return dict[str, JsonValue]
+    raise TypeError(f"{setting.name}: a request in JSON has no {type(kind).__name__}")
+
+
+def passed_on(settings: Iterable[Setting]) -> tuple[Setting, ...]:
+    """Those that requests name as the engine does, and that go to it as they are."""
+    return tuple(setting for setting in settings if setting.openai == PASSED_ON)
+
+
+def make_fields(settings: Iterable[Setting]) -> dict[str, Any]:
+    """Fields of a request, for `create_model`. None means the model's default."""
+    return {
+        setting.name: (field_type(setting) | None, Field(default=None, description=setting.doc))
+        for setting in passed_on(settings)
+    }
+
+
+def bounds_of(name: str) -> FieldInfo:
+    """Those of an integer setting, for a field that code of the gateway reads and that therefore stands here."""
+    kind = BY_NAME[name].kind
+    assert isinstance(kind, kinds.Integer)
+    return Field(ge=kind.low, le=kind.high)
+
+
+if TYPE_CHECKING:
+    PassedOn = Strict
+else:
+    PassedOn = create_model("PassedOn", __base__=Strict, **make_fields(SETTINGS))
+
+
+class Sampling(PassedOn):
+    """What both kinds of generation have, beside the settings that are passed on. None means the model's default."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    n: Annotated[int, bounds_of("n")] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     user: str | None = None  # accepted without effect, as the next four
     metadata: dict[str, str] | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
-    # beyond OpenAI's, by vLLM's names
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=1024)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None
-    timeout_ms: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    # beyond OpenAI's
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_BYTES)] | None = None
+    timeout_ms: Annotated[int, bounds_of("timeout_ms")] | None = None
     stream_interval: Annotated[int, Field(ge=1, le=4096)] | None = None
     structured_outputs: dict[str, JsonValue] | None = None
     speculation: dict[str, JsonValue] | None = None  # the model's speculation settings, by the engine's names
@@ -132,10 +175,10 @@ class ChatRequest(Sampling):
     """POST /v1/chat/completions"""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31 - 1)] | None = None
+    max_tokens: Annotated[int, bounds_of("max_tokens")] | None = None
+    max_completion_tokens: Annotated[int, bounds_of("max_tokens")] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, bounds_of("logprobs")] | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -159,10 +202,10 @@ class CompletionRequest(Sampling):
     """POST /v1/completions"""
 
     prompt: Prompt
-    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None  # 0: the prompt alone
+    logprobs: Annotated[int, bounds_of("logprobs")] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, bounds_of("best_of")] | None = None
     suffix: str | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
