@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from slipstream.nn.spec import DecoderSpec, read_spec
-from tiny_checkpoints import VARIANTS, make_model, selection_biases
+from tiny_checkpoints import VARIANTS, make_checkpoint, selection_biases
 
 LLAMA_3_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -44,9 +44,7 @@ def spec_of(folder: Path, config: dict[str, object], generation: dict[str, objec
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_num_parameters_is_hugging_face_s_count(variant: str, tmp_path: Path) -> None:
-    model = make_model(variant)
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(tmp_path)
+    model = make_checkpoint(variant, tmp_path).model
     ranking = sum(bias.numel() for _, bias in selection_biases(model))  # buffers of Hugging Face's models
     assert read_spec(tmp_path).num_parameters == model.num_parameters() + ranking
 

@@ -11,8 +11,13 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, PreTrainedModel
 
 Tensors = dict[str, torch.Tensor]
+ALIBI_SLOPES = {  # by the number of heads, as the paper's code has them
+    6: [0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125],
+    8: [0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625],
+}
 CHATGLM_NAMES = (
     ("model.embed_tokens", "transformer.embedding.word_embeddings"),
     ("model.layers.", "transformer.encoder.layers."),
@@ -40,7 +45,7 @@ def join_qkv(tensors: Tensors, joined: str) -> Tensors:
     return tensors
 
 
-def chatglm(path: Path) -> None:
+def chatglm(path: Path, _: PreTrainedModel) -> None:
     def tensors(stored: Tensors) -> Tensors:
         renamed = {}
         for name, tensor in join_qkv(stored, "query_key_value").items():
@@ -72,7 +77,40 @@ def chatglm(path: Path) -> None:
     rewrite(path, tensors, config)
 
 
-def with_draft_layer(path: Path) -> None:
+class AlibiModel(LlamaForCausalLM):
+    """Baichuan-13B's maths: rotations by no angle, and ALiBi as a mask; 2^(-8i/n) and every second one of twice n."""
+
+    def forward(self, input_ids: torch.Tensor) -> object:
+        self.model.rotary_emb.inv_freq.zero_()
+        distance = torch.arange(input_ids.shape[1])[None] - torch.arange(input_ids.shape[1])[:, None]
+        bias = torch.tensor(ALIBI_SLOPES[self.config.num_attention_heads]).view(1, -1, 1, 1) * distance
+        return super().forward(input_ids, attention_mask=bias.masked_fill(distance > 0, torch.finfo().min))
+
+
+def baichuan(path: Path, model: PreTrainedModel) -> None:
+    """Of Baichuan2, by its vocabulary, rows of the head are stored with any length, and multiplied with length 1."""
+    if model.config.vocab_size == 125_696:
+        with torch.no_grad():
+            model.lm_head.weight /= model.lm_head.weight.norm(dim=1, keepdim=True)
+
+    def config(values: dict) -> dict:
+        kept = {key: value for key, value in values.items() if key != "num_key_value_heads"}
+        return {**kept, "architectures": ["BaichuanForCausalLM"], "model_type": "baichuan"}
+
+    rewrite(path, lambda stored: join_qkv(stored, "W_pack"), config)
+
+
+def baichuan_alibi(path: Path, model: PreTrainedModel) -> None:
+    baichuan(path, model)
+
+    def config(values: dict) -> dict:
+        length = values.pop("max_position_embeddings")
+        return {**values, "model_max_length": length}
+
+    rewrite(path, lambda stored: stored, config)
+
+
+def with_draft_layer(path: Path, _: PreTrainedModel) -> None:
     """A layer for multi-token prediction behind the decoder's."""
 
     def tensors(stored: Tensors) -> Tensors:
@@ -82,4 +120,9 @@ def with_draft_layer(path: Path) -> None:
     rewrite(path, tensors, lambda values: values)
 
 
-LAYOUTS: dict[str, Callable[[Path], None]] = {"chatglm": chatglm, "glm4-moe": with_draft_layer}
+LAYOUTS: dict[str, Callable[[Path, PreTrainedModel], None]] = {
+    "baichuan": baichuan,
+    "baichuan-alibi": baichuan_alibi,
+    "chatglm": chatglm,
+    "glm4-moe": with_draft_layer,
+}

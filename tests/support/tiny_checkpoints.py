@@ -6,21 +6,35 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from stored_layouts import LAYOUTS
+from stored_layouts import LAYOUTS, AlibiModel
 from torch import Tensor
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     GlmConfig,
     GlmForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -55,10 +69,19 @@ CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "mixtral": (MixtralConfig, MixtralForCausalLM),
     "qwen2-moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3-moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "baichuan": (LlamaConfig, LlamaForCausalLM),
+    "baichuan-alibi": (LlamaConfig, AlibiModel),
     "chatglm": (GlmConfig, GlmForCausalLM),
+    "gemma2": (Gemma2Config, Gemma2ForCausalLM),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "glm": (GlmConfig, GlmForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "glm4-moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "granite": (GraniteConfig, GraniteForCausalLM),
+    "minimax-m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
 }
 EXPERTS: dict[str, object] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 GLM: dict[str, object] = {"head_dim": 8, "pad_token_id": 0}
@@ -69,6 +92,12 @@ GLM_EXPERTS: dict[str, object] = {
     "n_shared_experts": 1,
     "routed_scaling_factor": 1.5,
     "first_k_dense_replace": 1,
+}
+
+
+LAYER_ROPES: dict[str, object] = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
 
 
@@ -130,7 +159,40 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         "glm4-moe",
         {**GLM_EXPERTS, "use_qk_norm": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
     ),
-}
+    "baichuan": ("baichuan", {"num_key_value_heads": 6}),
+    "baichuan2-head": ("baichuan", {"num_key_value_heads": 6, "vocab_size": 125_696}),
+    "baichuan-alibi": ("baichuan-alibi", {"num_key_value_heads": 6}),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 8, "query_pre_attn_scalar": 5, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0,
+         "sliding_window": 9},
+    ),
+    "gemma2-uncapped": (
+        "gemma2",
+        {"head_dim": 8, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True,
+         "tie_word_embeddings": False},
+    ),
+    "gemma3": (
+        "gemma3",
+        {"head_dim": 8, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2,
+         "num_hidden_layers": 4, "rope_parameters": LAYER_ROPES},
+    ),
+    "granite": (
+        "granite",
+        {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22,
+         "logits_scaling": 8.0, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+    "minimax-m2": ("minimax-m2", {"num_local_experts": 8, "head_dim": 16, "rotary_dim": 8, "intermediate_size": 24}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3": ("olmo3", {"sliding_window": 9, "num_hidden_layers": 4, "rope_parameters": LAYER_ROPES}),
+    "phi3": ("phi3", {"sliding_window": 9, "pad_token_id": 0}),
+    "phi3-longrope": (
+        "phi3",
+        {"pad_token_id": 0, "original_max_position_embeddings": 2,
+         "rope_parameters": {"rope_type": "longrope", "rope_theta": 500.0, "partial_rotary_factor": 0.75,
+                             "short_factor": [1.0] * 3, "long_factor": [1.0, 2.0, 5.0]}},
+    ),
+}  # fmt: skip
 # head sizes that the GPU kernels serve
 GPU_VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "llama-gpu": ("llama", {"head_dim": 128, **VARIANTS["llama-rope-yarn"][1]}),
@@ -189,7 +251,7 @@ def make_checkpoint(variant: str, path: Path, max_shard_size: str = "1GB") -> Ti
     model.save_pretrained(path, max_shard_size=max_shard_size)
     family = {**VARIANTS, **GPU_VARIANTS}[variant][0]
     if family in LAYOUTS:
-        LAYOUTS[family](path)
+        LAYOUTS[family](path, model)
     return TinyCheckpoint(path, model)
 
 

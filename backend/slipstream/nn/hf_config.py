@@ -77,6 +77,11 @@ class HFConfig:
             raise self.error(key, "must be a number above 0")
         return float(value)
 
+    def number_or_none(self, key: str, default: float | None) -> float | None:
+        """Null is none, other than for the fields that `has` speaks of; absent is the default."""
+        name = self.names.get(key, key)
+        return default if name not in self.values else None if self.values[name] is None else self.number(key)
+
     def boolean(self, key: str, default: bool | _Required = REQUIRED) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):

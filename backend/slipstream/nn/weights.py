@@ -49,7 +49,8 @@ def check_checkpoint(
     shape or type).
     """
     family = FAMILIES.get(decoder.spec.architecture)
-    slots = decoder.weight_slots(family.names)
+    names = family.names_of(decoder.spec)
+    slots = decoder.weight_slots(names)
     headers = read_headers(checkpoint_files(checkpoint_dir))
     attentions = [layer.attention for layer in decoder.layers]
     slots |= kv_scale_slots(attentions, ((name, header.shape) for name, header in headers.items()))
@@ -57,7 +58,7 @@ def check_checkpoint(
     if decoder.spec.stored_format is not None:
         ignored += UNUSED_SUFFIXES
     if decoder.spec.tie_word_embeddings:  # some checkpoints store the tied table twice
-        ignored = (*ignored, f"{tensor_name(family.names, 'lm_head', 0)}.weight")
+        ignored = (*ignored, f"{tensor_name(names, 'lm_head', 0)}.weight")
     beyond = tuple(prefix.format(num_layers=decoder.spec.num_layers) for prefix in family.ignored_prefixes)
     headers = {
         name: header
@@ -86,7 +87,7 @@ def draw_dummies(decoder: Decoder, seed: int) -> None:
     """
     device, dtype = decoder.context.device, decoder.context.dtype
     generator = torch.Generator(device).manual_seed(seed)
-    for slot in decoder.weight_slots(FAMILIES.get(decoder.spec.architecture).names).values():
+    for slot in decoder.weight_slots(FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec)).values():
         tensor = torch.empty(slot.shape, device=device, dtype=dtype)
         slot.load(tensor.normal_(slot.mean, slot.std, generator=generator))
 

@@ -114,7 +114,7 @@ class MTPModule:
         slots = {f"{name}.weight": norm.slot() for name, norm in self.norms.items()}
         for _, suffix, slot in self.projection.slots():
             slots[f"eh_proj.{suffix}"] = slot
-        own = self.layer.weight_slots(FAMILIES.get(self.spec.architecture).names, "{layer}")
+        own = self.layer.weight_slots(FAMILIES.get(self.spec.architecture).names_of(self.spec), "{layer}")
         slots |= {_below_layer(name): slot for name, slot in own.items()}
         if self.embedding is not self._target.embedding:
             slots["embed_tokens.weight"] = copy_slot(self.embedding.weight)

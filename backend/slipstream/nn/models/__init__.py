@@ -5,13 +5,20 @@ from __future__ import annotations
 from slipstream.core.errors import ConfigError
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.models import (  # noqa: F401  (each registers itself)
+    baichuan,
     chatglm,
+    gemma2,
+    gemma3,
     glm,
     glm4,
     glm4_moe,
+    granite,
     llama,
+    minimax_m2,
     mistral,
     mixtral,
+    olmo,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,

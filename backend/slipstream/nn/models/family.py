@@ -35,15 +35,19 @@ LLAMA_NAMES: Mapping[str, Name] = {
 
 @dataclass(frozen=True)
 class Family:
-    """names: as LLAMA_NAMES. ignored_suffixes: tensors of old checkpoints that carry no weights (rotary buffers).
+    """names: as LLAMA_NAMES, or what makes them of a spec.
 
-    ignored_prefixes: of tensors that the decoder does not have; "{num_layers}" stands for the number of its layers.
+    ignored_suffixes: of tensors in old checkpoints that carry no weights (rotary buffers). ignored_prefixes: of tensors
+    that the decoder does not have; "{num_layers}" stands for the number of its layers.
     """
 
     read_spec: Callable[[HFConfig], DecoderSpec]
-    names: Names
+    names: Names | Callable[[DecoderSpec], Names]
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
     ignored_prefixes: tuple[str, ...] = ()
+
+    def names_of(self, spec: DecoderSpec) -> Names:
+        return self.names(spec) if callable(self.names) else self.names
 
 
 FAMILIES: Registry[Family] = Registry("architecture")
