@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 BYTES_PER_S = 4.3e12
 FLOPS_PER_S = {2.0: 790e12, 1.0: 1600e12}
@@ -21,6 +21,8 @@ class Shape:
     head_dim: int = 128
     experts: int = 1
     experts_of_token: int = 1
+    family: tuple[str, str] = ("LlamaForCausalLM", "llama")  # architecture, model_type
+    extra: dict[str, object] = field(default_factory=dict)  # what else the family's config.json says
 
     def linear_parameters(self, experts: float) -> float:
         """Of the layers, with so many of their experts."""
@@ -39,11 +41,9 @@ class Shape:
 
     def config(self) -> dict[str, object]:
         """A Hugging Face config.json. Both spellings of the rotary base: transformers 5 reads rope_parameters."""
-        family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-        if self.experts > 1:
-            family = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}
         return {
-            **family,
+            "architectures": [self.family[0]],
+            "model_type": self.family[1],
             "hidden_act": "silu",
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
@@ -64,15 +64,43 @@ class Shape:
             "max_position_embeddings": self.max_len,
             "num_local_experts": self.experts,
             "num_experts_per_tok": self.experts_of_token,
+            **self.extra,
         }
 
+
+MIXTRAL = ("MixtralForCausalLM", "mixtral")
+QWEN3_MOE = {
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+GEMMA3 = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 1024,
+    "layer_types": 8 * [*5 * ["sliding_attention"], "full_attention"],
+    "rope_local_base_freq": 1e4,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    },
+}
 
 SHAPES = {
     "llama3-8b": Shape(4096, 32, 32, 8, 14336, 128256, 5e5, 131072),
     "baichuan2-13b": Shape(5120, 40, 40, 40, 13696, 125696),  # its matrix shapes in the Llama graph (no ALiBi)
     "llama3-1b": Shape(2048, 16, 32, 8, 8192, 128256, 5e5, 131072, 64),
     "llama3-70b": Shape(8192, 80, 64, 8, 28672, 128256, 5e5, 131072),
-    "mixtral-8x7b": Shape(4096, 32, 32, 8, 14336, 32000, 1e6, 32768, experts=8, experts_of_token=2),
+    "mixtral-8x7b": Shape(4096, 32, 32, 8, 14336, 32000, 1e6, 32768, experts=8, experts_of_token=2, family=MIXTRAL),
+    "qwen3-30b-a3b": Shape(
+        *(2048, 48, 32, 4, 768, 151936, 1e6, 40960, 128, 128, 8), ("Qwen3MoeForCausalLM", "qwen3_moe"), QWEN3_MOE
+    ),
+    "gemma3-12b": Shape(
+        *(3840, 48, 16, 8, 15360, 262208, 1e6, 131072, 256), family=("Gemma3ForCausalLM", "gemma3_text"), extra=GEMMA3
+    ),
     "tiny": Shape(1024, 2, 8, 2, 2048, 32000),
     "demo": Shape(384, 6, 6, 2, 1024, 8192, 1e4, 2048, 64),
 }
