@@ -1,4 +1,4 @@
-"""Which requests can run here at all, whatever else runs: refused at the door, with the arithmetic. Engine thread."""
+"""Refuses requests that could never run here, even alone, and shows the arithmetic. Engine thread."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slipstream.core.request import Request
 
 
 def check_fits(request: Request, config: SchedulerConfig, cache: KVCacheManager, max_model_len: int) -> StopConditions:
-    """When the request will stop. Raises RequestError naming the field, the value and the limit if it can never run.
+    """The request's stop conditions. Raises RequestError with field, value and limit if it can never run.
 
-    A max_tokens that only max_model_len cuts short is no error: the request then ends with "length".
+    A max_tokens beyond max_model_len is no error: the request then ends with "length".
     """
     num_prompt, budget = request.num_prompt_tokens, config.max_num_batched_tokens
     if num_prompt == 0:

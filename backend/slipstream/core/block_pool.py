@@ -1,7 +1,7 @@
-"""Blocks of the KV cache as numbers: reference counts, the index of cached content, LRU eviction.
+"""Pool of KV block numbers: reference counts, the index of cached content, LRU eviction.
 
-Engine thread only. Knows neither requests nor tensors: a block is an int, its content a hash. A block is in exactly one
-of three states: used (referenced), cached (unreferenced, content still findable, evictable), empty.
+Engine thread only. Knows neither requests nor tensors: a block is an int, its content a hash. Each block is used
+(referenced), cached (unreferenced, its content indexed, evictable) or empty.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
-    """Fixed set of blocks 0..num_blocks-1. Everything is O(1) per block.
+    """Blocks 0..num_blocks-1; every operation is O(1) per block.
 
-    on_evict: told (content, block) when cached content is about to be given up for a new owner.
+    on_evict: called with (hash, block) before cached content is evicted.
     """
 
     def __init__(self, num_blocks: int, on_evict: Callable[[bytes, int], None] | None = None) -> None:
@@ -28,7 +28,7 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that `allocate` can hand out: empty ones and, by eviction, cached ones."""
+        """Blocks that `allocate` can return: empty and cached ones."""
         return len(self._empty) + len(self._cached)
 
     @property
@@ -43,11 +43,11 @@ class BlockPool:
         return self._ref_counts[block]
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block that holds this content, used or cached."""
+        """The used or cached block with this content, or None."""
         return self._block_of.get(block_hash)
 
     def allocate(self, num_blocks: int) -> list[int] | None:
-        """That many blocks with one reference each, or None (and nothing changed) if there are not enough."""
+        """Take num_blocks blocks with one reference each. Returns None, changing nothing, if there are too few."""
         if num_blocks > len(self._empty) + len(self._cached):
             return None
         taken = []
@@ -68,8 +68,7 @@ class BlockPool:
         self.num_references += len(blocks)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Drop one reference of each. The last in order becomes the first to be evicted, because a cached prefix
-        without its beginning cannot be found."""
+        """Drop one reference of each. The last block is evicted first: a prefix cannot be found without its start."""
         ref_counts = self._ref_counts
         for block in reversed(blocks):
             assert ref_counts[block] > 0, f"block {block} is freed twice"
@@ -82,7 +81,7 @@ class BlockPool:
         self.num_references -= len(blocks)
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Make a used block's content findable. The same content in another block stays the one that is found."""
+        """Add a used block's content to the index, unless another block with the same content is in it."""
         assert self._ref_counts[block] > 0, f"block {block} is published without an owner"
         if block_hash not in self._block_of:
             assert self._hashes[block] is None, f"block {block} is published twice"

@@ -1,6 +1,6 @@
-"""When a sequence ends by its own tokens: end of sequence, stop ids, stop words as ids, length limits.
+"""Stop conditions on token ids: end of sequence, stop ids, stop words as ids, length limits.
 
-Engine thread. Knows ids only; stop strings are matched on text by the output thread, which asks for `Scheduler.finish`.
+Engine thread. The output thread matches stop strings on text and then requests `Scheduler.finish`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from slipstream.core.word_automaton import NO_WORDS, ROOT
 
 
 def end_token_ids(request: Request) -> frozenset[int]:
-    """The end-of-sequence tokens of a request: its end_id (-1 is "none", as in TensorRT-LLM), else the checkpoint's."""
+    """The end-of-sequence tokens of a request: its end_id (-1: none, as in TensorRT-LLM), else the checkpoint's."""
     end_id = request.params.end_id
     if request.params.ignore_eos:
         return frozenset()
@@ -20,9 +20,9 @@ def end_token_ids(request: Request) -> frozenset[int]:
 
 
 class StopConditions:
-    """What may end one request, worked out once, so that the common token costs one set look-up and one comparison.
+    """The stop conditions of one request, precomputed: a token costs one set look-up and one comparison.
 
-    Lengths count prompt and output. A token before `min_len` never stops; `max_len` includes max_model_len.
+    min_len, max_len: prompt + output tokens. No token stops below `min_len`; `max_len` respects max_model_len.
     """
 
     __slots__ = ("_eos_token_ids", "_word_state", "_words", "has_words", "max_len", "min_len", "token_ids")
@@ -31,16 +31,16 @@ class StopConditions:
         params = request.params
         self._eos_token_ids = end_token_ids(request)
         self._words = params.stop_words_automaton if params.stop_words_ids else NO_WORDS
-        self._word_state = ROOT  # what the output so far has in common with them
+        self._word_state = ROOT
         self.token_ids = self._eos_token_ids | frozenset(params.stop_token_ids)
         self.has_words = bool(params.stop_words_ids)
         self.min_len = request.num_prompt_tokens + params.min_tokens
         self.max_len = min(request.max_num_tokens, max_model_len)
 
     def extend(self, request: Request, new_token_ids: list[int]) -> bool:
-        """Append new tokens to the request up to the one that ends it; what follows that is cut from the list too.
+        """Append tokens to the request up to the one that ends it; truncate new_token_ids after that one.
 
-        Returns whether it ended; finish_reason and stop_reason are set then.
+        Returns whether the request ended; finish_reason and stop_reason are then set.
         """
         token_ids, stop_ids, max_len, has_words = request.token_ids, self.token_ids, self.max_len, self.has_words
         for index, token_id in enumerate(new_token_ids):
@@ -54,9 +54,9 @@ class StopConditions:
         return False
 
     def _check(self, request: Request) -> bool:
-        """Whether the last token of request.token_ids ends it; then sets finish_reason and stop_reason.
+        """Whether the last token of request.token_ids ends the request; if so, set finish_reason and stop_reason.
 
-        stop_reason is the token id that completed the match, None for an end-of-sequence token or a length limit.
+        stop_reason: the token id that completed a match, None for an end-of-sequence token or a length limit.
         """
         token_ids = request.token_ids
         if len(token_ids) >= self.min_len:

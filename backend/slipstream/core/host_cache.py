@@ -1,7 +1,7 @@
-"""The second tier of the prefix cache: which evicted blocks lie in host memory, and which copies a step must make.
+"""Host-memory tier of the prefix cache: the index of evicted blocks and the copies that each step must make.
 
-Engine thread only. Knows neither requests nor tensors: a host block is an int, its content a hash. The copies are made
-by worker/kv_offload.py: a step makes its stores first, then its loads, then computes.
+Engine thread only. Knows neither requests nor tensors: a host block is an int, its content a hash. worker/kv_offload.py
+copies: first a step's stores, then its loads; then the step computes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slipstream.core.stats import Metric, Stats
 
 @dataclass(slots=True)
 class BlockCopies:
-    """Copies to be made before a step computes, as pairs (device block, host block). All stores precede all loads."""
+    """Copies before a step computes, as pairs (device block, host block). All stores precede all loads."""
 
     stores: list[tuple[int, int]] = field(default_factory=list)
     loads: list[tuple[int, int]] = field(default_factory=list)
@@ -24,18 +24,18 @@ class BlockCopies:
 
 
 class HostCache:
-    """Blocks 0..num_blocks-1 of host memory; the least recently used content gives way."""
+    """Blocks 0..num_blocks-1 of host memory, evicted least recently used first."""
 
     def __init__(self, num_blocks: int) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
-        self.num_stored = 0  # blocks copied out, over all time
-        self.num_loaded = 0  # blocks copied back
+        self.num_stored = 0  # blocks copied to the host since start
+        self.num_loaded = 0  # blocks copied to the device since start
         self._block_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._empty = list(range(num_blocks - 1, -1, -1))
         self._recorded = 0, 0
         self._copies = BlockCopies()
-        self._loading: set[int] = set()  # host blocks that the copies under way read
+        self._loading: set[int] = set()  # host blocks that pending loads read
 
     @property
     def num_used_blocks(self) -> int:
@@ -45,7 +45,7 @@ class HostCache:
         return self._block_of.get(block_hash)
 
     def store(self, block_hash: bytes, device_block: int) -> None:
-        """The device is about to overwrite this content: keep it here, if it is not here already."""
+        """Queue a copy of device content that is about to be overwritten, unless it is stored already."""
         if block_hash in self._block_of:
             self._block_of.move_to_end(block_hash)
             return
@@ -57,25 +57,25 @@ class HostCache:
         self.num_stored += 1
 
     def reserve(self, block_hash: bytes) -> int:
-        """Take content that `find` knows for a load; it stays until the copies are taken. Returns its host block."""
+        """Protect stored content from eviction until `take_copies`. Returns its host block."""
         self._block_of.move_to_end(block_hash)
         host_block = self._block_of[block_hash]
         self._loading.add(host_block)
         return host_block
 
     def load(self, host_block: int, device_block: int) -> None:
-        """Order a reserved block into a device block."""
+        """Queue a copy of a reserved block to a device block."""
         self._copies.loads.append((device_block, host_block))
         self.num_loaded += 1
 
     def take_copies(self) -> BlockCopies:
-        """The copies ordered since the last call: the caller makes them before anything else touches the blocks."""
+        """The copies queued since the last call; the caller makes them before anything else touches the blocks."""
         copies, self._copies = self._copies, BlockCopies()
         self._loading.clear()
         return copies
 
     def record(self, stats: Stats) -> None:
-        """Gauges, and what was copied since the last call."""
+        """Update the gauges and add the copies since the last call to the counters."""
         stats.set(Metric.KV_HOST_BLOCKS_USED, self.num_used_blocks)
         stats.set(Metric.KV_HOST_BLOCKS_TOTAL, self.num_blocks)
         stats.add(Metric.KV_BLOCKS_STORED, self.num_stored - self._recorded[0])
@@ -88,7 +88,7 @@ class HostCache:
         assert sorted(used + self._empty) == list(range(self.num_blocks)), "a host block has no or two states"
 
     def _evict(self) -> int | None:
-        """The least recently used block that no load of this step reads; None if all are read."""
+        """Evict the least recently used block that no pending load reads; None if there is none."""
         for block_hash, host_block in self._block_of.items():
             if host_block not in self._loading:
                 del self._block_of[block_hash]

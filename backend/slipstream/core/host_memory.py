@@ -1,6 +1,6 @@
-"""How much of the host's memory this process may use: the machine's, or less where a container (cgroup) limits it.
+"""Memory available to this process: the machine's, or less where a container (cgroup v1 or v2) limits it.
 
-Read once at load, by whoever plans with it. Looks at files only: /proc, and /sys/fs/cgroup of version 1 or 2.
+Read once at load for memory plans, from /proc and /sys/fs/cgroup.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 @dataclass(frozen=True)
 class HostMemory:
-    """is_limited: by a cgroup below what the machine has. available_bytes: without swapping or running out."""
+    """available_bytes: free or reclaimable without swapping. is_limited: a cgroup allows less than the machine has."""
 
     total_bytes: int
     available_bytes: int
@@ -22,7 +22,7 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class _Files:
-    """A version's files of one group, and the entry of memory.stat that is given back when memory is short."""
+    """File names of a cgroup version. reclaimable: the entry of memory.stat that the kernel can reclaim."""
 
     limit: str
     usage: str
@@ -34,7 +34,7 @@ _V2 = _Files("memory.max", "memory.current", "inactive_file")
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """The least of the machine and of every group around this process.  root: where /proc and /sys are."""
+    """The minimum over the machine and every cgroup of this process.  root: the folder with /proc and /sys."""
     found = _machine(root)
     for limit, used in _groups(root):
         if limit < found.total_bytes:
@@ -52,7 +52,7 @@ def _machine(root: Path) -> HostMemory:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use that cannot be given back) of each limited group, from this process's own outwards."""
+    """(limit, used bytes that cannot be reclaimed) of each limited cgroup, innermost first."""
     mount = root / "sys/fs/cgroup"
     for line in _read(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
@@ -63,17 +63,17 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _limits(mount: Path, path: str, files: _Files) -> Iterator[tuple[int, int]]:
-    """In a container the path may be one of the host, which is not there: its own group is then the mount itself."""
+    """The limits of a cgroup and its parents. In a container, a path that exists only on the host means the mount."""
     inner = PurePosixPath("/", *(part for part in PurePosixPath(path).parts if part != "..")).relative_to("/")
     for folder in (mount / inner, *(mount / parent for parent in inner.parents)):
         limit = _read(folder / files.limit).strip()
-        if limit.isdigit():  # version 2 writes "max" for none, version 1 a number beyond every machine
+        if limit.isdigit():  # no limit: "max" in version 2, a huge number in version 1
             used = int(_read(folder / files.usage).strip() or 0)
             yield int(limit), used - _table(folder / "memory.stat").get(files.reclaimable, 0)
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines `name number ...`."""
+    """Parse lines `name number ...`."""
     words = (line.split() for line in _read(path).splitlines())
     return {entry[0]: int(entry[1]) for entry in words if len(entry) > 1 and entry[1].isdigit()}
 
@@ -81,5 +81,5 @@ def _table(path: Path) -> dict[str, int]:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="ascii")
-    except (OSError, ValueError):  # not Linux, not mounted, not allowed: then it limits nothing
+    except (OSError, ValueError):  # not Linux, not mounted or not readable: no limit
         return ""

@@ -1,7 +1,7 @@
-"""Which request holds which KV blocks: block tables, the hash-chained prefix cache, reservation arithmetic.
+"""Maps requests to KV blocks: block tables, the hash-chained prefix cache, admission arithmetic.
 
-Engine thread only. Decides on numbers alone; the tensors behind the blocks belong to worker/model_runner.py.
-A block's hash covers its tokens and, through its parent's hash, everything before it, so equal hash means equal prefix.
+Engine thread only. Handles block numbers; the tensors belong to worker/model_runner.py.
+A block's hash covers its tokens and its parent's hash, so equal hashes mean equal prefixes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slipstream.core.block_pool import BlockPool
 from slipstream.core.host_cache import BlockCopies, HostCache
 from slipstream.core.request import Request
 
-_HASH_BYTES = 16  # a collision takes about 2^64 blocks, even for a client that looks for one
+_HASH_BYTES = 16  # finding a collision takes about 2^64 blocks, also on purpose
 
 
 def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -24,12 +24,12 @@ def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
 
 
 def hash_root(prefix_key: bytes) -> bytes:
-    """The parent of a first block: depends on whatever besides the tokens decides their KV."""
+    """The parent hash of a first block. prefix_key: see Request."""
     return hashlib.blake2b(prefix_key, person=b"slipstream root", digest_size=_HASH_BYTES).digest()
 
 
 class FoundBlock(NamedTuple):
-    """Where a full block of a request's prefix lies. device_block None: in host memory alone."""
+    """A cached full block of a request's prefix. device_block None: in host memory only."""
 
     block_hash: bytes
     device_block: int | None
@@ -39,8 +39,8 @@ class KVCacheManager:
     """Grows, shares and frees `request.block_ids`.
 
     Only full blocks are shared and they are never written again, so there is no copy on write. A request always
-    computes at least its last token itself (its logits are needed). With host blocks, content that the device gives up
-    is kept there and comes back when a request begins with it: a preempted request, or a prefix gone cold.
+    computes at least its last token, whose logits are needed. With host blocks, evicted content is stored in host
+    memory and loaded when a request starts with it again (a resumed request or a cold prefix).
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class KVCacheManager:
         self.host = HostCache(num_host_blocks) if num_host_blocks and enable_prefix_caching else None
         self.pool = BlockPool(num_blocks, self.host.store if self.host is not None else None)
         self.num_prefix_queries = 0  # tokens looked up, over all admissions
-        self.num_prefix_hits = 0  # of them, found
-        self._computing: dict[bytes, Request] = {}  # prompt blocks that a running request is about to publish
+        self.num_prefix_hits = 0  # tokens found
+        self._computing: dict[bytes, Request] = {}  # prompt blocks that a running request will publish
 
     @property
     def num_blocks(self) -> int:
@@ -70,17 +70,17 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    # ---- admission: hash, look, check, take
+    # ---- admission: hash, find, check, allocate
 
     def hash_prompt(self, sequences: Sequence[Request]) -> None:
-        """Hash the prompt that all of these share, once, before they are added. Any thread: nothing here is changed."""
+        """Hash the prompt shared by these sequences once, before they are added. Any thread: changes no own state."""
         if self.enable_prefix_caching:
             self._grow_hashes(sequences[0], sequences[0].num_tokens)
             for other in sequences[1:]:
                 other.block_hashes = list(sequences[0].block_hashes)
 
     def find_prefix(self, request: Request) -> list[FoundBlock]:
-        """Cached full blocks that begin the request's tokens, at most (num_tokens - 1) // block_size. Takes nothing."""
+        """The request's longest cached prefix, at most (num_tokens - 1) // block_size blocks. Takes no reference."""
         if not self._may_match(request):
             return []
         self._grow_hashes(request, request.num_tokens)
@@ -94,22 +94,22 @@ class KVCacheManager:
         return found
 
     def is_prefix_underway(self, request: Request, num_found: int) -> bool:
-        """A running request is computing the block that this one misses first: waiting for it saves that work."""
+        """Whether a running request is computing the first block missing here; waiting avoids computing it twice."""
         if not self._may_match(request) or num_found >= (request.num_tokens - 1) // self.block_size:
             return False
         return request.block_hashes[num_found] in self._computing
 
     def can_admit(self, request: Request, prefix: Sequence[FoundBlock], num_spare_blocks: int = 0) -> bool:
-        """Whether the request's present tokens fit, after sharing `prefix`, and leave `num_spare_blocks` free."""
+        """Whether blocks for all current tokens can be allocated after sharing `prefix`, with num_spare_blocks left."""
         shared = _on_device(prefix)
         num_new = self.num_blocks_for(request.num_tokens) - len(shared)
         num_left = self.pool.num_free_blocks - self.pool.count_unreferenced(shared) - num_new
         return num_left >= num_spare_blocks
 
     def admit(self, request: Request, prefix: list[FoundBlock]) -> int:
-        """Share `prefix` and allocate blocks for all present tokens; `can_admit` must hold.
+        """Share `prefix` and allocate blocks for all current tokens; `can_admit` must hold.
 
-        Returns the number of cached tokens, which are computed from now on.
+        Returns the number of cached tokens; they count as computed.
         """
         num_cached = self._share(request, prefix)
         is_allocated = self.allocate(request, request.num_tokens)
@@ -120,17 +120,17 @@ class KVCacheManager:
         return num_cached
 
     def match_prefix(self, request: Request) -> int:
-        """Share the cached full blocks that begin the request; returns their number of tokens (<= num_tokens - 1)."""
+        """Share the request's longest cached prefix; returns its number of tokens (<= num_tokens - 1)."""
         return self._share(request, self.find_prefix(request))
 
     def take_copies(self) -> BlockCopies:
-        """What must be copied between device and host before the step that is being scheduled computes."""
+        """The copies between device and host to make before the step being scheduled computes."""
         return self.host.take_copies() if self.host is not None else BlockCopies()
 
-    # ---- while it runs
+    # ---- while a request runs
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
-        """Grow request.block_ids to hold `num_tokens`. False: not enough blocks, nothing changed."""
+        """Grow request.block_ids to hold `num_tokens`. Returns False, changing nothing, if blocks are short."""
         num_new = self.num_blocks_for(num_tokens) - len(request.block_ids)
         if num_new <= 0:
             return True
@@ -142,7 +142,7 @@ class KVCacheManager:
         return True
 
     def commit(self, request: Request) -> None:
-        """Publish the blocks that computed tokens have filled, so that others may share them."""
+        """Publish the blocks filled with computed tokens to the prefix cache."""
         if not self.enable_prefix_caching:
             return
         num_full = request.num_computed_tokens // self.block_size
@@ -154,7 +154,7 @@ class KVCacheManager:
         request.num_published_blocks = max(request.num_published_blocks, num_full)
 
     def free(self, request: Request) -> None:
-        """Give all blocks back; published content stays findable until it is evicted. Harmless if it holds none."""
+        """Release all blocks, if any; published content can be found until it is evicted."""
         if not request.block_ids:
             return
         self.pool.release(request.block_ids)
@@ -166,14 +166,14 @@ class KVCacheManager:
         request.num_published_blocks = 0
 
     def leaked_blocks(self, live_requests: Iterable[Request]) -> int:
-        """Blocks in use that no live request holds. Anything but 0 is a bug."""
+        """Number of used blocks that no live request holds. Not 0: a bug."""
         held = {block for request in live_requests for block in request.block_ids}
         return self.pool.num_used_blocks - len(held)
 
     # ---- prefix hashes
 
     def _may_match(self, request: Request) -> bool:
-        """Prompt log-probabilities need every prompt token computed, so such a request starts without the cache."""
+        """False for prompt log-probabilities, which need every prompt token computed."""
         needs_all = request.params.prompt_logprobs is not None and request.num_output_tokens == 0
         return self.enable_prefix_caching and not needs_all
 
@@ -201,11 +201,11 @@ class KVCacheManager:
         return num_cached
 
     def _take(self, prefix: list[FoundBlock]) -> list[int]:
-        """A reference to each block of a prefix; those in host memory get a device block, and a copy is ordered."""
+        """Reference each block of a prefix; allocate device blocks for those in host memory and queue their loads."""
         self.pool.share(_on_device(prefix))
         if self.host is None:
             return _on_device(prefix)
-        # all are reserved before any block is allocated, which may evict content into host memory
+        # reserve all first: allocation may evict content into host memory
         host_blocks = [self.host.reserve(found.block_hash) for found in prefix if found.device_block is None]
         new_blocks = self.pool.allocate(len(host_blocks))
         assert new_blocks is not None, "a prefix is taken without can_admit"

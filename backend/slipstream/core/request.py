@@ -1,4 +1,4 @@
-"""The engine's state of one sequence. Belongs to the engine thread; other threads only read ids and parameters.
+"""The engine's state of one sequence. Owned by the engine thread; other threads read only ids and parameters.
 
 A client request with n > 1 becomes n Requests (same handle, sequence_index 0..n-1) that share prompt blocks.
 """
@@ -27,7 +27,7 @@ class RequestStatus(enum.Enum):
 
 
 class FinishReason(str, enum.Enum):
-    """Values are what clients see (the vLLM / OpenAI words)."""
+    """Values are visible to clients (the names of vLLM and OpenAI)."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -48,12 +48,12 @@ class RequestTimes:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. Invariant: 0 <= num_computed_tokens < num_tokens + num_pending_tokens between steps (the last
-    sampled token has no KV yet). Tokens count as computed once scheduled, sampled ones as pending until `commit`.
+    """One sequence. Invariant between steps: 0 <= num_computed_tokens < num_tokens + num_pending_tokens, because the
+    last sampled token has no KV yet. Tokens count as computed once scheduled, and as pending until `commit`.
 
-    priority: lower runs first (vLLM's convention), by age too (core/queue_order.py). deadline: time.monotonic() s.
-    seed: always a number (drawn at admission when the client gave none). prefix_key: whatever else than the tokens
-    decides their KV (an adapter, an image, a tenant); requests of different keys never share cached blocks.
+    priority: lower runs first (as in vLLM), adjusted by age (core/queue_order.py). deadline: time.monotonic() s.
+    seed: drawn at admission if the client gave none. prefix_key: all inputs to the KV besides the tokens (adapter,
+    image, tenant); requests with different keys never share cached blocks.
     """
 
     prompt_token_ids: list[int]
@@ -72,28 +72,28 @@ class Request:
     stop_reason: str | int | None = None
     error: str = ""
     token_ids: list[int] = field(default_factory=list)  # prompt + output
-    speculation: Speculation | None = None  # whether and how to draft; set at submission
+    speculation: Speculation | None = None  # None: do not draft; set at submission
     draft_token_ids: list[int] = field(default_factory=list)
     draft_parents: list[int] = field(default_factory=list)  # core/drafts.py; none: a chain
     draft_probs: Any = None  # [num_drafts, vocab], what each was drawn from; None: they were not drawn
     num_computed_tokens: int = 0
     num_pending_tokens: int = 0  # sampled, or about to be, by steps that are not committed yet
-    runs_ahead: bool = True  # may be scheduled while a token is pending; set by Scheduler.add
+    runs_ahead: bool = True  # may be scheduled with pending tokens; set by Scheduler.add
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, grown by the KV cache
-    num_published_blocks: int = 0  # leading blocks that the prefix cache already knows
+    num_published_blocks: int = 0  # leading blocks that are in the prefix cache
     num_new_blocks: int = 0  # allocated over the request's life
     num_reused_blocks: int = 0
     cumulative_logprob: float = 0.0
     sort_key: tuple[float, int] = (0.0, 0)  # the scheduler's order, core/queue_order.py
-    queue_deadline: float | None = None  # time.monotonic() until which it may wait for its first step
+    queue_deadline: float | None = None  # time.monotonic() by which its first step must be scheduled
     stop_conditions: StopConditions = None  # type: ignore[assignment]  # derived from params by Scheduler.add
     guide_state: Any = None  # owned by runtime/grammar_host.py
-    is_held: bool = False  # not scheduled while its grammar is worked on
+    is_held: bool = False  # not scheduled while its grammar is being compiled or matched
     times: RequestTimes = field(default_factory=RequestTimes)
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class Request:
 
     @property
     def num_drawn_tokens(self) -> int:
-        """Output tokens, those under way included."""
+        """Output tokens, pending ones included."""
         return len(self.token_ids) - len(self.prompt_token_ids) + self.num_pending_tokens
 
     @property
@@ -130,5 +130,5 @@ class Request:
 
     @property
     def max_num_tokens(self) -> int:
-        """Tokens of the longest sequence that this request may become."""
+        """Prompt tokens plus max_tokens."""
         return len(self.prompt_token_ids) + self.params.max_tokens

@@ -1,11 +1,11 @@
-"""What the next step computes: one loop over running, then waiting requests under one token budget, without phases.
+"""Schedules each step: one loop over running, then waiting requests under one token budget, without phases.
 
-Engine thread only. Each request has num_computed_tokens chasing its tokens plus drafts; that single idea covers
-in-flight batching, chunked prefill, prefix cache hits, speculation and resume after preemption. All is deterministic,
-ties go by order of arrival. Knows no tensors and no model. Source: the idea of vLLM v1's scheduler; arXiv:2309.06180.
+Engine thread only. Each request has num_computed_tokens chasing its tokens plus drafts; this one rule covers in-flight
+batching, chunked prefill, prefix cache hits, speculation and resume after preemption. Deterministic: ties are broken
+by order of arrival. Knows no tensors and no model. Source: the scheduler of vLLM v1; arXiv:2309.06180.
 
-A step may be scheduled before the one before it is committed (never two): its decodes then go on from tokens that are
-sampled but not known yet (num_pending_tokens), but for requests whose next token cannot be drawn without knowing them.
+One step may be scheduled before the previous one is committed. Its decodes continue from tokens that are sampled but
+not yet known to the host (num_pending_tokens). A request that needs its last token on the host waits for the commit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from slipstream.core.speculation import DraftPlanner, clip_drafts, settle_drafts
 from slipstream.core.stats import FINISHED_METRIC, Metric, Stats
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 
-_MAX_SKIPPED = 64  # waiting requests looked past in one step because their prefix is being computed
+_MAX_SKIPPED = 64  # waiting requests skipped in one step because another request is computing their prefix
 _LAST = (float("inf"), 0)  # above every sort_key
 _sort_key: Callable[[Request], SortKey] = attrgetter("sort_key")
 
@@ -36,9 +36,9 @@ _sort_key: Callable[[Request], SortKey] = attrgetter("sort_key")
 class Scheduler:
     """Owns all requests from `add` to their end.
 
-    Fairness: every running decode gets its token before any prefill gets one, drafts use at most half of what is left,
-    and the number of running requests never exceeds the budget, so both always advance. Prefills, begun or waiting,
-    go by priority and age (core/queue_order.py), and nobody overtakes a request that waits for blocks.
+    Fairness: decodes are scheduled before prefills, drafts get at most half of the remaining budget, and there are
+    never more running requests than budget tokens, so decodes and prefills both advance. Started and waiting prefills
+    are ordered by priority and age (core/queue_order.py). No request overtakes one that waits for blocks.
     """
 
     def __init__(
@@ -56,14 +56,14 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.stats = Stats() if stats is None else stats
         self.planner = DraftPlanner() if planner is None else planner
-        # a step cannot carry more requests than tokens
+        # a step cannot hold more requests than tokens
         self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._never_evicts = config.policy == "guaranteed_no_evict"
         self._running: list[Request] = []  # both sorted by sort_key
         self._waiting: list[Request] = []
         self._num_added = 0
         self._num_promised_blocks = 0  # worst-case blocks of all running requests
-        self._num_turn_tokens = 0  # of the next step's budget, kept for a whole prompt that decodes left no room for
+        self._num_turn_tokens = 0  # tokens of the next step reserved for an unchunked prompt that decodes crowded out
         self.expiries = ExpiryQueue()
 
     @property
@@ -76,7 +76,7 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        # there is a seat, if not blocks
+        # below max_num_seqs; free blocks are not checked
         return len(self._running) < self._max_running and any(not request.is_held for request in self._waiting)
 
     @property
@@ -90,14 +90,14 @@ class Scheduler:
     # ---- in and out
 
     def add(self, request: Request, now: float | None = None) -> None:
-        """Let a request wait for its first step. now: time.monotonic().
+        """Queue a request. now: time.monotonic().
 
-        Raises RequestError if it can never run here, CapacityError if too many wait already.
+        Raises RequestError if the request can never run here, CapacityError if the queue is full.
         """
         self.add_all((request,), now)
 
     def add_all(self, requests: Sequence[Request], now: float | None = None) -> None:
-        """`add` all sequences of one client request, or none of them."""
+        """Queue all sequences of one client request, or none of them."""
         for request in requests:
             request.stop_conditions = check_fits(request, self.config, self.cache, self.max_model_len)
         limit = self.config.max_waiting_requests + max(0, self._max_running - len(self._running))
@@ -120,9 +120,9 @@ class Scheduler:
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: str | int | None = None, error: str = ""
     ) -> StepOutput | None:
-        """End a request from outside (cancel, stop string, error); its blocks are free at once.
+        """End a request from outside (cancel, stop string, error) and free its blocks.
 
-        Returns its last output, or None if it has ended already (so a second call is harmless).
+        Returns its last output, or None if it has already ended.
         """
         if request.is_finished:
             return None
@@ -140,9 +140,9 @@ class Scheduler:
     # ---- the step
 
     def schedule(self, admits: bool = True) -> ScheduledStep:
-        """Choose the next step's rows and give them their blocks. `commit` or `finish` must follow for each request.
+        """Choose the next step's rows and allocate their blocks. `commit` or `finish` must follow for each request.
 
-        admits: requests that wait may begin. Without rows although there is work: all wait for the commit of a step.
+        admits: whether waiting requests may start. Empty despite `has_work`: all requests wait for a commit.
         """
         step = ScheduledStep()
         self.planner.begin_step(len(self._running))
@@ -166,11 +166,11 @@ class Scheduler:
         return step
 
     def _schedule_decodes(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
-        """One token and the drafts of each request that has only its last token to compute; collect the others."""
+        """Schedule one token plus drafts for each decoding request; append the others to `prefills`."""
         add_row = step.requests.append
         block_size = self.cache.block_size
         draft_budget = (budget - len(self._running)) // 2
-        for request in self._running:  # a preemption pops from the end of this list, which ends the loop sooner
+        for request in self._running:  # a preemption pops from the end of this list and so shortens the loop
             num_computed, num_pending = request.num_computed_tokens, request.num_pending_tokens
             if request.is_held or (num_pending and not self._may_run_ahead(request)):
                 continue
@@ -194,7 +194,7 @@ class Scheduler:
         return budget
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
-        """Go on with the prompts that earlier steps began; their blocks they have."""
+        """Continue prompts that earlier steps started; their blocks are already allocated."""
         for request in prefills:
             num_missing = request.num_tokens - request.num_computed_tokens
             num_new = min(num_missing, budget)
@@ -205,7 +205,7 @@ class Scheduler:
         return budget
 
     def _schedule_waiting(self, step: ScheduledStep, budget: int, is_turn: bool, before: SortKey = _LAST) -> int:
-        """Admit in order those whose sort_key is below `before`, until tokens, seats or blocks run out."""
+        """Admit waiting requests with sort_key < `before` in order, until tokens, max_num_seqs or blocks run out."""
         index = num_skipped = 0
         while budget > 0 and index < len(self._waiting) and num_skipped < _MAX_SKIPPED:
             request = self._waiting[index]
@@ -229,7 +229,7 @@ class Scheduler:
         return budget
 
     def withdraw(self, step: ScheduledStep, requests: list[Request]) -> None:
-        """Before `commit`: these requests' rows of the step came to nothing; they wait as if preempted."""
+        """Discard these requests' rows of a step before its `commit`; the requests wait as if preempted."""
         for row in step.requests:
             request = row.request
             if request in requests and not request.is_finished:
@@ -244,12 +244,12 @@ class Scheduler:
         sampled_token_ids: Sequence[list[int]],
         draft_token_ids: Sequence[list[int]] | None = None,
     ) -> list[StepOutput]:
-        """Take a step's result: tokens, ends, freed blocks, published prefixes.
+        """Apply a step's result: append tokens, end requests, free blocks, publish prefixes.
 
         sampled_token_ids: one list per step.requests: accepted drafts and the token after them, empty where `samples`
-        is False; the lists become StepOutput.new_token_ids, cut after the token that ends the request.
+        is False; the lists become StepOutput.new_token_ids, truncated after the token that ends the request.
         draft_token_ids: drafts for the next step, likewise aligned; only for steps that are not scheduled ahead.
-        Returns the news in step order; a request that was finished meanwhile has none, one that was preempted does.
+        Returns outputs in step order: none for requests finished meanwhile, one for those preempted meanwhile.
         """
         now_ns = time.time_ns()
         block_size = self.cache.block_size
@@ -266,10 +266,10 @@ class Scheduler:
                 if num_drafts:
                     settle_drafts(request, len(new_token_ids), self.stats)
                 is_over = request.stop_conditions.extend(request, new_token_ids)
-                if num_drafts:  # those rejected, or cut off by a stop, were not computed after all
+                if num_drafts:  # drafts that were rejected or cut off by a stop do not count as computed
                     request.num_computed_tokens = len(request.token_ids) - 1
                 outputs.append(StepOutput(request, new_token_ids, request.finish_reason))
-            # blocks that the step under way is filling may be shared too: who reads them runs after it
+            # blocks that the in-flight step is filling may be shared too: their readers run in later steps
             if request.num_computed_tokens >= (request.num_published_blocks + 1) * block_size:
                 self.cache.commit(request)
             if is_over:
@@ -282,7 +282,7 @@ class Scheduler:
         return outputs
 
     def record_gauges(self) -> None:
-        """Bring the gauges of `stats` up to date. O(blocks in use), for the search for leaks: not for every step."""
+        """Update the gauges of `stats`. O(blocks in use) because it searches for leaks: do not call it every step."""
         stats, cache = self.stats, self.cache
         stats.set(Metric.REQUESTS_RUNNING, len(self._running))
         stats.set(Metric.REQUESTS_WAITING, len(self._waiting))
@@ -294,32 +294,31 @@ class Scheduler:
             cache.host.record(stats)
 
     def most_slots(self, request: Request) -> int:
-        """Slots that a request may hold while it drafts: past its own end too, unless its blocks are promised."""
+        """Most slots of a request while it drafts; guaranteed_no_evict reserved blocks up to its own end only."""
         return request.stop_conditions.max_len if self._never_evicts else self.max_model_len
 
     # ---- parts
 
     def _may_run_ahead(self, request: Request) -> bool:
-        """Whether to compute beyond tokens that are not known yet; not when they are sure to end the request."""
+        """Whether to compute past tokens that the host does not know yet; False if they will end the request."""
         num_tokens = len(request.token_ids) + request.num_pending_tokens
         if not request.runs_ahead or request.draft_token_ids or num_tokens >= request.stop_conditions.max_len:
             return False
         return self.planner.num_drafts(request) == 0
 
     def _may_chunk(self, num_missing: int) -> bool:
-        """Without chunked prefill only what exceeds a whole step is split: a preempted request that has grown."""
+        """Without chunked prefill only a preempted request that outgrew the budget of a step is split."""
         return self.config.enable_chunked_prefill or num_missing > self.config.max_num_batched_tokens
 
     def _worst_blocks(self, request: Request) -> int:
         return self.cache.num_blocks_for(request.stop_conditions.max_len)
 
     def _num_spare_blocks(self, request: Request) -> int:
-        """Free blocks that admitting this request must leave.
+        """Blocks that must stay free after this request is admitted.
 
-        guaranteed_no_evict: all that running requests and this one may still ask for. Promised less held is exact under
-        prefix sharing: a shared block is held by each sharer, and when one ends its share of the promise ends with it,
-        while the number of free blocks can only rise. max_utilization: some room to grow for those who run, before a
-        preempted request comes back only to be preempted again.
+        guaranteed_no_evict: all blocks that the running requests and this one may still allocate. Promised minus held
+        blocks is exact under prefix sharing, because each sharer of a block promises and holds a reference of its own.
+        max_utilization: one block per running request before a preempted one resumes, or it is preempted again at once.
         """
         if self._never_evicts:
             num_owed = self._num_promised_blocks - self.cache.pool.num_references
@@ -341,9 +340,9 @@ class Scheduler:
         insort(self._running, request, key=_sort_key)
 
     def _grow(self, request: Request, num_new: int, step: ScheduledStep) -> int:
-        """Find blocks for a decode, at the cost of its drafts and then of the last in order.
+        """Allocate blocks for a decode; if short, drop its drafts, then preempt the last request in order.
 
-        Returns its number of new tokens, 0 if it was the last itself and had to go.
+        Returns the number of tokens to compute, 0 if the request itself was preempted.
         """
         while not self.cache.allocate(request, request.num_computed_tokens + num_new):
             if num_new > 1:
@@ -359,7 +358,7 @@ class Scheduler:
         return num_new
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's blocks away; it waits at its old place in the order and recomputes all its tokens."""
+        """Free a request's blocks and requeue it with its old sort_key; it recomputes all its tokens."""
         del self._running[bisect_left(self._running, request.sort_key, key=_sort_key)]
         self._num_promised_blocks -= self._worst_blocks(request)
         self.cache.free(request)
@@ -371,7 +370,7 @@ class Scheduler:
         insort(self._waiting, request, key=_sort_key)
 
     def _leave(self, request: Request) -> None:
-        """Take an ended request out of its list and its blocks back."""
+        """Remove an ended request from its list and free its blocks."""
         is_running = request.status is RequestStatus.RUNNING
         queue = self._running if is_running else self._waiting
         index = bisect_left(queue, request.sort_key, key=_sort_key)
