@@ -130,7 +130,7 @@ def test_what_steps_take_beyond_their_costs_is_kept_by_rows() -> None:
     for _ in range(5000):
         surplus.note_verified(64, 4, 2.4, 2.0)
     assert surplus.verified(32, 4) == pytest.approx(0.2 + 0.2 * 28 / 60, abs=0.02), "long ago"
-    surplus.forgive()
+    surplus.decay()
     assert surplus.verified(64, 4) < 0.4
 
 
@@ -206,7 +206,7 @@ def test_a_small_model_whose_steps_are_the_hosts_is_judged_by_them() -> None:
 
 
 def test_tries_that_are_given_up_soon_come_ever_less_often() -> None:
-    """Verifications take 10 ms more than was measured at start, which is forgiven bit by bit: a try costs a draft model
+    """Verifications take 10 ms more than was measured at start, which decays step by step: a retry costs a draft model
     all contexts, so the second hour may not have as many as the first minutes."""
     costs = StepCosts(plain=((64, 7e-3),), verified=((320, 64, 5, 12e-3),), drafting={"draft_model": ((64, 2e-3),)})
     planner = DraftPlanner(is_adaptive=True, costs=costs)
@@ -233,11 +233,11 @@ def test_a_try_that_lasted_was_not_in_vain() -> None:
     for _ in range(5):
         load.note_drafting(is_worthwhile=True, was_drafting=False)
         load.note_drafting(is_worthwhile=False, was_drafting=True)
-    assert load.pace == 16
+    assert load.backoff == 16
     for _ in range(64):
         load.note_drafting(is_worthwhile=True, was_drafting=True)
     load.note_drafting(is_worthwhile=False, was_drafting=True)
-    assert load.pace == 1
+    assert load.backoff == 1
     for _ in range(100):
         load.note_drafting(is_worthwhile=False, was_drafting=True)
-    assert load.pace == 64, "and no more than that"
+    assert load.backoff == 64, "and no more than that"

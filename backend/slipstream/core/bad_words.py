@@ -1,4 +1,4 @@
-"""Bad words of several tokens: which tokens must not come next, given the output so far.
+"""Bad words of several tokens: the tokens that must not follow the output so far.
 
 Standard library only; immutable once built, shared by threads.
 """
@@ -11,10 +11,10 @@ from slipstream.core.word_automaton import WordAutomaton
 
 
 class BadWords:
-    """A state (word_automaton.ROOT at first) is what the end of the output has in common with the words."""
+    """Automaton over bad words without their last token. Its state starts at word_automaton.ROOT."""
 
     def __init__(self, words: Iterable[Sequence[int]]) -> None:
-        """words: token ids; those of one token are passed over, they are banned whatever comes before."""
+        """words: token ids; words of one token are skipped, because they are banned everywhere."""
         lasts: dict[tuple[int, ...], list[int]] = {}
         for word in words:
             if len(word) > 1:

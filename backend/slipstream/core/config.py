@@ -1,5 +1,5 @@
 """The engine's configuration: nested frozen dataclasses, built once from config.pbtxt parameters (core/config_parse.py)
-or from keyword arguments of `slipstream.LLM`. Numbers found at run time (blocks that fit) are values, not config.
+or keyword arguments of `slipstream.LLM`. Numbers found at run time (blocks that fit) are values, not config.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NO_SPECULATION = "none"
 @dataclass(frozen=True)
 class ModelConfig:
     """model: a checkpoint folder or hub id. load_format "dummy": random weights of the checkpoint's shapes; "null": no
-    weights and no computing at all, every step emits a fixed token (to measure everything around the model)."""
+    weights and no computation, every step emits a fixed token (to measure everything around the model)."""
 
     model: str = ""
     tokenizer: str = ""  # "" = the model's own
@@ -43,9 +43,9 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """num_blocks: 0 = as many as `memory_fraction` of free device memory (GPU) or `memory_bytes` (CPU) holds.
+    """num_blocks: 0 = the number that fits `memory_fraction` of free device memory (GPU) or `memory_bytes` (CPU).
 
-    host_memory_bytes: for blocks that the pool gives up, beside it; 0 = they are computed again when they are missed.
+    host_memory_bytes: for blocks evicted from the pool; 0 = evicted blocks are recomputed.
     """
 
     block_size: int = 64
@@ -67,16 +67,16 @@ class SchedulerConfig:
     max_waiting_requests: int = 1024
     enable_chunked_prefill: bool = True
     default_max_queue_ms: int = 0  # 0 = wait without limit
-    priority_aging_s: float = 5.0  # in which a waiting request gains a level of priority; 0 = never
+    priority_aging_s: float = 5.0  # a waiting request gains one priority level per interval; 0 = never
     overlap_scheduling: str = "auto"  # on for CUDA
 
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """methods: those loaded, with commas; the first is a request's that names none; "" = no speculation.
+    """methods: loaded methods, comma-separated; the first is the default of requests; "" = no speculation.
 
     draft_model, medusa_heads, mtp_module, eagle_head: checkpoints of the methods. num_draft_tokens: 0 = each method's
-    own. free_tokens: most rows of a step with drafts; 0 = on a GPU by what was measured, -1 = no limit.
+    own. free_tokens: max rows of a step with drafts; 0 = measured at start on a GPU, -1 = no limit.
     """
 
     methods: str = ""
@@ -109,8 +109,9 @@ class SpeculationConfig:
 
 @dataclass(frozen=True)
 class GuidedConfig:
-    """Limits of structured output: what a grammar may be before it is compiled, and what compiling and matching it may
-    cost. The max_*_ms are CPU time of a process of their own, but max_step_ms: wall time of one call."""
+    """Limits of structured output: the size of a grammar, and the cost of compiling and matching it.
+
+    max_*_ms: CPU time of the grammar process, except max_step_ms: wall time of one call."""
 
     max_regex_chars: int = 16384
     max_grammar_bytes: int = 65536
@@ -125,30 +126,30 @@ class GuidedConfig:
     cache_bytes: int = 64 << 20
 
 
-EXIT_RESERVE_S = 10  # for the server's end beyond drain_timeout_s: answering what still runs, killing hanging engines
+EXIT_RESERVE_S = 10  # server exit beyond drain_timeout_s: answers running requests, kills hanging engines
 
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """Defaults of what a client may leave out, and limits of the server process."""
+    """Defaults of request settings, and limits of the server process."""
 
     default_max_tokens: int = 16
-    default_temperature: float = 1.0  # of a request that gives no temperature, top_k or top_p
+    default_temperature: float = 1.0  # for requests without temperature, top_k and top_p
     stream_interval: int = 1
     exclude_input_in_output: bool | None = None  # None: excluded when streaming, echoed otherwise (vLLM backend)
     drain_timeout_s: float = 60.0
-    max_tokenizing_bytes: int = 1 << 28  # of large requests that wait to be tokenised
+    max_tokenizing_bytes: int = 1 << 28  # total size of large requests that wait to be tokenised
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
-    max_response_entries: int = 1 << 20  # most tokens and alternatives gathered for one response
-    stop_by_request_id: bool = False  # whether `stop: true` ends the request of an id, whoever sends it
-    ignored_request_parameters: str = ""  # patterns like "x-*,traceparent": request parameters that mean nothing here
-    is_decoupled: bool = True  # of config.pbtxt; else a request has one response, which plain infer calls want
-    max_batch_size: int = 0  # of config.pbtxt; above 0 every tensor has a batch dimension of 1 in front
+    max_response_entries: int = 1 << 20  # max tokens and log-probability alternatives of one response
+    stop_by_request_id: bool = False  # whether `stop: true` from any client ends the request of that id
+    ignored_request_parameters: str = ""  # patterns like "x-*,traceparent" of request parameters to ignore
+    is_decoupled: bool = True  # from config.pbtxt; False: one response per request, for plain infer calls
+    max_batch_size: int = 0  # from config.pbtxt; above 0 every tensor has a leading batch dimension of 1
 
     @property
     def exit_timeout_s(self) -> int:
-        """The least --exit-timeout-secs of the server: 2.51 hangs when requests outlive it, 30 s by default."""
+        """Minimum --exit-timeout-secs of the server (default 30): server 2.51 hangs when requests outlive it."""
         return math.ceil(self.drain_timeout_s) + EXIT_RESERVE_S
 
 

@@ -1,7 +1,7 @@
-"""The `parameters` of a config.pbtxt, or keyword arguments of `LLM`, -> EngineConfig. Standard library only.
+"""Parses the `parameters` of a config.pbtxt, or keyword arguments of `LLM`, into an EngineConfig.
 
-Reads no checkpoint and no weights (it looks whether folders exist). Every refusal is a ConfigError with the field, its
-value and what is accepted.
+Standard library only. Reads no checkpoint; checks only that folders exist. Every refusal is a ConfigError with the
+field, its value and what is accepted.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.wire_messages import Config as WireConfig
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
-_TOKENS = "max_tokens_in_paged_kv_cache"  # TensorRT-LLM's size of the cache, in tokens: num_blocks * block_size
+_TOKENS = "max_tokens_in_paged_kv_cache"  # TensorRT-LLM's cache size in tokens: num_blocks * block_size
 _BY_NAME = {name: parameter for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)}
 _MODEL_PARAMETER = re.compile(r'key:\s*"model"\s*,?\s*value:?\s*\{\s*string_value:\s*"([^"]*)"')
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 def parse_config(received: WireConfig) -> EngineConfig:
-    """From what the backend sends: Triton's model config as JSON, the folder of the model, its version."""
+    """Parse the CONFIG frame of the backend: Triton's model config as JSON, the model's folder and version."""
     triton = json.loads(received.config_json)
     parameters = {name: entry.get("string_value", "") for name, entry in triton.get("parameters", {}).items()}
     max_batch_size = int(triton.get("max_batch_size", 0))
     config = parse_parameters(parameters, Path(received.model_dir), received.model_version, max_batch_size)
-    # The backend fills in a policy that is missing, unless Triton runs without auto-complete: to it, that is false.
+    # The backend fills in a missing policy. Without auto-complete it stays missing, which Triton takes as false.
     is_decoupled = triton.get("model_transaction_policy", {}).get("decoupled", False)
     return replace(config, serving=replace(config.serving, is_decoupled=is_decoupled))
 
@@ -41,7 +41,7 @@ def parse_config(received: WireConfig) -> EngineConfig:
 def parse_parameters(
     parameters: Mapping[str, str], model_dir: Path, version: int = 1, max_batch_size: int = 0
 ) -> EngineConfig:
-    """From the parameters as text. Paths are relative to model_dir. Raises ConfigError."""
+    """Parse parameters given as text. Paths are relative to model_dir. Raises ConfigError."""
     for name, value in parameters.items():
         if _PLACEHOLDER.search(value):
             raise ConfigError(
@@ -67,9 +67,9 @@ def parse_parameters(
 
 
 def config_from_values(values: Mapping[str, object], is_complete: bool = True) -> EngineConfig:
-    """From typed values or their text, by parameter name. Unset text ("") is as if absent.
+    """Parse typed values or text, by parameter name. "" counts as absent.
 
-    is_complete: also check what must be there. Raises ConfigError.
+    is_complete: also check required parameters. Raises ConfigError.
     """
     config = EngineConfig()
     given: dict[str, str] = {}
@@ -92,7 +92,7 @@ def config_from_values(values: Mapping[str, object], is_complete: bool = True) -
 
 
 def _refuse_foreign(name: str, value: object) -> None:
-    """Raises ConfigError unless it is a foreign parameter whose value asks for nothing."""
+    """Raises ConfigError unless this is a known foreign parameter with a value that has no effect."""
     if name == _TOKENS:
         return
     if name in FOREIGN:
@@ -158,7 +158,7 @@ def _number(name: str, value: object, kind: type) -> Any:
     raise ConfigError(name, value, f"accepted: {'an integer' if kind is int else 'a number'}")
 
 
-# ---------------------------------------------------------------- places
+# ---------------------------------------------------------------- fields and paths
 
 
 def _get(config: EngineConfig, path: str) -> Any:
@@ -188,7 +188,7 @@ def _version_folder(model_dir: Path, version: int) -> str:
 
 
 def _resolve(name: str, value: str, model_dir: Path) -> str:
-    """A relative path counts from the model's folder; what names no folder there is left as a hub id."""
+    """Resolve a path relative to the model's folder; a name that is no folder there is kept as a hub id."""
     if not value or Path(value).expanduser().is_absolute():
         return value
     found = (model_dir / value).resolve()
@@ -202,9 +202,9 @@ def _resolve(name: str, value: str, model_dir: Path) -> str:
 
 
 def _resolve_draft(speculation: SpeculationConfig, model_dir: Path) -> str:
-    """The checkpoint of a draft: named as any, or by the model of the repository that serves it.
+    """The draft model's checkpoint: a path, a hub id, or the `model` of another model of the repository.
 
-    One that no method loaded needs is left as it is named: the repository may lack it.
+    Not resolved if the method is not loaded: the repository may lack it.
     """
     value = speculation.draft_model
     if "draft_model" not in speculation.loaded:
@@ -224,7 +224,7 @@ def _resolve_draft(speculation: SpeculationConfig, model_dir: Path) -> str:
 
 
 def check(config: EngineConfig) -> None:
-    """Combinations that cannot work. Raises ConfigError."""
+    """Refuse invalid combinations. Raises ConfigError."""
     model, cache, scheduler = config.model, config.cache, config.scheduler
     if not model.model and not (config.task != "generate" and model.tokenizer):
         accepted = "a checkpoint folder or a Hugging Face id"

@@ -1,10 +1,10 @@
-"""Incremental detokenising: token ids in as they are made, text out that never has to be taken back.
+"""Incremental detokenisation: new token ids in, final text out.
 
 Standard library only. One detokenizer belongs to one sequence and to the thread that feeds it (the output thread).
-Rule: the texts given out for a sequence, joined, are the tokenizer's decode of prompt and output together, less the
-prompt's own text. A character that is not complete is held back; bytes that can no longer become a character come out
-as U+FFFD, at the latest with `flush`. Two ways: a table of the vocabulary's bytes (token_table.py, well under 1 us per
-token) or, for decoders that have none, decoding a short window twice with the tokenizer itself.
+Invariant: the deltas of a sequence, joined, are decode(prompt + output) without the prompt's text. An incomplete
+character is held back; bytes that cannot become a character are output as U+FFFD, at the latest by `flush`.
+Two implementations: a table of the vocabulary's bytes (token_table.py, well under 1 us per token) and, for decoders
+without a table, decoding a short window twice with the tokenizer.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Protocol
 from slipstream.core.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
-_WINDOW_TOKENS = 8  # context of the window way: enough for any decoder's look-behind
-_MAX_HELD_TOKENS = 8  # the window way gives up on a character after as many tokens without one
-_MAX_CONTEXT_BYTES = 64  # of a run of byte tokens
+_WINDOW_TOKENS = 8  # context of the window: exceeds the look-behind of any decoder
+_MAX_HELD_TOKENS = 8  # tokens without a complete character after which the window outputs U+FFFD
+_MAX_CONTEXT_BYTES = 64  # max context from a run of byte tokens
 
 
 class Tokenizer(Protocol):
-    """What detokenising needs of a tokenizer. token_table None: there is no exact table for it."""
+    """A tokenizer as detokenisation uses it. token_table None: no exact table exists."""
 
     @property
     def token_table(self) -> TokenTable | None: ...
@@ -31,23 +31,23 @@ class Tokenizer(Protocol):
 
 
 class IncrementalDetokenizer(Protocol):
-    """is_pending: some bytes were fed whose character is not complete yet."""
+    """is_pending: bytes of an incomplete character are held back."""
 
     is_pending: bool
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take new tokens (one, or several after speculation); the text that is now certain, often all of it."""
+        """Append new tokens (several after speculation). Returns the text that is now final."""
         ...
 
     def flush(self) -> str:
-        """The sequence has ended: the rest, an incomplete character as U+FFFD."""
+        """End the sequence. Returns the rest, an incomplete character as U+FFFD."""
         ...
 
 
 def start_detokenizer(
     tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True
 ) -> IncrementalDetokenizer:
-    """The detokenizer of a sequence that goes on from these tokens (the prompt, or `context_token_ids` of it)."""
+    """The detokenizer of a sequence that continues these tokens (the prompt, or its `context_token_ids`)."""
     table = tokenizer.token_table
     if table is None:
         return WindowDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
@@ -57,7 +57,7 @@ def start_detokenizer(
 
 
 class ByteLevelDetokenizer:
-    """Byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, the text is their UTF-8, invalid bytes replaced."""
+    """Byte-level BPE (GPT-2, Llama 3, Qwen): tokens are bytes, decoded as UTF-8 with invalid bytes replaced."""
 
     __slots__ = ("_pending", "_pieces", "is_pending")
 
@@ -93,11 +93,10 @@ class ByteLevelDetokenizer:
 
 
 class ByteFallbackDetokenizer:
-    """Sentencepiece (Llama 2, Mistral, Gemma): text tokens, and runs of byte tokens for what the vocabulary lacks.
+    """Sentencepiece (Llama 2, Mistral, Gemma): text tokens, and runs of byte tokens for other characters.
 
-    Where a run of byte tokens is invalid, the tokenizer's own decode makes every byte of the run U+FFFD, also the
-    characters before the fault; here those have been streamed already and stay, and from the fault on each byte of the
-    run is one U+FFFD.
+    Differs from the tokenizer in an invalid run of byte tokens: the tokenizer turns all its bytes into U+FFFD, here
+    characters before the first invalid byte have been streamed already, and only bytes from there on become U+FFFD.
     """
 
     __slots__ = ("_is_invalid", "_pending", "_pieces", "_strip", "is_pending")
@@ -133,7 +132,7 @@ class ByteFallbackDetokenizer:
         return text[1:] if text[0] == " " else text
 
     def _enter_run(self, token_ids: Sequence[int]) -> None:
-        """The state after the byte tokens that a prompt ends with, perhaps all of a long one."""
+        """Set the state after the byte tokens at the end of a prompt."""
         data = b"".join(piece for token_id in token_ids if isinstance(piece := _piece(self._pieces, token_id), bytes))
         try:
             self._pending = data[utf_8_decode(data, "strict", False)[1] :]
@@ -167,7 +166,7 @@ class ByteFallbackDetokenizer:
 
 
 class WindowDetokenizer:
-    """Any tokenizer: the new text is decode(window + new tokens) less decode(window)."""
+    """Any tokenizer: the new text is decode(window + new tokens) minus decode(window)."""
 
     __slots__ = ("_base", "_is_skipping", "_new_ids", "_tokenizer", "_window", "is_pending")
 
@@ -176,7 +175,7 @@ class WindowDetokenizer:
         self._is_skipping = skip_special_tokens
         self._window = context_token_ids(tokenizer, prompt_token_ids, skip_special_tokens)
         text = tokenizer.decode(self._window, skip_special_tokens)
-        self._base = len(text.rstrip(REPLACEMENT))  # a character that the prompt leaves open will come out whole
+        self._base = len(text.rstrip(REPLACEMENT))  # excludes a character that the prompt leaves incomplete
         self._new_ids: list[int] = []
         self.is_pending = self._base < len(text)
 
@@ -194,7 +193,7 @@ class WindowDetokenizer:
         return self._tokenizer.decode(self._window + new_ids, self._is_skipping)
 
     def _push_pending(self, text: str) -> str:
-        """The text ends in U+FFFD, so perhaps in part of a character: leave out the tokens that may be part of it."""
+        """The text ends in U+FFFD, perhaps an incomplete character: output the text before its tokens."""
         num_new = len(self._new_ids)
         for num_taken in range(num_new - 1, max(0, num_new - 4), -1):
             shorter = self._decode(self._new_ids[:num_taken])
@@ -203,7 +202,7 @@ class WindowDetokenizer:
         if num_new < _MAX_HELD_TOKENS:
             return ""
         certain = text.rstrip(REPLACEMENT)
-        if len(certain) <= self._base:  # nothing but U+FFFD for so long: that is the text
+        if len(certain) <= self._base:  # only U+FFFD for _MAX_HELD_TOKENS tokens: output it
             self.is_pending = False
             return self._take(text, num_new)
         delta, self._base = certain[self._base :], len(certain)
@@ -211,9 +210,9 @@ class WindowDetokenizer:
 
     def _take(self, text: str, num_taken: int) -> str:
         delta = text[self._base :]
-        if not delta:  # special tokens, left out: they give no context, so the window stays
+        if not delta:  # only skipped special tokens: they give no context, so the window stays
             return ""
-        self._window = self._new_ids[:num_taken]  # a window that begins at a whole character
+        self._window = self._new_ids[:num_taken]  # begins at a whole character
         self._new_ids = self._new_ids[num_taken:]
         self._base = len(self._decode([]))
         return delta
@@ -226,10 +225,10 @@ def decode_after(
     skip_special_tokens: bool = True,
     num_characters: int | None = None,
 ) -> str:
-    """Without state: the text that these tokens add after the context.
+    """The text that token_ids add after the context, without state.
 
-    num_characters None: all that is certain, without an incomplete character at the end. Otherwise the first so many
-    characters of all of it: what a stream that ended here, or was cut at a stop string, gave out.
+    num_characters None: without an incomplete last character. Otherwise the first num_characters of the flushed text,
+    which equals the text of a stream that ended here or was cut at a stop string.
     """
     detokenizer = start_detokenizer(tokenizer, context, skip_special_tokens)
     text = detokenizer.push(token_ids)
@@ -237,7 +236,7 @@ def decode_after(
 
 
 def context_token_ids(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool = True) -> list[int]:
-    """The shortest tail of these tokens after which `decode_after` gives what the whole of them would give."""
+    """The shortest suffix of token_ids that gives `decode_after` the same result as all of them."""
     table = tokenizer.token_table
     if table is None:
         return _window(tokenizer, token_ids, skip_special_tokens)
@@ -257,7 +256,7 @@ def context_token_ids(tokenizer: Tokenizer, token_ids: Sequence[int], skip_speci
 
 
 def _window(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """The last tokens, as many as it takes to begin at a whole character and to show some text."""
+    """The shortest suffix of at least _WINDOW_TOKENS that begins at a whole character and decodes to some text."""
     size = _WINDOW_TOKENS
     while size < len(token_ids):
         text = tokenizer.decode(token_ids[-size:], skip_special_tokens)
@@ -268,12 +267,12 @@ def _window(tokenizer: Tokenizer, token_ids: Sequence[int], skip_special_tokens:
 
 
 def _piece(pieces: list[str | bytes | None], token_id: int) -> str | bytes | None:
-    """None also for an id outside the vocabulary (checkpoints pad their embeddings): decoders leave those out."""
+    """The piece of a token; None also outside the vocabulary (padded embeddings), as decoders skip such ids."""
     return pieces[token_id] if token_id < len(pieces) else None
 
 
 def _last_bytes(pieces: list[str | bytes | None], token_ids: Sequence[int]) -> bytes:
-    """At least the last four bytes of a text's tokens, or all of them."""
+    """At least the last four bytes of the tokens' text, or all of it."""
     data, position = b"", len(token_ids)
     while position > 0 and len(data) < 4:
         position -= 1

@@ -1,6 +1,6 @@
-"""The ways to draft, as data: their names and the checkpoints that they need. Any thread.
+"""Speculation methods as data: names and the checkpoints that they need. Any thread.
 
-What a way does, holds and refuses is registered under the same name in worker/spec_decode/.
+worker/spec_decode/ registers each implementation under the same name.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from slipstream.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class DraftMethod:
-    """name: as `speculative_method` has it. parameter: which names its checkpoint, "" if it needs none.
+    """name: the value of `speculative_method`. parameter: the parameter that names its checkpoint, "" if it needs none.
 
-    expected: what that may name, or what else was looked at. is_in_model: the model's own checkpoint may hold it.
-    is_model: it may be named by the model of the repository that serves it.
+    expected: text of the error when the checkpoint is missing. is_in_model: the model's own checkpoint may contain it.
+    is_model: the parameter may name a model of the repository.
     """
 
     name: str

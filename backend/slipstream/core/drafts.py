@@ -1,8 +1,8 @@
-"""The shape of drafts: guesses of what follows a request's last token, as a chain or a tree. Plain arithmetic.
+"""Shape of draft tokens: a chain or a tree after a request's last token. Plain arithmetic.
 
-A tree is a list of parents: parents[i] is the place of draft i's parent among the drafts, -1 the request's last token,
-and a parent stands before its children. No parents at all: a chain. Rows count from the last token: row 0 is that one,
-row 1 + i is draft i. Source: SpecInfer, arXiv:2305.09781.
+A tree is a list of parents: parents[i] is the index of draft i's parent, -1 is the request's last token, and a parent
+precedes its children. An empty list is a chain. Row 0 is the last token, row 1 + i is draft i.
+Source: SpecInfer, arXiv:2305.09781.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SIGN = 1 << 63
 
 
 def parents_of(parents: Sequence[int], num_drafts: int) -> Sequence[int]:
-    """One parent per draft: of a chain, the one before it."""
+    """One parent per draft; in a chain, the draft before it."""
     return parents or range(-1, num_drafts - 1)
 
 
@@ -33,7 +33,7 @@ def _row_depths(parents: tuple[int, ...], num_drafts: int) -> tuple[int, ...]:
 
 
 def row_paths(parents: Sequence[int], token_ids: Sequence[int]) -> list[tuple[int, ...]]:
-    """The drafts that lead to each row, itself included; [1 + num_drafts], the first is empty."""
+    """The draft tokens on the path to each row, itself included; [1 + num_drafts], the first is empty."""
     paths: list[tuple[int, ...]] = [()]
     for parent, token_id in zip(parents_of(parents, len(token_ids)), token_ids):
         paths.append((*paths[parent + 1], token_id))
@@ -41,7 +41,7 @@ def row_paths(parents: Sequence[int], token_ids: Sequence[int]) -> list[tuple[in
 
 
 def row_masks(parents: Sequence[int], num_drafts: int) -> Sequence[int]:
-    """Which rows each row sees, as the bits of a signed 64-bit word: its ancestors and itself."""
+    """The rows that each row attends to, as bits of a signed 64-bit word: its ancestors and itself."""
     return _row_masks(tuple(parents), num_drafts)
 
 

@@ -1,4 +1,4 @@
-"""The four errors of Slipstream, by whose fault it is. No imports beyond the standard library.
+"""The four errors of Slipstream, by who can correct them. Standard library only.
 
 Each maps to one Triton error code at the border (core/contract.py): RequestError -> INVALID_ARG, CapacityError ->
 UNAVAILABLE, EngineError -> INTERNAL; a ConfigError makes the load fail with its text.
@@ -17,7 +17,7 @@ class SlipstreamError(Exception):
 
 
 class ConfigError(SlipstreamError):
-    """The deployment's fault: the load fails. Names the field, the value and what would be accepted."""
+    """Wrong configuration: the load fails. Names the field, the value and what would be accepted."""
 
     def __init__(self, field: str, value: object, accepted: str) -> None:
         self.field, self.value, self.accepted = field, value, accepted
@@ -26,7 +26,7 @@ class ConfigError(SlipstreamError):
 
 @contextmanager
 def naming(field: str) -> Iterator[None]:
-    """What is said of `model` inside is said of `field`: the checkpoint that is being read was given by that one."""
+    """Rename the field of a ConfigError from `model` to `field`, the parameter that named this checkpoint."""
     try:
         yield
     except ConfigError as error:
@@ -36,7 +36,7 @@ def naming(field: str) -> Iterator[None]:
 
 
 class RequestError(SlipstreamError):
-    """The client's fault (INVALID_ARG). Names the field, the value and what would be accepted."""
+    """Invalid request (INVALID_ARG). Names the field, the value and what would be accepted."""
 
     def __init__(self, field: str, message: str) -> None:
         self.field = field
@@ -48,13 +48,13 @@ class CapacityError(SlipstreamError):
 
 
 class EngineError(SlipstreamError):
-    """Our bug: every in-flight request gets this as its answer, and readiness turns false."""
+    """A bug of the engine: every in-flight request is answered with it, and readiness turns false."""
 
 
 def internal_error(logger: logging.Logger, what: str, error: BaseException) -> EngineError:
-    """What clients may read of an exception that nobody foresaw: a number under which the log has it.
+    """Log an unexpected exception with its traceback; the returned error shows clients only its number.
 
-    Its own text may hold paths, code or another client's values, so it goes to the log alone, with the traceback.
+    The exception's text may contain paths, code or values of other clients.
     """
     number = secrets.token_hex(4)
     logger.error("internal error %s: %s", number, what, exc_info=error)

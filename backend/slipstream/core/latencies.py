@@ -1,4 +1,4 @@
-"""Time stamps and latency metrics of the tokens that a step has brought. Engine thread."""
+"""Time stamps and latency metrics of a step's tokens. Engine thread."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.core.stats import Metric, Stats
 
 
 def note_times(stats: Stats, outputs: Sequence[StepOutput], now_ns: int) -> None:
-    """Write each request's times and observe TTFT and ITL. Tokens that came together share the time since the last."""
+    """Update each request's times and observe TTFT and ITL. Tokens of one step share the time since the last one."""
     latencies = stats.observations(Metric.ITL)
     num_generated = 0
     for output in outputs:

@@ -1,4 +1,4 @@
-"""What leaves the engine: plain dataclasses that cross from engine thread to output thread to the wire or to `LLM`."""
+"""Outputs of the engine: plain dataclasses passed from the engine thread to the output thread to the wire or `LLM`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slipstream.core.request import FinishReason, Request
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one position. top: (token id, logprob), likeliest first. rank of the chosen: 1 = best.
+    """Log-probabilities of one position. top: (token id, logprob), likeliest first. rank of the chosen token: 1 = best.
 
-    json: the same as clients read it, once it has been written (core/responses.py); top is empty from then on.
+    json: their encoding for clients (core/responses.py); once it is set, top is empty.
     """
 
     token_id: int
@@ -24,7 +24,7 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepOutput:
-    """One request's news of one engine step, as token ids. finish_reason is set on the request's last one.
+    """One request's output of one engine step, as token ids. finish_reason is set on the last one.
 
     prompt_logprobs: one entry per prompt token, the first None; set once, with the first output token.
     """
@@ -35,18 +35,18 @@ class StepOutput:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str = ""  # set with FinishReason.ERROR
-    fault: type[SlipstreamError] = EngineError  # whose fault the error is
+    fault: type[SlipstreamError] = EngineError  # the kind of error
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """News of one sequence of a client request, as text: a delta when streaming, everything otherwise.
+    """Output of one sequence of a client request, as text: a delta when streaming, everything otherwise.
 
-    context_token_ids: the tokens before new ones that a stateless decoder must be given so that
+    context_token_ids: the tokens that a stateless decoder needs before token_ids:
     decode(context + token_ids) minus decode(context) is exactly `text`.
-    With an echoed prompt there is no context and `text` is that of prompt + token_ids.
-    cumulative_logprob: of the sequence's tokens up to and including these.
-    is_final: no later output of the same client request (handle) follows, whatever the sequence.
+    With an echoed prompt there is no context and `text` decodes prompt + token_ids.
+    cumulative_logprob: sum over the sequence's tokens so far.
+    is_final: the last output of the client request (handle), over all its sequences.
     """
 
     request: Request

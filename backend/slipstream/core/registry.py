@@ -1,7 +1,7 @@
-"""One small registry class; its instances hold attention backends, quantisation methods, proposers and model families.
+"""The registry class; its instances hold attention backends, quantisation methods, proposers and model families.
 
-Entries are added by plain imports. Selection asks each entry's `supports`, and an entry that was asked for by name but
-cannot serve is an error with its reason, never a silent fallback.
+Entries are added by plain imports. Selection calls each entry's `supports`; an entry requested by name that cannot
+serve is an error with its reason, never a silent fallback.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Registry(Generic[T]):
         return list(self._entries)
 
     def get(self, name: str) -> T:
-        """The entry of that name. Raises ConfigError that lists the names there are."""
+        """The entry of that name. Raises ConfigError listing the known names."""
         if name not in self._entries:
             raise ConfigError(self._field, name, f"accepted: {', '.join(sorted(self._entries)) or 'none registered'}")
         return self._entries[name]
 
     def select(self, supports: Callable[[T], str | None], asked: str | None = None) -> tuple[str, T]:
-        """The asked-for entry, or the first that `supports` (which returns a reason against it, or None).
+        """The entry named `asked`, or the first supported one. supports: returns a reason against an entry, or None.
 
-        Raises ConfigError with the reason (asked-for) or with every reason (none fits).
+        Raises ConfigError with the reason against `asked`, or the reasons against all entries.
         """
         if asked is not None:
             entry = self.get(asked)

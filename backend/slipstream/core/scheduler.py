@@ -24,7 +24,7 @@ from slipstream.core.latencies import note_times
 from slipstream.core.outputs import StepOutput
 from slipstream.core.queue_order import ExpiryQueue, SortKey, sort_key
 from slipstream.core.request import FinishReason, Request, RequestStatus
-from slipstream.core.speculation import DraftPlanner, clip_drafts, settle_drafts
+from slipstream.core.speculation import DraftPlanner, truncate_drafts, update_after_verify
 from slipstream.core.stats import FINISHED_METRIC, Metric, Stats
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 
@@ -181,7 +181,7 @@ class Scheduler:
                 break
             num_new = 1
             if request.draft_token_ids:
-                num_new += clip_drafts(request, draft_budget)
+                num_new += truncate_drafts(request, draft_budget)
             if num_computed + num_new > len(request.block_ids) * block_size:
                 num_new = self._grow(request, num_new, step)
                 if num_new == 0:
@@ -264,7 +264,7 @@ class Scheduler:
                 request.num_pending_tokens -= 1
                 num_drafts = len(request.draft_token_ids)
                 if num_drafts:
-                    settle_drafts(request, len(new_token_ids), self.stats)
+                    update_after_verify(request, len(new_token_ids), self.stats)
                 is_over = request.stop_conditions.extend(request, new_token_ids)
                 if num_drafts:  # drafts that were rejected or cut off by a stop do not count as computed
                     request.num_computed_tokens = len(request.token_ids) - 1

@@ -1,10 +1,9 @@
-"""Speculation of one request, and how many drafts it may have now. Engine thread; numbers only.
+"""Chooses the number of draft tokens per request, so that speculation does not slow a loaded server down.
 
-The planner keeps speculation from slowing a loaded server down. What steps of so many rows take is measured at start,
-how often drafts are taken as requests run: a step gets as many drafts as promise the most tokens a second, or none.
-Beside that speculation pauses where it was measured to be slower than plain steps, with hysteresis. Each try that is
-given up soon doubles the time to the next. Where nothing was measured at start, a number of rows that the device
-computes for nothing beside reading its weights is the limit.
+Engine thread; numbers only. Step times by number of rows are measured at start, acceptance rates at run time; each step
+gets the number of drafts with the highest expected tokens per second, possibly 0. Speculation also pauses, with
+hysteresis, at loads where it was measured to be slower than plain steps; each short-lived retry doubles the pause.
+Without times measured at start, the limit is the number of rows that cost no more than reading the weights.
 """
 
 from __future__ import annotations
@@ -17,23 +16,23 @@ from slipstream.core.request import Request
 from slipstream.core.stats import Metric, Stats, accepted_metric, drafted_metric
 from slipstream.core.step_costs import StepCosts, Surplus, bounded
 
-_LEAST_STEPS = 32  # measured steps before a speed is believed
-_LEAST_GAIN = 1.0  # of tokens per second, below which speculation pauses
-_REST_STEPS = 1024  # plain steps after which a paused speculation is tried again, at first
-_MOST_DOUBLINGS = 6  # of the time between two tries
-_LASTING_DECISIONS = 64  # for drafts in a row, after which a try was not in vain
-_MOST_GROWTH = 3.0
-_WEIGHT = 0.05  # of a new measurement in a running mean
+_MIN_STEPS = 32  # measured steps before a mean speed is used
+_MIN_GAIN = 1.0  # speculation pauses below this ratio of tokens per second to plain steps
+_PAUSE_STEPS = 1024  # plain steps of the first pause
+_MAX_DOUBLINGS = 6  # of the pause
+_LASTING_DECISIONS = 64  # consecutive decisions for drafts after which a retry has succeeded
+_MAX_GROWTH = 3.0  # a step counts as at most this many times the mean
+_WEIGHT = 0.05  # weight of a new measurement in a running mean
 _REVIEW_STEPS = 16  # steps between two decisions on the number of drafts
-_LEAST_PROMISE = 1.02  # of plain steps' tokens per second
-_LEAST_CHANGE = 1.03  # of the tokens per second, for another number of drafts
-_MOST_SEEN = 2000  # verifications of a draft, before older ones fade
-_PRIOR_FIRST, _PRIOR_NEXT, _PRIOR_WEIGHT = 0.7, 0.8, 8.0  # how often drafts are right, before any were seen
+_MIN_EXPECTED_GAIN = 1.02  # expected tokens per second relative to plain steps for which drafting starts
+_MIN_CHANGE_GAIN = 1.03  # gain in tokens per second for which the number of drafts changes
+_MAX_SEEN = 2000  # verifications of a draft position after which counts are halved
+_PRIOR_FIRST, _PRIOR_NEXT, _PRIOR_WEIGHT = 0.7, 0.8, 8.0  # acceptance rate of draft 0, ratio to the next, pseudo-count
 
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """What a request asked for, defaults filled in. num_draft_tokens: at least 1."""
+    """Speculation settings of a request, with defaults filled in. num_draft_tokens >= 1."""
 
     method: str
     num_draft_tokens: int
@@ -42,16 +41,16 @@ class Speculation:
 
 @dataclass(slots=True)
 class _Speed:
-    """Running means of what steps took and of the tokens that each request got; the first values weigh more."""
+    """Running means of seconds per step and tokens per request and step; the first values weigh more."""
 
     seconds: float = 0.0
     tokens: float = 0.0
     count: int = 0
 
     def add(self, seconds: float, tokens: float) -> None:
-        """What takes far longer than before (something was compiled, another process ran) counts as a little longer."""
+        """Add a step; outliers (a compilation, another process) are clamped to _MAX_GROWTH times the mean."""
         if self.count:
-            seconds = min(seconds, _MOST_GROWTH * self.seconds)
+            seconds = min(seconds, _MAX_GROWTH * self.seconds)
         self.count += 1
         weight = max(_WEIGHT, 1.0 / self.count)
         self.seconds += (seconds - self.seconds) * weight
@@ -59,53 +58,53 @@ class _Speed:
 
     @property
     def seconds_per_token(self) -> float:
-        """Of the means: the mean of the quotients is what verifications with few tokens make it."""
+        """Ratio of the means; a mean of ratios would be dominated by verifications that accept few tokens."""
         return self.seconds / self.tokens
 
 
 @dataclass(slots=True)
 class _Load:
-    """What was measured with about as many requests, plain and speculating."""
+    """Measurements at one load: numbers of running requests with the same bit length."""
 
     plain: _Speed = field(default_factory=_Speed)
     speculating: _Speed = field(default_factory=_Speed)
     surplus: Surplus = field(default_factory=Surplus)
-    num_drafts: dict[tuple[str, int], int] = field(default_factory=dict)  # decided on last, by method and most
-    num_rest_steps: int = 0
-    num_lasting: int = 0  # decisions for drafts in a row
-    num_vain: int = 0  # tries in a row that were given up soon
+    num_drafts: dict[tuple[str, int], int] = field(default_factory=dict)  # last decision by (method, max drafts)
+    num_pause_steps: int = 0
+    num_lasting: int = 0  # consecutive decisions for drafts
+    num_failed: int = 0  # consecutive short-lived retries
 
     @property
-    def pace(self) -> int:
-        """How many times further apart than at first tries are. Each costs: a draft model computes all contexts."""
-        return 1 << min(_MOST_DOUBLINGS, max(0, self.num_vain - 1))
+    def backoff(self) -> int:
+        """Factor on the pause between retries. A retry is expensive: a draft model computes all contexts."""
+        return 1 << min(_MAX_DOUBLINGS, max(0, self.num_failed - 1))
 
     def note_drafting(self, is_worthwhile: bool, was_drafting: bool) -> None:
-        """A decision for this load, and what held before it."""
+        """Record a decision for or against drafts at this load. was_drafting: the decision before it."""
         if is_worthwhile:
             self.num_lasting += 1
             if self.num_lasting >= _LASTING_DECISIONS:
-                self.num_vain = 0
+                self.num_failed = 0
         elif was_drafting:
-            self.num_vain, self.num_lasting = self.num_vain + 1, 0
+            self.num_failed, self.num_lasting = self.num_failed + 1, 0
 
     def note_surplus(self, step: MeasuredStep, padded_rows: int, expected: float) -> None:
         if not step.method:
             self.surplus.note_plain(step.seconds, expected)
-        elif step.num_rows > step.num_running:  # not the first step behind which something is drafted
+        elif step.num_rows > step.num_running:  # excludes a plain step that drafts for the first time
             self.surplus.note_verified(padded_rows, step.num_running, step.seconds, expected)
 
     def allows(self) -> bool:
-        if self.num_rest_steps:
+        if self.num_pause_steps:
             return False
-        if min(self.plain.count, self.speculating.count) < _LEAST_STEPS:
+        if min(self.plain.count, self.speculating.count) < _MIN_STEPS:
             return True
-        return self.plain.seconds_per_token >= _LEAST_GAIN * self.speculating.seconds_per_token
+        return self.plain.seconds_per_token >= _MIN_GAIN * self.speculating.seconds_per_token
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredStep:
-    """A step of decodes alone. tokens_per_request: that each got, on average. method: "" if none may draft after it."""
+    """A step of decodes only. tokens_per_request: mean over the requests. method: "" if nothing is drafted after it."""
 
     num_running: int
     num_rows: int
@@ -115,50 +114,50 @@ class MeasuredStep:
 
 
 class DraftGains:
-    """How much each draft of a list brings, the first counting most: how often it was on the way that was taken."""
+    """Acceptance rate of each draft position, measured over verifications; drafts are ordered best first."""
 
     def __init__(self) -> None:
         self._num_seen = [0.0] * MAX_DRAFT_TOKENS  # verifications that had this draft
-        self._num_taken = [0.0] * MAX_DRAFT_TOKENS
-        self._news = [0] * (MAX_DRAFT_TOKENS + 1)  # verifications by their number of drafts, not yet in _num_seen
+        self._num_accepted = [0.0] * MAX_DRAFT_TOKENS  # verifications that accepted it
+        self._new_counts = [0] * (MAX_DRAFT_TOKENS + 1)  # verifications by number of drafts, not yet added to _num_seen
 
     def add(self, num_drafts: int, rows: Sequence[int]) -> None:
-        """rows: kept, of which row 1 + i is draft i."""
-        self._news[num_drafts] += 1
+        """Record a verification. rows: the accepted rows; row 1 + i is draft i."""
+        self._new_counts[num_drafts] += 1
         for row in rows:
             if row:
-                self._num_taken[row - 1] += 1
+                self._num_accepted[row - 1] += 1
 
     def expected_tokens(self, most: int) -> list[float]:
-        """By number of drafts, 0 to `most`: tokens of a verification. What was not seen yet is thought well of, but
-        not better than the draft before it: lists are given with the best first."""
-        self._take_in()
+        """Expected tokens of a verification for 0..most drafts, [1 + most].
+
+        The prior of a position is optimistic but at most the rate of the position before it."""
+        self._add_new_counts()
         tokens, last = [1.0], 1.0
         for draft in range(most):
             prior = min(last, _PRIOR_FIRST * _PRIOR_NEXT**draft)
-            last = (self._num_taken[draft] + _PRIOR_WEIGHT * prior) / (self._num_seen[draft] + _PRIOR_WEIGHT)
+            last = (self._num_accepted[draft] + _PRIOR_WEIGHT * prior) / (self._num_seen[draft] + _PRIOR_WEIGHT)
             tokens.append(tokens[-1] + last)
         return tokens
 
-    def _take_in(self) -> None:
-        """Old verifications of a draft fade as new ones come, but not while there are none: what was found out about
-        long lists holds while short ones are drafted."""
+    def _add_new_counts(self) -> None:
+        """Add new verifications to the counts and halve large counts. Positions that are not drafted keep theirs."""
         num_new = 0
         for draft in reversed(range(MAX_DRAFT_TOKENS)):
-            num_new += self._news[draft + 1]
+            num_new += self._new_counts[draft + 1]
             self._num_seen[draft] += num_new
-            if self._num_seen[draft] > _MOST_SEEN:
-                fading = 0.5 * _MOST_SEEN / self._num_seen[draft]
+            if self._num_seen[draft] > _MAX_SEEN:
+                fading = 0.5 * _MAX_SEEN / self._num_seen[draft]
                 self._num_seen[draft] *= fading
-                self._num_taken[draft] *= fading
-        self._news = [0] * (MAX_DRAFT_TOKENS + 1)
+                self._num_accepted[draft] *= fading
+        self._new_counts = [0] * (MAX_DRAFT_TOKENS + 1)
 
 
 class DraftPlanner:
-    """free_tokens: rows of a step that cost about as much as one; 0 = do not limit.
+    """free_tokens: rows of a step that cost about as much as one row; 0 = no limit.
 
-    is_adaptive: also pause where speculation was measured to be slower. costs: what steps take, if that was measured:
-    then the number of drafts is the one that promises the most tokens a second.
+    is_adaptive: pause speculation at loads where it was measured to be slower. costs: step times measured at start,
+    by which the number of drafts maximises the expected tokens per second.
     """
 
     def __init__(self, free_tokens: int = 0, is_adaptive: bool = False, costs: StepCosts | None = None) -> None:
@@ -169,26 +168,26 @@ class DraftPlanner:
         self._gains: dict[str, DraftGains] = {}
         self._is_full = False  # too many requests for any draft
         self._num_running = 0
-        self._num_most = 0  # drafts per request in this step
-        self._best: dict[tuple[str, int], int] = {}  # by method and drafts wanted, for about this load
+        self._max_drafts = 0  # max drafts per request in this step
+        self._best: dict[tuple[str, int], int] = {}  # number of drafts by (method, max drafts) at this load
         self._num_steps = 0
 
     def begin_step(self, num_running: int) -> None:
-        """Decide for a step of so many requests."""
-        self._num_most = self._num_affordable(num_running)
-        if self._num_most and self._is_adaptive and not self._load(num_running).allows():
-            self._num_most = 0
+        """Set the limit of drafts per request for a step with num_running requests."""
+        self._max_drafts = self._num_affordable(num_running)
+        if self._max_drafts and self._is_adaptive and not self._load(num_running).allows():
+            self._max_drafts = 0
         self._num_steps += 1
         if num_running != self._num_running or self._num_steps % _REVIEW_STEPS == 0:
             self._num_running = num_running
             self._best.clear()
 
     def num_drafts(self, request: Request) -> int:
-        """Most drafts that this request may have now."""
+        """Max number of drafts of this request in this step."""
         wanted = request.speculation
         if wanted is None:
             return 0
-        most = min(wanted.num_draft_tokens, self._num_most)
+        most = min(wanted.num_draft_tokens, self._max_drafts)
         if self._costs is None or not most:
             return most
         key = wanted.method, most
@@ -197,11 +196,11 @@ class DraftPlanner:
         return self._best[key]
 
     def observe(self, method: str, num_drafts: int, rows: Sequence[int]) -> None:
-        """A verification of so many drafts kept these rows, of which row 1 + i is draft i."""
+        """Record a verification of num_drafts drafts. rows: the accepted rows; row 1 + i is draft i."""
         self._gains_of(method).add(num_drafts, rows)
 
     def measure(self, step: MeasuredStep) -> None:
-        """A decode step that went by."""
+        """Record a decode step."""
         load, seconds = self._load(step.num_running), step.seconds
         if self._costs is not None:
             expected = self._costs.seconds(step.num_running, step.num_rows, step.method)
@@ -211,18 +210,18 @@ class DraftPlanner:
         if step.method:
             load.speculating.add(seconds, step.tokens_per_request)
             if not load.allows():
-                if not load.num_rest_steps:  # some are in flight when it is given up
+                if not load.num_pause_steps:  # steps still in flight count once
                     load.note_drafting(is_worthwhile=False, was_drafting=True)
-                load.num_rest_steps = _REST_STEPS * load.pace
+                load.num_pause_steps = _PAUSE_STEPS * load.backoff
                 load.speculating = _Speed()
             return
         load.plain.add(seconds, step.tokens_per_request)
-        load.num_rest_steps = max(0, load.num_rest_steps - 1)
+        load.num_pause_steps = max(0, load.num_pause_steps - 1)
 
     def promises(self, method: str, most: int) -> dict[int, float]:
-        """Tokens a second of one request, by its number of drafts, up to `most`, at the load of this step: 0 is plain.
+        """Expected tokens per second of a request by number of drafts (0..most, 0 is plain) at this step's load.
 
-        Of those numbers that some graph is made for; empty if no graph has room for so many requests."""
+        Only numbers of drafts that fill a captured graph; empty if no graph fits the number of requests."""
         assert self._costs is not None
         count, load = max(1, self._num_running), self._load(self._num_running)
         plain = self._costs.seconds(count, count, "")
@@ -238,7 +237,7 @@ class DraftPlanner:
         return rates
 
     def _row_counts(self, num_requests: int, most: int) -> set[int]:
-        """Rows of a request, up to `most`, with which so many requests fill a verification that has a graph."""
+        """Rows per request (2..most) with which num_requests requests fill a captured verification."""
         assert self._costs is not None
         fits = [
             min(rows // num_requests, longest)
@@ -248,26 +247,26 @@ class DraftPlanner:
         return {min(rows, most) for rows in fits if rows >= 2}
 
     def _most_useful(self, method: str, most: int) -> int:
-        """The number of drafts, up to `most`, that promises the most tokens a second at this load; 0 if none does."""
+        """The number of drafts in 0..most with the highest expected tokens per second at this load."""
         rates, load = self.promises(method, most), self._load(self._num_running)
         if not rates:
-            return 0  # more requests than any graph has room for
+            return 0  # no captured graph fits the number of requests
         plain = rates[0]
-        rates[0] *= _LEAST_PROMISE
+        rates[0] *= _MIN_EXPECTED_GAIN
         best, former = max(rates, key=lambda number: rates[number]), load.num_drafts.get((method, most))
-        if former in rates and rates[former] >= plain and rates[best] < _LEAST_CHANGE * rates[former]:
-            best = former  # a change costs the verification that was launched ahead
+        if former in rates and rates[former] >= plain and rates[best] < _MIN_CHANGE_GAIN * rates[former]:
+            best = former  # a change discards the verification that was launched ahead
         load.num_drafts[method, most] = best
         load.note_drafting(bool(best), bool(former))
         if not best:
-            load.surplus.forgive(load.pace)
+            load.surplus.decay(load.backoff)
         return best
 
     def _num_affordable(self, num_running: int) -> int:
         if not self._free_tokens:
             return 1 << 30
         num_free = self._free_tokens // max(1, num_running) - 1
-        # one draft alone does not pay for the verification's overhead; it takes room for three to begin again
+        # one draft does not pay for the verification's overhead; hysteresis: start again at three
         self._is_full = num_free < (3 if self._is_full else 2)
         return 0 if self._is_full else num_free
 
@@ -275,12 +274,12 @@ class DraftPlanner:
         return self._gains.setdefault(method, DraftGains())
 
     def _load(self, num_running: int) -> _Load:
-        """Loads are told apart by powers of two."""
+        """The measurements for this number of requests, rounded to a power of two."""
         return self._loads.setdefault(num_running.bit_length(), _Load())
 
 
-def settle_drafts(request: Request, num_new: int, stats: Stats) -> None:
-    """Count what became of a request's drafts, of which num_new - 1 were accepted, and drop them."""
+def update_after_verify(request: Request, num_new: int, stats: Stats) -> None:
+    """Count a request's verified drafts, of which num_new - 1 were accepted, and drop them."""
     num_drafted, num_accepted = len(request.draft_token_ids), num_new - 1
     assert num_accepted <= num_drafted, "more tokens than drafts and one"
     request.num_drafted_tokens += num_drafted
@@ -296,13 +295,13 @@ def settle_drafts(request: Request, num_new: int, stats: Stats) -> None:
     request.drop_drafts()
 
 
-def clip_drafts(request: Request, num_most: int) -> int:
-    """Keep the first num_most drafts, and as many as the request's own end allows (one more token follows them).
+def truncate_drafts(request: Request, max_drafts: int) -> int:
+    """Keep at most max_drafts drafts, and no more than the request's max_len allows with the token after them.
 
-    Returns how many are left. A parent stands before its children, so what is left of a tree is a tree.
+    Returns the number of drafts left. Parents precede their children, so a truncated tree is a tree.
     """
-    num_most = max(0, min(num_most, request.stop_conditions.max_len - request.num_tokens - 1))
-    if num_most == 0:
+    max_drafts = max(0, min(max_drafts, request.stop_conditions.max_len - request.num_tokens - 1))
+    if max_drafts == 0:
         request.drop_drafts()
-    del request.draft_token_ids[num_most:], request.draft_parents[num_most:]
+    del request.draft_token_ids[max_drafts:], request.draft_parents[max_drafts:]
     return len(request.draft_token_ids)

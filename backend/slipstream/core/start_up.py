@@ -1,4 +1,4 @@
-"""Where the time from process start to ready goes, phase by phase, for one line of the log at the end of a load."""
+"""Times the phases from process start to ready, for one line of the log at the end of a load."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ logger = logging.getLogger(__name__)
 
 
 class StartUp:
-    """The first phase, everything before this object was made, is the process's own: spawn, interpreter, imports."""
+    """The first phase is the time before this object is made: spawn, interpreter, imports."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
         self.seconds: dict[str, float] = {"spawn and imports": _process_age()}
 
     def finish(self, phase: str) -> None:
-        """The time since the last call belongs to `phase`."""
+        """End `phase`, which began at the last call."""
         now = time.monotonic()
         self.seconds[phase] = now - self._last
         self._last = now
@@ -28,7 +28,7 @@ class StartUp:
 
 
 def _process_age() -> float:
-    """Seconds since this process was started; 0 where there is no /proc."""
+    """Seconds since this process started; 0 without /proc."""
     try:
         with open("/proc/self/stat", encoding="utf-8") as stat, open("/proc/uptime", encoding="ascii") as uptime:
             start_ticks = int(stat.read().rpartition(")")[2].split()[19])

@@ -24,7 +24,7 @@ class MetricKind(enum.IntEnum):
 
 
 class Metric(enum.IntEnum):
-    """A metric's index in `METRICS`, in READY's list and in METRICS frames; drafts by position follow them."""
+    """A metric's index in `METRICS`, in the READY frame and in METRICS frames; drafts by position follow them."""
 
     REQUESTS_RUNNING = 0
     REQUESTS_WAITING = 1
@@ -59,7 +59,7 @@ class Metric(enum.IntEnum):
 
 @dataclass(frozen=True)
 class MetricSpec:
-    """One line of /metrics: a family, one set of labels of it, and the bucket bounds of a histogram (in its unit)."""
+    """One line of /metrics: a family, one set of its labels, and the bucket bounds of a histogram (in its unit)."""
 
     family: str
     kind: MetricKind
@@ -135,7 +135,7 @@ _SPECS: dict[Metric, MetricSpec] = {
     Metric.KV_BLOCKS_STORED: _counter("slipstream_kv_blocks_stored_total", "KV blocks copied to host memory"),
     Metric.KV_BLOCKS_LOADED: _counter("slipstream_kv_blocks_loaded_total", "KV blocks copied back from host memory"),
 }
-_NUM_POSITIONS = 8  # draft positions told apart; the last stands for those behind it too
+_NUM_POSITIONS = 8  # draft positions with a counter each; the last counts all later positions too
 _POSITIONS = [f"{position}" for position in range(1, _NUM_POSITIONS)] + [f"{_NUM_POSITIONS}+"]
 _POSITION_FAMILIES = (
     ("slipstream_spec_position_drafted_total", "Verifications whose drafts reached this position, by method"),
@@ -151,12 +151,12 @@ METRICS: tuple[MetricSpec, ...] = (*(_SPECS[metric] for metric in Metric), *_BY_
 
 
 def drafted_metric(method: str, position: int) -> int:
-    """Index of the counter of drafts of a method at a position (from 1)."""
+    """Index of a method's counter of verified drafts at a position (from 1)."""
     return len(Metric) + SPECULATIVE_METHODS.index(method) * _NUM_POSITIONS + min(position, _NUM_POSITIONS) - 1
 
 
 def accepted_metric(method: str, position: int) -> int:
-    """Likewise, of those accepted."""
+    """Index of a method's counter of accepted drafts at a position (from 1)."""
     return drafted_metric(method, position) + len(SPECULATIVE_METHODS) * _NUM_POSITIONS
 
 
@@ -166,7 +166,7 @@ def declarations(labels: dict[str, str]) -> list[MetricSpec]:
 
 
 class _Values:
-    """What happened since the last hand-over."""
+    """Values since the last `publish`."""
 
     __slots__ = ("counts", "gauges", "observations")
 
@@ -177,10 +177,10 @@ class _Values:
 
 
 class Stats:
-    """Accumulates on the engine thread, drains on the output thread; see the module header."""
+    """Accumulates on the engine thread, drains on the output thread."""
 
     def __init__(self) -> None:
-        self.last_step_time = 0.0  # time.monotonic() of the last step's end (or of work's arrival); 0.0 when idle
+        self.last_step_time = 0.0  # time.monotonic() of the last step's end or of the first arrival; 0.0 when idle
         self._values = _Values()
         self._mailbox: _Values | None = None
 
@@ -196,17 +196,17 @@ class Stats:
         self._values.gauges[metric] = value
 
     def observe(self, metric: Metric, value: float) -> None:
-        """Put one value (of the histogram's unit) into a histogram."""
+        """Add one value, in the histogram's unit."""
         self.observations(metric).append(value)
 
     def observations(self, metric: Metric) -> list[float]:
-        """The list behind `observe`, for a loop to append to; good until the next publish."""
+        """The list that `observe` appends to; valid until the next publish."""
         return self._values.observations.setdefault(metric, [])
 
     def publish(self) -> None:
-        """Hand everything over to the output thread, unless it has not fetched the last: then keep accumulating.
+        """Hand the values to the output thread; keep accumulating if it has not drained the last ones.
 
-        Call it at the end of every step and on every idle turn of the engine loop.
+        Called at the end of every step and on every idle iteration of the engine loop.
         """
         values = self._values
         if self._mailbox is None and (values.counts or values.gauges or values.observations):
@@ -218,7 +218,7 @@ class Stats:
     def drain(self) -> list[tuple[int, list[float]]]:
         """(metric index, values) as METRICS frames carry them: [increment], [gauge value] or the observations."""
         values = self._mailbox
-        if values is not None:  # never clear an empty slot: the engine thread may be filling it right now
+        if values is not None:  # do not clear an empty slot: the engine thread may be filling it
             self._mailbox = None
         last_step_time = self.last_step_time
         age = max(0.0, time.monotonic() - last_step_time) if last_step_time else 0.0

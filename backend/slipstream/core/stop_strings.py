@@ -1,8 +1,7 @@
-"""Stop strings over streamed text: what could be the beginning of one is held back until it is decided.
+"""Matches stop strings in streamed text; text that may be the beginning of a stop string is held back.
 
-Standard library only; one matcher belongs to one sequence. The outcome does not depend on how the text is cut into
-pieces: characters are taken one after the other, the stop string that is complete first ends the text, and of two that
-are complete at the same character the longer one does.
+Standard library only; one matcher belongs to one sequence. The result does not depend on how the text is cut into
+deltas: the stop string that is complete first ends the text; of two complete at the same character, the longer one.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from slipstream.core.word_automaton import ROOT, WordAutomaton
 
 
 class StopMatcher:
-    """push text; the text that is decided comes back. After a match `matched` is the stop string and nothing follows.
+    """`push` takes text and returns the text that is final. After a match, `matched` is the stop string.
 
-    num_held: characters at the end of the text so far that are held back.
+    num_held: characters held back at the end of the text.
     """
 
     __slots__ = ("_automaton", "_held", "_include", "_state", "_stops", "matched")
 
     def __init__(self, stops: Sequence[str], automaton: WordAutomaton[str], include_stop: bool = False) -> None:
-        """stops: non-empty strings, and their automaton. include_stop: the stop string itself is given out as well."""
+        """stops: non-empty strings. automaton: built from stops. include_stop: the stop string is output too."""
         self._stops = stops
         self._automaton = automaton
         self._include = include_stop
@@ -34,9 +33,9 @@ class StopMatcher:
         return len(self._held)
 
     def push(self, text: str, may_match: bool = True) -> str:
-        """Take more text; returns what is decided of it and of what was held.
+        """Append text. Returns the held and new text that is now final.
 
-        may_match: whether a stop string that is complete within this text ends it; one that begins here may end later.
+        may_match False: stop strings complete within this text are ignored; one that begins in it may still end later.
         """
         if self.matched is not None or not text:
             return ""
@@ -53,6 +52,6 @@ class StopMatcher:
         return text[:num_decided]
 
     def flush(self) -> str:
-        """The text has ended: what was held is no stop string."""
+        """End the text. Returns the text that was held back."""
         text, self._held = self._held, ""
         return text

@@ -1,8 +1,8 @@
-"""A vocabulary as a table: token id -> the text or bytes that it stands for, so that decoding is a list look-up.
+"""A vocabulary as a table: token id -> text or bytes, so that decoding is a list look-up.
 
-Standard library only; immutable once built, shared by all threads. Built from what `tokenizers` says of a tokenizer:
-its vocabulary and its decoder's JSON. A decoder of a shape that is not known here gives no table (detokenize.py then
-calls the tokenizer itself), because a table is only worth having when it is exact.
+Standard library only; immutable once built, shared by all threads. Built from the vocabulary and the decoder JSON of
+`tokenizers`. An unknown type of decoder has no table, because a table must be exact; detokenize.py then calls the
+tokenizer.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# text; bytes that are no whole characters (byte level), or one byte token (fallback); nothing
+# text; bytes of incomplete characters (byte level) or of one byte token (byte fallback); no text
 Piece = str | bytes | None
 
-# A text can be cut here, before the space, where no token spans it: tokenizers begin a word with the space before it.
+# Cut point of a text, before the space: tokenizers attach the space to the next word, so few tokens span it.
 CUT = re.compile("[A-Za-z0-9](?= )")
 _BYTES_CUT = re.compile(CUT.pattern.encode())
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>\Z")
@@ -39,19 +39,19 @@ class TokenTable:
 
     @property
     def max_bytes(self) -> int:
-        """No token stands for more bytes of a text."""
+        """Length in bytes of the longest token."""
         return max((len(_bytes(piece)) for piece in self.pieces if piece), default=0)
 
     @property
     def spans_cuts(self) -> bool:
-        """Whether any token holds a place where `CUT` would cut a text."""
+        """Whether any token contains a cut point."""
         return any(_BYTES_CUT.search(_bytes(piece)) for piece in self.pieces if piece)
 
 
 def build_token_table(
     vocabulary: Mapping[str, int], decoder: Mapping[str, Any] | None, special_ids: Collection[int]
 ) -> TokenTable | None:
-    """The table of a tokenizer, or None when its decoder is not one of the shapes handled exactly.
+    """The table of a tokenizer, or None if its type of decoder is not handled exactly.
 
     vocabulary: token -> id with added tokens. decoder: the `decoder` entry of tokenizer.json.
     """
@@ -97,7 +97,7 @@ _ALPHABET = byte_level_alphabet()
 
 
 def _byte_level_piece(token: str) -> Piece:
-    """A token with a character outside the alphabet is an added token that stands for its own text."""
+    """The piece of a byte-level token. A character outside the alphabet marks an added token, which is plain text."""
     try:
         data = bytes([_ALPHABET[char] for char in token])
     except KeyError:
@@ -109,7 +109,7 @@ def _byte_level_piece(token: str) -> Piece:
 
 
 def _sentencepiece_reader(decoder: Mapping[str, Any] | None) -> Callable[[str], Piece] | None:
-    """The reader of one token for Replace, ByteFallback, Fuse[, Strip of one space] (Llama 2, Mistral, Gemma)."""
+    """Maps a token to its piece for decoders Replace, ByteFallback, Fuse[, Strip of one space]; None for others."""
     parts = _parts(decoder)
     kinds = [part["type"] for part in parts]
     if kinds not in (["Replace", "ByteFallback", "Fuse"], ["Replace", "ByteFallback", "Fuse", "Strip"]):
@@ -134,9 +134,9 @@ def _strips_space(decoder: Mapping[str, Any] | None) -> bool:
 
 
 def table_agrees(table: TokenTable, decode: Callable[[Sequence[int], bool], str], num_probes: int = 64) -> bool:
-    """Whether single tokens and short runs, spread over the vocabulary, decode as the tokenizer itself says.
+    """Whether the table and the tokenizer decode samples alike: single tokens and short runs over the vocabulary.
 
-    Runs are of whole-text tokens only: in those the two must agree character for character.
+    Only text tokens are sampled.
     """
     whole = [token_id for token_id, piece in enumerate(table.visible_pieces) if isinstance(piece, str)]
     if not whole:

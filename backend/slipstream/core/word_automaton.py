@@ -1,4 +1,4 @@
-"""Which of many words ends after each symbol of a text, at a cost that the number of words does not change.
+"""Matches many words in a stream of symbols; the cost per symbol does not depend on the number of words.
 
 Standard library only; immutable once built, shared by threads. A symbol is a character (stop strings) or a token id
 (stop and bad words as ids). Source: Aho and Corasick, CACM 18 (1975).
@@ -15,17 +15,17 @@ ROOT = 0
 
 
 class WordAutomaton(Generic[S]):
-    """A state is what the end of the text so far has in common with the words; ROOT is nothing.
+    """A state is the longest suffix of the text that is a prefix of a word; ROOT is the empty one.
 
-    ends[state]: the index of the longest word that ends here, -1 if none does; of equal words the first.
-    num_open[state]: length of the longest end of the text that begins a word and may still become it.
-    suffixes[state]: the state of the next shorter end of the text that begins a word.
+    ends[state]: index of the longest word that ends here (the first of equal words), -1 if none does.
+    num_open[state]: length of the longest suffix of the text that is a proper prefix of a word.
+    suffixes[state]: the state of the next shorter suffix of the text that is a prefix of a word.
     """
 
     __slots__ = ("_children", "_word_states", "ends", "num_open", "suffixes")
 
     def __init__(self, words: Iterable[Sequence[S]]) -> None:
-        """words: none of them empty. Building takes about a microsecond per symbol, a step then a dictionary access."""
+        """words: not empty. Building takes about 1 us per symbol, a step one dictionary access."""
         children: list[dict[S, int]] = [{}]
         ends: dict[int, int] = {}
         self._word_states: list[int] = []
@@ -54,9 +54,9 @@ class WordAutomaton(Generic[S]):
         return following or ROOT
 
     def run(self, state: int, symbols: Sequence[S], may_end: bool = True) -> tuple[int, int]:
-        """Take symbols up to the first after which a word ends: the state there, and how many were taken.
+        """Consume symbols until a word ends. Returns the state and the number of symbols consumed, -1 if no word ended.
 
-        Without may_end all are taken. How many is -1 when no word has ended.
+        may_end False: consume all symbols.
         """
         children, suffixes, ends = self._children, self.suffixes, self.ends
         for index, symbol in enumerate(symbols):
@@ -70,7 +70,7 @@ class WordAutomaton(Generic[S]):
         return state, -1
 
     def all_ends(self, state: int) -> list[int]:
-        """Indices of all words that end here, the longest first; of equal words the first."""
+        """Indices of all words that end here, longest first (the first of equal words)."""
         found: list[int] = []
         index = self.ends[state]
         while index >= 0:
@@ -79,7 +79,7 @@ class WordAutomaton(Generic[S]):
         return found
 
     def _link(self) -> None:
-        """Suffixes by breadth: those of a state's children follow from its own."""
+        """Compute suffixes breadth first: those of the children follow from the parent's."""
         suffixes, children_of, ends, num_open = self.suffixes, self._children, self.ends, self.num_open
         level, depth = list(children_of[ROOT].values()), 1
         while level:

@@ -1,7 +1,7 @@
-"""The tokenizer of a checkpoint, through the `tokenizers` library: text to ids, ids to text, and its table of pieces.
+"""The tokenizer of a checkpoint, through the `tokenizers` library: text to ids, ids to text, and its token table.
 
-Immutable once loaded; any thread may call it. Imports neither torch nor transformers, so that the tokenize and
-detokenize tasks stay small processes; a checkpoint with nothing but sentencepiece's tokenizer.model is the exception.
+Immutable once loaded; any thread may call it. Imports neither torch nor transformers, so that processes of the tokenize
+and detokenize tasks stay small, except for checkpoints with only sentencepiece's tokenizer.model.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from slipstream.core.token_table import CUT, TokenTable, build_token_table, tabl
 
 logger = logging.getLogger(__name__)
 
-_SHORT_CHARS = 1024  # at most: cheaper to encode than to give Python's lock away and wait for it
-_LIKELY_CHARS = 8  # of a token: texts with more are white space or rules
-_CUT_WINDOW = 4096  # characters in which a place to cut is looked for
-_KINDS = "er1 \n\t.'\u4e2d"  # with two letters that every vocabulary merges
+_SHORT_CHARS = 1024  # up to here encoding takes less time than releasing and reacquiring the GIL
+_LIKELY_CHARS = 8  # characters per token; only white space and rulers have more
+_CUT_WINDOW = 4096  # characters in which a cut point is searched
+_KINDS = "er1 \n\t.'\u4e2d"  # kinds of characters; every vocabulary merges "er"
 
 
 class TextTokenizer:
-    """Satisfies core.detokenize.Tokenizer. token_table is None for decoders that only the library can run.
+    """Implements core.detokenize.Tokenizer. token_table is None for decoders that only the library can run.
 
-    max_token_bytes: no token of a text stands for more bytes of it. can_cut: the tokens of a text begin with those of
-    the part before a CUT, whatever follows.
+    max_token_bytes: length in bytes of the longest token. can_cut: the tokens of a text begin with the tokens of the
+    part before any cut point.
     """
 
     def __init__(self, backend: Tokenizer) -> None:
@@ -52,7 +52,7 @@ class TextTokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> TextTokenizer:
-        """From a checkpoint folder (tokenizer.json) or the file itself. Raises ConfigError when it cannot be read."""
+        """Load a checkpoint folder (tokenizer.json) or the file itself. Raises ConfigError if it cannot be read."""
         file = Path(path)
         if file.is_dir():
             file = file / "tokenizer.json"
@@ -68,22 +68,22 @@ class TextTokenizer:
         return self._table
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """A long text as a batch of one, during which other threads run: the library's `encode` holds Python's lock."""
+        """Encode a text. Long texts go as a batch of one, which releases the GIL; the library's `encode` holds it."""
         if len(text) <= _SHORT_CHARS:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         (encoded,) = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded.ids
 
     def encode_all(self, texts: Sequence[str]) -> list[list[int]]:
-        """Each of them alone, without special tokens."""
+        """Encode each text without special tokens."""
         if not texts:
             return []
         return [one.ids for one in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def surely_exceeds(self, text: str, max_tokens: int) -> int:
-        """How many characters of the text have more tokens than that; 0 if it has not, or only all of it can tell.
+        """Length in characters of a prefix with more than max_tokens tokens; 0 if none was found.
 
-        Encodes beginnings of the text, each twice as long as the one before: as much work as the tokens allowed make.
+        Encodes prefixes that double in length, so the work is proportional to max_tokens, not to the text.
         """
         size = _LIKELY_CHARS * max_tokens
         while self.can_cut and size < len(text):
@@ -95,9 +95,9 @@ class TextTokenizer:
         return 0
 
     def _cuts_cleanly(self) -> bool:
-        """Whether short texts of every kind of character have the tokens of their first word, and then others.
+        """Whether the tokens of short sample texts begin with those of their part before the cut point.
 
-        No token spans the cut, so no merge does; what is looked at here is how the text is normalised and split.
+        No token spans a cut point, so no merge does; this checks the normaliser and the pre-tokenizer.
         """
         befores = ["".join(chars) for size in (1, 2, 3) for chars in product(_KINDS, repeat=size) if chars[-1] in "er1"]
         texts = [before + " " + after for before in befores for after in ("", *_KINDS)]
@@ -106,12 +106,12 @@ class TextTokenizer:
         return all(next(encoded)[: len(first)] == first for first in firsts for _ in ("", *_KINDS))
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """As a batch of one, for the same reason: an echoed prompt may be long."""
+        """Decode as a batch of one, which releases the GIL: an echoed prompt may be long."""
         (text,) = self.backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
         return text
 
     def token_text(self, token_id: int) -> str:
-        """One token alone, special tokens shown, incomplete characters as U+FFFD (for log-probabilities)."""
+        """Decode one token with special tokens shown and incomplete characters as U+FFFD (for log-probabilities)."""
         table = self._table
         if table is None:
             return self.decode([token_id], False)
@@ -120,7 +120,7 @@ class TextTokenizer:
 
 
 def _convert(path: Path) -> Tokenizer:
-    """A checkpoint without tokenizer.json: let transformers convert what there is (sentencepiece's tokenizer.model)."""
+    """Load a checkpoint without tokenizer.json (sentencepiece's tokenizer.model) through transformers."""
     accepted = "a folder with tokenizer.json (or a tokenizer that transformers can convert), or the file itself"
     if not path.is_dir():
         raise ConfigError("tokenizer", str(path), f"not found; accepted: {accepted}")
