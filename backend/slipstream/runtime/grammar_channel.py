@@ -6,17 +6,18 @@ blocking one, which locks.
 
 from __future__ import annotations
 
+import os
 import pickle
 import select
 import socket
 import struct
 import threading
+from collections import deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
-_FDS_TIMEOUT_S = 2.0
 MAX_UNSENT_BYTES = 256 << 20  # a peer that reads nothing while so much piles up is taken for dead
 
 
@@ -31,13 +32,22 @@ def readable(descriptors: Iterable[int], timeout: float | None) -> set[int]:
     return {found for found, _ in waiting.poll(None if timeout is None else max(0.0, timeout * 1e3))}
 
 
+class _Unsent(NamedTuple):
+    """What is left of one frame. fds: our own copies, to go with its first byte."""
+
+    data: memoryview
+    fds: list[int]
+
+
 class Channel:
-    """is_blocking: whether `send` waits for the peer; `receive` never does. Raises OSError when the peer is gone."""
+    """is_blocking: whether `send` waits for the peer, and takes no descriptors; `receive` never waits. Raises OSError
+    when the peer is gone."""
 
     def __init__(self, sock: socket.socket, is_blocking: bool) -> None:
         self.socket = sock
         self.fds: list[int] = []  # that came with messages, in order
-        self._unsent = bytearray()
+        self._unsent: deque[_Unsent] = deque()
+        self._num_unsent_bytes = 0
         self._received = bytearray()
         self._lock = threading.Lock()
         sock.setblocking(is_blocking)
@@ -50,12 +60,10 @@ class Channel:
             if self._is_blocking:
                 self.socket.sendall(frame)
                 return
-            if fds:
-                self._send_with_fds(frame, fds)
-                return
-            self._unsent += frame
+            self._unsent.append(_Unsent(memoryview(frame), _copy(fds)))
+            self._num_unsent_bytes += len(frame)
             self._flush()
-            if len(self._unsent) > MAX_UNSENT_BYTES:
+            if self._num_unsent_bytes > MAX_UNSENT_BYTES:
                 raise BrokenPipeError("the grammar process reads nothing")
 
     def receive(self) -> list[tuple[Any, ...]]:
@@ -77,6 +85,8 @@ class Channel:
 
     def close(self) -> None:
         self.socket.close()
+        while self._unsent:
+            _close(self._unsent.popleft().fds)
 
     def _take(self) -> list[tuple[Any, ...]]:
         messages, start, buffer = [], 0, self._received
@@ -91,21 +101,32 @@ class Channel:
         return messages
 
     def _flush(self) -> None:
+        """Send what the peer has room for. Descriptors wait with their frame, for a peer that is busy or stopped."""
         while self._unsent:
+            data, fds = self._unsent[0]
             try:
-                sent = self.socket.send(self._unsent)
+                num_sent = socket.send_fds(self.socket, [data], fds) if fds else self.socket.send(data)
             except BlockingIOError:
                 return
-            del self._unsent[:sent]
+            _close(fds)
+            self._num_unsent_bytes -= num_sent
+            if num_sent < len(data):
+                self._unsent[0] = _Unsent(data[num_sent:], [])
+            else:
+                self._unsent.popleft()
 
-    def _send_with_fds(self, frame: bytes, fds: tuple[int, ...]) -> None:
-        """The descriptors travel with the frame, which must not wait behind others: this waits, for a peer that does
-        nothing but read."""
-        self.socket.settimeout(_FDS_TIMEOUT_S)
-        try:
-            self.socket.sendall(self._unsent)
-            self._unsent.clear()
-            if socket.send_fds(self.socket, [frame], list(fds)) != len(frame):
-                raise BrokenPipeError("the grammar process reads nothing")
-        finally:
-            self.socket.setblocking(False)
+
+def _copy(fds: Iterable[int]) -> list[int]:
+    copies: list[int] = []
+    try:
+        for fd in fds:
+            copies.append(os.dup(fd))
+    except OSError:
+        _close(copies)
+        raise
+    return copies
+
+
+def _close(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -8,24 +8,23 @@ process is killed from outside, MAX_KILLS times in a row.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import logging
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.core.guide_limits import FIELD
-from slipstream.core.request import Request
-from slipstream.core.sampling_params import Guide
 from slipstream.runtime.grammar_link import GrammarLink
 from slipstream.runtime.grammar_messages import MAX_KILLS, Answer, Setup
+from slipstream.runtime.grammar_rows import MaskRows
+from slipstream.runtime.grammar_state import GuideState
+from slipstream.runtime.grammar_verdicts import MAX_KNOWN_GRAMMARS, Verdicts, key_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,44 +33,6 @@ _SLOW_TOKEN_S = 0.005  # a grammar that takes longer for a token is waited for o
 _NUM_QUICK = 32  # answers in a row that make it quick again
 _MERCY_S = 2.0  # that a call of a request that has ended may go on beyond its limit, before its worker is killed
 _CHECK_S = 0.02  # how often time limits are looked at
-MAX_KNOWN_GRAMMARS = 4096  # hashes of texts that have passed their trial, or failed it
-
-
-@dataclass(slots=True, eq=False)
-class GuideState:
-    """Where one sequence stands in its grammar. is_ready: its mask for the next token is in `row` of the matrix, of a
-    walk's paths in the rows after it. error: why the sequence must end. is_slow: it is left out of steps until ready.
-    is_terminated: the text is complete and there is no end token to take."""
-
-    guide: Guide
-    end_token_ids: list[int]
-    request: Request
-    host: GrammarHost | None = None
-    token_ids: list[int] = field(default_factory=list)  # accepted
-    is_ready: bool = False
-    is_slow: bool = False
-    is_terminated: bool = False
-    error: SlipstreamError | None = None
-    key: bytes = b""
-    state_id: int = 0
-    row: int = -1
-    is_open: bool = False  # in the worker
-    num_sent: int = 0  # of token_ids, to the worker
-    asked_at: float = 0.0  # time.monotonic() of a job that is under way, or 0
-    asked_s: float = 0.0  # how long that may take
-    wants_walk: bool = False
-    has_walked: bool = False
-    dead: tuple[int, ...] = ()  # places of the last walk's paths that the grammar forbids
-    cpu_s: float = 0.0
-    num_quick: int = 0
-    num_kills: int = 0  # of processes it waited for, by others, since its last token
-    num_crashes: int = 0  # of workers, that may be its doing, since its last token
-    num_tokens_at_death: int = -1
-
-    @property
-    def is_settled(self) -> bool:
-        """Nothing is waited for."""
-        return self.error is not None or self.is_terminated or (self.is_ready and self.has_walked >= self.wants_walk)
 
 
 class GrammarHost:
@@ -80,16 +41,13 @@ class GrammarHost:
     def __init__(self, setup: Setup, num_states: int, rows_per_state: int) -> None:
         self._limits = setup.limits
         self._link = GrammarLink(setup, num_states * rows_per_state)
-        self._all_rows = range(0, num_states * rows_per_state, rows_per_state)
-        self._free_rows: deque[int] = deque()  # of the worker
+        self._verdicts = Verdicts(setup.limits, self._link)
+        self._rows = MaskRows(num_states, rows_per_state)
         self._is_ready = False  # for a worker: the process runs, and has told how the last worker ended
         self._suspects: list[GuideState] = []  # with calls in the worker that has ended, the longest first
         self._states: dict[int, GuideState] = {}  # started, not forgotten
         self._num_started = 0
-        self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # by key: "" or why the text is refused
-        self._trying: dict[bytes, list[GuideState]] = {}
-        self._compiled: dict[bytes, list[GuideState] | None] = {}  # by the worker; a list: they wait for the first
-        self._rowless: deque[GuideState] = deque()
+        self._compiled: OrderedDict[bytes, list[GuideState] | None] = OrderedDict()  # a list: they wait for the first
         self._stuck: dict[int, GuideState] = {}  # by id: forgotten while a call was under way
         self._news: list[GuideState] = []
         self._check_due = 0.0
@@ -110,24 +68,19 @@ class GrammarHost:
         if self._importing is None:  # what puts masks on logits takes a second to import, which no step waits for
             self._importing = threading.Thread(target=lambda: importlib.import_module("xgrammar"), daemon=True)
             self._importing.start()
-        key = hashlib.sha256(f"{guide.type}\n{guide.text}".encode("utf-8", "surrogatepass")).digest()
+        key = key_of(guide)
         for state in states:
             self._num_started += 1
             state.host, state.key, state.state_id = self, key, self._num_started
             self._states[state.state_id] = state
-        verdict = self._verdicts.get(key)
+        verdict = self._verdicts.find(key)
         if verdict is None:
-            if key not in self._trying:
-                self._trying[key] = []
-                self._link.say("try", key, guide)
-            self._trying[key] += states
-            return
-        self._verdicts.move_to_end(key)
-        for state in states:
-            if verdict:
+            self._verdicts.wait(key, states)
+        elif verdict:
+            for state in states:
                 self._end(state, RequestError(FIELD, verdict))
-            else:
-                self._open(state)
+        else:
+            self._open(states)
 
     def advance(self, state: GuideState, token_ids: list[int]) -> None:
         """Move on by sampled tokens and prepare the next mask."""
@@ -146,15 +99,9 @@ class GrammarHost:
         """The sequence has ended."""
         if self._states.pop(state.state_id, None) is None:
             return
-        waiting = self._trying.get(state.key, [])
-        if state in waiting:
-            waiting.remove(state)
-            if not waiting:
-                del self._trying[state.key]
-                self._link.say("forget", state.key)
-        elif state in self._rowless:
-            self._rowless.remove(state)
-        elif state.row >= 0:
+        if self._verdicts.leave(state) or self._rows.leave(state):
+            return
+        if state.row >= 0:
             if state.asked_at:
                 self._stuck[state.state_id] = state
             else:
@@ -163,6 +110,9 @@ class GrammarHost:
 
     def poll(self, timeout: float = 0.0) -> list[GuideState]:
         """Hear what has come, waiting `timeout` seconds for it at most; returns the states with news."""
+        self._link.reap()
+        if self.is_idle:
+            return []
         self._hear(timeout)
         now = time.monotonic()
         if now >= self._check_due:
@@ -195,64 +145,48 @@ class GrammarHost:
             self._restart_worker()
 
     def _take_notice(self, kind: str, *arguments: Any) -> None:
-        """From the process that forks: "ready" to do so, the "verdict" of a trial, or how a worker "ended"."""
+        """All that `GrammarLink.hear` tells but answers."""
         if kind == "verdict":
             self._take_verdict(*arguments)
-            return
-        if kind == "ended":
-            self._take_end(*arguments)
-        self._is_ready = True
-        self._reopen()
+        elif kind == "worker":
+            self._hand_out_rows()
+        else:
+            if kind == "ended":
+                self._take_end(*arguments)
+            self._is_ready = True
+            self._reopen()
 
     def _take_verdict(self, key: bytes, verdict: str, text: str) -> None:
-        states = self._trying.pop(key, [])
+        states, error = self._verdicts.take(key, verdict, text)
+        if error is None:
+            self._open(states)
+            return
+        for state in states:
+            self._end(state, error)
+
+    def _open(self, states: Sequence[GuideState]) -> None:
+        """Once their grammar has passed: as soon as there is a worker, and room in it."""
         if not states:
             return
-        limits, name = self._limits, states[0].guide.type
-        error: SlipstreamError | None = None
-        if verdict == "full":
-            error = CapacityError("too many grammars that take long are being compiled")
-        elif verdict == "killed":
-            error = CapacityError(f"compiling this {name} was ended from outside {MAX_KILLS} times")
-        elif verdict == "bug":
-            error = internal_error(logger, "compiling a grammar", EngineError(text))
-        else:
-            refusal = {
-                "good": "",
-                "bad": f"not a usable {name}: {text}",
-                "time": f"compiling this {name} takes more CPU time than guided_max_compile_ms={limits.max_compile_ms}",
-                "memory": f"compiling this {name} takes more memory than guided_memory_bytes={limits.memory_bytes}",
-            }[verdict]
-            self._verdicts[key] = refusal
-            if len(self._verdicts) > MAX_KNOWN_GRAMMARS:
-                self._verdicts.popitem(last=False)
-            error = RequestError(FIELD, refusal) if refusal else None
-        for state in states:
-            if error is None:
-                self._open(state)
-            else:
-                self._end(state, error)
-
-    def _open(self, state: GuideState) -> None:
-        """Once a grammar has passed: as soon as there is room, and the worker has compiled it for the first of all."""
         if not self._is_ready:
             self._link.start_process()
             return
         if not self._link.has_worker:
             self._link.start_worker()
-            self._free_rows = deque(self._all_rows)
-        if state.row < 0:
-            if not self._free_rows:
-                self._rowless.append(state)
-                return
-            state.row = self._free_rows.popleft()
-        if state.key in self._compiled:
-            waiting = self._compiled[state.key]
-            if waiting is not None:
+        for state in states:
+            self._rows.wait(state)
+        self._hand_out_rows()
+
+    def _hand_out_rows(self) -> None:
+        while self._link.worker_is_ready and (state := self._rows.next()) is not None:
+            if state.key not in self._compiled:  # the worker compiles a text for the first of all who have it
+                self._compiled[state.key] = []
+            elif (waiting := self._compiled[state.key]) is not None:
                 waiting.append(state)
-                return
-        else:
-            self._compiled[state.key] = []
+                continue
+            self._ask_to_open(state)
+
+    def _ask_to_open(self, state: GuideState) -> None:
         state.num_sent = len(state.token_ids)
         seconds = 4 * self._limits.max_compile_ms / 1e3 + self._limits.max_request_ms / 1e3
         self._ask(state, seconds, "open", state.key, state.guide, state.end_token_ids, state.row, list(state.token_ids))
@@ -284,12 +218,12 @@ class GrammarHost:
     def _let_others_open(self, key: bytes) -> None:
         waiting = self._compiled.get(key)
         if waiting is not None:
-            del self._compiled[key]
             self._compiled[key] = None
+            self._compiled.move_to_end(key)
             self._forget_compiled()
             for other in waiting:
                 if other.state_id in self._states:
-                    self._open(other)
+                    self._ask_to_open(other)
 
     def _forget_compiled(self) -> None:
         """The oldest of too many; the next of its text is then taken for the first."""
@@ -326,11 +260,11 @@ class GrammarHost:
         self._news.append(state)
 
     def _give_back(self, row: int) -> None:
-        self._free_rows.append(row)
-        if self._rowless:
-            self._open(self._rowless.popleft())
+        self._rows.give_back(row)
+        self._hand_out_rows()
 
     def _check_times(self, now: float) -> None:
+        self._link.check(now, is_awaited=self._verdicts.is_trying or not self._is_ready)
         for state in list(self._states.values()):
             if state.asked_at and state.error is None and now - state.asked_at > state.asked_s:
                 text = f"this {state.guide.type} takes more than {state.asked_s:g} s for one token"
@@ -344,6 +278,10 @@ class GrammarHost:
         """All that were in the worker go on in a new one, once it is known how the old one has ended."""
         asked = [state for state in self._states.values() if state.asked_at and state.error is None]
         self._suspects = [] if self._stuck else sorted(asked, key=lambda state: state.asked_at)
+        if not self._link.worker_is_ready:  # nobody was in it
+            for state in self._states.values():
+                if not self._verdicts.is_waiting(state):
+                    self._count_death(state)
         self._is_ready = False
         self._link.drop_worker()
         self._reopen()
@@ -361,12 +299,7 @@ class GrammarHost:
         for state in self._states.values():
             if not state.is_settled:
                 self._count_death(state)
-        for key, states in list(self._trying.items()):
-            self._trying[key] = [state for state in states if state.error is None]
-            if self._trying[key]:
-                self._link.say("try", key, states[0].guide)
-            else:
-                del self._trying[key]
+        self._verdicts.try_again()
         self._reopen()
 
     def _count_death(self, state: GuideState, is_crash: bool = False) -> None:
@@ -387,12 +320,8 @@ class GrammarHost:
     def _reopen(self) -> None:
         self._stuck.clear()
         self._compiled.clear()
-        self._rowless.clear()
-        self._free_rows.clear()
-        on_trial = {state.state_id for waiting in self._trying.values() for state in waiting}
-        states = [state for state in self._states.values() if state.state_id not in on_trial]
+        self._rows.reset()
+        states = [state for state in self._states.values() if not self._verdicts.is_waiting(state)]
         for state in states:
             state.row, state.asked_at, state.is_ready, state.is_open = -1, 0.0, False, False
-        for state in states:
-            if state.error is None and not state.is_terminated:
-                self._open(state)
+        self._open([state for state in states if state.error is None and not state.is_terminated])

@@ -1,5 +1,9 @@
 """The grammar processes as the engine holds them: one that forks, started when it is first needed, and one worker of it
-at a time, with the mask matrix that they share. Engine thread; waits for nothing but in `hear`."""
+at a time, with the mask matrix that they share. Engine thread; waits for nothing but in `hear`.
+
+Each has its time to say that it is ready, and the one that forks to answer each message: one that is stopped or hangs
+counts as lost then. It is killed, since it may never see that its socket is closed.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +25,9 @@ from slipstream.runtime.grammar_messages import Setup
 
 logger = logging.getLogger(__name__)
 
-Message = tuple[Any, ...]
+MAX_GRAMMAR_START_S = 30.0  # until a process, or a worker, is ready
+MAX_GRAMMAR_SILENCE_S = 10.0  # until the process that forks answers a message: it does nothing that takes long
+_PING_S = 1.0  # after its last message, while something is to come of it
 _START = "import sys; sys.path[:] = {path!r}; from slipstream.runtime.grammar_process import main; main()"
 
 
@@ -30,10 +37,14 @@ class GrammarLink:
     def __init__(self, setup: Setup, num_rows: int) -> None:
         self._setup, self._num_rows = setup, num_rows
         self._process: subprocess.Popen[bytes] | None = None
+        self._dropped: list[subprocess.Popen[bytes]] = []  # killed, not yet reaped
         self._control: Channel | None = None
         self._worker: Channel | None = None
         self._generation = 0
+        self._num_unanswered = 0  # messages to the process that forks; its start counts as one
+        self._said_at = self._answer_due = self._worker_due = 0.0  # time.monotonic()
         self.process_is_lost = self.worker_is_lost = False
+        self.worker_is_ready = False
         self.masks = torch.empty(0, 0, dtype=torch.int32)  # [num_rows, vocab_size / 32] of the worker
 
     @property
@@ -45,6 +56,11 @@ class GrammarLink:
         self.start_process()
         if self._control is None:
             return
+        now = time.monotonic()
+        self._said_at = now
+        if not self._num_unanswered:
+            self._answer_due = now + MAX_GRAMMAR_SILENCE_S
+        self._num_unanswered += 1
         try:
             self._control.send(message, fds)
         except OSError:
@@ -60,7 +76,10 @@ class GrammarLink:
             self.worker_is_lost = True
 
     def hear(self, timeout: float, on_notice: Callable[..., None], on_answer: Callable[..., None]) -> None:
-        """Pass on what has come. Waits `timeout` seconds at most for the first of it."""
+        """Pass on what has come. Waits `timeout` seconds at most for the first of it.
+
+        on_notice: that the process is "ready", the "worker" is, the "verdict" of a trial, how a worker "ended".
+        """
         channels = [channel for channel in (self._worker, self._control) if channel is not None]
         if timeout > 0:
             readable([channel.socket.fileno() for channel in channels], timeout)
@@ -70,17 +89,44 @@ class GrammarLink:
             except OSError:
                 messages, self.worker_is_lost = [], True
             for message in messages:
-                on_answer(*message)
+                if message == ("ready",):
+                    self.worker_is_ready = True
+                    on_notice("worker")
+                else:
+                    on_answer(*message)
         if self._control is not None:
             try:
                 messages = self._control.receive()
             except OSError:
                 messages, self.process_is_lost = [], True
             for message in messages:
-                on_notice(*message)
+                if message[0] in ("ready", "heard"):
+                    self._num_unanswered -= 1
+                    self._answer_due = time.monotonic() + MAX_GRAMMAR_SILENCE_S
+                if message[0] != "heard":
+                    on_notice(*message)
+
+    def check(self, now: float, is_awaited: bool) -> None:
+        """Count as lost what has not answered in time. is_awaited: something is to come of the process that forks."""
+        if self._worker is not None and not self.worker_is_ready and now > self._worker_due:
+            logger.warning("a worker of structured output is not ready after %g s: it is killed", MAX_GRAMMAR_START_S)
+            self.worker_is_lost = True
+        if self._control is None:
+            return
+        if self._num_unanswered and now > self._answer_due:
+            logger.warning("the process of structured output does not answer: it is killed")
+            self.process_is_lost = True
+        elif is_awaited and not self._num_unanswered and now > self._said_at + _PING_S:
+            self.say("ping")
+
+    def reap(self) -> None:
+        """Processes that have been killed and have ended by now."""
+        if self._dropped:
+            self._dropped = [process for process in self._dropped if process.poll() is None]
 
     def start_worker(self) -> None:
         """Ask for one.  Where the machine lacks descriptors or memory for it, the process counts as lost."""
+        self.worker_is_ready, self._worker_due = False, time.monotonic() + MAX_GRAMMAR_START_S
         try:
             ours, theirs = socket.socketpair()
             self._worker = Channel(ours, is_blocking=False)
@@ -97,21 +143,24 @@ class GrammarLink:
 
     def drop_worker(self) -> None:
         """Kill it, whatever it does. The process that forks tells how it has ended."""
-        self.worker_is_lost = False
+        self.worker_is_lost = self.worker_is_ready = False
         if self._worker is not None:
             self._worker.close()
             self._worker = None
             self.say("kill", self._generation)
 
     def drop_process(self) -> None:
-        """The process that forks is gone or not wanted: it and what it has forked ends when its socket is closed."""
-        self.process_is_lost = self.worker_is_lost = False
+        """The process that forks is gone, or not wanted. The kernel ends with it what it has forked."""
+        self.process_is_lost = self.worker_is_lost = self.worker_is_ready = False
         for channel in (self._worker, self._control):
             if channel is not None:
                 channel.close()
         self._worker = self._control = None
         if self._process is not None:
-            self._process.poll()
+            self._process.kill()
+            self._dropped.append(self._process)
+            self._process = None
+        self.reap()
 
     def start_process(self) -> None:
         """If there is none. It does not listen yet when this returns; one that cannot be started counts as lost."""
@@ -134,3 +183,4 @@ class GrammarLink:
                 [sys.executable, *arguments], pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
             )
         self._control = Channel(ours, is_blocking=False)
+        self._num_unanswered, self._answer_due = 1, time.monotonic() + MAX_GRAMMAR_START_S

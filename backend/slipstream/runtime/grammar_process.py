@@ -2,14 +2,13 @@
 
 A grammar is tried first: compiled in a child with a limit of CPU time and memory, a low priority, and
 nothing to lose. What passed is compiled again by the worker that matches (runtime/grammar_worker.py); handing it over
-would take longer: as JSON a schema of 200 properties is 19 MB, 1.3 s there and back, compiled in 17 ms. Trials have
-two lanes: a short time for each, and for those that need more a queue of their own, so that a usual schema never waits
-for costly ones. Ends when the engine closes its socket.
+would take longer: as JSON a schema of 200 properties is 19 MB, 1.3 s there and back, compiled in 17 ms. Answers each
+message at once, which says that it lives. Ends when the engine closes its socket; what it has forked ends with it.
 """
 
 from __future__ import annotations
 
-import heapq
+import ctypes
 import os
 import pickle
 import resource
@@ -19,7 +18,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NoReturn
 
 from slipstream.core.sampling_params import Guide
@@ -27,24 +25,14 @@ from slipstream.runtime.grammar_channel import Channel, readable
 from slipstream.runtime.grammar_compiler import GrammarCompiler, GrammarError
 from slipstream.runtime.grammar_messages import MAX_KILLS, Setup
 from slipstream.runtime.grammar_worker import GrammarCache, GrammarWorker, lower_priority
+from slipstream.runtime.trial_queue import Trial, TrialQueue
 
 _SHORT_TRIAL_S = 0.3  # CPU time in the first lane
-_NUM_SEATS = 2  # trials at once, in each lane
-MAX_LONG_TRIALS = 32  # that wait or run in the second lane; above it a grammar is refused with UNAVAILABLE
 _PATIENCE = 6  # wall time of a trial, in its CPU time: others may want the cores
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 _STACKS_BYTES = 512 << 20  # of address space, for the stacks of a worker's threads
-
-
-@dataclass(slots=True)
-class _Trial:
-    key: bytes
-    guide: Guide
-    is_long: bool = False
-    pid: int = 0
-    result_fd: int = -1
-    deadline: float = 0.0
-    num_kills: int = 0  # by somebody: the kernel for want of memory, or by hand
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
 
 
 class GrammarProcess:
@@ -56,82 +44,67 @@ class GrammarProcess:
         self._num_words = -(-setup.vocab_size // 32)
         self._compiler = GrammarCompiler(setup.tokenizer_path, setup.vocab_size, setup.eos_token_ids)
         self._own_bytes = _virtual_bytes()
-        self._waiting: tuple[list[tuple[int, int, _Trial]], ...] = ([], [])  # heaps by length of text: short, long
-        self._running: list[_Trial] = []
+        self._trials = TrialQueue()
         self._workers: dict[int, int] = {}  # generation -> process id
-        self._num_taken = 0
 
     def serve(self) -> None:
         self._channel.send(("ready",))
         while True:
-            fds = [self._channel.socket.fileno(), *(trial.result_fd for trial in self._running)]
-            timeout = min((trial.deadline - time.monotonic() for trial in self._running), default=None)
+            fds = [self._channel.socket.fileno(), *(trial.result_fd for trial in self._trials.running)]
+            timeout = min((trial.deadline - time.monotonic() for trial in self._trials.running), default=None)
             found = readable(fds, timeout)
-            for trial in [trial for trial in self._running if trial.result_fd in found]:
+            for trial in [trial for trial in self._trials.running if trial.result_fd in found]:
                 self._end(trial)
-            for trial in [trial for trial in self._running if trial.deadline <= time.monotonic()]:
+            for trial in [trial for trial in self._trials.running if trial.deadline <= time.monotonic()]:
                 self._end(trial)
             if self._channel.socket.fileno() in found:
                 for message in self._channel.receive():
                     self._take(*message)
-            self._fill_seats()
+                    self._channel.send(("heard",))
+            for trial in self._trials.take():
+                self._start(trial)
 
     def stop(self) -> None:
-        for pid in [*(trial.pid for trial in self._running), *self._workers.values()]:
+        for pid in [*(trial.pid for trial in self._trials.running), *self._workers.values()]:
             _kill(pid)
 
     def _take(self, kind: str, *arguments: object) -> None:
         if kind == "try":
             key, guide = arguments
             assert isinstance(key, bytes) and isinstance(guide, Guide)
-            self._queue(_Trial(key, guide))
+            self._queue(Trial(key, guide))
         elif kind == "forget":
-            self._forget(arguments[0])
+            for trial in self._trials.remove(arguments[0]):
+                os.close(trial.result_fd)
+                _kill(trial.pid)
         elif kind == "worker":
             (generation,) = arguments
             assert isinstance(generation, int)
             self._start_worker(generation)
-        else:
+        elif kind == "kill":
             (generation,) = arguments
-            assert kind == "kill" and isinstance(generation, int)
+            assert isinstance(generation, int)
             self._channel.send(("ended", _is_crash(_kill(self._workers.pop(generation)))))
+        else:
+            assert kind == "ping"
 
     # ---- trials
 
-    def _queue(self, trial: _Trial) -> None:
-        num_long = len(self._waiting[1]) + sum(one.is_long for one in self._running)
-        if trial.is_long and num_long >= MAX_LONG_TRIALS:
+    def _queue(self, trial: Trial) -> None:
+        if not self._trials.add(trial):
             self._channel.send(("verdict", trial.key, "full", ""))
-            return
-        self._num_taken += 1
-        heapq.heappush(self._waiting[trial.is_long], (len(trial.guide.text), self._num_taken, trial))
 
-    def _forget(self, key: object) -> None:
-        """Nobody wants it any more."""
-        for queue in self._waiting:
-            queue[:] = [entry for entry in queue if entry[2].key != key]
-            heapq.heapify(queue)
-        for trial in [trial for trial in self._running if trial.key == key]:
-            self._running.remove(trial)
-            os.close(trial.result_fd)
-            _kill(trial.pid)
-
-    def _fill_seats(self) -> None:
-        for is_long, queue in enumerate(self._waiting):
-            while queue and sum(trial.is_long == bool(is_long) for trial in self._running) < _NUM_SEATS:
-                self._start(heapq.heappop(queue)[2])
-
-    def _seconds(self, trial: _Trial) -> float:
+    def _seconds(self, trial: Trial) -> float:
         most = self._limits.max_compile_ms / 1e3
         return most if trial.is_long else min(_SHORT_TRIAL_S, most)
 
-    def _start(self, trial: _Trial) -> None:
+    def _start(self, trial: Trial) -> None:
         read_fd, write_fd = os.pipe()
         seconds = self._seconds(trial)
         trial.pid = self._fork(lambda: self._try(trial.guide, seconds, write_fd))
         os.close(write_fd)
         trial.result_fd, trial.deadline = read_fd, time.monotonic() + _PATIENCE * seconds
-        self._running.append(trial)
+        self._trials.running.append(trial)
 
     def _try(self, guide: Guide, seconds: float, write_fd: int) -> None:
         """In the child. The kernel ends it by a signal when its CPU time is over."""
@@ -150,20 +123,21 @@ class GrammarProcess:
             verdict = ("bug", f"{type(error).__name__}: {error}")
         os.write(write_fd, pickle.dumps(verdict))
 
-    def _end(self, trial: _Trial) -> None:
-        is_over = not readable([trial.result_fd], 0)
-        result = b"" if is_over else os.read(trial.result_fd, 65536)
+    def _end(self, trial: Trial) -> None:
+        is_overdue = not readable([trial.result_fd], 0)
+        result = b"" if is_overdue else os.read(trial.result_fd, 65536)
         os.close(trial.result_fd)
-        self._running.remove(trial)
+        self._trials.running.remove(trial)
         status = _kill(trial.pid)
+        is_spent = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
         if result:
             verdict, text = pickle.loads(result)
-        elif is_over or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF):
-            if self._seconds(trial) < self._limits.max_compile_ms / 1e3:
-                self._queue(_Trial(trial.key, trial.guide, is_long=True))
-                return
+        elif (is_spent or is_overdue) and self._seconds(trial) < self._limits.max_compile_ms / 1e3:
+            self._queue(Trial(trial.key, trial.guide, trial.arrived, is_long=True))
+            return
+        elif is_spent:
             verdict, text = "time", ""
-        elif not _is_crash(status):  # that says nothing about the grammar
+        elif is_overdue or not _is_crash(status):  # stopped or killed, which says nothing about the grammar
             trial.num_kills += 1
             if trial.num_kills < MAX_KILLS:
                 self._queue(trial)
@@ -193,10 +167,12 @@ class GrammarProcess:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
     def _fork(self, run: Callable[[], None]) -> int:
+        parent = os.getpid()
         pid = os.fork()
         if pid:
             return pid
         try:
+            _end_with(parent)
             self._channel.close()
             silence = os.open(os.devnull, os.O_WRONLY)  # xgrammar logs what clients send
             os.dup2(silence, 2)
@@ -204,6 +180,14 @@ class GrammarProcess:
             os._exit(0)
         finally:
             os._exit(1)
+
+
+def _end_with(parent: int) -> None:
+    """Have the kernel end this process when its parent ends, whatever the threads of this one are stuck in. It does so
+    when the thread that forked ends: here the only one, which lives as long as its process."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
 
 
 def _kill(pid: int) -> int:

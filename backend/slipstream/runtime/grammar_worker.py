@@ -10,7 +10,6 @@ closing the sequence or, at last, by killing this process.
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import socket
@@ -79,8 +78,8 @@ class _Job:
     sequence_id: int
     arguments: tuple[Any, ...]
     is_slow: bool
-    thread_id: int = 0
     start: float = 0.0
+    is_demoted: bool = False  # its thread has a low priority now
 
 
 class GrammarWorker:
@@ -95,7 +94,7 @@ class GrammarWorker:
         self._lead = threading.Lock()
         self._jobs: deque[_Job] = deque()
         self._running: dict[int, _Job] = {}  # by thread
-        self._demoted: set[int] = set()
+        self._running_lock = threading.Lock()  # no thread is demoted for a job that it has done
         self._num_idle = 0
         self._count_lock = threading.Lock()
         self._slow_threads = ThreadPoolExecutor(_NUM_SLOW_THREADS, initializer=lower_priority)
@@ -103,12 +102,12 @@ class GrammarWorker:
     def serve(self) -> None:
         """Until the engine closes the socket; then the process ends, whatever its threads do."""
         threading.Thread(target=self._work, daemon=True).start()
+        self._channel.send(("ready",))
         threading.Event().wait()  # this thread never works: one that does may have to end
 
     def _work(self) -> None:
         """One thread: lead until there is a job, do it, queue up to lead again."""
-        thread_id = threading.get_native_id()
-        while thread_id not in self._demoted:
+        while True:
             with self._count_lock:
                 self._num_idle += 1
             with self._lead:
@@ -122,6 +121,8 @@ class GrammarWorker:
                 self._slow_threads.submit(self._do, job)
             else:
                 self._do(job)
+            if job.is_demoted:
+                return  # priority does not come back
 
     def _next_job(self) -> _Job:
         while not self._jobs:
@@ -143,16 +144,17 @@ class GrammarWorker:
 
     def _demote(self) -> None:
         now = time.monotonic()
-        for thread_id, job in list(self._running.items()):
-            if now - job.start > _SLOW_S and thread_id not in self._demoted and not job.is_slow:
-                self._demoted.add(thread_id)  # priority does not come back, so the thread ends after this job
-                with contextlib.suppress(ProcessLookupError):
+        with self._running_lock:
+            for thread_id, job in self._running.items():
+                if now - job.start > _SLOW_S and not job.is_demoted and not job.is_slow:
+                    job.is_demoted = True
                     os.setpriority(os.PRIO_PROCESS, thread_id, _LOW_PRIORITY)
 
     def _do(self, job: _Job) -> None:
         thread_id = threading.get_native_id()
         job.start = time.monotonic()
-        self._running[thread_id] = job
+        with self._running_lock:
+            self._running[thread_id] = job
         started = time.thread_time()
         try:
             answer = getattr(self, f"_{job.kind}")(job.sequence_id, *job.arguments)
@@ -160,7 +162,8 @@ class GrammarWorker:
             os._exit(1)
         except Exception as error:  # what xgrammar raises; of a bug in here too, the request hears
             answer = Answer(first_line(error))
-        del self._running[thread_id]
+        with self._running_lock:
+            del self._running[thread_id]
         answer = answer._replace(cpu_s=time.thread_time() - started)
         try:
             self._channel.send((job.sequence_id, answer))

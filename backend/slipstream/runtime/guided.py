@@ -14,7 +14,8 @@ from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import ScheduledStep
-from slipstream.runtime.grammar_host import GrammarHost, GuideState
+from slipstream.runtime.grammar_host import GrammarHost
+from slipstream.runtime.grammar_state import GuideState
 from slipstream.worker.sample.penalties import Paths
 
 # What a step waits for masks at most. A request without one is left out of steps until it has it, which costs the
@@ -129,8 +130,6 @@ class GuidedRequests:
 
     def poll(self, outputs: list[StepOutput], timeout: float = 0.0) -> None:
         """Hear what has become of grammars, and of requests by them. Waits `timeout` seconds at most."""
-        if self._host.is_idle:
-            return
         for state in self._host.poll(timeout):
             request = state.request
             if request.is_finished:

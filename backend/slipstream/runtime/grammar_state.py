@@ -1,0 +1,50 @@
+"""Where one sequence stands in its grammar. Engine thread; written by grammar_host.py, read by the step (guided.py)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import Guide
+
+if TYPE_CHECKING:
+    from slipstream.runtime.grammar_host import GrammarHost
+
+
+@dataclass(slots=True, eq=False)
+class GuideState:
+    """is_ready: its mask for the next token is in `row` of the matrix, of a walk's paths in the rows after it. error:
+    why the sequence must end. is_slow: it is left out of steps until ready. is_terminated: the text is complete and
+    there is no end token to take."""
+
+    guide: Guide
+    end_token_ids: list[int]
+    request: Request
+    host: GrammarHost | None = None
+    token_ids: list[int] = field(default_factory=list)  # accepted
+    is_ready: bool = False
+    is_slow: bool = False
+    is_terminated: bool = False
+    error: SlipstreamError | None = None
+    key: bytes = b""
+    state_id: int = 0
+    row: int = -1
+    is_open: bool = False  # in the worker
+    num_sent: int = 0  # of token_ids, to the worker
+    asked_at: float = 0.0  # time.monotonic() of a job that is under way, or 0
+    asked_s: float = 0.0  # how long that may take
+    wants_walk: bool = False
+    has_walked: bool = False
+    dead: tuple[int, ...] = ()  # places of the last walk's paths that the grammar forbids
+    cpu_s: float = 0.0
+    num_quick: int = 0
+    num_kills: int = 0  # of processes it waited for, by others, since its last token
+    num_crashes: int = 0  # of workers, that may be its doing, since its last token
+    num_tokens_at_death: int = -1
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is waited for."""
+        return self.error is not None or self.is_terminated or (self.is_ready and self.has_walked >= self.wants_walk)

@@ -1,0 +1,255 @@
+"""Grammar processes that are stopped, hang or read nothing: they have their time, then others take their place, and
+nothing of it holds up the engine or costs a request its answer."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_driver import GREEDY, Told, make_engine, run_steps
+from slipstream.core.config import GuidedConfig
+from slipstream.core.errors import CapacityError
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.engine.engine import Engine
+from slipstream.runtime import grammar_link
+from slipstream.runtime.grammar_channel import Channel
+from slipstream.runtime.grammar_messages import MAX_KILLS
+
+PROMPT = [70, 201, 33]
+LETTERS = Guide("regex", "[a-z]{40}")
+GUIDED = SamplingParams(max_tokens=60, temperature=1.0, seed=1, guide=LETTERS)
+GONE_S = 30.0
+WORKERS_THAT_HANG = """
+import os, sys, time
+sys.path[:] = {path!r}
+from slipstream.runtime.grammar_process import GrammarProcess, main
+work = GrammarProcess._work
+def hang(process, *fds):
+    with open({log!r}, "a") as log:
+        log.write(f"{{os.getpid()}}\\n")
+    with open({log!r}) as log:
+        if len(log.readlines()) <= {num_hanging}:
+            time.sleep(600)
+    work(process, *fds)
+GrammarProcess._work = hang
+main()
+"""
+
+
+def _start(engine: Engine, params: SamplingParams = GUIDED, **named: int) -> tuple[Request, Told]:
+    (request,) = engine.submit(Request(list(PROMPT), params, handle=7, **named))
+    return request, Told()
+
+
+def _process(engine: Engine) -> int:
+    process = engine._guided._host._link._process
+    return process.pid if process is not None else 0
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _wait_until_gone(*pids: int) -> None:
+    deadline = time.monotonic() + GONE_S
+    while any(Path(f"/proc/{pid}").exists() and _state(pid) not in "ZX" for pid in pids):
+        assert time.monotonic() < deadline, f"grammar processes go on: {pids}"
+        time.sleep(0.01)
+
+
+def _state(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def _steps(engine: Engine, told: dict[Request, Told], seconds: float = GONE_S) -> Iterator[None]:
+    """Step after step, for a bounded time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        assert engine.has_work, [one.error for one in told.values()]
+        run_steps(engine, told, 1)
+        yield
+    raise AssertionError(f"it does not come to that within {seconds} s")
+
+
+@contextmanager
+def _little_patience(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+    """For as long as one process hangs; those after it need their time to start."""
+    with monkeypatch.context() as patience:
+        patience.setattr(grammar_link, name, 0.5, raising=False)
+        yield
+
+
+@pytest.fixture
+def engine(tiny_llama: Path) -> Iterator[Engine]:
+    engine = make_engine(tiny_llama)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def served(tiny_llama: Path) -> Iterator[Engine]:
+    """Whose grammar processes run."""
+    engine = make_engine(tiny_llama, guided=GuidedConfig(max_compile_ms=200))
+    run_steps(engine, dict([_start(engine)]))
+    yield engine
+    engine.close()
+
+
+# ---------------------------------------------------------------- a deadline for each
+
+
+def test_a_process_that_is_stopped_at_its_start_is_replaced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, one = _start(engine)
+    told = {request: one}
+    with _little_patience(monkeypatch, "MAX_GRAMMAR_START_S"):
+        for _ in _steps(engine, told):
+            if stopped := _process(engine):
+                break
+        os.kill(stopped, signal.SIGSTOP)
+        for _ in _steps(engine, told):
+            if _process(engine) not in (0, stopped):
+                break
+    engine._guided._host._link._answer_due += GONE_S
+    run_steps(engine, told)
+    assert one.error == "" and one.finish_reason is FinishReason.STOP
+    _wait_until_gone(stopped)
+
+
+def test_a_process_that_is_stopped_with_a_trial_is_replaced(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = [_process(served), *_children(_process(served))]
+    os.kill(stopped[0], signal.SIGSTOP)
+    request, one = _start(served, replace(GUIDED, guide=Guide("regex", "[a-z]{41}")))
+    told = {request: one}
+    with _little_patience(monkeypatch, "MAX_GRAMMAR_SILENCE_S"):
+        for _ in _steps(served, told):
+            if _process(served) not in (0, stopped[0]):
+                break
+    run_steps(served, told)
+    assert one.error == "" and one.finish_reason is FinishReason.STOP
+    _wait_until_gone(*stopped)
+
+
+@pytest.mark.parametrize("num_hanging", [1, MAX_KILLS])
+def test_a_worker_that_hangs_at_its_start_is_replaced(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_hanging: int
+) -> None:
+    log = tmp_path / "workers"
+    program = WORKERS_THAT_HANG.replace("{log!r}", repr(str(log))).replace("{num_hanging}", str(num_hanging))
+    monkeypatch.setattr(grammar_link, "_START", program)
+    request, one = _start(engine)
+    told = {request: one}
+    for _ in _steps(engine, told):
+        if log.exists():
+            break
+    for number in range(1, num_hanging + 1):
+        engine._guided._host._link._worker_due = 0.0  # its time is over
+        for _ in _steps(engine, told) if number < MAX_KILLS else ():
+            if len(log.read_text().splitlines()) > number:
+                break
+    run_steps(engine, told)
+    if num_hanging < MAX_KILLS:
+        assert one.error == "" and one.finish_reason is FinishReason.STOP
+    else:
+        assert one.fault is CapacityError and "structured output is not available" in one.error
+    _wait_until_gone(*map(int, log.read_text().split()[:num_hanging]))
+
+
+def test_a_trial_that_is_stopped_is_not_the_doing_of_its_grammar(served: Engine) -> None:
+    workers = set(_children(_process(served)))
+    os.kill(_process(served), signal.SIGSTOP)  # it forks when it goes on
+    request, one = _start(served, replace(GUIDED, guide=Guide("regex", "|".join(f"[a-z]{{{n}}}" for n in range(90)))))
+    told = {request: one}
+    run_steps(served, told, 2)
+    os.kill(_process(served), signal.SIGCONT)
+    while not (trials := set(_children(_process(served))) - workers):
+        assert one.finish_reason is None
+    for trial in trials:
+        os.kill(trial, signal.SIGSTOP)
+    run_steps(served, told)
+    assert one.error == "" and one.finish_reason is not None
+    _wait_until_gone(*trials)
+
+
+# ---------------------------------------------------------------- nothing waits for them
+
+
+def test_descriptors_wait_for_a_peer_that_reads_nothing_and_nobody_else_does(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    channel, peer = Channel(ours, is_blocking=False), Channel(theirs, is_blocking=True)
+    files = [tmp_path / "first", tmp_path / "second"]
+    for file in files:
+        file.write_text(file.name)
+    began = time.monotonic()
+    channel.send(("many bytes", b"x" * (4 << 20)))
+    for number, file in enumerate(files):
+        with file.open() as opened:
+            channel.send(("file", number), (opened.fileno(),))
+        channel.send(("between",))
+    assert time.monotonic() - began < 0.5
+    messages = []
+    while len(messages) < 5:
+        messages += peer.receive()
+        channel.receive()  # which sends what is left
+    assert [message[0] for message in messages] == ["many bytes", "file", "between", "file", "between"]
+    assert [os.read(fd, 100).decode() for fd in peer.fds] == ["first", "second"]
+    for fd in peer.fds:
+        os.close(fd)
+    num_open = len(os.listdir("/proc/self/fd"))
+    channel.send(("many bytes", b"x" * (4 << 20)))
+    with files[0].open() as opened:
+        channel.send(("never sent",), (opened.fileno(),))
+    channel.close()
+    peer.close()
+    assert len(os.listdir("/proc/self/fd")) == num_open - 2
+
+
+def test_a_stopped_process_holds_up_no_step(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a worker is to be forked, behind more messages than the socket has room for."""
+    process, link = _process(served), served._guided._host._link
+    start_worker = link.start_worker
+
+    def start_behind_others() -> None:
+        os.kill(process, signal.SIGSTOP)
+        for _ in range(40):
+            link.say("forget", b"a key that it does not know" * 1000)
+        start_worker()
+
+    told = dict([_start(served), _start(served, replace(GREEDY, max_tokens=200))])
+    with monkeypatch.context() as stopping:
+        stopping.setattr(link, "start_worker", start_behind_others)
+        (worker,) = _children(process)
+        os.kill(worker, signal.SIGKILL)
+        times = [time.monotonic()]
+        for _ in itertools.takewhile(lambda _: len(times) < 150, _steps(served, told)):
+            times.append(time.monotonic())
+    assert max(after - before for before, after in itertools.pairwise(times)) < 1.0
+    assert _process(served) == process and _state(process) == "T"
+    os.kill(process, signal.SIGCONT)
+    run_steps(served, told)
+    assert _process(served) == process and {one.error for one in told.values()} == {""}
+
+
+# ---------------------------------------------------------------- nothing outlives the process that forks
+
+
+def test_what_hangs_in_a_worker_ends_with_the_process_that_forked_it(served: Engine) -> None:
+    process = _process(served)
+    (worker,) = _children(process)
+    os.kill(worker, signal.SIGSTOP)  # none of its threads sees that a socket is closed
+    os.kill(process, signal.SIGKILL)
+    _wait_until_gone(process, worker)
+    request, one = _start(served)
+    run_steps(served, {request: one})
+    assert one.error == "" and one.finish_reason is FinishReason.STOP

@@ -1,0 +1,114 @@
+"""Whose turn it is with grammars: which is tried next, who gets the next rows of masks, which threads lead."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_driver import Told, make_engine, run_steps
+from slipstream.core.request import Request
+from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.runtime.grammar_messages import Answer
+from slipstream.runtime.grammar_worker import GrammarCache, GrammarWorker, _Job
+from slipstream.runtime.trial_queue import MAX_LONG_TRIALS, NUM_TRIAL_SEATS, TRIAL_CHARS_PER_S, Trial, TrialQueue
+
+PROMPT = [70, 201, 33]
+ENDLESS = SamplingParams(max_tokens=400, temperature=1.0, seed=1, guide=Guide("regex", "[a-z]{9000}"))
+GUIDED = SamplingParams(max_tokens=8, temperature=1.0, seed=1, guide=Guide("regex", "[a-z]{40}"))
+
+
+def _trial(length: int, arrived: float, is_long: bool = False) -> Trial:
+    return Trial(f"{length} {arrived}".encode(), Guide("regex", "x" * length), arrived, is_long)
+
+
+def _next(queue: TrialQueue) -> Trial:
+    """The one that begins when a seat becomes free; those that run have ended before."""
+    queue.running.clear()
+    queue.running.extend([_trial(0, 0.0)] * (NUM_TRIAL_SEATS - 1))
+    (trial,) = queue.take()
+    return trial
+
+
+def test_a_long_text_waits_behind_short_ones_for_a_bounded_time() -> None:
+    queue, longest = TrialQueue(), _trial(50_000, arrived=100.0)
+    queue.add(longest)
+    waited = 0
+    for number in range(100_000):  # one more each tenth of a second, each tried before the next comes
+        queue.add(_trial(10, arrived=100.0 + number / 10))
+        if _next(queue) is longest:
+            break
+        waited += 1
+    assert waited == 10 * 50_000 / TRIAL_CHARS_PER_S
+
+
+def test_of_texts_that_come_together_the_short_one_is_tried_first() -> None:
+    queue = TrialQueue()
+    for length in (900, 20, 3000, 1):
+        queue.add(_trial(length, arrived=5.0))
+    assert [len(_next(queue).guide.text) for _ in range(4)] == [1, 20, 900, 3000]
+
+
+def test_costly_texts_keep_no_other_waiting_and_only_so_many_wait() -> None:
+    queue = TrialQueue()
+    accepted = [queue.add(_trial(10, arrived=number, is_long=True)) for number in range(MAX_LONG_TRIALS + 1)]
+    assert accepted == [True] * MAX_LONG_TRIALS + [False]
+    for trial in queue.take():
+        queue.running.append(trial)
+    assert len(queue.running) == NUM_TRIAL_SEATS and not queue.add(_trial(10, 99.0, is_long=True))
+    queue.add(_trial(10, arrived=99.0))
+    assert [trial.is_long for trial in queue.take()] == [False]
+    (running,) = queue.remove(queue.running[0].key)
+    assert running not in queue.running and queue.add(_trial(10, 99.0, is_long=True))
+
+
+def test_the_most_urgent_gets_the_next_rows_of_masks(tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, scheduler={"max_num_seqs": 1})  # rows for two sequences
+    try:
+        told: dict[Request, Told] = {}
+        for params in (GUIDED, replace(ENDLESS, max_tokens=1)):  # both grammars are known then
+            engine.submit(Request(list(PROMPT), params))
+            run_steps(engine, told)
+        for handle in (1, 2):
+            engine.submit(Request(list(PROMPT), ENDLESS, handle=handle))
+        run_steps(engine, told, 10)
+        later = [engine.submit(Request(list(PROMPT), GUIDED, priority=priority))[0] for priority in (3, 2, -5, 1)]
+        run_steps(engine, told, 10)
+        engine.cancel(1)
+        run_steps(engine, told, 50)
+        engine.cancel(2)
+        run_steps(engine, told)
+        ended = [request.priority for request in told if request in later]
+        assert ended == [-5, 1, 2, 3]
+    finally:
+        engine.close()
+
+
+def test_a_worker_remembers_no_thread_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that the kernel gives to another thread later would end that one, too."""
+    ours, theirs = socket.socketpair()
+    masks = os.memfd_create("masks")
+    os.truncate(masks, 4096)
+    worker = GrammarWorker(theirs, masks, 1, GrammarCache(None, 0))  # type: ignore[arg-type]
+    monkeypatch.setattr(worker, "_advance", lambda sequence_id: time.sleep(0.1) or Answer())
+
+    def size() -> int:
+        return sum(len(value) for value in vars(worker).values() if isinstance(value, dict | set | list))
+
+    before = size()
+    priorities = []
+    for number in range(5):
+        thread = threading.Thread(target=worker._do, args=(_Job("advance", number, (), is_slow=False),))
+        thread.start()
+        time.sleep(0.05)
+        worker._demote()
+        priorities.append(os.getpriority(os.PRIO_PROCESS, thread.native_id or 0))
+        thread.join()
+    assert priorities == [10] * 5 and size() == before
+    ours.close()
+    theirs.close()
+    os.close(masks)
