@@ -1,4 +1,4 @@
-# make demo | serve [MODEL=folder-or-hub-id] | test | test-gpu | lint | clean.  Everything lands in .venv/ and install/.
+# make demo | serve [MODEL=folder, hub id or `code`] | test | test-gpu | lint | clean.  Everything lands in .venv/ and install/.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:

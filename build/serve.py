@@ -1,8 +1,9 @@
 """Run tritonserver on a model repository, from a terminal (`make serve`) or for the demo.
 
-python build/serve.py                              # model_repository on ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics)
-python build/serve.py --model /path/or/hub-id      # the same repository with another checkpoint
-python build/serve.py --encoders                   # also safety, quality, embedding and the guarded pipelines
+python build/serve.py                          # SmolLM2-135M-Instruct; ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics)
+python build/serve.py --model /path/or/hub-id  # the same model_repository with another checkpoint
+python build/serve.py --model code             # the repository as it is: the small code model that it names
+python build/serve.py --encoders               # also safety, quality, embedding and the guarded pipelines
 
 `slipstream serve`, which starts the server for both, serves a checkpoint by itself: `llm` and nothing beside it.
 """
@@ -24,9 +25,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from chat_model import chat_model
 from free_ports import free_ports
 from slipstream.commands.serve import OWN_MODELS, exit_timeout_s, server_command, supervise
-from slipstream.core.errors import ConfigError
+from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,6 +41,8 @@ ENCODER_MODELS = (
     "guarded",
     "guarded_ensemble",
 )  # `make encoders` installs their weights
+CODE_MODEL = "code"  # the one that model_repository names
+CODE_PROMPT, TEXT_PROMPT = "def fibonacci(n):\\n", "The capital of France is"
 CHECKPOINT_PARAMETERS = ("model", "tokenizer_dir")
 # of `llm`: they were trained for, or share the tokenizer of, the checkpoint that model_repository names
 DRAFT_PARAMETERS = ("draft_model", "medusa_heads", "medusa_choices", "mtp_module", "eagle_head")
@@ -136,24 +140,44 @@ def _with_value(config: str, key: str, change: Callable[[str], str]) -> str:
     return re.sub(pattern, lambda match: match.group(1) + change(match.group(2)), config)
 
 
-def banner(address: Address) -> str:
+def default_model() -> str:
+    """The folder of the chat model, or CODE_MODEL, and a line that says why, when it cannot be fetched."""
+    try:
+        return str(chat_model())
+    except (OSError, SlipstreamError) as error:
+        print(f"\n  No chat model: {error}\n  The small code model of the repository is served instead.", flush=True)
+        return CODE_MODEL
+
+
+def prepare_repository(model: str, scratch: Path) -> Path:
+    """The model repository to serve: a copy in `scratch`, but for the code model."""
+    model = model or default_model()
+    return REPOSITORY if model == CODE_MODEL else repository_for(model, scratch)
+
+
+def banner(address: Address, repository: Path) -> str:
+    prompt = CODE_PROMPT if repository == REPOSITORY else TEXT_PROMPT
+    metrics = f"http://{address.host}:{address.metrics}/metrics"
+    gateway = f"--triton {address.grpc_url} --model-repository model_repository --metrics-url {metrics}"
     http = f"http://{address.http_url}"
-    body = """'{"text_input": "def fibonacci(n):\\n", "max_tokens": 64, "temperature": 0}'"""
+    body = f"""'{{"text_input": "{prompt}", "max_tokens": 64, "temperature": 0}}'"""
+    code = " --code" if prompt == CODE_PROMPT else ""
     streaming = body.replace("}'", ', "stream": true}\'')
     return f"""
-  gRPC {address.grpc_url}   HTTP {http}   metrics http://{address.host}:{address.metrics}/metrics   (Ctrl-C stops)
+  gRPC {address.grpc_url}   HTTP {http}   metrics {metrics}   (Ctrl-C stops)
 
   curl -s  {http}/v2/health/ready -o /dev/null -w '%{{http_code}}\\n'
   curl -s  {http}/v2/models/llm/generate -d {body}
   curl -sN {http}/v2/models/llm/generate_stream -d {streaming}
   .venv/bin/python client_examples/stream.py --url {address.grpc_url}
-  .venv/bin/python client_examples/chat.py --url {address.grpc_url} --code
+  .venv/bin/python client_examples/chat.py --url {address.grpc_url}{code}
+  .venv/bin/slipstream serve-openai {gateway}
 """
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="", help="folder of a checkpoint, or a Hugging Face id")
+    parser.add_argument("--model", default="", help="folder of a checkpoint, a Hugging Face id, or `code`")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface")
     parser.add_argument("--http-port", type=int, default=8000)
     parser.add_argument("--grpc-port", type=int, default=8001)
@@ -164,8 +188,8 @@ def main() -> int:
     arguments.server_arguments, arguments.openai_port = extra, None
     address = Address(arguments.host, arguments.http_port, arguments.grpc_port, arguments.metrics_port)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        repository = repository_for(arguments.model, Path(folder)) if arguments.model else REPOSITORY
-        print(banner(address), flush=True)
+        repository = prepare_repository(arguments.model, Path(folder))
+        print(banner(address, repository), flush=True)
         return supervise(server_command(LAUNCHER, repository, arguments), repository, arguments)
 
 

@@ -67,3 +67,29 @@ def test_ways_to_draft_that_need_no_checkpoint_stay(serve: ModuleType, methods: 
     )
     found = dict(PARAMETER.findall(serve.with_checkpoint(lines, "/another")))
     assert found == {"speculative_method": left, "ngram_max": "3", "model": "/another"}
+
+
+def test_without_a_model_the_chat_model_is_served(
+    serve: ModuleType, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "chat_model", lambda: checkpoint)
+    repository = serve.prepare_repository("", tmp_path)
+    assert parameters(repository, "llm")["model"] == str(checkpoint)
+    told = serve.banner(serve.Address("127.0.0.1", 1, 2, 3), repository)
+    assert serve.TEXT_PROMPT in told and "--code" not in told
+
+
+def test_where_it_cannot_be_fetched_the_code_model_is_served_and_that_is_said(
+    serve: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def unreachable() -> Path:
+        raise OSError("the index does not answer")
+
+    monkeypatch.setattr(serve, "chat_model", unreachable)
+    assert serve.prepare_repository("", tmp_path) == serve.REPOSITORY
+    assert "the index does not answer" in capsys.readouterr().out
+    assert "--code" in serve.banner(serve.Address("127.0.0.1", 1, 2, 3), serve.REPOSITORY)
+
+
+def test_the_code_model_can_be_asked_for(serve: ModuleType, tmp_path: Path) -> None:
+    assert serve.prepare_repository("code", tmp_path) == serve.REPOSITORY
