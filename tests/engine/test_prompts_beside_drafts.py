@@ -105,10 +105,11 @@ def test_graphs_of_prompts_are_eager_steps(
 
 
 def test_a_model_whose_trees_have_no_graphs_says_so(model: Path) -> None:
-    """float32 on a GPU: chains may be captured, trees are attended to by the reference."""
+    """Outside of Hopper's kernels trees are attended to in Triton-lang, where the heads of a token fit a tile."""
     spec = read_spec(model)
-    layers = tuple(replace(layer, attention=replace(layer.attention, head_dim=64)) for layer in spec.layers)
-    backend = PagedAttention(replace(spec, layers=layers))
+    backend = PagedAttention(spec.map_attention(lambda own: replace(own, head_dim=64)))
+    assert backend.graph_refusal(64, has_trees=True) is None
+    backend = PagedAttention(spec.map_attention(lambda own: replace(own, head_dim=64, num_q_heads=65, num_kv_heads=1)))
     assert backend.graph_refusal(64) is None
     assert "trees of drafts" in (backend.graph_refusal(64, has_trees=True) or "")
     assert "head_dim" in (PagedAttention(spec).graph_refusal(64, has_trees=True) or "")

@@ -23,7 +23,7 @@ KV_TYPES = {"bf16": torch.bfloat16, "fp8": FP8, "int8": torch.int8, "int4": torc
 GEOMETRIES = [(6, 2, 64, 16), (3, 3, 80, 32), (5, 1, 96, 16), (8, 2, 128, 64), (2, 1, 256, 16)]
 DECODE = ([1, 1, 1, 1], [70, 1, 16, 0])
 VERIFY = ([5, 1, 7, 0, 12], [75, 33, 7, 0, 40])
-OPTIONAL = ("key_scale", "value_scale", "tree_mask", "positions", "sliding_window", "alibi_slopes", "soft_cap")
+OPTIONAL = ("key_scale", "value_scale", "tree_mask", "positions", "sliding_window", "alibi_slopes", "soft_cap", "sinks")
 OPTIONS = {
     "plain": {},
     "window": {"sliding_window": 9},
@@ -31,10 +31,13 @@ OPTIONS = {
     "soft_cap": {"soft_cap": 2.0},
     "all": {"sliding_window": 20, "alibi_slopes": True, "soft_cap": 5.0},
 }
+SINKS = {"sinks": {"sinks": True}, "all and sinks": {**OPTIONS["all"], "sinks": True}}  # of the reference alone
 
 
 def with_options(case: DecodeCase, name: str) -> DecodeCase:
-    options = dict(OPTIONS[name])
+    options = dict({**OPTIONS, **SINKS}[name])
+    if "sinks" in options:
+        options["sinks"] = torch.linspace(-1, 3, case.q.shape[1])
     if "alibi_slopes" in options:
         num_heads = case.q.shape[1]
         options["alibi_slopes"] = (2.0 ** (-8 * torch.arange(1, num_heads + 1) / num_heads)).float()
@@ -47,7 +50,7 @@ def attend(case: DecodeCase, backend: str) -> torch.Tensor:
     return decode_attention(*case.tensors(), **case.keywords(), out=out, backend=backend)
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", [*OPTIONS, *SINKS])
 @pytest.mark.parametrize("kv", KV_TYPES)
 def test_reference_is_right(kv, option) -> None:
     kv_dtype = torch.float32 if kv == "bf16" else KV_TYPES[kv]

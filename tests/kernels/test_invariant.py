@@ -76,16 +76,27 @@ def test_product_refuses_what_does_not_fit(field: str) -> None:
         ops.invariant_mm(**operands)
 
 
-# heads and blocks, types, window; the interpreter takes a second for each test of one
-GEOMETRIES = [((3, 1, 64, 32), torch.bfloat16, torch.int8, 50)]
+# heads and blocks, types, options; the interpreter takes a second for each test of one
+WINDOW, NONE = {"sliding_window": 50}, {}
+ALL = {
+    "sliding_window": 90,
+    "soft_cap": 3.0,
+    "alibi_slopes": torch.tensor([0.5, 0.1, 0.02, 0.004]),
+    "sinks": torch.tensor([-1.0, 0.5, 2.0, 4.0]),
+}
+GEOMETRIES = [
+    ((3, 1, 64, 32), torch.bfloat16, torch.int8, WINDOW),
+    ((4, 2, 64, 32), torch.float32, None, ALL),
+]
 if torch.cuda.is_available():
     GEOMETRIES += [
-        ((4, 2, 64, 32), torch.bfloat16, None, None),
-        ((3, 1, 80, 64), torch.float16, torch.uint8, None),
-        ((8, 2, 128, 64), torch.bfloat16, FP8, 70),
-        ((4, 4, 64, 16), torch.float32, torch.int8, None),
-        ((32, 8, 128, 64), torch.bfloat16, None, None),
-        ((2, 2, 256, 32), torch.bfloat16, None, 100),
+        ((4, 2, 64, 32), torch.bfloat16, None, NONE),
+        ((4, 1, 64, 32), torch.bfloat16, torch.int8, ALL),
+        ((3, 1, 80, 64), torch.float16, torch.uint8, NONE),
+        ((8, 2, 128, 64), torch.bfloat16, FP8, {"sliding_window": 70}),
+        ((4, 4, 64, 16), torch.float32, torch.int8, NONE),
+        ((32, 8, 128, 64), torch.bfloat16, None, NONE),
+        ((2, 2, 256, 32), torch.bfloat16, None, {"sliding_window": 100}),
     ]
 
 
@@ -116,18 +127,18 @@ def rows_of(case: DecodeCase, request: int, first: int, last: int) -> DecodeCase
     )
 
 
-@pytest.mark.parametrize("geometry, dtype, kv_dtype, window", GEOMETRIES)
+@pytest.mark.parametrize("geometry, dtype, kv_dtype, options", GEOMETRIES)
 def test_attention_is_right_and_the_same_in_chunks(
     device: torch.device,
     geometry: tuple,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None,
-    window: int | None,
+    options: dict,
     monkeypatch: pytest.MonkeyPatch,
     short_parts: None,
 ) -> None:
     case = make_case([1, 20, 1], [150, 90, 0], geometry, dtype, kv_dtype)
-    case = replace(case, options={**case.options, "sliding_window": window})
+    case = replace(case, options={**case.options, **options})
     expected = oracle(case)
     case = case.to(device)
     whole = attend(case, monkeypatch, splits=False)
@@ -139,18 +150,18 @@ def test_attention_is_right_and_the_same_in_chunks(
         assert torch.equal(part, whole[1 + first : 1 + last]), f"rows {first} to {last}"
 
 
-@pytest.mark.parametrize("geometry, dtype, kv_dtype, window", GEOMETRIES)
+@pytest.mark.parametrize("geometry, dtype, kv_dtype, options", GEOMETRIES)
 def test_a_row_of_a_tree_is_as_on_a_path_of_its_own(
     device: torch.device,
     geometry: tuple,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None,
-    window: int | None,
+    options: dict,
     monkeypatch: pytest.MonkeyPatch,
     short_parts: None,
 ) -> None:
     case = chain_or_tree(make_case([6, 1], [110, 40], geometry, dtype, kv_dtype))
-    case = replace(case, options={**case.options, "sliding_window": window})
+    case = replace(case, options={**case.options, **options})
     expected = oracle(case)
     case = case.to(device)
     drafted = attend(case, monkeypatch, splits=True)

@@ -24,7 +24,8 @@ OPTIONS = {
     "window": {"sliding_window": 9},
     "alibi": {"alibi_slopes": True},
     "soft_cap": {"soft_cap": 2.0},
-    "all": {"sliding_window": 20, "alibi_slopes": True, "soft_cap": 5.0},
+    "sinks": {"sinks": True},
+    "all": {"sliding_window": 20, "alibi_slopes": True, "soft_cap": 5.0, "sinks": True},
 }
 
 
@@ -41,9 +42,11 @@ def attend(batch: PagedBatch, backend: str, **options) -> torch.Tensor:
 
 
 def with_slopes(options: dict, batch: PagedBatch) -> dict:
+    num_heads = batch.q.shape[1]
+    if "sinks" in options:
+        options = {**options, "sinks": torch.linspace(-1, 3, num_heads, device=batch.q.device)}
     if "alibi_slopes" not in options:
         return options
-    num_heads = batch.q.shape[1]
     slopes = 2.0 ** (-8 * torch.arange(1, num_heads + 1, device=batch.q.device) / num_heads)
     return {**options, "alibi_slopes": slopes.float()}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -181,7 +182,12 @@ CASES = {
 
 @pytest.fixture(params=list(CASES))
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[TinyCheckpoint]:
-    case = CASES[request.param]
+    with written(CASES[request.param], tmp_path) as made:
+        yield made
+
+
+@contextmanager
+def written(case: Case, tmp_path: Path) -> Iterator[TinyCheckpoint]:
     torch.manual_seed(3)
     model = draw(case.model().eval())
     model.save_pretrained(tmp_path)
@@ -230,7 +236,6 @@ def routed(rule: RoutingRule) -> LayerSpec:
     [
         (with_attention(LLAMA_LAYER, kind="mla"), "attention kind 'mla' is not served; accepted: 'gqa'"),
         (with_attention(LLAMA_LAYER, qk_norm="row"), "q/k norm 'row' is not served"),
-        (with_attention(LLAMA_LAYER, sinks=True), "attention sinks are not served"),
         (with_attention(LLAMA_LAYER, output_gate=True), "gated attention outputs are not served"),
         (with_attention(LLAMA_LAYER, alibi_slopes=(1.0,)), "1 ALiBi slopes for 6 query heads"),
         (replace(LLAMA_LAYER, norms="none"), "norms 'none' is not served"),
@@ -248,11 +253,13 @@ def test_what_no_code_reads_is_refused(layer: LayerSpec, reason: str) -> None:
         check_served(DecoderSpec("Test", 97, 48, (LLAMA_LAYER, layer), 64, 1e-6))
 
 
-def test_deterministic_mode_refuses_what_its_attention_does_not_know() -> None:
-    for layer in (with_attention(LLAMA_LAYER, soft_cap=3.0), with_attention(LLAMA_LAYER, alibi_slopes=SLOPES)):
-        spec = DecoderSpec("Test", 97, 48, (LLAMA_LAYER, layer), 64, 1e-6)
-        reason = InvariantAttention.supports(spec, torch.device("cpu"), torch.float32)
-        assert reason == "knows neither caps of scores nor ALiBi"
+@pytest.mark.parametrize("name", ["soft caps, sandwich norms, gelu", "ALiBi"])
+def test_deterministic_mode_knows_what_its_attention_is_told(name: str, tmp_path: Path) -> None:
+    with written(CASES[name], tmp_path) as checkpoint:
+        decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cpu", deterministic=True))
+        assert isinstance(decoder.backend, InvariantAttention)
+        for ours, prompt in zip(PagedForward(decoder, PROMPTS, block_size=8).run([13, 1, 4]), PROMPTS):
+            assert relative_error(ours, checkpoint.logits(prompt)) <= TOLERANCE
 
 
 ROPE = RopeSpec("default", 500.0, 8)
@@ -264,6 +271,8 @@ ROTATED = with_attention(LLAMA_LAYER, rope=ROPE)
     [
         ((ROTATED, with_attention(ROTATED, qkv_bias=True)), "layers differ"),
         ((LLAMA_LAYER,), "positions enter otherwise"),
+        ((with_attention(ROTATED, alibi_slopes=SLOPES),), "positions enter otherwise"),
+        ((with_attention(ROTATED, sinks=True),), "have sinks"),
         ((with_attention(ROTATED, soft_cap=3.0),), "scores are capped"),
         ((with_attention(ROTATED, qk_norm="flat"),), "heads are normalised"),
         ((with_attention(ROTATED, rope=replace(ROPE, rotary_dim=4)),), "rotated in part"),

@@ -21,7 +21,8 @@ ATTENTION = {
     "q_ptr": "*bf16", "key_cache_ptr": "*bf16", "value_cache_ptr": "*bf16", "key_scale_ptr": "*fp32",
     "value_scale_ptr": "*fp32", "out_ptr": "*bf16", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "tables_ptr": "*i32",
     "query_start_loc_ptr": "*i32", "seq_lens_ptr": "*i32",
-    "num_requests": "i32", "slopes_ptr": "*fp32", "scale": "fp32", "window": "i32", "soft_cap": "fp32",
+    "num_requests": "i32", "slopes_ptr": "*fp32", "sinks_ptr": "*fp32", "scale": "fp32", "window": "i32",
+    "soft_cap": "fp32",
     "token_stride": "i32", "head_stride": "i32", "table_stride": "i32",
 }  # fmt: skip
 TREE_ATTENTION = {
@@ -30,9 +31,12 @@ TREE_ATTENTION = {
 ATTENTION_SHAPE = {
     "GROUP": 4, "NUM_KV_HEADS": 8, "BLOCK_SIZE": 64, "D": 80, "BLOCK_D": 128, "BLOCK_N": 64, "FORMAT": 0,
     "HAS_SCALE": False,
-    "HAS_WINDOW": True, "HAS_ALIBI": True, "HAS_SOFT_CAP": True,
+    "HAS_WINDOW": True, "HAS_ALIBI": True, "HAS_SOFT_CAP": True, "HAS_SINKS": True,
 }  # fmt: skip
-PLAIN = {"BLOCK_M": 128, "MIN_QUERY_LEN": 1, "HAS_WINDOW": False, "HAS_ALIBI": False, "HAS_SOFT_CAP": False}
+PLAIN = {
+    "BLOCK_M": 128, "MIN_QUERY_LEN": 1, "HAS_WINDOW": False, "HAS_ALIBI": False, "HAS_SOFT_CAP": False,
+    "HAS_SINKS": False,
+}  # fmt: skip
 SHORT = {"NUM_TILES": 1, "MAX_QUERY_LEN": 16, "NUM_ROWS": 16}
 
 ACCEPT = {

@@ -166,5 +166,7 @@ def _attend_row(case: DecodeCase, row: int, index: int, prefix: int, k: torch.Te
         scores = k[seen, head // group] @ case.q[row, head].double() / math.sqrt(case.q.shape[2])
         scores = cap * torch.tanh(scores / cap) if cap is not None else scores
         scores = scores + slopes[head].double() * distance if slopes is not None else scores
-        out[head] = torch.softmax(scores, dim=0) @ v[seen, head // group]
+        if options.get("sinks") is not None:
+            scores = torch.cat([scores, options["sinks"][head].double()[None]])
+        out[head] = torch.softmax(scores, dim=0)[: len(seen)] @ v[seen, head // group]
     return out

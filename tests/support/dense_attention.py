@@ -74,6 +74,7 @@ def dense_attention(
     sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[num_tokens, num_q_heads, head_dim] fp64, on the CPU."""
     q, key_cache, value_cache = (x.cpu().double() for x in (batch.q, batch.key_cache, batch.value_cache))
@@ -96,6 +97,10 @@ def dense_attention(
         hidden = distance < 0
         if sliding_window is not None:
             hidden |= distance >= sliding_window
-        probs = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            column = sinks.cpu().double()[:, None, None].expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, column], dim=-1)
+        probs = torch.softmax(scores, dim=-1)[..., :seq_len]
         out[start:stop] = torch.einsum("hqk,khd->qhd", probs, v)
     return out

@@ -83,7 +83,7 @@ class DecoderLayer:
 
     def vectors(self) -> dict[tuple[str, str], Vector]:
         """By module and suffix."""
-        return self.mlp.vectors() if isinstance(self.mlp, Experts) else {}
+        return self.attention.vectors() | (self.mlp.vectors() if isinstance(self.mlp, Experts) else {})
 
     def weight_slots(self, names: Names, layer: int | str) -> dict[str, WeightSlot]:
         """Checkpoint tensor name -> slot of this layer; `layer` stands for its number in the names."""

@@ -153,7 +153,8 @@ class AttentionSpec:
 
     @property
     def num_parameters(self) -> int:
-        return sum(self.norm_sizes) + sum(linear.num_parameters for linear in self.linears)
+        vectors = sum(self.norm_sizes) + (self.num_q_heads if self.sinks else 0)
+        return vectors + sum(linear.num_parameters for linear in self.linears)
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """What a token has in the layer's cache. dtype: as ops.KvCache names types."""

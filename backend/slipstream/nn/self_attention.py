@@ -13,6 +13,7 @@ from slipstream.nn.linear import Linear
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.quant.activation_quant import Activation
 from slipstream.nn.rotary import RopeTables
+from slipstream.nn.vector import Vector
 
 
 class SelfAttention:
@@ -22,7 +23,8 @@ class SelfAttention:
         self.o = Linear(spec.o, context)
         self.norms = tuple(RMSNorm(size, norm_eps, context) for size in spec.norm_sizes)  # queries', keys'
         self.kv_scales: dict[str, Tensor] = {}  # by plane of an FP8 cache, [num_kv_heads] fp32, if stored
-        self.options = _options(spec, self.norms, ropes.of(spec.rope), context)
+        self.sinks = Vector(spec.num_q_heads, context) if spec.sinks else None
+        self.options = _options(spec, self.norms, self.sinks, ropes.of(spec.rope), context)
         self._head_counts = (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
         self._device = context.device
 
@@ -40,6 +42,10 @@ class SelfAttention:
             q, k = (norm(heads.flatten(1)).view(heads.shape) for norm, heads in zip(self.norms, (q, k)))
         return q, k, v
 
+    def vectors(self) -> dict[tuple[str, str], Vector]:
+        """By module and suffix."""
+        return {} if self.sinks is None else {("sinks", "sinks"): self.sinks}
+
     def load_kv_scale(self, part: str, tensor: Tensor) -> None:
         """Take a scale of all heads, or one of each, for "k", "v" or both, "kv".
 
@@ -56,8 +62,19 @@ class SelfAttention:
 
 
 def _options(
-    spec: AttentionSpec, norms: tuple[RMSNorm, ...], rope: ops.Rope | None, context: LayerContext
+    spec: AttentionSpec,
+    norms: tuple[RMSNorm, ...],
+    sinks: Vector | None,
+    rope: ops.Rope | None,
+    context: LayerContext,
 ) -> LayerAttention:
     of_heads = ops.HeadNorms(norms[0].weight, norms[1].weight, norms[0].eps) if spec.qk_norm == "head" else None
     slopes = torch.tensor(spec.alibi_slopes, device=context.device) if spec.alibi_slopes else None
-    return LayerAttention(QKRope(rope, of_heads), spec.score_scale, spec.sliding_window, spec.soft_cap, slopes)
+    return LayerAttention(
+        QKRope(rope, of_heads),
+        spec.score_scale,
+        spec.sliding_window,
+        spec.soft_cap,
+        slopes,
+        None if sinks is None else sinks.values,
+    )

@@ -35,8 +35,6 @@ def _reasons(layer: LayerSpec) -> Iterator[str]:
 def _of_attention(attention: AttentionSpec) -> Iterator[str]:
     yield from _unknown("attention kind", attention.kind, ATTENTION_KINDS)
     yield from _unknown("q/k norm", attention.qk_norm, QK_NORMS)
-    if attention.sinks:
-        yield "attention sinks are not served"
     if attention.output_gate:
         yield "gated attention outputs are not served"
     slopes = len(attention.alibi_slopes)

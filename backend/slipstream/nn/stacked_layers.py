@@ -102,8 +102,10 @@ def spec_refusal(spec: DecoderSpec) -> str | None:
         return "the MLP has experts"
     if attention.qk_norm or attention.sliding_window is not None:
         return "heads are normalised, or see a window"
-    if attention.soft_cap is not None or attention.alibi_slopes or attention.rope is None:
-        return "scores are capped, or positions enter otherwise than by rotation"
+    if attention.soft_cap is not None or attention.sinks:
+        return "scores are capped, or have sinks"
+    if attention.alibi_slopes or attention.rope is None:
+        return "positions enter otherwise than by rotation"
     if attention.rope.is_interleaved or attention.rope.rotary_dim != attention.head_dim:
         return "heads are rotated in part, or in neighbouring pairs"
     kind = mlp.activation, layer.norms, layer.residual_scale

@@ -44,6 +44,7 @@ def check_options(
     sliding_window: int | None,
     alibi_slopes: torch.Tensor | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> None:
     """Raise ValueError, naming the option, for a value that no attention has."""
@@ -51,10 +52,11 @@ def check_options(
         raise ValueError(f"sliding_window: {sliding_window}, expected at least 1, or None")
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap: {soft_cap}, expected more than 0, or None")
-    if alibi_slopes is not None:
-        require_shape("alibi_slopes", alibi_slopes, (q.shape[1],))
-        if alibi_slopes.dtype != torch.float32:
-            raise ValueError(f"alibi_slopes: dtype {alibi_slopes.dtype}, expected float32")
+    for name, of_heads in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if of_heads is not None:
+            require_shape(name, of_heads, (q.shape[1],))
+            if of_heads.dtype != torch.float32:
+                raise ValueError(f"{name}: dtype {of_heads.dtype}, expected float32")
     if out is not None:
         require_shape("out", out, tuple(q.shape))
         if out.dtype != q.dtype or not out.is_contiguous():

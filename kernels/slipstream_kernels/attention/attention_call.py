@@ -31,3 +31,4 @@ class AttentionCall:
     key_scale: torch.Tensor | None
     value_scale: torch.Tensor | None
     fp8_queries: bool = False
+    sinks: torch.Tensor | None = None

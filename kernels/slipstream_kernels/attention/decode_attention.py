@@ -29,6 +29,7 @@ def decode_attention(
     sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     is_prefix_settled: bool = False,
     out: torch.Tensor | None = None,
     backend: str = "auto",
@@ -45,7 +46,8 @@ def decode_attention(
     (slot - (seq_len - query_len)) is set.  positions: [num_tokens] int64, with tree_mask only: the depth-wise position
     of each row, which ALiBi and the window use for it both as query and as key; not below seq_len - query_len.
     sliding_window w: only position_q - position_k < w.  alibi_slopes: [num_q_heads] fp32, adds slope * (position_k -
-    position_q).  soft_cap c: c * tanh(score / c).  scale multiplies q.k.  max_query_len: host-side upper bound.
+    position_q).  soft_cap c: c * tanh(score / c).  sinks: [num_q_heads] fp32, a score of each head that takes part in
+    the softmax without a value.  scale multiplies q.k.  max_query_len: host-side upper bound.
     is_prefix_settled: keys before this call's rows were written before the last copy or library call of the stream, as
     in an engine's step, not by a kernel of this package just before: reading them may begin early.  block_tables,
     query_start_loc and seq_lens must be so in any case.
@@ -58,7 +60,7 @@ def decode_attention(
     cache = KvCache(key_cache, value_cache, key_scale, value_scale)
     check_tensors(q, cache, block_tables, query_start_loc, seq_lens)
     check_rows(q, max_query_len, tree_mask, positions)
-    check_options(q, sliding_window, alibi_slopes, soft_cap, out)
+    check_options(q, sliding_window, alibi_slopes, soft_cap, sinks, out)
     call = DecodeCall(
         q=q,
         key_cache=key_cache,
@@ -77,6 +79,7 @@ def decode_attention(
         alibi_slopes=alibi_slopes,
         soft_cap=soft_cap,
         is_prefix_settled=is_prefix_settled,
+        sinks=sinks,
     )
     version = select_cuda_or_reference(
         "attention.decode_attention", backend, q.is_cuda, lambda cuda: cuda.refusal(call)

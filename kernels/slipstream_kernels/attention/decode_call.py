@@ -31,3 +31,4 @@ class DecodeCall:
     alibi_slopes: torch.Tensor | None
     soft_cap: float | None
     is_prefix_settled: bool
+    sinks: torch.Tensor | None = None

@@ -30,6 +30,9 @@ def invariant_attention(
     tree_mask: torch.Tensor | None = None,
     positions: torch.Tensor | None = None,
     sliding_window: int | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
@@ -47,7 +50,7 @@ def invariant_attention(
         check_rows(q, max_query_len, tree_mask, positions)
     if (tree_mask is None) != (positions is None):
         raise ValueError("positions: goes with tree_mask; without, a row's position is its slot")
-    check_options(q, sliding_window, None, None, out)
+    check_options(q, sliding_window, alibi_slopes, soft_cap, sinks, out)
     call = DecodeCall(
         q=q,
         key_cache=key_cache,
@@ -63,9 +66,10 @@ def invariant_attention(
         tree_mask=tree_mask,
         positions=positions,
         sliding_window=sliding_window,
-        alibi_slopes=None,
-        soft_cap=None,
+        alibi_slopes=alibi_slopes,
+        soft_cap=soft_cap,
         is_prefix_settled=False,
+        sinks=sinks,
     )
     refusal = _triton_refusal(q, key_cache)
     select("attention.invariant_attention", backend, q, refusal).invariant_attention(call, max_seq_len)

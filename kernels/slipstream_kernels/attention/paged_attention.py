@@ -32,6 +32,7 @@ def paged_attention(
     sliding_window: int | None = None,
     alibi_slopes: torch.Tensor | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     num_kv_splits: int | None = None,
     fp8_queries: bool = False,
     out: torch.Tensor | None = None,
@@ -47,7 +48,8 @@ def paged_attention(
     zero. Query i of a request sits at position seq_len - query_len + i and sees key positions <= its own; with
     sliding_window w only those with position_q - position_k < w.  alibi_slopes: [num_q_heads] fp32, adds slope *
     (position_k - position_q).
-    soft_cap c: scores become c * tanh(score / c).  scale > 0 multiplies q.k (usually 1/sqrt(head_dim)).
+    soft_cap c: scores become c * tanh(score / c).  sinks: [num_q_heads] fp32, a score of each head that takes part in
+    the softmax without a value.  scale > 0 multiplies q.k (usually 1/sqrt(head_dim)).
     max_query_len, max_seq_len: host-side upper bounds that size grids (no device read, CUDA-graph safe); max_seq_len
     defaults to what block_tables can hold.  num_kv_splits fixes the triton decode kernel's split of the keys, which
     otherwise follows the batch size (its rounding too); the reference ignores it.
@@ -61,7 +63,7 @@ def paged_attention(
     """
     cache = KvCache(key_cache, value_cache, key_scale, value_scale)
     check_tensors(q, cache, block_tables, query_start_loc, seq_lens)
-    check_options(q, sliding_window, alibi_slopes, soft_cap, out)
+    check_options(q, sliding_window, alibi_slopes, soft_cap, sinks, out)
     if max_query_len < 1:
         raise ValueError(f"max_query_len: {max_query_len}, expected at least 1")
     if num_kv_splits is not None and num_kv_splits < 1:
@@ -84,6 +86,7 @@ def paged_attention(
         key_scale=key_scale,
         value_scale=value_scale,
         fp8_queries=fp8_queries,
+        sinks=sinks,
     )
     _run(call, backend)
     return call.out

@@ -26,13 +26,14 @@ class QKRope:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How a layer attends, as the ops take it: see AttentionSpec. alibi_slopes: [num_q_heads] fp32."""
+    """How a layer attends, as the ops take it: see AttentionSpec. alibi_slopes, sinks: [num_q_heads] fp32."""
 
     qk_rope: QKRope
     scale: float
     sliding_window: int | None = None
     soft_cap: float | None = None
     alibi_slopes: Tensor | None = None
+    sinks: Tensor | None = None
 
 
 class StepAttention(Protocol):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.attention.backend import ATTENTION_BACKENDS, LayerAttention, LayerCache
-from slipstream.nn.attention.split_step import Rows, decode_rows, last_rows, rows_after, store_heads
+from slipstream.nn.attention.split_step import Rows, attend_invariantly, decode_rows, last_rows, rows_after, store_heads
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
@@ -29,8 +28,6 @@ class InvariantAttention:
         spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> str | None:
         """Blocks of 64 tokens are refused nowhere; whether the configured ones are served is the runtime's to check."""
-        if any(attention.soft_cap is not None or attention.alibi_slopes for attention in spec.attentions):
-            return "knows neither caps of scores nor ALiBi"
         return None if device.type == "cpu" else gpu_geometry_refusal(spec, 64, kv_dtype)
 
     def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
@@ -66,16 +63,4 @@ class InvariantStep:
         return out
 
     def _attend(self, rows: Rows, q: Tensor, layer: LayerAttention, cache: LayerCache, out: Tensor) -> None:
-        is_tree = rows is self.trees
-        ops.invariant_attention(
-            *rows.operands(q, cache),
-            max_query_len=rows.max_query_len,
-            max_seq_len=self.batch.max_seq_len,
-            scale=layer.scale,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
-            tree_mask=self.batch.tree_mask if is_tree else None,
-            positions=self.batch.positions[rows.tokens] if is_tree else None,
-            sliding_window=layer.sliding_window,
-            out=out[rows.tokens],
-        )
+        attend_invariantly(self.batch, rows, q, layer, cache, out, is_tree=rows is self.trees)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from slipstream_kernels.attention.invariant_attention import MAX_GROUP
 
 from slipstream.nn.attention.backend import ATTENTION_BACKENDS
 from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after
@@ -25,11 +26,13 @@ class PagedAttention:
         return None
 
     def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
-        trees = "trees of drafts are attended to by the reference here, which reads lengths on the host"
-        return gpu_geometry_refusal(self._spec, block_size) or (trees if has_trees else None)
+        groups = [attention.num_q_heads // attention.num_kv_heads for attention in self._spec.attentions]
+        trees = f"trees of drafts are the reference's where more than {MAX_GROUP} query heads share a head of keys"
+        is_refused = has_trees and max(groups) > MAX_GROUP
+        return gpu_geometry_refusal(self._spec, block_size) or (trees if is_refused else None)
 
     def plan(self, batch: ForwardBatch) -> SplitStep:
-        """All rows go to the paged op, which knows no trees: a step with one sends its decode rows to the decode op."""
+        """All rows go to the paged op, which knows no trees: rows of a tree go to the invariant op, which does."""
         decodes = None if batch.tree_mask is None else decode_rows(batch)
         prompts = rows_after(batch, decodes)
         return SplitStep(batch, decodes, prompts, has_decode_kernel=False)

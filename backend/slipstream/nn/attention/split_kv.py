@@ -88,5 +88,6 @@ def _attend_once(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, 
         value_scale=cache.value_scale,
         alibi_slopes=slopes,
         soft_cap=spec.soft_cap,
+        sinks=torch.zeros(spec.num_q_heads, device=device) if spec.sinks else None,
         backend="cuda",
     )

@@ -32,7 +32,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class SplitStep:
-    """decodes: rows for the decode kernel, None if there are none. prompts: the others, None if there are none.
+    """decodes: rows for the decode kernel, or rows of trees, None if there are none. prompts: the others, or None.
 
     has_decode_kernel: whether single rows go to the decode kernel, too, where they are taken from among others.
     fp8_queries: whether those of long prompts may be rounded to e4m3.
@@ -47,8 +47,10 @@ class SplitStep:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
         q = store_heads(self.batch, q, k, v, layer, cache)
         out = torch.empty_like(q)
-        if self.decodes is not None:
+        if self.decodes is not None and self.has_decode_kernel:
             self._attend_decodes(self.decodes, q, layer, cache, out)
+        elif self.decodes is not None:
+            attend_invariantly(self.batch, self.decodes, q, layer, cache, out)
         if self.prompts is not None:
             self._attend_prompts(self.prompts, q, layer, cache, out)
         return out
@@ -89,6 +91,7 @@ class SplitStep:
             sliding_window=layer.sliding_window,
             alibi_slopes=layer.alibi_slopes,
             soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
             is_prefix_settled=is_prefix_settled,
             out=out[rows.tokens],
         )
@@ -104,9 +107,37 @@ class SplitStep:
             sliding_window=layer.sliding_window,
             alibi_slopes=layer.alibi_slopes,
             soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
             fp8_queries=self.fp8_queries,
             out=out[rows.tokens],
         )
+
+
+def attend_invariantly(
+    batch: ForwardBatch,
+    rows: Rows,
+    q: Tensor,
+    layer: LayerAttention,
+    cache: LayerCache,
+    out: Tensor,
+    is_tree: bool = True,
+) -> None:
+    """Rows of a step by the op in Triton-lang that knows trees. is_tree: whether they have the batch's."""
+    ops.invariant_attention(
+        *rows.operands(q, cache),
+        max_query_len=rows.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        scale=layer.scale,
+        key_scale=cache.key_scale,
+        value_scale=cache.value_scale,
+        tree_mask=batch.tree_mask if is_tree else None,
+        positions=batch.positions[rows.tokens] if is_tree else None,
+        sliding_window=layer.sliding_window,
+        alibi_slopes=layer.alibi_slopes,
+        soft_cap=layer.soft_cap,
+        sinks=layer.sinks,
+        out=out[rows.tokens],
+    )
 
 
 def store_heads(

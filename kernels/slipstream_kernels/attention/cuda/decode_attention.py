@@ -66,6 +66,8 @@ def refusal(call: DecodeCall) -> str | None:
     """Why this version cannot take the call; None if it can."""
     if (reason := device_refusal(call.q.device, "q is")) is not None:
         return reason
+    if call.sinks is not None:
+        return "scores have sinks"
     if call.q.dtype not in QUERY_TYPES:
         return f"q is {call.q.dtype}, not bfloat16 or float16"
     if call.q.shape[2] not in HEAD_DIMS:

@@ -61,6 +61,8 @@ def refusal(call: AttentionCall) -> str | None:
     q = call.q
     if (reason := device_refusal(q.device, "q is")) is not None:
         return reason
+    if call.sinks is not None:
+        return "scores have sinks"
     if q.dtype not in TYPES:
         return f"q is {q.dtype}, not bfloat16 or float16"
     if q.shape[2] not in HEAD_DIMS:

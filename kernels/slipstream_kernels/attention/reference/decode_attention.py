@@ -41,6 +41,8 @@ def _attend(call: DecodeCall, request: int, rows: slice, seq_len: int) -> torch.
     scores = scores.masked_fill(~_visible(call, rows, seq_len, distance), float("-inf"))
     # A row that sees nothing becomes zero, not NaN.
     probs = torch.softmax(scores, dim=-1).nan_to_num(0.0)
+    if call.sinks is not None:
+        probs = probs * torch.sigmoid(scores.logsumexp(dim=-1) - call.sinks.view(num_kv_heads, -1, 1))[..., None]
     return torch.einsum("hgqk,hkd->qhgd", probs, v).flatten(1, 2)
 
 

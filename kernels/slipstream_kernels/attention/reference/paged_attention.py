@@ -178,7 +178,11 @@ def _softmax(call: AttentionCall, scores: torch.Tensor, query_positions: torch.T
         masked |= query_positions - keys >= call.sliding_window
     # Adding -inf to a broadcast mask is five times faster than masked_fill_ on the scores.
     bias = torch.zeros(masked.shape, device=scores.device).masked_fill_(masked, float("-inf"))
-    return torch.softmax(scores.add_(bias), dim=-1)
+    scores.add_(bias)
+    if call.sinks is None:
+        return torch.softmax(scores, dim=-1)
+    kept = torch.sigmoid(scores.logsumexp(dim=-1) - call.sinks.view(scores.shape[1], 1, -1))
+    return torch.softmax(scores, dim=-1).mul_(kept[..., None])
 
 
 def _attend_long(call: AttentionCall, request: int, start: int, stop: int, seq_len: int) -> None:
@@ -193,7 +197,7 @@ def _attend_long(call: AttentionCall, request: int, start: int, stop: int, seq_l
     k = _gather(call.key_cache, call.key_scale, blocks, dtype)[:, None, :seq_len]
     v = _gather(call.value_cache, call.value_scale, blocks, dtype)[:, None, :seq_len]
     q = call.q[start:stop].view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).to(dtype)
-    if call.soft_cap is not None or call.alibi_slopes is not None:
+    if call.soft_cap is not None or call.alibi_slopes is not None or call.sinks is not None:
         out = _attend_unfused(call, q, k, v)
     else:
         shape = (num_kv_heads, group, seq_len, head_dim)
@@ -213,7 +217,7 @@ def _visible(call: AttentionCall, query_len: int, seq_len: int) -> torch.Tensor:
 
 
 def _attend_unfused(call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """SDPA has neither soft cap nor (cheap) ALiBi.  q: [num_kv_heads, group, query_len, head_dim];
+    """SDPA has neither soft cap nor sinks nor (cheap) ALiBi.  q: [num_kv_heads, group, query_len, head_dim];
     64 query rows at a time.
     """
     query_len, seq_len = q.shape[2], k.shape[2]

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.attention.attention_call import AttentionCall
+from slipstream_kernels.attention.decode_call import DecodeCall
 from slipstream_kernels.kv.triton.kv_formats import kv_format
 
 
@@ -49,19 +50,42 @@ def store_rows(out_ptr, acc, factor, normaliser, start, query_len, kv_head, firs
     tl.store(out_ptr + out_rows[:, None] * D + dims[None, :], y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def caches(call: AttentionCall) -> tuple[torch.Tensor, ...]:
+@triton.jit
+def start_softmax(sinks_ptr, heads, BLOCK_M: tl.constexpr, HAS_SINKS: tl.constexpr):
+    """Maximum (base 2) and normaliser of rows before the first key: those of their heads' sinks, if there are some."""
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    normaliser = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_SINKS:
+        maximum = tl.load(sinks_ptr + heads) * 1.4426950408889634
+        normaliser = normaliser + 1.0
+    return maximum, normaliser
+
+
+def caches(call: AttentionCall | DecodeCall) -> tuple[torch.Tensor, ...]:
     """Keys, values and their scales; anything where unused."""
     key_scale = call.key_cache if call.key_scale is None else call.key_scale
     value_scale = call.value_cache if call.value_scale is None else call.value_scale
     return call.key_cache, call.value_cache, key_scale, value_scale
 
 
-def options(call: AttentionCall) -> tuple[torch.Tensor | None, float, int, float]:
-    """slopes, scale, window and soft_cap; anything where unused."""
-    return call.alibi_slopes, call.scale, call.sliding_window or 0, call.soft_cap or 1.0
+def options(
+    call: AttentionCall | DecodeCall,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, float, int, float]:
+    """slopes, sinks, scale, window and soft_cap; anything where unused."""
+    return call.alibi_slopes, call.sinks, call.scale, call.sliding_window or 0, call.soft_cap or 1.0
 
 
-def strides(call: AttentionCall) -> tuple[int, int, int]:
+def flags(call: AttentionCall | DecodeCall) -> dict[str, bool]:
+    """Which of those options are used."""
+    return {
+        "HAS_WINDOW": call.sliding_window is not None,
+        "HAS_ALIBI": call.alibi_slopes is not None,
+        "HAS_SOFT_CAP": call.soft_cap is not None,
+        "HAS_SINKS": call.sinks is not None,
+    }
+
+
+def strides(call: AttentionCall | DecodeCall) -> tuple[int, int, int]:
     """Of q's tokens and heads, and of the block tables' requests."""
     return call.q.stride(0), call.q.stride(1), call.block_tables.stride(0)
 
@@ -79,7 +103,5 @@ def shapes(call: AttentionCall, block_m: int, block_n: int) -> dict[str, int | b
         "BLOCK_D": triton.next_power_of_2(head_dim),
         "FORMAT": kv_format(call.key_cache.dtype),
         "HAS_SCALE": call.key_scale is not None,
-        "HAS_WINDOW": call.sliding_window is not None,
-        "HAS_ALIBI": call.alibi_slopes is not None,
-        "HAS_SOFT_CAP": call.soft_cap is not None,
+        **flags(call),
     }

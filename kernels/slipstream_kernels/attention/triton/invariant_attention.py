@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.attention.decode_call import DecodeCall
-from slipstream_kernels.attention.triton.attention_tiles import caches, find_request
+from slipstream_kernels.attention.triton.attention_tiles import (
+    caches,
+    find_request,
+    flags,
+    options,
+    start_softmax,
+    strides,
+)
 from slipstream_kernels.kv.triton.kv_formats import INT8, VALUE_BOOST, gather_rows, head_scale, kv_format, value_factor
 from slipstream_kernels.triton.interpreter import dot
 
@@ -55,11 +62,11 @@ def _slots_of(keys, prefix, tree_mask):
 
 
 @triton.jit
-def _attend_part(q, positions, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, table_ptr, kv_head,
-                 begin, stop, end, prefix, tree_mask, scale, window,
+def _attend_part(q, positions, slopes, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, table_ptr,
+                 kv_head, begin, stop, end, prefix, tree_mask, scale, window, soft_cap,
                  NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
                  BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, HAS_WINDOW: tl.constexpr,
-                 HAS_TREE: tl.constexpr):  # fmt: skip
+                 HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr, HAS_TREE: tl.constexpr):  # fmt: skip
     """Online softmax (base 2) over the keys at positions [begin, stop): sum of values, maximum, normaliser."""
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     normaliser = tl.zeros((BLOCK_M,), tl.float32)
@@ -79,6 +86,14 @@ def _attend_part(q, positions, key_cache_ptr, value_cache_ptr, key_scale_ptr, va
         scores = dot(q, tl.trans(k)) * scale
         if FORMAT >= INT8:
             scores *= tl.load(key_scale_ptr + rows, mask=is_key, other=0.0)[None, :]
+        if HAS_SOFT_CAP:
+            # tanh(x) = 2 sigmoid(2x) - 1
+            scores = soft_cap * (2.0 * tl.sigmoid(2.0 * scores / soft_cap) - 1.0)
+        if HAS_ALIBI:
+            scores = tl.fma(tl.broadcast_to(slopes[:, None], scores.shape),
+                            (keys[None, :] - positions[:, None]).to(tl.float32), scores)  # fmt: skip
+        if HAS_SOFT_CAP or HAS_ALIBI:
+            scores *= 1.4426950408889634
         seen = (keys[None, :] <= positions[:, None]) & is_key[None, :]
         if HAS_WINDOW:
             seen = seen & (positions[:, None] - keys[None, :] < window)
@@ -109,12 +124,13 @@ def _store(out_ptr, places, is_row, total, normaliser, factor, D: tl.constexpr, 
 @triton.jit(do_not_specialize=["num_requests"])
 def _invariant_attention_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr,
                                 partial_ptr, maxima_ptr, normalisers_ptr, tables_ptr, query_start_loc_ptr,
-                                seq_lens_ptr, tree_mask_ptr, positions_ptr, num_requests, scale, window,
-                                token_stride, head_stride, table_stride,
+                                seq_lens_ptr, tree_mask_ptr, positions_ptr, num_requests, slopes_ptr, sinks_ptr,
+                                scale, window, soft_cap, token_stride, head_stride, table_stride,
                                 QUERIES: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
                                 BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
                                 BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
-                                HAS_SCALE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_TREE: tl.constexpr,
+                                HAS_SCALE: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr,
+                                HAS_SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_TREE: tl.constexpr,
                                 IS_SPLIT: tl.constexpr, NUM_PARTS: tl.constexpr, FIRST: tl.constexpr,
                                 PER_LENGTH: tl.constexpr):  # fmt: skip
     """Grid (tiles of QUERIES tokens, kv heads, parts if IS_SPLIT); a row is one query head of one token."""
@@ -149,11 +165,15 @@ def _invariant_attention_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale
         lowest = tl.maximum(prefix + first_query - window + 1, 0) // BLOCK_N * BLOCK_N
         if HAS_TREE:
             lowest = tl.maximum(end - window, 0) // BLOCK_N * BLOCK_N
-    scale = scale * head_scale(key_scale_ptr, kv_head, FORMAT, HAS_SCALE) * 1.4426950408889634
+    scale = scale * head_scale(key_scale_ptr, kv_head, FORMAT, HAS_SCALE)
+    if not (HAS_SOFT_CAP or HAS_ALIBI):
+        scale *= 1.4426950408889634
+    slopes = queries.to(tl.float32)
+    if HAS_ALIBI:
+        slopes = tl.load(slopes_ptr + heads)
     table_ptr = tables_ptr + request.to(tl.int64) * table_stride
     total = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    normaliser = tl.zeros((BLOCK_M,), tl.float32)
+    maximum, normaliser = start_softmax(sinks_ptr, heads, BLOCK_M, HAS_SINKS and not IS_SPLIT)
     begin, stop = _part_begin(part, FIRST, PER_LENGTH), end
     if IS_SPLIT:
         stop = tl.minimum(end, begin + 1)  # one turn of the loop
@@ -161,10 +181,11 @@ def _invariant_attention_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale
         part += 1
         next_begin = _part_begin(part, FIRST, PER_LENGTH)
         part_sum, part_maximum, part_normaliser = _attend_part(
-            q, positions, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, table_ptr, kv_head,
+            q, positions, slopes, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, table_ptr, kv_head,
             tl.maximum(begin, lowest), tl.minimum(next_begin, end), end, prefix, tree_mask, scale, window,
-            NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_M, BLOCK_N, BLOCK_D, FORMAT, HAS_WINDOW, HAS_TREE)  # fmt: skip
-        # Of the first part this is the part itself, to the bit.
+            soft_cap, NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_M, BLOCK_N, BLOCK_D, FORMAT, HAS_WINDOW, HAS_ALIBI,
+            HAS_SOFT_CAP, HAS_TREE)  # fmt: skip
+        # Of the first part without sinks this is the part itself, to the bit.
         total, maximum, normaliser = _merge(total, maximum, normaliser, part_sum, part_maximum, part_normaliser)
         begin = next_begin
     places = tokens * (NUM_KV_HEADS * GROUP) + heads
@@ -180,10 +201,11 @@ def _invariant_attention_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale
 
 @triton.jit(do_not_specialize=["num_requests"])
 def _merge_parts_kernel(partial_ptr, maxima_ptr, normalisers_ptr, value_scale_ptr, out_ptr, query_start_loc_ptr,
-                        seq_lens_ptr, positions_ptr, num_requests,
+                        seq_lens_ptr, positions_ptr, num_requests, sinks_ptr,
                         GROUP: tl.constexpr, ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, D: tl.constexpr,
                         BLOCK_D: tl.constexpr, FORMAT: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_TREE: tl.constexpr,
-                        NUM_PARTS: tl.constexpr, FIRST: tl.constexpr, PER_LENGTH: tl.constexpr):  # fmt: skip
+                        HAS_SINKS: tl.constexpr, NUM_PARTS: tl.constexpr, FIRST: tl.constexpr,
+                        PER_LENGTH: tl.constexpr):  # fmt: skip
     """Grid (tokens, kv heads): the heads of one token, as the other kernel merges them."""
     token, kv_head = tl.program_id(0), tl.program_id(1)
     if token >= tl.load(query_start_loc_ptr + num_requests):
@@ -203,8 +225,7 @@ def _merge_parts_kernel(partial_ptr, maxima_ptr, normalisers_ptr, value_scale_pt
     is_row = heads < GROUP
     places = token.to(tl.int64) * (NUM_KV_HEADS * GROUP) + kv_head * GROUP + heads
     total = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    maximum = tl.full((ROWS,), float("-inf"), tl.float32)
-    normaliser = tl.zeros((ROWS,), tl.float32)
+    maximum, normaliser = start_softmax(sinks_ptr, kv_head * GROUP + heads % GROUP, ROWS, HAS_SINKS)
     part, begin = low * 0, low * 0
     while begin < end:
         stored = places * NUM_PARTS + part
@@ -256,17 +277,17 @@ def invariant_attention(call: DecodeCall, max_seq_len: int) -> None:
     }  # fmt: skip
     _invariant_attention_kernel[(num_tiles, num_kv_heads, num_parts if splits else 1)](
         call.q, *caches(call), call.out, partial, maxima, normalisers, call.block_tables, call.query_start_loc,
-        call.seq_lens, tree_mask, positions, num_requests, call.scale, call.sliding_window or 0,
-        call.q.stride(0), call.q.stride(1), call.block_tables.stride(0),
+        call.seq_lens, tree_mask, positions, num_requests, *options(call), *strides(call),
         QUERIES=queries, BLOCK_SIZE=block_size, BLOCK_M=BLOCK_M,
         BLOCK_N=min(block_size, 32 if call.q.dtype == torch.float32 or head_dim > 128 else 64),
-        HAS_WINDOW=call.sliding_window is not None, IS_SPLIT=splits,
+        IS_SPLIT=splits, **flags(call),
         num_warps=8 if head_dim > 128 else 4, num_stages=2, **EXACT, **shape,
     )  # fmt: skip
     if splits:
         _merge_parts_kernel[(num_tokens, num_kv_heads)](
             partial, maxima, normalisers, caches(call)[3], call.out, call.query_start_loc, call.seq_lens, positions,
-            num_requests, ROWS=triton.next_power_of_2(group), num_warps=4, **EXACT, **shape,
+            num_requests, call.sinks, ROWS=triton.next_power_of_2(group), num_warps=4,
+            HAS_SINKS=call.sinks is not None, **EXACT, **shape,
         )  # fmt: skip
 
 

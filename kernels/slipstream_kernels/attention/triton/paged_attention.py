@@ -18,6 +18,7 @@ from slipstream_kernels.attention.triton.attention_tiles import (
     load_queries,
     options,
     shapes,
+    start_softmax,
     store_rows,
     strides,
 )
@@ -40,19 +41,17 @@ PROGRAMS_PER_SM = 4
 
 
 @triton.jit
-def _attend_span(q, positions, slopes, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,
-                 table_ptr, kv_head, begin, end, scale, window, soft_cap,
+def _attend_span(maximum, normaliser, q, positions, slopes, key_cache_ptr, value_cache_ptr, key_scale_ptr,
+                 value_scale_ptr, table_ptr, kv_head, begin, end, scale, window, soft_cap,
                  NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
                  HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
     """Online softmax of q's rows over keys [begin, end); begin is a multiple of BLOCK_N, which divides BLOCK_SIZE.
 
-    scale includes a head's key scale.  Returns the unnormalised sum of values (before value_factor), the running
-    maximum (base 2) and the normaliser.
+    maximum, normaliser: before the first key.  scale includes a head's key scale.  Returns the unnormalised sum of
+    values (before value_factor), the running maximum (base 2) and the normaliser.
     """
     columns = tl.arange(0, BLOCK_N)
-    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    normaliser = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     for first_key in range(begin, end, BLOCK_N):
         block = tl.load(table_ptr + first_key // BLOCK_SIZE).to(tl.int64)
@@ -88,12 +87,13 @@ def _attend_span(q, positions, slopes, key_cache_ptr, value_cache_ptr, key_scale
 @triton.jit
 def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr,
                   partial_ptr, lse_ptr, tables_ptr, query_start_loc_ptr, seq_lens_ptr, slopes_ptr,
-                  scale, window, soft_cap, token_stride, head_stride, table_stride,
+                  sinks_ptr, scale, window, soft_cap, token_stride, head_stride, table_stride,
                   NUM_SPLITS: tl.constexpr, NUM_TILES: tl.constexpr, MAX_QUERY_LEN: tl.constexpr,
                   GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                   FORMAT: tl.constexpr, HAS_SCALE: tl.constexpr,
-                  HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
+                  HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+                  HAS_SINKS: tl.constexpr):  # fmt: skip
     """Grid (splits, kv heads * query tiles, requests): one share of a request's keys;
     NUM_SPLITS 1 writes out directly.
     """
@@ -123,9 +123,14 @@ def _short_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_sc
     end = tl.minimum(begin + share, seq_len)
     scale = scale * head_scale(key_scale_ptr, kv_head, FORMAT, HAS_SCALE)
     factor = value_factor(value_scale_ptr, kv_head, FORMAT, HAS_SCALE)
+    maximum, normaliser = start_softmax(sinks_ptr, kv_head * GROUP + rows % GROUP, BLOCK_M, HAS_SINKS)
+    if HAS_SINKS:
+        # One split has the sink; its log-sum-exp weighs it where splits are merged.
+        maximum = tl.where(split == 0, maximum, float("-inf"))
+        normaliser = tl.where(split == 0, normaliser, 0.0)
     acc, maximum, normaliser = _attend_span(
-        q, first_position + rows // GROUP, slopes, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr,
-        tables_ptr + request * table_stride, kv_head, begin, end, scale, window, soft_cap,
+        maximum, normaliser, q, first_position + rows // GROUP, slopes, key_cache_ptr, value_cache_ptr, key_scale_ptr,
+        value_scale_ptr, tables_ptr + request * table_stride, kv_head, begin, end, scale, window, soft_cap,
         NUM_KV_HEADS, BLOCK_SIZE, D, BLOCK_M, BLOCK_N, BLOCK_D, FORMAT, HAS_WINDOW, HAS_ALIBI,
         HAS_SOFT_CAP)  # fmt: skip
     if NUM_SPLITS == 1:

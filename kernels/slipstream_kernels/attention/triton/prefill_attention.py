@@ -20,6 +20,7 @@ from slipstream_kernels.attention.triton.attention_tiles import (
     load_queries,
     options,
     shapes,
+    start_softmax,
     store_rows,
     strides,
 )
@@ -109,13 +110,14 @@ def _attend(acc, maximum, normaliser, q, positions, slopes, key_cache_ptr, value
 
 @triton.jit(do_not_specialize=["num_requests"])
 def _prefill_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_scale_ptr, out_ptr,
-                    tables_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, slopes_ptr,
+                    tables_ptr, query_start_loc_ptr, seq_lens_ptr, num_requests, slopes_ptr, sinks_ptr,
                     scale, window, soft_cap, token_stride, head_stride, table_stride,
                     MIN_QUERY_LEN: tl.constexpr, GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
                     BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
                     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
                     FORMAT: tl.constexpr, HAS_SCALE: tl.constexpr,
-                    HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr):  # fmt: skip
+                    HAS_WINDOW: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SOFT_CAP: tl.constexpr,
+                    HAS_SINKS: tl.constexpr):  # fmt: skip
     """Grid (kv heads, query tiles of all requests), the last tiles, which see most keys, first."""
     kv_head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
     request = find_request(query_start_loc_ptr, num_requests, tile, GROUP, BLOCK_M)
@@ -139,8 +141,7 @@ def _prefill_kernel(q_ptr, key_cache_ptr, value_cache_ptr, key_scale_ptr, value_
     end = tl.maximum(tl.minimum(seq_len, first_position + (first_row + BLOCK_M - 1) // GROUP + 1), 0)
     scale = scale * head_scale(key_scale_ptr, kv_head, FORMAT, HAS_SCALE)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    normaliser = tl.zeros((BLOCK_M,), tl.float32)
+    maximum, normaliser = start_softmax(sinks_ptr, kv_head * GROUP + rows % GROUP, BLOCK_M, HAS_SINKS)
     table_ptr = tables_ptr + request.to(tl.int64) * table_stride
     if HAS_WINDOW:
         middle = tl.maximum(first_position + first_row // GROUP - window + 1, 0) // BLOCK_N * BLOCK_N
