@@ -17,19 +17,10 @@ from typing import Any
 from slipstream.core.contract_generate import NOT_SERVED, inputs_of
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import check_text, refuse, shown
-from slipstream.core.settings import SETTINGS, Setting
+from slipstream.core.settings import KEYS_NOT_SERVED, SETTINGS, Setting
 from slipstream.core.tensor_spec import InputSpec, Use
 from slipstream.core.tensor_values import tensor_values
 from slipstream.core.wire_messages import DataType, Request
-
-# Fields of vLLM's SamplingParams that are not served and that no tensor has -> values accepted, why no others are.
-_JSON_NEUTRAL: dict[str, tuple[tuple[object, ...], str]] = {
-    "detokenize": ((True,), "text is always made"),
-    "spaces_between_special_tokens": ((True,), "special tokens are shown as they are"),
-    "use_beam_search": ((False,), "there is no beam search"),
-    "truncate_prompt_tokens": ((), "a prompt is never cut silently"),
-    "allowed_token_ids": ((), "use logit_bias or guided decoding"),
-}
 
 
 class Settings(dict[str, Any]):
@@ -137,8 +128,8 @@ def _from_mapping(mapping: Mapping[str, Any], known: Mapping[str, Setting], what
             setting = index.json["stop"]  # as text it is a stop string, as a truth value the request to stop
         if setting is not None:
             settings.put(setting, name, value)
-        elif name in _JSON_NEUTRAL:
-            check_neutral(name, [value], *_JSON_NEUTRAL[name])
+        elif name in KEYS_NOT_SERVED:
+            check_neutral(name, [value], *KEYS_NOT_SERVED[name])
         else:
             _check_not_served(name, value, known, what, index)
     return settings

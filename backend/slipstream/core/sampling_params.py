@@ -6,11 +6,13 @@ which maps the TensorRT-LLM tensors on the same names.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
 from dataclasses import InitVar, dataclass, fields
 from functools import cached_property
 
 from slipstream.core.bad_words import BadWords
 from slipstream.core.errors import RequestError
+from slipstream.core.setting_kinds import TokenBiases, TokenIds, WordsIds
 from slipstream.core.settings import BY_NAME, DEFAULTS, GUIDE_TYPES
 from slipstream.core.word_automaton import WordAutomaton
 
@@ -116,6 +118,12 @@ class SamplingParams:
     def bad_words_automaton(self) -> BadWords:
         return BadWords(self.bad_words_ids)
 
+    def token_ids(self) -> Iterator[tuple[str, Collection[int]]]:
+        """The token ids of each setting that has some, which only the model can say are in its vocabulary."""
+        for name, kind in _WITH_TOKEN_IDS:
+            if value := getattr(self, name):
+                yield name, kind.token_ids(value)
+
     def build_automata(self) -> None:
         """On the submitting thread, so that neither the engine's nor the output's has to."""
         if self.stop:
@@ -128,3 +136,4 @@ class SamplingParams:
 
 _KINDS = tuple((f.name, BY_NAME[f.name].kind, f.default) for f in fields(SamplingParams) if f.name in BY_NAME)
 FIELD_NAMES = tuple(name for name, _, _ in _KINDS)
+_WITH_TOKEN_IDS = tuple((name, kind) for name, kind, _ in _KINDS if isinstance(kind, TokenIds | WordsIds | TokenBiases))

@@ -8,6 +8,7 @@ and fp32, seeds 64 bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Protocol
@@ -170,6 +171,9 @@ class TokenIds:
         if not (_are_token_ids(value) if value else self.is_empty_accepted):
             raise refuse(name, value, self.accepted)
 
+    def token_ids(self, value: tuple[int, ...]) -> Collection[int]:
+        return value
+
 
 @dataclass(frozen=True)
 class WordsIds:
@@ -186,6 +190,9 @@ class WordsIds:
     def check(self, name: str, value: Any) -> None:
         if not all(word and _are_token_ids(word) for word in value):
             raise refuse(name, value, self.accepted)
+
+    def token_ids(self, value: tuple[tuple[int, ...], ...]) -> Collection[int]:
+        return [token_id for word in value for token_id in word]
 
 
 @dataclass(frozen=True)
@@ -208,6 +215,9 @@ class TokenBiases:
         token_ids, biases = [token_id for token_id, _ in value], [bias for _, bias in value]
         if not (_are_token_ids(token_ids) and _are_numbers(biases, self.limit)):
             raise refuse(name, value, self.accepted)
+
+    def token_ids(self, value: tuple[tuple[int, float], ...]) -> Collection[int]:
+        return [token_id for token_id, _ in value]
 
 
 @dataclass(frozen=True)

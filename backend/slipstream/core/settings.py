@@ -147,3 +147,12 @@ _FLAGS = (
 SETTINGS: tuple[Setting, ...] = (*_PROMPT, *_LENGTH, *_SAMPLING, *_SERVING, *_FLAGS)
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 DEFAULTS: dict[str, Any] = {setting.name: setting.default for setting in SETTINGS}
+
+# Fields of vLLM's SamplingParams that are not served and that no tensor has -> values accepted, why no others are.
+KEYS_NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
+    "detokenize": ((True,), "text is always made"),
+    "spaces_between_special_tokens": ((True,), "special tokens are shown as they are"),
+    "use_beam_search": ((False,), "there is no beam search"),
+    "truncate_prompt_tokens": ((), "a prompt is never cut silently"),
+    "allowed_token_ids": ((), "use logit_bias or guided decoding"),
+}

@@ -141,13 +141,7 @@ def derive_seed(seed: int, index: int) -> int:
 def _token_id_fields(request: Request) -> Iterator[tuple[str, Collection[int]]]:
     params = request.params
     yield "prompt", request.prompt_token_ids
-    if params.logit_bias:
-        yield "logit_bias", [token_id for token_id, _ in params.logit_bias]
-    for name, words in (("bad_words_ids", params.bad_words_ids), ("stop_words_ids", params.stop_words_ids)):
-        if words:
-            yield name, [token_id for word in words for token_id in word]
-    yield "stop_token_ids", params.stop_token_ids
-    yield "reference_ids", params.reference_ids
+    yield from params.token_ids()
     yield "eos_token_ids", request.eos_token_ids
     if params.end_id is not None and params.end_id >= 0:  # TensorRT-LLM clients send -1 for "none"
         yield "end_id", [params.end_id]
