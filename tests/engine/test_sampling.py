@@ -141,6 +141,25 @@ def test_logit_bias_forces_and_forbids(engine: Engine) -> None:
     assert other[1].token_ids == free, "the neighbour is untouched"
 
 
+def test_only_allowed_tokens_are_drawn(engine: Engine) -> None:
+    free = run_all(engine, [PROMPT], GREEDY)[0].token_ids
+    eos = engine.spec.eos_token_ids[0]
+    limited = replace(RANDOM, temperature=100.0, max_tokens=40, allowed_token_ids=(9, 7, 9), ignore_eos=False)
+    few, neighbour = run_all(engine, [PROMPT, PROMPT], [limited, GREEDY])
+    assert set(few.token_ids) == {7, 9} and few.finish_reason is FinishReason.LENGTH
+    assert neighbour.token_ids == free, "the neighbour is untouched"
+    among = tuple({*free, 7, 9})
+    assert run_all(engine, [PROMPT], replace(GREEDY, allowed_token_ids=among))[0].token_ids == free
+    biased = replace(GREEDY, allowed_token_ids=(7, 9), logit_bias=((9, 100.0), (8, 100.0)))
+    assert run_all(engine, [PROMPT], biased)[0].token_ids == [9] * 24
+    banned = replace(GREEDY, allowed_token_ids=(7, 9), bad_words_ids=((7,),))
+    assert run_all(engine, [PROMPT], banned)[0].token_ids == [9] * 24
+    end = replace(GREEDY, allowed_token_ids=(eos,), ignore_eos=False)
+    assert run_all(engine, [PROMPT], end)[0].token_ids == [eos]
+    too_early = run_all(engine, [PROMPT], replace(end, min_tokens=3))[0].token_ids
+    assert set(too_early) == {eos}, "no other token, though min_tokens bans the only one"
+
+
 def test_bad_words_ban_sequences_only(engine: Engine) -> None:
     free = run_all(engine, [PROMPT], GREEDY)[0].token_ids
     single = run_all(engine, [PROMPT], replace(GREEDY, bad_words_ids=((free[0],),)))[0].token_ids
@@ -334,6 +353,7 @@ def test_end_tokens_that_the_checkpoint_does_not_have_are_dropped(engine: Engine
         ("logit_bias", SamplingParams(logit_bias=((10**6, 1.0),))),
         ("embedding_bias", SamplingParams(embedding_bias=(0.0,) * 10**6 + (1.0,))),
         ("stop_token_ids", SamplingParams(stop_token_ids=(99999,))),
+        ("allowed_token_ids", SamplingParams(allowed_token_ids=(5, 99999))),
         ("bad_words_ids", SamplingParams(bad_words_ids=((1, 99999),))),
         ("stop_words_ids", SamplingParams(stop_words_ids=((1, 99999),))),
         ("end_id", SamplingParams(end_id=99999)),

@@ -22,6 +22,7 @@ CELLS: dict[str, dict[str, object]] = {
     "greedy": {},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
     "logit_bias": {"logit_bias": ((50, 4.0), (51, 4.0), (52, -100.0))},
+    "allowed_token_ids": {"allowed_token_ids": tuple(range(40, 80))},
     "bad_words": {"bad_words_ids": ((60,), (50, 51), (51, 50, 52))},
     "min_tokens": {"min_tokens": 9, "stop_token_ids": tuple(range(60, 220))},
     "stop_token_ids": {"stop_token_ids": tuple(range(100, 140))},

@@ -27,6 +27,7 @@ CELLS = {
     "greedy": PLAIN,
     "penalties": replace(PLAIN, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
     "logit_bias": replace(PLAIN, logit_bias=((50, 4.0), (51, 4.0), (52, -100.0))),
+    "allowed_token_ids": replace(PLAIN, allowed_token_ids=tuple(range(40, 80))),
     "bad_words": replace(PLAIN, bad_words_ids=((60,), (50, 51))),
     "min_tokens": replace(PLAIN, min_tokens=9, stop_token_ids=tuple(range(60, 220))),
     "stop_token_ids": replace(PLAIN, stop_token_ids=tuple(range(100, 120))),

@@ -41,6 +41,20 @@ def test_a_completion_is_the_engines(client: openai.OpenAI, greedy: Callable[...
     assert answer.usage.completion_tokens == 24 and answer.choices[0].finish_reason == "length"
 
 
+def test_a_setting_of_the_engine_needs_no_code_in_the_gateway(client: openai.OpenAI) -> None:
+    """allowed_token_ids is a row of core/settings.py and nothing else here."""
+    hot = {"model": "llm", "max_tokens": 12, "temperature": 2, "seed": 3}
+    limited = {"allowed_token_ids": [17], "ignore_eos": True}
+    [choice] = client.completions.create(**hot, prompt=PROMPT, logprobs=0, extra_body=limited).choices
+    assert len(set(choice.logprobs.tokens)) == 1 and choice.text == choice.logprobs.tokens[0] * 12
+    told = client.chat.completions.create(**hot, messages=MESSAGES, extra_body=limited).choices[0].message
+    assert told.content == choice.text
+    for wrong, words in ([], "one at least"), ([-1], "greater than or equal to 0"), ([10**6], "not in the vocabulary"):
+        with pytest.raises(openai.BadRequestError, match=words) as error:
+            client.completions.create(**hot, prompt=PROMPT, extra_body={"allowed_token_ids": wrong})
+        assert error.value.param.startswith("allowed_token_ids")
+
+
 def test_a_chat_is_the_template_completed(
     client: openai.OpenAI, greedy: Callable[..., str], demo_model: object
 ) -> None:

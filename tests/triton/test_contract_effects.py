@@ -141,6 +141,16 @@ def test_penalties_and_rewards_for_what_was_said(llm_server: LlmServer, name: st
     assert num_rewarded < num_penalised
 
 
+def test_allowed_token_ids(llm_server: LlmServer, greedy_ids: list[int]) -> None:
+    """As a tensor and as JSON: no other token is drawn, however hot."""
+    allowed = sorted(set(greedy_ids))[:2]
+    hot = {"temperature": 50.0, "seed": np.array([3], np.uint64), "ignore_eos": True}
+    assert set(ids_of(llm_server, allowed_token_ids=np.array(allowed, np.int32), **hot)) == set(allowed)
+    assert set(ids_of(llm_server, sampling_parameters=json.dumps({"allowed_token_ids": allowed}), **hot)) == set(
+        allowed
+    )
+
+
 def test_biases(llm_server: LlmServer, greedy_ids: list[int]) -> None:
     """As JSON, as TensorRT-LLM's vector and as its words: a bias of 100 leaves nothing else."""
     token_id = greedy_ids[0] + 1

@@ -30,6 +30,7 @@ SAMPLES: dict[str, tuple[object, object]] = {
     "sampling_parameters": ('{"top_k": 4}', None), "add_special_tokens": (False, "="), "max_tokens": (9, "="),
     "min_tokens": (2, "="), "end_id": (1, "="), "stop": (["a", "b"], ("a", "b")), "bad_words": (["x"], ("x",)),
     "stop_words_ids": ([5, 6, 7, 2, 3, -1], ((5, 6), (7,))), "bad_words_ids": ([5, 6, 7, 3, -1, -1], ((5, 6, 7),)),
+    "allowed_token_ids": ([5, 6], (5, 6)),
     "ignore_eos": (True, "="), "include_stop_str_in_output": (True, "="), "skip_special_tokens": (False, "="),
     "temperature": (0.5, "="), "top_k": (3, "="), "top_p": (0.5, "="), "min_p": (0.25, "="),
     "repetition_penalty": (1.5, "="), "presence_penalty": (0.5, "="), "frequency_penalty": (0.5, "="),

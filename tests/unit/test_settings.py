@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import struct
 from dataclasses import fields
 from pathlib import Path
@@ -143,3 +144,13 @@ def test_a_refusal_names_the_tensor_that_the_client_sent() -> None:
     ]:
         with pytest.raises(RequestError, match=f"^{name}: got {value}, accepted: {accepted}$"):
             read_settings(request(tensor(name, value)))
+
+
+@pytest.mark.parametrize("token_ids", [[], [5, -1], [2**31]])
+def test_allowed_token_ids_are_token_ids_and_one_at_least(token_ids: list[int]) -> None:
+    accepted = "accepted: token ids from 0 to 2147483647, one at least"
+    refused = f"^allowed_token_ids: got {re.escape(repr(tuple(token_ids)))}, {accepted}$"
+    with pytest.raises(RequestError, match=refused):
+        read_settings(request(tensor("sampling_parameters", json.dumps({"allowed_token_ids": token_ids}))))
+    with pytest.raises(RequestError, match=refused):
+        SamplingParams(allowed_token_ids=tuple(token_ids))

@@ -32,8 +32,8 @@ class SamplingParams:
     """Sampling of one request. `temperature=0` is greedy; `top_k=0` (or -1) and `top_p=1.0` are off.
 
     logprobs / prompt_logprobs: number of most likely alternatives to report (0 = the chosen token alone, None = off).
-    bad_words: texts; bad_words_ids / stop_token_ids: token ids. logit_bias: (token id, bias) pairs; embedding_bias: a
-    bias per token of the vocabulary, or nothing. Both are added.
+    bad_words: texts; bad_words_ids / stop_token_ids / allowed_token_ids (None = all): token ids. logit_bias: (token id,
+    bias) pairs; embedding_bias: a bias per token of the vocabulary, or nothing. Both are added.
     end_id replaces the checkpoint's end-of-sequence tokens when given.
     are_checked: the values were read by their kinds (client_settings.py), which leave nothing to check.
     num_draft_tokens (0 = off), speculative_method, speculative_acceptance: None = the server's; reference_ids: a text
@@ -58,6 +58,7 @@ class SamplingParams:
     stop_words_ids: tuple[tuple[int, ...], ...] = DEFAULTS["stop_words_ids"]
     bad_words: tuple[str, ...] = DEFAULTS["bad_words"]
     bad_words_ids: tuple[tuple[int, ...], ...] = DEFAULTS["bad_words_ids"]
+    allowed_token_ids: tuple[int, ...] | None = DEFAULTS["allowed_token_ids"]
     ignore_eos: bool = DEFAULTS["ignore_eos"]
     end_id: int | None = DEFAULTS["end_id"]
     logprobs: int | None = DEFAULTS["logprobs"]

@@ -86,6 +86,7 @@ _LENGTH = (
     Setting("stop_words_ids", WordsIds(), (), "Stop words as token ids: row 0 all ids, row 1 the end offset of each word, -1 pads.", {"stop_words_list": (TRT_CORE,)}),
     Setting("bad_words", Texts(), (), "Words never to be generated.", {"bad_words": (TRT_ENSEMBLE,)}),
     Setting("bad_words_ids", WordsIds(), (), "Bad words as token ids, laid out like `stop_words_list`.", {"bad_words_list": (TRT_CORE,)}),
+    Setting("allowed_token_ids", TokenIds(is_empty_accepted=False), None, "The only tokens that may be generated; no end token is, unless it is among them.", {"allowed_token_ids": OURS}, openai=PASSED_ON),
     Setting("ignore_eos", Flag(), False, "Go on past the end token.", {"ignore_eos": OURS}, openai=PASSED_ON),
     Setting("include_stop_str_in_output", Flag(), False, "Keep the stop string, or the text of the stop token, in the output.", {"include_stop_str_in_output": OURS}, openai=PASSED_ON),
     Setting("skip_special_tokens", Flag(), True, "Leave special tokens out of the text (the default).", {"skip_special_tokens": OURS}, openai=PASSED_ON, parameter="skip_special_tokens"),
@@ -154,5 +155,4 @@ KEYS_NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "spaces_between_special_tokens": ((True,), "special tokens are shown as they are"),
     "use_beam_search": ((False,), "there is no beam search"),
     "truncate_prompt_tokens": ((), "a prompt is never cut silently"),
-    "allowed_token_ids": ((), "use logit_bias or guided decoding"),
 }

@@ -24,6 +24,7 @@ from slipstream.worker.sample.penalties import Paths
 # Finite, unlike a guide's -inf: where a guide leaves nothing but banned tokens (the text must end, min_tokens says not
 # yet), the guide wins and there still is something to draw.
 BANNED = -1e30
+NOT_ALLOWED = 2 * BANNED  # where all allowed tokens are banned, one of them is drawn all the same
 _MAX_KEPT_BANS = 64  # tensors of one request, each of the tokens that complete a bad word
 
 Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, token ids, what is added there
@@ -31,12 +32,13 @@ Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, token ids, wh
 
 class _Asked(NamedTuple):
     """Of one SamplingParams, on the device. token_ids, values: what is added for all tokens. dense: a bias per token of
-    the vocabulary, if there is one. early: the tokens that would stop the request."""
+    the vocabulary, if there is one. early: the tokens that would stop the request. allowed: the only ones, if any."""
 
     token_ids: torch.Tensor
     values: torch.Tensor
     dense: torch.Tensor | None
     early: torch.Tensor
+    allowed: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -63,6 +65,7 @@ class LogitEdits:
         self._rows: list[int] = []
         self._fixed: Columns | None = None
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None  # rows, their biases [len(rows), vocab]
+        self._allowed: tuple[torch.Tensor, Columns] | None = None  # rows, and the tokens that these may draw
         self._early_rows: list[int] = []  # whose columns are in _early
         self._early: Columns | None = None
 
@@ -81,6 +84,7 @@ class LogitEdits:
         if dense:
             rows = to_device([row for row, _ in dense], torch.int64, self._device)
             self._dense = rows, torch.stack([biases for _, biases in dense])
+        self._allowed = self._columns_of_allowed([(row, one.allowed) for row, one in zip(self._rows, each)])
         self._early_rows, self._early = [], None
         return bool(self._rows)
 
@@ -103,6 +107,11 @@ class LogitEdits:
         if early_rows != self._early_rows:
             early = [self._edits[requests[row].request_id].asked.early for row in early_rows]
             self._early_rows, self._early = early_rows, self._columns(early_rows, early)
+        if self._allowed is not None:
+            rows, (row_of, token_ids, _) = self._allowed
+            kept = logits[row_of, token_ids]
+            logits.index_fill_(0, rows, NOT_ALLOWED)
+            logits[row_of, token_ids] = kept
         if self._dense is not None:
             logits.index_add_(0, *self._dense)
         for columns in (self._fixed, self._early, self._columns(ban_rows, bans)):
@@ -122,6 +131,11 @@ class LogitEdits:
             return row_of, torch.cat(token_ids), torch.full_like(row_of, BANNED, dtype=torch.float32)
         return row_of, torch.cat(token_ids), torch.cat(values)
 
+    def _columns_of_allowed(self, allowed: list[tuple[int, torch.Tensor]]) -> tuple[torch.Tensor, Columns] | None:
+        limited = [(row, token_ids) for row, token_ids in allowed if token_ids.numel()]
+        columns = self._columns([row for row, _ in limited], [token_ids for _, token_ids in limited])
+        return columns and (to_device([row for row, _ in limited], torch.int64, self._device), columns)
+
     def _read(self, request: Request, known: Mapping[tuple[int, frozenset[int]], _Asked]) -> _Edits:
         words = request.params.bad_words_automaton
         asked = known.get(_key(request))
@@ -136,7 +150,8 @@ class LogitEdits:
                 values[word[0]] = BANNED
         biases = to_device(list(values.values()), torch.float32, self._device)
         early = self._ids(sorted(_stop_ids(request)))
-        return _Edits(_Asked(self._ids(list(values)), biases, self._biases(params.embedding_bias), early), words)
+        dense, allowed = self._biases(params.embedding_bias), self._ids(sorted(set(params.allowed_token_ids or ())))
+        return _Edits(_Asked(self._ids(list(values)), biases, dense, early, allowed), words)
 
     def _biases(self, biases: Sequence[float]) -> torch.Tensor | None:
         if not biases:
@@ -184,4 +199,5 @@ def _key(request: Request) -> tuple[int, frozenset[int]]:
 
 def has_edits(request: Request) -> bool:
     params = request.params
-    return bool(params.logit_bias or params.embedding_bias or params.bad_words_ids or params.min_tokens)
+    asked = params.logit_bias or params.embedding_bias or params.bad_words_ids or params.min_tokens
+    return bool(asked or params.allowed_token_ids)
