@@ -1,8 +1,8 @@
-"""Time every op: microseconds, GB/s or TFLOP/s, and the share of what this machine reaches in a plain copy or matmul.
+"""Time every op: microseconds, GB/s or TFLOP/s, and the fraction of this machine's copy or matmul rate.
 
     python -m slipstream_kernels.bench [--device cpu] [--backend triton] [--only decode] [--json out.json]
 
-On a GPU the L2 cache is cold and clean before each run (a buffer larger than it is read) and times are of CUDA events.
+On a GPU a read of a large buffer leaves the L2 cache cold and clean before each run; times are from CUDA events.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ CPU_SHAPES = Shapes(256, 6, 2, 64, 384, 1024, 16384, 64, 300, 256)
 
 @dataclass(frozen=True)
 class Case:
-    """One op on one shape: what it moves (bytes) or computes (flops) at least, and how to run it."""
+    """One op on one shape: its minimum of bytes moved or flops, and how to run it."""
 
     name: str
     shape: str
@@ -56,7 +56,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Result:
-    """Median time of one case; rate in GB/s or TFLOP/s, share of the copy or matmul rate measured in the same run."""
+    """Median time of one case; rate in GB/s or TFLOP/s, fraction of the copy or matmul rate of the same run."""
 
     name: str
     shape: str
@@ -84,8 +84,8 @@ def _timed_on_cpu(run: Callable[[], object]) -> float:
 
 def _timed_on_gpu(run: Callable[[], object], flush: torch.Tensor) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # Read, not written: dirty lines would be written back on the time of the op.  It takes 0.3 ms, which also hides the
-    # launch latency: the op's kernels are queued before it has ended.
+    # Read, not written: dirty lines would be written back during the op.  The 0.3 ms of the read also hide the launch
+    # latency of the op.
     flush.sum()
     begin.record()
     run()
@@ -202,7 +202,7 @@ def sampling_cases(s: Shapes, device: torch.device, backend: str) -> Iterator[Ca
 
 
 def measure_limits(device: torch.device, dtype: torch.dtype, repeats: int) -> tuple[float, float]:
-    """What this machine reaches: bytes/s of a large copy (read + written), flop/s of a square matmul."""
+    """Rates of this machine: bytes/s of a large copy (read + written), flop/s of a square matmul."""
     size = (1 << 30) if device.type == "cuda" else (1 << 26)
     source = torch.empty(size, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
@@ -215,7 +215,7 @@ def measure_limits(device: torch.device, dtype: torch.dtype, repeats: int) -> tu
 def run_cases(
     cases: Iterator[Case], device: torch.device, limits: tuple[float, float], repeats: int
 ) -> Iterator[Result]:
-    """Time each case and relate it to the limits (bytes/s, flop/s)."""
+    """Time each case and compare it with the limits (bytes/s, flop/s)."""
     for case in cases:
         seconds = median_seconds(case.run, device, repeats)
         if case.num_flops:

@@ -1,7 +1,7 @@
 """Times decode attention on a GPU: TB/s of KV read with a cold L2, beside the copy rate of the same run.
 
-`python -m slipstream_kernels.bench_decode`.  Launches sit in a CUDA graph that walks over as many caches as overflow
-the L2 several times, as a model's layers would; random data; scales count as bytes read.
+`python -m slipstream_kernels.bench_decode`.  A CUDA graph launches over caches several times larger than the L2, as a
+model's layers do; random data; scales count as bytes read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KV_DTYPES = {"bf16": torch.bfloat16, "fp8": FP8_DTYPE, "int8": INT8_DTYPE, "int4
 
 @dataclass(frozen=True)
 class Shape:
-    """One case; seq_len tokens for every request, or uneven lengths from 1 to twice that."""
+    """One case: seq_len tokens per request, or uneven lengths from 1 to 2 * seq_len."""
 
     num_q_heads: int
     num_kv_heads: int

@@ -1,8 +1,7 @@
-"""Times the fused elementwise ops on a GPU from one row to thousands: microseconds, share of the copy rate.
+"""Times the fused elementwise ops on a GPU from one row to thousands: microseconds, fraction of the copy rate.
 
-`python -m slipstream_kernels.bench_elementwise`.  Launches sit in a CUDA graph that walks over several inputs, so they
-begin early (dependent_launch.py), as in an engine's step.  Few rows are found in the L2, as there, where the kernel
-before has just written them; thousands are not.
+`python -m slipstream_kernels.bench_elementwise`.  A CUDA graph launches over several inputs with PDL, as in an engine's
+step.  Few rows stay in the L2, as in a step, where the previous kernel has just written them; thousands do not.
 """
 
 from __future__ import annotations

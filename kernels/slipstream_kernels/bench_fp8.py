@@ -1,9 +1,9 @@
-"""Time FP8 products and the elementwise ops around them on a GPU, beside bf16: the shapes of Llama-3-8B.
+"""Time FP8 products and the elementwise ops around them on a GPU against bf16, in the shapes of Llama-3-8B.
 
     python -m slipstream_kernels.bench_fp8 [--json out.json] [--tune [--part 0/8]]
 
-Each time is of a CUDA graph of calls that rotate over enough weights to miss the L2, divided by their number: what a
-decode step pays. --tune times every candidate tile of our own kernel; --part I/N only compiles the I-th part of them.
+Each time is the mean of the calls in a CUDA graph that rotate over enough weights to miss the L2, as in a decode step.
+--tune times every candidate tile of our own kernel; --part I/N only compiles the I-th part of them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Time our products of few tokens with large weights on a GPU, beside what else there is.
+"""Time our products of few tokens with large weights on a GPU against torch and FP8.
 
     python -m slipstream_kernels.bench_stream [--tokens 1,8,16,32,64,128,256] [--model 8b|13b] [--json out.json]
 
-Each time is of a CUDA graph of calls that rotate over enough weights to miss the L2, divided by their number. "layer"
-is the chain of one decoder layer without attention: norm, qkv, (norm in attention's place), o, norm, gate_up, down;
-there dependent launch shows.  own: skinny_gemm up to 16 tokens, swap_ab_gemm beyond.  other: torch's product and
-silu_mul, or FP8 rows and ops.scaled_mm.
+Each time is the mean of the calls in a CUDA graph that rotate over enough weights to miss the L2. "layer" is the chain
+of one decoder layer with a norm in place of attention: norm, qkv, norm, o, norm, gate_up, down; it includes the effect
+of PDL.  own: skinny_gemm up to 16 tokens, swap_ab_gemm beyond.  other: torch's product and silu_mul, or FP8 rows and
+ops.scaled_mm.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Programmatic dependent launch: a kernel is set up, and loads its weights, while the kernel before it still runs.
+"""Programmatic dependent launch (PDL): a kernel is launched, and loads its weights, while the previous one still runs.
 
-The rules that all kernels of a step keep, in Triton-lang (triton/dependent_launch.py) and in CUDA C++ alike:
-1. Start the dependents at once, as the first instruction: it costs nothing and lets the next kernel come up early.
-2. Await the kernel before, in every program, before anything that a kernel wrote is read and before any write.
-   Its wait ends when the kernel before has ended with all its writes.  A kernel that ended without waiting would let
-   the next one overtake the one before: the order holds only because every kernel of the chain waits.
-3. Before the wait only read what no kernel of the step writes: weights, and the step's block tables and lengths, which
-   arrive by copies (a copy awaits everything before it, and is awaited).
+All kernels of a step, in Triton-lang (triton/dependent_launch.py) and CUDA C++, keep these rules:
+1. The first instruction starts the dependents: it is free and lets the next kernel launch early.
+2. Every program waits for the previous kernel before it reads anything that a kernel wrote and before any write.
+   The wait ends when the previous kernel has ended and its writes are visible.  Every kernel must wait: a kernel that
+   ended without waiting would let its successor overtake its predecessor.
+3. Before the wait, read only data that no kernel of the step writes: weights, and the step's block tables and lengths,
+   which are copied (copies wait for all earlier work and are waited for).
 """
 
 from __future__ import annotations
@@ -18,5 +18,5 @@ import torch
 
 @lru_cache
 def launches_dependently(device: torch.device) -> bool:
-    """Whether kernels on `device` are launched so: from Hopper (compute capability 9.0) on."""
+    """Whether kernels on `device` use PDL: from Hopper (compute capability 9.0) on."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

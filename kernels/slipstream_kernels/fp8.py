@@ -1,4 +1,4 @@
-"""FP8 (e4m3) activations: how rows are scaled, and the pair of values and scales that quantising kernels return."""
+"""FP8 (e4m3) activations: the scheme of their scales, and the values and scales that quantising kernels return."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """One scale for each run of `group_size` columns of a row; 0: one per row. `scale`: a fixed one for everything.
+    """One scale per group of `group_size` columns of a row; 0: one per row.
 
     group_size: 0 or 128.  scale: one fp32 number on the device (static quantisation), only with group_size 0.
-    total_columns: up to 128 rows also get the sums of each run of so many columns, 64 or 128, which products with
-    zero points take (only with group_size 0); 0: none.
+    total_columns: 64 or 128: also sum each group of so many columns, which products with zero-points need (up to
+    MOST_TOTALLED rows, only with group_size 0); 0: no sums.
     """
 
     group_size: int = 0
@@ -31,7 +31,7 @@ class Fp8Scheme:
         return size // self.group_size if self.group_size else 1
 
     def check(self, size: int) -> None:
-        """Raise ValueError unless rows of `size` columns can be quantised so."""
+        """Raise ValueError unless rows of `size` columns can be quantised with this scheme."""
         if self.group_size not in (0, BLOCK):
             raise ValueError(f"group_size: {self.group_size}, expected 0 or {BLOCK}")
         if self.group_size and size % self.group_size:
@@ -49,13 +49,14 @@ PER_ROW = Fp8Scheme()
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """values[t, k] * scales[t, group of k] stands for row t.
+    """Quantised rows: x[t, k] = values[t, k] * scales[t, group of k].
 
-    values: [num_rows, size] e4m3, contiguous.  scales: [num_rows, num_groups] fp32, rows of a group side by side, as
-    scaled matmuls read them.  dtype: of the rows before, and of what is computed from them.
-    num_rows is num_tokens, or grouped a multiple of 4 (cuBLAS reads scales by 16 bytes) whose last rows are undefined.
-    totals: [size / total_columns, MOST_TOTALLED] fp32, sums of runs of each row's values; None: not asked for, or more
-    rows than that.  What belongs to no row is undefined.
+    values: [num_rows, size] e4m3, contiguous.  scales: [num_rows, num_groups] fp32, column-major, as scaled matmuls
+    read them.  dtype: of the unquantised rows and of products.
+    num_rows is num_tokens; with groups it is padded to a multiple of 4 (cuBLAS reads 16 bytes of scales), and the
+    padding is undefined.
+    totals: activation sums, [size / total_columns, MOST_TOTALLED] fp32: of each group of each row's values, undefined
+    from num_rows on; None if not requested or if there are more rows.
     """
 
     values: torch.Tensor
@@ -66,12 +67,12 @@ class Fp8Rows:
 
 
 def padded_rows(num_tokens: int, scheme: Fp8Scheme) -> int:
-    """Rows that are allocated for so many tokens."""
+    """Rows to allocate for num_tokens tokens."""
     return num_tokens + -num_tokens % 4 if scheme.group_size else num_tokens
 
 
 def empty_rows(num_tokens: int, size: int, scheme: Fp8Scheme, like: torch.Tensor) -> Fp8Rows:
-    """Uninitialised rows on the device of `like`, with its dtype in mind."""
+    """Uninitialised rows on the device of `like`, for activations of its dtype."""
     num_rows = padded_rows(num_tokens, scheme)
     values = torch.empty((num_rows, size), dtype=E4M3, device=like.device)
     scales = torch.empty((scheme.num_groups(size), num_rows), dtype=torch.float32, device=like.device)

@@ -1,4 +1,4 @@
-"""Integer weights and activations: the containers that cross between ops and implementations."""
+"""Integer weights and activations: the containers passed between ops and implementations."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass
 import torch
 
 INT8_MAX = 127.0
-SYMMETRIC_ZERO = 8  # the code of 0 in 4-bit weights without zero-points
+SYMMETRIC_ZERO = 8  # the zero-point of 4-bit weights without zero-points
 MAX_CODE = 15
-RECORDS = torch.int64  # of codes in the order of the tensor cores' registers
+RECORDS = torch.int64  # dtype of weights packed in the order of the tensor cores' registers
 SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
 
 
 @dataclass(frozen=True)
 class Int4Weight:
-    """4-bit weights, each standing for (code - zero) * scale of its row and group of `group_size` input features.
+    """4-bit weights: w = (q - zero) * scale, with one zero and scale per row and group of `group_size` input features.
 
-    Canonical, as checkpoints are read into it and CPUs compute from it:
-      packed uint8 [out_features, in_features / 2], code 0..15, low nibble = even input feature;
+    Canonical form (checkpoints are read into it, CPUs compute from it):
+      packed uint8 [out_features, in_features / 2], q in 0..15, low nibble = even input feature;
       scales float32 [out_features, in_features / group_size];
       zeros uint8 of that shape (0..16: GPTQ stores zero - 1), or None: 8 throughout.
-    Repacked (ops.repack_int4), for a device's kernels: `packed` has another dtype than uint8 and the same number of
-    bytes (no padding); scales and zeros are as those kernels want them.  group_size is in_features for one group a row.
-    For FP8 rows alone `packed` is int64 [in_features / 128, out_features / 16, 128].
-    Records (ops.repack_expert_int4), repacked too: `packed` is int64 [in_features / 128, out_features / 16, record],
-    with scales and zero points among the codes; scales is [out_features] beside them, and zeros is None.
+    Prepacked (ops.repack_int4) for a device's kernels: `packed` has another dtype than uint8 and as many bytes (no
+    padding); the kernel defines scales and zeros.  group_size is in_features for one group a row.
+    For FP8 rows `packed` is int64 [in_features / 128, out_features / 16, 128].
+    Prepacked for experts (ops.repack_expert_int4): `packed` is int64 [in_features / 128, out_features / 16, record],
+    with the group scales and zero-points inside; scales is [out_features], zeros is None.
     """
 
     packed: torch.Tensor
@@ -48,7 +48,7 @@ class Int4Weight:
         return self.packed.dtype == RECORDS and self.zeros is None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What is stored, by field name."""
+        """The tensors by field name."""
         fields = {"packed": self.packed, "scales": self.scales}
         return fields if self.zeros is None else {**fields, "zeros": self.zeros}
 
@@ -64,10 +64,10 @@ def int4_weight(
 
 @dataclass(frozen=True)
 class Int8Rows:
-    """values[t, k] * scales[t] stands for row t.
+    """Quantised rows: x[t, k] = values[t, k] * scales[t].
 
-    values: [num_tokens, size] int8, contiguous.  scales: [num_tokens] fp32.  dtype: of the rows before, and of what is
-    computed from them.
+    values: [num_tokens, size] int8, contiguous.  scales: [num_tokens] fp32.  dtype: of the unquantised rows and of
+    products.
     """
 
     values: torch.Tensor

@@ -1,10 +1,10 @@
-"""KvCache: the keys and values of one layer in blocks, of any type, and what each type stores.
+"""KvCache: the keys and values of one layer in blocks, and the format of each cache type.
 
-A type is named by the dtype of its tensors: any float type as it is; float8_e4m3fn; int8; and uint8 for int4, two
-values to a byte: dim 2n is the low nibble of byte n, dim 2n + 1 the high one, and a nibble is the value plus 8.
-A value is what is stored * scale.  fp8: one scale per kv head, given from outside, or 1.  int8, int4: one fp32 scale
-per token and head, written with the token; int4's may be negative (fp32 and not fp16: 1.5 % more bytes for int8 at
-head_dim 128, and no range to think of).
+The dtype of the tensors names the type: a float type; float8_e4m3fn; int8; uint8 for int4 with two values per byte:
+dim 2n is the low nibble of byte n, dim 2n + 1 the high one, and a nibble is the value plus 8.
+value = stored * scale.  fp8: one given scale per kv head, or 1.  int8, int4: one fp32 scale per token and head, written
+with the token; int4 scales may be negative (fp32 costs 1.5 % more bytes than fp16 for int8 at head_dim 128 and cannot
+overflow).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class KvCache:
 
     @property
     def block_tensors(self) -> tuple[torch.Tensor, ...]:
-        """All that belongs to blocks, block first: what is copied with a block, or dropped with it."""
+        """The tensors whose first dimension is the block: those copied with a block."""
         scales = (self.key_scale, self.value_scale) if self.dtype in TOKEN_SCALED_DTYPES else ()
         return self.key, self.value, *(scale for scale in scales if scale is not None)
 
@@ -53,9 +53,9 @@ def empty_kv_cache(
     device: torch.device,
     head_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> KvCache:
-    """A cache of zero bytes.  shape: num_blocks, num_kv_heads, block_size, head_dim.  head_scales: fp8's, of k and v.
+    """A zeroed cache.  shape: num_blocks, num_kv_heads, block_size, head_dim.  head_scales: of k and v, for fp8.
 
-    Zeros, because attention may read (and mask) slots that nobody wrote, and a NaN there would survive a weight of 0.
+    Zeroed, because attention may read and mask unwritten slots, and 0 * NaN is NaN.
     """
     stored = (*shape[:3], stored_width(shape[3], dtype))
     key, value = (torch.zeros(stored, dtype=dtype, device=device) for _ in range(2))
@@ -77,7 +77,7 @@ def kv_row_bytes(head_dim: int, dtype: torch.dtype) -> int:
 
 
 def check_kv_cache(cache: KvCache, num_kv_heads: int, head_dim: int, plain_dtype: torch.dtype) -> None:
-    """Raise ValueError unless the cache is one of so many heads.  plain_dtype: the float type that it may have."""
+    """Raise ValueError unless the cache has these sizes.  plain_dtype: the float type that is accepted."""
     for field, tensor, scale in (("key", cache.key, cache.key_scale), ("value", cache.value, cache.value_scale)):
         if tensor.dtype not in (*QUANTIZED_DTYPES, plain_dtype):
             accepted = f"{plain_dtype}, {FP8_DTYPE}, {INT8_DTYPE} or {INT4_DTYPE} (int4)".replace("torch.", "")

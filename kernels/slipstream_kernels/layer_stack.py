@@ -1,6 +1,6 @@
-"""The layers of a decoder as one op takes them: weights, norms and caches of every layer.  Plain data.
+"""All layers of a decoder as the arguments of one fused decode kernel: weights, norms and caches.  Plain data.
 
-A weight is a bf16 tensor [out_features, in_features], ScaledRows, or a repacked Int4Weight; all of a stack are alike.
+A weight is a bf16 tensor [out_features, in_features], ScaledRows, or a prepacked Int4Weight, the same kind throughout.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class StackLayer:
 
 @dataclass(frozen=True, eq=False)
 class LayerStack:
-    """rope: turns whole heads, halves apart.  scale: of scores, as a rule head_dim ** -0.5.
+    """rope: rotates whole heads, in pairs (i, i + head_dim/2).  scale: of scores, usually head_dim ** -0.5.
 
-    Equal to itself alone, so that what is made of it once can be found again.
+    Compared by identity, so that it can be the key of a cache.
     """
 
     layers: tuple[StackLayer, ...]

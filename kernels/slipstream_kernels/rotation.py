@@ -1,4 +1,4 @@
-"""What happens to query and key heads before they meet: an optional norm, then the rotation.  Plain data."""
+"""Norm (optional) and rotary embedding of query and key heads.  Plain data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Choice of an implementation: a pure function of the operation, the wish, the tensor and what triton refuses.
+"""Choice of an implementation: a pure function of the op, the requested backend, the tensor and triton's refusal.
 
-No state is kept but Python's own cache of imported modules; triton is imported only once it is chosen.
+Keeps no state besides imported modules; triton is imported only when it is chosen.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def select(op: str, backend: str, tensor: torch.Tensor, triton_refusal: str | None = None) -> ModuleType:
     """Return the module that implements `op`, such as "gemm.scaled_mm", for `tensor`'s device.
 
-    triton_refusal: why the triton version cannot take this call (None: it can).  "auto" prefers triton for CUDA
-    tensors it does not refuse, else the reference.  Raises ValueError if `backend` is unknown, or is "triton" and
-    cannot run.
+    triton_refusal: why the triton version cannot serve this call (None: it can).  "auto": triton for CUDA tensors
+    unless refused, else the reference.  Raises ValueError if `backend` is unknown, or is "triton" and cannot run.
     """
     if backend == "reference":
         return load_module("reference", op)
@@ -42,9 +41,9 @@ def select(op: str, backend: str, tensor: torch.Tensor, triton_refusal: str | No
 def select_cuda(
     op: str, module: str, backend: str, is_preferred: bool, refusal_of: Callable[[ModuleType], str | None]
 ) -> ModuleType | None:
-    """<family>/cuda/<module>.py if a call of `op` goes there; None: to another of its versions.
+    """The module <family>/cuda/<module>.py if it serves this call of `op`, else None.
 
-    is_preferred: "auto" goes there too, unless it refuses.  Raises ValueError if `backend` is "cuda" and it refuses.
+    is_preferred: "auto" chooses it unless it refuses.  Raises ValueError if `backend` is "cuda" and it refuses.
     """
     if backend != "cuda" and not (backend == "auto" and is_preferred):
         return None
@@ -58,7 +57,7 @@ def select_cuda(
 def select_cuda_or_reference(
     op: str, backend: str, is_on_gpu: bool, refusal_of: Callable[[ModuleType], str | None]
 ) -> ModuleType:
-    """The same for operations without a version in Triton-lang."""
+    """The CUDA module or the reference, for ops without a version in Triton-lang."""
     if backend not in CUDA_BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(CUDA_BACKENDS)}")
     return select_cuda(op, op, backend, is_on_gpu, refusal_of) or load_module("reference", op)
@@ -66,13 +65,13 @@ def select_cuda_or_reference(
 
 @cache
 def load_module(backend: str, op: str) -> ModuleType:
-    """The implementation, kept: importing what is imported takes 5 us, and a forward pass has hundreds of ops."""
+    """The implementation's module, cached: an import statement takes 5 us, and a forward pass has hundreds of ops."""
     family, name = op.split(".")
     return importlib.import_module(f"slipstream_kernels.{family}.{backend}.{name}")
 
 
 def _name(op: str) -> str:
-    """Without its family."""
+    """The name of an op without its family."""
     return op.rpartition(".")[2]
 
 
@@ -93,7 +92,7 @@ def require_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> No
 
 
 def require_bias(bias: torch.Tensor | None, num_features: int, dtype: torch.dtype) -> None:
-    """Raise ValueError unless there is none, or one number of `dtype` for each output feature."""
+    """Raise ValueError unless the bias is None or [num_features] of `dtype`."""
     if bias is None:
         return
     require_shape("bias", bias, (num_features,))
@@ -102,7 +101,7 @@ def require_bias(bias: torch.Tensor | None, num_features: int, dtype: torch.dtyp
 
 
 def require_pairs(gated: bool, num_features: int) -> None:
-    """Raise ValueError if a gated product's weight has not as many rows of gate as of up."""
+    """Raise ValueError if a gated product's weight has an odd number of rows (gate and up)."""
     if gated and num_features % 2:
         raise ValueError(f"weight: {num_features} rows, gated products need pairs")
 

@@ -1,1 +1,1 @@
-"""What kernels in CUDA share: building libraries for Hopper (sm_90a) when first used, loading and launching them."""
+"""Shared by CUDA kernels: building libraries for Hopper (sm_90a) on first use, loading and launching them."""

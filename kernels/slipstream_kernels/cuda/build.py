@@ -1,7 +1,7 @@
 """Builds CUDA sources into libraries with a plain C interface, and loads them with ctypes.
 
-ctypes and not pybind11: no framework or Python header is compiled, so a kernel builds in seconds and one library fits
-every Python and torch.  Libraries are cached under the user's cache folder by source, flags and architecture.
+ctypes instead of pybind11: without framework or Python headers a kernel builds in seconds and one library serves every
+Python and torch.  Libraries are cached in the user's cache folder by source, flags and architecture.
 `python -m slipstream_kernels.cuda.build` builds all variants of the attention kernels ahead of time.
 """
 
@@ -31,16 +31,16 @@ FLAGS = (
     "-std=c++17",
     "-O3",
     "-shared",
-    # Variants hold functions of the same name: none may be seen from, or merged with, another library.
+    # Variants define functions of the same name, which must not be visible to or merged with other libraries.
     "-Xcompiler=-fPIC,-fvisibility=hidden,-fno-gnu-unique",
     "-gencode=arch=compute_90a,code=sm_90a",
 )
 MAX_COMPILE_S = 180
-MAX_HEAVY_COMPILE_S = 900  # of a source on CUTLASS: a minute of one idle core
+MAX_HEAVY_COMPILE_S = 900  # sources with CUTLASS, which take one minute on an idle core
 
 
 class KernelBuildError(RuntimeError):
-    """A CUDA kernel could not be built; the text says what to install, or holds the compiler's messages."""
+    """A CUDA kernel could not be built; the text names what to install or quotes the compiler."""
 
 
 def cache_folder() -> Path:
@@ -63,12 +63,12 @@ def find_nvcc() -> Path | None:
 
 
 def include_folders() -> list[Path]:
-    """Of our headers."""
+    """Include folders of csrc."""
     return [DEVICE_CODE]
 
 
 def library_flags(nvcc: Path) -> list[str]:
-    """Of the linker, for CUDA's own libraries: PyPI's packages have them in lib, where this nvcc looks in lib64."""
+    """Linker flags for CUDA's libraries: PyPI's packages have them in lib, but nvcc searches lib64."""
     root = nvcc.resolve().parents[1]
     is_package = (root / "lib" / "libcudart_static.a").exists() and not (root / "lib64").exists()
     return [f"-L{root / 'lib'}"] if is_package else []
@@ -82,10 +82,10 @@ def build(
     flags: Sequence[str] = (),
     headers: Callable[[], Path] | None = None,
 ) -> Path:
-    """Return the library of `source` (a file in csrc/impls) compiled with `defines`, building it if need be.
+    """Return the library of `source` (a file in csrc/impls) compiled with `defines`, building it if needed.
 
-    flags: more of the compiler's options.  headers: where a library's headers are (cutlass.include_folder), asked only
-    when something is compiled.
+    flags: additional compiler options.  headers: finds a library's headers (cutlass.include_folder), called only to
+    compile.
     Raises KernelBuildError if there is no nvcc, or it fails or takes longer than MAX_COMPILE_S (MAX_HEAVY_COMPILE_S).
     """
     options = _options(defines, flags)
@@ -107,7 +107,7 @@ def build(
         LOG.info("building %s (%s): about a minute, once", source, " ".join(defines))
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        # Built aside and moved into place, so that another process never loads half a library.
+        # Build in a temporary folder and rename, so that no other process loads a partial library.
         built = Path(scratch) / library.name
         paths = [*includes, *library_flags(nvcc)]
         command = [str(nvcc), *options, *paths, "-o", str(built), str(SOURCE_FOLDER / source)]
@@ -121,7 +121,7 @@ def build(
 def load(
     source: str, defines: tuple[str, ...], flags: tuple[str, ...] = (), headers: Callable[[], Path] | None = None
 ) -> ctypes.CDLL:
-    """Build if need be, and load into this process."""
+    """Build if needed, and load into this process."""
     return ctypes.CDLL(str(build(source, defines, flags=flags, headers=headers)))
 
 
@@ -163,7 +163,7 @@ def _digest(source: str, options: Sequence[str]) -> str:
 
 
 def _files_of(source: Path) -> list[Path]:
-    """The source and those of our headers that it includes, directly or not: a change elsewhere rebuilds nothing."""
+    """The source and our headers that it includes, directly or not; only changes in these rebuild it."""
     found = [source]
     for path in found:
         for name in re.findall(r'^#include "([^"]+)"', path.read_text(), re.MULTILINE):

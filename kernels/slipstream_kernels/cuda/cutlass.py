@@ -1,9 +1,9 @@
-"""Where CUTLASS's headers are, and how to get them: the PyPI package nvidia-cutlass, of which only headers are read.
+"""Finds or fetches the headers of CUTLASS: the PyPI package nvidia-cutlass, of which only headers are used.
 
     python -m slipstream_kernels.cuda.cutlass        download and unpack them into the user's cache folder
 
-The package is not a dependency and is never imported: its own dependencies serve a code generator, and headers are
-needed only where kernels are built.  A checkout that CUTLASS_PATH names (the folder that has include/) goes first.
+The package is not a dependency and is never imported: its own dependencies are for a code generator, and headers are
+needed only where kernels are built.  CUTLASS_PATH (a checkout, the folder with include/) takes precedence.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from slipstream_kernels.cuda.build import KernelBuildError, cache_folder, load
 
 PACKAGE, VERSION = "nvidia-cutlass", "4.2.0.0"
 HEADERS = "cutlass_library/source/include/"  # in the package
-# Without NDEBUG device assertions are calls, and the compiler serialises wgmma around them. The name of a library
-# built with CUTLASS must not depend on where the headers lie: these flags are all that stands for them.
+# Without NDEBUG device assertions are calls, around which the compiler serialises wgmma. The cache key of a library
+# contains these flags instead of the path of the headers.
 FLAGS = (
     "-DNDEBUG",
     "-DCUTLASS_ENABLE_GDC_FOR_SM90=1",
@@ -46,12 +46,12 @@ def find_headers() -> Path | None:
 
 
 def missing() -> str | None:
-    """Why nothing can be built with CUTLASS here; None if it can."""
+    """Why kernels with CUTLASS cannot be built here; None if they can."""
     return None if find_headers() is not None else f"CUTLASS's headers: {_advice()}"
 
 
 def include_folder() -> Path:
-    """find_headers, or a KernelBuildError that says how to get them."""
+    """find_headers. Raises KernelBuildError with instructions if there are none."""
     headers = find_headers()
     if headers is None:
         raise KernelBuildError(f"CUTLASS's headers were not found: {_advice()}")
@@ -60,13 +60,13 @@ def include_folder() -> Path:
 
 @cache
 def load_all(source: str, variants: tuple[tuple[str, ...], ...]) -> tuple[ctypes.CDLL, ...]:
-    """The libraries of some variants; those that must be built are built at once, so that none has to be later."""
+    """Load the libraries of these variants; missing ones are built in parallel."""
     with ThreadPoolExecutor(len(variants)) as pool:
         return tuple(pool.map(lambda defines: load(source, defines, FLAGS, include_folder), variants))
 
 
 def fetch() -> Path:
-    """Download the package with pip and unpack its headers into the cache folder; the folder they are in."""
+    """Download the package with pip and unpack its headers into the cache folder. Returns their folder."""
     folder = _unpacked()
     if find_headers() is None:
         folder.parent.mkdir(parents=True, exist_ok=True)

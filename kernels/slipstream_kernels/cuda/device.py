@@ -1,4 +1,4 @@
-"""What the host side of a kernel asks of its GPU at every call: asked of the driver once per device."""
+"""Properties of a GPU that the host part of a kernel needs at every call, queried once per device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def refusal(device: torch.device, what: str) -> str | None:
-    """Why kernels for Hopper cannot run there; None if they can.  what: begins the answer, as in "x is"."""
+    """Why kernels for Hopper cannot run on `device`; None if they can.  what: begins the answer, as in "x is"."""
     if device.type != "cuda":
         return f"{what} on {device}"
     return None if is_hopper(device) else "the GPU is not a Hopper (compute capability 9.0)"

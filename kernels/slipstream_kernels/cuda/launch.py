@@ -1,4 +1,4 @@
-"""Calls of the libraries' entry points: their arguments' structure, the current stream, errors in CUDA's words."""
+"""Calls entry points of the libraries: the structure of arguments, the current stream, CUDA's error texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 def fields(
     pointers: Iterable[str], int64s: Iterable[str] = (), int32s: Iterable[str] = ()
 ) -> list[tuple[str, type[ctypes._SimpleCData]]]:
-    """Of a ctypes.Structure as the headers order them: pointers, then 64-bit, then 32-bit fields, without padding."""
+    """Fields of a ctypes.Structure in the order of the headers: pointers, 64-bit, 32-bit, without padding."""
     return [
         *((name, ctypes.c_void_p) for name in pointers),
         *((name, ctypes.c_int64) for name in int64s),
@@ -20,7 +20,7 @@ def fields(
 
 
 def addresses(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, int | None]:
-    """Arguments that point to tensors; None: null."""
+    """Data pointers of tensors; None: null."""
     return {name: None if tensor is None else tensor.data_ptr() for name, tensor in tensors.items()}
 
 
@@ -32,7 +32,7 @@ def launch(name: str, library: ctypes.CDLL, params: ctypes.Structure, device: to
 
 
 def check(name: str, library: ctypes.CDLL, error: int) -> None:
-    """Raise RuntimeError for what an entry point returned: 0, a cudaError_t, or minus a cutlass::Status."""
+    """Raise RuntimeError unless an entry point returned 0. error: a cudaError_t, or minus a cutlass::Status."""
     if error < 0:
         raise RuntimeError(f"{name}: CUTLASS status {-error}")
     if error != 0:

@@ -1,4 +1,4 @@
-"""All libraries of CUDA kernels, as (source, macros): what is built ahead of time, and what tests keep a record of."""
+"""All libraries of CUDA kernels, as (source, macros), for building ahead of time and for the manifest of tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Variant = tuple[str, tuple[str, ...]]
 
 
 def variants() -> list[Variant]:
-    """Those that are compiled in seconds."""
+    """Libraries without CUTLASS; each compiles in seconds."""
     kernels = (
         prefill_attention,
         prefill_stage,
@@ -41,5 +41,5 @@ def variants() -> list[Variant]:
 
 
 def on_cutlass() -> list[Variant]:
-    """Those on CUTLASS's headers, of bf16 models: a minute of compiling each."""
+    """Libraries with CUTLASS, for bf16 models; each compiles in about a minute."""
     return [(kernel.SOURCE, defines) for kernel in (w4a8_gemm, int8_gemm) for defines in kernel.variants()]

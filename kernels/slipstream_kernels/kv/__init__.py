@@ -1,4 +1,4 @@
-"""The paged KV cache: writing keys and values, moving accepted ones, formats of stored numbers.
+"""The paged KV cache: writing keys and values, compacting accepted ones, storage formats.
 
 Contracts here; reference/ (torch), triton/ (Triton-lang).
 """

@@ -1,4 +1,4 @@
-"""compact_kv: contract and choice.  Bring what is cached of accepted drafts into line."""
+"""compact_kv: contract and choice.  Makes the cache slots of accepted drafts contiguous."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slipstream_kernels.select import require_shape, select
 
 @dataclass(frozen=True)
 class SlotTable:
-    """All tensors that have slots, by the bytes of one row, with their addresses on the device: made once, because to
-    look at some hundred tensors takes a millisecond."""
+    """All cache tensors grouped by row bytes, with their addresses on the device; made once, because walking some
+    hundred tensors takes 1 ms."""
 
     groups: tuple[SlotGroup, ...]
 
@@ -28,7 +28,7 @@ class SlotGroup:
 
 
 def slot_table(planes: Sequence[torch.Tensor]) -> SlotTable:
-    """planes: [num_blocks, num_heads, block_size, …], contiguous, of one block size, which stay where they are."""
+    """planes: [num_blocks, num_heads, block_size, …], contiguous, of one block size, at fixed addresses."""
     alike: dict[tuple[int, int], list[torch.Tensor]] = {}
     for tensor in planes:
         alike.setdefault((tensor.stride(2) * tensor.element_size(), tensor.shape[1]), []).append(tensor)
@@ -54,9 +54,9 @@ def compact_kv(
 ) -> None:
     """Copy slot sources[r, i] onto slot targets[r, i] in all planes of the table.
 
-    sources, targets: [num_requests, most] int64, slot = block * block_size + offset.  counts: [num_requests] int32:
-    how many moves of each request count; they are made in order.  A request's moves go towards its beginning (its
-    targets ascend, and no target is a later source), no two requests share a slot; a slot moved onto itself stays.
+    sources, targets: [num_requests, most] int64, slot = block * block_size + offset.  counts: [num_requests] int32,
+    copies per request, made in order.  A request's targets ascend and no target is a later source; requests share no
+    slots; a slot may be copied onto itself.
     """
     require_shape("targets", targets, tuple(sources.shape))
     for name, tensor, dtype, num_dims in (

@@ -1,4 +1,4 @@
-"""rope_write_kv: contract and choice.  From a layer's q, k, v to rotated queries, and keys and values in the cache."""
+"""rope_write_kv: contract and choice.  Rotates q and k and writes k and v to the cache."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def rope_write_kv(
     *,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Normalise (if asked) and rotate q and k; store k and v, in the cache's type, at their slots.  One launch.
+    """Normalise (optional) and rotate q and k; store k and v in the cache's type at their slots.  One launch.
 
-    q: [num_tokens, num_q_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; last dimension contiguous, views
-    of a fused qkv are fine; they are not changed.  positions: [num_tokens] int64, each < max_pos.
+    q: [num_tokens, num_q_heads, head_dim]; k, v: [num_tokens, num_kv_heads, head_dim]; last dimension contiguous, may
+    be views of a fused qkv; not changed.  positions: [num_tokens] int64, each < max_pos.
     slot_mapping: [num_tokens] int64, slot = block * block_size + offset; -1 writes nothing.  Slots must be distinct.
-    rope None: positions enter elsewhere (ALiBi).  Formats of the cache: kv_cache.py; fp8 saturates at 448 * scale, int8
-    and int4 are rounded to nearest, in steps of 1/127 and 1/8 of the largest magnitude of each token's head.
+    rope None: no rotation (ALiBi).  Cache formats: kv_cache.py; fp8 saturates at 448 * scale, int8 and int4 are rounded
+    to nearest, in steps of 1/127 and 1/8 of the absmax of each token's head.
     Computed in fp32; rotated heads are rounded to q's dtype, then stored.
     Returns the queries, [num_tokens, num_q_heads, head_dim] contiguous, dtype of q (q itself without rope and norms).
     """

@@ -1,4 +1,4 @@
-"""rms_norm: contract and choice.  Optionally adds the residual first, the fused form that decoders use."""
+"""rms_norm: contract and choice.  Optionally adds the residual first, as decoders need."""
 
 from __future__ import annotations
 

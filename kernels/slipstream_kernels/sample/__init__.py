@@ -1,4 +1,4 @@
-"""From logits to tokens: penalties, filters, the draw, log-probabilities.
+"""Sampling: penalties, filters, drawing, log-probabilities.
 
 Contracts here; cuda/ (host part, choice of variant), reference/ (torch), triton/ (Triton-lang).
 """

@@ -1,4 +1,4 @@
-"""top_logprobs: contract and choice.  What the API reports about a chosen token and its best alternatives."""
+"""top_logprobs: contract and choice.  Log-probabilities of a chosen token and its best alternatives."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def top_logprobs(logits: torch.Tensor, k: int, chosen: torch.Tensor, *, backend:
     """Log-softmax of the chosen token, its rank (1 + number of strictly more likely tokens), and the k most likely
     tokens.
 
-    logits: [num_rows, vocab_size] fp32, bf16 or fp16.  chosen: [num_rows] int64.  k: 0..vocab_size; best first, order
-    of equals unspecified.
+    logits: [num_rows, vocab_size] fp32, bf16 or fp16.  chosen: [num_rows] int64.  k: 0..vocab_size; best first, the
+    order of equal ones is unspecified.
     """
     require_float("logits", logits)
     if logits.dim() != 2:

@@ -18,10 +18,10 @@ def apply_penalties(
     frequency: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> None:
-    """Penalise tokens that were seen, in place: repetition first, then frequency and presence.
+    """Penalise seen tokens in place: repetition first, then frequency and presence.
 
     logits: [num_rows, vocab_size] fp32.  token_ids: [num_rows, max_tokens] int32 or int64; row r holds its prompt in
-    [0, prompt_lens[r]) and its output in [prompt_lens[r], num_tokens[r]); what follows is ignored, repeats are fine.
+    [0, prompt_lens[r]) and its output in [prompt_lens[r], num_tokens[r]); the rest is ignored, repeats are allowed.
     prompt_lens, num_tokens: [num_rows] int32.  repetition, presence, frequency: [num_rows] fp32, or None (no row
     uses it); 1, 0 and 0 leave a row alone.  repetition (prompt + output, once per distinct token): l / r if l > 0
     else l * r. frequency and presence (output only): l - frequency * count - presence * (count > 0).
@@ -55,8 +55,8 @@ def apply_bias(
     """Add values[i] to logits[rows[i], token_ids[i]], in place; -inf forbids a token (bad words, min_tokens).
 
     rows, token_ids: [n] int64, distinct pairs (the sum of repeated pairs depends on their order in fp32).  values:
-    [n] fp32.  0 <= rows < num_rows and 0 <= token_ids < vocab_size: the caller's to ensure, where the numbers are made;
-    checked here for tensors in host memory only, because looking at others would wait for the device.
+    [n] fp32.  The caller ensures 0 <= rows < num_rows and 0 <= token_ids < vocab_size; checked here only for tensors in
+    host memory, because a check on the device would synchronise.
     """
     _check_logits(logits)
     require_shape("token_ids", token_ids, rows.shape)

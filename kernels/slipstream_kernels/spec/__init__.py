@@ -1,4 +1,4 @@
-"""Speculative decoding: drafts verified, and the inputs of the next step, on the device.
+"""Speculative decoding on the device: verification of drafts and the inputs of the next step.
 
 Contracts here; reference/ (torch), triton/ (Triton-lang).
 """

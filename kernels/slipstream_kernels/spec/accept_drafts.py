@@ -1,4 +1,4 @@
-"""accept_drafts: contract and choice.  Which drafts of a verified step are taken, on the device."""
+"""accept_drafts: contract and choice.  Selects the accepted drafts of a verified step on the device."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 from slipstream_kernels.select import require_shape, select
 
-MAX_ROWS = 64  # of one request: what the bits of a mask word can name
+MAX_ROWS = 64  # of one request: bits of a mask word
 
 
 class AcceptedRows(NamedTuple):
-    """What holds of each request's last token and drafts, whose rows count from the last token's, which always holds.
+    """Accepted rows of each request: row 0 is its last token (always accepted), row 1 + i is draft i.
 
-    paths: [R] int64, a bit per row that holds.  counts: [R] int32, how many.  last: [R] int64, the deepest of them
-    among the step's rows.  sources, targets: [R, 64] int64, cache slots: the first counts[r] of sources hold what
-    belongs into those of targets; what stands behind is of no meaning.
+    paths: [R] int64, bit i: row i is accepted.  counts: [R] int32, number of accepted rows.  last: [R] int64, index of
+    the deepest accepted row in the step.  sources, targets: [R, 64] int64 cache slots: the first counts[r] rows are to
+    be copied from sources to targets, the rest is undefined.
     """
 
     paths: torch.Tensor
@@ -30,7 +30,7 @@ class AcceptedRows(NamedTuple):
 
 
 def empty_accepted_rows(num_requests: int, device: torch.device) -> AcceptedRows:
-    """Room for the results of so many requests."""
+    """Uninitialised results."""
     words = torch.zeros(2, num_requests, dtype=torch.int64, device=device)
     slots = torch.zeros(2, num_requests, MAX_ROWS, dtype=torch.int64, device=device)
     counts = torch.ones(num_requests, dtype=torch.int32, device=device)
@@ -50,13 +50,13 @@ def accept_drafts(
     out: AcceptedRows | None = None,
     backend: str = "auto",
 ) -> AcceptedRows:
-    """Take of each request the longest way along drafts that are what the model said after the row before them.
+    """Accept the longest path of each request on which every draft equals the token drawn after its parent row.
 
-    token_ids, slot_mapping: [T] int64, the step's rows.  next_ids: [T] int64, what was drawn after each row.
+    token_ids, slot_mapping: [T] int64, the step's rows.  next_ids: [T] int64, the token drawn after each row.
     query_start_loc: [R + 1] int32.  num_drafts: [R] int32, at most 63: the last rows of each request are drafts.
     tree_mask: int64, a word per row as in ops.decode_attention, at least for requests with drafts; None: all chains.
-    marks: [T] int8, 1: the draft is taken whatever was drawn, -1: it never is.  scores: [T] fp32, of equally long ways
-    the one of the highest at its end is taken; None: the first.  Source of trees as mask words: arXiv:2305.09781.
+    marks: [T] int8, 1: accept the draft whatever was drawn, -1: reject it.  scores: [T] fp32: among paths of equal
+    length, accept the one whose last row scores highest; None: the first.  Trees as mask words: arXiv:2305.09781.
     """
     num_tokens, num_requests = token_ids.shape[0], num_drafts.shape[0]
     for name, tensor, dtype, shape in (

@@ -1,4 +1,4 @@
-"""prepare_draft_inputs: contract and choice.  Rows of a draft's next level, behind what a request has computed."""
+"""prepare_draft_inputs: contract and choice.  Inputs of the next level of a draft head."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MAX_ROWS = 64  # of a request
 
 
 class LevelRows(NamedTuple):
-    """positions, slots: [num_requests * num_rows] int64, slot -1: nothing is written.  seq_lens: [num_requests] int32,
-    with these rows; 0: the request computes nothing."""
+    """positions, slots: [num_requests * num_rows] int64, slot -1: writes nothing.  seq_lens: [num_requests] int32,
+    these rows included; 0: the request computes nothing."""
 
     positions: torch.Tensor
     slots: torch.Tensor
@@ -33,12 +33,13 @@ def prepare_draft_inputs(
     num_positions: int,
     backend: str = "auto",
 ) -> LevelRows:
-    """num_rows rows of each request in the slots first, … after that of its row `last`.
+    """Positions and slots of num_rows rows per request; the first slot is that of position start, defined below.
 
-    positions: [T] int64, of the rows before.  last: [num_requests] int64, rows among them.  seq_lens: [num_requests]
-    int32, 0 for a request that pads.  block_tables: [num_requests, width] int32, -1 where there is no block.
-    Row i is rows_per_level rows deep: its position is first + i // rows_per_level after that of `last`'s successor, and
-    stays below num_positions.  A request whose blocks end before its last row computes nothing, nor does one that pads.
+    positions: [T] int64, of the previous level.  last: [num_requests] int64, row indices.  seq_lens: [num_requests]
+    int32, 0 for padding.  block_tables: [num_requests, width] int32, -1 pads.
+    start = positions[last] + 1 + first.  Row i has the slot of position start + i, and the position start + i //
+    rows_per_level, at most num_positions - 1.  Padding, and a request whose blocks end before its last row, computes
+    nothing.
     """
     num_requests = last.shape[0]
     if not 0 < num_rows <= MAX_ROWS or rows_per_level < 1 or first < 0:

@@ -1,4 +1,4 @@
-"""reject_drafts: contract and choice.  Speculative sampling's test of one draft per row."""
+"""reject_drafts: contract and choice.  Rejection sampling of one draft per row."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def reject_drafts(
     positions: torch.Tensor,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Per row the draft d, with probability min(1, p(d) / q(d)), else a token drawn of max(p - q, 0): [num_rows] int64.
+    """Per row: draft d with probability min(1, p(d) / q(d)), else a sample of max(p - q, 0); [num_rows] int64.
 
     logits: [num_rows, vocab_size] fp32 of the target; p is their distribution after temperature (> 0) and filters, as
-    ops.sample has it.  draft_probs q: [num_rows, vocab_size] fp32, of which draft_token_ids [num_rows] int64 was drawn.
-    The result is distributed as p.  Two seeds per row, int64: neither may be what the draft was drawn with.
+    in ops.sample.  draft_probs q: [num_rows, vocab_size] fp32, from which draft_token_ids [num_rows] int64 was drawn.
+    The result is distributed as p.  Two seeds per row, int64: both differ from the seed of the draft.
     positions: [num_rows] int64, of the token being drawn.  Source: arXiv:2302.01318, arXiv:2211.17192.
     """
     if logits.dim() != 2 or logits.dtype != torch.float32:

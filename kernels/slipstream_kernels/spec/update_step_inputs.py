@@ -1,4 +1,4 @@
-"""update_step_inputs: contract and choice.  The next verification's rows from this one's, without the host."""
+"""update_step_inputs: contract and choice.  Inputs of the next verification from this one's, without the host."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from slipstream_kernels.spec.accept_drafts import MAX_ROWS
 
 
 class DraftRows(NamedTuple):
-    """Drafts of each request, of which row 0 is its last token.  token_ids: [R, n] int64.  words: [R, n] int64, the
-    rows that each draft sees, as bits; depths: [R, n] int64, from the last token; both None: chains."""
+    """Drafts of each request, behind its last token (row 0).  token_ids: [R, n] int64.  words: [R, n] int64, mask words
+    of the rows that each draft attends to; depths: [R, n] int64, from the last token; both None: chains."""
 
     token_ids: torch.Tensor
     words: torch.Tensor | None = None
@@ -20,7 +20,7 @@ class DraftRows(NamedTuple):
 
 
 class StepRows(NamedTuple):
-    """The tensors of a step of verifications of 1 + n rows each, as nn/batch.py has them; written over."""
+    """Tensors of a step with 1 + n rows per request, as in nn/batch.py; overwritten."""
 
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -40,15 +40,15 @@ def update_step_inputs(
     *,
     backend: str = "auto",
 ) -> None:
-    """Make of a verified step the one that follows: each request's token after `last`, and its drafts behind it.
+    """Overwrite a verified step with the next one: each request's token after row `last`, then its drafts.
 
-    num_requests: those that are no padding, with 1 + n rows each from row 0 on.  next_ids: [T] int64, what was drawn
-    after each row.  last: [R] int64, of each request the deepest row that holds.  A request whose table ends, or says
-    -1, before its last draft sees and writes nothing.
+    num_requests: without padding, with 1 + n rows each from row 0 on.  next_ids: [T] int64, the token drawn after each
+    row.  last: [R] int64, the deepest accepted row of each request.  A request whose block table ends, or has -1,
+    before its last draft attends to nothing and writes nothing.
 
-    The caller has checked, as only the host can, that each request holds blocks for the farthest that it may get:
-    all n drafts, the token after them and 1 + n rows more.  An entry of a table behind a request's own blocks may be an
-    old one, of a block that is another's by now; nothing here can tell, and it would be written to.
+    The caller ensures that each request holds blocks for its longest outcome: all n drafts, the token after them, and
+    1 + n more rows.  Block table entries beyond a request's blocks may be stale; this op cannot detect that and would
+    write to blocks of other requests.
     """
     num_drafts = drafts.token_ids.shape[1]
     if not 0 < num_drafts < MAX_ROWS:
@@ -71,7 +71,7 @@ def update_step_inputs(
 
 
 def _check_step(rows: StepRows, next_ids: torch.Tensor) -> None:
-    """All of a step's rows lie one behind the other, in the types that the kernels read."""
+    """Raise ValueError unless the step's tensors are contiguous and of the types that kernels read."""
     num_rows = rows.token_ids.shape[0]
     for name, tensor, dtype, count in (
         ("token_ids", rows.token_ids, torch.int64, num_rows),

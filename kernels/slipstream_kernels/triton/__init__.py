@@ -1,3 +1,3 @@
-"""What kernels in Triton-lang share. They run on CUDA tensors;
-with TRITON_INTERPRET=1 they run on CPU tensors as well (slowly, for tests).
+"""Shared by kernels in Triton-lang, which run on CUDA tensors; with TRITON_INTERPRET=1 also on CPU tensors (slow, for
+tests).
 """

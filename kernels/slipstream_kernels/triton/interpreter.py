@@ -1,7 +1,6 @@
-"""Whether the kernels of this process are compiled or interpreted, and the operations that must differ.
+"""Whether this process compiles or interprets kernels, and operations that the interpreter needs differently.
 
-Triton-lang decides at decoration time, its own library's at `import triton`: TRITON_INTERPRET=1 must be set before
-that.
+Triton-lang decides when a function is decorated, for its own library at `import triton`: set TRITON_INTERPRET=1 before.
 """
 
 from __future__ import annotations
@@ -9,16 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# What triton's own library became at import, not what the environment says now.
+# As triton's library was decorated at import; the environment may have changed since.
 IS_INTERPRETING = not isinstance(tl.sum, triton.JITFunction)
 INTERPRETING = tl.constexpr(IS_INTERPRETING)
 
 
 @triton.jit
 def dot(a, b):
-    """a @ b in fp32.  The interpreter multiplies bf16 as if it were integers (errors of 1e10, silently):
-    upcast there.
-    """
+    """a @ b in fp32.  Upcasts in the interpreter, which multiplies bf16 as integers (silent errors of 1e10)."""
     if INTERPRETING:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -27,7 +24,7 @@ def dot(a, b):
 
 @triton.jit
 def dot_onto(acc, a, b):
-    """acc + a @ b, added up in the tensor core; see dot."""
+    """acc + a @ b, accumulated by the tensor core; see dot."""
     if INTERPRETING:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -36,11 +33,11 @@ def dot_onto(acc, a, b):
 
 @triton.jit
 def to_e4m3(x):
-    """fp32 within ±448 to e4m3, to nearest even.  The interpreter's own cast loses carries out of the mantissa (31.3
-    becomes 16): there x is rounded to the grid of e4m3 first, which the cast then keeps.
+    """fp32 within ±448 to e4m3, to nearest even.  The interpreter's cast loses carries out of the mantissa (31.3 ->
+    16), so there x is first rounded to a value of e4m3, which the cast keeps.
     """
     if INTERPRETING:
         magnitude = (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         steps = 8.0 / tl.maximum(magnitude, 0.015625)  # steps of e4m3 per unit at x; below 2^-6 they stay equal
-        x = ((x * steps + 12582912.0) - 12582912.0) / steps  # 1.5 * 2^23: no room is left for a fraction
+        x = ((x * steps + 12582912.0) - 12582912.0) / steps  # adding 1.5 * 2^23 rounds to an integer
     return x.to(tl.float8e4nv)

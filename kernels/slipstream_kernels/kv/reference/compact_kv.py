@@ -15,7 +15,7 @@ def compact_kv(
     targets: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """See ops.compact_kv.  One group's tensors: [num_blocks, num_kv_heads, block_size, …]."""
+    """See ops.compact_kv.  Tensors of a group: [num_blocks, num_kv_heads, block_size, …]."""
     is_move = torch.arange(sources.shape[1], device=sources.device) < counts[:, None]
     is_move &= sources != targets
     sources, targets = sources[is_move], targets[is_move]

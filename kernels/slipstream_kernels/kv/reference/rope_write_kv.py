@@ -47,7 +47,7 @@ def _append(k: torch.Tensor, v: torch.Tensor, cache: KvCache, slot_mapping: torc
         k, v, slot_mapping = k[written], v[written], slot_mapping[written]
     num_heads, block_size = cache.key.shape[1:3]
     block, offset = slot_mapping // block_size, slot_mapping % block_size
-    # Rows of the flattened cache: index_copy_ on [rows, width] is one pass of memcpy-sized pieces.
+    # index_copy_ on the flattened cache [rows, width] copies whole rows in one pass.
     heads = torch.arange(num_heads, device=k.device)
     rows = ((block[:, None] * num_heads + heads) * block_size + offset[:, None]).view(-1)
     for x, store, scale in ((k, cache.key, cache.key_scale), (v, cache.value, cache.value_scale)):

@@ -19,7 +19,7 @@ def compact_kv(
     targets: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """See ops.compact_kv.  Rows are copied as 32-bit words, or as bytes where they are no such words."""
+    """See ops.compact_kv.  Copies rows as 32-bit words, or as bytes if their size is no multiple of 4."""
     num_heads, block_size = tensors[0].shape[1:3]
     has_words = row_bytes % 4 == 0
     width = row_bytes // 4 if has_words else row_bytes
@@ -51,7 +51,7 @@ def _move_kernel(
     WIDTH: tl.constexpr,
     WIDTH_PADDED: tl.constexpr,
 ):
-    """A thread moves the same words of every slot, in order: what an earlier move read, a later one may overwrite."""
+    """A thread copies the same words of every slot in order, so a later copy may overwrite what an earlier one read."""
     request, place = tl.program_id(0), tl.program_id(1)
     base = tl.load(addresses + place // NUM_HEADS).to(tl.pointer_type(tl.int32 if HAS_WORDS else tl.int8))
     head = place % NUM_HEADS

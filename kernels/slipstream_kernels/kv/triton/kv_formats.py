@@ -1,4 +1,4 @@
-"""Types of a KV cache in Triton-lang: their codes, and tiles of stored rows as numbers."""
+"""KV cache formats in Triton-lang: their codes, and loading tiles of rows as numbers."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from slipstream_kernels.triton.interpreter import INTERPRETING
 PLAIN, FP8, INT8, INT4 = (tl.constexpr(code) for code in range(4))
 _CODES = {FP8_DTYPE: FP8.value, INT8_DTYPE: INT8.value, INT4_DTYPE: INT4.value}
 
-# Probabilities are multiplied by the tokens' value scales before they are rounded to a 16-bit type; this much more
-# keeps the product of a small scale (values of 0.01) out of fp16's subnormals, where it would lose its digits.
+# Probabilities are multiplied by the tokens' value scales before rounding to 16 bits; this factor keeps products with
+# small scales (values of 0.01) out of fp16's subnormals.
 VALUE_BOOST = tl.constexpr(64.0)
 
 
 def kv_format(dtype: torch.dtype) -> int:
-    """The code of a cache's type."""
+    """The code of a cache's format."""
     return _CODES.get(dtype, PLAIN.value)
 
 
 @triton.jit
 def load_rows(cache_ptr, first_row, num_rows, dtype: tl.constexpr, FORMAT: tl.constexpr,
               D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr):  # fmt: skip
-    """What is stored in BLOCK_N rows from first_row on, without its scale: [BLOCK_N, BLOCK_D] of `dtype`.
+    """The stored values of BLOCK_N rows from first_row on, without scales: [BLOCK_N, BLOCK_D] of `dtype`.
 
-    MASKED: rows from num_rows on are not loaded (a former owner's NaN may be there) and stand for anything finite, as
-    do dims past D.
+    MASKED: rows from num_rows on are not loaded (a previous request may have left NaN) and give arbitrary finite
+    values, as do dims past D.
     """
     columns = tl.arange(0, BLOCK_N)
     if FORMAT == INT4:
@@ -50,7 +50,7 @@ def load_rows(cache_ptr, first_row, num_rows, dtype: tl.constexpr, FORMAT: tl.co
 @triton.jit
 def gather_rows(cache_ptr, rows, is_row, dtype: tl.constexpr, FORMAT: tl.constexpr,
                 D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
-    """load_rows of any rows: [BLOCK_N] int64.  Those that is_row denies, and dims past D, stand for 0."""
+    """load_rows for arbitrary rows, [BLOCK_N] int64.  Gives 0 where is_row is false and for dims past D."""
     WIDTH: tl.constexpr = D // 2 if FORMAT == INT4 else D
     places = tl.arange(0, BLOCK_D // 2 if FORMAT == INT4 else BLOCK_D)
     mask = is_row[:, None] & (places < WIDTH)[None, :]
@@ -65,7 +65,7 @@ def _numbers(stored, dtype: tl.constexpr, FORMAT: tl.constexpr, BLOCK_N: tl.cons
         nibbles = tl.reshape(tl.join(stored & 15, stored >> 4), (BLOCK_N, BLOCK_D))
         stored = nibbles.to(tl.int8) - 8
     if INTERPRETING and FORMAT >= INT8:
-        stored = stored.to(tl.float32)  # the interpreter casts integers to bf16 bit by bit
+        stored = stored.to(tl.float32)  # the interpreter reinterprets the bits of integers as bf16
     return stored.to(dtype)
 
 
@@ -78,7 +78,7 @@ def token_scales(scale_ptr, first_row, num_rows, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def head_scale(scale_ptr, kv_head, FORMAT: tl.constexpr, HAS_SCALE: tl.constexpr):
-    """What all stored rows of a head are multiplied by: 1 unless fp8 has scales."""
+    """The scale of all rows of a head: 1 unless fp8 has scales."""
     scale = 1.0
     if FORMAT == FP8 and HAS_SCALE:
         scale = tl.load(scale_ptr + kv_head)
@@ -87,7 +87,7 @@ def head_scale(scale_ptr, kv_head, FORMAT: tl.constexpr, HAS_SCALE: tl.constexpr
 
 @triton.jit
 def value_factor(scale_ptr, kv_head, FORMAT: tl.constexpr, HAS_SCALE: tl.constexpr):
-    """What a sum of values is multiplied by at the end."""
+    """The factor on a sum of values at the end."""
     factor = head_scale(scale_ptr, kv_head, FORMAT, HAS_SCALE)
     if FORMAT >= INT8:
         factor = 1.0 / VALUE_BOOST

@@ -1,7 +1,7 @@
 """rope_write_kv in Triton-lang: norm, rotation, quantisation and append of a token's heads in one launch.
 
-One program takes some query heads of a token, or some key heads with their value heads.  A head's elements and the
-partners that they are rotated with are two loads of the same bytes; the second is served by the L1 cache.
+One program handles some query heads of a token, or some key heads with their value heads.  A head's elements and their
+rotation partners are two loads of the same bytes; the second hits the L1 cache.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from slipstream_kernels.rotation import HeadNorms, Rope
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
 
-# Elements that a program rotates at once: enough bytes in flight, and few enough that many programs share an SM. With
-# two warps each thread has enough of them to be worth its addresses and angles; for few tokens four are sooner done.
+# Elements per program: enough bytes in flight, but several programs per SM. Two warps amortise addresses and angles
+# over more elements per thread; four warps have the lower latency for few tokens.
 TILE_ELEMENTS = 2048
 FEW_TOKENS = 256
 
 
 @triton.jit
 def _partners(dims, ROTARY_DIM: tl.constexpr, INTERLEAVED: tl.constexpr, RUN: tl.constexpr):
-    """The element that each is rotated with; its runs of RUN stay side by side, so that they are loaded at once."""
+    """The rotation partner of each element; runs of RUN elements stay contiguous, for vectorised loads."""
     if INTERLEAVED:
         partners = dims ^ 1
     else:
@@ -53,7 +53,7 @@ def _turned(x_ptr, norm_ptr, angles_ptr, offsets, dims, is_head, eps,
             HAS_ROPE: tl.constexpr, HAS_NORM: tl.constexpr):  # fmt: skip
     """Heads [HEADS, DIM_PADDED], normalised, rotated and rounded to their own type.  offsets: of each head's start.
 
-    The heads are asked for before the angles, whose way into their layout waits for all warps.
+    Loads the heads before the angles, because converting the layout of the angles waits for all warps.
     """
     dtype = x_ptr.dtype.element_ty
     mask = is_head[:, None] & (dims < HEAD_DIM)[None, :]
@@ -96,12 +96,11 @@ def _append(x, cache_ptr, scale_ptr, rows, heads, is_head,
         if FORMAT == INT8:
             scale = tl.max(tl.abs(y), axis=1) / 127.0
         else:
-            # The largest magnitude is stored as -8, and the scale takes on its sign: kv/reference/quantized_kv.py.
+            # The element of largest magnitude is stored as -8: kv/reference/quantized_kv.py.
             highest, lowest = tl.max(y, axis=1), tl.min(y, axis=1)
             scale = tl.where(-lowest > highest, lowest, highest) / -8.0
         tl.store(scale_ptr + rows, scale, mask=is_head)
-        # Rounded by adding a number so large (1.5 * 2^23) that no place is left for a fraction: the low bits of the sum
-        # are the integer, to nearest even.
+        # Adding 1.5 * 2^23 rounds to nearest even: the low bits of the sum are the integer.
         y = y * (1.0 / tl.where(tl.abs(scale) < 1e-30, 1e-30, scale))[:, None]
         if FORMAT == INT8:
             codes = (y + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)

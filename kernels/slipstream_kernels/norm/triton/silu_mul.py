@@ -14,8 +14,8 @@ BLOCK = 1024
 
 @triton.jit
 def silu(x):
-    """x * sigmoid(x) of fp32 in five instructions; Triton-lang's own exponential and division take three times as many,
-    which is what bounds a step of few rows.  Relative error about 2^-21.
+    """x * sigmoid(x) in fp32 with five instructions; Triton-lang's exp and division take three times as many, which
+    bounds steps of few rows.  Relative error about 2^-21.
     """
     if INTERPRETING:
         y = x * tl.sigmoid(x)

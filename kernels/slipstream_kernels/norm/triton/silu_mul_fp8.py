@@ -1,4 +1,4 @@
-"""silu_mul_fp8 in Triton-lang: a program holds what shares a scale, a whole row or several groups of it."""
+"""silu_mul_fp8 in Triton-lang: a program computes a whole row, or several groups of a row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""apply_penalties and apply_bias in plain torch: work grows with the tokens seen, not with the vocabulary."""
+"""apply_penalties and apply_bias in plain torch: work grows with the seen tokens, not with the vocabulary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""sample in plain torch.  Works on pieces of rows small enough to stay in cache; never sorts more than it must."""
+"""sample in plain torch.  Works on chunks of rows that fit the cache; sorts only the tokens that the filters need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sample(
     if temperature is None:
         return token_ids
     assert seeds is not None and positions is not None
-    # A row of forbidden tokens only has no distribution: it stays greedy.
+    # A row in which all tokens are forbidden has no distribution: it stays greedy.
     is_random = (temperature > 0) & (logits.gather(1, token_ids[:, None]).view(-1) > LOG_ZERO)
     random_rows = is_random.nonzero().view(-1)
     for rows in random_rows.split(max(1, PIECE_ELEMENTS // logits.shape[1])):
@@ -71,7 +71,7 @@ def _sorted_cut(
     if not rows.numel():
         return None
     cut = torch.full((n,), LOG_ZERO, device=x.device)
-    # Only as many values are sorted as the filters need: most rows end within a few, the rest go on to the next.
+    # Sort the best few first: they suffice for most rows; repeat with a larger width for the others.
     widest_k = int((k * (k < vocab_size)).max())
     width = widest_k if bool((k[rows] < vocab_size).all()) else min(vocab_size, max(SORT_WIDTH, widest_k))
     while rows.numel():
@@ -84,7 +84,7 @@ def _sorted_cut(
 def _cut_within(
     x: torch.Tensor, z: torch.Tensor, k: torch.Tensor, p: torch.Tensor, width: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cut by the width best tokens of each row, and which rows needed more.  p is inf where top-p is off."""
+    """The cut among the `width` best tokens of each row, and which rows need more.  p is inf where top-p is off."""
     vocab_size = x.shape[1]
     values, ids = torch.topk(x, width, dim=-1)
     last = (k - 1).clamp(max=width - 1)
@@ -102,7 +102,7 @@ def _cut_within(
 def _draw(z: torch.Tensor, kept: torch.Tensor | None, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Gumbel-max over the kept tokens: argmax of z - log(E), E ~ Exp(1).
 
-    Noise is computed only where it can matter.
+    Noise is computed only for tokens that can win.
     """
     if kept is None:
         ids = torch.arange(z.shape[1], device=z.device, dtype=torch.int32)
@@ -125,7 +125,7 @@ def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def log_exponential(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """log of the Exp(1) noise of (row key, token id).
 
-    31 bits of hash, most precise near 0, where the winners are.
+    31 bits of hash, most precise near 0, where the winning values are.
     """
     bits = _mix(_mix(ids * -1640531527 + keys[0]).bitwise_xor_(keys[1])).bitwise_and_(0x7FFFFFFF)
     uniform = bits.float().add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)

@@ -1,7 +1,7 @@
 """top_logprobs in Triton-lang: one pass over the logits by many programs a row, then one program a row; no sort.
 
-Pass one leaves each chunk's normaliser and number of better tokens, and each group's largest logit.  Pass two reads the
-groups of the k largest again: the k best tokens are among theirs.
+Pass one writes each chunk's normaliser and number of better tokens, and each group's largest logit.  Pass two re-reads
+the groups with the k largest maxima, which contain the k best tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream_kernels.sample.triton.token_groups import (
 )
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 
-# The best tokens are taken one by one; beyond this many torch.topk is as fast.
+# The best tokens are selected one by one; beyond this number torch.topk is as fast.
 MAX_K = 128
 NONE = tl.constexpr(-(1 << 63))
 
@@ -53,7 +53,7 @@ def _logprob_chunk_kernel(
 
 @triton.jit
 def _best_groups(keys, maximum, slots_ptr, K: tl.constexpr, CAPACITY: tl.constexpr):
-    """[CAPACITY] groups that hold k best tokens, -1 pads: those of the largest maxima, of equal ones as many as fit."""
+    """[CAPACITY] groups with the k largest maxima, -1 pads; among equal ones, those that fit."""
     floor, count = find_floor(keys, ordered(maximum), K, CAPACITY)
     kept = keys >= floor
     tied = keys == tl.where(count < K, floor - 1, 0xFFFFFFFF)

@@ -1,5 +1,5 @@
-"""apply_penalties and apply_bias in Triton-lang: count seen tokens into a scratch table (integer atomics, so the same
-whatever the order), then apply it in one pass over the logits."""
+"""apply_penalties and apply_bias in Triton-lang: count seen tokens in a scratch table (integer atomics, whose result
+does not depend on the order), then apply it in one pass over the logits."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """sample in Triton-lang: one pass over the logits by many programs a row, then one program a row; no sort, no atomics.
 
-Pass one (a program per chunk of a row) leaves the winner of greedy and unfiltered rows, and of filtered rows the
-largest logit of each group of tokens.  Pass two takes the groups of the largest, finds the cuts among their few
-thousand tokens and draws.  A row whose filters keep tokens beyond these (flat and wide) is solved exactly too, from
-the logits, an order slower.
-Both grids and all orders of summation depend on the vocabulary's size alone: a row is the same in any batch.
+Pass one (a program per chunk of a row) writes the winner of greedy and unfiltered rows, and for filtered rows the
+largest logit of each group of tokens.  Pass two reads the groups with the largest maxima, finds the cuts among their
+few thousand tokens and draws.  If the filters keep tokens outside these groups (a flat distribution), pass two reads
+all logits instead: exact, ten times slower.
+Both grids and all orders of summation depend only on the vocabulary size, so a row's result does not depend on the
+batch.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from slipstream_kernels.sample.triton.token_groups import (
 )
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 
-# Tokens of the groups that pass two has room for, of a filtered row, and room for those from the floor up.  So many
-# groups are taken (MOST) that these are about 1,600, whatever the size of the vocabulary.
+# Capacities of pass two per filtered row: tokens of the selected groups, and tokens from the floor up.  MOST groups are
+# selected so that the latter are about 1,600 for any vocabulary size.
 GROUPED_TOKENS = 16384
 TOKENS = 2048
 SLOW_BLOCK = 2048
@@ -65,7 +66,7 @@ def _chunk_kernel(
     NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, GROUP: tl.constexpr,
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, rows).  sums: the least race of an unfiltered row, the sum of exp(z - chunk's z) of a filtered."""
+    """Grid (chunks, rows).  sums: minimum of `race` for unfiltered rows, sum of exp(z - chunk's max z) for filtered."""
     start_dependents(DEPENDENT)
     await_previous(DEPENDENT)
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -78,7 +79,7 @@ def _chunk_kernel(
         top_k, top_p, min_p = _load_filters(
             row, vocab_size, top_k_ptr, top_p_ptr, min_p_ptr, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P
         )
-        # -inf - -inf would be NaN: a chunk may hold forbidden tokens only.
+        # -inf - -inf is NaN: a chunk may contain forbidden tokens only.
         z = (x - tl.where(maximum == float("-inf"), 0.0, maximum)) * (1.0 / temperature)
         if (top_k > 0) | (top_p < 1) | (min_p > 0):
             if (top_k == 0) & (top_p < 1):
@@ -96,13 +97,13 @@ def _chunk_kernel(
 def _candidates(logits_row, group_maxima_row, scratch, maximum, top_k, vocab_size, NUM_GROUPS: tl.constexpr,
                 GROUPS_PADDED: tl.constexpr, GROUP: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr,
                 TOKENS: tl.constexpr):  # fmt: skip
-    """([TOKENS] logits, ids, floor): every token from floor up; -inf pads.  LOWEST: every possible token; inf: none.
+    """([TOKENS] logits, ids, floor): every token with logit >= floor; -inf pads.  floor LOWEST: all tokens; inf: none.
 
     scratch: [2 * TOKENS] int32 of this program.
     """
     keys = load_group_keys(group_maxima_row, NUM_GROUPS, GROUPS_PADDED)
     num_possible = tl.sum((keys > MINUS_INFINITY).to(tl.int32), axis=0)
-    # k groups from the floor up have k tokens from the floor up: where the k-th largest is, nothing below matters.
+    # k groups with maxima >= floor have at least k tokens >= floor: the k-th largest token is among them.
     enough = tl.where((top_k > 0) & (top_k < MOST * 7 // 8), top_k, MOST * 7 // 8)
     key, count = find_floor(keys, ordered(maximum), tl.minimum(enough, num_possible), MOST)
     kept = keys >= key
@@ -119,7 +120,7 @@ def _candidates(logits_row, group_maxima_row, scratch, maximum, top_k, vocab_siz
 @triton.jit
 def _choose_among(x, ids, floor, chunk_maxima, sums, maximum, inverse_t, top_k, top_p, min_p, seed, position,
                   vocab_size):  # fmt: skip
-    """Token drawn among the candidates, and whether they were enough: they hold every token from floor up."""
+    """The token drawn among the candidates (all tokens >= floor), and whether the filters keep only candidates."""
     keys, z = ordered(x), (x - maximum) * inverse_t
     cut, highest = ordered(floor), ordered(maximum)
     x_kept = x >= floor
@@ -148,7 +149,7 @@ def _choose_among(x, ids, floor, chunk_maxima, sums, maximum, inverse_t, top_k, 
 @triton.jit
 def _choose_slowly(logits_row, maximum, inverse_t, top_k, top_p, min_p, seed, position, vocab_size,
                    BLOCK: tl.constexpr):  # fmt: skip
-    """Token drawn from the logits themselves: filters that keep more than the candidates."""
+    """The token drawn from all logits of a row, for filters that keep more than the candidates."""
     cut = tl.full((), 0, tl.uint32)
     if top_k > 0:
         target = top_k.to(tl.float32)
@@ -179,7 +180,7 @@ def _choose_kernel(
     GROUP: tl.constexpr, CAPACITY: tl.constexpr, MOST: tl.constexpr, TOKENS: tl.constexpr, SLOW_BLOCK: tl.constexpr,
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows): from what the chunks left to one token."""
+    """Grid (rows).  Draws one token from the results of pass one."""
     start_dependents(DEPENDENT)
     await_previous(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
@@ -189,7 +190,7 @@ def _choose_kernel(
     if temperature <= 0:
         tl.store(out_ptr + row, first_of_least(-maxima, winners, vocab_size).to(tl.int64))
         return
-    # A row of forbidden tokens only has no distribution: it stays greedy, as everywhere.
+    # A row in which all tokens are forbidden has no distribution: it stays greedy.
     if maximum == float("-inf"):
         tl.store(out_ptr + row, tl.full((), 0, tl.int64))
         return
@@ -217,7 +218,7 @@ def _choose_kernel(
 
 @dataclass(frozen=True)
 class FirstPass:
-    """What the first pass left of each row; group_maxima: of a filtered one, else nothing that is read."""
+    """Results of the first pass per row.  group_maxima: written for filtered rows only."""
 
     grouping: Grouping
     maxima: torch.Tensor
@@ -237,7 +238,7 @@ def first_pass(
     seeds: torch.Tensor | None,
     positions: torch.Tensor | None,
 ) -> FirstPass:
-    """Launch it.  filters: top_k, top_p, min_p."""
+    """Launch the first pass.  filters: top_k, top_p, min_p."""
     num_rows, vocab_size = logits.shape
     grouping = Grouping.of(vocab_size)
     is_filtered = any(column is not None for column in filters)
@@ -257,7 +258,7 @@ def first_pass(
 
 
 def most_groups(grouping: Grouping, vocab_size: int) -> int:
-    """How many groups a row's candidates may come from."""
+    """Max number of groups from which a row's candidates are read."""
     if vocab_size <= TOKENS:
         return grouping.num_groups
     return min(_capacity(grouping) * 3 // 4, grouping.num_groups * 3 // 5)
@@ -268,7 +269,7 @@ def _capacity(grouping: Grouping) -> int:
 
 
 def _used(filters: tuple[torch.Tensor | None, ...], grouping: Grouping, device: torch.device) -> dict[str, Any]:
-    """What both kernels are compiled for."""
+    """Compile-time arguments of both kernels."""
     top_k, top_p, min_p = filters
     return {
         "HAS_TOP_K": top_k is not None,

@@ -1,4 +1,4 @@
-"""Device functions of sample: counter-based noise, cuts found by search over the bits of the floats.
+"""Device functions of sample: counter-based noise, cuts found by bisection over the bits of floats.
 
 A cut is the largest key at or above which the mass (tokens for top-k, exp(z) for top-p) reaches a target.
 """
@@ -34,9 +34,9 @@ def _log2(x):
 
 @triton.jit
 def race(z, kept, ids, seed, position):
-    """Exp(1) noise of (seed, position, token id) over exp(z), inf where not kept: the least has Gumbel-max's winner.
+    """E / exp(z) with Exp(1) noise E of (seed, position, token id), inf if not kept; its argmin is Gumbel-max's draw.
 
-    One logarithm a token, where z - log(E) takes two.
+    One logarithm per token, where z - log(E) takes two.
     """
     low, high = (seed & 0xFFFFFFFF).to(tl.uint32), ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     position = (position & 0xFFFFFFFF).to(tl.uint32)
@@ -44,7 +44,7 @@ def race(z, kept, ids, seed, position):
     second_key = mix(mix(mix(high ^ 0x5851F42D) ^ low) ^ position)
     bits = mix(mix(ids.to(tl.uint32) * 0x9E3779B9 + first_key) ^ second_key) & 0x7FFFFFFF
     u = tl.minimum((bits.to(tl.int32).to(tl.float32) + 0.5) * (2.0**-31), 1.0 - 2.0**-24)
-    # -log(1 - u); 1 - u loses the digits of a small u, and small ones are the winners: a series there.
+    # E = -log(1 - u); 1 - u loses the digits of a small u, and small values win: use a series there.
     tail = 0.33333333 + u * (0.25 + u * (0.2 + u * 0.16666667))
     noise = tl.where(u < 0.0625, u * (1.0 + u * (0.5 + u * tail)), _log2(1.0 - u) * -0.6931471805599453)
     return tl.where(kept, noise * tl.exp2(z * -1.4426950408889634), float("inf"))
@@ -52,7 +52,7 @@ def race(z, kept, ids, seed, position):
 
 @triton.jit
 def first_of_least(scores, ids, vocab_size):
-    """The lowest id among those of the least score."""
+    """The lowest id among the tokens with the minimum score."""
     return tl.min(tl.where(scores == tl.min(scores), ids, vocab_size - 1))
 
 
@@ -63,9 +63,9 @@ def _add_pairs(mass, count, other_mass, other_count):
 
 @triton.jit
 def _mass_and_count(weights, chosen):
-    """Sum of the weights chosen, and how many they are; compiled, one reduction: its latency is what a search takes."""
+    """Sum and number of the chosen weights; one reduction when compiled, because its latency bounds the search."""
     weights = tl.where(chosen, weights, 0.0)
-    if INTERPRETING:  # which takes a function of its caller's element by element
+    if INTERPRETING:  # it would call the reduction's function element by element
         mass, count = tl.sum(weights, axis=0), tl.sum(chosen.to(tl.int32), axis=0)
     else:
         mass, count = tl.reduce((weights, chosen.to(tl.int32)), 0, _add_pairs)
@@ -74,9 +74,9 @@ def _mass_and_count(weights, chosen):
 
 @triton.jit
 def find_cut(keys, weights, low, high, target):
-    """The largest key in [low, high] at or above which the weights (0: not there) reach target; low if none does.
+    """The largest key in [low, high] at or above which the weights (0: no token) sum to target; low if none does.
 
-    Ends when one key is left between the borders: their tokens are counted on the way, with the same sum.
+    Ends when one key is left between the bounds; the same reduction counts their tokens.
     """
     is_there = weights > 0.0
     mass, low_count = _mass_and_count(weights, is_there & (keys >= low))
@@ -88,7 +88,7 @@ def find_cut(keys, weights, low, high, target):
         is_enough = mass >= target
         low, high = tl.where(is_enough, middle, low), tl.where(is_enough, high, middle - 1)
         low_count, high_count = tl.where(is_enough, count, low_count), tl.where(is_enough, high_count, count)
-    # The tokens of [low, high] share a key: it is the cut.
+    # All tokens in [low, high] have the same key: it is the cut.
     left = tl.where(is_there & (keys <= high), keys ^ 0x80000000, 0x80000000).to(tl.int32, bitcast=True)
     return tl.where(is_reached, tl.maximum(low, tl.max(left, axis=0).to(tl.uint32, bitcast=True) ^ 0x80000000), first)
 
@@ -96,7 +96,7 @@ def find_cut(keys, weights, low, high, target):
 @triton.jit
 def _row_masses(logits_row, vocab_size, maximum, inverse_t, floor, first, second, third,
                 COUNT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Of a whole row: how many tokens (COUNT) or how much exp(z) lies at or above floor and each of three keys."""
+    """Number of tokens (COUNT) or sum of exp(z) of a whole row at or above floor and each of three keys."""
     columns = tl.arange(0, BLOCK)
     first_mass = tl.zeros((BLOCK,), tl.float32)
     second_mass, third_mass = first_mass, first_mass
@@ -115,14 +115,14 @@ def _row_masses(logits_row, vocab_size, maximum, inverse_t, floor, first, second
 
 @triton.jit
 def row_mass(logits_row, vocab_size, maximum, inverse_t, floor, BLOCK: tl.constexpr):
-    """exp(z) of all tokens of a row at or above floor."""
+    """Sum of exp(z) over the tokens of a row at or above floor."""
     mass, _, _ = _row_masses(logits_row, vocab_size, maximum, inverse_t, floor, floor, floor, floor, False, BLOCK)
     return mass
 
 
 @triton.jit
 def find_row_cut(logits_row, vocab_size, maximum, inverse_t, floor, target, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """find_cut among all tokens of a row at or above floor, by quarters: reads the row up to 16 times."""
+    """find_cut among all tokens of a row at or above floor; quarters the range, so reads the row up to 16 times."""
     low, high = floor, ordered(maximum)
     while low < high:
         step = (high - low + 3) // 4

@@ -1,7 +1,7 @@
-"""A row's largest tokens without a sort: neighbouring tokens form groups, and a few groups hold all that can matter.
+"""Finds a row's largest tokens without a sort, by groups of neighbouring tokens.
 
-One pass over the logits leaves each group's largest.  If m groups reach a floor, every token from the floor up lies in
-these m groups: they alone are read again.  What is found so is exact; only how much it is worth depends on the row.
+One pass over the logits writes each group's maximum.  All tokens >= floor lie in the groups whose maximum is >= floor,
+and only these groups are read again.  The result is exact.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton.language as tl
 # Tokens of one program of the first pass.
 CHUNK = 4096
 MIN_GROUP = 8
-# Groups that one program of the second pass looks through: more would not fit its registers.
+# Groups per program of the second pass, limited by registers.
 MAX_GROUPS = 16384
 # Keys (see `ordered`) of -inf and of the lowest finite number.
 MINUS_INFINITY = tl.constexpr(0x007FFFFF)
@@ -23,12 +23,12 @@ MINUS_INFINITY = tl.constexpr(0x007FFFFF)
 
 @dataclass(frozen=True)
 class Grouping:
-    """How a vocabulary is cut: a function of its size alone."""
+    """Chunks and groups of a vocabulary; depends on its size only."""
 
     chunk: int
     num_chunks: int
     group: int
-    num_groups: int  # of all chunks, also those past the end
+    num_groups: int  # of all chunks, including padding
 
     @classmethod
     def of(cls, vocab_size: int) -> Grouping:
@@ -38,13 +38,13 @@ class Grouping:
         return cls(chunk, num_chunks, group, num_chunks * chunk // group)
 
     def maxima(self, logits: torch.Tensor) -> torch.Tensor:
-        """Room for every row's largest logits of groups."""
+        """Uninitialised group maxima of every row."""
         return torch.empty(logits.shape[0], self.num_groups, dtype=logits.dtype, device=logits.device)
 
 
 @triton.jit
 def ordered(x):
-    """Map fp32 to uint32 so that the order is kept; -0 equals 0."""
+    """Map fp32 to uint32, preserving order; -0 equals 0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ 0x80000000
 
@@ -66,14 +66,14 @@ def load_chunk(row_ptr, chunk, vocab_size, CHUNK: tl.constexpr, GROUP: tl.conste
 
 @triton.jit
 def store_group_maxima(x, row_ptr, chunk):
-    """row_ptr: of a row's maxima, in the logits' own type, which holds them exactly."""
+    """Store the group maxima of a chunk.  row_ptr: of a row's maxima, in the dtype of the logits."""
     groups = chunk * x.shape[0] + tl.arange(0, x.shape[0])
     tl.store(row_ptr + groups, tl.max(x, axis=1).to(row_ptr.dtype.element_ty))
 
 
 @triton.jit
 def load_maxima(maxima_ptr, row, NUM_CHUNKS: tl.constexpr, PADDED: tl.constexpr):
-    """What the first pass left of a row: (places of chunks, which are some, their largest logits, the largest)."""
+    """First-pass results of a row: (chunk indices, validity mask, their maxima, the row's maximum)."""
     chunks = tl.arange(0, PADDED)
     parts, is_chunk = row * NUM_CHUNKS + chunks, chunks < NUM_CHUNKS
     maxima = tl.load(maxima_ptr + parts, mask=is_chunk, other=float("-inf"))
@@ -82,7 +82,7 @@ def load_maxima(maxima_ptr, row, NUM_CHUNKS: tl.constexpr, PADDED: tl.constexpr)
 
 @triton.jit
 def load_group_keys(row_ptr, NUM_GROUPS: tl.constexpr, PADDED: tl.constexpr):
-    """Keys of a row's group maxima; 0, below all numbers, where there is no group."""
+    """Keys of a row's group maxima; 0, below the key of every number, for padding."""
     groups = tl.arange(0, PADDED)
     x = tl.load(row_ptr + groups, mask=groups < NUM_GROUPS, other=float("-inf")).to(tl.float32)
     return tl.where(groups < NUM_GROUPS, ordered(x), 0)
@@ -90,13 +90,13 @@ def load_group_keys(row_ptr, NUM_GROUPS: tl.constexpr, PADDED: tl.constexpr):
 
 @triton.jit
 def find_floor(keys, highest, enough, MOST: tl.constexpr):
-    """(floor, how many keys reach it): at least `enough` and at most MOST, if there is such a floor above -inf.
+    """(floor, number of keys >= floor): between `enough` and MOST keys, if a floor above -inf has that many.
 
-    Else the lowest floor that at most MOST reach; floor - 1 is a key that more do, unless all above -inf reach floor.
+    Else the lowest floor with at most MOST keys: more than MOST keys are >= floor - 1, or all above -inf are >= floor.
     """
     low, high = tl.full((), MINUS_INFINITY, tl.uint32), highest + 1
     num_reaching = tl.full((), 0, tl.int32)
-    # Down from the top by doubled steps until too many reach, then by halves: 2^22 is half an octave.
+    # Gallop down from the top until too many keys are >= floor, then bisect; 2^22 is half an octave.
     step = tl.full((), 1 << 22, tl.uint32)
     while (high - low > 1) & (num_reaching < enough):
         distance = high - low
@@ -111,7 +111,7 @@ def find_floor(keys, highest, enough, MOST: tl.constexpr):
 
 @triton.jit
 def listed(kept, places, slots_ptr, count, CAPACITY: tl.constexpr):
-    """Indices where kept, at their places: [CAPACITY] int32, -1 from count on.  slots_ptr: scratch of this program."""
+    """Compact the indices where kept: [CAPACITY] int32, -1 from count on.  slots_ptr: scratch of this program."""
     tl.store(slots_ptr + places, tl.arange(0, kept.shape[0]), mask=kept & (places < CAPACITY))
     tl.debug_barrier()
     slots = tl.arange(0, CAPACITY)
@@ -120,7 +120,7 @@ def listed(kept, places, slots_ptr, count, CAPACITY: tl.constexpr):
 
 @triton.jit
 def load_groups(row_ptr, groups, vocab_size, GROUP: tl.constexpr):
-    """(fp32 logits, ids), each [number of groups, GROUP]; a group of -1 is of -inf."""
+    """(fp32 logits, ids), each [number of groups, GROUP]; group -1 gives -inf."""
     ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     is_token = (groups >= 0)[:, None] & (ids < vocab_size)
     return tl.load(row_ptr + ids, mask=is_token, other=float("-inf")).to(tl.float32), ids
@@ -128,9 +128,9 @@ def load_groups(row_ptr, groups, vocab_size, GROUP: tl.constexpr):
 
 @triton.jit
 def pack_tokens(row_ptr, groups, floor, scratch_ptr, vocab_size, GROUP: tl.constexpr, CAPACITY: tl.constexpr):
-    """Leave the ids and fp32 logits of the groups' tokens from floor up, at most CAPACITY of each behind each other.
+    """Compact the ids and fp32 logits of the groups' tokens >= floor, at most CAPACITY of each, in scratch.
 
-    Returns how many there are.  Ends with a barrier.  Four tokens at a time: what a thread holds whole of any type.
+    Returns their number.  Ends with a barrier.  Works on four tokens at a time, which one thread holds for any dtype.
     """
     num_kept = tl.full((), 0, tl.int32)
     tl.debug_barrier()  # the scratch has been read before

@@ -27,8 +27,8 @@ def accept_drafts(
     bits = torch.ones_like(rows) << rows
     words = (bits | (bits - 1)).expand_as(places) if tree_mask is None else _words(tree_mask, places, inside)
     words = torch.where(inside, words, 0)
-    words[:, 0] = 1  # behind a short prompt it has the prompt's bits
-    # a row's parent is the one whose word is the row's own without its bit
+    words[:, 0] = 1  # tree_mask may have the prompt's bits there
+    # the mask word of a row's parent is the row's word without the row's own bit
     is_parent = words[:, None, :] == (words ^ bits)[:, :, None]
     said = (is_parent * next_ids[places][:, None, :]).sum(dim=2)
     agrees = (said == token_ids[places]) | (rows == 0)
@@ -52,7 +52,7 @@ def accept_drafts(
 
 
 def _words(tree_mask: torch.Tensor, places: torch.Tensor, inside: torch.Tensor) -> torch.Tensor:
-    """A request without drafts may lie behind the rows that have words: its one row sees itself."""
+    """Mask words of the rows. Rows of requests without drafts may lie beyond tree_mask: they attend to themselves."""
     is_there = places < tree_mask.shape[0]
     words = tree_mask[places.clamp(max=tree_mask.shape[0] - 1)]
     return torch.where(is_there & inside, words, 1)

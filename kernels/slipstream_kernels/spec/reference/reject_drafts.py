@@ -24,7 +24,7 @@ def reject_drafts(
     one = torch.zeros_like(draft_token_ids, dtype=torch.int32)
     uniform = torch.exp(-log_exponential(row_keys(seeds[0], positions), one).exp())
     rest = (probs - draft_probs).clamp(min=0.0)
-    # p and q alike to the last bit leave nothing, and then nothing is rejected either
+    # p == q leaves no residual mass, but then no draft is rejected
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, probs)
     ids = torch.arange(logits.shape[1], device=logits.device, dtype=torch.int32)
     noise = log_exponential(row_keys(seeds[1], positions)[..., None], ids)

@@ -1,4 +1,4 @@
-"""accept_drafts in Triton-lang: a program per request; its rows and their pairs are compared all at once."""
+"""accept_drafts in Triton-lang: a program per request compares all pairs of its rows at once."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def _accept_kernel(token_ids_ptr, next_ids_ptr, starts_ptr, num_drafts_ptr, slot
         words = tl.load(masks_ptr + first + rows, mask=inside & (first + rows < num_words), other=1)
     else:
         words = bits | (bits - 1)
-    words = tl.where(rows == 0, 1, tl.where(inside, words, 0))  # behind a short prompt it has more bits
+    words = tl.where(rows == 0, 1, tl.where(inside, words, 0))  # tree_mask may have the prompt's bits there
     drawn = tl.load(next_ids_ptr + first + rows, mask=inside, other=-1)
     drafts = tl.load(token_ids_ptr + first + rows, mask=inside, other=-2)
-    # a row's parent is the one whose word is the row's own without its bit
+    # the mask word of a row's parent is the row's word without the row's own bit
     is_parent = words[None, :] == (words ^ bits)[:, None]
     agrees = tl.sum(tl.where(is_parent, drawn[None, :], 0), axis=1) == drafts
     if HAS_MARKS:

@@ -1,4 +1,4 @@
-"""prepare_draft_inputs in Triton-lang: a program per request, one launch where torch makes two dozen."""
+"""prepare_draft_inputs in Triton-lang: a program per request, one launch instead of torch's two dozen."""
 
 from __future__ import annotations
 

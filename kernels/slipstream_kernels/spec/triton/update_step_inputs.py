@@ -48,7 +48,7 @@ def _advance_kernel(token_ids_ptr, positions_ptr, slots_ptr, seq_lens_ptr, table
                     last_ptr, drafts_ptr, words_ptr, depths_ptr, table_stride, table_width, draft_stride, word_stride,
                     depth_stride, block_size, num_rows, HAS_TREE: tl.constexpr, HAS_MASK: tl.constexpr,
                     ROWS: tl.constexpr):  # fmt: skip
-    """Grid (requests). Of what is read and written over, only the position of the last row matters."""
+    """Grid (requests). Only the position of row `last` is both read and overwritten."""
     request = tl.program_id(0)
     rows = tl.arange(0, ROWS)
     inside = rows < num_rows
