@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass
 class Figures:
-    """Of one row. Times in seconds."""
+    """Figures of one row. Times in seconds."""
 
     ttft: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
@@ -103,7 +103,7 @@ async def sweep(arguments: argparse.Namespace, levels: list[int]) -> list[dict[s
 async def measure(
     stub: Any, arguments: argparse.Namespace, level: int, count: int, dice: random.Random
 ) -> dict[str, Any]:
-    """One row. Raises RequestError when not one request succeeds."""
+    """Measure one row. Raises RequestError if no request succeeds."""
     figures, left = Figures(), count
     started = time.perf_counter()
 
@@ -157,6 +157,6 @@ async def one_request(stub: Any, arguments: argparse.Namespace, dice: random.Ran
 
 
 def percentile(values: list[float], share: float) -> float:
-    """Nearest rank; 0 of nothing."""
+    """Nearest rank; 0 for an empty list."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0

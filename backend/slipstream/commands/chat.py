@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    loop = asyncio.new_event_loop()  # lives between answers; at the prompt Ctrl-C is Python's own again
+    loop = asyncio.new_event_loop()  # kept between answers; at the prompt Python handles Ctrl-C again
     asyncio.set_event_loop(loop)
     try:
         talk(loop, arguments)
@@ -74,7 +74,7 @@ def read_line() -> str | None:
 
 
 def choose_template(checkpoint: Path | None, parameters: dict[str, str]) -> tuple[Render, str]:
-    """How messages become a prompt, and why it is only a transcript ("" if it is not)."""
+    """The function that renders messages to a prompt, and the reason if it is only a transcript ("" if not)."""
     folder = checkpoint or next(
         (
             Path(parameters[key])
@@ -101,7 +101,7 @@ def transcript(messages: list[dict[str, str]]) -> str:
 
 
 async def answer(stub: Any, arguments: argparse.Namespace, prompt: str, is_plain: bool) -> str:
-    """Print an answer as it comes; Ctrl-C ends it. Returns what was said."""
+    """Print an answer as it streams; Ctrl-C ends it. Returns the text."""
     from slipstream.server.generation import Generation
 
     sampling: dict[str, Any] = {"max_tokens": arguments.max_tokens, "temperature": arguments.temperature}
@@ -125,7 +125,7 @@ async def answer(stub: Any, arguments: argparse.Namespace, prompt: str, is_plain
 
 @dataclass
 class Said:
-    """What came so far."""
+    """The text received so far."""
 
     text: str = ""
     num_tokens: int = 0

@@ -1,4 +1,4 @@
-"""What `slipstream doctor` looks at, a function per subject. Each returns findings, raises nothing, changes nothing."""
+"""The checks of `slipstream doctor`, a function per subject. Each returns findings, raises nothing, changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GATEWAY_PACKAGES = ("fastapi", "uvicorn", "httptools", "jinja2", "tritonclient")
 
 @dataclass(frozen=True)
 class Finding:
-    """state: "ok", "note" (works without it, or less well) or "missing" (nothing is served without it)."""
+    """state: "ok", "note" (optional) or "missing" (required to serve)."""
 
     subject: str
     state: str
@@ -117,7 +117,7 @@ def packages() -> list[Finding]:
 
 
 def _encoders() -> list[Finding]:
-    """What safety, quality and embedding run with: their runtimes, and the default encoder's weights."""
+    """Runtimes of safety, quality and embedding, and the default encoder's weights."""
     runtimes = {name: version for name in ENCODER_RUNTIMES if (version := _version(name))}
     text = f"runtimes {', '.join(f'{name} {version}' for name, version in runtimes.items()) or 'none'}"
     absent = [name for name in ENCODER_RUNTIMES if name not in runtimes]
@@ -130,7 +130,7 @@ def _encoders() -> list[Finding]:
 
 
 def _torch() -> list[Finding]:
-    """In a process of its own: importing torch takes seconds, and a broken CUDA may end the process."""
+    """Check torch in a subprocess: importing it takes seconds, and a broken CUDA may end the process."""
     if _version("torch") is None:
         return []
     code = "import torch; print(torch.version.cuda, torch.cuda.is_available(), torch.cuda.device_count())"
@@ -208,7 +208,7 @@ def _version(name: str) -> str | None:
 
 
 def _output(command: list[str], timeout_s: float = 20) -> str | None:
-    """What a command prints, None if it fails."""
+    """The output of a command, None if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     except (OSError, subprocess.TimeoutExpired):

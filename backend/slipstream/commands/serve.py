@@ -33,7 +33,7 @@ SOURCE_TREE = Path(__file__).resolve().parents[3]
 OWN_MODELS = ("llm", "preprocessing", "postprocessing", "ensemble")
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 EXIT_TIMEOUT = "--exit-timeout-secs"
-LAST_WORDS_S = 3.0  # for the server to answer its clients, after a second Ctrl-C
+LAST_WORDS_S = 3.0  # time for the server to answer its clients after a second Ctrl-C
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +87,7 @@ def write_repository(folder: Path, model: str, settings: list[str]) -> Path:
 
 
 def server_command(server: Path, repository: Path, arguments: argparse.Namespace) -> list[str]:
-    """Explicit mode with the models loaded by name: that is what makes readiness honest (docs/operations.md)."""
+    """Explicit mode with models loaded by name, so that readiness covers them (docs/operations.md)."""
     command = [str(server), f"--model-repository={repository}", "--model-control-mode=explicit"]
     if not any(argument.startswith(EXIT_TIMEOUT) for argument in arguments.server_arguments):
         command.append(f"{EXIT_TIMEOUT}={exit_timeout_s(repository)}")
@@ -118,13 +118,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def exit_timeout_s(repository: Path) -> int:
-    """What the server of these models must be given for its end."""
+    """The --exit-timeout-secs that these models need."""
     given = (drain_timeout_s(path.read_text("utf-8")) for path in repository.glob("*/config.pbtxt"))
     return ServingConfig(drain_timeout_s=max(given, default=ServingConfig().drain_timeout_s)).exit_timeout_s
 
 
 def drain_timeout_s(config: str) -> float:
-    """Of a config.pbtxt; one that is no number fails the load and says so there."""
+    """drain_timeout_s of a config.pbtxt; the load refuses values that are no numbers."""
     pattern = r'key\s*:\s*"drain_timeout_s"[\s,]*value\s*:?\s*\{\s*string_value\s*:\s*"\s*([0-9.eE+]+)\s*"'
     found = re.search(pattern, config)
     try:
@@ -134,7 +134,7 @@ def drain_timeout_s(config: str) -> float:
 
 
 def supervise(command: list[str], repository: Path, arguments: argparse.Namespace) -> int:
-    """Run the server, and behind it the gateway, until the server ends. Returns its exit status."""
+    """Run the server, then the gateway, until the server ends. Returns its exit status."""
     print(" ".join(command), flush=True)
     server = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGTERM))
@@ -151,7 +151,7 @@ def supervise(command: list[str], repository: Path, arguments: argparse.Namespac
 
 
 class InterruptHandler:
-    """The first Ctrl-C drains the server, the second ends it at once: tritonserver itself ignores all but the first."""
+    """The first Ctrl-C drains the server, the second ends it at once (tritonserver ignores a second one)."""
 
     def __init__(self, server: subprocess.Popen[bytes]) -> None:
         self._server = server
@@ -167,7 +167,7 @@ class InterruptHandler:
 
 
 def end_at_once(server: subprocess.Popen[bytes]) -> None:
-    """End the engines, so that their requests are answered with the reason, then what is left of the server."""
+    """End the engines, so that their requests are answered with the reason, then kill the server."""
     for pid in children_of(server.pid):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""One streamed generation over gRPC for the terminal's verbs: tritonclient alone, none of the gateway's packages."""
+"""One streamed generation over gRPC for the terminal's verbs; needs tritonclient, but not the gateway's packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def connect(url: str) -> tuple[Any, Any]:
 
 
 async def generate(stub: Any, generation: Generation) -> AsyncIterator[Response]:
-    """The responses, as they come. Leaving the loop cancels. Raises RequestError with the server's words."""
+    """Stream the responses. Leaving the loop cancels. Raises RequestError with the server's message."""
     import grpc
 
     from slipstream.server.generation import Response

@@ -1,4 +1,4 @@
-"""What an encoder checkpoint in Hugging Face's layout is (kind, pooling, labels, limits), read before any weight."""
+"""Reads the description of an encoder checkpoint in Hugging Face's layout: kind, pooling, labels, limits."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ def _from_hub(name: str) -> Path:
     patterns = ["*.json", "*.txt", "*.safetensors", "1_Pooling/*"]
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # the hub's client raises many kinds; all of them mean that there is no checkpoint
+    except Exception as error:  # the hub's client raises many types, which all mean that there is no checkpoint
         raise ConfigError("model", name, f"neither a folder nor reachable on the hub ({error})") from error
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Raises ConfigError when the files are not those of an encoder that is served here."""
+    """Read a checkpoint's description. Raises ConfigError for encoders that are not supported."""
     config = _json(folder / "config.json")
     architecture = str((config.get("architectures") or ["?"])[0])
     is_classifier = architecture.endswith("ForSequenceClassification")
@@ -116,7 +116,7 @@ def _filled_in(folder: Path) -> Any:
 
 
 def _max_tokens(folder: Path, config: Any) -> int:
-    """The sentence encoder's own limit, else the positions (RoBERTa's first two are not for tokens)."""
+    """The sentence encoder's own limit, else the number of positions (RoBERTa reserves the first two)."""
     sentence = folder / "sentence_bert_config.json"
     limit = _json(sentence).get("max_seq_length") if sentence.is_file() else None
     if limit:
@@ -126,7 +126,7 @@ def _max_tokens(folder: Path, config: Any) -> int:
 
 
 def _refuse_unknown_modules(folder: Path) -> None:
-    """A sentence encoder may have more behind its pooling, such as a dense layer: vectors without it would be wrong."""
+    """Refuse sentence encoders with modules after the pooling, such as a dense layer."""
     path = folder / "modules.json"
     if not path.is_file():
         return
@@ -138,7 +138,7 @@ def _refuse_unknown_modules(folder: Path) -> None:
 
 
 def _pooling(folder: Path) -> str:
-    """Raises ConfigError for another than mean or cls. Newer sentence-transformers write one key `pooling_mode`."""
+    """Raises ConfigError unless mean or cls. Newer sentence-transformers write one key `pooling_mode`."""
     path = folder / "1_Pooling/config.json"
     if not path.is_file():
         return "mean"

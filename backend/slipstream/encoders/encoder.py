@@ -1,4 +1,4 @@
-"""Texts to vectors or logits: tokens, long texts in overlapping pieces, batches of like length, any runtime.
+"""Encodes texts to vectors or logits: tokenises, splits long texts into overlapping pieces, batches by length.
 
 Belongs to one thread, that of the model instance.
 """
@@ -34,7 +34,7 @@ class Encoder:
         return self._run(rows), np.array([len(row) for row in rows], np.int32)
 
     def embed_pieces(self, texts: Sequence[str], piece_tokens: int, overlap: int) -> tuple[np.ndarray, np.ndarray]:
-        """([num_pieces, width], owner of each piece): every token of every text is in a piece of its own size."""
+        """([num_pieces, width], index of each piece's text): every token of every text is in at least one piece."""
         self._tokenizer.enable_truncation(min(piece_tokens, self.checkpoint.max_tokens), stride=overlap)
         rows: list[list[int]] = []
         owners: list[int] = []
@@ -45,7 +45,7 @@ class Encoder:
         return self._run(rows), np.array(owners)
 
     def _run(self, rows: Sequence[list[int]]) -> np.ndarray:
-        """Shortest first, so that a run pads little; results come back in the order given."""
+        """Run the rows sorted by length, to pad little; returns results in the given order."""
         order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
         results = np.empty((len(rows), self.checkpoint.width), np.float32)
         for start in range(0, len(order), self._runtime.max_rows):
@@ -56,7 +56,7 @@ class Encoder:
 
 
 def padded_batch(checkpoint: Checkpoint, rows: Sequence[list[int]]) -> dict[str, np.ndarray]:
-    """A runtime's inputs: token ids padded to the longest row, by name. A row without tokens becomes one of padding."""
+    """A runtime's inputs by name: token ids padded to the longest row. A row without tokens gets one padding token."""
     rows = [row or [checkpoint.pad_id] for row in rows]
     lengths = np.array([len(row) for row in rows])
     is_token = np.arange(lengths.max()) < lengths[:, None]

@@ -1,4 +1,4 @@
-"""The parts of a guarded pipeline as calls of the models behind it. Event loop thread."""
+"""Implements the parts of a guarded pipeline by calling other models. Event loop thread."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _log = logging.getLogger(__name__)
 _OF_LLM = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens")
 _REFUSES_TO_STREAM = "stream: got True"
 _CHECK_ROWS = 32  # windows of one call of the safety model
-_RETRY_S = 10.0  # how long after a call was given up the next one is made at the latest
+_RETRY_S = 10.0  # max time between a call that timed out and the next one
 
 Result = TypeVar("Result")
 
 
 class Models:
-    """The models behind a `guarded`, for all its requests. Make it on the event loop."""
+    """The models that `guarded` calls, shared by all its requests. Construct it on the event loop."""
 
     def __init__(self, settings: GuardSettings) -> None:
         self.settings = settings
         self.calls = TritonCalls(settings.triton_url)
-        # apart: one that hangs holds up only its own calls
+        # separate, so that a hanging model delays only its own calls
         self._safety, self._quality = (TimedCalls(settings.encoder_timeout_s) for _ in range(2))
 
     async def check(self, texts: Sequence[str]) -> Unsafe | None:
-        """The worst of what is unsafe.  Raises EncoderFailure, and AnswerError of a server that shuts down."""
+        """The worst unsafe verdict, or None.  Raises EncoderFailure, and AnswerError if the server shuts down."""
         return await self._in_time(self.settings.safety, self._safety, self._check(texts))
 
     async def _check(self, texts: Sequence[str]) -> Unsafe | None:
@@ -63,7 +63,7 @@ class Models:
         return float(found["score"].reshape(-1)[0]), found["checks"].reshape(-1)[0].decode()
 
     async def _infer(self, model: str, inputs: Tensors, outputs: tuple[str, ...]) -> Tensors:
-        # longer than anybody waits: while a call that was given up still runs, no other is made
+        # longer than any caller waits: while a call that timed out still runs, no other is made
         return await self.calls.infer(Call(model, inputs, outputs), self.settings.encoder_timeout_s + _RETRY_S)
 
     async def _in_time(self, model: str, calls: TimedCalls, call: Coroutine[Any, Any, Result]) -> Result:
@@ -71,7 +71,7 @@ class Models:
             return await calls.run(call)
         except (AnswerError, CallTimeout) as failure:
             _log.warning("%s: %s", model, failure)
-            await self.calls.check_live()  # a server that shuts down is no encoder that fails: no policy has a say
+            await self.calls.check_live()  # a shutdown of the server is not an encoder failure
             raise EncoderFailure(str(failure)) from failure
 
 
@@ -91,7 +91,7 @@ class GuardedParts:
         self._send(answer)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """What came while the last piece was dealt with is one piece: the slower the checks, the fewer.
+        """The LLM's text; everything received while the previous piece was processed is joined into one piece.
 
         Raises AnswerError.
         """

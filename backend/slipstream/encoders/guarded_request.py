@@ -1,6 +1,6 @@
-"""What a client asks of `guarded`: tensors and parameters into plain values, or a refusal that names the field.
+"""Parses a request of `guarded`: tensors and parameters into plain values, or a refusal that names the field.
 
-Runs in the thread that Triton calls; the memory of a request's tensors is gone once that call has returned.
+Runs in Triton's thread; the memory of a request's tensors is invalid after the call returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SEQUENCE_COUNTS = ("n", "best_of", "num_return_sequences", "sampling_param_best
 
 @dataclass(frozen=True)
 class GuardedRequest:
-    """inputs, parameters, timeout_us: as the LLM gets them."""
+    """inputs, parameters, timeout_us: passed on to the LLM."""
 
     prompt: str
     is_streaming: bool
@@ -57,7 +57,7 @@ def read_request(request: Any, max_prompt_chars: int) -> GuardedRequest:
 
 
 def _refuse_several(parameters: Mapping[str, Any], sampling: np.ndarray | None) -> None:
-    """Raise RequestError for more than one sequence: their tokens come mixed, and nobody would have checked either."""
+    """Raise RequestError for more than one sequence: their tokens arrive interleaved and could not be checked."""
     text = parameters.get("sampling_parameters") if sampling is None else sampling.reshape(-1)[0]
     given: Any = text
     if isinstance(text, (str, bytes)):  # the LLM takes the settings as a tensor or as a request parameter

@@ -24,7 +24,7 @@ class OnnxRuntime:
         is_gpu = device == "cuda" or (device == "auto" and _PROVIDERS["cuda"] in available)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = settings.num_threads
-        self.max_rows = 256 if is_gpu else 32  # as of the torch runtime
+        self.max_rows = 256 if is_gpu else 32  # as in the torch runtime
         try:
             self._session = onnxruntime.InferenceSession(
                 str(path), options, providers=[_PROVIDERS["cuda"], _PROVIDERS["cpu"]] if is_gpu else [_PROVIDERS["cpu"]]

@@ -1,6 +1,6 @@
-"""Where the tritonserver that started this process answers gRPC: read from its command line.
+"""Finds the gRPC address of the tritonserver that started this process, from its command line.
 
-Triton tells its Python models neither its ports nor its addresses.
+Triton does not pass its ports and addresses to Python models.
 """
 
 from __future__ import annotations

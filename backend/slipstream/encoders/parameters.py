@@ -6,12 +6,12 @@ from collections.abc import Mapping
 
 from slipstream.core.errors import ConfigError
 
-# Triton's own keys for the Python backend, which it puts among the model's
+# Triton's own keys for the Python backend, which it adds to the model's parameters
 _OF_TRITON = {"EXECUTION_ENV_PATH", "FORCE_CPU_ONLY_INPUT_TENSORS", "TRITON_BATCH_STRATEGY_PATH"}
 
 
 class Parameters:
-    """Read each known one, then call `refuse_others`: what nobody read is a spelling mistake."""
+    """Read each known parameter, then call `refuse_others`: unread parameters are misspelt."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self._given = {name: value.strip() for name, value in given.items()}

@@ -1,4 +1,4 @@
-"""How good an answer is, by four checks between 0 and 1; the score is their product.
+"""Scores the quality of an answer: the product of four checks between 0 and 1.
 
 Relevance is the cosine of the two texts by a sentence encoder; the others are plain code.
 """
@@ -61,7 +61,7 @@ def _language(text: str) -> str:
 
 
 def form(prompt: str, answer: str) -> float:
-    """Share of the checks of form that hold: no broken characters, closed code fences, JSON if asked; 0 if empty."""
+    """Fraction of passed checks: no broken characters, closed code fences, JSON if requested; 0 if empty."""
     if not answer.strip():
         return 0.0
     checks = ["\ufffd" not in answer, answer.count("```") % 2 == 0]

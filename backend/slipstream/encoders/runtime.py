@@ -1,4 +1,4 @@
-"""The three ways to run an encoder, behind one protocol; asked for and not there is an error, never another one."""
+"""The three runtimes of an encoder behind one protocol; a requested runtime that is missing is an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES = {"onnxruntime": "model.onnx", "tensorrt": "model.plan"}
 class Runtime(Protocol):
     """Runs batches: int64 [num_texts, num_tokens] by input name -> float32 [num_texts, width].
 
-    max_rows: texts of one run, beyond which a second run is better.
+    max_rows: texts per run beyond which a second run is faster.
     """
 
     max_rows: int
@@ -30,7 +30,7 @@ class Runtime(Protocol):
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """engine: folder with model.onnx or model.plan; num_threads 0: as many as the runtime likes.
+    """engine: folder with model.onnx or model.plan; num_threads 0: the runtime's default.
 
     dtype, cuda_graphs: of `torch`; `auto` is float16 and graphs on a GPU, float32 on a CPU.
     """
@@ -72,7 +72,7 @@ def open_runtime(settings: RuntimeSettings, checkpoint: Checkpoint) -> Runtime:
 
 
 def _refuse_torchs(settings: RuntimeSettings) -> None:
-    """An exported file has its type, and how it runs is its runtime's."""
+    """Refuse parameters of `torch` for exported models, whose type is fixed."""
     for name, value in (("dtype", settings.dtype), ("cuda_graphs", settings.cuda_graphs)):
         if value != "auto":
             raise ConfigError(name, value, f"accepted with runtime={settings.name}: auto")

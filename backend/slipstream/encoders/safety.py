@@ -1,7 +1,7 @@
-"""Is a text unsafe, and in which category: by policy and head over a sentence encoder, or by a classifier's own labels.
+"""Classifies unsafe texts by category: by a policy and a head over a sentence encoder, or by a classifier's labels.
 
-A text is judged as a whole, in overlapping pieces if it is long, and sentence by sentence, because one bad sentence
-disappears in the mean of a text; the text's score in a category is that of its worst part.
+A text is judged as a whole (in overlapping pieces if long) and sentence by sentence, because one bad sentence
+disappears in the mean of a text. The score of a category is the maximum over these parts.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class LabelScorer:
 
 
 def parts_of(text: str) -> list[str]:
-    """The text, and its sentences if it has several; a fragment shorter than a dozen characters says nothing alone."""
+    """The text, and its sentences if it has several; fragments shorter than a dozen characters are not judged alone."""
     sentences = [one.strip() for one in re.split(r"(?<=[.!?;:])\s+|\n+|[。！？]", text)]
     told = [sentence for sentence in sentences if len(sentence) >= 12]
     return [text, *dict.fromkeys(told)] if len(sentences) > 1 else [text]

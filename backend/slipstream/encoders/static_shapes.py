@@ -1,6 +1,6 @@
-"""Static buffers of a few padded shapes, which a CUDA graph of each reads and writes: launches stop costing host time.
+"""Static buffers and a CUDA graph for each of a few padded shapes, which removes the host time of launches.
 
-Belongs to the thread of its runtime. Knows neither PyTorch's modules nor TensorRT: what computes comes as `Prepare`.
+Belongs to the thread of its runtime. Knows neither PyTorch's modules nor TensorRT: `Prepare` computes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from slipstream.encoders.checkpoint import Checkpoint
 
-# texts are padded to one of these or the largest length, rows to powers of two
+# texts are padded to one of these lengths or the largest one, rows to powers of two
 TOKEN_SIZES = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """replay computes `output` [rows, width] from the inputs it was prepared with; `kept` has to live as long."""
+    """replay computes `output` [rows, width] from the prepared inputs; `kept` must stay alive as long."""
 
     output: torch.Tensor
     replay: Callable[[], None]
@@ -80,14 +80,14 @@ class StaticShapes:
 
 
 def _aligned(num_values: int) -> int:
-    """Each input begins at a multiple of 256 bytes, which TensorRT asks of addresses."""
+    """Round up so that each input begins at a multiple of 256 bytes, as TensorRT requires."""
     return -(-num_values // 32) * 32
 
 
 def captured(compute: Callable[[], None], pool: Any = None) -> Callable[[], None]:
-    """`compute` as a CUDA graph.  It runs once before: a first run allocates and loads kernels, as no graph may."""
+    """`compute` as a CUDA graph.  Runs it once before, because the first run allocates memory and loads kernels."""
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # what it reads may still be on its way
+    stream.wait_stream(torch.cuda.current_stream())  # its inputs may still be in flight
     with torch.cuda.stream(stream):
         compute()
     stream.synchronize()

@@ -1,7 +1,7 @@
-"""Calls of one model that are waited for no longer than a limit, whatever becomes of them.
+"""Calls of one model with a time limit.
 
-Event loop thread. Shared by all requests of a process: while a call that was given up still hangs, others fail at once
-instead of each waiting for its own limit.
+Event loop thread. Shared by all requests of a process: while a call that timed out still hangs, others fail at once
+instead of waiting for their own limits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 async def happens(event: Coroutine[Any, Any, Any], timeout_s: float) -> bool:
-    """Whether it does in time. Not asyncio.wait_for: before Python 3.12 that swallows a cancellation in that moment."""
+    """Whether the event occurs in time. Not asyncio.wait_for, which can lose a cancellation before Python 3.12."""
     task = asyncio.ensure_future(event)
     try:
         return bool((await asyncio.wait({task}, timeout=timeout_s))[0])
@@ -32,9 +32,9 @@ class TimedCalls:
         self._given_up: set[asyncio.Task[Any]] = set()
 
     async def run(self, call: Coroutine[Any, Any, Result]) -> Result:
-        """What the call gives, or its exception.  Raises CallTimeout.
+        """The result of the call, or its exception.  Raises CallTimeout.
 
-        A cancelled waiter leaves its call to end by itself: server 2.51 keeps count of requests best that way.
+        A cancelled waiter does not cancel its call: server 2.51 miscounts requests that are cancelled.
         """
         if self._given_up:
             call.close()
@@ -50,6 +50,6 @@ class TimedCalls:
 
 
 def forget_failure(task: asyncio.Task[Any]) -> None:
-    """Nobody may be left to hear of it; asyncio would log that."""
+    """Retrieve a task's exception, which asyncio would otherwise log as never retrieved."""
     if not task.cancelled():
         task.exception()

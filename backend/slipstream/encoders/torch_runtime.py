@@ -88,7 +88,7 @@ class TorchRuntime:
             return self._module(**tensors).float().cpu().numpy()
 
     def _can_be_captured(self, checkpoint: Checkpoint, is_demanded: bool) -> bool:
-        """Tried on one text: a model that reads values back to the host, for one, cannot."""
+        """Whether a CUDA graph can be captured, tried on one text; models that read values on the host cannot."""
         batch = {name: np.ones((1, 2), np.int64) for name in checkpoint.input_names}
         try:
             with torch.inference_mode():

@@ -1,9 +1,8 @@
-"""Calls of models over Triton's gRPC, by a model of the Python backend that runs on the same server.
+"""Calls models of the same server over gRPC from a model of the Python backend.
 
-Event loop thread; one channel, a stream per generating request. Not by BLS: server 2.51's stub now and then loses a
-decoupled answer, or crashes (docs/measurements).
-Ending a stream is the cancel that Triton passes on to the LLM, which BLS
-cannot send before server 25.04.
+Event loop thread; one channel, a stream per generating request. BLS is not used because server 2.51's stub sometimes
+loses a decoupled answer or crashes (docs/measurements), and cannot cancel requests before server 25.04. Ending a gRPC
+stream cancels the LLM's request.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from slipstream.encoders.timed_calls import happens
 Tensors = dict[str, np.ndarray]
 _CONNECT_S = 2.0
 _LIVE_S = 2.0
-_DRAIN_S = 4.0  # of a stream that failed; the request has its error already
+_DRAIN_S = 4.0  # max time to drain a failed stream, whose request is already answered
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.max_receive_message_length", -1),
@@ -39,7 +38,7 @@ _FAULTS = {grpc.StatusCode.INVALID_ARGUMENT: RequestError, grpc.StatusCode.UNAVA
 
 @dataclass(frozen=True)
 class Call:
-    """What a model is asked. parameters: the request's; timeout_us: Triton's `timeout`, 0 for none."""
+    """A request to a model. parameters: of the request; timeout_us: Triton's `timeout`, 0 for none."""
 
     model: str
     inputs: Mapping[str, np.ndarray]
@@ -63,7 +62,7 @@ class Call:
 
 
 class TritonCalls:
-    """Make it on the event loop that uses it."""
+    """Construct it on the event loop that uses it."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -72,7 +71,7 @@ class TritonCalls:
         self._draining: set[asyncio.Task[None]] = set()
 
     async def connect(self) -> None:
-        """Raises AnswerError, which names the parameter, where no server answers gRPC; at once when one did before."""
+        """Raises AnswerError naming the parameter if no server answers; does not retry if one has answered before."""
         if self._channel.get_state(try_to_connect=True) is grpc.ChannelConnectivity.READY:
             return
         if not await happens(self._channel.channel_ready(), _CONNECT_S):
@@ -80,7 +79,7 @@ class TritonCalls:
             raise AnswerError(told, CapacityError)
 
     async def check_live(self) -> None:
-        """Raises AnswerError of a server that shuts down: its models have no versions any more. Not of a slow one."""
+        """Raises AnswerError if the server shuts down (its models have no versions); not if it is slow."""
         try:
             answer = await self._stub.ServerLive(service_pb2.ServerLiveRequest(), timeout=_LIVE_S)
             is_live, told = answer.live, "it is not live"
@@ -125,14 +124,14 @@ class TritonCalls:
                 stream.cancel()  # no effect after the end
 
     def _drain(self, stream: Any) -> None:
-        """In a task of its own, that no client who leaves can cancel."""
+        """Drain a stream in its own task, which a departing client cannot cancel."""
         task = asyncio.ensure_future(_drained(stream))
         self._draining.add(task)
         task.add_done_callback(self._draining.discard)
 
 
 async def _drained(stream: Any) -> None:
-    """To the end of a stream that failed: server 2.51 never unloads a model if it is cancelled in that moment."""
+    """Read a failed stream to its end: if it is cancelled then, server 2.51 never unloads the model."""
     await happens(_read_all(stream), _DRAIN_S)
     stream.cancel()
 

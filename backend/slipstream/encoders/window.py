@@ -1,7 +1,7 @@
-"""The sliding window over a stream of text: what to check next, and how much of it may leave.
+"""Sliding window over a stream of text: which text to check next and which text may be released.
 
-Pure: no model, no clock. The rule that the tests hold it to: a character leaves only after a check passed whose text
-held it, and `hold_back` characters after it too unless the text had ended.
+Pure: no model, no clock. Tested invariant: a character is released only after a check passed whose text contains it and
+the `hold_back` characters after it (fewer at the end of the text).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WindowSettings:
-    """All in characters. size: text of one check; hold_back: kept until more is known; stride: new text per check."""
+    """In characters. size: text of one check; hold_back: withheld after the last check; stride: new text per check."""
 
     size: int = 240
     hold_back: int = 80
@@ -22,7 +22,7 @@ class WindowSettings:
 
 
 class HoldBackWindow:
-    """push text, check `due()`, then `passed()` gives what may leave. A failed check: never call passed again."""
+    """`push` text, check `due()`, then `passed()` returns released text. After a failed check, do not call passed."""
 
     def __init__(self, settings: WindowSettings) -> None:
         self._settings = settings
@@ -39,7 +39,7 @@ class HoldBackWindow:
         return self._num_dropped + len(self._text)
 
     def due(self, is_end: bool = False) -> list[str]:
-        """The windows to check now, none when too little is new. All text not yet checked is in one of them."""
+        """The windows to check now, none if there is too little new text. They cover all text not yet checked."""
         new = self.num_received - self._num_checked
         if new == 0 or (new < self._settings.stride and not is_end):
             return []
@@ -56,7 +56,7 @@ class HoldBackWindow:
         return windows[::-1]
 
     def passed(self, is_end: bool = False) -> str:
-        """What may leave, now that every window of the last due() passed."""
+        """The released text, after every window of the last due() passed."""
         limit = self._num_checked if is_end else max(0, self._num_checked - self._settings.hold_back)
         released = self._text[self._num_released - self._num_dropped : max(0, limit - self._num_dropped)]
         self._num_released = max(self._num_released, limit)

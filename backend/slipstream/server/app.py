@@ -55,7 +55,7 @@ _CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 415
 
 @dataclass(frozen=True)
 class Shared:
-    """Files that all workers map: what they count together."""
+    """Files with shared counters that all workers map."""
 
     metrics: Path
     ledger: Path
@@ -63,7 +63,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Counts:
-    """What a worker counts, in its rows of these files."""
+    """A worker's counters in the shared files."""
 
     metrics: Metrics
     ledger: Ledger
@@ -147,7 +147,7 @@ def _add_models(app: FastAPI) -> None:
 
 
 async def _cards(gateway: Gateway) -> list[dict[str, Any]]:
-    """What generates text first, which clients that take the first model want."""
+    """Generating models first, for clients that use the first model."""
     return [*(model.card() for model in await gateway.catalog.all()), *await cards(gateway)]
 
 
@@ -170,7 +170,7 @@ def _add_operations(app: FastAPI, options: GatewayOptions, metrics: Metrics) -> 
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def show_metrics() -> Response:
-        """The gateway's own, and Triton's behind them if the gateway was told where they are."""
+        """The gateway's metrics, then Triton's if metrics_url is set."""
         text = metrics.render()
         if options.metrics_url:
             text += await asyncio.to_thread(_fetch, options.metrics_url)
@@ -195,7 +195,7 @@ def _add_page(app: FastAPI) -> None:
 
 
 async def _tick(gateway: Gateway) -> None:
-    """Four times a second: what streams counted, and how late the loop is."""
+    """Four times a second: collect the counts of streams and the lag of the event loop."""
     pace, metrics = gateway.pace, gateway.metrics
     while True:
         due = time.monotonic() + _TICK_S
@@ -238,14 +238,14 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _specificity(error: Any) -> tuple[bool, int]:
-    """Of a value that may be of several types, the fault inside the likeliest says more than "is not a string"."""
+    """Sort key of errors: for a union, the error inside the matching type is more useful than "is not a string"."""
     return not error["type"].endswith("_type"), len(error["loc"])
 
 
 def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """The first fault in words, and the field: pydantic's errors without its names of types and branches.
+    """The message and field of the first error, without pydantic's names of types and branches.
 
-    A setting is refused with the engine's own sentence, and pydantic's behind it.
+    For a setting, the engine's message precedes pydantic's.
     """
     first = max(errors, key=_specificity)
     if first["type"] == "json_invalid":

@@ -1,7 +1,7 @@
-"""The models that clients may name: what Triton has, with each model's chat template, length and tool format.
+"""The models that clients may name: Triton's models with their chat template, length and tool format.
 
-Event loop thread, one per worker. Asked of Triton when a name is used, and again after REFRESH_S, because models come
-and go while the gateway runs.
+Event loop thread, one per worker. Fetched from Triton when a name is used and again after REFRESH_S, because models are
+loaded and unloaded while the gateway runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from slipstream.server.tools.select import ToolFormat, select_format
 from slipstream.server.triton import TritonLink
 
 REFRESH_S = 10.0
-RESTART_S = 60.0  # an engine that is started again is an unloaded model for a while, on servers before 26.03
+RESTART_S = 60.0  # a restarting engine appears as an unloaded model on servers before 26.03
 _LENGTHS = ("max_model_len", "max_seq_len")
 _INPUTS, _OUTPUTS = {"text_input", "sampling_parameters", "stream"}, {"text_output", "finish_reason"}  # none without
 _SPECULATION = "speculative_method"
@@ -35,9 +35,9 @@ _TOKENIZERS = ("tokenizer", "tokenizer_dir")
 
 @dataclass
 class Model:
-    """name: as clients say it. triton_name: as Triton does. max_model_len: 0 if unknown.
+    """name: for clients. triton_name: in Triton. max_model_len: 0 if unknown.
 
-    template: None if there is none; no_template: why not, for the client who asks for a chat.
+    template: None if there is none; no_template: the reason, for chat requests.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Model:
 
     @property
     def speculative_methods(self) -> list[str]:
-        """Those that the model has loaded, the first is used where a request names none."""
+        """The methods that the model has loaded, the default first."""
         methods = self.settings.get(_SPECULATION, "")
         return [] if methods in ("", "none") else [method.strip() for method in methods.split(",")]
 
@@ -75,7 +75,7 @@ class Model:
         return bool(self.speculative_methods)
 
     def card(self) -> dict[str, Any]:
-        """As /v1/models shows it."""
+        """The model's entry of /v1/models."""
         card = {
             "id": self.name,
             "object": "model",
@@ -120,7 +120,7 @@ class Catalog:
         now = time.monotonic()
         if now - self._refreshed < (0.2 if force else REFRESH_S):
             return
-        if self._refreshing is None or self._refreshing.done():  # one for all requests that wait for it
+        if self._refreshing is None or self._refreshing.done():  # shared by all waiting requests
             self._refreshing = asyncio.create_task(self._ask())
         await asyncio.shield(self._refreshing)
 
@@ -182,7 +182,7 @@ class Catalog:
         return model
 
     async def _find_folder(self, name: str, settings: dict[str, str]) -> Path | None:
-        """Of a model around another one, such as `guarded`, that of its parameter `llm`."""
+        """The model's tokenizer folder; for a model that wraps another one (`guarded`), that of its parameter `llm`."""
         folder, behind = self._folder(name, settings), settings.get("llm", "")
         if folder is not None or not behind:
             return folder
@@ -193,7 +193,7 @@ class Catalog:
         return self._folder(behind, {key: value.string_value for key, value in config.parameters.items()})
 
     def _folder(self, name: str, settings: dict[str, str]) -> Path | None:
-        """The folder with the tokenizer's files: as told, as config.pbtxt says, or where the hub's files are kept."""
+        """The folder with the tokenizer's files: from --checkpoint, config.pbtxt or the cache of the hub."""
         if name in self._options.checkpoints:
             return self._options.checkpoints[name]
         repository = self._options.model_repository
@@ -211,7 +211,7 @@ class Catalog:
 
 
 def _hub_folder(repository_id: str) -> Path | None:
-    """Where a Hugging Face id's files lie, if they were downloaded on this machine."""
+    """The local folder of a Hugging Face id, if it was downloaded on this machine."""
     try:
         from huggingface_hub import try_to_load_from_cache
 

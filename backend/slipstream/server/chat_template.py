@@ -39,7 +39,7 @@ class _Generation(Extension):
 
 
 class _RefusalError(jinja2.TemplateError):
-    """What the template itself says against the messages: the only text of a failure that is meant for clients."""
+    """The template refuses the messages; its text is the only one that clients may see."""
 
 
 def _raise(message: str) -> str:
@@ -79,8 +79,8 @@ class ChatTemplate:
         continue_final_message: bool = False,
         extra: dict[str, Any] | None = None,
     ) -> str:
-        """The prompt. Raises ApiError (400): the template's own words when it refuses the messages by raise_exception,
-        else a number under which the log has the reason."""
+        """The prompt. Raises ApiError (400) with the template's message if it called raise_exception, else with a
+        number under which the log has the reason."""
         if continue_final_message:
             messages = _marked(messages)
         variables: dict[str, Any] = {**self._tokens, "documents": None, **(extra or {})}
@@ -91,7 +91,7 @@ class ChatTemplate:
         except _RefusalError as error:
             message = f"messages: the model's chat template says: {error.message}"
             raise ApiError(400, message, param="messages") from None
-        except Exception as error:  # whatever the code of a template may raise
+        except Exception as error:  # a template may raise any exception
             told = internal_error(logger, "a chat template failed", error)
             message = f"messages: the model's chat template cannot render them ({told})"
             raise ApiError(400, message, param="messages") from None
@@ -104,7 +104,7 @@ def _marked(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _cut(text: str) -> str:
-    """Up to the end of the last message's own text, without what the template puts behind it."""
+    """Cut the prompt after the last message's text, before what the template appends to it."""
     head, mark, _ = text.rpartition(_CONTINUE)
     if not mark:
         message = "continue_final_message: the model's chat template changes or leaves out the last message"

@@ -37,7 +37,7 @@ async def complete(gateway: Gateway, request: CompletionRequest, http: HttpReque
 
 
 def check(request: CompletionRequest) -> None:
-    """What the schema cannot say. Raises ApiError."""
+    """Checks that the schema cannot express. Raises ApiError."""
     if request.suffix:
         raise ApiError(400, "suffix: the model does not fill in the middle, accepted: no suffix", param="suffix")
     if request.best_of not in (None, request.n or 1):
@@ -125,7 +125,7 @@ def _logprobs(request: CompletionRequest, response: Response, sequence: int) -> 
 def _drop_output(
     choice: dict[str, Any], request: CompletionRequest, generation: Generation, response: Response
 ) -> None:
-    """max_tokens=0 asks for the prompt's own text and log-probabilities; the engine makes one token at least."""
+    """Drop the one token that the engine generates for max_tokens=0 (the prompt's text and log-probabilities only)."""
     choice["finish_reason"] = "length"
     if not request.echo:
         choice["text"] = ""
@@ -139,7 +139,7 @@ def _drop_output(
 
 
 class StreamedAnswer:
-    """What the streams of one request share: head and usage."""
+    """Shared by the streams of one request: head and usage."""
 
     def __init__(self, request: CompletionRequest, model: Model) -> None:
         self.request, self.model = request, model

@@ -1,9 +1,9 @@
-"""HTTP connections that cost little, whatever is sent: limits on time, number and bytes, counted as the bytes arrive.
+"""HTTP connections with limits on time, number and bytes, enforced as the bytes arrive.
 
 uvicorn limits only the idle time between requests; it keeps a URL and headers of any length. Here a connection is
-refused and closed before more than its limits is kept, on its own and with all others of the worker together: of these
-the ones that wait for their clients give way first (room.py). A refusal is a JSON error, where no answer to an earlier
-request is under way, and is counted. A client that leaves is seen also while uvicorn does not read. Event loop thread.
+refused and closed before it keeps more than its limits, per connection and per worker; connections that wait for their
+clients are closed first (room.py). A refusal is counted, and is a JSON error unless an earlier answer is being sent.
+A client that leaves is noticed even while uvicorn does not read. Event loop thread.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
 from slipstream.server.room import Room
 
-MAX_PIPELINED_REQUESTS = 16  # sent before the answer to the one before them: each costs some kB whatever its length
-_PIECE_BYTES = 1 << 14  # fed to the parser at once: what may be kept above a limit before it is noticed
+MAX_PIPELINED_REQUESTS = 16  # requests sent before an earlier answer; each costs some kB at any length
+_PIECE_BYTES = 1 << 14  # bytes per call of the parser, by which a limit may be exceeded
 _LINE_BYTES = 4  # colon, space and line end, which belong to a header, too
-_HANGUP_PERIOD_S = 1.0  # between two looks for a client that has left
+_HANGUP_PERIOD_S = 1.0  # between two checks for a client that has left
 
 
 class GatewayConfig(uvicorn.Config):
@@ -115,7 +115,7 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One that is complete; those behind a chunked body are counted and dropped."""
+        """Take a complete header; trailers after a chunked body are counted and dropped."""
         if self._is_refused or not self._count(len(name) + len(value) + _LINE_BYTES):
             return
         self._num_headers += 1
@@ -142,7 +142,7 @@ class BoundedConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _watch_for_hangup(self) -> None:
-        """Nothing is read while a request waits for the answer before it: the end of what is sent is not seen."""
+        """Poll for a disconnect: nothing is read while a request waits for an earlier answer."""
         self._hangup = None
         if self._is_refused or not self.pipeline:
             return
@@ -178,7 +178,7 @@ class BoundedConnection(HttpToolsProtocol):
     # ---- counts
 
     def _count(self, num_bytes: int) -> bool:
-        """Bytes of a URL or a header that are about to be kept; False: above the limit, the request is refused."""
+        """Count bytes of a URL or header before they are kept. False: above the limit, the request was refused."""
         self._has_progress = True
         self._num_header_bytes += num_bytes
         if self._num_header_bytes > self._limits.max_header_bytes:
@@ -186,7 +186,7 @@ class BoundedConnection(HttpToolsProtocol):
         return not self._is_refused
 
     def _share(self) -> None:
-        """Bring our part of what all connections keep up to date; if that is too much, somebody has to go."""
+        """Update this connection's share of the worker's bytes; above the limit, close a connection."""
         num_bytes = sum(self._unanswered) + self._num_unparsed_bytes
         num_bytes += self._num_header_bytes if self._is_in_head else 0
         has_grown = num_bytes > self.num_kept_bytes
@@ -257,7 +257,7 @@ class BoundedConnection(HttpToolsProtocol):
         return not self._is_refused and not self.transport.is_closing() and self._may_answer()
 
     def give_way(self, reason: str) -> None:
-        """Make room for others; an idle connection, which has asked nothing, is only closed."""
+        """Close this connection in favour of others, without an answer if it is idle."""
         if self._reading is not None:
             self._refuse(*self._turned_away(reason))
         else:
@@ -268,7 +268,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._keep_nothing()
 
     def _refuse(self, status: int, message: str, reason: str, code: str = "invalid_request") -> None:
-        """Say why, unless an earlier answer is under way, and close: nothing more is read."""
+        """Send the reason, unless an earlier answer is being sent, and close; nothing more is read."""
         if self._is_refused or self.transport.is_closing():
             return
         self._is_refused = True
@@ -284,7 +284,7 @@ class BoundedConnection(HttpToolsProtocol):
         self.transport.close()
 
     def _may_answer(self) -> bool:
-        """Nothing is owed to an earlier request, and this one has no answer yet."""
+        """Whether no earlier answer is outstanding and this request has none yet."""
         if self.cycle is None or self.cycle.response_complete:
             return True
         return self._is_in_request and not self.pipeline and not self.cycle.response_started

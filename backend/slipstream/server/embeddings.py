@@ -1,4 +1,4 @@
-"""POST /v1/embeddings: by the encoder models of Triton that the gateway was told of.
+"""POST /v1/embeddings, served by the encoder models that the gateway's options name.
 
 Such a model takes texts in one BYTES input and gives one vector per text in an FP32 output, named `embedding` or
 `embeddings` if there are several; both with or without a batch dimension.

@@ -1,7 +1,7 @@
-"""What all requests of a worker share, and the two ways to run one: whole, or as a stream of events.
+"""State shared by all requests of a worker, and the two ways to run one: whole, or as a stream of events.
 
-Event loop thread. A client that goes away is noticed in either way, also before the first token: its stream is
-cancelled, and Triton tells the engine.
+Event loop thread. A client that leaves is noticed in both, also before the first token: its stream is cancelled, and
+Triton cancels the request in the engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from slipstream.server.triton import GenerateStream, TritonLink, together
 from slipstream.server.usage import count_outputs
 
 _VERDICT = ("blocked", "block_reason", "block_categories")
-CLIENT_GONE = 499  # nginx's number; nobody sees it but the metrics
+CLIENT_GONE = 499  # nginx's status; appears in metrics only
 
 
 class Gateway:
@@ -56,7 +56,7 @@ class Gateway:
         writers: Sequence[Writer],
         last: Callable[[], bytes],
     ) -> EventStream:
-        """An answer whose first responses are there already, so that what is wrong with a request has its status."""
+        """A streamed answer. Waits for the first responses, so that errors of a request set the HTTP status."""
         interval = max(self.pace.enter() for _ in generations)
         try:  # whatever fails from here on, also while the requests are written, must leave the pace again
             for generation in generations:
@@ -75,7 +75,7 @@ class Gateway:
     async def _attended(
         self, http: HttpRequest, streams: Sequence[GenerateStream], keep: bool = False
     ) -> AsyncIterator[None]:
-        """Cancel the streams when the client goes, and (unless `keep`, when all went well) at the end."""
+        """Cancel the streams when the client leaves, and at the end unless `keep` and no error."""
 
         async def watch() -> None:
             while (await http.receive())["type"] != "http.disconnect":
@@ -115,14 +115,14 @@ async def _whole(stream: GenerateStream) -> Response:
 
 
 def new_head(kind: str, prefix: str, model: Model) -> dict[str, Any]:
-    """The fields that an answer and its chunks begin with."""
+    """The leading fields of an answer and its chunks."""
     return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model.name}
 
 
 def outputs_for(model: Model, *, stream: bool, n: int, usage: bool, logprobs: bool) -> tuple[str, ...]:
-    """The fewest outputs that the answer needs: each costs Triton and the gateway some microseconds per token.
+    """The outputs that the answer needs, and no more: each costs Triton and the gateway microseconds per token.
 
-    Raises ApiError where the client asks for what the model does not declare.
+    Raises ApiError if the client requests an output that the model does not declare.
     """
     names = ["text_output", "finish_reason"]
     if usage:
@@ -148,7 +148,7 @@ def require_output(model: Model, output: str, param: str, accepted: str) -> None
 
 
 def finish_reason(reason: str) -> str:
-    """In OpenAI's words. A time-out cut the text short, as a length does. Raises ApiError for an ended request."""
+    """The finish reason in OpenAI's terms; a time-out is "length". Raises ApiError for a cancelled request."""
     if reason in ("timeout", "length"):
         return "length"
     return "content_filter" if reason in ("content_filter", "blocked") else "stop"
@@ -173,7 +173,7 @@ def safety_of(model: Model, response: Response) -> dict[str, Any]:
 
 
 def check_time_out(text: str, reason: str, timeout_ms: int | None) -> None:
-    """Raises ApiError for a request that timed out before it had any text: by its own wish, or the model's limit."""
+    """Raises ApiError for a request that timed out without any text, by its own limit or the model's."""
     if reason == "timeout" and not text:
         if timeout_ms:
             raise ApiError(408, f"no token was made within timeout_ms={timeout_ms}", code="timeout", param="timeout_ms")

@@ -1,6 +1,6 @@
-"""One generation as protobuf: what goes to a model with Slipstream's tensors, and what comes back.
+"""Requests and responses of a model with Slipstream's tensors, as protobuf.
 
-Needs tritonclient and nothing else of the gateway's packages: the terminal's verbs (`chat`, `bench`) use it too.
+Needs only tritonclient of the gateway's packages, because the terminal's verbs (`chat`, `bench`) use it too.
 """
 
 from __future__ import annotations

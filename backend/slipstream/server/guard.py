@@ -1,6 +1,6 @@
-"""What every request passes before it is looked at: host, key, size, number at once. And where it is counted.
+"""Checks of every request before its endpoint (host, key, size, concurrency), and its metrics.
 
-Plain ASGI, outermost but for CORS; event loop thread. Knows no endpoint's content.
+Plain ASGI, the outermost layer after CORS; event loop thread. Knows no endpoint's content.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Guard:
         self._hosts = HostRule(options.host, options.allowed_hosts)
         self._max_body_bytes = options.max_body_bytes
         self._max_total_body_bytes = options.max_total_body_bytes
-        self._num_body_bytes = 0  # of all requests of this worker that are not answered yet
+        self._num_body_bytes = 0  # of all unanswered requests of this worker
         self._max_requests = options.max_concurrent_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +106,7 @@ class Guard:
                 raise ApiError(429, message, code="rate_limit_exceeded", retry_after_s=1)
 
     async def _receive(self, body: _Body, lease: Lease) -> Message:
-        """The next part of a body. One that says no length, or lies about it, ends at the limit."""
+        """The next part of a body. Without a correct Content-Length, the limit applies to the received bytes."""
         message = await body.receive()
         if message["type"] == "http.request":
             num_bytes = len(message.get("body", b""))
@@ -169,7 +169,7 @@ class _Answer:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]
         if error.status_code in (413, 503):
-            headers.append((b"connection", b"close"))  # what is left of the body is not read
+            headers.append((b"connection", b"close"))  # the rest of the body is not read
         if error.status_code == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         await self({"type": "http.response.start", "status": error.status_code, "headers": headers})

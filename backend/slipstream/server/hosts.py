@@ -1,7 +1,7 @@
-"""Which names a client may call the gateway by: the Host check against DNS rebinding. No state; any thread.
+"""Checks Host headers against DNS rebinding. No state; any thread.
 
-A page of evil.example whose name is made to resolve to this machine is, to a browser, of the same origin as the
-gateway: CORS does not help, but the request says `Host: evil.example`. Addresses need no check, they cannot be rebound.
+If evil.example is made to resolve to this machine, a browser takes its pages and the gateway as one origin: CORS does
+not help, but requests have `Host: evil.example`. Addresses cannot be rebound and need no check.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HostRule:
         self._endings = (".localhost", *(name[1:] for name in names if name.startswith("*.")))
 
     def check(self, hosts: list[bytes], http_version: str) -> None:
-        """hosts: the Host headers of a request. Raises ApiError: 421 for a strange name, 400 for none or several."""
+        """hosts: the Host headers of a request. Raises ApiError: 421 for an unknown name, 400 for none or several."""
         if self._is_off or (not hosts and http_version == "1.0"):
             return
         if len(hosts) != 1:

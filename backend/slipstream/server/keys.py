@@ -1,4 +1,4 @@
-"""API keys and what each may: read from a file once at start. No state; any thread.
+"""API keys and their permissions, read from a file once at start. No state; any thread.
 
 A file is a key a line, or JSON with settings per key (docs/gateway.md). Keys are kept as digests.
 """
@@ -20,7 +20,7 @@ from slipstream.core.settings import MAX_CACHE_SALT_BYTES
 
 _OPTION = "--api-key-file"
 _HEX = re.compile("[0-9a-f]{64}")
-_LIMITS = {  # what each may be at least
+_LIMITS = {  # minimum values
     "max_priority": -MAX_INT32 - 1,
     "max_num_seqs": 0,
     "requests_per_minute": 0,
@@ -31,11 +31,11 @@ _LIMITS = {  # what each may be at least
 
 @dataclass(frozen=True)
 class ApiKey:
-    """digest: SHA-256 of the key; b"" stands for callers without a key. Limits: 0 is none.
+    """digest: SHA-256 of the key; b"" is for callers without a key. Limits: 0 is none.
 
-    max_priority: the most urgent (lowest) number that a request may ask for; None: the gateway's.
-    default_max_tokens: `max_tokens` of a request that names none; 0: the model's.
-    cache_salt: parts the cached prefixes of its requests from others'; "" shares with all that have none.
+    max_priority: the most urgent (lowest) priority of a request; None: the gateway's.
+    default_max_tokens: `max_tokens` of requests without it; 0: the model's.
+    cache_salt: separates the cached prefixes of this key; "" shares with all keys without a salt.
     """
 
     name: str
@@ -53,7 +53,7 @@ def digest_of(key: bytes) -> bytes:
 
 
 def own_salt(digest: bytes) -> str:
-    """The salt of a key that names none: nobody can tell it who has not the key or its digest."""
+    """The salt of a key without one; it cannot be computed without the key or its digest."""
     return hmac.new(digest, b"slipstream cache salt", "sha256").hexdigest()
 
 
@@ -63,7 +63,7 @@ def plain_key(key: str, number: int) -> ApiKey:
 
 
 def read_keys(path: Path | None, given: Sequence[str] = ()) -> tuple[ApiKey, ...]:
-    """Those of --api-key, then the file's. Raises ConfigError for a file that holds none, and for one key twice."""
+    """Keys of --api-key, then of the file. Raises ConfigError for a file without keys and for duplicates."""
     if "" in given:
         raise ConfigError("--api-key", "", "accepted: a key that is not empty")
     keys = [plain_key(key, number) for number, key in enumerate(given, 1)]

@@ -1,9 +1,9 @@
-"""What each API key has used, counted over all worker processes in one mapped file of a fixed size.
+"""Usage of each API key, counted over all worker processes in one mapped file of a fixed size.
 
-A rate is one number: the time until which a key has used up what it may (the generic cell rate algorithm); the clock is
-the machine's monotonic one, which all processes share. Sequences at once, and the tokens that they may still cost, are
-in a row per worker: that of a worker which died is taken over, and emptied, by the one that replaces it. A few
-microseconds under a file lock a request, none a token. Event loop thread.
+Each rate limit is one number, the theoretical arrival time of the generic cell rate algorithm, on the machine's
+monotonic clock, which all processes share. Running sequences and reserved tokens are in a row per worker; the
+replacement of a worker that died resets its row. Costs a few microseconds under a file lock per request, nothing per
+token. Event loop thread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slipstream.server.metrics import is_alive
 
-MINUTE = 60.0  # seconds; a minute's worth may be used at once
+MINUTE = 60.0  # seconds; also the burst: one minute's quota may be used at once
 REQUESTS, TOKENS = 0, 1
 _BYTES = 8
 
@@ -67,11 +67,11 @@ class Ledger:
     # ---- rates
 
     def used(self, kind: int, key: int, limit: int) -> float:
-        """How many of `limit` a minute are used up now; above it after a large answer."""
+        """How many of `limit` per minute are used now; may exceed it after a large answer."""
         return max(0.0, self._all[2 * key + kind] - time.monotonic()) * limit / MINUTE
 
     def use(self, kind: int, key: int, limit: int, count: int = 1) -> float:
-        """Use `count`, if there is room for it. Returns the seconds until there would be, 0 if it was used."""
+        """Use `count` if the quota allows. Returns 0 if it was used, else the seconds until it could be."""
         cost = count * MINUTE / limit
         with self._locked():
             now = time.monotonic()
@@ -82,7 +82,7 @@ class Ledger:
         return 0.0
 
     def charge(self, kind: int, key: int, limit: int, count: int) -> None:
-        """Use `count` whether or not there is room: it has been made already, and is paid back by waiting."""
+        """Use `count` even beyond the quota: it has been generated already and delays later requests."""
         with self._locked():
             until = max(time.monotonic(), self._all[2 * key + kind])
             self._all[2 * key + kind] = until + count * MINUTE / limit
@@ -93,8 +93,8 @@ class Ledger:
         return int(sum(self._rows[1 + self._num_keys + key :: self._row_size].tolist()))
 
     def reserve(self, key: int, limit: int, count: int) -> float:
-        """Set tokens aside, if they fit beside those used up and those of other requests. Returns the seconds after
-        which what is over would be paid back, 0 if they were set aside."""
+        """Reserve tokens if the quota allows, counting used and reserved ones. Returns 0 if they were reserved, else
+        the seconds until the excess is recovered."""
         with self._locked():
             excess = self.used(TOKENS, key, limit) + self.num_reserved(key) + count - limit
             if excess > 1e-6:
@@ -103,7 +103,7 @@ class Ledger:
         return 0.0
 
     def release(self, key: int, count: int) -> None:
-        """Give up tokens that were set aside: they have been charged, or will not be made."""
+        """Release reserved tokens: they have been charged, or will not be generated."""
         self._own[1 + self._num_keys + key] -= count
 
     # ---- sequences at once
@@ -112,7 +112,7 @@ class Ledger:
         return int(sum(self._rows[1 + key :: self._row_size].tolist()))
 
     def enter(self, key: int, count: int, limit: int) -> bool:
-        """Count sequences that begin, if no more than `limit` (0: any number) are there then."""
+        """Count `count` starting sequences, unless there would be more than `limit` (0: no limit)."""
         with self._locked():
             if limit and self.num_sequences(key) + count > limit:
                 return False

@@ -11,7 +11,7 @@ Entry = dict[str, dict[str, Any]]  # token id -> logprob, rank, decoded_token; t
 
 
 def parse(text: str) -> list[Entry | None]:
-    """The entries of a response; None stands for a prompt's first token, which nothing precedes."""
+    """The entries of a response; None for the first token of a prompt, which has no context."""
     return json.loads(text) or [] if text else []
 
 

@@ -1,7 +1,7 @@
-"""The gateway's own numbers, as Prometheus reads them, summed over its worker processes.
+"""The gateway's metrics in Prometheus' format, summed over its worker processes.
 
-Every worker has a row of doubles in one mapped file and writes only its own; whichever worker is asked adds the rows
-up. A worker that is restarted takes over a dead one's row, so that counters go on counting. Event loop thread.
+Every worker writes its own row of doubles in one mapped file; the worker that is scraped sums the rows. A restarted
+worker takes over the row of a dead one, so that counters stay monotonic. Event loop thread.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def families_of(keys: Sequence[str]) -> tuple[Family, ...]:
 
 
 def _unique(keys: Sequence[str]) -> list[str]:
-    """Keys of one name, which --api-key and a file may have, are counted together."""
+    """Distinct names: keys with the same name are counted together."""
     return [name for name in dict.fromkeys(keys) if name]
 
 
@@ -148,7 +148,7 @@ class Metrics:
         self._row[self._offsets[name]] = value
 
     def total(self, name: str) -> float:
-        """Of all workers; for a family without labels."""
+        """Sum over all workers of a family without labels."""
         return sum(self._all[self._offsets[name] :: self._row_size].tolist())
 
     def count_request(self, endpoint: str, status: int) -> None:

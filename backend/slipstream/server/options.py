@@ -1,4 +1,4 @@
-"""Everything that `slipstream serve-openai` can be told, checked once. Frozen; pickled to worker processes."""
+"""All options of `slipstream serve-openai`, checked once. Frozen; pickled to worker processes."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
 @dataclass(frozen=True)
 class GatewayOptions:
     """triton_url: host:port of Triton's gRPC. checkpoints: model -> folder with its tokenizer and chat template, for
-    models whose config.pbtxt does not say an absolute path; model_repository: where relative ones count from.
+    models whose config.pbtxt has no absolute path; model_repository: base of relative paths.
 
-    api_keys: any of them is accepted; none means that everybody may call. max_priority: the most urgent (lowest) one
-    that a request may ask for, where its key does not say. aliases: public name -> model in Triton.
-    allowed_hosts: names in Host headers beside addresses, localhost and `host`.
-    metrics_url: Triton's /metrics, put behind the gateway's own. max_events_per_s: streamed events of one worker above
-    which several tokens share an event (0: never).
+    api_keys: the accepted keys; none: no key is needed. max_priority: the most urgent (lowest) priority of requests
+    whose key sets none. aliases: public name -> model in Triton.
+    allowed_hosts: names in Host headers besides addresses, localhost and `host`.
+    metrics_url: Triton's /metrics, appended to the gateway's. max_events_per_s: streamed events per second and worker
+    above which several tokens share an event (0: never).
     """
 
     triton_url: str = "localhost:8001"

@@ -1,7 +1,7 @@
-"""How many tokens share a streamed event: one, until the gateway is asked for more events than a worker can send.
+"""Number of tokens per streamed event: one, until a worker reaches its maximum rate of events.
 
-Event loop thread, one per worker. An event costs the gateway some 50 us whatever it holds, so above `max_events_per_s`
-the next requests ask the engine for several tokens per response (the first token still leaves at once).
+Event loop thread, one per worker. An event costs the gateway about 50 us at any size, so above `max_events_per_s` new
+requests ask the engine for several tokens per response (the first token is still sent at once).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _WINDOW_S = 0.5
 
 
 class Pace:
-    """num_tokens, num_events and num_disconnects are counted by the streams themselves."""
+    """The streams count num_tokens, num_events and num_disconnects."""
 
     def __init__(self, max_events_per_s: int) -> None:
         self._max_events_per_s = max_events_per_s
@@ -29,7 +29,7 @@ class Pace:
         self._changed = time.monotonic()
 
     def enter(self) -> int:
-        """A stream begins. Returns its number of tokens per event."""
+        """Register a new stream. Returns its number of tokens per event."""
         self._count(1)
         if not self._max_events_per_s:
             return 1
@@ -40,7 +40,7 @@ class Pace:
         self._count(-1)
 
     def _count(self, change: int) -> None:
-        """Keep the mean number of streams of the window, and at its end the tokens of a stream per second."""
+        """Update the window's mean number of streams, and at its end the tokens per stream and second."""
         now = time.monotonic()
         self._stream_seconds += self.num_streams * (now - self._changed)
         self._changed = now

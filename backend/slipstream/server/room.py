@@ -1,7 +1,7 @@
-"""Which connection gives way when a worker has as many of them, or of the bytes of their headers, as it keeps.
+"""Selects the connection to close when a worker reaches its limit of connections or header bytes.
 
-A client that is slow on purpose pays nothing for it: some hundred heads that never end would shut everybody out, and be
-sent anew when their time is over. So what waits for its client gives way to what comes. Event loop thread.
+Slow clients cost an attacker nothing: a few hundred unfinished requests could occupy all connections for good. So a
+connection that waits for its client is closed in favour of a new one. Event loop thread.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Guest(Protocol):
-    """A connection. num_kept_bytes: of the headers of its requests. may_give_way: no answer of it is under way."""
+    """A connection. num_kept_bytes: headers of its requests. may_give_way: none of its answers is being sent."""
 
     @property
     def address(self) -> str: ...
@@ -26,7 +26,7 @@ class Guest(Protocol):
 
 
 class Room:
-    """Of all connections of a worker. num_bytes: what they keep of headers, counted by themselves."""
+    """All connections of a worker. num_bytes: their header bytes, counted by the connections."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -56,9 +56,9 @@ class Room:
         self._reading.pop(guest, None)
 
     def longest_waiting(self, newcomer: Guest) -> Guest | None:
-        """An idle connection, or else one whose request is not complete: that which has waited longest.
+        """The connection that has waited longest: an idle one, else one with an incomplete request.
 
-        Of an address that has at least the average number of connections: who floods the gateway makes room itself.
+        Only from addresses with at least the average number of connections, so that a flood displaces itself.
         """
         average = self._num_of.total() / max(1, len(self._num_of))
         for guest in chain(self._idle, self._reading):
@@ -67,7 +67,7 @@ class Room:
         return None
 
     def largest_head(self, newcomer: Guest) -> Guest | None:
-        """Of those whose request is not complete, that which keeps most; of equal ones the first."""
+        """The connection with an incomplete request that keeps the most bytes; of equal ones the first."""
         others = [guest for guest in self._reading if guest is not newcomer and guest.may_give_way()]
         largest = max(others, key=lambda guest: guest.num_kept_bytes, default=None)
         return largest if largest is not None and largest.num_kept_bytes else None

@@ -1,6 +1,6 @@
 """Run the gateway: one process, or several behind one listening socket. Called by `slipstream serve-openai`.
 
-The parent of several does nothing but hold the socket, start workers, and start another for one that died.
+The parent of several workers only holds the socket and starts workers, again when one died.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CHECK_S = 0.5
 
 
 def serve(options: GatewayOptions) -> None:
-    """Until SIGTERM or SIGINT; requests in flight then have options.shutdown_timeout_s."""
+    """Serve until SIGTERM or SIGINT; in-flight requests then get options.shutdown_timeout_s."""
     _raise_file_limit(options.max_connections * 2 + 256)
     with tempfile.TemporaryDirectory(prefix="slipstream-gateway-") as folder:
         shared = make_shared(Path(folder), options)

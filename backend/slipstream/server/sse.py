@@ -85,7 +85,7 @@ class EventStream(HttpResponse):
         tasks = [asyncio.create_task(self._write(*stream, writer, meter, send)) for stream, writer, meter in each]
         try:
             await asyncio.gather(*tasks)
-        finally:  # nobody may send once the error or the end is sent
+        finally:  # nothing may be sent after the error or the end
             await asyncio.wait(tasks, timeout=GRACE_S)
             self.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -125,7 +125,7 @@ async def _body(send: Send, data: bytes, more: bool) -> None:
 
 
 class TextEvents:
-    """The events of plain text, by far the most frequent: JSON around the text is made once, not per token."""
+    """Events of plain text, the usual case: the JSON around the text is built once, not per token."""
 
     def __init__(self, before: dict[str, Any], make_choice: Callable[[str], dict[str, Any]]) -> None:
         mark = "\u2400text\u2400"

@@ -1,6 +1,7 @@
-"""Who calls, what that key may, and what it has used: priorities, cached prefixes, rates, sequences at once.
+"""Applies the limits of API keys: priorities, cache salts, rates, concurrent sequences.
 
-A Lease is one HTTP request's: guard.py begins and ends it, the endpoints ask it for sequences. Event loop thread.
+Each HTTP request has a Lease: guard.py begins and ends it, endpoints register their sequences with it. Event loop
+thread.
 """
 
 from __future__ import annotations
@@ -21,17 +22,17 @@ if TYPE_CHECKING:
     from slipstream.server.catalog import Model
     from slipstream.server.generation import Generation, Response
 
-BYTES_PER_TOKEN = 4  # of a prompt that is text, until the model has counted its tokens
+BYTES_PER_TOKEN = 4  # estimate for text prompts, until the model has counted the tokens
 _COUNTS = ("num_input_tokens", "num_output_tokens")
-_CHARGED_AT_ONCE = 64  # tokens of a stream that are counted here before they are charged
+_CHARGED_AT_ONCE = 64  # tokens of a stream per charge
 
 
 class Tenants:
-    """keys: none means that everybody may call, as one tenant without limits."""
+    """keys: empty: no key is needed, and all callers are one tenant without limits."""
 
     def __init__(self, keys: Sequence[ApiKey], max_priority: int, ledger: Ledger, metrics: Metrics) -> None:
         self._keys, self._max_priority, self._ledger, self._metrics = keys, max_priority, ledger, metrics
-        # Looked up under a secret of this process: how long it takes tells nothing of a key that is nearly right.
+        # Keyed digests with a secret of this process, so that timing reveals nothing about keys.
         self._secret = secrets.token_bytes(32)
         self._index_of = {self._blind(key.digest): index for index, key in enumerate(keys)}
 
@@ -59,14 +60,14 @@ class Tenants:
 
 
 class Lease:
-    """is_refused: this process turned the request away, and has counted why."""
+    """is_refused: the request was refused here and the reason counted."""
 
     def __init__(self, key: ApiKey, index: int, max_priority: int, ledger: Ledger, metrics: Metrics) -> None:
         self._key, self._index, self._ledger, self._metrics = key, index, ledger, metrics
         self._max_priority = max_priority if key.max_priority is None else key.max_priority
         self._num_sequences = 0
         self._num_uncharged = 0
-        self._num_reserved = 0  # tokens that are set aside, and not charged yet
+        self._num_reserved = 0  # tokens reserved and not charged yet
         self.is_refused = False
 
     def count_refusal(self, reason: str) -> None:
@@ -87,7 +88,7 @@ class Lease:
                 raise self._too_many("requests", limit, wait_s)
 
     def enter(self, num_sequences: int) -> None:
-        """Count sequences that are about to run. Raises ApiError (429) if they are more than the key may have."""
+        """Count sequences that are about to run. Raises ApiError (429) if the key exceeds its limit."""
         limit = self._key.max_num_seqs
         if limit and num_sequences > limit:
             message = f"The request has {num_sequences} sequences (n for each prompt), accepted: at most {limit}"
@@ -103,7 +104,7 @@ class Lease:
         self._num_sequences += num_sequences if self._key.digest else 0
 
     def prepare(self, generations: Sequence[Generation], model: Model) -> None:
-        """Give generations what the key says of them, count them, and set their tokens aside. Raises ApiError."""
+        """Apply the key's settings to generations, count them and reserve their tokens. Raises ApiError."""
         for generation in generations:
             self._set_priority(generation)
             self._set_salt(generation)
@@ -118,9 +119,9 @@ class Lease:
             )
 
     def reserve(self, num_prompt: int, num_output: int = 0) -> None:
-        """Set aside what a request may cost. Raises ApiError (429) if its key has not so many tokens left.
+        """Reserve the tokens that a request may cost. Raises ApiError (429) if its key has too few left.
 
-        One that may cost more than a minute's tokens is let in when the key has used none.
+        A request that may cost more than a minute's quota is admitted when the key has used none of it.
         """
         limit = self._key.tokens_per_minute
         if not limit:
@@ -158,7 +159,7 @@ class Lease:
     # ---- tokens
 
     def meter(self) -> Meter | None:
-        """What counts the tokens of one generation; None for a key without such a limit."""
+        """The token counter of one generation; None for a key without token limits."""
         return Meter(self) if self._key.tokens_per_minute else None
 
     def add_tokens(self, count: int) -> None:
@@ -167,7 +168,7 @@ class Lease:
             self._charge()
 
     def _charge(self) -> None:
-        """What was made is used up now, and need not be set aside any more."""
+        """Charge the generated tokens and release their reservation."""
         if self._num_uncharged and self._key.tokens_per_minute:
             self._ledger.charge(TOKENS, self._index, self._key.tokens_per_minute, self._num_uncharged)
             self._release(min(self._num_uncharged, self._num_reserved))
@@ -181,7 +182,7 @@ class Lease:
     # ---- parts
 
     def _set_priority(self, generation: Generation) -> None:
-        """A request that names none gets the model's, 0, or the most urgent that the key may have."""
+        """Without a priority of its own, a request gets 0, or the most urgent one that its key allows."""
         asked, most = generation.sampling.get("priority"), self._max_priority
         if asked is None:
             if most > 0:
@@ -193,7 +194,7 @@ class Lease:
             raise ApiError(400, message, param="priority")
 
     def _set_salt(self, generation: Generation) -> None:
-        """The key's, and the client's own below it: no salt of one key reaches what another has cached."""
+        """Combine the key's salt with the client's, so that keys cannot reach each other's cached prefixes."""
         salt, own = self._key.cache_salt, generation.sampling.get("cache_salt", "")
         if salt and own:
             generation.sampling["cache_salt"] = hmac.new(salt.encode(), own.encode(), "sha256").hexdigest()
@@ -212,20 +213,20 @@ class Lease:
 
 
 def num_prompt_tokens(prompt: str | Sequence[int]) -> int:
-    """An estimate for a text, which is tokenised later; charged is what the model counts."""
+    """Number of prompt tokens, estimated for text; the model's count is charged."""
     if not isinstance(prompt, str):
         return len(prompt)
     return -(-len(prompt.encode("utf-8", "replace")) // BYTES_PER_TOKEN)
 
 
 def most_output_tokens(generation: Generation, model: Model) -> int:
-    """Of all its sequences; without `max_tokens` the model's own, of a chat the model's length."""
+    """Max output tokens over all sequences; without `max_tokens` the model's default, for chats the model's length."""
     asked = generation.sampling.get("max_tokens", model.default_max_tokens)
     return generation.sampling.get("n", 1) * min(asked, model.max_model_len or UNLIMITED_TOKENS)
 
 
 class Meter:
-    """Tokens of one generation: its prompt once, and what each response brings."""
+    """Counts the tokens of one generation: its prompt once, then those of each response."""
 
     def __init__(self, lease: Lease) -> None:
         self._lease, self._has_prompt = lease, False

@@ -1,4 +1,4 @@
-"""The exact bytes of tokens, for `logprobs`: a token may be part of a character, which no text can show.
+"""The exact bytes of tokens, for `logprobs`: a token may be part of a character, which text cannot represent.
 
 Built at the first request that asks for log-probabilities; immutable afterwards.
 """
@@ -13,13 +13,13 @@ from slipstream.core.token_table import TokenTable, build_token_table
 
 
 class TokenBytes:
-    """folder: that of tokenizer.json, or None: then the text that the engine sends is all there is."""
+    """folder: that of tokenizer.json; None: use the engine's text instead."""
 
     def __init__(self, folder: Path | None) -> None:
         self._file = folder / "tokenizer.json" if folder is not None else None
 
     def prepare(self) -> None:
-        """Build the table, which takes up to a second: on another thread than the event loop's."""
+        """Build the table. Takes up to a second: do not call it on the event loop."""
         _ = self._table
 
     def of(self, token_id: int, text: str) -> list[int]:

@@ -1,7 +1,7 @@
 """The gateway's side of Triton's gRPC: one long-lived channel, one bidirectional stream per request.
 
-Event loop thread. A stream per request costs less than many requests on one (24 against 33 us a message),
-and ending it is the cancel that Triton passes on to the engine. Knows nothing of OpenAI.
+Event loop thread. A stream per request costs less than many requests on one (24 against 33 us per message), and ending
+it cancels the request in the engine. Knows nothing of OpenAI.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.server.generation import Generation, Response
 
 UNARY_TIMEOUT_S = 10.0
 GRACE_S = 0.25
-END_TIMEOUT_S = 5.0  # for the end of a stream whose error is already there: the client waits for it
+END_TIMEOUT_S = 5.0  # max wait for the end of a stream after its error; the client waits for it
 Result = TypeVar("Result")
 _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
@@ -75,9 +75,9 @@ class GenerateStream:
                 return Response(self._positions, response.raw_output_contents)
 
     async def _drain(self, message: service_pb2.ModelStreamInferResponse) -> None:
-        """Wait for the end of a request whose last response was an error, before anybody cancels its stream.
+        """Wait for the end of a request whose last response was an error, before its stream is cancelled.
 
-        Server 2.51 loses track of a request that is cancelled while it ends: its model is then never unloaded.
+        If a request is cancelled while it ends, server 2.51 never unloads its model.
         """
         parameters = message.infer_response.parameters
         if not parameters or parameters["triton_final_response"].bool_param:
@@ -100,9 +100,9 @@ class GenerateStream:
 
 
 async def together(parts: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results, in order. After the first ApiError the others have a moment to end by themselves.
+    """All results, in order. After the first ApiError the others get END_TIMEOUT_S to end by themselves.
 
-    A fault of the whole request is theirs too, and must not be cancelled while it is being said (see _drain).
+    Often they end with the same error, and must not be cancelled in that moment (see _drain).
     """
     tasks = [asyncio.ensure_future(part) for part in parts]
     try:
@@ -114,7 +114,7 @@ async def together(parts: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]
 
 @dataclass
 class TritonLink:
-    """One per worker process; make it on the event loop that uses it."""
+    """One per worker process; construct it on the event loop that uses it."""
 
     url: str
     _channel: grpc.aio.Channel = field(init=False)
@@ -127,7 +127,7 @@ class TritonLink:
         await self._channel.close()
 
     def generate(self, generations: Sequence[Generation]) -> list[GenerateStream]:
-        """A stream for each, opened only when all are valid. Raises UnicodeEncodeError for half a surrogate."""
+        """A stream for each, opened only if all are valid. Raises UnicodeEncodeError for a lone surrogate."""
         requests = [generation.to_proto() for generation in generations]
         return [GenerateStream(self._stub.ModelStreamInfer(), request) for request in requests]
 
@@ -138,7 +138,7 @@ class TritonLink:
             return False
 
     async def index(self) -> list[service_pb2.RepositoryIndexResponse.ModelIndex]:
-        """All models that the server knows, whatever their state."""
+        """All models that the server knows, in any state."""
         return list((await self._unary(self._stub.RepositoryIndex, service_pb2.RepositoryIndexRequest())).models)
 
     async def config(self, model: str) -> Any:

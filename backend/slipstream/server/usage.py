@@ -12,7 +12,7 @@ DRAFT_COUNTS = ("total_draft_tokens", "total_accepted_draft_tokens")
 
 
 def count_outputs(model: Model) -> tuple[str, ...]:
-    """What a Usage reads of each response: nothing of a model that does not count its tokens."""
+    """The outputs that a Usage reads; none for a model that does not count its tokens."""
     if not {"num_input_tokens", "num_output_tokens"} <= model.outputs:
         return ()
     names = COUNTS + DRAFT_COUNTS if model.has_speculation else COUNTS
@@ -20,7 +20,7 @@ def count_outputs(model: Model) -> tuple[str, ...]:
 
 
 class Usage:
-    """Of a model that does not count its tokens there is none: null, no guess."""
+    """Token counts of a request; null for a model that does not count its tokens."""
 
     def __init__(self, model: Model) -> None:
         names = count_outputs(model)
@@ -30,16 +30,16 @@ class Usage:
         self.prompt_tokens = 0
         self._cached_tokens: dict[int, int] = {}
         self.completion_tokens = 0
-        self._drafted: dict[int, int] = {}  # by sequence: the engine's counts are totals
+        self._drafted: dict[int, int] = {}  # by sequence: the engine's counts are cumulative
         self._accepted: dict[int, int] = {}
 
     def add(self, response: Response, index: int = 0, is_prompt_new: bool = False) -> None:
-        """Count a response of sequence `index`; is_prompt_new: of a further prompt."""
+        """Count a response of sequence `index`; is_prompt_new: the first of another prompt."""
         if not self._has_counts:
             return
         num_prompt = response.integer("num_input_tokens")
         self.prompt_tokens = self.prompt_tokens + num_prompt if is_prompt_new else max(self.prompt_tokens, num_prompt)
-        if self._has_cached and (is_prompt_new or index == 0):  # what its siblings find is the first sequence's
+        if self._has_cached and (is_prompt_new or index == 0):  # the other sequences only reuse the first one's prompt
             num_cached = response.integer("kv_cache_reused_blocks") * self._block_size
             self._cached_tokens[index] = min(num_prompt, num_cached)
         self.completion_tokens += sum(response.integers("num_output_tokens"))

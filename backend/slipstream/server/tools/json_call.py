@@ -1,7 +1,7 @@
 """One tool call written as JSON, read as it is generated: {"name": "f", "arguments": {...}} -> events.
 
-A scanner, not a parser: it follows strings and brackets, so that arguments pass on character by character before the
-object is whole. Holds the state of one call; the formats around it are in parsers.py.
+A scanner, not a parser: it follows strings and brackets, so that arguments stream character by character before the
+object is complete. Holds the state of one call; the formats around it are in parsers.py.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ Event = Content | CallStart | CallArguments
 
 
 class JsonCall:
-    """feed() until is_done; `raw` is the text so far. name: known beforehand (perhaps with an id), then the text is
-    the arguments alone.
+    """feed() until is_done; `raw` is the text so far. name: if it is known beforehand (perhaps with an id), the text
+    contains the arguments only.
 
-    is_broken: this is no JSON object, or no call; nothing was emitted then and `raw` is what was said.
+    is_broken: the text is no JSON object or no call; nothing was emitted and `raw` is the text.
     """
 
     def __init__(self, name: str = "", call_id: str = "") -> None:
@@ -62,7 +62,7 @@ class JsonCall:
         self._has_arguments = False
 
     def feed(self, text: str) -> tuple[list[Event], str]:
-        """(events, what lies behind the call)."""
+        """(events, text after the call)."""
         for index, char in enumerate(text):
             self._take(char)
             if self.is_done or self.is_broken:
@@ -127,7 +127,7 @@ class JsonCall:
                 self._end_string(whole)
 
     def _end_string(self, whole: str) -> None:
-        """A string of the call's own level: a key, or the name."""
+        """End a string at the top level of the call: a key, or the name."""
         try:
             text = json.loads(whole, strict=False)
         except ValueError:
@@ -149,7 +149,7 @@ class JsonCall:
             self.is_done = True
 
     def _argue(self, char: str) -> None:
-        """Keep a character that belongs to the value of the arguments."""
+        """Append a character of the arguments' value."""
         if self._is_value and self._key in ARGUMENT_KEYS and (self._depth > 1 or char not in _SPACE or self._string):
             self._has_arguments = True
             self._arguments += char

@@ -1,7 +1,7 @@
-"""The ways in which models write tool calls into their text: Hermes / Qwen, Llama 3, Mistral, and forced by a grammar.
+"""Parsers of tool calls in a model's text: Hermes / Qwen, Llama 3, Mistral, and calls forced by a grammar.
 
-A parser belongs to one answer: feed() takes text as it comes, finish() what is left. Text that only looks like a call
-comes out as content. Marks may be split over tokens, so what could begin one is held back.
+A parser belongs to one answer: feed() takes text deltas, finish() the rest. Text that only looks like a call becomes
+content. Marks may be split over tokens, so a possible beginning of one is held back.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class ToolParser(Protocol):
 
 
 def held_back(text: str, mark: str) -> int:
-    """Length of the end of `text` that may be the beginning of `mark`, with the white space before it."""
+    """Length of the suffix of `text` that may begin `mark`, including white space before it."""
     for length in range(min(len(text), len(mark) - 1), 0, -1):
         if mark.startswith(text[-length:]):
             break
@@ -30,8 +30,8 @@ def held_back(text: str, mark: str) -> int:
 
 
 def _read_up_to(mark: str, text: str, events: list[Event]) -> tuple[bool, str]:
-    """Tell the content before `mark`. Returns whether the mark is there, and what lies behind it; if it is not, the end
-    of the text that may begin one."""
+    """Emit the content before `mark`. Returns whether the mark was found, and the text after it; if not found, the
+    suffix that may begin one."""
     before, found, after = text.partition(mark)
     if found:
         if before.strip():
@@ -61,7 +61,7 @@ class HermesParser:
         return events
 
     def _step(self, events: list[Event]) -> bool:
-        """Consume some of the text. False when more of it is needed."""
+        """Consume some of the text. Returns False if more text is needed."""
         if self._call is None:
             return self._read_content(events)
         found, rest = self._call.feed(self._text)
@@ -159,7 +159,7 @@ class CallList:
         self._call: JsonCall | None = None
 
     def feed(self, text: str) -> tuple[list[Event], str]:
-        """(events, what lies behind the list)."""
+        """(events, text after the list)."""
         events: list[Event] = []
         while text and not self.is_done:
             if self._call is None:
@@ -209,7 +209,7 @@ class MistralParser:
         return self._begin() if self._is_calling else self._read_content(events)
 
     def _begin(self) -> bool:
-        """Behind the mark: a list, or a name and then the arguments."""
+        """After the mark: a list, or a name and then the arguments."""
         text = self._text.lstrip()
         if text.startswith("["):
             self._reader = CallList()

@@ -1,4 +1,4 @@
-"""Which tool format a model has, and what a request's `tools` and `tool_choice` ask of it. Pure functions."""
+"""Selects a model's tool format, and plans a request's `tools` and `tool_choice`. Pure functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ALPHANUMERIC = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """shows_marks: the format's marks are special tokens, which must be asked for to be seen."""
+    """shows_marks: the format's marks are special tokens, which are output only on request."""
 
     name: str
     make_parser: Callable[[Collection[str]], ToolParser]
@@ -54,7 +54,7 @@ def select_format(asked: str, template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True)
 class ToolUse:
-    """guide: what the text must be, if the choice forces calls. make_parser: None when the text is content alone."""
+    """guide: the grammar of the text, if the choice forces calls. make_parser: None if the text is only content."""
 
     tools: list[dict[str, Any]] | None = None
     guide: dict[str, Any] | None = None
@@ -64,7 +64,7 @@ class ToolUse:
 
 
 def plan_tools(request: ChatRequest, form: ToolFormat | None) -> ToolUse:
-    """Raises ApiError for a choice without its tool, or tools that the model has no way to call."""
+    """Raises ApiError for a choice of an unknown tool, or for tools if the model has no tool format."""
     tools, choice = request.tools or [], request.tool_choice
     if not tools:
         if choice in (None, "none"):
@@ -103,7 +103,7 @@ def _parameters(tool: Tool) -> dict[str, Any]:
 
 
 def _list_schema(tools: list[Tool], is_parallel: bool | None) -> dict[str, Any]:
-    """A list of at least one call; `name` comes first, so that a stream can say it first."""
+    """The schema of a list of at least one call; `name` is first, so that it can be streamed first."""
     calls = [
         {
             "type": "object",
