@@ -218,7 +218,11 @@ bool EngineLink::receive(int timeout_ms, const std::function<void(FrameType, std
   std::copy(buffer_.begin() + static_cast<long>(begin_), buffer_.begin() + static_cast<long>(end_), buffer_.begin());
   end_ -= begin_;
   begin_ = 0;
-  if (wanted > buffer_.size() || end_ == buffer_.size()) buffer_.resize(std::max(wanted, 2 * buffer_.size()));
+  if (wanted > buffer_.size() || end_ == buffer_.size()) {
+    buffer_.resize(std::max(wanted, 2 * buffer_.size()));
+  } else if (end_ == 0 && buffer_.size() > kReceiveBytes) {  // a large frame is done, and the next one is seldom large
+    std::vector<char>(kReceiveBytes).swap(buffer_);
+  }
   return true;
 }
 
