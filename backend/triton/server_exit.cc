@@ -1,5 +1,7 @@
 #include "server_exit.h"
 
+#include <dlfcn.h>
+#include <link.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -7,6 +9,7 @@
 #include <fstream>
 #include <iterator>
 #include <optional>
+#include <vector>
 
 namespace slipstream {
 namespace {
@@ -24,15 +27,10 @@ bool is_tritonserver() {
   return file.substr(file.rfind('/') + 1) == "tritonserver";
 }
 
-// Whether models of another backend may be loaded, whose requests nobody here sees.  An ensemble's code is the server's.
-bool has_other_backends() {
-  const std::string prefix = "/libtriton_", ours = "/libtriton_slipstream.so";
-  std::ifstream maps("/proc/self/maps");
-  for (std::string line; std::getline(maps, line);) {
-    const size_t at = line.rfind(prefix);
-    if (at != std::string::npos && line.compare(at, ours.size(), ours) != 0) return true;
-  }
-  return false;
+// Of the library that this address belongs to.
+const void* base_of(const void* address) {
+  Dl_info found{};
+  return dladdr(address, &found) != 0 ? found.dli_fbase : nullptr;
 }
 
 // Not through Triton's log, whose lock may be held for ever by a thread that crashed.
@@ -79,6 +77,27 @@ void ExitGuard::run() {
       end_process(1, "the server has not ended within --exit-timeout-secs and 5 s");
     }
   }
+}
+
+// An ensemble's code is the server's, and Python backends of any name run in libtriton_python.so.
+bool has_other_backends() {
+  std::vector<std::string> libraries;
+  const auto note = [](dl_phdr_info* info, size_t, void* found) {
+    if (info->dlpi_name != nullptr && info->dlpi_name[0] != '\0') {
+      static_cast<std::vector<std::string>*>(found)->push_back(info->dlpi_name);
+    }
+    return 0;
+  };
+  dl_iterate_phdr(note, &libraries);
+  const void* const ours = base_of(reinterpret_cast<const void*>(&has_other_backends));
+  for (const std::string& path : libraries) {
+    void* library = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD);
+    if (library == nullptr) continue;  // unloaded meanwhile
+    const void* entry = dlsym(library, "TRITONBACKEND_ModelInstanceExecute");  // its own, or of a library that it needs
+    dlclose(library);
+    if (entry != nullptr && base_of(entry) != ours) return true;
+  }
+  return false;
 }
 
 bool ServerExit::has_begun() {

@@ -68,6 +68,10 @@ class ExitGuard {
   std::thread thread_;
 };
 
+// Whether the library of another backend is in this process: its requests are seen by nobody here.  A backend is known by
+// the function that Triton calls of it, whatever its file is called (`runtime` in config.pbtxt names any).
+bool has_other_backends();
+
 // The last --exit-timeout-secs of a command line as /proc gives it (arguments that end with a zero byte), or 30 s.
 std::chrono::seconds exit_timeout_of(const std::string& command_line);
 
