@@ -121,6 +121,25 @@ def test_a_large_stop_request_stops_the_other_and_leaves_nothing(backend: Backen
     assert not null_server.server._handles_by_id
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"id": "x" * 1025}, "id: got 1025 bytes, accepted: at most 1024"),
+        ({"id": "x" * 5000}, "id: got 5000 bytes, accepted: at most 1024"),
+        ({"sampling_parameters": '{"request_id": "one"}'}, "request_id: unknown"),
+    ],
+)
+def test_no_id_is_larger_than_what_is_read_of_a_large_request_at_once(
+    backend: Backend, null_server: InThread, given: dict[str, str], words: str
+) -> None:
+    """Else it would run with an id that nobody knows, and no stop request would find it."""
+    for number, text in enumerate(["def f(x):", LARGE], 1):
+        backend.request(number, 1, text=text, **given)
+        (answer,) = backend.responses_of(number)
+        assert answer.error_code == ErrorCode.INVALID_ARG and words in answer.error_message
+    assert not null_server.server._handles_by_id
+
+
 def test_a_large_request_that_is_refused_at_once_leaves_nothing(
     backend: Backend, null_server: InThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -37,6 +37,7 @@ OURS = (SLIPSTREAM,)
 MAX_BIAS = 100.0  # of one token's logit, either way
 MAX_CACHE_SALT_BYTES = 256
 MAX_CHOICES = 128
+MAX_REQUEST_ID_BYTES = 1024  # as of the id that is not a parameter, kMaxRequestIdBytes
 MAX_TIMEOUT_US = 2**63 - 1
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 
@@ -129,7 +130,7 @@ _SERVING = (
     Setting("timeout_ms", Integer(0), 0, "The request ends with finish_reason `timeout` after so long; 0 for none. Also Triton's own request timeout.", {"timeout_ms": OURS}, openai=PASSED_ON),
     # Fields of Triton's own that HTTP `generate` (2.51) takes for parameters.
     Setting("timeout_us", Integer(0, MAX_TIMEOUT_US), 0, "Triton's request timeout, in microseconds.", parameters=("timeout",), is_in_json=False),
-    Setting("request_id", Text(), "", "Triton's request id.", parameters=("id", "request_id"), is_in_json=False),
+    Setting("request_id", Text(MAX_REQUEST_ID_BYTES), "", "Triton's request id.", parameters=("id", "request_id"), is_in_json=False),
 )  # fmt: skip
 
 _FLAGS = (
