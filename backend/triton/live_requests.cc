@@ -47,7 +47,8 @@ void send_error(
     TRITONBACKEND_ResponseFactory* factory, TRITONSERVER_Error_Code code, const std::string& message, bool is_final) {
   TRITONBACKEND_Response* response = nullptr;
   if (!log_if_failed(TRITONBACKEND_ResponseNewFromFactory(&response, factory), "cannot make an error response")) return;
-  TRITONSERVER_Error* error = TRITONSERVER_ErrorNew(code, message.c_str());
+  const std::string told = message + " [" + code_name(code) + "]";
+  TRITONSERVER_Error* error = TRITONSERVER_ErrorNew(code, told.c_str());
   const uint32_t flags = is_final ? TRITONSERVER_RESPONSE_COMPLETE_FINAL : 0;
   log_if_failed(TRITONBACKEND_ResponseSend(response, flags, error), "cannot send an error response");
   TRITONSERVER_ErrorDelete(error);

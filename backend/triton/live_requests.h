@@ -69,7 +69,7 @@ class LiveRequests {
   std::vector<uint64_t> watched_;  // of the watcher thread
 };
 
-// Answer with an error and end the request; the factory is deleted.
+// Answer with an error, whose text then ends with its code.
 void send_error(
     TRITONBACKEND_ResponseFactory* factory, TRITONSERVER_Error_Code code, const std::string& message,
     bool is_final = true);

@@ -14,6 +14,20 @@ class BackendError : public std::runtime_error {
   const TRITONSERVER_Error_Code code;
 };
 
+// As it ends each error that clients read: a gRPC stream of Triton carries the text alone.
+inline const char* code_name(TRITONSERVER_Error_Code code) {
+  switch (code) {
+    case TRITONSERVER_ERROR_INTERNAL: return "INTERNAL";
+    case TRITONSERVER_ERROR_NOT_FOUND: return "NOT_FOUND";
+    case TRITONSERVER_ERROR_INVALID_ARG: return "INVALID_ARG";
+    case TRITONSERVER_ERROR_UNAVAILABLE: return "UNAVAILABLE";
+    case TRITONSERVER_ERROR_UNSUPPORTED: return "UNSUPPORTED";
+    case TRITONSERVER_ERROR_ALREADY_EXISTS: return "ALREADY_EXISTS";
+    case TRITONSERVER_ERROR_CANCELLED: return "CANCELLED";
+    default: return "UNKNOWN";
+  }
+}
+
 // Throw what a C API call returned, if it is an error.
 inline void check(TRITONSERVER_Error* error) {
   if (error == nullptr) return;

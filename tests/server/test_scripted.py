@@ -111,16 +111,22 @@ def test_a_conversation_with_calls_reaches_the_template(fake_client: openai.Open
         ),
         (["UNAVAILABLE", "the engine was killed; it is being restarted"], openai.InternalServerError, "unavailable"),
         (["INTERNAL", "a bug"], openai.InternalServerError, "internal_error"),
-        (["", "top_k: got -7, accepted: ..."], openai.BadRequestError, None),
-        (["", "nonsense: unknown sampling parameter; did you mean"], openai.BadRequestError, None),
-        (["", "prompt: has 600 tokens, accepted: ..."], openai.BadRequestError, "context_length_exceeded"),
-        (["", "4 requests are waiting; max_waiting_requests=4"], openai.RateLimitError, "rate_limit_exceeded"),
+        (["", "top_k: got -7, accepted: ... [INVALID_ARG]"], openai.BadRequestError, None),
+        (["", "nonsense: unknown sampling parameter; did you mean [INVALID_ARG]"], openai.BadRequestError, None),
         (
-            ["", "the engine of model 'llm' was killed; it is being restarted"],
+            ["", "prompt: has 600 tokens, accepted: ... [INVALID_ARG]"],
+            openai.BadRequestError,
+            "context_length_exceeded",
+        ),
+        (["", "4 requests wait; max_waiting_requests=4 [UNAVAILABLE]"], openai.RateLimitError, "rate_limit_exceeded"),
+        (["", "too many grammars are being compiled [UNAVAILABLE]"], openai.InternalServerError, "unavailable"),
+        (["", "the request has 2000 parameters, accepted: ... [INVALID_ARG]"], openai.BadRequestError, None),
+        (
+            ["", "the engine of model 'llm' was killed; it is being restarted [UNAVAILABLE]"],
             openai.InternalServerError,
             "unavailable",
         ),
-        (["", "the model is being unloaded"], openai.InternalServerError, "unavailable"),
+        (["", "the model is being unloaded [UNAVAILABLE]"], openai.InternalServerError, "unavailable"),
         (["", "Request for unknown model: 'x' is not found"], openai.NotFoundError, "model_not_found"),
         (["", "Request for unknown model: 'x' has no available versions"], openai.InternalServerError, "unavailable"),
         (["", "KeyError: 'x'"], openai.InternalServerError, "internal_error"),
@@ -132,7 +138,8 @@ def test_faults_before_the_first_token(
     for stream in (False, True):
         with pytest.raises(error) as caught:
             ask(fake_client, "plain", {"pieces": [], "fail": fault}, stream=stream)
-        assert caught.value.code == code and fault[1] in caught.value.message
+        assert caught.value.code == code and fault[1].partition(" [")[0] in caught.value.message
+        assert "[" not in caught.value.message.partition("accepted")[2], "the code is told by the status"
         assert caught.value.status_code != 503 or caught.value.response.headers["retry-after"]
 
 

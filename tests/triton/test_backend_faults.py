@@ -114,7 +114,7 @@ def test_every_stream_is_answered_when_the_engine_fails(stays_down: TritonServer
         stream.wait(num_ends=10)
         assert len(stream.errors) == 9
         assert all(error.startswith("the engine of model 'llm' ") for error in stream.errors)
-        assert all(error.endswith("; it is being restarted") for error in stream.errors)
+        assert all(error.endswith("; it is being restarted [UNAVAILABLE]") for error in stream.errors)
         stream.send("llm", "while it is down")
         stream.wait(num_ends=11)
         assert "is being restarted" in stream.errors[-1], "not kept for the next engine"
@@ -131,7 +131,7 @@ def test_the_client_learns_how_the_engine_died(stays_down: TritonServer) -> None
     assert len(stream.texts()) == 2 and stream.is_complete
     [error] = stream.errors()
     # its output may hold paths, stale lines and other clients' values: that is for the log alone
-    assert error == "the engine of model 'llm' was killed by signal 9 (Killed); it is being restarted"
+    assert error == "the engine of model 'llm' was killed by signal 9 (Killed); it is being restarted [UNAVAILABLE]"
     healthy.wait_until(lambda: "serving llm version 1" in healthy.log.rpartition("its last lines:")[2], "the log")
     status, reply = healthy.post("/v2/models/llm/generate", {"text_input": "x"})
     assert status >= 400 and b"is being restarted" in reply  # 400 on server 2.51, whatever the error code

@@ -2,52 +2,50 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
-from slipstream.core.answer_faults import fault_of
-from slipstream.core.errors import CapacityError, EngineError, RequestError
+from slipstream.core.answer_faults import fault_of, with_code, without_code
+from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
+
+WAITING = "3 requests of 9000 bytes wait to be tokenised, this has 4000; max_waiting_requests=3, max_tokenizing_bytes=1"
 
 
 @pytest.mark.parametrize(
-    "message",
+    ("message", "fault"),
     [
-        "3 requests are running and 8 waiting; max_num_seqs=3, max_waiting_requests=8",
-        "8 requests are waiting and 3 running; max_waiting_requests=8, max_num_seqs=3",
-        "the engine of model 'llm' was killed (signal 9):\nout of memory; it is being restarted",
-        "the model is being unloaded",
-        "model 'llm' is being unloaded",
-        "the model was unloaded before the request ended",
-        "guarded was unloaded",
-        "the server is shutting down",
-        "the server is shutting down and the request did not end within drain_timeout_s",
-        "the server is shutting down: Server exiting",
-        "triton_url: nothing answers gRPC at 127.0.0.1:1; accepted: host:port of this server's gRPC",
-        "llm was silent for longer than llm_timeout_ms=100",
-        "Server exiting",
-        "Request timeout expired",
-        "[request id: 7] Exceeds maximum queue size",
-        "in ensemble 'ensemble', [request id: <id_unknown>] Request timeout expired",
-        "Request for unknown model: 'llm' has no available versions",
+        (f"{WAITING} [UNAVAILABLE]", CapacityError),
+        (
+            "the engine of model 'llm' was killed (signal 9):\nout of memory; it is being restarted [UNAVAILABLE]",
+            CapacityError,
+        ),
+        ("the request has 2000 request parameters, accepted: at most 1024 [INVALID_ARG]", RequestError),
+        ("input 'x' lies in GPU memory [UNSUPPORTED]", RequestError),
+        ("in ensemble 'ensemble', top_k: got -7, accepted: ... [INVALID_ARG]", RequestError),
+        ("internal error 12ab: the server's log has the reason under this number [INTERNAL]", EngineError),
+        ("stop: got '[UNAVAILABLE]', accepted: ... [INVALID_ARG]", RequestError),
+        ("Server exiting", CapacityError),
+        ("Request timeout expired", CapacityError),
+        ("[request id: 7] Exceeds maximum queue size", CapacityError),
+        ("in ensemble 'ensemble', [request id: <id_unknown>] Request timeout expired", CapacityError),
+        ("Request for unknown model: 'llm' has no available versions", CapacityError),
+        ("Request for unknown model: 'llm' is not found", EngineError),
+        ("KeyError: 'Server exiting'", EngineError),
+        ("the engine failed [SOON]", EngineError),
     ],
 )
-def test_what_may_succeed_later(message: str) -> None:
-    assert fault_of(message) is CapacityError
+def test_the_code_tells_or_a_form_of_tritons_own(message: str, fault: type[SlipstreamError]) -> None:
+    assert fault_of(message) is fault
 
 
-@pytest.mark.parametrize("message", ["top_k: got -7, accepted: ...", "nonsense: unknown sampling parameter"])
-def test_what_is_the_clients(message: str) -> None:
-    assert fault_of(message) is RequestError
+@pytest.mark.parametrize("fault", [RequestError, CapacityError, EngineError])
+def test_a_code_is_added_once_and_taken_off(fault: type[SlipstreamError]) -> None:
+    told = with_code(with_code(WAITING, EngineError), fault)
+    assert fault_of(told) is fault and without_code(told) == WAITING == without_code(WAITING)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "the engine failed",
-        "RuntimeError: cannot schedule new futures while the pool is shutting down",
-        "ValueError: the block was unloaded",
-        "KeyError: 'Server exiting'",
-        "AssertionError: max_waiting_requests=8",
-        "Request for unknown model: 'llm' is not found",
-    ],
-)
-def test_words_of_an_engines_error_make_it_no_other(message: str) -> None:
-    assert fault_of(message) is EngineError
+def test_the_backend_writes_the_codes_that_are_read(root: Path) -> None:
+    written = set(re.findall(r'return "([A-Z_]+)"', (root / "backend/triton/status.h").read_text()))
+    assert len(written) == 8
+    assert all(without_code(f"x [{code}]") == "x" for code in written)

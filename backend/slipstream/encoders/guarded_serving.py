@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from slipstream.core.answer_faults import AnswerError
+from slipstream.core.answer_faults import CODES, AnswerError, with_code
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.encoders.guard_settings import GuardSettings, read_settings
 from slipstream.encoders.guarded import Answer, Pipeline
@@ -101,10 +101,10 @@ class Guard:
             settings = self._settings
             await Pipeline(parts, settings.window, settings.on_failure, request.is_streaming).run(request.prompt)
         except AnswerError as failure:
-            return pb_utils.TritonError(str(failure), _codes()[failure.fault])
+            return _error(str(failure), failure.fault)
         except Exception as failure:  # the top of the request
             told = internal_error(_log, "a guarded request failed", failure)
-            return pb_utils.TritonError(str(told), pb_utils.TritonError.INTERNAL)
+            return _error(str(told), EngineError)
         return None
 
     def _end(self, task: asyncio.Task[Any]) -> None:
@@ -113,7 +113,7 @@ class Guard:
         if client.has_left:
             pass  # nothing to one who left: server 2.51 minds an error in that moment
         elif task.cancelled():
-            error = pb_utils.TritonError("guarded was unloaded", pb_utils.TritonError.UNAVAILABLE)
+            error = _error("guarded was unloaded", CapacityError)
         elif task.exception() is None:
             error = task.result()
         response = () if error is None else (pb_utils.InferenceResponse(error=error),)
@@ -137,10 +137,8 @@ class _Client:
         return self.has_left
 
 
-def _codes() -> dict[type[SlipstreamError], int]:
-    """Read when asked for: they exist inside the stub only."""
-    codes = pb_utils.TritonError
-    return {RequestError: codes.INVALID_ARG, CapacityError: codes.UNAVAILABLE, EngineError: codes.INTERNAL}
+def _error(text: str, fault: type[SlipstreamError]) -> Any:
+    return pb_utils.TritonError(with_code(text, fault), getattr(pb_utils.TritonError, CODES[fault]))
 
 
 def _response(answer: Answer) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from starlette.exceptions import HTTPException
 
-from slipstream.core.answer_faults import FIELD, fault_of
+from slipstream.core.answer_faults import FIELD, fault_of, without_code
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
 
 RETRY_AFTER_S = 1
@@ -68,12 +68,13 @@ def model_not_found(name: str, known: list[str]) -> ApiError:
 
 
 def from_text(message: str) -> ApiError:
-    """An error inside a stream, which has a text and no code."""
+    """An error inside a stream, whose code is in its text."""
     return from_grpc(_STATUS[fault_of(message)], message)
 
 
 def from_grpc(status: grpc.StatusCode, message: str) -> ApiError:
     """Triton's answer as ours. The engine names the field first ("top_p: got 3, ..."); that becomes `param`."""
+    message = without_code(message)
     if status is grpc.StatusCode.INVALID_ARGUMENT:
         field = FIELD.match(message)
         code = "context_length_exceeded" if _TOO_LONG.search(message) else None
