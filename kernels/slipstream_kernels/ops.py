@@ -29,9 +29,10 @@ from slipstream_kernels.kv.compact_kv import SlotTable, compact_kv, slot_table
 from slipstream_kernels.kv.rope_write_kv import rope_write_kv
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
 from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight
+from slipstream_kernels.moe.combine_experts import combine_experts, gate_experts
 from slipstream_kernels.moe.grouped_int4_mm import grouped_int4_mm, max_plain_expert_tokens, repack_expert_int4
 from slipstream_kernels.moe.grouped_mm import grouped_mm
-from slipstream_kernels.moe.route_experts import combine_experts, route_experts
+from slipstream_kernels.moe.route_experts import route_experts
 from slipstream_kernels.norm.rms_norm import rms_norm
 from slipstream_kernels.norm.rms_norm_fp8 import rms_norm_fp8
 from slipstream_kernels.norm.silu_mul import silu_mul
@@ -82,6 +83,7 @@ __all__ = [
     "dequantize_int4",
     "empty_accepted_rows",
     "empty_kv_cache",
+    "gate_experts",
     "greedy",
     "grouped_int4_mm",
     "grouped_mm",

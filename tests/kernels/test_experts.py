@@ -124,6 +124,26 @@ def test_combining(device, backend, dtype) -> None:
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_are_biased_by_their_experts(device, backend, dtype) -> None:
+    """Combined, and gated as gpt-oss gates; values beyond the limit among them."""
+    routing = ops.route_experts(logits_of(5, 6, device), 3)
+    y, bias = (4 * torch.randn(count, 2060, device=device).to(dtype) for count in (15, 6))
+    bounds = routing.offsets.tolist()
+    experts = [next(e for e in range(6) if row < bounds[e + 1]) for row in range(15)]
+    rows = y.double() + bias.double()[experts]
+    rtol, atol = ELEMENTWISE[dtype]
+    expected = (rows[routing.rows.long()] * routing.weights.double()[..., None]).sum(1)
+    out = ops.combine_experts(y, routing, bias, backend=backend)
+    torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=4 * atol)
+    for given, values in ((bias, rows), (None, y.double())):
+        gate, up = values[:, :1030].clamp(max=7.0), values[:, 1030:].clamp(-7.0, 7.0)
+        expected = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        out = ops.gate_experts(y, routing, given, alpha=1.702, limit=7.0, backend=backend)
+        torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=4 * atol)
+
+
 def stored_weight(kind: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
     """(weight [experts, out, in] as it is held, its scales, what they stand for in fp64)"""
     if kind == "plain":

@@ -186,4 +186,4 @@ def joined(spec: LinearSpec, own: list[LinearSpec], key: str, ranks: tuple[Linea
             copies = sum(len(part) for part in parts) // rows
             pieces += parts[::copies]
         whole = torch.cat(pieces)
-    return whole.unflatten(0, (spec.num_experts, -1)) if spec.num_experts else whole
+    return whole.unflatten(0, (spec.num_experts, -1)) if spec.num_experts and key != "bias" else whole

@@ -121,7 +121,7 @@ ROUTES = {
     "logits_ptr": "*bf16", "bias_ptr": "*fp32", "scale": "fp32",
     "experts_ptr": "*i32", "weights_ptr": "*fp32", "rows_ptr": "*i32", "tokens_ptr": "*i32",
     "offsets_ptr": "*i32", "y_ptr": "*bf16", "out_ptr": "*bf16", "logits_row_stride": "i32", "num_tokens": "i32",
-    "num_pairs": "i32", "y_row_stride": "i32", "size": "i32",
+    "num_pairs": "i32", "y_row_stride": "i32", "size": "i32", "alpha": "fp32", "limit": "fp32",
 }  # fmt: skip
 ROUTES_SHAPE = {
     "NUM_EXPERTS": 60, "EXPERTS_PADDED": 64, "TOP_K": 2, "RENORMALISE": True, "BLOCK_M": 32, "BLOCK": 1024,
@@ -239,7 +239,11 @@ KERNELS = [
     ("route_experts", "_route_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES}, 4),
     ("route_experts", "_choose_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES}, 4),
     ("route_experts", "_sort_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
-    ("route_experts", "_combine_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
+    ("combine_experts", "_combine_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
+    *(
+        ("combine_experts", kernel, {**ROUTES, "bias_ptr": "*bf16"}, {**ROUTES_SHAPE, "HAS_BIAS": True}, 4)
+        for kernel in ("_combine_experts_kernel", "_gate_experts_kernel")
+    ),
     ("grouped_mm", "_grouped_mm_kernel", GROUPED, GROUPED_TILE, 4),
     ("grouped_mm", "_grouped_mm_kernel", GROUPED_FP8, GROUPED_FP8_TILE, 4),
     ("grouped_mm", "_grouped_mm_kernel", GROUPED_FP8, {**GROUPED_FP8_TILE, "IS_BLOCKWISE": True}, 4),

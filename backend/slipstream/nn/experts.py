@@ -47,9 +47,17 @@ class Experts:
             routing.rule,
             selection_bias=None if bias is None else bias.values,
         )
-        inner = self.gate_up.apply_grouped(hidden, rows, by_token=True, gated=True)
-        routed = ops.combine_experts(self.down.apply_grouped(inner, rows), rows)
+        inner = self._gated(hidden, rows)
+        routed = ops.combine_experts(self.down.apply_grouped(inner, rows), rows, self.down.bias)
         return routed if self.shared is None else routed + self._of_shared(self.shared, hidden)
+
+    def _gated(self, hidden: Tensor, rows: ops.Routing) -> Tensor:
+        """What `down` reads: silu is part of the product, other activations come after it."""
+        clamped = self.spec.clamped
+        if clamped is None:
+            return self.gate_up.apply_grouped(hidden, rows, by_token=True, gated=True)
+        both = self.gate_up.apply_grouped(hidden, rows, by_token=True)
+        return ops.gate_experts(both, rows, self.gate_up.bias, alpha=clamped.alpha, limit=clamped.limit)
 
     def _of_shared(self, shared: MLP, hidden: Tensor) -> Tensor:
         result = shared(shared.activation_quant.cast(hidden))

@@ -213,9 +213,18 @@ class RouterSpec:
 
 
 @dataclass(frozen=True)
+class ClampedSwiglu:
+    """(up + 1) · gate · sigmoid(alpha · gate), with gate at most limit and up within it: see ops.gate_experts."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class ExpertsSpec:
     """num_experts MLPs, of which each token takes some; intermediate_size: of one of them.
 
+    bias: of every product of an expert. clamped: the activation, where it is not silu(gate) · up.
     shared: an MLP that every token takes beside them. shared_gate: its result is multiplied by the sigmoid of one
     number that is projected from the token.
     """
@@ -226,6 +235,8 @@ class ExpertsSpec:
     routing: RouterSpec
     shared: DenseSpec | None = None
     shared_gate: bool = False
+    bias: bool = False
+    clamped: ClampedSwiglu | None = None
 
     @property
     def router(self) -> LinearSpec:
@@ -238,11 +249,11 @@ class ExpertsSpec:
 
     @property
     def gate_up(self) -> LinearSpec:
-        return self._of_all(DenseSpec(self.hidden_size, self.intermediate_size).gate_up)
+        return self._of_all(DenseSpec(self.hidden_size, self.intermediate_size, bias=self.bias).gate_up)
 
     @property
     def down(self) -> LinearSpec:
-        return self._of_all(DenseSpec(self.hidden_size, self.intermediate_size).down)
+        return self._of_all(DenseSpec(self.hidden_size, self.intermediate_size, bias=self.bias).down)
 
     def _of_all(self, linear: LinearSpec) -> LinearSpec:
         parts = tuple((f"{name}.{expert}", rows) for expert in range(self.num_experts) for name, rows in linear.parts)

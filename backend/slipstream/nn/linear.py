@@ -95,6 +95,12 @@ class ExpertLinear(Linear):
         assert isinstance(self.method, ExpertMethod)
         self.method.finish_experts(self.weights, self.spec.num_experts)
 
+    @property
+    def bias(self) -> Tensor | None:
+        """[num_experts, of an expert], not added by apply_grouped: by what comes after it."""
+        bias = self.weights.get("bias")
+        return None if bias is None else bias.view(self.spec.num_experts, -1)
+
     def apply_grouped(self, x: Tensor, routing: ops.Routing, *, by_token: bool = False, gated: bool = False) -> Tensor:
         """x: a row for each row of the routing, or by_token for each token. gated: silu(gate) · up of the product."""
         assert isinstance(self.method, ExpertMethod)

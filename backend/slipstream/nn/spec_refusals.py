@@ -44,6 +44,8 @@ def _of_attention(attention: AttentionSpec) -> Iterator[str]:
 
 def _of_experts(experts: ExpertsSpec) -> Iterator[str]:
     routing = experts.routing
+    if experts.bias and experts.clamped is None:
+        yield "biases of experts whose activation is silu are not served"
     refusal = routing.rule.refusal(routing.num_experts_per_token, experts.num_experts)
     if refusal is not None:
         yield f"router: {refusal}"

@@ -36,25 +36,46 @@ class Fused:
     split: str = "rows"
 
 
-Name = str | Stored | Fused
+@dataclass(frozen=True)
+class Stacked:
+    """Experts' modules that are stored as one tensor of three axes, experts first, each as Fused has its parts.
+
+    Tensors are called "name" for weights, and "name_suffix" for others. is_transposed: a weight is stored [in, out].
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    split: str = "rows"
+    is_transposed: bool = False
+
+
+Name = str | Stored | Fused | Stacked
 Names = Mapping[str, Name]
 Part = tuple[str, str, WeightSlot]  # the decoder's name, suffix
 
 
 def tensor_name(names: Names, part: str, layer: int | str) -> str:
     """The checkpoint's name of a decoder's part in a layer; "gate.3" is the gate of expert 3, named "expert_gate"."""
-    module, _, expert = part.partition(".")
-    name = names[f"expert_{module}" if expert else module]
+    name, expert = names[_named(part)], part.partition(".")[2]
     return (name if isinstance(name, str) else name.name).format(layer=layer, expert=expert)
+
+
+def _named(part: str) -> str:
+    """Under what a map of names has a decoder's part."""
+    module, _, expert = part.partition(".")
+    return f"expert_{module}" if expert else module
 
 
 def stored_slots(parts: Iterable[Part], names: Names, layer: int | str, num_heads: int = 1) -> dict[str, WeightSlot]:
     """Stored name -> slot of the parts of one layer. num_heads: of keys, by which Fused "heads" are split."""
     slots: dict[str, WeightSlot] = {}
+    stacked: dict[tuple[Stacked, str, str], dict[str, WeightSlot]] = {}
     fused: dict[tuple[Fused, str, str], dict[str, WeightSlot]] = {}
     for part, suffix, slot in parts:
-        stored, name = tensor_name(names, part, layer), names.get(part)
-        if isinstance(name, Fused):
+        stored, name = tensor_name(names, part, layer), names.get(_named(part))
+        if isinstance(name, Stacked):
+            stacked.setdefault((name, stored, suffix), {})[part] = slot
+        elif isinstance(name, Fused):
             fused.setdefault((name, stored, suffix), {})[part] = slot
         elif isinstance(name, Stored):
             slots[f"{stored}.{suffix}"] = transformed(slot, suffix, stored, name.transforms)
@@ -63,7 +84,26 @@ def stored_slots(parts: Iterable[Part], names: Names, layer: int | str, num_head
     for (name, stored, suffix), own in fused.items():
         split = _Split(f"{stored}.{suffix}", [own[part] for part in name.parts], name.split, num_heads)
         slots[f"{stored}.{suffix}"] = split.slot()
+    for (stack, stored, suffix), own in stacked.items():
+        stored = stored if suffix == "weight" else f"{stored}_{suffix}"
+        slots[stored] = _stacked_slot(stack, stored, suffix, own)
     return slots
+
+
+def _stacked_slot(name: Stacked, stored: str, suffix: str, own: dict[str, WeightSlot]) -> WeightSlot:
+    """own: slots of the parts of all experts, as "gate.3"."""
+    experts = dict.fromkeys(part.partition(".")[2] for part in own)
+    slots = [
+        _Split(stored, [own[f"{part}.{expert}"] for part in name.parts], name.split, 1).slot() for expert in experts
+    ]
+    transposes = name.is_transposed and suffix == "weight"
+    shape = slots[0].shape[::-1] if transposes else slots[0].shape
+
+    def load(tensor: Tensor) -> None:
+        for slot, expert in zip(slots, tensor.unbind(), strict=True):
+            slot.load(expert.t() if transposes else expert)
+
+    return replace(slots[0], shape=(len(slots), *shape), load=load, num_rows=sum(slot.num_rows for slot in slots))
 
 
 class _Split:

@@ -1,4 +1,4 @@
-"""route_experts, combine_experts: contract and choice.  To the experts of a MoE layer and back."""
+"""route_experts: contract and choice.  Which experts of a MoE layer a token goes to."""
 
 from __future__ import annotations
 
@@ -43,14 +43,3 @@ def route_experts(
         if selection_bias.dtype != torch.float32:
             raise ValueError(f"selection_bias: dtype {selection_bias.dtype}, expected float32")
     return select("moe.route_experts", backend, logits).route_experts(logits, top_k, rule, selection_bias)
-
-
-def combine_experts(y: torch.Tensor, routing: Routing, *, backend: str = "auto") -> torch.Tensor:
-    """Each token's sum of its rows of y times their weights, in fp32 and the order of its experts, in y's dtype.
-
-    y: [num_rows, size].  Returns [num_tokens, size].
-    """
-    require_float("y", y)
-    require_shape("y", y, (routing.num_rows, y.shape[-1]))
-    require_unit_stride("y", y)
-    return select("moe.route_experts", backend, y).combine_experts(y, routing)

@@ -12,6 +12,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     glm,
     glm4,
     glm4_moe,
+    gpt_oss,
     granite,
     llama,
     minimax_m2,

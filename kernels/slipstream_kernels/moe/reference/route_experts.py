@@ -1,4 +1,4 @@
-"""route_experts and combine_experts in plain torch."""
+"""route_experts in plain torch."""
 
 from __future__ import annotations
 
@@ -35,9 +35,3 @@ def _in_best_groups(ranks: torch.Tensor, rule: RoutingRule) -> torch.Tensor:
     left_out = best.sort(dim=-1, descending=True, stable=True).indices[:, rule.topk_groups :]
     is_left_out = torch.zeros_like(best, dtype=torch.bool).scatter_(1, left_out, True)
     return groups.masked_fill(is_left_out[..., None], float("-inf")).flatten(1)
-
-
-def combine_experts(y: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """See ops.combine_experts."""
-    chosen = y[routing.rows.long()].float()
-    return (chosen * routing.weights[..., None]).sum(dim=1).to(y.dtype)

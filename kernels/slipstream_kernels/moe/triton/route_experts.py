@@ -1,4 +1,4 @@
-"""route_experts and combine_experts in Triton-lang.
+"""route_experts in Triton-lang.
 
 The tokens of a decode step are one program's. Of more, choosing is one program per few tokens, and sorting one per
 expert, which counts the pairs of the experts before it and the ranks of its own: no atomics, so the order is always the
@@ -14,7 +14,7 @@ import triton.language as tl
 from slipstream_kernels.routing import LARGEST_LOGIT, LEAST_TOTAL, Routing, RoutingRule, empty_routing
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 
-SORT_BLOCK, COMBINE_BLOCK = 1024, 1024
+SORT_BLOCK = 1024
 LARGEST, LEAST = tl.constexpr(LARGEST_LOGIT), tl.constexpr(LEAST_TOTAL)
 CHOSEN_VALUES = 2048  # logits that a program of the choice holds
 ROUTED_VALUES = 16384  # logits up to which one program does it all
@@ -261,31 +261,6 @@ def _sort_experts_kernel(
     tl.store(offsets_ptr + mine + 1, first, mask=mine + 1 == tl.num_programs(0))
 
 
-@triton.jit
-def _combine_experts_kernel(
-    y_ptr,
-    rows_ptr,
-    weights_ptr,
-    out_ptr,
-    y_row_stride,
-    size,
-    TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    start_dependents(DEPENDENT)
-    await_previous(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < size
-    total = tl.zeros((BLOCK,), tl.float32)
-    for turn in tl.static_range(TOP_K):
-        row = tl.load(rows_ptr + token * TOP_K + turn).to(tl.int64)
-        weight = tl.load(weights_ptr + token * TOP_K + turn)
-        total += weight * tl.load(y_ptr + row * y_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * size + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
 def route_experts(logits: torch.Tensor, top_k: int, rule: RoutingRule, selection_bias: torch.Tensor | None) -> Routing:
     """See ops.route_experts."""
     num_tokens, num_experts = logits.shape
@@ -370,23 +345,3 @@ def _choose_and_sort(
         BLOCK=min(SORT_BLOCK, max(32, triton.next_power_of_2(num_tokens * top_k))),
         **launch,
     )
-
-
-def combine_experts(y: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """See ops.combine_experts."""
-    num_tokens, top_k = routing.weights.shape
-    out = torch.empty((num_tokens, y.shape[1]), dtype=y.dtype, device=y.device)
-    if not num_tokens:
-        return out
-    _combine_experts_kernel[(num_tokens, triton.cdiv(y.shape[1], COMBINE_BLOCK))](
-        y,
-        routing.rows,
-        routing.weights,
-        out,
-        y.stride(0),
-        y.shape[1],
-        TOP_K=top_k,
-        BLOCK=COMBINE_BLOCK,
-        **dependent_launch(y.device),
-    )
-    return out

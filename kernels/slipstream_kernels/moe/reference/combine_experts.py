@@ -1,0 +1,31 @@
+"""combine_experts and gate_experts in plain torch."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.routing import Routing
+
+
+def combine_experts(y: torch.Tensor, routing: Routing, bias: torch.Tensor | None) -> torch.Tensor:
+    """See ops.combine_experts."""
+    chosen = y[routing.rows.long()].float()
+    if bias is not None:
+        chosen = chosen + bias[_experts(routing)[routing.rows.long()]].float()
+    return (chosen * routing.weights[..., None]).sum(dim=1).to(y.dtype)
+
+
+def gate_experts(
+    y: torch.Tensor, routing: Routing, bias: torch.Tensor | None, alpha: float, limit: float
+) -> torch.Tensor:
+    """See ops.gate_experts."""
+    rows = y.float() if bias is None else y.float() + bias[_experts(routing)].float()
+    gate, up = rows.chunk(2, dim=1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1) * gate * torch.sigmoid(alpha * gate)).to(y.dtype)
+
+
+def _experts(routing: Routing) -> torch.Tensor:
+    """The expert of each row."""
+    rows = torch.arange(routing.num_rows, dtype=torch.int32, device=routing.offsets.device)
+    return torch.searchsorted(routing.offsets[1:], rows, right=True)
