@@ -16,7 +16,7 @@ struct SwapAbEpilogue {
   const int warpgroup;
   float weight_scales[SHAPE::kTiles][2], biases[SHAPE::kTiles][2];
 
-  // What does not depend on the kernel before. By one pass, whose rows they are of.
+  // Loads what does not depend on the kernel before: scales and bias of a pass's rows.
   __device__ __forceinline__ void load_constants(const UnitRange& units) {
 #pragma unroll
     for (int tile = 0; tile < SHAPE::kTiles; ++tile) {

@@ -51,7 +51,7 @@ struct VerifyMerge {
   }
   __device__ __forceinline__ uint32_t state_of(int row) const { return memory + SHAPE::kStateOffset + row * 8; }
 
-  // Of each row its maximum (base 2), its normaliser and its sums, where tiles were.
+  // Leaves each row's maximum (base 2), normaliser and sums in shared memory, where the tiles were.
   __device__ __forceinline__ void leave(const RowState& state, const float (&out)[kOutputs]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -1,4 +1,4 @@
-// What the products on CUTLASS share: scales and bias in the epilogue, and the launch.
+// Shared by the products on CUTLASS: scales and bias in the epilogue, and the launch.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -64,7 +64,7 @@ __device__ __forceinline__ void for_each_step(uint32_t rows, USE use) {
   }
 }
 
-// What the offset of an integer cache adds to each row's products: kOffset * sum of q, as the operands hold it.
+// The offset of an integer cache adds to each row's products: kOffset * sum of q, as the operands hold it.
 template <typename SHAPE>
 struct QueryOffsets {
   float value[SHAPE::kNumN][2];

@@ -34,7 +34,7 @@ struct RowSettings {
   __device__ __forceinline__ float lowest_z() const { return min_p > 0.0f ? logf(min_p) : -kInfinity; }
 };
 
-// What the first pass left of a row's chunks; each warp looks at all of them.
+// Results of the first pass over a row's chunks; each warp reads all of them.
 struct RowChunks {
   const float* maxima;
   const float* sums;
@@ -68,7 +68,7 @@ struct RowChunks {
     return static_cast<int>(least_over_warp(least));
   }
 
-  // Of a row without filters, whose chunks have run their races.
+  // Picks the token of a row without filters, whose chunks have run their races.
   __device__ __forceinline__ int winner(float maximum, float inverse_t) const {
     uint64_t least = kNoRunner;
     for (int i = threadIdx.x % 32; i < num_chunks; i += 32) {

@@ -77,7 +77,7 @@ bool encode_maps(const SwapAbParams& p, SwapAbMaps* maps) {
   constexpr uint64_t kSize = sizeof(typename SHAPE::Product);
   constexpr auto kType = SHAPE::kIsFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   const uint64_t columns = p.in_features, units = p.num_units, row = columns * kSize;
-  // Of a unit: to its upper half, to the next unit.
+  // Strides of a unit: to its upper half, to the next unit.
   const uint64_t half = SHAPE::kIsGated ? 8 * units * row : 8 * row, next = SHAPE::kIsGated ? 8 * row : 16 * row;
   Extent<4> weights{{columns, 8, 2, units}, {row, half, next}, {SHAPE::kChunk, 8, 2, 4}};
   if (!encode_tensor_map(&maps->weights, kType, CU_TENSOR_MAP_SWIZZLE_128B, p.weight, weights)) return false;
@@ -143,7 +143,7 @@ struct Variants {
   }
 };
 
-// What is compiled: mirrored in swap_ab_gemm.py.
+// The compiled variants; swap_ab_gemm.py mirrors the list.
 #if SLIPSTREAM_COLUMNS == 16
 using Compiled = Variants<Variant<1, 1, false>, Variant<2, 1, false>, Variant<1, 2, false>, Variant<2, 2, false>,
                           Variant<2, 1, true>>;

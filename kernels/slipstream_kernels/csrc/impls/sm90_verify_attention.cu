@@ -71,7 +71,7 @@ struct Verifier {
     commit_copies();
   }
 
-  // Of a token, its row among all of the cache.
+  // A token's row in the cache.
   __device__ __forceinline__ int64_t row_of(int token) const {
     if (token >= work.seq_len) return 0;
     const int block = p.block_tables[work.request * p.table_stride + (token >> p.block_size_log2)];
@@ -79,7 +79,7 @@ struct Verifier {
     return (head_block << p.block_size_log2) + (token & ((1 << p.block_size_log2) - 1));
   }
 
-  // Of 16 bytes of a row of an operand, under the swizzle.
+  // Address of 16 bytes of an operand's row, under the swizzle.
   static __device__ __forceinline__ uint32_t place_of(int row, int chunk) {
     return chunk / 8 * SHAPE::kSlabBytes + row * kSwizzleBytes + ((chunk ^ row) % 8) * 16;
   }
@@ -87,7 +87,7 @@ struct Verifier {
     return (row * SHAPE::kCacheChunks + chunk) * 16;
   }
 
-  // What this thread has copied of a tile, as operands. Everybody has multiplied the tile before.
+  // Converts the part of a tile that this thread has copied to operands. All warps have multiplied the tile before.
   __device__ __forceinline__ void convert(int tile) const {
     const int chunk = threadIdx.x % SHAPE::kCacheChunks, first = threadIdx.x / SHAPE::kCacheChunks;
 #pragma unroll
@@ -132,7 +132,7 @@ struct Verifier {
     }
   }
 
-  // Which of the request's own rows each of this thread's two sees, as bits.
+  // The request's own rows that each of this thread's two rows sees, as bits.
   __device__ __forceinline__ void load_words(uint64_t (&words)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

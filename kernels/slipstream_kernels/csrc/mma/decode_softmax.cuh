@@ -14,7 +14,7 @@ constexpr float kNoMaximum = -1e30f;
 // Probabilities up to 16 are safe in fp16, for integer caches with value scales up to 64.
 constexpr float kMaximumLag = 4.0f;
 
-// What the warp's rows need besides q; row r of the tile is query r / group of the request, head r % group.
+// Query, position and ALiBi slope of the warp's rows. Row r of the tile is query r / group of the request, head r % group.
 template <int NUM_N>
 struct RowFacts {
   int query[NUM_N][2];

@@ -10,7 +10,7 @@ namespace slipstream {
 
 constexpr float kNothing = -__builtin_huge_valf();
 
-// What a thread knows of its two rows.
+// Row, position, ALiBi slope and scale of a thread's two rows.
 struct RowFacts {
   int row[2];        // of the tile
   int position[2];   // of its query; at or past the sequence's end for rows that do not exist
@@ -100,7 +100,7 @@ struct RowState {
     }
   }
 
-  // What the row's sum is to be multiplied by; all lanes of the quad take part.
+  // Returns the factor of the row's sum; all lanes of the quad take part.
   __device__ __forceinline__ float inverse(int r) const {
     float sum = normaliser[r];
     sum += __shfl_xor_sync(~0u, sum, 1);

@@ -164,7 +164,7 @@ struct SwapAbConsumer {
     }
   }
 
-  // Of this thread's two rows of each tile.
+  // Scales of this thread's two rows of each tile.
   __device__ __forceinline__ void load_weight_scales(const UnitRange& units, int chunk,
                                                      float (&scales)[SHAPE::kTiles][2]) const {
 #pragma unroll

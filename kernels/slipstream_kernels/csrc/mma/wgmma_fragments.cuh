@@ -1,7 +1,7 @@
 // Hopper's warpgroup products with the first operand in registers: d[64 x N] (+)= a[64 x 32 bytes] b[N x 32 bytes]^T,
 // b in shared memory as core matrices, or as rows of 128 bytes that tensor copies swizzle (rows_operand of hopper_mma.cuh).
 //
-// Of a, thread (warp w, lane l) has rows 16 w + l / 4 (registers 0, 2) and 8 further (1, 3), bytes 4 (l % 4) + 0..3
+// Thread (warp w, lane l) holds of a: rows 16 w + l / 4 (registers 0, 2) and 8 further (1, 3), bytes 4 (l % 4) + 0..3
 // (registers 0, 1) and 16 further (2, 3): four e4m3 or two 16-bit elements each.
 // Accumulator i: row 16 w + l / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (l % 4) + i % 2.
 #pragma once

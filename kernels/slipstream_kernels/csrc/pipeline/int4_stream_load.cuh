@@ -1,5 +1,5 @@
-// What fills the ring: a kernel before that puts activations into the order in which codes come out of a word, as
-// 16-bit numbers, and a warp that issues bulk copies, of codes and words before that kernel has ended.
+// The producers: a kernel before permutes activations into the order in which codes come out of a word; a warp of the
+// product issues bulk copies, of codes and words before that kernel has ended.
 #pragma once
 
 #include "ptx/bulk_copy.cuh"

@@ -99,7 +99,7 @@ struct PrefillLoader {
     return find_place<SHAPE::kHasStagedValues>(work, tile);
   }
 
-  // Of this lane's chunk: the block and kv head as one index of the maps (a block of more than 64 rows counts as
+  // Block and kv head of this lane's chunk as one index of the maps (a block of more than 64 rows counts as
   // several), negative past the end of the sequence.
   template <bool IS_STAGED>
   __device__ __forceinline__ int find_place(const Work& work, int tile) const {

@@ -1,4 +1,4 @@
-// Which passes a CTA makes: its own share, or what it takes from a queue, so that SMs which memory serves faster do
+// The passes of a CTA: an equal part of all, or those that it takes from a queue, so that SMs which memory serves faster do
 // more. Producers and consumers each walk the same passes.
 #pragma once
 

@@ -6,7 +6,7 @@
 
 namespace slipstream {
 
-// What an SM of Hopper lends to all its CTAs; each also takes 1 KB, and static memory (count_tiles, Merge).
+// Shared memory of a Hopper SM for all its CTAs; each also takes 1 KB, and static memory (count_tiles, Merge).
 constexpr int kSharedBytes = 228 * 1024;
 constexpr int kReservedBytes = 1024 + 256;
 // More copies in flight make the SMs' parts of the bandwidth more unequal: 145 us with 3, 147 with 4.
@@ -55,7 +55,7 @@ struct DecodeShape {
   static constexpr int kTotalBytes = kRingBytes + fixed_bytes(kWarps);
   static_assert(kStages >= 2 && kTotalBytes + kReservedBytes <= kSharedBytes / kCtas, "tile too large");
 
-  // What a unit costs besides its tiles: as long as about 32 KB of them.
+  // Fixed cost of a work item: the time of about 32 KB of tiles.
   static constexpr int kUnitCost = 1 + (32 << 10) / (2 * kTileTokens * kRowBytes);
   using Walk = ShareWalk<kRows, kUnitCost>;
 

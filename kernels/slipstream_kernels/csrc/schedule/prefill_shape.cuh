@@ -1,4 +1,4 @@
-// What a variant of the prefill kernel is, and where its shared memory and barriers lie.
+// Sizes of one variant of the prefill kernel, and the places of its shared memory and barriers.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -59,7 +59,7 @@ struct PrefillShape {
   static constexpr int kRawSlab = kKeys * kRawRowBytes;
   static constexpr int kScaleOffset = kSlabs * kRawSlab;
   static constexpr int kRawBytes = kScaleOffset + (kHasTokenScales ? 4 * kKeys : 0);
-  // Of each thread of a warpgroup by its role, in units of 8: together no more than the kernel is launched with.
+  // Registers of a thread by its warpgroup's role, in units of 8: together no more than the kernel is launched with.
   static constexpr int kLoadRegisters = kThreads == 384 ? 24 : 32;
   static constexpr int kConvertRegisters = 64;
   static constexpr int kRegisters = kThreads == 384 ? 240 : kIsConverted ? 208 : 160;

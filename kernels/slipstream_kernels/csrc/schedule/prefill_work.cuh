@@ -1,4 +1,4 @@
-// Which rows and keys a CTA works on: all tiles of queries of a launch in one order, handed out one by one.
+// The rows and keys of a CTA: all tiles of queries of a launch in one order, handed out one by one.
 //
 // Order: sections of heads whose keys and values fit into the L2 cache together; in a section the last tiles, which see
 // the most keys, first. A CTA asks for its next tile when it has loaded the one before, so uneven tiles balance. Where
@@ -21,7 +21,7 @@ struct Work {
   int request;
   int share;       // of the keys: item, split and splits_log2 in one, for the loading warp has few registers
 
-  // Which tile of queries and head of all of the launch.
+  // Index of a tile of queries and head in the launch.
   __device__ __forceinline__ int item() const { return share >> 8; }
   __device__ __forceinline__ int split() const { return share >> 4 & 15; }
   __device__ __forceinline__ int num_splits() const { return 1 << (share & 15); }

@@ -25,7 +25,7 @@ struct SkinnyGemmShape {
   static constexpr int kProducers = 2;              // each brings every second slot
   static constexpr int kThreads = 32 * (kWarps + kProducers);
   static constexpr int kSpanBytes = 64;
-  // Of one warp in a chunk. A bulk copy takes about 28 ns of an SM's copy engine whatever its size: rows of 1 KB keep
+  // Spans of one warp in a chunk. A bulk copy takes about 28 ns of an SM's copy engine whatever its size: rows of 1 KB keep
   // up with memory only just. More spans need more registers for activations.
   static constexpr int kSpans = FORMAT::kElements * COLUMNS <= 16 ? 4 : 2;
   static constexpr int kGroup = FORMAT::kGroupSpans;  // of them multiplied at once, under one scale if there are any

@@ -1,4 +1,4 @@
-// Which weights a CTA brings, in which order: the walk that its producers and its consumers make in step. Plain
+// The weights of a CTA in their order: the walk that its producers and its consumers make in step. Plain
 // arithmetic, also compiled for the host by its test.
 #pragma once
 
@@ -80,7 +80,7 @@ struct SlotWalk {
 
   __device__ __forceinline__ int unit(int row) const { return unit_of<SHAPE>(pass, slot / 2, slot % 2, row); }
 
-  // Of this slot; the sums of rows that do not exist are dropped.
+  // Rows of this slot; the sums of rows that do not exist are dropped.
   __device__ __forceinline__ int num_rows() const { return pass.end > unit(0) ? smaller(pass.end - unit(0), 8) : 0; }
 
   // Bytes from the beginning of the weight.

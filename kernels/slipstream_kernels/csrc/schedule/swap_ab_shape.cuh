@@ -59,7 +59,7 @@ struct SwapAbShape {
   static constexpr int kBlocks = TILES * kHalves, kSums = kBlocks * kBlockSums;
   static constexpr int at_most(int wanted, int limit) { return wanted < limit ? wanted : limit < 1 ? 1 : limit; }
   static constexpr int kSets = kIsFp8 ? 1 : at_most(kSteps / kBlocks, 128 / kSums);
-  // Of e4m3: blocks whose sums of one chunk are held beside the long ones, and sets of these.
+  // For e4m3: blocks whose sums of one chunk are held beside the long sums, and sets of these.
   static constexpr int kFresh = kSums <= 64 ? kBlocks : 1;
   static constexpr int kFreshSets = at_most(kSteps / kFresh, (192 - kSums) / (kFresh * kBlockSums));
   static constexpr int kGroups = COLUMNS / 8, kOwnGroups = kGroups / SPLITS;   // of 8 tokens, that a CTA ends
@@ -132,7 +132,7 @@ struct SwapAbShare {
   }
 };
 
-// Which of a pass's units this warp has in a tile.
+// The unit of a pass that this warp has in a tile.
 template <typename SHAPE>
 __device__ __forceinline__ int unit_in_pass(int tile, int warpgroup) {
   return (tile * SHAPE::kWarpgroups + warpgroup) * 4 + threadIdx.x % 128 / 32;

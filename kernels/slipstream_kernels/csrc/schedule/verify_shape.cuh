@@ -1,4 +1,4 @@
-// What the verify kernel has of shared memory, and what a CTA works on.
+// Shared memory of the verify kernel, and the work item of a CTA.
 #pragma once
 
 #include <type_traits>
@@ -25,7 +25,7 @@ struct VerifyShape {
   static constexpr int kChunks = kHeadDim * 2 / 16;            // 16 bytes each, of an operand's row
   static constexpr int kSlabBytes = kKeys * kSwizzleBytes;     // 64 columns of all rows
   static constexpr int kTileBytes = kSlabs * kSlabBytes;       // keys, values or queries
-  // Of the cache's rows.
+  // The same sizes of rows as the cache stores them.
   static constexpr int kCacheChunks = kIsFp8 ? kChunks / 2 : kChunks;
   static constexpr int kCacheTileBytes = kKeys * kCacheChunks * 16;
   static constexpr int kStageBytes = 2 * kCacheTileBytes;
@@ -33,7 +33,7 @@ struct VerifyShape {
   static constexpr int kOperandOffset = kTileBytes;
   static constexpr int kRingOffset = kOperandOffset + (kIsFp8 ? 2 * kTileBytes : 0);
   static constexpr int kTotalBytes = kRingOffset + kStages * kStageBytes;
-  // What the CTAs of a cluster read of each other lies behind the queries, in the end.
+  // Behind the queries: partial results that the CTAs of a cluster read from each other at the end.
   static constexpr int kSumOffset = kOperandOffset;
   static constexpr int kSumStride = kHeadDim + 8;  // words of a row; eight rows of pairs then lie in different banks
   static constexpr int kStateOffset = kSumOffset + kRows * kSumStride * 4;
