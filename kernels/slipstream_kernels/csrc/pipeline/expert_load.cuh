@@ -1,5 +1,5 @@
-// What fills the ring: a kernel before that gathers each tile's rows into the order in which codes come out of a word,
-// as 16-bit numbers, and a warp that issues bulk copies.
+// The producers: a kernel before gathers each tile's rows as 16-bit numbers, in the order in which codes come out of a
+// word; a warp of the product issues bulk copies.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -130,26 +130,6 @@ struct ExpertRing {
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
 };
 
-// The walk over a CTA's stages: pairs of blocks of each pass.
-template <typename SHAPE>
-struct StageWalk {
-  PassWalk<SHAPE> walk;
-  Pass pass;
-  int pair = 0;
-  bool has_more;
-
-  __device__ __forceinline__ StageWalk(const ExpertParams& p, const int* tiles_until)
-      : walk(p, tiles_until), has_more(!walk.is_done()) {
-    if (has_more) pass = walk.take();
-  }
-
-  __device__ __forceinline__ void advance() {
-    if (2 * ++pair < walk.p.in_features / 128) return;
-    pair = 0, has_more = !walk.is_done();
-    if (has_more) pass = walk.take();
-  }
-};
-
 template <typename SHAPE>
 __device__ __forceinline__ int row_bytes(const Pass& pass) {
   return SHAPE::kSumBytes + (pass.rows.num_rows + 7) / 8 * SHAPE::kBlocks * SHAPE::kColumnBytes;
@@ -160,14 +140,14 @@ __device__ __forceinline__ int row_bytes(const Pass& pass) {
 template <typename SHAPE>
 __device__ __forceinline__ void copy_weights(const ExpertParams& p, const ExpertRing<SHAPE>& ring, int stage,
                                              const StageWalk<SHAPE>& at, uint64_t policy) {
-  const int lane = threadIdx.x % 32, num_blocks = min(2, p.in_features / 128 - 2 * at.pair), part = lane / 2;
+  const int lane = threadIdx.x % 32, num_blocks = at.count(), part = lane / 2;
   const int part_strips = p.out_features / (16 * SHAPE::kUnit), word_blocks = p.is_channelwise != 0 ? 1 : num_blocks;
   const int code_bytes = at.pass.num_units * num_blocks * SHAPE::kBlockBytes;
   const int word_bytes = at.pass.num_units * word_blocks * 64 * SHAPE::kGroups;
   const uint32_t filled = ring.full(stage);
   if (lane == 0) arrive_expecting(filled, SHAPE::kUnit * (code_bytes + word_bytes) + row_bytes<SHAPE>(at.pass));
   if (lane >= 2 * SHAPE::kUnit) return;
-  const int64_t before = int64_t{p.num_experts} * (p.out_features / 16) * at.pair * 2;   // of all strips
+  const int64_t before = int64_t{p.num_experts} * (p.out_features / 16) * at.block;   // of all strips
   const int64_t strip = int64_t{at.pass.rows.expert} * (p.out_features / 16) + part * part_strips + at.pass.unit;
   if (lane % 2 == 0) {
     copy_bulk(ring.codes(stage) + part * SHAPE::kPassUnits * SHAPE::kBlocks * SHAPE::kBlockBytes,
@@ -185,7 +165,7 @@ __device__ __forceinline__ void copy_rows(const ExpertParams& p, const ExpertRin
                                           const StageWalk<SHAPE>& at) {
   if (threadIdx.x % 32 != 0) return;
   const int pairs = (p.in_features / 128 + 1) / 2;
-  const char* rows = static_cast<const char*>(p.arranged) + (int64_t{at.pass.tile} * pairs + at.pair) * SHAPE::kRowBytes;
+  const char* rows = static_cast<const char*>(p.arranged) + (int64_t{at.pass.tile} * pairs + at.block / 2) * SHAPE::kRowBytes;
   copy_bulk(ring.rows(stage), rows, row_bytes<SHAPE>(at.pass), ring.full(stage), keep_policy());
 }
 

@@ -33,36 +33,18 @@ struct RecordLoader {
   }
 
  private:
-  struct Walk {
-    PassWalk<SHAPE> walk;
-    Pass pass;
-    int block = 0, blocks;
-    bool has_more;
+  using Walk = StageWalk<SHAPE>;
 
-    __device__ __forceinline__ Walk(const ExpertParams& p, const int* tiles_until)
-        : walk(p, tiles_until), blocks(p.in_features / 128), has_more(!walk.is_done()) {
-      if (has_more) pass = walk.take();
-    }
-
-    __device__ __forceinline__ int count() const { return min(SHAPE::kBlocks, blocks - block); }
-    // Totals come with the last of eight blocks.
-    __device__ __forceinline__ bool has_totals() const {
-      return (block + count()) % SHAPE::kTotalBlocks == 0 || block + count() == blocks;
-    }
-
-    __device__ __forceinline__ void advance() {
-      block += SHAPE::kBlocks;
-      if (block < blocks) return;
-      block = 0, has_more = !walk.is_done();
-      if (has_more) pass = walk.take();
-    }
-  };
+  // Totals come with the last of eight blocks.
+  static __device__ __forceinline__ bool has_totals(const Walk& at) {
+    return (at.block + at.count()) % SHAPE::kTotalBlocks == 0 || at.block + at.count() == at.blocks;
+  }
 
   // A lane each block.
   __device__ __forceinline__ void copy_records(int stage, const Walk& at) const {
     const uint32_t bytes = at.pass.num_units * SHAPE::kRecordBytes, barrier = memory.full(stage);
     if (lane == 0) {
-      arrive_expecting(barrier, at.count() * (bytes + SHAPE::kRowBytes) + (at.has_totals() ? SHAPE::kSumBytes : 0));
+      arrive_expecting(barrier, at.count() * (bytes + SHAPE::kRowBytes) + (has_totals(at) ? SHAPE::kSumBytes : 0));
     }
     __syncwarp();
     if (lane >= at.count()) return;
@@ -77,7 +59,7 @@ struct RecordLoader {
     if (lane == 0) {
       copy_bulk(memory.rows(stage), tiles.rows(at.pass.tile, at.block), at.count() * SHAPE::kRowBytes, barrier,
                 keep_policy());
-    } else if (lane == 1 && at.has_totals()) {
+    } else if (lane == 1 && has_totals(at)) {
       copy_bulk(memory.totals(stage), tiles.totals(at.pass.tile, at.block), SHAPE::kSumBytes, barrier, keep_policy());
     }
   }

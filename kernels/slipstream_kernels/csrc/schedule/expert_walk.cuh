@@ -125,6 +125,29 @@ struct PassWalk {
   }
 };
 
+// The walk over a CTA's stages: SHAPE::kBlocks blocks of input features of each pass.
+template <typename SHAPE>
+struct StageWalk {
+  PassWalk<SHAPE> walk;
+  Pass pass;
+  int block = 0, blocks;
+  bool has_more;
+
+  __device__ __forceinline__ StageWalk(const ExpertParams& p, const int* tiles_until)
+      : walk(p, tiles_until), blocks(p.in_features / 128), has_more(!walk.is_done()) {
+    if (has_more) pass = walk.take();
+  }
+
+  __device__ __forceinline__ int count() const { return min(SHAPE::kBlocks, blocks - block); }
+
+  __device__ __forceinline__ void advance() {
+    block += SHAPE::kBlocks;
+    if (block < blocks) return;
+    block = 0, has_more = !walk.is_done();
+    if (has_more) pass = walk.take();
+  }
+};
+
 // Strips of a warp: those of number i of all four stand side by side, so that a short pass is shared evenly.
 template <typename SHAPE>
 __device__ __forceinline__ int unit_of(int warp, int i) {

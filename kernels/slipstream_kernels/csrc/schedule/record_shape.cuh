@@ -61,14 +61,14 @@ struct RecordMemory {
     return base + SHAPE::kScaleOffset + pass % 2 * SHAPE::kPassBytes + warp * SHAPE::kWarpBytes;
   }
   __device__ __forceinline__ uint32_t row_scales(int pass, int warp) const { return feature_scales(pass, warp) + 64; }
-  // Of lane 0 of a warp's sums of eight rows; 16 bytes a lane.
+  // Address of lane 0's sums of eight rows; a lane has 16 bytes.
   __device__ __forceinline__ uint32_t exchange(int warp, int column) const {
     return base + SHAPE::kExchangeOffset + (column * (SHAPE::kConsumers / 32) + warp) * 512;
   }
 };
 
-// What the gathering kernel leaves. Of a tile: blocks of rows of 128 bytes, swizzled as tensor copies would; after all
-// tiles', totals of eight blocks each: fp16 of each, and behind all rows' what that leaves.
+// What the gathering kernel writes: each tile's blocks of rows of 128 bytes, swizzled as tensor copies would; behind all
+// tiles the activation sums of eight blocks each: rounded to fp16 for all rows, then the rest that rounding leaves.
 template <typename SHAPE>
 struct GatheredTiles {
   char* base;
