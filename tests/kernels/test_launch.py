@@ -17,7 +17,6 @@ from slipstream_kernels.gemm.cuda import (
     int4_stream,
     int8_gemm,
     mixed_gemm,
-    mixed_gemm_w4a8,
     skinny_gemm,
     swap_ab_gemm,
     w4a8_gemm,
@@ -39,7 +38,6 @@ MIRRORS = {
     "skinny_gemm_params.h": skinny_gemm.SkinnyGemmParams,
     "verify_params.h": verify_attention.VerifyParams,
     "w4a8_params.h": w4a8_gemm.W4a8Params,
-    "mixed_gemm_w4a8_params.h": mixed_gemm_w4a8.MixedGemmW4a8Params,
 }
 TYPES = {"int32_t": ctypes.c_int32, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
 

@@ -1,15 +1,26 @@
-// How a lane makes operands of products of the weights of 16 output features x 128 input features that lie in shared
-// memory. A phase is two products of 32 bytes of the tokens' row.
+// Weight formats of the mixed-input product: how a lane makes register operands of the weights of 16 output features x 128
+// input features (a tile's block) that lie in shared memory.
+//
+// A format has: Operand, the type of activations and products; kPhases of a block, each of two products over 32 bytes of
+// a token's row; kGroups of a block with scales of their own (0: scales are of whole rows alone); kOrder, kTileBytes and
+// kScaleBytes (of packed scale words) of a tile's block; load(), expand().
+// kIsScaledInside: sums of a group leave the tensor cores for fp32 registers, where scale and zero point are applied.
+// Device code only; no framework header.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include <cuda_fp8.h>
 
 #include <cstdint>
 
 #include "formats/int4_codec.cuh"
 
 namespace slipstream {
+
+// How weights lie in global memory. kRows: row-major. kBlocks: blocks of 128 input features follow each other, in each
+// the tiles: any run of a block's tiles is one copy.
+enum class WeightOrder { kRows, kBlocks };
 
 // Four matrices of 8 rows x 16 bytes, of which lane l gets bytes 4 (l % 4) + 0..3 of row l / 4.
 __device__ __forceinline__ uint4 load_matrices(uint32_t address) {
@@ -45,18 +56,21 @@ struct Bytes<__nv_bfloat16> {
   }
 };
 
-// int8 weights beside 16-bit tokens; scales of rows are applied at the end. A strip is 16 rows of 128 bytes as a tensor
-// copy swizzles them. Of 16 input features the bytes stand in the order of int8_layout.py: bytes 4 t + 0..3 of a row are
-// features 2 t, 2 t + 8, 2 t + 1, 2 t + 9, what lane t of the row's four has in two operands.
-template <typename T>
-struct Bytes8By16 {
+// int8 weights beside 16-bit tokens; scales of rows are applied at the end. A tile's block is 16 rows of 128 bytes as a
+// tensor copy swizzles them. The bytes of each 16 input features stand in the order of int8_layout.py: bytes 4 t + 0..3 of
+// a row are features 2 t, 2 t + 8, 2 t + 1, 2 t + 9, which lane t of the row's four holds in two operands.
+template <typename T, int GROUPS = 0>
+struct W8A16 {
+  static_assert(GROUPS == 0);
   using Operand = T;
-  static constexpr int kPhases = 4, kStripBytes = 2048;
+  static constexpr WeightOrder kOrder = WeightOrder::kRows;
+  static constexpr bool kIsScaledInside = false;
+  static constexpr int kPhases = 4, kGroups = 0, kTileBytes = 2048, kScaleBytes = 0;
   uint4 raw[kPhases];
 
-  __device__ __forceinline__ void load(uint32_t strip, int lane) {
+  __device__ __forceinline__ void load(uint32_t tile, uint32_t, int lane) {
     // Lanes 8 i + r name row r of matrix i: rows 0-7 and 8-15 of 16 bytes, then of the next 16.
-    const uint32_t row = strip + lane / 8 % 2 * 1024 + lane % 8 * 128, piece = lane / 16;
+    const uint32_t row = tile + lane / 8 % 2 * 1024 + lane % 8 * 128, piece = lane / 16;
 #pragma unroll
     for (int i = 0; i < kPhases; ++i) raw[i] = load_matrices(row + ((2 * i + piece) ^ (lane % 8)) * 16);
   }
@@ -68,6 +82,62 @@ struct Bytes8By16 {
     for (int i = 0; i < 4; ++i) {
       a[i / 2 * 4 + i % 2] = Bytes<T>::pair(words[i]), a[i / 2 * 4 + i % 2 + 2] = Bytes<T>::pair(words[i] >> 8);
     }
+  }
+
+  // Expanding does not move before what is written in front of this.
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (auto& v : raw) asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
+  }
+};
+
+// A row's scale, and what is added to sums before: scale * (sum + bias * sum of activations).
+struct RowScale {
+  float scale, bias;
+};
+
+// 4-bit weights beside e4m3 tokens, in the order of slipstream_kernels/w4a8_layout.py: a lane has the 16 bytes of a phase
+// side by side. A nibble in the low bits of e4m3 is code / 512, exactly: three instructions for eight codes; a zero point
+// is a multiple of the activations' sum. A packed word is fp16 512 * scale of a row and group, and fp16 -zero / 512 above.
+template <typename T, int GROUPS>
+struct W4A8 {
+  using Operand = T;
+  static constexpr WeightOrder kOrder = WeightOrder::kBlocks;
+  static constexpr bool kIsScaledInside = true;
+  static constexpr int kPhases = 2, kGroups = GROUPS, kTileBytes = 1024, kScaleBytes = 64 * GROUPS;
+  struct Scales {
+    uint32_t words[GROUPS][2];   // of rows l / 4 and l / 4 + 8
+  };
+  uint4 raw[kPhases];
+  Scales scales;
+
+  __device__ __forceinline__ void load(uint32_t tile, uint32_t words, int lane) {
+#pragma unroll
+    for (int i = 0; i < kPhases; ++i) raw[i] = load_shared_16(tile + 512 * i + 16 * lane);
+#pragma unroll
+    for (int i = 0; i < 2 * GROUPS; ++i) {
+      const int row = lane / 4 + 8 * (i % 2);
+      scales.words[i / 2][i % 2] = load_shared_4(words + (row * GROUPS + i / 2) * 4);
+    }
+  }
+
+  __device__ __forceinline__ void expand(int phase, uint32_t (&a)[8]) const {
+    split(raw[phase].x, a[0], a[2]), split(raw[phase].y, a[1], a[3]);
+    split(raw[phase].z, a[4], a[6]), split(raw[phase].w, a[5], a[7]);
+  }
+
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (auto& v : raw) asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
+  }
+
+  static __device__ __forceinline__ RowScale row_scale(uint32_t word) {
+    return {scale_of(word), scale_of(word >> 16)};
+  }
+
+ private:
+  static __device__ __forceinline__ void split(uint32_t word, uint32_t& low, uint32_t& high) {
+    low = word & 0x0F0F0F0Fu, high = word >> 4 & 0x0F0F0F0Fu;
   }
 };
 

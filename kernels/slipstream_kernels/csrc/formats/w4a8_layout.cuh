@@ -5,7 +5,7 @@
 // a word for row l / 4 and one for row l / 4 + 8. Nibble i of a word is input feature 4 (l % 4) + i, nibble i + 4 the one 16
 // further: a pair that one mask takes out of the word, as two 16-bit numbers of the same row.
 //
-// For FP8 rows (slipstream_kernels/w4a8_layout.py; mixed_gemm_w4a8_codes.cuh reads it for few, and below CUTLASS for many):
+// For FP8 rows (slipstream_kernels/w4a8_layout.py; mixed_gemm_formats.cuh reads it for few, and below CUTLASS for many):
 // blocks of 128 input features follow each other; in one, strips of 16 output features, 1 KB each: so any run of strips is
 // one copy. A strip's two halves of 64 input features hold 16 bytes for each lane: of two products of 32, a word for row
 // l / 4 and one for row l / 4 + 8. Nibble 2 i of a word is input feature 4 (l % 4) + i, nibble 2 i + 1 the one 16 further:

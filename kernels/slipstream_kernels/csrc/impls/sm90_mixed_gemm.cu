@@ -1,10 +1,12 @@
-// Products of up to 256 16-bit tokens with int8 weights, for Hopper (sm_90a). Contract: gemm/int8_mm.py.
+// Products of up to 256 tokens with weights of 4 or 8 bits that become operands in registers, for Hopper (sm_90a).
+// Contracts: gemm/int8_mm.py (W8A16), gemm/int4_mm.py (W4A8).
 //
-// One persistent CTA an SM, or a cluster of them, owns strips of output features (mixed_gemm_shape.cuh). A warp fills a ring
-// with weights and tokens (mixed_gemm_load.cuh), four warpgroups expand weights into operands in registers and multiply
-// (mixed_gemm_multiply.cuh), and sums meet in shared memory (mixed_gemm_epilogue.cuh). The kernel starts while the one before
-// it still runs, and fills its ring with weights meanwhile. Built once per SLIPSTREAM_FORMAT (mixed_gemm_formats.cuh) and
-// SLIPSTREAM_COLUMNS (tokens of a tile).
+// One persistent CTA an SM, or a cluster of them, owns tiles of output features (mixed_gemm_shape.cuh). A warp fills a ring
+// with weights and tokens (mixed_gemm_load.cuh), warpgroups expand weights into operands in registers and multiply
+// (mixed_gemm_multiply.cuh), and sums meet in shared memory (mixed_gemm_epilogue.cuh). The kernel starts while the one
+// before it still runs, and fills its ring with weights meanwhile. Built once per SLIPSTREAM_FORMAT
+// (of mixed_gemm_formats.cuh), SLIPSTREAM_OPERAND, SLIPSTREAM_GROUPS (of a block with scales of their own: 0, 1, 2) and
+// SLIPSTREAM_COLUMNS (tokens of a tile: 8, 16, 32, 48, 64, 96, 128).
 
 #include "ptx/dependent_launch.cuh"
 #include "epilogue/mixed_gemm_epilogue.cuh"
@@ -15,6 +17,8 @@
 #include "host/tensor_map.h"
 
 namespace slipstream {
+
+using Format = SLIPSTREAM_FORMAT<SLIPSTREAM_OPERAND, SLIPSTREAM_GROUPS>;
 
 template <typename SHAPE>
 __device__ __forceinline__ void init_memory(const MixedGemmMemory<SHAPE>& memory) {
@@ -28,60 +32,68 @@ __device__ __forceinline__ void init_memory(const MixedGemmMemory<SHAPE>& memory
   __syncthreads();
 }
 
-template <typename SHAPE>
+template <typename SHAPE, typename OUT>
 __device__ __forceinline__ void multiply_passes(const MixedGemmParams& p, const MixedGemmMemory<SHAPE>& memory,
-                                                const MixedGemmShare<SHAPE>& share, int warpgroup) {
-  MixedGemmConsumer<SHAPE> multiplier{memory, share, warpgroup % SHAPE::kWarpgroupsM, warpgroup / SHAPE::kWarpgroupsM};
-  const MixedGemmEpilogue<SHAPE> epilogue{p, memory, share};
+                                                const MixedGemmWork<SHAPE>& work, int warpgroup) {
+  MixedGemmConsumer<SHAPE> consumer{memory, work, warpgroup % SHAPE::kWarpgroupsM, warpgroup / SHAPE::kWarpgroupsM};
+  const MixedGemmEpilogue<SHAPE, OUT> epilogue{p, memory, work};
   epilogue.load_rows(0);
   await_previous();
 #pragma unroll 1
-  for (int pass = 0; pass < share.num_passes; ++pass) {
+  for (int pass = 0; pass < work.num_passes; ++pass) {
     if (pass > 0) epilogue.load_rows(pass);
+    epilogue.load_tokens(pass);
     float sums[SHAPE::kSums] = {};
-    multiplier.multiply_pass(share.pass_begin(pass + 1) - share.pass_begin(pass), sums);
+    consumer.multiply_pass(work.pass_begin(pass + 1) - work.pass_begin(pass), sums);
     epilogue.write(pass, sums);
   }
 }
 
 template <typename SHAPE>
-__global__ void __launch_bounds__(SHAPE::kThreads, 1)
+__global__ void __launch_bounds__(SHAPE::kBoundThreads, 1)
     mixed_gemm_kernel(const __grid_constant__ MixedGemmParams p, const __grid_constant__ MixedGemmMaps maps) {
   extern __shared__ char shared[];
   start_dependents();
   if (threadIdx.x == SHAPE::kConsumers) prefetch_map(&maps.tokens);
   const MixedGemmMemory<SHAPE> memory(shared_address(shared));
-  const MixedGemmShare<SHAPE> share(p);
+  const MixedGemmWork<SHAPE> work(p);
   init_memory(memory);
   // One value for the whole warp, so that the branch below is seen to be uniform.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == SHAPE::kWarpgroups) {
-    lower_registers<SHAPE::kLoaderRegisters>();
-    if (threadIdx.x / 32 == SHAPE::kWarps) MixedGemmProducer<SHAPE>{p, maps, memory, share}.run();
+    lower_registers<SHAPE::kProducerRegisters>();
+    if (threadIdx.x / 32 == SHAPE::kWarps) MixedGemmProducer<SHAPE>{p, maps, memory, work}.run();
     return;
   }
-  raise_registers<SHAPE::kMultiplierRegisters>();
-  multiply_passes<SHAPE>(p, memory, share, warpgroup);
+  raise_registers<SHAPE::kConsumerRegisters>();
+  if constexpr (!SHAPE::kIsW4A8) {
+    multiply_passes<SHAPE, typename SHAPE::Operand>(p, memory, work, warpgroup);
+  } else if (p.out_is_half != 0) {
+    multiply_passes<SHAPE, __half>(p, memory, work, warpgroup);
+  } else {
+    multiply_passes<SHAPE, __nv_bfloat16>(p, memory, work, warpgroup);
+  }
 }
 
-// Strips of 16 rows of weights, of which the second eight are far from the first where they are gate and up.
-inline bool encode_weights(const MixedGemmParams& p, uint32_t strips, CUtensorMap* map) {
+// Tiles of 16 rows of weights, of which the second eight are far from the first where they are gate and up.
+inline bool encode_weights(const MixedGemmParams& p, uint32_t tiles, CUtensorMap* map) {
   const uint64_t row = p.in_features, eight = 8 * row, count = p.out_features / 16;
-  const uint64_t half = p.is_gated != 0 ? p.out_features / 2 * row : eight, strip = p.is_gated != 0 ? eight : 2 * eight;
-  const Extent<4> extent{{row, 8, 2, count}, {row, half, strip}, {128, 8, 2, strips}};
-  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, p.values, extent);
+  const uint64_t half = p.is_gated != 0 ? p.out_features / 2 * row : eight, tile = p.is_gated != 0 ? eight : 2 * eight;
+  const Extent<4> extent{{row, 8, 2, count}, {row, half, tile}, {128, 8, 2, tiles}};
+  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, CU_TENSOR_MAP_SWIZZLE_128B, p.qweight, extent);
 }
 
 // False if the driver refuses.
 template <typename SHAPE>
 bool encode_maps(const MixedGemmParams& p, MixedGemmMaps* maps) {
-  constexpr uint32_t kRow = 128 / sizeof(typename SHAPE::Operand);
-  const uint64_t slabs = p.in_features / 128 * SHAPE::kSlabs, tokens = p.num_tokens;
+  constexpr uint32_t kElementBytes = sizeof(typename SHAPE::Operand), kRow = 128 / kElementBytes;
+  const uint64_t slabs = p.in_features / kRow, tokens = p.num_tokens;
   const Extent<3> rows{{kRow, tokens, slabs},
                        {static_cast<uint64_t>(p.x_row_stride), 128},
                        {kRow, SHAPE::kColumns, SHAPE::kBlocks * SHAPE::kSlabs}};
-  return encode_weights(p, 4, &maps->four_strips) && encode_weights(p, 1, &maps->one_strip) &&
-         encode_tensor_map(&maps->tokens, CU_TENSOR_MAP_DATA_TYPE_UINT16, CU_TENSOR_MAP_SWIZZLE_128B, p.x, rows);
+  if (SHAPE::kIsByRows && !(encode_weights(p, 4, &maps->four_tiles) && encode_weights(p, 1, &maps->one_tile))) return false;
+  return encode_tensor_map(&maps->tokens, kElementBytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                           CU_TENSOR_MAP_SWIZZLE_128B, p.x, rows);
 }
 
 template <typename SHAPE>
@@ -97,22 +109,27 @@ cudaError_t launch(const MixedGemmParams& p, cudaStream_t stream) {
 // Sums are exchanged where the ring was, so then there is one pass.
 template <typename SHAPE>
 bool can_run(const MixedGemmParams& p) {
-  if (p.token_tiles < 1 || p.num_clusters % p.token_tiles != 0) return false;
-  const int strips = p.out_features / 16, parts = p.num_clusters / p.token_tiles;
+  if (p.token_tiles < 1 || p.num_clusters % p.token_tiles != 0 || (SHAPE::kIsW4A8 && p.token_tiles != 1)) return false;
+  if (p.is_gated != 0 && !SHAPE::kIsByRows) return false;
+  const int tiles = p.out_features / 16, parts = p.num_clusters / p.token_tiles;
   if (p.splits > p.in_features / 128 || p.num_tokens > p.token_tiles * SHAPE::kColumns) return false;
-  if (parts < 1 || parts > strips) return false;
-  return (SHAPE::kWarpgroupsK == 1 && p.splits == 1) || (strips + parts - 1) / parts <= SHAPE::kStrips;
+  if (parts < 1 || parts > tiles) return false;
+  return (SHAPE::kWarpgroupsK == 1 && p.splits == 1) || (tiles + parts - 1) / parts <= SHAPE::kTiles;
 }
 
 // count: of clusters of p.splits CTAs that run at once; null to launch.
 template <int WARPGROUPS_M>
 cudaError_t run_variant(const MixedGemmParams& p, cudaStream_t stream, int* count) {
-  using Shape = MixedGemmShape<SLIPSTREAM_FORMAT, SLIPSTREAM_COLUMNS, WARPGROUPS_M>;
-  if constexpr (!Shape::kFits) {
-    return cudaErrorInvalidConfiguration;
+  if constexpr (Format::kIsScaledInside && SLIPSTREAM_COLUMNS > 64 && WARPGROUPS_M > 2) {
+    return cudaErrorInvalidConfiguration;   // two warpgroups are all
   } else {
-    if (count != nullptr) return count_clusters<Shape, mixed_gemm_kernel<Shape>>(p.splits, count);
-    return can_run<Shape>(p) ? launch<Shape>(p, stream) : cudaErrorInvalidConfiguration;
+    using Shape = MixedGemmShape<Format, SLIPSTREAM_COLUMNS, WARPGROUPS_M>;
+    if constexpr (!Shape::kFits) {
+      return cudaErrorInvalidConfiguration;
+    } else {
+      if (count != nullptr) return count_clusters<Shape, mixed_gemm_kernel<Shape>>(p.splits, count);
+      return can_run<Shape>(p) ? launch<Shape>(p, stream) : cudaErrorInvalidConfiguration;
+    }
   }
 }
 
@@ -132,6 +149,6 @@ SLIPSTREAM_API int slipstream_mixed_gemm(const slipstream::MixedGemmParams* para
   return slipstream::run(*params, static_cast<cudaStream_t>(stream), nullptr);
 }
 
-SLIPSTREAM_API int slipstream_fragment_clusters(const slipstream::MixedGemmParams* params, int* count) {
+SLIPSTREAM_API int slipstream_mixed_gemm_clusters(const slipstream::MixedGemmParams* params, int* count) {
   return slipstream::run(*params, nullptr, count);
 }

@@ -1,5 +1,6 @@
-// The multiplying warpgroups. A lane's weights become operands in its registers, one phase while the products of the one
-// before are under way: no expanded weight goes through shared memory.
+// The consumer warpgroups. A lane's weights become operands in its registers, one phase while the products of the one
+// before are under way: no expanded weight goes through shared memory. Sums stay in the tensor cores' registers to the end,
+// or leave them a group at a time where the format scales them there (kIsScaledInside).
 #pragma once
 
 #include "schedule/mixed_gemm_shape.cuh"
@@ -13,18 +14,18 @@ struct MixedGemmConsumer {
   using Format = typename SHAPE::Format;
   static constexpr int kSums = SHAPE::kSums, kPhases = Format::kPhases;
   MixedGemmMemory<SHAPE> memory;
-  const MixedGemmShare<SHAPE>& share;
+  const MixedGemmWork<SHAPE>& work;
   int warpgroup_m, warpgroup_k;
   RingPlace<SHAPE::kStages> place;
   int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   Format weights;
   uint32_t a[2][8];   // operands of two phases
 
-  // strips: of the pass.
-  __device__ __forceinline__ void multiply_pass(int strips, float (&sums)[kSums]) {
-    const int mine = (share.num_blocks() - warpgroup_k + SHAPE::kWarpgroupsK - 1) / SHAPE::kWarpgroupsK;
-    int left = share.num_stages();
-    if (4 * warpgroup_m < strips && mine > 0) left -= multiply_blocks(mine, sums);
+  // tiles: of the pass.
+  __device__ __forceinline__ void multiply_pass(int tiles, float (&sums)[kSums]) {
+    const int mine = (work.num_blocks() - warpgroup_k + SHAPE::kWarpgroupsK - 1) / SHAPE::kWarpgroupsK;
+    int left = work.num_stages();
+    if (4 * warpgroup_m < tiles && mine > 0) left -= multiply_blocks(mine, sums);
     for (; left > 0; --left) await(), release();
   }
 
@@ -54,7 +55,7 @@ struct MixedGemmConsumer {
         if (is_end) next.advance(), wait_barrier(memory.full(next.stage), next.parity);
         load(next.stage, block_of(is_end ? 0 : own + 1));
         wait_for_products<1>();
-        pin_weights();
+        weights.pin();
         weights.expand(0, a[0]);
       });
       own = is_end ? 0 : own + 1;
@@ -66,39 +67,71 @@ struct MixedGemmConsumer {
   __device__ __forceinline__ int block_of(int own) const { return warpgroup_k + SHAPE::kWarpgroupsK * own; }
 
   __device__ __forceinline__ void load(int stage, int block) {
-    weights.load(memory.weights(stage, block, 4 * warpgroup_m + warp), lane);
+    const int tile = 4 * warpgroup_m + warp;
+    weights.load(memory.weights(stage, block, tile), memory.scales(stage, block, tile), lane);
   }
 
   // sums += the block's products. ahead(): makes the next block's first operands while the last products are under way.
   template <typename AHEAD>
   __device__ __forceinline__ void multiply_block(int stage, int block, bool adds, float (&sums)[kSums],
                                                  const AHEAD& ahead) {
+    if constexpr (Format::kIsScaledInside) {
+      const typename Format::Scales scales = weights.scales;   // ahead() loads the next block's
 #pragma unroll
-    for (int phase = 0; phase < kPhases; ++phase) {
+      for (int group = 0; group < Format::kGroups; ++group) {
+        constexpr int kGroupPhases = kPhases / Format::kGroups;
+        float parts[kSums];
+        multiply_phases<kGroupPhases>(stage, block, group * kGroupPhases, false, parts);
+        if (group + 1 == Format::kGroups) ahead();
+        wait_for_products<0>();
+        pin(parts);
+        add(scales.words[group], memory.activation_sums(stage, block) + group * 4 * SHAPE::kMaxTokens, parts, sums);
+      }
+    } else {
+      multiply_phases<kPhases>(stage, block, 0, adds, sums);
+      ahead();
+      wait_for_products<0>();
+      pin(sums);
+    }
+  }
+
+  // to (+)= products of COUNT phases from `first` on; makes operands of the phase behind each, within the block.
+  template <int COUNT>
+  __device__ __forceinline__ void multiply_phases(int stage, int block, int first, bool adds, float (&to)[kSums]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) {
+      const int phase = first + i;
       begin_products();
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int step = 2 * phase + j, slab = step / 4;
         const uint32_t tokens = memory.tokens(stage) + (block * SHAPE::kSlabs + slab) * SHAPE::kColumns * 128;
         const uint64_t b = rows_operand(tokens) + 2 * (step % 4);
-        multiply_fragment<typename SHAPE::Operand, SHAPE::kColumns>(sums, a[phase % 2] + 4 * j, b, adds || phase + j > 0);
+        multiply_fragment<typename SHAPE::Operand, SHAPE::kColumns>(to, a[phase % 2] + 4 * j, b, adds || i + j > 0);
       }
       commit_products();
       if (phase + 1 < kPhases) {
         if (phase > 0) wait_for_products<1>();
-        pin_weights();
+        weights.pin();
         weights.expand(phase + 1, a[(phase + 1) % 2]);
       }
     }
-    ahead();
-    wait_for_products<0>();
-    pin(sums);
   }
 
-  // Operands are made after the wait that is written before.
-  __device__ __forceinline__ void pin_weights() {
+  // sums += scale * (parts + bias * sums of activations), for rows l / 4 and l / 4 + 8.
+  __device__ __forceinline__ void add(const uint32_t (&words)[2], uint32_t activation_sums, const float (&parts)[kSums],
+                                      float (&sums)[kSums]) const {
+    const RowScale rows[2] = {Format::row_scale(words[0]), Format::row_scale(words[1])};
 #pragma unroll
-    for (auto& v : weights.raw) asm volatile("" : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)::"memory");
+    for (int i = 0; i < kSums / 4; ++i) {
+      const uint2 pair = load_shared_8(activation_sums + 32 * i + lane % 4 * 8);
+      const float of_tokens[2] = {__uint_as_float(pair.x), __uint_as_float(pair.y)};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const RowScale& row = rows[e / 2];
+        sums[4 * i + e] += row.scale * (parts[4 * i + e] + row.bias * of_tokens[e % 2]);
+      }
+    }
   }
 };
 

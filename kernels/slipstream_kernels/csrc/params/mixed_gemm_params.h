@@ -7,18 +7,23 @@
 namespace slipstream {
 
 struct MixedGemmParams {
-  const void* x;                // [num_tokens, in_features] of the products' type, row stride below
-  const void* values;           // int8 [out_features, in_features], columns as slipstream_kernels/int8_layout.py orders them
-  const float* channel_scale;   // [out_features]
-  const void* bias;             // [out_features] of the result's type, or null
-  void* out;                    // [num_tokens, out_features, or half of them if gated], of the products' type
-  int64_t x_row_stride;         // bytes, a multiple of 16
+  const void* x;                  // [num_tokens, in_features] of the format's Operand, row stride below
+  const void* qweight;            // in the format's order (mixed_gemm_formats.cuh)
+  const void* group_scales;       // 4 bits: packed words of scale and zero point, a row and group each
+  const float* channel_scale;     // [out_features]
+  const float* token_scale;       // W4A8: [num_tokens]
+  const float* activation_sums;   // W4A8: [groups of input features][128 tokens]
+  const void* bias;               // [out_features] of the result's type, or null
+  void* out;                      // [num_tokens, out_features, or half of them if gated]
+  int64_t x_row_stride;           // bytes, a multiple of 16
   int32_t num_tokens, out_features, in_features;
   int32_t warpgroups_m;           // the variant: 64 rows each of a pass of a CTA: 1, 2, 4
-  int32_t splits;               // CTAs of a cluster, which share the summed dimension
-  int32_t num_clusters;         // a multiple of token_tiles
-  int32_t token_tiles;          // clusters that share out tokens, not output features
-  int32_t is_gated;             // strips are 8 rows of gate and the 8 of up: out = silu(gate) * up
+  int32_t splits;                 // CTAs of a cluster, which share the input features
+  int32_t num_clusters;           // a multiple of token_tiles
+  int32_t token_tiles;            // clusters that take other tokens of the same output features; W4A8: 1
+  int32_t is_gated;               // W8A16: out = silu(first half of the rows) * second half
+  int32_t is_channelwise;         // 4 bits: group_scales has one group a row
+  int32_t out_is_half;            // W4A8: fp16 results, else bf16
   int32_t is_dependent;
 };
 

@@ -1,7 +1,8 @@
-// The loading warp: rows of weights, all strips of the pass, by tensor copies of four strips and of one; tokens of a stage
-// by one tensor copy.
+// The producer warp: brings weights of all tiles of a pass in the copies that the format's order allows, and the tokens of
+// a stage by one tensor copy.
 #pragma once
 
+#include "ptx/bulk_copy.cuh"
 #include "ptx/dependent_launch.cuh"
 #include "schedule/mixed_gemm_shape.cuh"
 
@@ -16,20 +17,21 @@ __device__ __forceinline__ void copy_slabs(uint32_t to, const CUtensorMap* map, 
 }
 
 struct MixedGemmMaps {
-  CUtensorMap tokens, four_strips, one_strip;
+  CUtensorMap tokens, four_tiles, one_tile;   // the last two: of weights by rows
 };
 
 template <typename SHAPE>
 struct MixedGemmProducer {
+  using Format = typename SHAPE::Format;
   const MixedGemmParams& p;
   const MixedGemmMaps& maps;
   MixedGemmMemory<SHAPE> memory;
-  const MixedGemmShare<SHAPE>& share;
-  uint64_t policy = p.token_tiles > 1 ? kReadNormally : kReadOnce;   // other tokens' clusters read weights, too
+  const MixedGemmWork<SHAPE>& work;
+  uint64_t policy = weight_policy();
   int lane = threadIdx.x % 32;
 
   __device__ __forceinline__ void run() const {
-    Walk ahead{share}, walk{share};
+    Walk ahead{work}, walk{work};
     int filled = 0;
     for (; filled < SHAPE::kStages && !ahead.is_done(); ++filled, ahead.advance()) copy_weights(filled, ahead);
     await_previous();
@@ -46,41 +48,73 @@ struct MixedGemmProducer {
 
  private:
   struct Walk {
-    const MixedGemmShare<SHAPE>& share;
-    int pass = 0, block = share.begin_block, strip = share.pass_begin(0), strips = share.pass_begin(1) - strip;
+    const MixedGemmWork<SHAPE>& work;
+    int pass = 0, block = work.begin_block, tile = work.pass_begin(0), tiles = work.pass_begin(1) - tile;
 
-    __device__ __forceinline__ bool is_done() const { return pass >= share.num_passes || share.num_blocks() == 0; }
-    __device__ __forceinline__ int blocks() const { return min(SHAPE::kBlocks, share.end_block - block); }
+    __device__ __forceinline__ bool is_done() const { return pass >= work.num_passes || work.num_blocks() == 0; }
+    __device__ __forceinline__ int blocks() const { return min(SHAPE::kBlocks, work.end_block - block); }
 
     __device__ __forceinline__ void advance() {
       block += SHAPE::kBlocks;
-      if (block < share.end_block) return;
-      block = share.begin_block, ++pass;
-      if (pass < share.num_passes) strip = share.pass_begin(pass), strips = share.pass_begin(pass + 1) - strip;
+      if (block < work.end_block) return;
+      block = work.begin_block, ++pass;
+      if (pass < work.num_passes) tile = work.pass_begin(pass), tiles = work.pass_begin(pass + 1) - tile;
     }
   };
 
-  // A lane each box of a block. Tokens are announced too: whole boxes, also beyond the last block.
+  __device__ __forceinline__ uint64_t weight_policy() const {
+    if constexpr (SHAPE::kIsW4A8) return evict_first_policy();
+    else return p.token_tiles > 1 ? kReadNormally : kReadOnce;   // clusters of other tokens read weights, too
+  }
+
+  // Tokens are announced too: whole boxes, also beyond the last block.
   __device__ __forceinline__ void copy_weights(int stage, const Walk& walk) const {
+    const uint32_t barrier = memory.full(stage);
     if (lane == 0) {
-      arrive_expecting(memory.full(stage), walk.blocks() * walk.strips * SHAPE::Format::kStripBytes +
-                                                 SHAPE::kBlocks * SHAPE::kTokenBytes);
+      const uint32_t of_tiles = walk.blocks() * walk.tiles * (Format::kTileBytes + Format::kScaleBytes);
+      arrive_expecting(barrier, of_tiles + walk.blocks() * SHAPE::kActivationSumBytes + SHAPE::kBlocks * SHAPE::kTokenBytes);
     }
     __syncwarp();
-    const int fours = walk.strips / 4, ones = walk.strips % 4, strip = lane < fours ? 4 * lane : 3 * fours + lane;
+    if constexpr (SHAPE::kIsByRows) copy_rows(stage, walk, barrier);
+    else copy_blocks(stage, walk, barrier);
+  }
+
+  // A lane each box of a block: of four tiles or one.
+  __device__ __forceinline__ void copy_rows(int stage, const Walk& walk, uint32_t barrier) const {
+    const int fours = walk.tiles / 4, ones = walk.tiles % 4, tile = lane < fours ? 4 * lane : 3 * fours + lane;
     if (lane >= fours + ones) return;
-    const CUtensorMap* map = lane < fours ? &maps.four_strips : &maps.one_strip;
+    const CUtensorMap* map = lane < fours ? &maps.four_tiles : &maps.one_tile;
 #pragma unroll
     for (int i = 0; i < SHAPE::kBlocks; ++i) {
       if (i >= walk.blocks()) break;
-      copy_box(memory.weights(stage, i, strip), map, memory.full(stage), policy, 128 * (walk.block + i), 0, 0,
-               walk.strip + strip);
+      copy_box(memory.weights(stage, i, tile), map, barrier, policy, 128 * (walk.block + i), 0, 0, walk.tile + tile);
+    }
+  }
+
+  // A lane each block's tiles, a lane each block's scale words.
+  __device__ __forceinline__ void copy_blocks(int stage, const Walk& walk, uint32_t barrier) const {
+    const int tiles = p.out_features / 16, block = lane % SHAPE::kBlocks;
+    if (lane >= 2 * SHAPE::kBlocks || block >= walk.blocks()) return;
+    if (lane < SHAPE::kBlocks) {
+      const int64_t tile = int64_t{walk.block + block} * tiles + walk.tile;
+      copy_bulk(memory.weights(stage, block, 0), static_cast<const char*>(p.qweight) + tile * Format::kTileBytes,
+                walk.tiles * Format::kTileBytes, barrier, policy);
+    } else {
+      // Words of whole rows are the same for all blocks.
+      const int64_t tile = int64_t{p.is_channelwise != 0 ? 0 : walk.block + block} * tiles + walk.tile;
+      copy_bulk(memory.scales(stage, block, 0), static_cast<const char*>(p.group_scales) + tile * Format::kScaleBytes,
+                walk.tiles * Format::kScaleBytes, barrier, policy);
     }
   }
 
   __device__ __forceinline__ void copy_tokens(int stage, const Walk& walk) const {
-    if (lane != 0) return;
-    copy_slabs(memory.tokens(stage), &maps.tokens, memory.full(stage), share.first_token, walk.block * SHAPE::kSlabs);
+    const uint32_t barrier = memory.full(stage);
+    if (lane == 0) copy_slabs(memory.tokens(stage), &maps.tokens, barrier, work.first_token, walk.block * SHAPE::kSlabs);
+    if constexpr (SHAPE::kIsW4A8) {
+      if (lane != 1) return;
+      const float* from = p.activation_sums + walk.block * (SHAPE::kActivationSumBytes / 4);
+      copy_bulk(memory.activation_sums(stage, 0), from, walk.blocks() * SHAPE::kActivationSumBytes, barrier, keep_policy());
+    }
   }
 };
 

@@ -1,9 +1,9 @@
-// Sizes of one variant of the product of weights that become register operands, who does what, and where things lie in
-// shared memory.
+// Sizes of one variant of the mixed-input product (weights of 4 or 8 bits that become register operands), who does what,
+// and where things lie in shared memory.
 //
-// A cluster owns consecutive strips of 16 output features and goes through them in passes of up to 64 for each of
-// WARPGROUPS_M warpgroups. Its CTAs have a part of the input features each; inside a CTA the four warpgroups share out
-// blocks of 128 where they outnumber the row groups. So narrow outputs need no sums that cross CTAs.
+// A cluster owns consecutive tiles of 16 output features and goes through them in passes of up to 64 for each of
+// WARPGROUPS_M warpgroups. Its CTAs have a part of the input features each; inside a CTA the warpgroups divide the blocks
+// of 128 among them where they outnumber WARPGROUPS_M. So narrow outputs need no sums that cross CTAs.
 #pragma once
 
 #include "ptx/cluster.cuh"
@@ -18,52 +18,74 @@ template <typename FORMAT, int COLUMNS, int WARPGROUPS_M>
 struct MixedGemmShape {
   using Format = FORMAT;
   using Operand = typename FORMAT::Operand;
-  static constexpr int kColumns = COLUMNS, kSums = COLUMNS / 2;   // tokens of a tile; of a thread
-  static constexpr int kWarpgroups = 4, kWarpgroupsM = WARPGROUPS_M, kWarpgroupsK = kWarpgroups / WARPGROUPS_M;
-  static constexpr int kStrips = 4 * WARPGROUPS_M, kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
+  static constexpr bool kIsW4A8 = FORMAT::kIsScaledInside;
+  static constexpr int kColumns = COLUMNS, kSums = COLUMNS / 2;   // tokens of a tile; sums of a thread
+  // W4A8 keeps the sums of a group beside those of all groups: of more than 64 tokens they need the registers of two
+  // warpgroups less.
+  static constexpr bool kIsWide = kIsW4A8 && COLUMNS > 64;
+  static constexpr int kWarpgroups = kIsWide ? 2 : 4, kWarpgroupsM = WARPGROUPS_M, kWarpgroupsK = kWarpgroups / WARPGROUPS_M;
+  static constexpr int kTiles = 4 * WARPGROUPS_M, kConsumers = 128 * kWarpgroups, kThreads = kConsumers + 128;
   static constexpr int kWarps = kConsumers / 32;
-  // What a CTA has at its start must do: a warpgroup that asks for more waits for ever.
-  static constexpr int kLoaderRegisters = 32, kMultiplierRegisters = 112, kEntryRegisters = 65536 / kThreads / 8 * 8;
-  static_assert(kLoaderRegisters + kWarpgroups * kMultiplierRegisters <= (kWarpgroups + 1) * kEntryRegisters);
+  // Few W4A8 tokens take few registers: then a CTA comes up while smaller kernels run beside it, and fills its ring. What a
+  // CTA has at its start must do: a warpgroup that asks for more waits for ever.
+  static constexpr bool kIsLean = kIsW4A8 && COLUMNS <= 32;
+  static constexpr int kProducerRegisters = kIsLean ? 48 : kIsWide ? 24 : 32;
+  static constexpr int kConsumerRegisters = kIsLean ? 88 : kIsWide ? 240 : 112;
+  static constexpr int kBoundThreads = kIsLean ? 768 : kThreads;   // among which the compiler divides registers
+  static_assert(kProducerRegisters + kWarpgroups * kConsumerRegisters <=
+                (kWarpgroups + 1) * (65536 / kBoundThreads / 8 * 8));
 
-  static constexpr int kSlabs = sizeof(Operand);   // of 128 bytes of a token's block
-  static constexpr int kBlocks = WARPGROUPS_M == 1 ? 4 : WARPGROUPS_M == 2 ? 2 : 1;   // of a stage
+  static constexpr bool kIsByRows = FORMAT::kOrder == WeightOrder::kRows;
+  // Blocks of a stage.
+  static constexpr int kBlocks = kIsWide ? kWarpgroupsK : WARPGROUPS_M == 1 ? 4 : kIsByRows && WARPGROUPS_M == 4 ? 1 : 2;
   static_assert(kBlocks % kWarpgroupsK == 0);
+  static constexpr int kSlabs = sizeof(Operand);               // of 128 bytes of a token's block
   static constexpr int kTokenBytes = kSlabs * COLUMNS * 128;   // of a block, swizzled
-  static constexpr int kBlockBytes = kStrips * FORMAT::kStripBytes;
+  static constexpr int kBlockBytes = kTiles * (FORMAT::kTileBytes + FORMAT::kScaleBytes);
+  static constexpr int kMaxTokens = 128, kActivationSumBytes = kIsW4A8 ? 4 * kMaxTokens * FORMAT::kGroups : 0;   // of a block
   static constexpr int kWeightOffset = kBlocks * kTokenBytes;
-  static constexpr int kStageBytes = (kWeightOffset + kBlocks * kBlockBytes + 1023) / 1024 * 1024;
+  static constexpr int kActivationSumOffset = kWeightOffset + kBlocks * kBlockBytes;
+  static constexpr int kStageBytes = (kActivationSumOffset + kBlocks * kActivationSumBytes + 1023) / 1024 * 1024;
 
-  // Scale and bias of a pass's rows, of two passes in turn.
-  static constexpr int kRows = 16 * kStrips, kPassBytes = 6 * kRows, kConstantBytes = 2 * kPassBytes;
+  // Scale and bias of a pass's rows, and W4A8's scales of its tokens; of two passes in turn.
+  static constexpr int kRows = 16 * kTiles, kPassBytes = 6 * kRows + (kIsW4A8 ? 4 * COLUMNS : 0);
+  static constexpr int kConstantBytes = 2 * kPassBytes;
   static constexpr int kRest = 227 * 1024 - 1024 - kConstantBytes;   // 1024: the base is aligned by hand
   static constexpr int kStages = kRest / (kStageBytes + 16) < 16 ? kRest / (kStageBytes + 16) : 16;
   static constexpr int kBarrierOffset = kStages * kStageBytes;
   static constexpr int kConstantOffset = kBarrierOffset + 16 * kStages;
   static constexpr int kTotalBytes = kConstantOffset + kConstantBytes + 1024;
   // Sums that are exchanged lie where the ring was.
-  static constexpr int kExchangeBytes = kConsumers * kSums * 4;
-  static constexpr bool kFits = kStages >= 2 && kExchangeBytes <= kBarrierOffset;
+  static constexpr bool kFits = kStages >= 2 && kConsumers * kSums * 4 <= kBarrierOffset;
 };
 
 template <typename SHAPE>
 struct MixedGemmMemory {
+  using Format = typename SHAPE::Format;
   uint32_t base;
 
   __device__ __forceinline__ explicit MixedGemmMemory(uint32_t start) : base((start + 1023) & ~1023u) {}
 
   __device__ __forceinline__ uint32_t tokens(int stage) const { return base + stage * SHAPE::kStageBytes; }
-  __device__ __forceinline__ uint32_t weights(int stage, int block, int strip) const {
-    return tokens(stage) + SHAPE::kWeightOffset + block * SHAPE::kBlockBytes + strip * SHAPE::Format::kStripBytes;
+  // A block's tiles, then their packed scale words.
+  __device__ __forceinline__ uint32_t weights(int stage, int block, int tile) const {
+    return tokens(stage) + SHAPE::kWeightOffset + block * SHAPE::kBlockBytes + tile * Format::kTileBytes;
+  }
+  __device__ __forceinline__ uint32_t scales(int stage, int block, int tile) const {
+    return weights(stage, block, SHAPE::kTiles) + tile * Format::kScaleBytes;
+  }
+  __device__ __forceinline__ uint32_t activation_sums(int stage, int block) const {
+    return tokens(stage) + SHAPE::kActivationSumOffset + block * SHAPE::kActivationSumBytes;
   }
   __device__ __forceinline__ uint32_t full(int stage) const { return base + SHAPE::kBarrierOffset + 16 * stage; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
-  // fp32 scales of rows, 16-bit biases of rows.
+  // fp32 scales of rows, 16-bit biases of rows, fp32 scales of tokens.
   __device__ __forceinline__ uint32_t row_scales(int pass) const {
     return base + SHAPE::kConstantOffset + pass % 2 * SHAPE::kPassBytes;
   }
   __device__ __forceinline__ uint32_t biases(int pass) const { return row_scales(pass) + 4 * SHAPE::kRows; }
-  // Of lane 0 of a warp's sums of 8 tokens; 16 bytes a lane.
+  __device__ __forceinline__ uint32_t token_scales(int pass) const { return row_scales(pass) + 6 * SHAPE::kRows; }
+  // Sums of 8 tokens of a warp's lane 0; 16 bytes a lane.
   __device__ __forceinline__ uint32_t exchange(int warp, int group) const {
     return base + (group * SHAPE::kWarps + warp) * 512;
   }
@@ -71,25 +93,30 @@ struct MixedGemmMemory {
 
 // What a CTA multiplies.
 template <typename SHAPE>
-struct MixedGemmShare {
+struct MixedGemmWork {
   int rank;                     // in the cluster
-  int begin_strip, end_strip;   // of the cluster
-  int begin_block, end_block;   // of the CTA
+  int begin_tile, end_tile;     // of output features, of the cluster
+  int begin_block, end_block;   // of input features, of the CTA
   int first_token, num_tokens;  // of the cluster
   int num_passes;
 
-  __device__ __forceinline__ explicit MixedGemmShare(const MixedGemmParams& p) : rank(blockIdx.x % p.splits) {
-    const int strips = p.out_features / 16, blocks = p.in_features / 128, cluster = blockIdx.x / p.splits;
-    const int part = cluster / p.token_tiles, parts = p.num_clusters / p.token_tiles;
-    begin_strip = part_of(strips, part, parts), end_strip = part_of(strips, part + 1, parts);
+  __device__ __forceinline__ explicit MixedGemmWork(const MixedGemmParams& p) : rank(blockIdx.x % p.splits) {
+    const int tiles = p.out_features / 16, blocks = p.in_features / 128, cluster = blockIdx.x / p.splits;
+    if constexpr (SHAPE::kIsW4A8) {
+      begin_tile = part_of(tiles, cluster, p.num_clusters), end_tile = part_of(tiles, cluster + 1, p.num_clusters);
+      first_token = 0, num_tokens = p.num_tokens;
+    } else {
+      const int part = cluster / p.token_tiles, parts = p.num_clusters / p.token_tiles;
+      begin_tile = part_of(tiles, part, parts), end_tile = part_of(tiles, part + 1, parts);
+      first_token = cluster % p.token_tiles * SHAPE::kColumns;
+      num_tokens = min(SHAPE::kColumns, p.num_tokens - first_token);
+    }
     begin_block = part_of(blocks, rank, p.splits), end_block = part_of(blocks, rank + 1, p.splits);
-    first_token = cluster % p.token_tiles * SHAPE::kColumns;
-    num_tokens = min(SHAPE::kColumns, p.num_tokens - first_token);
-    num_passes = (end_strip - begin_strip + SHAPE::kStrips - 1) / SHAPE::kStrips;
+    num_passes = (end_tile - begin_tile + SHAPE::kTiles - 1) / SHAPE::kTiles;
   }
 
   __device__ __forceinline__ int pass_begin(int pass) const {
-    return begin_strip + part_of(end_strip - begin_strip, pass, num_passes);
+    return begin_tile + part_of(end_tile - begin_tile, pass, num_passes);
   }
   __device__ __forceinline__ int num_blocks() const { return end_block - begin_block; }
   __device__ __forceinline__ int num_stages() const { return (num_blocks() + SHAPE::kBlocks - 1) / SHAPE::kBlocks; }

@@ -6,8 +6,8 @@ No device value is read on the host and there is no workspace: CUDA-graph safe, 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -26,10 +26,12 @@ STRIP, BLOCK = 16, 128
 # (warpgroups_m, splits) of tiles of up to so many tokens, the fastest first, of those that fit (docs/measurements).
 ORDERED = {32: ((1, 2), (1, 1), (2, 1)), 64: ((2, 2), (2, 1)), 128: ((4, 2),)}
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
-POINTERS = ("x", "values", "channel_scale", "bias", "out")
+POINTERS = (
+    "x", "qweight", "group_scales", "channel_scale", "token_scale", "activation_sums", "bias", "out",
+)  # fmt: skip
 COUNTS = (
     "num_tokens", "out_features", "in_features", "warpgroups_m", "splits", "num_clusters", "token_tiles", "is_gated",
-    "is_dependent",
+    "is_channelwise", "out_is_half", "is_dependent",
 )  # fmt: skip
 
 
@@ -53,7 +55,17 @@ class Variant(NamedTuple):
 
 def defines(dtype: torch.dtype, columns: int) -> tuple[str, ...]:
     """The macros that choose a library."""
-    return (f"SLIPSTREAM_FORMAT=Bytes8By16<{OPERANDS[dtype]}>", f"SLIPSTREAM_COLUMNS={columns}")
+    return format_defines("W8A16", OPERANDS[dtype], 0, columns)
+
+
+def format_defines(name: str, operand: str, groups: int, columns: int) -> tuple[str, ...]:
+    """The macros of a format of csrc/formats/mixed_gemm_formats.cuh.  groups: of 128 input features; 0: none."""
+    return (
+        f"SLIPSTREAM_FORMAT={name}",
+        f"SLIPSTREAM_OPERAND={operand}",
+        f"SLIPSTREAM_GROUPS={groups}",
+        f"SLIPSTREAM_COLUMNS={columns}",
+    )
 
 
 def variants() -> list[tuple[str, ...]]:
@@ -78,17 +90,17 @@ def mixed_gemm(
     out_features, in_features = words.shape[0], x.shape[1]
     if out is None:
         out = torch.empty((x.shape[0], out_features // 2 if gated else out_features), dtype=x.dtype, device=x.device)
-    if variant is None:
-        variant = choose(x, out_features)
+    at_once = partial(clusters_at_once, x.device, x.dtype)
+    variant = variant or choose(x.shape[0], (out_features, in_features), at_once)
     params = MixedGemmParams(
-        **addresses({"x": x, "values": words, "channel_scale": scales, "bias": bias, "out": out}),
+        **addresses({"x": x, "qweight": words, "channel_scale": scales, "bias": bias, "out": out}),
         x_row_stride=x.stride(0) * x.element_size(),
         num_tokens=x.shape[0],
         out_features=out_features,
         in_features=in_features,
         warpgroups_m=variant.warpgroups_m,
         splits=variant.splits,
-        num_clusters=_parts(x, out_features, variant) * variant.token_tiles,
+        num_clusters=_parts(out_features, variant, at_once(variant)) * variant.token_tiles,
         token_tiles=variant.token_tiles,
         is_gated=gated,
         is_dependent=launches_dependently(x.device),
@@ -97,23 +109,27 @@ def mixed_gemm(
     return out
 
 
-def choose(x: torch.Tensor, out_features: int) -> Variant:
-    """The first of the ordered variants whose CTAs have all their output features at once; else several passes."""
-    columns, token_tiles = _tiles(x.shape[0])
+def choose(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int]) -> Variant:
+    """The first of the ordered variants whose CTAs have all their output features at once; else several passes.
+
+    sizes: output and input features.  count_clusters: how many of a variant's clusters run at once; 0: it cannot run.
+    """
+    columns, token_tiles = _tiles(num_tokens)
     for warpgroups_m, splits in next(ordered for most, ordered in ORDERED.items() if columns <= most):
         variant = Variant(columns, warpgroups_m, splits, token_tiles)
-        if _fits(x, out_features, variant):
+        if _fits(sizes, variant, count_clusters(variant)):
             return variant
     return Variant(columns, WARPGROUPS_M[-1], 1, token_tiles)
 
 
-def candidates(x: torch.Tensor, out_features: int) -> Iterator[Variant]:
-    """The variants that can run."""
-    columns, token_tiles = _tiles(x.shape[0])
+def candidates(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int]) -> Iterator[Variant]:
+    """The variants that can run; arguments as of choose."""
+    columns, token_tiles = _tiles(num_tokens)
     for warpgroups_m, splits in product(WARPGROUPS_M, SPLITS):
         variant = Variant(columns, warpgroups_m, splits, token_tiles)
+        at_once = count_clusters(variant)
         is_in_passes = warpgroups_m == WARPGROUPS_M[-1] and splits == 1
-        if _fits(x, out_features, variant) or (is_in_passes and _parts(x, out_features, variant)):
+        if _fits(sizes, variant, at_once) or (is_in_passes and _parts(sizes[0], variant, at_once)):
             yield variant
 
 
@@ -123,17 +139,16 @@ def _tiles(num_tokens: int) -> tuple[int, int]:
     return next(count for count in COLUMNS if count * token_tiles >= num_tokens), token_tiles
 
 
-def _fits(x: torch.Tensor, out_features: int, variant: Variant) -> bool:
+def _fits(sizes: tuple[int, int], variant: Variant, at_once: int) -> bool:
     """Whether the variant runs here, and its CTAs have all their output features at once."""
-    parts = _parts(x, out_features, variant)
-    if not parts or variant.splits > x.shape[1] // BLOCK:
+    parts = _parts(sizes[0], variant, at_once)
+    if not parts or variant.splits > sizes[1] // BLOCK:
         return False
-    return -(-out_features // STRIP // parts) <= 4 * variant.warpgroups_m
+    return -(-sizes[0] // STRIP // parts) <= 4 * variant.warpgroups_m
 
 
-def _parts(x: torch.Tensor, out_features: int, variant: Variant) -> int:
+def _parts(out_features: int, variant: Variant, at_once: int) -> int:
     """Clusters that share out the output features; 0: the device cannot run the variant."""
-    at_once = clusters_at_once(x.device, x.dtype, variant)
     return min(at_once // variant.token_tiles, out_features // STRIP)
 
 
@@ -144,5 +159,5 @@ def clusters_at_once(device: torch.device, dtype: torch.dtype, variant: Variant)
     count = ctypes.c_int()
     params = MixedGemmParams(warpgroups_m=variant.warpgroups_m, splits=variant.splits, num_clusters=1)
     with torch.cuda.device(device):
-        error = library.slipstream_fragment_clusters(ctypes.byref(params), ctypes.byref(count))
+        error = library.slipstream_mixed_gemm_clusters(ctypes.byref(params), ctypes.byref(count))
     return 0 if error else count.value

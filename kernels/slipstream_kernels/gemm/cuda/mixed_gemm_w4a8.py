@@ -12,9 +12,10 @@ from functools import lru_cache, partial
 import torch
 
 from slipstream_kernels.cuda.build import load
-from slipstream_kernels.cuda.launch import check, fields, launch
+from slipstream_kernels.cuda.launch import check, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.gemm.cuda.mixed_gemm import SOURCE, MixedGemmParams, format_defines
 from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import (
     BLOCK,
     COLUMNS,
@@ -31,24 +32,12 @@ from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import (
 )
 from slipstream_kernels.integer import Int4Weight
 
-SOURCE = "sm90_mixed_gemm_w4a8.cu"
 GROUPS = (1, 2)  # of 128 input features
-POINTERS = ("x", "token_scale", "totals", "codes", "words", "channel_scale", "bias", "out")
-COUNTS = (
-    "num_tokens", "out_features", "in_features", "warpgroups_m", "splits", "num_clusters", "is_channelwise",
-    "out_is_half", "is_dependent",
-)  # fmt: skip
-
-
-class MixedGemmW4a8Params(ctypes.Structure):
-    """csrc/params/mixed_gemm_w4a8_params.h, field by field."""
-
-    _fields_ = fields(POINTERS, ("x_row_stride",), COUNTS)
 
 
 def defines(columns: int, groups: int) -> tuple[str, ...]:
     """The macros that choose a library."""
-    return f"SLIPSTREAM_COLUMNS={columns}", f"SLIPSTREAM_GROUPS={groups}"
+    return format_defines("W4A8", "__nv_fp8_e4m3", groups, columns)
 
 
 def variants() -> list[tuple[str, ...]]:
@@ -77,12 +66,12 @@ def mixed_gemm_w4a8(
     sizes, at_once = (weight.out_features, weight.in_features), partial(clusters_at_once, device, groups)
     variant = variant or choose(rows.num_tokens, sizes, at_once)
     assert variant is not None
-    params = MixedGemmW4a8Params(
+    params = MixedGemmParams(
         x=rows.values.data_ptr(),
         token_scale=rows.scales.data_ptr(),
-        totals=totals.data_ptr(),
-        codes=weight.packed.data_ptr(),
-        words=weight.scales.data_ptr(),
+        activation_sums=totals.data_ptr(),
+        qweight=weight.packed.data_ptr(),
+        group_scales=weight.scales.data_ptr(),
         channel_scale=weight.zeros.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
@@ -93,11 +82,12 @@ def mixed_gemm_w4a8(
         warpgroups_m=variant.warpgroups_m,
         splits=variant.splits,
         num_clusters=min(at_once(variant), weight.out_features // STRIP),
+        token_tiles=1,
         is_channelwise=weight.scales.shape[0] == 1,
         out_is_half=out.dtype == torch.float16,
         is_dependent=launches_dependently(device),
     )
-    launch("mixed_gemm_w4a8", load(SOURCE, defines(variant.columns, groups)), params, device)
+    launch("mixed_gemm", load(SOURCE, defines(variant.columns, groups)), params, device)
 
 
 def serves(num_tokens: int, weight: Int4Weight) -> bool:
@@ -126,8 +116,8 @@ def candidates(num_tokens: int, weight: Int4Weight, device: torch.device) -> Ite
 def clusters_at_once(device: torch.device, groups: int, variant: Variant) -> int:
     """How many clusters of the variant the device runs at once; 0 if it cannot."""
     library, count = load(SOURCE, defines(variant.columns, groups)), ctypes.c_int()
-    params = MixedGemmW4a8Params(warpgroups_m=variant.warpgroups_m, splits=variant.splits, num_clusters=1)
+    params = MixedGemmParams(warpgroups_m=variant.warpgroups_m, splits=variant.splits, num_clusters=1)
     with torch.cuda.device(device):
-        error = library.slipstream_mixed_gemm_w4a8_clusters(ctypes.byref(params), ctypes.byref(count))
-    check("mixed_gemm_w4a8", library, error)
+        error = library.slipstream_mixed_gemm_clusters(ctypes.byref(params), ctypes.byref(count))
+    check("mixed_gemm", library, error)
     return count.value
