@@ -71,6 +71,8 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"anything": "a${b}c"}, "anything='a\\${b}c': an unfilled placeholder"),
         ({"max_num_seqs": "many"}, "max_num_seqs='many': accepted: an integer"),
         ({"max_num_seqs": "0"}, "max_num_seqs='0': accepted: an integer >= 1"),
+        ({"default_max_tokens": "2147483648"}, "default_max_tokens='2147483648': accepted: an integer from 1 to"),
+        ({"stream_interval": "0"}, "stream_interval='0': accepted: an integer from 1 to 2147483647"),
         ({"memory_fraction": "1.5"}, "memory_fraction='1.5': accepted: a number in \\(0, 1\\]"),
         ({"kv_cache_free_gpu_mem_fraction": "x"}, "kv_cache_free_gpu_mem_fraction='x': accepted: a number"),
         ({"block_size": "48"}, "block_size='48': accepted: a power of two"),

@@ -26,6 +26,8 @@ from slipstream.core.config import (
     THROTTLES,
 )
 from slipstream.core.draft_methods import SPECULATIVE_METHODS
+from slipstream.core.errors import RequestError
+from slipstream.core.settings import BY_NAME
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,20 @@ class Parameter:
 
 def _at_least(low: int) -> dict[str, Any]:
     return {"limits": f"an integer >= {low}", "is_good": lambda value: value >= low}
+
+
+def _default_of(setting: str) -> dict[str, Any]:
+    """A default for requests that do not say: the bounds are the request setting's own."""
+    kind = BY_NAME[setting].kind
+
+    def is_good(value: Any) -> bool:
+        try:
+            kind.check(setting, value)
+        except RequestError:
+            return False
+        return True
+
+    return {"limits": kind.accepted, "is_good": is_good}
 
 
 _POWER_OF_TWO: dict[str, Any] = {
@@ -130,9 +146,9 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("guided_max_request_ms", "guided.max_request_ms", "CPU time that the grammar of one request may take for all its tokens.", **_at_least(1)),
     Parameter("guided_memory_bytes", "guided.memory_bytes", "Memory that compiling a grammar, and matching all of them, may take beside what their process needs by itself.", **_at_least(67108864)),
     Parameter("guided_cache_bytes", "guided.cache_bytes", "Compiled grammars that are kept; those in use are kept in any case.", **_at_least(0)),
-    Parameter("default_max_tokens", "serving.default_max_tokens", "`max_tokens` of a request that gives none.", **_at_least(1)),
-    Parameter("default_temperature", "serving.default_temperature", "Temperature of a request that gives none, nor `top_k` or `top_p`. 0 (greedy) is what TensorRT-LLM's clients are used to.", limits="a number from 0 to 100", is_good=lambda value: 0.0 <= value <= 100.0),
-    Parameter("stream_interval", "serving.stream_interval", "Tokens per streamed response of a request that does not say; the first leaves at once.", **_at_least(1)),
+    Parameter("default_max_tokens", "serving.default_max_tokens", "`max_tokens` of a request that gives none.", **_default_of("max_tokens")),
+    Parameter("default_temperature", "serving.default_temperature", "Temperature of a request that gives none, nor `top_k` or `top_p`. 0 (greedy) is what TensorRT-LLM's clients are used to.", **_default_of("temperature")),
+    Parameter("stream_interval", "serving.stream_interval", "Tokens per streamed response of a request that does not say; the first leaves at once.", **_default_of("stream_interval")),
     Parameter("max_response_entries", "serving.max_response_entries", "Most tokens that a request may gather for one response, each counted once and once more per alternative that `logprobs` asks for: n x max_tokens x (1 + logprobs), plus the prompt's with `prompt_logprobs` or echoed. When streaming, `stream_interval` stands for max_tokens. An entry with log-probabilities takes about 100 bytes.", **_at_least(1)),
     Parameter("stop_by_request_id", "serving.stop_by_request_id", "Whether a request with `stop: true` ends the running request of its id, as with TensorRT-LLM. Whoever knows or guesses an id can then end that request, so clients must choose ids that cannot be guessed. Off, such a request is refused; cancelling a gRPC stream or closing an HTTP connection always works."),
     Parameter("exclude_input_in_output", "serving.exclude_input_in_output", "Whether the prompt is left out of a response; unset: left out when streaming, echoed otherwise."),
