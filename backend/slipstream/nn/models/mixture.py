@@ -13,6 +13,7 @@ from slipstream.nn.models.quantization import read_stored_format
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.stored_names import Name, Names
 
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # the families' names for it
 SHARED = "shared_"  # before the parts of the shared experts' MLP
 
 
@@ -34,7 +35,8 @@ def with_experts(
     """The spec with experts in place of the MLP, but in `dense` layers, and the formats that these are stored in."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
     if experts.routing.num_experts_per_token > experts.num_experts:
-        raise config.error("num_experts_per_tok", f"must be at most the number of experts, {experts.num_experts}")
+        name = next((name for name in _NUM_EXPERTS if config.has(name)), _NUM_EXPERTS[0])
+        raise config.error("num_experts_per_tok", f"must be at most {name}={experts.num_experts}")
     sparse = [layer for layer in range(spec.num_layers) if layer not in dense]
 
     def change(index: int, layer: LayerSpec) -> LayerSpec:
