@@ -1,0 +1,150 @@
+"""config.json as models were published with it: every family reads its own, to the published number of parameters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from slipstream.nn.spec import read_spec
+
+QWEN_ROPE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16", "use_sliding_window": False}
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096}  # fmt: skip
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+          "rope_type": "llama3"}  # fmt: skip
+
+
+def config(architecture: str, *sizes: int, **fields: object) -> dict[str, object]:
+    """sizes: hidden, of the MLP, layers, heads of queries and of keys, words, positions."""
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+             "vocab_size", "max_position_embeddings")  # fmt: skip
+    return {"architectures": [architecture], **dict(zip(names, sizes, strict=True)), **fields}
+
+
+# name -> (config.json, parameters)
+PUBLISHED = {
+    "DeepSeek-R1-Distill-Qwen-1.5B": (
+        config("Qwen2ForCausalLM", 1536, 8960, 28, 12, 2, 151936, 131072, **QWEN_ROPE, rope_theta=10000,
+               sliding_window=4096, max_window_layers=21, tie_word_embeddings=False, use_mrope=False),
+        1_777_088_000,
+    ),
+    "DeepSeek-R1-Distill-Llama-8B": (
+        config("LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128256, 131072, rms_norm_eps=1e-5, rope_theta=500000.0,
+               rope_scaling=LLAMA3, attention_bias=False, mlp_bias=False, pretraining_tp=1, torch_dtype="bfloat16"),
+        8_030_261_248,
+    ),
+    "Mistral-Small-24B-Instruct-2501": (
+        config("MistralForCausalLM", 5120, 32768, 40, 32, 8, 131072, 32768, head_dim=128, rope_theta=100000000.0,
+               sliding_window=None, rms_norm_eps=1e-5, torch_dtype="bfloat16", tie_word_embeddings=False),
+        23_572_403_200,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        config("Qwen2MoeForCausalLM", 2048, 5632, 24, 16, 16, 151936, 8192, **QWEN_ROPE, rope_theta=1000000.0,
+               decoder_sparse_step=1, moe_intermediate_size=1408, norm_topk_prob=False, num_experts=60,
+               num_experts_per_tok=4, shared_expert_intermediate_size=5632, sliding_window=32768,
+               max_window_layers=21, qkv_bias=True),
+        14_315_784_192,
+    ),
+    "Qwen3-30B-A3B": (
+        config("Qwen3MoeForCausalLM", 2048, 6144, 48, 32, 4, 151936, 40960, **QWEN_ROPE, rope_theta=1000000.0,
+               attention_bias=False, decoder_sparse_step=1, head_dim=128, mlp_only_layers=[],
+               moe_intermediate_size=768, norm_topk_prob=True, num_experts=128, num_experts_per_tok=8,
+               rope_scaling=None, sliding_window=None, max_window_layers=48),
+        30_532_122_624,
+    ),
+    "gpt-oss-20b": (
+        config("GptOssForCausalLM", 2880, 2880, 24, 64, 8, 201088, 131072, head_dim=64, rms_norm_eps=1e-5,
+               rope_theta=150000, rope_scaling=YARN, sliding_window=128, num_local_experts=32,
+               num_experts_per_tok=4, experts_per_token=4, swiglu_limit=7.0, attention_bias=True,
+               layer_types=["sliding_attention", "full_attention"] * 12, initial_context_length=4096,
+               hidden_act="silu", torch_dtype="bfloat16"),
+        20_914_757_184,
+    ),
+    "GLM-4-9B-0414": (
+        config("Glm4ForCausalLM", 4096, 13696, 40, 32, 2, 151552, 32768, head_dim=128, attention_bias=True,
+               partial_rotary_factor=0.5, rms_norm_eps=1e-5, rope_theta=10000.0, torch_dtype="bfloat16",
+               eos_token_id=[151329, 151336, 151338]),
+        9_400_279_040,
+    ),
+    "GLM-4.5-Air": (
+        config("Glm4MoeForCausalLM", 4096, 10944, 46, 96, 8, 151552, 131072, head_dim=128, attention_bias=True,
+               use_qk_norm=False, partial_rotary_factor=0.5, moe_intermediate_size=1408, n_routed_experts=128,
+               n_shared_experts=1, num_experts_per_tok=8, first_k_dense_replace=1, norm_topk_prob=True,
+               routed_scaling_factor=1.0, n_group=1, topk_group=1, num_nextn_predict_layers=1, rope_theta=1000000,
+               rope_scaling=None, rms_norm_eps=1e-5, torch_dtype="bfloat16"),
+        106_852_251_264,
+    ),
+    "chatglm3-6b": (
+        {"architectures": ["ChatGLMModel"], "add_bias_linear": False, "add_qkv_bias": True,
+         "apply_query_key_layer_scaling": True, "apply_residual_connection_post_layernorm": False,
+         "ffn_hidden_size": 13696, "hidden_size": 4096, "kv_channels": 128, "layernorm_epsilon": 1e-5,
+         "multi_query_attention": True, "multi_query_group_num": 2, "num_attention_heads": 32, "num_layers": 28,
+         "original_rope": True, "padded_vocab_size": 65024, "post_layer_norm": True, "rmsnorm": True,
+         "seq_length": 8192, "torch_dtype": "float16", "tie_word_embeddings": False, "eos_token_id": 2},
+        6_243_584_000,
+    ),
+    "Baichuan2-7B-Chat": (
+        config("BaichuanForCausalLM", 4096, 11008, 32, 32, 32, 125696, 4096, rms_norm_eps=1e-6, hidden_act="silu",
+               model_max_length=4096, torch_dtype="bfloat16", tie_word_embeddings=False, z_loss_weight=0),
+        7_505_973_248,
+    ),
+    "Baichuan2-13B-Chat": (
+        {"architectures": ["BaichuanForCausalLM"], "hidden_size": 5120, "intermediate_size": 13696,
+         "num_hidden_layers": 40, "num_attention_heads": 40, "vocab_size": 125696, "model_max_length": 4096,
+         "rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False},
+        13_896_668_160,
+    ),
+    "gemma-2-9b": (
+        config("Gemma2ForCausalLM", 3584, 14336, 42, 16, 8, 256000, 8192, head_dim=256, rms_norm_eps=1e-6,
+               hidden_act="gelu_pytorch_tanh", hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256,
+               attn_logit_softcapping=50.0, final_logit_softcapping=30.0, sliding_window=4096, rope_theta=10000.0,
+               torch_dtype="float32"),
+        9_241_705_984,
+    ),
+    "gemma-3-1b-it": (
+        config("Gemma3ForCausalLM", 1152, 6912, 26, 4, 1, 262144, 32768, head_dim=256, rms_norm_eps=1e-6,
+               hidden_activation="gelu_pytorch_tanh", query_pre_attn_scalar=256, attn_logit_softcapping=None,
+               final_logit_softcapping=None, sliding_window=512, sliding_window_pattern=6, rope_theta=1000000,
+               rope_local_base_freq=10000, rope_scaling=None, torch_dtype="bfloat16", cache_implementation="hybrid"),
+        999_885_952,
+    ),
+    "phi-4": (
+        config("Phi3ForCausalLM", 5120, 17920, 40, 40, 10, 100352, 16384, original_max_position_embeddings=16384,
+               rms_norm_eps=1e-5, rope_scaling=None, rope_theta=250000, sliding_window=None, attention_bias=False,
+               torch_dtype="bfloat16", tie_word_embeddings=False),
+        14_659_507_200,
+    ),
+    "Phi-4-mini-instruct": (
+        config("Phi3ForCausalLM", 3072, 8192, 32, 24, 8, 200064, 131072, original_max_position_embeddings=4096,
+               partial_rotary_factor=0.75, rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=262144,
+               tie_word_embeddings=True, torch_dtype="bfloat16",
+               rope_scaling={"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}),
+        3_836_021_760,
+    ),
+    "granite-3.1-8b-instruct": (
+        config("GraniteForCausalLM", 4096, 12800, 40, 32, 8, 49155, 131072, attention_multiplier=0.0078125,
+               embedding_multiplier=12.0, logits_scaling=16.0, residual_multiplier=0.22, rms_norm_eps=1e-5,
+               rope_theta=10000000.0, rope_scaling=None, tie_word_embeddings=True, torch_dtype="bfloat16"),
+        8_170_848_256,
+    ),
+    "OLMo-2-1124-7B": (
+        config("Olmo2ForCausalLM", 4096, 11008, 32, 32, 32, 100352, 4096, rms_norm_eps=1e-6, rope_theta=500000,
+               rope_scaling=None, attention_bias=False, tie_word_embeddings=False, torch_dtype="float32"),
+        7_298_617_344,
+    ),
+    "MiniMax-M2": (
+        config("MiniMaxM2ForCausalLM", 3072, 1536, 62, 48, 8, 200064, 196608, head_dim=128, rotary_dim=64,
+               num_local_experts=256, num_experts_per_tok=8, scoring_func="sigmoid", use_routing_bias=True,
+               use_qk_norm=True, qk_norm_type="per_layer", attn_type_list=[1] * 62, rms_norm_eps=1e-6,
+               rope_theta=5000000, tie_word_embeddings=False, torch_dtype="bfloat16"),
+        228_689_764_864,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_reads_what_was_published(name: str, tmp_path: Path) -> None:
+    values, num_parameters = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert read_spec(tmp_path).num_parameters == num_parameters
