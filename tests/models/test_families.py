@@ -8,6 +8,7 @@ import pytest
 from paged_forward import PagedForward
 from slipstream.core.config import ModelConfig
 from slipstream.nn.load import load_model
+from slipstream.nn.models import FAMILIES
 from tiny_checkpoints import VARIANTS, make_checkpoint, relative_error
 
 PROMPT = [(7 * position) % 89 + 3 for position in range(23)]
@@ -33,3 +34,8 @@ def test_weights_quantised_at_load(family: str, tmp_path: Path) -> None:
     (logits,) = PagedForward(decoder, [PROMPT]).run([16])
     error = relative_error(logits, checkpoint.logits(PROMPT))
     assert 1e-4 < error < 0.15
+
+
+def test_the_docs_name_every_architecture(root: Path) -> None:
+    table = (root / "docs" / "models.md").read_text()
+    assert [name for name in FAMILIES.names() if name not in table] == []
