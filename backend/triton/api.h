@@ -92,6 +92,8 @@ TRITONSERVER_Parameter* TRITONSERVER_ParameterNew(
 void TRITONSERVER_ParameterDelete(TRITONSERVER_Parameter* parameter);
 TritonStatus TRITONSERVER_ServerIsLive(TRITONSERVER_Server* server, bool* is_live);
 TritonStatus TRITONSERVER_ServerMetadata(TRITONSERVER_Server* server, TRITONSERVER_Message** metadata);
+TritonStatus TRITONSERVER_ServerModelIsReady(
+    TRITONSERVER_Server* server, const char* model_name, const int64_t model_version, bool* ready);
 TritonStatus TRITONSERVER_ServerModelIndex(
     TRITONSERVER_Server* server, uint32_t flags, TRITONSERVER_Message** model_index);
 TritonStatus TRITONSERVER_ServerLoadModel(TRITONSERVER_Server* server, const char* model_name);

@@ -22,12 +22,12 @@ std::string in_seconds(std::chrono::milliseconds time) {
 
 void EngineDirectory::add(Engine* engine) {
   std::lock_guard<std::mutex> lock(mutex_);
-  engines_.insert(engine);
+  engines_.push_back(engine);
 }
 
 void EngineDirectory::remove(Engine* engine) {
   std::lock_guard<std::mutex> lock(mutex_);
-  engines_.erase(engine);
+  engines_.erase(std::remove(engines_.begin(), engines_.end(), engine), engines_.end());
 }
 
 void EngineDirectory::cancel(uint64_t handle) {
@@ -40,6 +40,14 @@ void EngineDirectory::cancel(uint64_t handle) {
 bool EngineDirectory::is_idle() {
   std::lock_guard<std::mutex> lock(mutex_);
   return std::all_of(engines_.begin(), engines_.end(), [](Engine* engine) { return engine->is_idle(); });
+}
+
+bool EngineDirectory::is_replaced(const Engine* engine) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto self = std::find(engines_.begin(), engines_.end(), engine);
+  return self != engines_.end() && std::any_of(self + 1, engines_.end(), [engine](const Engine* later) {
+           return later->was_asked() && later->is_of_model(*engine);
+         });
 }
 
 // The engine is gone.  what() is for the log and for whoever loads the model, for_clients for everybody else.
@@ -57,7 +65,8 @@ Engine::Engine(EngineSetup setup, Services& services)
       services_(services),
       exit_(std::make_shared<ServerExit>(setup_.server)),
       metrics_(std::make_shared<ModelMetrics>(services.metrics, setup_.model_name, setup_.model_version)),
-      live_(services.pacer) {
+      live_(services.pacer),
+      held_(exit_, setup_.model_name, setup_.model_version, setup_.drain_timeout) {
   metrics_->engine_is_down();
   warn_of_short_exit();
   services_.exit_guard.watch(exit_, [&engines = services_.engines] { return engines.is_idle(); });
@@ -98,6 +107,7 @@ bool Engine::is_up() {
 
 std::string Engine::why_down() {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (is_given_up_) return "the model is unloaded";
   const bool is_last = exit_->has_begun();
   const char* what_now = is_last ? "; the server is shutting down" : "; it is being restarted";
   return "the engine of model '" + setup_.model_name + "' " + end_for_clients_ + what_now;
@@ -110,6 +120,7 @@ bool Engine::submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std
     if (link_ == nullptr) return false;
     link = link_;
     live_.add(handle, factory);
+    was_asked_ = true;
   }
   if (link->offer(frame) || !live_.take_back(handle)) return true;
   throw BackendError(
@@ -195,6 +206,7 @@ void Engine::serve(EngineProcess& process, EngineLink& link) {
     const std::string how = std::string("sent an invalid frame (") + error.what() + ") and was killed";
     throw EngineEnded("the engine " + how, how);
   }
+  if (is_given_up_) return give_up(process, is_open);
   if (stop_) return stop_process(process, is_open);
   if (is_open) {  // the server exits and has not unloaded the model in time: it may never do so
     stop_process(process, is_open);
@@ -211,9 +223,46 @@ bool Engine::keep_house() {
   if (current_link_ != link_) throw_if_exiting();  // still loading
   answer_overdue();
   report_silence();
+  if (is_given_up()) return false;
   std::lock_guard<std::mutex> lock(mutex_);
   const bool is_draining = drain_deadline_ != Clock::time_point{};
   return !is_draining || (link_ != nullptr && Clock::now() < drain_deadline_ + kDrainGrace);
+}
+
+// The model is unloaded, the server holds it for a stream or a lost cancel, and it has had no request for drain_timeout_s:
+// from now on it takes none, so that its engine can end.
+bool Engine::is_given_up() {
+  if (link_ == nullptr || stop_ || !was_asked_) return false;
+  if (!live_.is_empty()) held_.is_used();
+  if (!live_.is_empty() || !held_.is_given_up(services_.engines.is_replaced(this))) return false;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (drain_deadline_ != Clock::time_point{} || !live_.is_empty()) return false;
+  link_ = nullptr;
+  state_ = State::kDown;
+  is_given_up_ = true;
+  return true;
+}
+
+void Engine::give_up(EngineProcess& process, bool is_connected) {
+  log_warning(
+      "model '" + setup_.model_name + "' is unloaded, but the server holds it (a gRPC stream that is open, or a lost "
+      "cancel): its engine is ended and gives its memory back");
+  try {
+    FrameWriter writer;
+    current_link_->send(encode_drain(writer, 0));
+    const auto handler = [this](FrameType type, std::string_view) {
+      if (type == FrameType::kDrained) is_drained_ = true;
+    };
+    const auto deadline = Clock::now() + kDrainGrace;
+    while (is_connected && !is_drained_ && Clock::now() < deadline) {
+      is_connected = current_link_->receive(kHousekeepingMs, handler);
+    }
+  } catch (const ProtocolError& error) {
+    log_warning(std::string("the engine sent an invalid frame at its end: ") + error.what());
+  }
+  stop_process(process, is_connected);
+  current_link_ = nullptr;
+  metrics_ = nullptr;  // an unloaded model has none, and another of its name may have the same
 }
 
 // A server that was told to end waits for its loads: one that takes minutes must not outlast the exit time-out.

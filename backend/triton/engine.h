@@ -10,7 +10,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -18,6 +17,7 @@
 #include "api.h"
 #include "engine_process.h"
 #include "engine_socket.h"
+#include "held_model.h"
 #include "live_requests.h"
 #include "metrics.h"
 #include "pacing.h"
@@ -38,10 +38,12 @@ class EngineDirectory {
   void cancel(uint64_t handle);
   // Whether no engine has a request.
   bool is_idle();
+  // Whether requests for this engine's model go to an engine that was made later, after a reload.
+  bool is_replaced(const Engine* engine);
 
  private:
   std::mutex mutex_;
-  std::set<Engine*> engines_;
+  std::vector<Engine*> engines_;  // in the order in which they were made
 };
 
 // What all models of the process share; outlives them.
@@ -74,6 +76,10 @@ class Engine {
 
   bool is_up();
   bool is_idle() { return live_.is_empty(); }
+  bool was_asked() const { return was_asked_; }
+  bool is_of_model(const Engine& other) const {
+    return setup_.model_name == other.setup_.model_name && setup_.model_version == other.setup_.model_version;
+  }
   // Why requests cannot be taken now; for error messages to clients.
   std::string why_down();
 
@@ -96,6 +102,8 @@ class Engine {
   void run_engine();
   void serve(EngineProcess& process, EngineLink& link);
   bool keep_house();
+  bool is_given_up();
+  void give_up(EngineProcess& process, bool is_connected);
   void throw_if_exiting();
   void warn_of_short_exit();
   void begin_drain();
@@ -115,6 +123,8 @@ class Engine {
   const std::shared_ptr<ServerExit> exit_;  // of the server
   std::shared_ptr<ModelMetrics> metrics_;
   LiveRequests live_;
+  HeldModel held_;  // of the supervisor thread
+  std::atomic<bool> was_asked_{false};  // it was handed a request
 
   std::mutex mutex_;  // of what follows
   std::condition_variable changed_;
@@ -123,6 +133,7 @@ class Engine {
   std::string end_reason_, end_for_clients_;
   std::shared_ptr<EngineLink> link_;  // only while up
   Clock::time_point drain_deadline_{};  // unset until the model or the server ends
+  bool is_given_up_ = false;  // its model is unloaded, and the server holds it all the same
 
   std::atomic<bool> stop_{false};
   // of the supervisor thread

@@ -111,6 +111,11 @@ Error TRITONSERVER_ServerMetadata(TRITONSERVER_Server*, TRITONSERVER_Message** m
   *metadata = new TRITONSERVER_Message{"{\"name\":\"fake\",\"version\":\"2.51.0\"}"};
   return nullptr;
 }
+Error TRITONSERVER_ServerModelIsReady(TRITONSERVER_Server*, const char*, const int64_t, bool* is_ready) {
+  *is_ready = true;
+  return nullptr;
+}
+
 Error TRITONSERVER_ServerModelIndex(TRITONSERVER_Server*, uint32_t, TRITONSERVER_Message** index) {
   *index = new TRITONSERVER_Message{"[]"};
   return nullptr;

@@ -1,4 +1,5 @@
-// What the server's end of an engine's socket keeps after a frame of 64 MiB.  Prints how many bytes the process has grown by.
+// What the server's end of an engine's socket keeps after a frame of 64 MiB.  Prints by how many bytes the process has
+// grown.
 #include <malloc.h>
 #include <sys/socket.h>
 #include <unistd.h>
