@@ -93,14 +93,14 @@ def foreign() -> str:
 
 
 def settings(rows: Iterable[Setting]) -> str:
-    """Those of `sampling_parameters`, without the flags, which are listed with the tensors."""
+    """Settings of `sampling_parameters`. The return_* flags are left out: the tensors' table has them."""
     listed = [setting for setting in rows if setting.is_in_json and not setting.name.startswith("return_")]
     header = ("setting", "accepted", "default", "gateway", "meaning")
     return table(header, [(_keys(s), s.kind.accepted, _default(s), _openai(s), s.doc) for s in listed])
 
 
 def _keys(setting: Setting) -> str:
-    """Its own name first, if that is a key."""
+    """All keys of a setting, its own name first."""
     keys = dict.fromkeys((*setting.json, *setting.tensors))
     return ", ".join(f"`{name}`" for name in sorted(keys, key=lambda name: name != setting.name))
 
@@ -158,7 +158,7 @@ _MARKED = re.compile(r"<!-- table: (?P<name>[a-z ]+) -->\n.*?<!-- end of table -
 
 
 def render(page: str) -> str:
-    """The page with every marked table made anew. Raises KeyError for a marker without a table."""
+    """The page with every marked table replaced. Raises KeyError for a marker without a table."""
     return _MARKED.sub(lambda m: f"<!-- table: {m['name']} -->\n{BLOCKS[m['name']]()}\n<!-- end of table -->", page)
 
 

@@ -1,7 +1,7 @@
-"""What a client asked for: a request as it came over the wire -> `ClientRequest`, whose `request` the engine takes.
+"""Parse a request: wire request -> `ClientRequest`, whose `request` goes to the engine.
 
-Standard library only, no state; runs on the input thread. Everything wrong with a request is a RequestError from here,
-so that it never reaches the scheduler. docs/contracts.md has the tensors and the order of precedence.
+Standard library only, no state; runs on the input thread. Raises RequestError for everything that is wrong with a
+request, so that it never reaches the scheduler. docs/contracts.md has the tensors and the order of precedence.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ _BIASES = ("logit_bias", "embedding_bias_words", "embedding_bias_weights")
 _NOT_DECOUPLED = (
     "because the model_transaction_policy of config.pbtxt is `decoupled: false`: a request has one response"
 )
-_REFERENCE_CHARS = 16  # per token of the model's length: more of a reference is not encoded
+_REFERENCE_CHARS = 16  # per token of max_model_len; the rest of a reference is not encoded
 STOP_IS_OFF = "got True, accepted: False (the model has stop_by_request_id off); cancel the request's stream instead"
 STREAM_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed."  # the vLLM backend's words
 
 
 class TextCodec(Protocol):
-    """What parsing needs of a tokenizer (tokenizer/tokenizer.py)."""
+    """The part of a tokenizer (tokenizer/tokenizer.py) that parsing uses."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -56,12 +56,14 @@ class TextCodec(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ClientRequest:
-    """handle: the server's number of the request. request_id: the client's name for it, may be "".
+    """A parsed request, and how to answer it.
+
+    handle: the server's number of the request. request_id: the client's name for it, may be "".
 
     request: ready for Engine.submit; its params.n sequences answer under one handle. None when is_stop.
-    is_stop: not a generation but "stop the request of this request_id".
-    echo_text: the prompt, when it is to precede the output ("" otherwise).
-    outputs: names of the output tensors to send; is_text_only: that is text_output alone, without batch dimension.
+    is_stop: this is no generation; it stops the running request that has this request_id.
+    echo_text: the prompt, if the output starts with it, else "".
+    outputs: names of the output tensors to send; is_text_only: text_output alone, without batch dimension.
     has_batch_dim: the model has max_batch_size > 0, so every tensor's first dimension is the batch (1).
     token_text: the text of one token, for log-probabilities.
     """
@@ -81,7 +83,7 @@ class ClientRequest:
 
 
 def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> ClientRequest:
-    """The request that the engine takes, and how to answer it. Raises RequestError naming what is not accepted."""
+    """Raises RequestError that names the setting, its value and what is accepted."""
     has_batch_dim = config.serving.max_batch_size > 0
     settings = read_settings(raw, has_batch_dim, config.serving.ignored_request_parameters)
     request_id = raw.request_id or settings.get("request_id", "")
@@ -135,7 +137,10 @@ def _check_one_response(settings: Settings, stream: bool, is_response_per_sequen
 def _check_entries(
     params: SamplingParams, num_prompt: int, is_echoed: bool, stream_interval: int, config: EngineConfig
 ) -> None:
-    """Raises RequestError for more tokens and alternatives than one response may gather. stream_interval: 0 = all."""
+    """Raises RequestError if one response would hold more tokens and alternatives than max_response_entries.
+
+    stream_interval: tokens per response; 0 = all in one.
+    """
     limit, n, logprobs = config.serving.max_response_entries, params.n, params.logprobs or 0
     num_new, max_model_len = params.max_tokens, config.model.max_model_len
     if max_model_len:
@@ -163,7 +168,7 @@ def _stop_request(handle: int, request_id: str, outputs: tuple[str, ...], has_ba
 
 
 def _prompt(settings: Settings, config: EngineConfig, tokenizer: TextCodec) -> tuple[list[int], str | None]:
-    """Token ids of the prompt, and its text if that is what was given."""
+    """Token ids of the prompt, and its text if the client sent text."""
     text, token_ids = settings.get("prompt"), settings.get("prompt_token_ids")
     if text is not None and token_ids is not None:
         raise RequestError("text_input", "given together with input_ids, accepted: one of them")
@@ -205,7 +210,7 @@ def encode_prompt(
 
 
 def check_prompt_bytes(name: str, num_bytes: int, tokenizer: TextCodec, max_model_len: int) -> None:
-    """Raises RequestError for a text with more bytes than the longest tokens stand for."""
+    """Raises RequestError for a text that has more bytes than max_model_len of the longest tokens."""
     limit = max_model_len * tokenizer.max_token_bytes
     if num_bytes > limit:
         accepted = f"at most {limit} (max_model_len={max_model_len} tokens of {tokenizer.max_token_bytes} bytes)"
@@ -223,7 +228,7 @@ def _is_echoed(settings: Settings, stream: bool, config: EngineConfig) -> bool:
 
 
 def read_deadline(raw: WireRequest, settings: Settings) -> float | None:
-    """The earlier of Triton's request timeout and `timeout_ms`, from arrival, on the monotonic clock."""
+    """The earlier of Triton's request timeout and `timeout_ms`, counted from arrival, as time.monotonic() seconds."""
     given = settings.get("timeout_us", 0) / 1e6, settings.get("timeout_ms", 0) / 1e3
     timeouts = [seconds for seconds in (raw.timeout_us / 1e6, *given) if seconds > 0]
     if not timeouts:
@@ -237,15 +242,16 @@ def read_deadline(raw: WireRequest, settings: Settings) -> float | None:
 
 def read_outputs(raw: WireRequest, settings: Settings) -> tuple[str, ...]:
     flags = frozenset(name for name, value in settings.items() if value is True and name.startswith("return_"))
-    if "prompt_token_ids" in settings:  # who sends ids reads ids: TensorRT-LLM's core model answers with them
+    if "prompt_token_ids" in settings:  # TensorRT-LLM's core model answers token ids with token ids
         flags |= {"return_output_ids"}
     return select_outputs(raw.requested_outputs, flags)
 
 
 @lru_cache(maxsize=256)
 def select_outputs(requested: tuple[str, ...], flags: frozenset[str]) -> tuple[str, ...]:
-    """Names of the outputs to send. A client that names some gets exactly those; one that names none (Triton then
-    reports all) gets text_output and what its return_* flags ask for. Raises RequestError for an unknown name."""
+    """Names of the outputs to send. A client that names outputs gets exactly those. If it names none, Triton reports
+    all of them; it then gets text_output and what its return_* flags ask for. Raises RequestError for an unknown name.
+    """
     for name in requested:
         if name not in _OUTPUTS:
             raise unknown(name, "output", _OUTPUTS)
@@ -283,10 +289,11 @@ def _sampling_params(
 
 
 def _asks_for_logprobs(settings: Settings, outputs: tuple[str, ...]) -> bool:
-    """By an output's name or a flag. A step of an ensemble names all that the ensemble may send: there the flags count,
-    as with TensorRT-LLM, since log-probabilities of every request would slow down all.
+    """Whether an output or a flag needs log-probabilities.
 
-    Triton marks no request as a step's. Who takes the handle and not the text hands the tokens on to be detokenised.
+    A step of an ensemble names every output that the ensemble may send. There only the flags count, as with
+    TensorRT-LLM: log-probabilities for every request would slow all of them down. Triton does not mark such a request;
+    it is recognised by its outputs, request_handle without text_output.
     """
     if "request_handle" in outputs and "text_output" not in outputs:
         return any(settings.get(flag, False) for flag in _LOGPROB_FLAGS)
@@ -294,7 +301,7 @@ def _asks_for_logprobs(settings: Settings, outputs: tuple[str, ...]) -> bool:
 
 
 def _logit_bias(settings: Settings, tokenizer: TextCodec) -> tuple[tuple[int, float], ...]:
-    """The sum of logit_bias and embedding_bias_words, by token."""
+    """(token id, bias) pairs: the sum of logit_bias and embedding_bias_words for each token."""
     total: dict[int, float] = {}
     pairs = list(settings.get("logit_bias", ()))
     words, weights = settings.get("embedding_bias_words", ()), settings.get("embedding_bias_weights", ())
@@ -304,13 +311,13 @@ def _logit_bias(settings: Settings, tokenizer: TextCodec) -> tuple[tuple[int, fl
         pairs += [(token_id, weight) for token_id in token_ids]
     for token_id, bias in pairs:
         total[token_id] = total.get(token_id, 0.0) + bias
-    if len(total) < len(pairs):  # a sum may be above what each may be
+    if len(total) < len(pairs):  # the sum of two biases may exceed the bound of one
         BY_NAME["logit_bias"].kind.check("logit_bias", tuple(total.items()))
     return tuple(total.items())
 
 
 def _reference_ids(settings: Settings, config: EngineConfig, tokenizer: TextCodec) -> tuple[int, ...]:
-    """Only as much of a reference is read as a sequence may have."""
+    """Token ids of the reference, cut to max_model_len."""
     text, token_ids = settings.get("reference_text", ""), settings.get("reference_ids", ())
     if text and token_ids:
         raise RequestError("reference_text", "given together with reference_ids, accepted: one of them")
@@ -325,7 +332,7 @@ _GUIDES = {"json": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}  
 
 
 def _guide(settings: Settings) -> Guide | None:
-    """From TensorRT-LLM's two tensors, or vLLM's guided_decoding object."""
+    """The grammar of the output, from TensorRT-LLM's two tensors or vLLM's structured_outputs object."""
     guide_type, text = settings.get("guided_decoding_guide_type"), settings.get("guided_decoding_guide", "")
     if guide_type:
         return Guide(guide_type, text)

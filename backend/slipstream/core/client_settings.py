@@ -1,8 +1,8 @@
 """The settings of a request from its three sources, merged in one order: tensor > request parameter > JSON > default.
 
-Standard library only, no state. Each name sets one setting of the table (settings.py), whose kind reads and checks the
-value: once, here, under the name that the client gave. Two names of one setting that disagree within a source are an
-error.
+Standard library only, no state. Each name sets one setting of the table (settings.py). The setting's kind reads and
+checks the value here, once, under the name that the client gave. Two names of one setting that have different values
+in one source are an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.core.wire_messages import DataType, Request
 
 
 class Settings(dict[str, Any]):
-    """Setting -> checked value, of what the client said and nothing else. given_as: setting -> the name it came by."""
+    """Setting -> checked value, of the settings that the client gave. given_as: setting -> the name that it used."""
 
     __slots__ = ("given_as",)
 
@@ -52,7 +52,7 @@ class Settings(dict[str, Any]):
 
 @dataclass(frozen=True)
 class NameIndex:
-    """Which name sets what, by source. tensors: with the tensor's declaration, and no setting for one not served."""
+    """Name -> setting, for each source. tensors: with their declarations, and None for a tensor that is not served."""
 
     tensors: Mapping[str, tuple[InputSpec, Setting | None]]
     parameters: Mapping[str, Setting]
@@ -68,7 +68,7 @@ def index_names(settings: Iterable[Setting]) -> NameIndex:
         parameters |= dict.fromkeys((*setting.tensors, *setting.parameters), setting)
         if setting.is_in_json:
             json |= dict.fromkeys(setting.tensors, setting)
-    for setting in settings:  # `stop` is a tensor of one setting and a key of another
+    for setting in settings:  # afterwards: `stop` is a tensor of one setting and a key of another
         json |= dict.fromkeys(setting.json, setting)
         parameters |= {name: setting for name in setting.json if name not in parameters}
     return NameIndex(tensors, parameters, json)
@@ -79,9 +79,9 @@ TENSORS = {name: spec for name, (spec, _) in INDEX.tensors.items()}
 
 
 def read_settings(raw: Request, has_batch_dim: bool = False, ignored: str = "", index: NameIndex = INDEX) -> Settings:
-    """Everything that the client said. Raises RequestError for a name or value that is not accepted.
+    """All settings that the client gave. Raises RequestError for a name or value that is not accepted.
 
-    ignored: comma-separated patterns of request parameters to pass over (headers that Triton forwards, for example).
+    ignored: comma-separated patterns of request parameters to ignore, for example headers that Triton forwards.
     """
     tensors = _from_tensors(raw, has_batch_dim, index)
     given = raw.parameters
@@ -118,14 +118,14 @@ def _from_tensors(raw: Request, has_batch_dim: bool, index: NameIndex) -> Settin
 
 
 def _from_mapping(mapping: Mapping[str, Any], known: Mapping[str, Setting], what: str, index: NameIndex) -> Settings:
-    """Request parameters or the JSON object. A JSON null is as if absent."""
+    """Settings of request parameters or of the JSON object. A JSON null counts as absent."""
     settings = Settings()
     for name, value in mapping.items():
         if value is None:
             continue
         setting = known.get(name)
         if name == "stop" and known is index.parameters and not isinstance(value, bool):
-            setting = index.json["stop"]  # as text it is a stop string, as a truth value the request to stop
+            setting = index.json["stop"]  # text is a stop string, true or false the stop request
         if setting is not None:
             settings.put(setting, name, value)
         elif name in KEYS_NOT_SERVED:
@@ -144,13 +144,13 @@ def _check_not_served(name: str, value: object, known: Mapping[str, Setting], wh
 
 
 def names(excluded: frozenset[str] = frozenset()) -> list[str]:
-    """Every name by which tensors or JSON say a setting, without those of the excluded settings."""
+    """Every tensor name and JSON key of a setting, without those of the excluded settings."""
     served = [setting for setting in SETTINGS if setting.name not in excluded]
     return sorted({name for setting in served for name in (*setting.tensors, *setting.json)})
 
 
 def check_neutral(name: str, values: list[Any], neutral: tuple[object, ...], reason: str) -> None:
-    """Raises RequestError unless the values of a name that is declared but not served ask for nothing."""
+    """Raises RequestError if a name that is declared but not served has another value than a neutral one."""
     for value in values:
         if not any(_is_same(value, accepted) for accepted in neutral):
             accepted = " or ".join(map(repr, neutral)) if neutral else "nothing (leave it out or empty)"

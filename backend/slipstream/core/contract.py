@@ -1,7 +1,7 @@
 """One table of every tensor that Slipstream takes and gives, by task; declarations and documentation come from it.
 
-Standard library only, no state. The rows are in contract_generate.py and contract_tokenize.py; client_settings.py and
-engine/tokenize_tasks.py read requests by them, build/make_docs.py writes docs/contracts.md from them.
+Standard library only, no state. The rows are in settings.py, contract_generate.py and contract_tokenize.py.
+client_settings.py and engine/tokenize_tasks.py read requests by them, build/make_docs.py writes docs/contracts.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a client may ask of sampling. Frozen; shared by all threads.
+"""Sampling parameters of one request. Frozen; shared by all threads.
 
 Names are those of the vLLM and Hugging Face APIs. Bounds and defaults are those of the table of settings (settings.py),
 which maps the TensorRT-LLM tensors on the same names.
@@ -35,9 +35,9 @@ class SamplingParams:
     bad_words: texts; bad_words_ids / stop_token_ids / allowed_token_ids (None = all): token ids. logit_bias: (token id,
     bias) pairs; embedding_bias: a bias per token of the vocabulary, or nothing. Both are added.
     end_id replaces the checkpoint's end-of-sequence tokens when given.
-    are_checked: the values were read by their kinds (client_settings.py), which leave nothing to check.
-    num_draft_tokens (0 = off), speculative_method, speculative_acceptance: None = the server's; reference_ids: a text
-    that the output is expected to repeat parts of, for drafts.
+    are_checked: the kinds have checked the values as they read them (client_settings.py).
+    num_draft_tokens (0 = off), speculative_method, speculative_acceptance: None = the model's. reference_ids: tokens of
+    a text that the output is expected to repeat in part, for n-gram drafts.
     """
 
     max_tokens: int = DEFAULTS["max_tokens"]
@@ -104,7 +104,7 @@ class SamplingParams:
 
     @property
     def needs_last_token(self) -> bool:
-        """Whether the host must know the last token before the next can be drawn. bad_words must be ids by then."""
+        """Whether the next token cannot be drawn before the host knows the last one. Call it once bad_words are ids."""
         return self.guide is not None or any(len(word) > 1 for word in self.bad_words_ids)
 
     @cached_property
@@ -120,13 +120,13 @@ class SamplingParams:
         return BadWords(self.bad_words_ids)
 
     def token_ids(self) -> Iterator[tuple[str, Collection[int]]]:
-        """The token ids of each setting that has some, which only the model can say are in its vocabulary."""
+        """Token ids by setting, for the check against the vocabulary."""
         for name, kind in _WITH_TOKEN_IDS:
             if value := getattr(self, name):
                 yield name, kind.token_ids(value)
 
     def build_automata(self) -> None:
-        """On the submitting thread, so that neither the engine's nor the output's has to."""
+        """Build them on the submitting thread, so that the engine's and the output thread need not."""
         if self.stop:
             _ = self.stop_automaton
         if self.stop_words_ids:

@@ -257,7 +257,7 @@ def _is(value: object, kind: type) -> bool:
 
 
 def _are_kind(entries: Any, kind: type) -> bool:
-    """There may be hundreds of thousands: types are looked at once per type."""
+    """Looks at each type once: there may be hundreds of thousands of entries."""
     return all(issubclass(found, kind) and found is not bool for found in set(map(type, entries)))
 
 

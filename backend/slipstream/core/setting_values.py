@@ -21,7 +21,7 @@ _TRUE, _FALSE = ("true", "1"), ("false", "0")
 
 
 def shown(value: object) -> str:
-    """A value as error messages show it: a long one cut."""
+    """A value as error messages show it, cut to 80 characters."""
     try:
         text = repr(value)
     except ValueError:  # Python writes no integer of more than 4300 digits
@@ -62,7 +62,7 @@ def read_float(name: str, value: object, accepted: str = "a number") -> float:
 
 
 def check_text(name: str, value: object) -> None:
-    """Raises RequestError for text that has no UTF-8 form: undecodable bytes of a parameter, half a JSON surrogate."""
+    """Raises RequestError for text that UTF-8 cannot encode: undecodable bytes of a parameter, half a surrogate."""
     if isinstance(value, str):
         try:
             value.encode("utf-8")
@@ -97,7 +97,7 @@ def read_ids(name: str, value: object) -> tuple[int, ...]:
 
 
 def _integers(name: str, values: Sequence[object]) -> Sequence[int]:
-    """Those of a tensor, perhaps a whole prompt, are looked at by type only: once per type."""
+    """Integers of a list. A tensor's, perhaps a whole prompt, are passed on after one look at each type."""
     if set(map(type, values)) <= {int}:
         return values  # type: ignore[return-value]
     return [read_int(name, value) for value in values]
@@ -152,9 +152,9 @@ def read_object(name: str, value: object) -> dict[str, Any]:
 
 
 def check_list(name: str, entries: Sequence[object]) -> None:
-    """Raises RequestError for a long one: every entry costs every token work, and encoding holds up other requests.
+    """Raises RequestError for a long list: each entry costs work at every token, and encoding delays other requests.
 
-    embedding_bias is no such list: it is one tensor.
+    embedding_bias has its own bound, the vocabulary.
     """
     check_num_entries(name, len(entries))
     num_chars = sum(len(entry) for entry in entries if isinstance(entry, str | tuple))

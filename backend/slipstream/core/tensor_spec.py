@@ -11,7 +11,7 @@ TYPE_NAMES = {data_type: f"TYPE_{data_type.name}" for data_type in DataType} | {
 
 
 class Use(Enum):
-    """What becomes of an input: it sets its target; it changes nothing here; or only a neutral value is accepted."""
+    """How an input is used: it sets a setting, it is accepted without effect, or only neutral values are accepted."""
 
     SERVED = "served"
     WITHOUT_EFFECT = "without effect"
@@ -20,7 +20,7 @@ class Use(Enum):
 
 @dataclass(frozen=True)
 class InputSpec:
-    """One input tensor. dims: without the batch; -1 is any size. target: the setting that it sets (client_settings.py).
+    """One input tensor. dims: without the batch; -1 is any size. target: the setting that it sets (settings.py).
 
     neutral: the only values accepted of a NEUTRAL_ONLY tensor (an empty tensor always is); reason: why the rest is not.
     """

@@ -79,7 +79,7 @@ def _texts(tensor: Tensor, num_elements: int) -> list[str]:
 
 
 def _byte_elements(tensor: Tensor, num_elements: int) -> list[bytes]:
-    """Up to one more than there should be, however many the data holds."""
+    """At most one element more than the shape has, so that long data is refused without being read."""
     try:
         return bytes_elements(tensor.data, num_elements + 1)
     except ProtocolError as error:

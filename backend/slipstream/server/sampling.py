@@ -17,13 +17,13 @@ UNLIMITED_TOKENS = MAX_INT32
 
 
 def sampling_parameters(request: Sampling, max_tokens: int | None, response_format: ResponseFormat | None) -> dict:
-    """Only what the client said, plus the length and the guide. Raises ApiError for two guides at once."""
+    """The settings that the client gave, the length and the grammar. Raises ApiError for two grammars at once."""
     settings: dict[str, Any] = {name: value for name in PASSED_NAMES if (value := getattr(request, name)) is not None}
     if request.stop:  # "" and [] mean none, as with OpenAI
         settings["stop"] = [request.stop] if isinstance(request.stop, str) else request.stop
     if request.speculation is not None:
         for name in request.speculation:
-            if name not in _SPECULATION:  # no way past what the gateway checks
+            if name not in _SPECULATION:  # nothing gets past the gateway's checks
                 accepted = ", ".join(sorted(_SPECULATION))
                 raise ApiError(400, f"{name}: unknown setting of speculation, accepted: {accepted}", param=name)
         settings.update(request.speculation)
@@ -39,7 +39,7 @@ def sampling_parameters(request: Sampling, max_tokens: int | None, response_form
 
 @contextmanager
 def naming_guides_as_asked(request: Sampling) -> Iterator[None]:
-    """The engine calls every guide by one name; the client gave it as a response format, or as a tool's schema."""
+    """Rename the parameter in errors about a grammar: the client gave it as response_format, or as a tool's schema."""
     try:
         yield
     except ApiError as error:
@@ -50,7 +50,7 @@ def naming_guides_as_asked(request: Sampling) -> Iterator[None]:
 
 
 def guide_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
-    """vLLM's form of a guide."""
+    """The grammar of a response format, as vLLM's structured_outputs."""
     if response_format is None or response_format.type == "text":
         return None
     if response_format.type == "json_object":

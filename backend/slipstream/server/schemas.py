@@ -1,8 +1,8 @@
 """What clients may send: OpenAI's requests, with vLLM's sampling extensions. Checked strictly, once per request.
 
-A key that neither serves nor may be passed over is refused, as OpenAI does: a misspelt setting must not be ignored.
-Settings that go to the engine as they are have no field here: their rows in core/settings.py make it, bounds included.
-Limits that depend on the model are the engine's to say. FastAPI makes the OpenAPI schema of these classes.
+An unknown key is refused, as OpenAI does: a misspelt setting must not be ignored. The fields of settings that go to the
+engine unchanged are made from the rows of core/settings.py, bounds included. The engine checks what depends on the
+model. FastAPI makes the OpenAPI schema of these classes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def field_type(setting: Setting) -> Any:
 
 
 def passed_on(settings: Iterable[Setting]) -> tuple[Setting, ...]:
-    """Those that requests name as the engine does, and that go to it as they are."""
+    """Settings that have the engine's name in requests and go to it unchanged."""
     return tuple(setting for setting in settings if setting.openai == PASSED_ON)
 
 
@@ -71,7 +71,7 @@ def make_fields(settings: Iterable[Setting]) -> dict[str, Any]:
 
 
 def bounds_of(name: str) -> FieldInfo:
-    """Those of an integer setting, for a field that code of the gateway reads and that therefore stands here."""
+    """Bounds of an integer setting, for a field that is declared here because code of the gateway reads it."""
     kind = BY_NAME[name].kind
     assert isinstance(kind, kinds.Integer)
     return Field(ge=kind.low, le=kind.high)
