@@ -20,6 +20,7 @@ from slipstream.core.contract import DETOKENIZE, GENERATE, TOKENIZE
 from slipstream.core.settings import IN_SPECULATION, PASSED_ON, SETTINGS, Setting
 from slipstream.core.stats import METRICS, MetricKind
 from slipstream.core.tensor_spec import TYPE_NAMES, InputSpec, OutputSpec, Use
+from slipstream.nn.quant import NAMES as QUANTIZATIONS
 from slipstream.server.metrics import FAMILIES, PREFIX
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -66,7 +67,8 @@ def parameters() -> str:
         shown = (
             "unset" if default in ("", None) else f"`{str(default).lower() if isinstance(default, bool) else default}`"
         )
-        words = [f"`{word}`" for word in parameter.accepted]
+        names = QUANTIZATIONS if parameter.name == "quantization" else parameter.accepted
+        words = [f"`{word}`" for word in names]
         words += [f"`{word}` (`{meant}`)" for word, meant in parameter.synonyms.items()]
         accepted = ", ".join(words) or parameter.limits or _kind(default)
         aliases = ", ".join(f"`{alias}`" for alias in parameter.aliases)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -15,8 +17,7 @@ from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
 from slipstream.nn.decoder import Decoder, DecoderLayer
 from slipstream.nn.experts import Experts
 from slipstream.nn.layer_context import LayerContext
-from slipstream.nn.linear import Linear
-from slipstream.nn.quant.activation_quant import Activation, ActivationQuant
+from slipstream.nn.linear import ExpertLinear, Linear
 from slipstream.nn.quant.method import Weights
 from slipstream.nn.quant.unquantized import Unquantized
 from slipstream.nn.spec import read_spec
@@ -67,43 +68,23 @@ class InputStatistics:
 Seen = list[InputStatistics]  # of a linear; of experts one each
 
 
-@dataclass
-class Recorder(Unquantized):
-    """Unquantised weights that stay as they were loaded; while `seen` is set, their inputs are shown to it."""
+class AsLoaded(Unquantized):
+    """Unquantised weights that stay as they were loaded: they will be changed."""
 
-    seen: dict[int, Seen] = field(default_factory=dict)
-
-    def finish(self, weights: Weights) -> None:
-        """Not packed: they will be changed."""
-
-    def apply(self, weights: Weights, x: Activation) -> Tensor:
-        assert isinstance(x, Tensor)
-        for statistics in self.seen.get(id(weights), ()):
-            statistics.add(x)
-        return torch.nn.functional.linear(x, weights["weight"], weights.get("bias"))
-
-    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant) -> Activation:
-        return form.silu_mul(self.apply(weights, x))
-
-    def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
-        rows, ends = x[routing.tokens.long()] if by_token else x, routing.offsets[1:].tolist()
-        start = 0
-        for statistics, end in zip(self.seen.get(id(weights), ()), ends):
-            statistics.add(rows[start:end])
-            start = end
-        return super().apply_experts(weights, x, routing, by_token, gated)
+    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
+        return ops.plain_weight(weights["weight"], weights.get("bias"))
 
 
 def load_recorded(model: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
-    """The checkpoint with a Recorder as the method of its layers. Raises ConfigError as loading does."""
+    """The checkpoint with weights that may be changed. Raises ConfigError as loading does."""
     spec = read_spec(model)
     _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, device, dtype), None)
-    recorder = Recorder()
-    context = LayerContext(device, dtype, recorder, Unquantized() if spec.tie_word_embeddings else recorder)
+    as_loaded = AsLoaded()
+    context = LayerContext(device, dtype, as_loaded, Unquantized() if spec.tie_word_embeddings else as_loaded)
     decoder = Decoder(spec, context, backend(spec), spec.max_model_len)
     for layer in decoder.layers:
         if isinstance(layer.mlp, Experts):
-            layer.mlp.router.method = recorder  # never quantised, but changed where factors are folded
+            layer.mlp.router.method = as_loaded  # never quantised, but changed where factors are folded
     load_checkpoint(decoder, model)
     return decoder
 
@@ -159,12 +140,36 @@ def quantised_linears(layer: DecoderLayer) -> tuple[Linear, ...]:
 @contextmanager
 def recording(linear: Linear) -> Iterator[Seen]:
     """Statistics of the linear's inputs while the context is open."""
-    method, device = linear.method, linear.weights["weight"].device
-    assert isinstance(method, Recorder)
-    count = linear.spec.num_experts or 1
+    device, count = linear.weights["weight"].device, linear.spec.num_experts or 1
     statistics = [InputStatistics.empty(linear.spec.in_features, device) for _ in range(count)]
-    method.seen[id(linear.weights)] = statistics
+    apply, apply_gated = linear.apply, linear.apply_gated
+
+    def show(x: ops.Activation) -> Tensor:
+        assert isinstance(x, Tensor)
+        statistics[0].add(x)
+        return x
+
+    own = {"apply": lambda x: apply(show(x)), "apply_gated": lambda x, quant: apply_gated(show(x), quant)}
+    if isinstance(linear, ExpertLinear):
+        own = {"apply_grouped": partial(_show_experts, linear.apply_grouped, statistics)}
+    linear.__dict__.update(own)  # in the place of the methods
     try:
         yield statistics
     finally:
-        del method.seen[id(linear.weights)]
+        for name in own:
+            del linear.__dict__[name]
+
+
+def _show_experts(
+    multiply: Callable[..., Tensor],
+    statistics: Seen,
+    x: Tensor,
+    routing: ops.Routing,
+    *,
+    by_token: bool = False,
+    gated: bool = False,
+) -> Tensor:
+    rows = x[routing.tokens.long()] if by_token else x
+    for expert, (start, end) in zip(statistics, pairwise(routing.offsets.tolist())):
+        expert.add(rows[start:end])
+    return multiply(x, routing, by_token=by_token, gated=gated)

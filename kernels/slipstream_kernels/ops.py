@@ -9,9 +9,21 @@ from slipstream_kernels.attention.invariant_attention import invariant_attention
 from slipstream_kernels.attention.paged_attention import paged_attention
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.fused_decode.decode_layers import decode_layers, decode_layers_refusal, max_stacked_tokens
-from slipstream_kernels.gemm.int4_mm import int4_mm, int4_total_columns, repack_int4
+from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
+from slipstream_kernels.gemm.int4_mm import int4_mm
 from slipstream_kernels.gemm.int8_mm import int8_mm, repack_int8
 from slipstream_kernels.gemm.invariant_mm import invariant_mm
+from slipstream_kernels.gemm.limits import fp8_refusal, written_out_bytes
+from slipstream_kernels.gemm.linear import gated_linear, linear
+from slipstream_kernels.gemm.linear_weight import (
+    LinearWeight,
+    deterministic_weight,
+    fp8_weight,
+    int4_linear_weight,
+    int8_weight,
+    onednn_weight,
+    plain_weight,
+)
 from slipstream_kernels.gemm.quantize_fp8 import quantize_fp8, quantize_fp8_blocks
 from slipstream_kernels.gemm.quantize_int4 import (
     dequantize_int4,
@@ -21,16 +33,19 @@ from slipstream_kernels.gemm.quantize_int4 import (
     unpack_int4,
 )
 from slipstream_kernels.gemm.quantize_int8 import quantize_int8
+from slipstream_kernels.gemm.repack_int4 import int4_total_columns, repack_int4
+from slipstream_kernels.gemm.repack_plain import repack_plain
 from slipstream_kernels.gemm.scaled_mm import block_scales, scaled_mm, scaled_mm_counters
-from slipstream_kernels.gemm.skinny_gemm import max_streamed_tokens, skinny_gemm
-from slipstream_kernels.gemm.swap_ab_gemm import prefers_clusters, swap_ab_gemm
+from slipstream_kernels.gemm.skinny_gemm import skinny_gemm
+from slipstream_kernels.gemm.swap_ab_gemm import swap_ab_gemm
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
 from slipstream_kernels.kv.compact_kv import SlotTable, compact_kv, slot_table
 from slipstream_kernels.kv.rope_write_kv import rope_write_kv
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
 from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight
 from slipstream_kernels.moe.combine_experts import combine_experts, gate_experts
-from slipstream_kernels.moe.grouped_int4_mm import grouped_int4_mm, max_plain_expert_tokens, repack_expert_int4
+from slipstream_kernels.moe.grouped_int4_mm import grouped_int4_mm, repack_expert_int4
+from slipstream_kernels.moe.grouped_linear import grouped_linear
 from slipstream_kernels.moe.grouped_mm import grouped_mm
 from slipstream_kernels.moe.route_experts import route_experts
 from slipstream_kernels.norm.rms_norm import rms_norm
@@ -50,8 +65,11 @@ from slipstream_kernels.spec.update_step_inputs import DraftRows, StepRows, upda
 
 __all__ = [
     "BACKENDS",
+    "PLAIN",
     "QUANTIZED_KV_DTYPES",
     "AcceptedRows",
+    "Activation",
+    "ActivationQuant",
     "DraftRows",
     "Fp8Rows",
     "Fp8Scheme",
@@ -61,6 +79,7 @@ __all__ = [
     "KvCache",
     "LayerStack",
     "LevelRows",
+    "LinearWeight",
     "Rope",
     "Routing",
     "RoutingRule",
@@ -81,25 +100,32 @@ __all__ = [
     "decode_layers",
     "decode_layers_refusal",
     "dequantize_int4",
+    "deterministic_weight",
     "empty_accepted_rows",
     "empty_kv_cache",
+    "fp8_refusal",
+    "fp8_weight",
     "gate_experts",
+    "gated_linear",
     "greedy",
     "grouped_int4_mm",
+    "grouped_linear",
     "grouped_mm",
+    "int4_linear_weight",
     "int4_mm",
     "int4_total_columns",
     "int4_weight",
     "int8_mm",
+    "int8_weight",
     "invariant_attention",
     "invariant_mm",
     "kv_row_bytes",
-    "max_plain_expert_tokens",
+    "linear",
     "max_stacked_tokens",
-    "max_streamed_tokens",
+    "onednn_weight",
     "pack_int4",
     "paged_attention",
-    "prefers_clusters",
+    "plain_weight",
     "prepare_draft_inputs",
     "quantize_fp8",
     "quantize_fp8_blocks",
@@ -110,6 +136,7 @@ __all__ = [
     "repack_expert_int4",
     "repack_int4",
     "repack_int8",
+    "repack_plain",
     "rms_norm",
     "rms_norm_fp8",
     "rope_write_kv",
@@ -127,4 +154,5 @@ __all__ = [
     "top_logprobs",
     "unpack_int4",
     "update_step_inputs",
+    "written_out_bytes",
 ]

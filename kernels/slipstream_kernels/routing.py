@@ -70,6 +70,11 @@ class Routing:
     def num_experts(self) -> int:
         return self.offsets.shape[0] - 1
 
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Numbers of tokens, of rows and of experts."""
+        return self.num_tokens, self.num_rows, self.num_experts
+
 
 def empty_routing(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Routing:
     """Uninitialised."""

@@ -109,7 +109,7 @@ def test_vocabularies_of_drafting_are_planned_in_fp8_on_a_gpu(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Medusa's own matrices; a copy of the model's for heads that have none; nothing beside a tied or quantised one."""
-    monkeypatch.setattr(draft_vocabulary, "fp8_refusal", lambda device, dtype: None)
+    monkeypatch.setattr(draft_vocabulary.ops, "fp8_refusal", lambda device, dtype: None)
     spec = read_spec(model)
     matrix, scales = spec.vocab_size * spec.hidden_size, 4 * spec.vocab_size
     bf16, gpu = torch.bfloat16, torch.device("cuda")

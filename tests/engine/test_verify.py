@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import make_engine, run_steps
-from slipstream.core.config import QUANTIZATIONS, EngineConfig, ModelConfig, SpeculationConfig
+from slipstream.core.config import EngineConfig, ModelConfig, SpeculationConfig
 from slipstream.core.drafts import row_depths, row_masks, row_paths
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -17,12 +17,13 @@ from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, 
 from slipstream.core.step import ScheduledRequest
 from slipstream.core.step_costs import StepCosts
 from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.quant import FREE_TOKENS, NAMES
 from slipstream.nn.spec import read_spec
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.worker.cuda_graphs import GraphShape
 from slipstream.worker.memory_plan import Hardware
 from slipstream.worker.sample.sampler import Draws
-from slipstream.worker.spec_decode.speculator import FREE_TOKENS, make_planner
+from slipstream.worker.spec_decode.speculator import make_planner
 from slipstream.worker.spec_decode.verify import Verdict, Verification
 from tiny_model import make_tiny_llama
 
@@ -223,7 +224,7 @@ def test_rows_are_free_by_how_the_weights_are_held(tiny_llama: Path, quantizatio
 
 
 def test_every_quantization_has_its_free_rows(tiny_llama: Path) -> None:
-    assert set(FREE_TOKENS) == set(QUANTIZATIONS) - {"auto"}
+    assert set(FREE_TOKENS) == set(NAMES) - {"auto"}
     gpu = Hardware(torch.device("cuda"), torch.float32, torch.float32)
     assert drafts_of_six(make_planner(EngineConfig(), read_spec(tiny_llama), gpu)) == 3
 

@@ -196,7 +196,7 @@ def test_tiles_have_room_for_the_rows_of_most_experts() -> None:
     }
     for (num_tokens, num_experts, top_k), columns in shapes.items():
         routing = ops.route_experts(torch.zeros(num_tokens, num_experts), top_k)
-        assert int4_experts.tile_columns(routing) == columns
+        assert int4_experts.tile_columns(routing.sizes) == columns
         assert int4_experts.most_tiles(routing, 8 * columns) >= -(-num_tokens // (8 * columns)) * top_k
 
 
@@ -214,7 +214,7 @@ def test_variants_of_records() -> None:
     }
     for (num_tokens, num_experts, top_k, out_features), variant in shapes.items():
         routing = ops.route_experts(torch.zeros(num_tokens, num_experts), top_k)
-        assert record_experts.choose(routing, out_features, 132) == variant
+        assert record_experts.choose(routing.sizes, out_features, 132) == variant
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import torch
 from hopper import needs_hopper
 from slipstream_kernels import ops
 from slipstream_kernels.gemm import int8_layout
+from slipstream_kernels.gemm.choose import variant_of
+from slipstream_kernels.gemm.product import PLAIN_ROWS, Product
 from slipstream_kernels.gemm.triton.int8_dequantise import int8_dequantise
 from slipstream_kernels.ops import Int4Weight, Int8Rows
 from tolerances import INT_MM
@@ -135,7 +137,8 @@ def test_a_gated_int8_product_is_two_ops_in_one(device) -> None:
 def test_few_16_bit_rows_beside_int8_weights_are_streamed(gated) -> None:
     weight = ops.quantize_int8_weight(torch.randn(512, 1024, device="cuda"))
     bias = torch.randn(512, device="cuda").bfloat16()
-    assert ops.max_streamed_tokens(weight.values, weight.scales) >= 8
+    kind = ops.int8_weight(weight.values, weight.scales).kind
+    assert variant_of(Product(kind, 8, PLAIN_ROWS, torch.bfloat16, gated)).kernel == "skinny_gemm"
     for num_tokens in (1, 8, 16, 17):
         x = torch.randn(num_tokens, 1024, device="cuda").bfloat16()
         y = ops.int8_mm(x, weight.values, weight.scales, bias, gated=gated).double()

@@ -14,7 +14,9 @@ import torch
 from hopper import assert_compiles_well, needs_hopper
 from slipstream_kernels import ops
 from slipstream_kernels.cuda import build
+from slipstream_kernels.gemm.choose import variant_of
 from slipstream_kernels.gemm.cuda import skinny_gemm as cuda_stream
+from slipstream_kernels.gemm.product import PLAIN_ROWS, Product
 from stream_cases import Case, assert_chain_in_a_graph_is_right, draw_case, exact, poison_result, tolerance
 
 FORMATS = ("plain", "channel", "block", "int8")
@@ -151,7 +153,8 @@ def test_refuses_by_name(change: dict[str, object], message: str) -> None:
 
 def test_is_chosen_on_hopper_only() -> None:
     weight = torch.zeros(32, 64)
-    assert ops.max_streamed_tokens(weight) == 0
+    product = Product(ops.plain_weight(weight).kind, 1, PLAIN_ROWS, weight.dtype)
+    assert variant_of(product).kernel == "library"
     assert "x is on cpu" in (cuda_stream.refusal(weight, weight, None) or "")
 
 

@@ -9,9 +9,13 @@ from functools import partial
 import pytest
 import torch
 from hopper import assert_compiles_well, needs_hopper
+from kernel_choices import Hopper
 from slipstream_kernels import ops
+from slipstream_kernels.gemm.choose import choose, variant_of
 from slipstream_kernels.gemm.cuda import swap_ab_choice
 from slipstream_kernels.gemm.cuda import swap_ab_gemm as cuda_cluster
+from slipstream_kernels.gemm.product import FP8_ROWS, PLAIN_ROWS, Product, WeightKind
+from slipstream_kernels.gemm.tuning import ranges_of
 from stream_cases import (
     Case,
     assert_chain_in_a_graph_is_right,
@@ -134,16 +138,20 @@ def test_choice_can_run_for_every_size() -> None:
 
 
 def test_is_chosen_where_it_was_measured_to_be_faster() -> None:
-    gate_up = swap_ab_choice.Product(64, 28672, 8192, True)
-    assert swap_ab_choice.is_chosen(gate_up, "plain") and not swap_ab_choice.is_chosen(gate_up, "unknown")
-    assert not swap_ab_choice.is_chosen(gate_up._replace(num_tokens=256), "plain")
-    for product in (swap_ab_choice.Product(64, 4096, 8192, False), swap_ab_choice.Product(64, 128256, 8192, False)):
-        assert not swap_ab_choice.is_chosen(product, "plain")
-    down = swap_ab_choice.Product(128, 4096, 14336, False)
-    assert swap_ab_choice.is_chosen(down, "channel") and not swap_ab_choice.is_chosen(down, "block")
-    assert swap_ab_choice.chosen_columns("plain") == [32, 64, 128]
-    assert swap_ab_choice.chosen_columns("channel") == [32, 64, 128]
-    assert not ops.prefers_clusters(64, torch.zeros(32, 128))
+    def is_chosen(num_tokens: int, out_features: int, row_bytes: int, weights: str, gated: bool = False) -> bool:
+        """weights: "plain" (16 bits), or "fp8" and "fp8_block" beside e4m3 rows."""
+        rows, dtype = (PLAIN_ROWS, torch.bfloat16) if weights == "plain" else (FP8_ROWS, torch.float8_e4m3fn)
+        kind = WeightKind(weights, out_features, row_bytes // dtype.itemsize, dtype, torch.device("meta"), rows=rows)
+        product = Product(kind, num_tokens, rows, torch.bfloat16, gated)
+        return choose(product, Hopper(132)).kernel == "swap_ab_gemm"
+
+    assert is_chosen(64, 28672, 8192, "plain", gated=True) and not is_chosen(256, 28672, 8192, "plain", gated=True)
+    assert not is_chosen(64, 4096, 8192, "plain") and not is_chosen(64, 128256, 8192, "plain")
+    assert is_chosen(128, 4096, 14336, "fp8") and not is_chosen(128, 4096, 14336, "fp8_block")
+    for weights, columns in (("plain", [32, 64, 128]), ("fp8", [32, 64, 128]), ("fp8_block", [32, 64])):
+        assert swap_ab_choice.columns_of(ranges_of("NVIDIA H200", weights, "swap_ab_gemm")) == columns
+    weight = ops.plain_weight(torch.zeros(32, 128)).kind
+    assert variant_of(Product(weight, 64, PLAIN_ROWS, torch.float32)).kernel == "library"
 
 
 def test_narrow_products_share_sums() -> None:

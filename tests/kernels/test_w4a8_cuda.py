@@ -10,6 +10,7 @@ from slipstream_kernels import ops
 from slipstream_kernels.cuda.build import build, find_nvcc
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.gemm import w4a8_layout
+from slipstream_kernels.gemm.choose import variant_of
 from slipstream_kernels.gemm.cuda import cutlass_gemm, mixed_gemm_w4a8, w4a8_gemm, w4a8_mm
 from slipstream_kernels.integer import Int4Weight
 
@@ -83,10 +84,12 @@ def test_many_tokens(tile: cutlass_gemm.Tile, group_size: int, monkeypatch: pyte
 @needs_hopper
 @pytest.mark.parametrize("num_tokens", [1, 64, 65, 200])
 def test_without_cutlass_rows_are_multiplied_64_at_a_time(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(w4a8_mm, "_many_rows_refusal", lambda _: "no headers")
+    monkeypatch.setattr(w4a8_mm, "many_rows_refusal", lambda _: "no headers")
+    variant_of.cache_clear()
     weight = weight_of(512, 1024, 128, True)
     rows = rows_of(num_tokens, weight)
     y = ops.int4_mm(rows, ops.repack_int4(weight, for_fp8_rows=True))
+    variant_of.cache_clear()
     assert relative_error(y, rows, ops.dequantize_int4(weight), None) < 4e-3
 
 

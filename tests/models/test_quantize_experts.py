@@ -144,18 +144,18 @@ def test_calibration_lowers_the_error(full: Path, text: Path, tmp_path: Path) ->
         assert errors[1] < 0.9 * errors[0]
 
 
-def test_a_walk_records_what_each_expert_sees(full: Path) -> None:
+def test_a_walk_records_what_each_expert_sees(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = load_recorded(full, torch.device("cpu"), torch.float32)
     layer = decoder.layers[0]
     mlp, asked = layer.mlp, []
     assert isinstance(mlp, Experts)
-    take = mlp.gate_up.method.apply_experts
+    take = ops.grouped_linear
 
-    def spy(weights, x, routing, by_token, gated):
+    def spy(x, weight, routing, *, by_token, gated):
         asked.append((x, routing, by_token))
-        return take(weights, x, routing, by_token, gated)
+        return take(x, weight, routing, by_token=by_token, gated=gated)
 
-    mlp.gate_up.method.apply_experts = spy
+    monkeypatch.setattr(ops, "grouped_linear", spy)
     seen = LayerWalk(decoder, torch.randint(96, (3, 32)), batch_windows=3).record(layer)
     assert set(seen) == set(quantised_linears(layer)) and len(asked) == 2
     for linear, (x, routing, by_token) in zip((mlp.gate_up, mlp.down), asked):

@@ -21,6 +21,7 @@ from slipstream.nn.quant import choose_methods
 from slipstream.nn.quant.int4 import Int4
 from slipstream.nn.spec import read_spec
 from slipstream.nn.weights import load_checkpoint
+from slipstream_kernels import ops
 from stored_formats import STORED, drawn, method_of
 from tiny_checkpoints import VARIANTS, make_checkpoint
 
@@ -44,8 +45,8 @@ def make(name: str, spec: LinearSpec, parallel: Parallel = SINGLE, kind: type[Li
 def matrix(linear: Linear) -> torch.Tensor:
     """[in, out]: what the weights stand for, exactly, by the product of rows of one feature each."""
     width = linear.spec.in_features if "order" not in linear.weights or linear.spec.columns is None else 512
-    weights = {name: tensor for name, tensor in linear.weights.items() if name != "bias"}
-    return linear.method.apply(weights, linear.activation_quant.cast(torch.eye(width)))
+    weight = replace(linear.weight, bias=None)
+    return ops.linear(weight.input_quant.cast(torch.eye(width)), weight)
 
 
 @pytest.mark.parametrize("size", RANKS)
@@ -155,7 +156,7 @@ def load_rank(path: Path, parallel: Parallel) -> Decoder:
 def test_the_shards_of_a_checkpoint_are_the_checkpoint(
     checkpoint: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.nn.quant.unquantized._can_pack", lambda weight: False)  # as they were stored
+    monkeypatch.setattr("slipstream_kernels.gemm.repack_plain.can_repack", lambda weight: False)  # as they were stored
     whole, ranks = load_rank(checkpoint, SINGLE), [load_rank(checkpoint, Parallel(rank, size)) for rank in range(size)]
     assert torch.equal(torch.cat([rank.embedding.weight for rank in ranks]), whole.embedding.weight)
     if not isinstance(whole.lm_head, TiedHead):

@@ -30,7 +30,7 @@ needs_hopper = pytest.mark.skipif(
 @pytest.fixture
 def decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """On a CPU, by the op's reference; weights stay as the kernel wants them."""
-    monkeypatch.setattr("slipstream.nn.quant.unquantized._can_pack", lambda weight: False)
+    monkeypatch.setattr("slipstream_kernels.gemm.repack_plain.can_repack", lambda weight: False)
     monkeypatch.setattr(SplitKVAttention, "supports", staticmethod(lambda *arguments: None))
     checkpoint = make_checkpoint("llama3-gqa-rope", tmp_path)
     return load_model(ModelConfig(model=str(checkpoint.path), device="cpu"))

@@ -2,18 +2,17 @@
 
     python tests/support/kernel_choices.py        writes tests/golden/kernel_choices.txt anew
 
-The functions that choose at run time make the table, asked in the order in which the layers ask them.  How many
+The functions that choose at run time, gemm/choose.py and moe/choose.py, make the table.  How many
 clusters of CTAs run at once is what an H200 says (132 multiprocessors), in proportion for others.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -23,21 +22,12 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "kernels")]
 
 from slipstream_kernels.attention.cuda import prefill_attention  # noqa: E402
-from slipstream_kernels.fp8 import E4M3  # noqa: E402
-from slipstream_kernels.gemm import scaled_mm  # noqa: E402
-from slipstream_kernels.gemm.cuda import (  # noqa: E402
-    int4_mm,
-    int4_stream,
-    int8_mm,
-    mixed_gemm,
-    mixed_gemm_w4a8_choice,
-    skinny_gemm,
-    swap_ab_choice,
-    w4a8_gemm,
-)
-from slipstream_kernels.gemm.cuda.cutlass_gemm import choose_tile  # noqa: E402
-from slipstream_kernels.moe import grouped_int4_mm  # noqa: E402
-from slipstream_kernels.moe.cuda import record_experts  # noqa: E402
+from slipstream_kernels.gemm import choose as dense  # noqa: E402
+from slipstream_kernels.gemm import tuning  # noqa: E402
+from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, WeightKind  # noqa: E402
+from slipstream_kernels.gemm.product import Product as DenseProduct  # noqa: E402
+from slipstream_kernels.moe import choose as moe  # noqa: E402
+from slipstream_kernels.moe.product import Product as ExpertProduct  # noqa: E402
 
 GOLDEN = ROOT / "tests/golden/kernel_choices.txt"
 ROWS = (1, 2, 4, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1024, 4096)
@@ -84,9 +74,6 @@ class Product(NamedTuple):
     gated: bool = False
 
 
-Choice = Callable[[int, Product, int], str]  # rows, product, multiprocessors -> kernel/variant
-
-
 def products(model: Model) -> dict[str, Product]:
     q_size, kv_size = model.q_heads * model.head_dim, model.kv_heads * model.head_dim
     found = {"qkv": Product(q_size + 2 * kv_size, model.hidden), "o": Product(model.hidden, q_size)}
@@ -96,77 +83,74 @@ def products(model: Model) -> dict[str, Product]:
     return found
 
 
-def clusters_at_once(num_sms: int, splits: int) -> int:
-    return CLUSTERS_OF_H200[splits] * num_sms // CLUSTERS_OF_H200[1]
+def expert_products(model: Model) -> dict[str, Product]:
+    """Of one expert."""
+    if not model.experts:
+        return {}
+    gate_up = Product(2 * model.intermediate, model.hidden, gated=True)
+    return {"gate_up": gate_up, "down": Product(model.hidden, model.intermediate)}
 
 
-def _name(kernel: str, variant: tuple[object, ...]) -> str:
-    return f"{kernel}/{','.join(str(int(value)) for value in variant)}"  # type: ignore[call-overload]
+class Hopper:
+    """A GPU whose kernels refuse nothing, as far as choices ask."""
 
+    name = "NVIDIA H200"
 
-def _skinny(rows: int, product: Product, num_sms: int) -> str:
-    num_units = product.out_features // 2 if product.gated else product.out_features
-    variant = skinny_gemm.choose(rows, num_units, product.in_features, product.gated, num_sms)
-    return _name("skinny_gemm", variant)
+    def __init__(self, num_sms: int) -> None:
+        self.num_sms = num_sms
 
-
-def _swap_ab(rows: int, product: Product, num_sms: int, weights: str, itemsize: int) -> str | None:
-    sized = swap_ab_choice.Product(rows, product.out_features, product.in_features * itemsize, product.gated)
-    if not swap_ab_choice.is_chosen(sized, weights):
+    def refusal(self, kernel: str, product: object) -> str | None:
         return None
-    variant = swap_ab_choice.choose(sized, lambda found: clusters_at_once(num_sms, found.splits))
-    return _name("swap_ab_gemm", variant)
+
+    def count_clusters(self, kernel: str, product: object, config: tuple[int, ...]) -> int:
+        splits = config[2]  # (columns, tiles or warpgroups_m, splits, …)
+        return CLUSTERS_OF_H200[splits] * self.num_sms // CLUSTERS_OF_H200[1]
 
 
-def unquantised(rows: int, product: Product, num_sms: int) -> str:
-    if rows <= skinny_gemm.MAX_CHOSEN_TOKENS[torch.bfloat16]:
-        return _skinny(rows, product, num_sms)
-    return _swap_ab(rows, product, num_sms, "plain", 2) or "library"
+class Form(NamedTuple):
+    """A quantisation method: format of its weights, how rows are quantised, up to how many of them are not."""
+
+    weight: str
+    dtype: torch.dtype
+    rows: str = PLAIN_ROWS
+    most_plain: int = 0
+    group_size: int = 0
 
 
-def fp8(rows: int, product: Product, num_sms: int) -> str:
-    if rows <= skinny_gemm.MAX_CHOSEN_TOKENS[E4M3]:
-        return _skinny(rows, product, num_sms)
-    chosen = _swap_ab(rows, product, num_sms, "channel", 1)
-    return chosen or ("scaled_mm" if rows <= scaled_mm.MAX_OWN_ROWS else "library")
+E4M3 = torch.float8_e4m3fn
+FORMS = {
+    "bf16": Form("plain", torch.bfloat16),
+    "fp8": Form("fp8", E4M3, FP8_ROWS, tuning.PLAIN_ROWS_OF_FP8),
+    "wint4": Form("int4_strips", torch.int32, group_size=128),
+    "wint8": Form("int8_words", torch.int32),
+    "w4a8_fp8": Form("int4_fp8", torch.int64, FP8_ROWS, group_size=128),
+    "block_wise_fp8": Form("fp8_block", E4M3, FP8_ROWS, tuning.PLAIN_ROWS_OF_FP8, 128),
+    "w8a8_int8": Form("int8", torch.int8, INT8_ROWS, tuning.PLAIN_ROWS_OF_INT8),
+}
+EXPERT_FORMS = {
+    "w4a8_fp8": FORMS["w4a8_fp8"]._replace(weight="int4_records"),
+    "wint4": FORMS["wint4"]._replace(weight="int4_pairs"),
+    "bf16": FORMS["bf16"],
+    "fp8": FORMS["fp8"],
+}
 
 
-def wint4(rows: int, product: Product, num_sms: int) -> str:
-    if rows > int4_mm.MAX_STREAMED_TOKENS:
-        return "int4_dequantise+library"
-    if rows <= int4_stream.MAX_ROWS_TOKENS:
-        return "int4_rows"
-    return _name("int4_stream", (-(-rows // int4_stream.MAX_TOKENS),))
+def chosen(form: Form, rows: int, product: Product, num_sms: int) -> str:
+    kind = _kind(form, product.out_features, product.in_features)
+    quantised = PLAIN_ROWS if rows <= form.most_plain else form.rows
+    wanted = DenseProduct(kind, rows, quantised, torch.bfloat16, product.gated)
+    return str(dense.choose(wanted, Hopper(num_sms)))
 
 
-def wint8(rows: int, product: Product, num_sms: int) -> str:
-    if rows <= int8_mm.MAX_STREAMED_TOKENS:
-        return _skinny(rows, product, num_sms)
-    x = torch.empty((rows, product.in_features), dtype=torch.bfloat16, device="meta")
-    if int8_mm._is_written_out(x):
-        return "int8_dequantise+library"
-    sizes = product.out_features, product.in_features
-    return _name("mixed_gemm", mixed_gemm.choose(rows, sizes, lambda found: clusters_at_once(num_sms, found.splits)))
+def chosen_for_experts(form: Form, rows: int, model: Model, product: Product, num_sms: int) -> str:
+    kind = _kind(form, product.out_features, product.in_features)._replace(num_experts=model.experts)
+    wanted = ExpertProduct(kind, rows, rows * model.top_k, torch.bfloat16, product.gated)
+    return str(moe.choose(wanted, Hopper(num_sms)))
 
 
-def w4a8(rows: int, product: Product, num_sms: int) -> str:
-    sizes = product.out_features, product.in_features
-    variant = mixed_gemm_w4a8_choice.choose(rows, sizes, lambda found: clusters_at_once(num_sms, found.splits))
-    if variant is not None:
-        return _name("mixed_gemm_w4a8", variant)
-    tile = choose_tile(w4a8_gemm.TILES, rows, product.out_features, num_sms)
-    return _name("w4a8_gemm", tile[:3])
-
-
-FORMATS: dict[str, Choice] = {"bf16": unquantised, "fp8": fp8, "wint4": wint4, "wint8": wint8, "w4a8_fp8": w4a8}
-
-
-def experts(rows: int, model: Model, out_features: int, num_sms: int) -> str:
-    """Of 4-bit experts beside FP8 rows."""
-    if rows * model.top_k >= grouped_int4_mm.FP8_ROWS_OF_RECORDS * model.experts:
-        return "record_weights+grouped_mm"
-    routing = SimpleNamespace(num_tokens=rows, num_rows=rows * model.top_k, num_experts=model.experts)
-    return _name("record_experts", record_experts.choose(routing, out_features, num_sms))  # type: ignore[arg-type]
+def _kind(form: Form, out_features: int, in_features: int) -> WeightKind:
+    device = torch.device("meta")
+    return WeightKind(form.weight, out_features, in_features, form.dtype, device, form.group_size, form.rows)
 
 
 def prompt(rows: int, model: Model, num_sms: int) -> str:
@@ -174,7 +158,7 @@ def prompt(rows: int, model: Model, num_sms: int) -> str:
     group = model.q_heads // model.kv_heads
     pack = group & -group
     splits = prefill_attention.splits_log2(rows * pack, 1, model.q_heads // pack, PROMPT_CONTEXT, num_sms)
-    return _name("prefill_attention", (splits,))
+    return f"prefill_attention/{splits}"
 
 
 def lines() -> Iterator[str]:
@@ -182,15 +166,16 @@ def lines() -> Iterator[str]:
     for name, model in MODELS.items():
         for num_sms in SM_COUNTS:
             for part, product in products(model).items():
-                for form, choose in FORMATS.items():
-                    yield _line(name, part, form, num_sms, [choose(rows, product, num_sms) for rows in ROWS])
+                for name_of_form, form in FORMS.items():
+                    kernels = [chosen(form, rows, product, num_sms) for rows in ROWS]
+                    yield _line(name, part, name_of_form, num_sms, kernels)
             head = Product(model.vocab, model.hidden)
-            yield _line(name, "lm_head", "bf16", num_sms, [unquantised(rows, head, num_sms) for rows in ROWS])
+            yield _line(name, "lm_head", "bf16", num_sms, [chosen(FORMS["bf16"], rows, head, num_sms) for rows in ROWS])
             yield _line(name, "attention", "prompts", num_sms, [prompt(rows, model, num_sms) for rows in ROWS])
-            if model.experts:
-                for part, size in (("gate_up", 2 * model.intermediate), ("down", model.hidden)):
-                    chosen = [experts(rows, model, size, num_sms) for rows in ROWS]
-                    yield _line(name, f"experts.{part}", "w4a8_fp8", num_sms, chosen)
+            for part, product in expert_products(model).items():
+                for name_of_form, form in EXPERT_FORMS.items():
+                    kernels = [chosen_for_experts(form, rows, model, product, num_sms) for rows in ROWS]
+                    yield _line(name, f"experts.{part}", name_of_form, num_sms, kernels)
 
 
 def _line(model: str, part: str, form: str, num_sms: int, chosen: list[str]) -> str:

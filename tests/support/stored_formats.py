@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 from slipstream.nn.layer_spec import LinearSpec
-from slipstream.nn.quant.choose import READERS
-from slipstream.nn.quant.method import QuantMethod
+from slipstream.nn.quant.method import READERS, QuantMethod
 from slipstream.nn.quant.unquantized import UNQUANTIZED
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.weight_slot import WeightSlot

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 SCHEDULER_POLICIES = ("max_utilization", "guaranteed_no_evict")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8_e4m3", "int8", "int4")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-QUANTIZATIONS = ("auto", "none", "fp8", "block_wise_fp8", "wint8", "w8a8_int8", "wint4", "w4a8_fp8", "a8w8_fp8_wint4")
 GROUP_SIZES = (0, -1, 32, 64, 128)
 TASKS = ("generate", "tokenize", "detokenize")
 OVERLAP_MODES = ("auto", "on", "off")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
 from torch import Tensor
 
 from slipstream.nn.attention import AttentionBackend, LayerCache, StepAttention
@@ -20,7 +21,6 @@ from slipstream.nn.layer_spec import DenseSpec, LayerSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.mlp import MLP
 from slipstream.nn.norm import RMSNorm
-from slipstream.nn.quant.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream.nn.quant.invariant import is_unquantized
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.self_attention import SelfAttention

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.errors import EngineError
@@ -69,12 +70,12 @@ class TiedHead:
 
     def __init__(self, method: QuantMethod, scale: LogitScale) -> None:
         self._method, self._scale = method, scale
-        self._weights: dict[str, Tensor] = {}
+        self._weight: ops.LinearWeight | None = None
 
     def tie(self, embedding: Embedding) -> None:
         """Call once, when the table is loaded."""
-        self._weights = {"weight": embedding.weight}
-        self._method.finish(self._weights)
+        self._weight = self._method.finish({"weight": embedding.weight})
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._scale(self._method.apply(self._weights, x))
+        assert self._weight is not None
+        return self._scale(ops.linear(x, self._weight))

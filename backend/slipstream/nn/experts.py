@@ -9,13 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slipstream_kernels import ops
+from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import ExpertsSpec
 from slipstream.nn.linear import ExpertLinear, Linear
 from slipstream.nn.mlp import MLP
-from slipstream.nn.quant.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream.nn.quant.unquantized import UNQUANTIZED
 from slipstream.nn.vector import Vector
 

@@ -1,4 +1,4 @@
-"""The one linear layer of the decoder: merged parts, and a quantisation method that owns weights and product."""
+"""The one linear layer of the decoder: merged parts, held by a quantisation method and multiplied by ops.linear."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from slipstream_kernels import ops
+from slipstream_kernels.gemm.activation_quant import A
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
-from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
-from slipstream.nn.quant.method import ExpertMethod, Weights
+from slipstream.nn.quant.method import Weights
 from slipstream.nn.shards import Cut
 from slipstream.nn.weight_slot import WeightSlot
 
@@ -24,19 +24,28 @@ class Linear:
         self.spec = spec.of_rank(context.parallel)
         self.method = context.method
         self.weights: Weights = self.method.create_weights(self.spec, context.device, context.dtype)
-        self.activation_quant = self.method.activation_quant(self.weights)
+        self._weight: ops.LinearWeight | None = None  # as it is multiplied, once all is loaded
         self._missing = {(part, suffix) for part, suffix, slot in self.slots() if not slot.is_optional}
 
+    @property
+    def weight(self) -> ops.LinearWeight:
+        assert self._weight is not None, "its tensors are not loaded"
+        return self._weight
+
+    @property
+    def activation_quant(self) -> ops.ActivationQuant[ops.Activation]:
+        return self.weight.input_quant
+
     def __call__(self, x: Tensor) -> Tensor:
-        return self.apply(self.activation_quant.cast(x))
+        return self.apply(self.weight.input_quant.cast(x))
 
-    def apply(self, x: Activation) -> Tensor:
+    def apply(self, x: ops.Activation) -> Tensor:
         """The product of rows that are in `activation_quant` already."""
-        return self.method.apply(self.weights, x)
+        return ops.linear(x, self.weight)
 
-    def apply_gated(self, x: Activation, form: ActivationQuant[A]) -> A:
-        """silu(gate) · up of the product [gate, up], as layers of `form` read it."""
-        return self.method.apply_gated(self.weights, x, form)
+    def apply_gated(self, x: ops.Activation, quant: ops.ActivationQuant[A]) -> A:
+        """silu(gate) · up of the product [gate, up], as layers of that `activation_quant` read it."""
+        return ops.gated_linear(x, self.weight, quant)
 
     def slots(self) -> Iterator[tuple[str, str, WeightSlot]]:
         """(part, suffix, slot) of each tensor that a checkpoint stores for this layer: ("q", "weight", …)."""
@@ -82,7 +91,7 @@ class Linear:
             self._finish()
 
     def _finish(self) -> None:
-        self.method.finish(self.weights)
+        self._weight = self.method.finish(self.weights, self.spec.num_experts)
 
 
 class ExpertLinear(Linear):
@@ -90,10 +99,6 @@ class ExpertLinear(Linear):
 
     def __init__(self, spec: LinearSpec, context: LayerContext) -> None:
         super().__init__(spec, context.of_experts)
-
-    def _finish(self) -> None:
-        assert isinstance(self.method, ExpertMethod)
-        self.method.finish_experts(self.weights, self.spec.num_experts)
 
     @property
     def bias(self) -> Tensor | None:
@@ -103,5 +108,4 @@ class ExpertLinear(Linear):
 
     def apply_grouped(self, x: Tensor, routing: ops.Routing, *, by_token: bool = False, gated: bool = False) -> Tensor:
         """x: a row for each row of the routing, or by_token for each token. gated: silu(gate) · up of the product."""
-        assert isinstance(self.method, ExpertMethod)
-        return self.method.apply_experts(self.weights, x, routing, by_token, gated)
+        return ops.grouped_linear(x, self.weight, routing, by_token=by_token, gated=gated)

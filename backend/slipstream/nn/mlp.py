@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
+from slipstream_kernels.gemm.activation_quant import Activation, ActivationQuant
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import DenseSpec
 from slipstream.nn.linear import Linear
-from slipstream.nn.quant.activation_quant import Activation, ActivationQuant
 
 
 class MLP:

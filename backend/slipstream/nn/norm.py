@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
+from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
 from torch import Tensor
 
 from slipstream.nn.layer_context import LayerContext
-from slipstream.nn.quant.activation_quant import PLAIN, Activation, ActivationQuant
 from slipstream.nn.weight_slot import WeightSlot
 
 A = TypeVar("A", bound=Activation)

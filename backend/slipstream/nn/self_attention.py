@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from slipstream_kernels import ops
+from slipstream_kernels.gemm.activation_quant import Activation
 from torch import Tensor
 
 from slipstream.nn.attention import LayerAttention, LayerCache, QKRope, StepAttention
@@ -11,7 +12,6 @@ from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import AttentionSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.norm import RMSNorm
-from slipstream.nn.quant.activation_quant import Activation
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.vector import Vector
 

@@ -1,18 +1,14 @@
-"""scaled_mm: contract and choice.  FP8 rows times FP8 weights, scaled per token and channel, or by blocks."""
+"""scaled_mm: contract.  FP8 rows times FP8 weights, scaled per token and channel, or by blocks."""
 
 from __future__ import annotations
-
-from types import ModuleType
 
 import torch
 
 from slipstream_kernels.fp8 import BLOCK, E4M3, Fp8Rows
+from slipstream_kernels.gemm.linear import linear
+from slipstream_kernels.gemm.linear_weight import fp8_weight
 from slipstream_kernels.select import load_module, require_shape, select
 
-# Rows up to which our kernel is faster than the library on an H200 (docs/measurements); above it weights are read once
-# for many rows and cuBLAS is at the peak.
-MAX_OWN_ROWS = 64
-LIBRARY_ALIGNMENT = 16  # features of a weight that cuBLAS takes are multiples of it
 COUNTER_ROWS = 32  # the narrowest tile of output features that the kernel uses
 
 
@@ -35,7 +31,7 @@ def scaled_mm(
     is made per call.
     Hopper's FP8 tensor cores accumulate with about 14 bits of fraction; every implementation here moves sums to fp32
     registers at least every 128 columns or uses the library's slow accumulation.  Source: arXiv:2412.19437, 3.3.2.
-    backend: "library" is torch's scaled matmul (cuBLASLt), beside the usual three.
+    backend: "library" is torch's scaled matmul (cuBLASLt), beside the usual three; "auto" is ops.linear's choice.
     """
     require_shape("weight", weight, (weight.shape[0], rows.values.shape[1]))
     if weight.dtype != E4M3 or rows.values.dtype != E4M3:
@@ -43,7 +39,13 @@ def scaled_mm(
     require_scales(rows, weight, scales)
     if bias is not None:
         require_shape("bias", bias, (weight.shape[0],))
-    return _choose(backend, rows, weight).scaled_mm(rows, weight, scales, bias, counters)
+    if backend == "auto":
+        counters = scaled_mm_counters(weight) if counters is None else counters
+        return linear(rows, fp8_weight(weight, scales, bias, counters))
+    is_library = backend == "library"
+    module = load_module("library", "gemm.scaled_mm") if is_library else select("gemm.scaled_mm", backend, rows.values)
+    y: torch.Tensor = module.scaled_mm(rows, weight, scales, bias, counters)
+    return y
 
 
 def scaled_mm_counters(weight: torch.Tensor) -> torch.Tensor:
@@ -58,14 +60,6 @@ def block_scales(out_features: int, in_features: int, device: torch.device) -> t
     """
     columns = -(-in_features // BLOCK)
     return torch.zeros(-(-out_features // BLOCK), columns + -columns % 4, device=device)
-
-
-def _choose(backend: str, rows: Fp8Rows, weight: torch.Tensor) -> ModuleType:
-    is_aligned = all(size % LIBRARY_ALIGNMENT == 0 for size in weight.shape)
-    prefers_library = rows.values.is_cuda and rows.num_tokens > MAX_OWN_ROWS and is_aligned
-    if backend == "library" or (backend == "auto" and prefers_library):
-        return load_module("library", "gemm.scaled_mm")
-    return select("gemm.scaled_mm", backend, rows.values)
 
 
 def require_scales(rows: Fp8Rows, weight: torch.Tensor, scales: torch.Tensor) -> None:

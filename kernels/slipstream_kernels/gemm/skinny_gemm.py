@@ -1,4 +1,4 @@
-"""skinny_gemm: contract and choice.  Few tokens times a large weight: the time is that of reading the weight."""
+"""skinny_gemm: contract.  Few tokens times a large weight: the time is that of reading the weight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from slipstream_kernels.fp8 import BLOCK, E4M3
 from slipstream_kernels.select import (
     FLOAT_DTYPES,
-    load_module,
     require_bias,
     require_float,
     require_pairs,
@@ -48,16 +47,6 @@ def skinny_gemm(
         "gemm.skinny_gemm", backend, x.is_cuda, lambda cuda: cuda.refusal(x, weight, scales)
     )
     return version.skinny_gemm(x, weight, scales, bias, gated)
-
-
-def max_streamed_tokens(weight: torch.Tensor, scales: torch.Tensor | None = None) -> int:
-    """Up to how many tokens skinny_gemm is the fastest product with this weight here; 0: never.
-
-    For 16-bit weights beside 16-bit rows and for e4m3 and int8 weights.  Measured on one H200 (docs/measurements).
-    """
-    if not weight.is_cuda:
-        return 0
-    return int(load_module("cuda", "gemm.skinny_gemm").max_tokens(weight, scales))
 
 
 def _check_weight(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""swap_ab_gemm: contract and choice.  Some tens to hundreds of tokens times a large weight."""
+"""swap_ab_gemm: contract.  Some tens to hundreds of tokens times a large weight."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.gemm.scaled_mm import require_scales
 from slipstream_kernels.select import (
     FLOAT_DTYPES,
-    load_module,
     require_bias,
     require_float,
     require_pairs,
@@ -44,18 +43,6 @@ def swap_ab_gemm(
         "gemm.swap_ab_gemm", backend, weight.is_cuda, lambda cuda: cuda.refusal(x, weight, scales, gated)
     )
     return version.swap_ab_gemm(x, weight, scales, bias, gated)
-
-
-def prefers_clusters(
-    num_tokens: int, weight: torch.Tensor, scales: torch.Tensor | None = None, *, gated: bool = False
-) -> bool:
-    """Whether swap_ab_gemm is the fastest product of so many tokens with this weight here.
-
-    For 16-bit weights beside 16-bit rows, and e4m3 weights beside e4m3 rows.  Measured on one H200 (docs/measurements).
-    """
-    return weight.is_cuda and load_module("cuda", "gemm.swap_ab_gemm").prefers_clusters(
-        num_tokens, weight, scales, gated
-    )
 
 
 def _check(x: torch.Tensor | Fp8Rows, weight: torch.Tensor, scales: torch.Tensor | None) -> None:

@@ -1,19 +1,18 @@
-"""grouped_mm: contract and choice.  Rows sorted by expert times each expert's own weight: 16 bits, FP8 or int8."""
+"""grouped_mm: contract.  Rows sorted by expert times each expert's own weight: 16 bits, FP8 or int8."""
 
 from __future__ import annotations
 
 import torch
 
-from slipstream_kernels.cuda.device import is_hopper
 from slipstream_kernels.fp8 import BLOCK, E4M3, Fp8Rows
+from slipstream_kernels.gemm.linear_weight import LinearWeight
+from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, WeightKind
 from slipstream_kernels.integer import Int8Rows
+from slipstream_kernels.moe.grouped_linear import grouped_linear
 from slipstream_kernels.routing import Routing
 from slipstream_kernels.select import load_module, require_float, require_shape, require_unit_stride, select
 
 GroupedRows = torch.Tensor | Fp8Rows | Int8Rows
-
-LIBRARY_ROWS = 256  # of an average expert, from which on the library is faster on an H200 (docs/measurements)
-LIBRARY_ALIGNMENT = 16  # features of a weight that the library takes are multiples of it
 
 
 def grouped_mm(
@@ -51,11 +50,21 @@ def grouped_mm(
         _check_scales(weight, scales, is_plain=rows is x, gated=gated)
     elif rows is not x or weight.dtype != x.dtype or scales is not None:
         raise ValueError(f"weight: dtype {weight.dtype}, expected {E4M3} or int8 with scales, or that of x")
-    if backend == "library" or (backend == "auto" and _prefers_library(x, weight, scales, routing)):
-        module = load_module("library", "moe.grouped_mm")
-    else:
-        module = select("moe.grouped_mm", backend, rows)
-    return module.grouped_mm(x, weight, routing, scales, by_token, gated)
+    if backend == "auto" and not (rows is x and weight.dtype == E4M3):
+        return grouped_linear(x, _weight_of(x, weight, scales), routing, by_token=by_token, gated=gated)
+    is_library = backend == "library"
+    module = load_module("library", "moe.grouped_mm") if is_library else select("moe.grouped_mm", backend, rows)
+    y: torch.Tensor = module.grouped_mm(x, weight, routing, scales, by_token, gated)
+    return y
+
+
+def _weight_of(x: GroupedRows, weight: torch.Tensor, scales: torch.Tensor | None) -> LinearWeight:
+    """The weight as ops.grouped_linear takes it, for rows in the form of x."""
+    by_blocks = scales is not None and scales.dim() == 3
+    name = {E4M3: "fp8_block" if by_blocks else "fp8", torch.int8: "int8"}.get(weight.dtype, "plain")
+    form = FP8_ROWS if isinstance(x, Fp8Rows) else INT8_ROWS if isinstance(x, Int8Rows) else PLAIN_ROWS
+    kind = WeightKind(name, *weight.shape[1:], weight.dtype, weight.device, 0, form, weight.shape[0])
+    return LinearWeight(kind, weight, scales)
 
 
 def _check_scales(weight: torch.Tensor, scales: torch.Tensor | None, *, is_plain: bool, gated: bool) -> None:
@@ -72,16 +81,6 @@ def _check_scales(weight: torch.Tensor, scales: torch.Tensor | None, *, is_plain
         raise ValueError(f"weight: {part} x {in_features} features, scales of blocks need multiples of {BLOCK}")
     columns = in_features // BLOCK
     require_shape("scales", scales, (num_experts, -(-out_features // BLOCK), columns + -columns % 4))
-
-
-def _prefers_library(x: GroupedRows, weight: torch.Tensor, scales: torch.Tensor | None, routing: Routing) -> bool:
-    if not weight.is_cuda or routing.num_rows < LIBRARY_ROWS * routing.num_experts or x.dtype != torch.bfloat16:
-        return False
-    if isinstance(x, Int8Rows) or weight.dtype == torch.int8 or (scales is not None and scales.dim() == 3):
-        return False
-    is_same_type = isinstance(x, Fp8Rows) == (weight.dtype == E4M3)
-    is_aligned = all(size % LIBRARY_ALIGNMENT == 0 for size in weight.shape[1:])
-    return is_same_type and is_aligned and is_hopper(weight.device)
 
 
 def check_rows(x: GroupedRows, in_features: int, routing: Routing, by_token: bool, *, is_grouped: bool = False) -> None:

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import Linear
 from slipstream.nn.quant import QUANT_METHODS, QuantMethod
-from slipstream.nn.quant.fp8 import fp8_refusal
 
 
 def vocabulary_method(device: torch.device, dtype: torch.dtype) -> QuantMethod:
     """How matrices of drafting are held on a device, beside activations of `dtype`."""
-    is_fast = device.type == "cuda" and fp8_refusal(device, dtype) is None
+    is_fast = device.type == "cuda" and ops.fp8_refusal(device, dtype) is None
     return QUANT_METHODS.get("fp8" if is_fast else "none")
 
 

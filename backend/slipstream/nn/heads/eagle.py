@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from slipstream_kernels.gemm.activation_quant import PLAIN
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, naming
@@ -31,7 +32,6 @@ from slipstream.nn.mlp import MLP
 from slipstream.nn.models import family_of
 from slipstream.nn.models.family import LLAMA_NAMES
 from slipstream.nn.norm import RMSNorm
-from slipstream.nn.quant.activation_quant import PLAIN
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from slipstream_kernels.gemm.activation_quant import PLAIN
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
@@ -27,7 +28,6 @@ from slipstream.nn.linear import Linear
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.quant import QUANT_METHODS
-from slipstream.nn.quant.activation_quant import PLAIN
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.spec import DecoderSpec
 from slipstream.nn.weight_slot import WeightSlot

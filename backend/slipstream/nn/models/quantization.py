@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.models.compressed_tensors import BLOCK_SIZE, read_compressed_tensors
 from slipstream.nn.models.module_lists import leaves_out
+from slipstream.nn.quant.method import CONFIG_READERS
 from slipstream.nn.stored_format import StoredFormat
 
 CHANNEL = -1  # as group_size: one group a row
@@ -29,6 +30,7 @@ def read_stored_format(config: HFConfig, modules: Sequence[str]) -> StoredFormat
         "fp8": _read_fp8,
         "compressed-tensors": _read_compressed_tensors,
         "modelopt": _read_modelopt,
+        **CONFIG_READERS,
     }
     return readers[section.choice("quant_method", tuple(readers))](section, modules)
 

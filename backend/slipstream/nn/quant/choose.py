@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.quant.fp8 import Fp8
-from slipstream.nn.quant.fp8_block import BlockWiseFp8
 from slipstream.nn.quant.int4 import Int4
-from slipstream.nn.quant.int8 import Int8
 from slipstream.nn.quant.invariant import invariant
-from slipstream.nn.quant.method import QUANT_METHODS, QuantMethod
+from slipstream.nn.quant.method import FREE_TOKENS, QUANT_METHODS, READERS, QuantMethod
 from slipstream.nn.spec import DecoderSpec
-from slipstream.nn.stored_format import StoredFormat
 
 AUTO, UNQUANTIZED = "auto", "none"
 CHANNEL = -1  # quantization_group_size: one group a row
-# what stored weights are read by, under each name that can multiply them
-READERS: dict[str, Callable[[StoredFormat], QuantMethod]] = {
-    "fp8": Fp8,
-    "block_wise_fp8": BlockWiseFp8,
-    "wint8": lambda stored: Int8(False, stored),
-    "w8a8_int8": lambda stored: Int8(True, stored),
-    "wint4": lambda stored: Int4(False, stored, stored.group_size),
-    "w4a8_fp8": lambda stored: Int4(True, stored, stored.group_size),
-}
 SAME_WEIGHTS = (("wint8", "w8a8_int8"), ("wint4", "w4a8_fp8"))
-MIXED = {"a8w8_fp8_wint4": ("fp8", "w4a8_fp8")}  # of the experts, the other linears'
+MIXED = {"a8w8_fp8_wint4": ("fp8", "w4a8_fp8")}  # methods of all linears but experts, and of experts
+NAMES = (AUTO, *QUANT_METHODS.names(), *MIXED)  # that `quantization` takes
+FREE_TOKENS.update({name: FREE_TOKENS[experts] for name, (_, experts) in MIXED.items()})
 
 
 @dataclass(frozen=True)
@@ -44,8 +32,11 @@ class Methods:
 def choose_methods(config: ModelConfig, spec: DecoderSpec) -> Methods:
     """The methods of a model's layers, as choose_method says, and of its experts.
 
-    Raises ConfigError for mixed ones of a model without experts, and for what deterministic mode cannot have.
+    Raises ConfigError for a name of none, mixed ones of a model without experts, and for what deterministic mode
+    cannot have.
     """
+    if config.quantization not in NAMES:
+        raise ConfigError("quantization", config.quantization, f"accepted: {', '.join(NAMES)}")
     name, linears, head, experts = _by_kind(config, spec)
     if not config.deterministic:
         return Methods(name, linears, head, experts)

@@ -14,16 +14,15 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import LinearSpec
-from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
-from slipstream.nn.quant.fp8 import (
-    E4M3_DTYPES,
-    fp8_form,
-    fp8_refusal,
-    multiply_fp8,
-    multiply_fp8_gated,
-    quantised_weights,
+from slipstream.nn.quant.fp8 import E4M3_DTYPES, held_weight, quantised_weights
+from slipstream.nn.quant.method import (
+    CheckpointTensors,
+    QuantMethod,
+    StoredTensor,
+    Weights,
+    plain_tensors,
+    register,
 )
-from slipstream.nn.quant.method import QUANT_METHODS, CheckpointTensors, StoredTensor, Weights, plain_tensors
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.weight_slot import FLOAT_DTYPES
 
@@ -32,7 +31,7 @@ METHOD = "block_wise_fp8"
 
 
 @dataclass(frozen=True)
-class BlockWiseFp8:
+class BlockWiseFp8(QuantMethod):
     """stored: the layout of a block-wise FP8 checkpoint; None: the checkpoint is not quantised.
 
     weights: "weight" e4m3 [out, in], "scale" as ops.block_scales makes them, "counters", "bias" if any.
@@ -41,7 +40,7 @@ class BlockWiseFp8:
     stored: StoredFormat | None = None
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return fp8_refusal(device, dtype)
+        return ops.fp8_refusal(device, dtype)
 
     def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
         _require_whole_blocks(spec)
@@ -68,28 +67,8 @@ class BlockWiseFp8:
             weights["weight"][rows].copy_(values)
             weights["scale"][blocks, : scales.shape[1]].copy_(scales)
 
-    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
-        return 0
-
-    def finish(self, weights: Weights) -> None:
-        """Weights are held as they are multiplied."""
-
-    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
-        return fp8_form(ops.Fp8Scheme(BLOCK), weights)
-
-    def apply(self, weights: Weights, x: Activation) -> Tensor:
-        return multiply_fp8(weights, x)
-
-    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
-        return multiply_fp8_gated(weights, x, form)
-
-    def finish_experts(self, weights: Weights, num_experts: int) -> None:
-        """Weights are held as they are multiplied."""
-
-    def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
-        values, scales = (weights[name].unflatten(0, (routing.num_experts, -1)) for name in ("weight", "scale"))
-        rows = ops.quantize_fp8(x, ops.Fp8Scheme(BLOCK))
-        return ops.grouped_mm(rows, values, routing, scales, by_token=by_token, gated=gated)
+    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
+        return held_weight(weights, num_experts)
 
 
 def _require_whole_blocks(spec: LinearSpec) -> None:
@@ -102,4 +81,4 @@ def _require_whole_blocks(spec: LinearSpec) -> None:
             raise ConfigError("quantization", METHOD, f"{name} has {rows} outputs, not a multiple of {BLOCK}")
 
 
-QUANT_METHODS.register(METHOD)(BlockWiseFp8())
+register(METHOD, BlockWiseFp8(), free_tokens=186, reads=BlockWiseFp8)

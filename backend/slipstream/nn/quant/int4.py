@@ -14,27 +14,24 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import LinearSpec
-from slipstream.nn.quant import activation_quant
-from slipstream.nn.quant.activation_quant import PLAIN, A, Activation, ActivationQuant
-from slipstream.nn.quant.fp8 import fp8_refusal
 from slipstream.nn.quant.int4_packing import CODES_PER_WORD, PACKINGS
 from slipstream.nn.quant.method import (
-    QUANT_METHODS,
     SHAPE,
     CheckpointTensors,
+    QuantMethod,
     Weights,
     plain_tensors,
+    register,
     require_stored_shape,
 )
 from slipstream.nn.stored_format import StoredFormat
 
 DEFAULT_GROUP_SIZE = 128
 GROUP_OF_COLUMN, ORDER, OWN_COLUMNS = "group_of_column", "order", "own_columns"
-MOST_ORDERED = 1 << 22  # features that are put in order at a time: their places take 32 MiB
 
 
 @dataclass(frozen=True)
-class Int4:
+class Int4(QuantMethod):
     """stored: the layout of a 4-bit checkpoint; None: the checkpoint is not quantised. group_size 0: one group a row.
 
     weights: "packed", "scales" and "zeros" if stored as ops.Int4Weight has them, "bias" if any. Of act-order
@@ -46,7 +43,7 @@ class Int4:
     group_size: int = DEFAULT_GROUP_SIZE
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return fp8_refusal(device, dtype) if self.fp8_inputs else None
+        return ops.fp8_refusal(device, dtype) if self.fp8_inputs else None
 
     def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
         self._require_whole_groups(spec)
@@ -93,50 +90,25 @@ class Int4:
             self._put(weights, name, rows, decode(tensor))
 
     def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
-        """To 16 bits for 16-bit rows (ops.int4_mm), experts' to e4m3 for FP8 rows (ops.grouped_int4_mm)."""
-        if self.fp8_inputs != bool(spec.num_experts):
-            return 0
-        return spec.num_parameters * (1 if spec.num_experts else dtype.itemsize)
+        rows = "fp8" if self.fp8_inputs else "plain"
+        return spec.num_parameters * ops.written_out_bytes("int4", rows, spec.num_experts, dtype)
 
-    def finish(self, weights: Weights) -> None:
+    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
         self._sort_columns(weights)
-        in_features = 2 * weights["packed"].shape[1]
-        weight = self._weight(weights, in_features)
-        weights.update(ops.repack_int4(weight, for_fp8_rows=self.fp8_inputs).tensors())
-
-    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
-        if not self.fp8_inputs or self._has_order:
-            return PLAIN
-        return activation_quant.Fp8(self._scheme(self._weight(weights, 2 * weights["packed"].shape[1])))
-
-    def apply(self, weights: Weights, x: Activation) -> Tensor:
-        assert not isinstance(x, ops.Int8Rows)
-        if isinstance(x, Tensor) and ORDER in weights:
-            x = x[:, weights[ORDER][0]]
-        rows = x.values if isinstance(x, ops.Fp8Rows) else x
-        weight = self._weight(weights, rows.shape[1])
-        if isinstance(x, Tensor) and self._has_order and self.fp8_inputs:
-            x = ops.quantize_fp8(x, self._scheme(weight))
-        return ops.int4_mm(x, weight, weights.get("bias"))
-
-    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
-        if not isinstance(x, Tensor) or self._has_order:
-            return form.silu_mul(self.apply(weights, x))
-        return form.cast(ops.int4_mm(x, self._weight(weights, x.shape[1]), weights.get("bias"), gated=True))
-
-    def finish_experts(self, weights: Weights, num_experts: int) -> None:
-        self._sort_columns(weights)
-        weight = self._weight(weights, 2 * weights["packed"].shape[1])
-        weights.pop("zeros", None)  # some layouts have none beside the codes
-        weights.update(ops.repack_expert_int4(weight, num_experts, fp8_rows=self.fp8_inputs).tensors())
-
-    def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
-        if ORDER in weights:
-            x, by_token = _in_orders(x, weights[ORDER], routing, by_token), False
-        weight = self._weight(weights, x.shape[1])
-        is_plain = not self.fp8_inputs or routing.num_tokens <= ops.max_plain_expert_tokens(weight)
-        rows = x if is_plain else ops.quantize_fp8(x)
-        return ops.grouped_int4_mm(rows, weight, routing, by_token=by_token, gated=gated)
+        packed, zeros = weights["packed"], weights.pop("zeros", None)  # some layouts have none beside the codes
+        weight = ops.int4_weight(packed, weights["scales"], zeros, self.group_size, 2 * packed.shape[1])
+        if num_experts:
+            weight = ops.repack_expert_int4(weight, num_experts, fp8_rows=self.fp8_inputs)
+        else:
+            weight = ops.repack_int4(weight, for_fp8_rows=self.fp8_inputs)
+        weights.update(weight.tensors())
+        return ops.int4_linear_weight(
+            weight,
+            weights.get("bias"),
+            fp8_rows=self.fp8_inputs,
+            order=weights.get(ORDER),
+            num_experts=num_experts,
+        )
 
     @property
     def _has_order(self) -> bool:
@@ -146,14 +118,6 @@ class Int4:
     def _stored_columns(self, spec: LinearSpec) -> int:
         """Input features that are read: all, where a rank's are chosen once they are in order of their groups."""
         return spec.columns[1] if self._has_order and spec.columns is not None else spec.in_features
-
-    def _weight(self, weights: Weights, in_features: int) -> ops.Int4Weight:
-        zeros = weights.get("zeros")
-        return ops.int4_weight(weights["packed"], weights["scales"], zeros, self.group_size, in_features)
-
-    @staticmethod
-    def _scheme(weight: ops.Int4Weight) -> ops.Fp8Scheme:
-        return ops.Fp8Scheme(total_columns=ops.int4_total_columns(weight))
 
     def _put(self, weights: Weights, name: str, rows: slice, value: Tensor) -> None:
         if name == GROUP_OF_COLUMN:
@@ -214,17 +178,5 @@ class Int4:
                 raise ConfigError("quantization", self.stored.packing, reason)
 
 
-def _in_orders(x: Tensor, orders: Tensor, routing: ops.Routing, by_token: bool) -> Tensor:
-    """A row for each row of the routing, its features in the order of its expert's weights."""
-    numbers = torch.arange(routing.num_rows, device=x.device, dtype=torch.int32)
-    experts = torch.bucketize(numbers, routing.offsets[1:], right=True)
-    rows = x[routing.tokens] if by_token else x
-    ordered, step = rows.new_empty(len(rows), orders.shape[1]), MOST_ORDERED // orders.shape[1] + 1
-    for begin in range(0, routing.num_rows, step):
-        part = slice(begin, begin + step)
-        torch.gather(rows[part], 1, orders[experts[part]], out=ordered[part])
-    return ordered
-
-
-QUANT_METHODS.register("wint4")(Int4())
-QUANT_METHODS.register("w4a8_fp8")(Int4(fp8_inputs=True))
+register("wint4", Int4(), free_tokens=48, reads=lambda stored: Int4(False, stored, stored.group_size))
+register("w4a8_fp8", Int4(True), free_tokens=97, reads=lambda stored: Int4(True, stored, stored.group_size))

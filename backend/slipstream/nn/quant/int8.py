@@ -13,27 +13,25 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.nn.layer_spec import LinearSpec
-from slipstream.nn.quant import activation_quant
-from slipstream.nn.quant.activation_quant import PLAIN, A, Activation, ActivationQuant
 from slipstream.nn.quant.fp8 import INPUT_SCALE
 from slipstream.nn.quant.method import (
-    QUANT_METHODS,
     SHAPE,
     CheckpointTensors,
+    QuantMethod,
     StoredTensor,
     Weights,
     plain_tensors,
+    register,
     require_stored_shape,
 )
 from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.weight_slot import FLOAT_DTYPES
 
 BYTES_PER_WORD = 4
-MAX_PLAIN_ROWS = 8  # beyond, products of int8 rows are the faster (docs/measurements)
 
 
 @dataclass(frozen=True)
-class Int8:
+class Int8(QuantMethod):
     """stored: the layout of an int8 checkpoint; None: the checkpoint is not quantised.
 
     weights: "values" int8 [out, in] (without int8_inputs: then as ops.repack_int8 has them), "scales" fp32 [out],
@@ -42,9 +40,6 @@ class Int8:
 
     int8_inputs: bool = False
     stored: StoredFormat | None = None
-
-    def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return None
 
     def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
         weights = {
@@ -101,41 +96,22 @@ class Int8:
             scales.copy_(tensor.reshape(-1))
 
     def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
-        """To 16 bits for 16-bit rows (ops.int8_mm)."""
-        return 0 if self.int8_inputs or spec.num_experts else spec.num_parameters * dtype.itemsize
+        rows = "int8" if self.int8_inputs else "plain"
+        return spec.num_parameters * ops.written_out_bytes("int8", rows, spec.num_experts, dtype)
 
-    def finish(self, weights: Weights) -> None:
-        if not self.int8_inputs:
+    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
+        if not self.int8_inputs and not num_experts:
             weights["values"] = ops.repack_int8(weights["values"])
-
-    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
-        if not self.int8_inputs:
-            return PLAIN
-        max_plain_rows = min(MAX_PLAIN_ROWS, ops.max_streamed_tokens(weights["values"], weights["scales"]))
-        return activation_quant.Int8(weights.get(INPUT_SCALE), max_plain_rows)
-
-    def apply(self, weights: Weights, x: Activation) -> Tensor:
-        assert not isinstance(x, ops.Fp8Rows)
-        return _multiply(weights, x)
-
-    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
-        if not isinstance(x, Tensor):
-            return form.silu_mul(self.apply(weights, x))
-        return form.cast(_multiply(weights, x, gated=True))
-
-    def finish_experts(self, weights: Weights, num_experts: int) -> None:
-        """Weights are held as they are multiplied."""
-
-    def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
-        values, scales = (weights[name].unflatten(0, (routing.num_experts, -1)) for name in ("values", "scales"))
-        rows = ops.quantize_int8(x, weights.get(INPUT_SCALE)) if self.int8_inputs else x
-        return ops.grouped_mm(rows, values, routing, scales, by_token=by_token, gated=gated)
+        return ops.int8_weight(
+            weights["values"],
+            weights["scales"],
+            weights.get("bias"),
+            weights.get("counters"),
+            int8_rows=self.int8_inputs,
+            input_scale=weights.get(INPUT_SCALE),
+            num_experts=num_experts,
+        )
 
 
-def _multiply(weights: Weights, x: Tensor | ops.Int8Rows, gated: bool = False) -> Tensor:
-    operands = weights["values"], weights["scales"], weights.get("bias")
-    return ops.int8_mm(x, *operands, gated=gated, counters=weights.get("counters"))
-
-
-QUANT_METHODS.register("wint8")(Int8())
-QUANT_METHODS.register("w8a8_int8")(Int8(int8_inputs=True))
+register("wint8", Int8(), free_tokens=92, reads=lambda stored: Int8(False, stored))
+register("w8a8_int8", Int8(int8_inputs=True), free_tokens=186, reads=lambda stored: Int8(True, stored))

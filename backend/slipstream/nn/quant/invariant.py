@@ -13,7 +13,6 @@ from torch import Tensor
 
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import LinearSpec
-from slipstream.nn.quant.activation_quant import PLAIN, A, Activation, ActivationQuant
 from slipstream.nn.quant.fp8 import Fp8
 from slipstream.nn.quant.int8 import Int8
 from slipstream.nn.quant.method import CheckpointTensors, QuantMethod, Weights
@@ -23,7 +22,7 @@ ACCEPTED = ("none", "fp8", "wint8")  # one scale an output feature, or none
 
 
 @dataclass(frozen=True)
-class Invariant:
+class Invariant(QuantMethod):
     """A row's product does not depend on the other rows. held: reads and holds the weights; nothing is repacked."""
 
     held: Unquantized | Fp8 | Int8
@@ -40,22 +39,10 @@ class Invariant:
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
         self.held.load(weights, suffix, rows, tensor)
 
-    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
-        return 0
-
-    def finish(self, weights: Weights) -> None:
+    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
         """Weights stay as they were loaded."""
-
-    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
-        return PLAIN
-
-    def apply(self, weights: Weights, x: Activation) -> Tensor:
-        assert isinstance(x, Tensor)
-        weight, scales = ("values", "scales") if "values" in weights else ("weight", "scale")
-        return ops.invariant_mm(x, weights[weight], weights.get(scales), weights.get("bias"))
-
-    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
-        return form.silu_mul(self.apply(weights, x))
+        values = weights["values"] if "values" in weights else weights["weight"]
+        return ops.deterministic_weight(values, weights.get("scales", weights.get("scale")), weights.get("bias"))
 
 
 def invariant(name: str, method: QuantMethod) -> Invariant:

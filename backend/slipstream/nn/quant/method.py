@@ -1,19 +1,22 @@
-"""QuantMethod: how the weights of a linear layer are held and multiplied. Unquantised is one of the methods.
+"""QuantMethod: how the weights of a linear layer are stored, read, cut and held. Unquantised is one of the methods.
 
 A method is stateless; the tensors it makes live in the layer's `weights` dictionary under names only the method knows.
+How they are multiplied is not its to say: `finish` hands them to the kernels (ops.linear), which choose.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.registry import Registry
+from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.layer_spec import LinearSpec
-from slipstream.nn.quant.activation_quant import A, Activation, ActivationQuant
+from slipstream.nn.stored_format import StoredFormat
 from slipstream.nn.weight_slot import FLOAT_DTYPES
 
 Weights = dict[str, Tensor]
@@ -48,11 +51,14 @@ CheckpointTensors = dict[str, StoredTensor]  # by suffix: "weight", "bias", …
 
 
 class QuantMethod(Protocol):
-    """Order of calls: supports, create_weights, load for every tensor of every part, finish once, then apply."""
+    """Order of calls: supports, create_weights, load for every tensor of every part, finish once.
+
+    Of a MoE layer the weights of all experts are one layer, one below the other: methods serve both alike.
+    """
 
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """A reason against this device and this activation dtype, or None."""
-        ...
+        return None
 
     def create_weights(self, spec: LinearSpec, device: torch.device, dtype: torch.dtype) -> Weights:
         """Tensors for all parts of the layer, merged; their contents are loaded later.
@@ -74,43 +80,40 @@ class QuantMethod(Protocol):
 
     def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
         """Bytes of a copy of the weights that a product of many rows on a GPU makes first, to read it whole."""
-        ...
+        return 0
 
-    def finish(self, weights: Weights) -> None:
-        """All tensors of the layer are loaded: repack for the device. The largest temporary is one layer."""
-        ...
-
-    def activation_quant(self, weights: Weights) -> ActivationQuant[Activation]:
-        """The form in which `apply` takes its input."""
-        ...
-
-    def apply(self, weights: Weights, x: Activation) -> Tensor:
-        """x: [T, in_features] quantised as activation_quant says -> [T, out_features]."""
-        ...
-
-    def apply_gated(self, weights: Weights, x: Activation, form: ActivationQuant[A]) -> A:
-        """silu(gate) · up of the product [gate, up], in `form`: one kernel where the method has such, else two."""
-        ...
-
-
-@runtime_checkable
-class ExpertMethod(QuantMethod, Protocol):
-    """A method that serves MoE layers too: the weights of all experts are one layer, one below the other.
-
-    finish_experts and apply_experts take the place of finish and apply.
-    """
-
-    def finish_experts(self, weights: Weights, num_experts: int) -> None: ...
-
-    def apply_experts(self, weights: Weights, x: Tensor, routing: ops.Routing, by_token: bool, gated: bool) -> Tensor:
-        """x: plain, a row for each row of the routing, or by_token for each token -> [num_rows, of an expert].
-
-        gated: silu(gate) · up of an expert's [gate, up].
-        """
+    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
+        """All tensors of the layer are loaded: repack them for the device. The largest temporary is one layer."""
         ...
 
 
 QUANT_METHODS: Registry[QuantMethod] = Registry("quantization")
+# what weights that are stored in a format are read by, under each name that can multiply them
+READERS: dict[str, Callable[[StoredFormat], QuantMethod]] = {}
+# from the quantization_config of a checkpoint's config.json, and the names of linear layers that one method holds, to
+# how they are stored (None: not quantised), by its quant_method
+ConfigReader = Callable[[HFConfig, Sequence[str]], StoredFormat | None]
+CONFIG_READERS: dict[str, ConfigReader] = {}
+FREE_TOKENS: dict[str, int] = {}  # as `register` says, by name
+
+
+def register(
+    name: str,
+    made: QuantMethod,
+    free_tokens: int,
+    reads: Callable[[StoredFormat], QuantMethod] | None = None,
+    config_readers: Mapping[str, ConfigReader] | None = None,
+) -> None:
+    """Add a method. made: for weights that are quantised as they are loaded. reads: for those that are stored so.
+
+    free_tokens: rows of a decode step that cost about as much as one: peak FLOP/s * bytes per weight / (2 * bytes per
+    second) of one H200 (docs/speculation.md).
+    """
+    QUANT_METHODS.register(name)(made)
+    FREE_TOKENS[name] = free_tokens
+    if reads is not None:
+        READERS[name] = reads
+    CONFIG_READERS.update(config_readers or {})
 
 
 def plain_tensors(spec: LinearSpec, rows: int) -> CheckpointTensors:

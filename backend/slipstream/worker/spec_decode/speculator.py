@@ -17,7 +17,7 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.core.speculation import DraftPlanner, Speculation
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.core.step_costs import StepCosts
-from slipstream.nn.quant import choose_methods
+from slipstream.nn.quant import FREE_TOKENS, choose_methods
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.computed_rows import ComputedRows
 from slipstream.worker.cuda_graphs import DraftForms, GraphShape
@@ -236,18 +236,6 @@ def _give(wish: Wish, drafts: Drafts) -> None:
     request.draft_probs = drafts.probs
 
 
-# Rows of a decode step that cost about as much as one: peak FLOP/s * bytes per weight / (2 * bytes per second) of one
-# H200, by the layers' quantization. docs/speculation.md.
-FREE_TOKENS = {
-    "none": 184,
-    "fp8": 186,
-    "block_wise_fp8": 186,
-    "w8a8_int8": 186,
-    "wint8": 92,
-    "wint4": 48,
-    "w4a8_fp8": 97,
-    "a8w8_fp8_wint4": 97,
-}
 _FREE_TOKENS_OF_FLOAT32 = 28  # its products do not run on tensor cores
 
 

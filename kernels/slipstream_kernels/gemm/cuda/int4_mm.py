@@ -1,8 +1,7 @@
-"""int4_mm of 16-bit rows in CUDA, for repacked weights: the choice of a kernel by the number of rows.  Hopper only.
+"""int4_mm of 16-bit rows in CUDA, for repacked weights, by each of its kernels.  Hopper only.
 
-Up to 64 tokens the weights' bytes are the bound: int4_stream.  More are multiplied 64 at a time as long as that is
-faster than to write the weights out in 16 bits once and multiply those by the library (docs/measurements).
-FP8 rows: w4a8_mm.
+gemm/tuning.py says which of them is the fastest for how many rows.  Rows begin at multiples of 16 bytes, bias has their
+type, bf16 or fp16.  FP8 rows: w4a8_mm.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from slipstream_kernels.gemm.cuda.int4_stream import MAX_TOKENS, Int4StreamParam
 from slipstream_kernels.integer import Int4Weight
 
 DEQUANTISE = "sm90_int4_dequantise.cu"
-MAX_STREAMED_TOKENS = 2 * MAX_TOKENS  # of 16-bit rows
 
 
 def refusal(weight: Int4Weight) -> str | None:
@@ -35,44 +33,26 @@ def refusal(weight: Int4Weight) -> str | None:
     return missing(int4_stream.TILES, int4_stream.defines(torch.bfloat16))
 
 
-def can_gate(num_tokens: int, weight: Int4Weight) -> bool:
-    """Whether int4_mm_gated takes so many 16-bit rows."""
-    return num_tokens <= int4_stream.MAX_ROWS_TOKENS and weight.out_features % (2 * int4_stream.STRIP) == 0
-
-
-def int4_mm_gated(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """silu(first half of the columns of int4_mm) * second half, in one launch."""
-    _require_16_bits(x)
-    out = torch.empty((x.shape[0], weight.out_features // 2), dtype=x.dtype, device=x.device)
-    bias = None if bias is None else bias.to(x.dtype)
-    int4_stream.int4_stream(_aligned(x), weight, bias, out, gated=True)
+def rows(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    """See ops.int4_mm; up to int4_stream.MAX_ROWS_TOKENS rows.  One launch."""
+    width = weight.out_features // 2 if gated else weight.out_features
+    out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
+    int4_stream.int4_stream(x, weight, bias, out, source=int4_stream.ROWS, gated=gated)
     return out
 
 
-def int4_mm(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """See ops.int4_mm; weight is repacked."""
-    _require_16_bits(x)
-    bias = None if bias is None else bias.to(x.dtype)
-    num_tokens = x.shape[0]
-    if num_tokens > MAX_STREAMED_TOKENS:
-        return F.linear(x, dequantise(weight, x.dtype), bias)
-    out = torch.empty((num_tokens, weight.out_features), dtype=x.dtype, device=x.device)
-    for start in range(0, num_tokens, MAX_TOKENS):
+def stream(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    """See ops.int4_mm; not gated.  A launch for every MAX_TOKENS rows."""
+    out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
+    for start in range(0, x.shape[0], MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
-        int4_stream.int4_stream(_aligned(x)[part], weight, bias, out[part])
+        int4_stream.int4_stream(x[part], weight, bias, out[part])
     return out
 
 
-def _require_16_bits(x: torch.Tensor) -> None:
-    if x.dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which a repacked weight is multiplied by")
-
-
-def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """Rows that begin at multiples of 16 bytes."""
-    if rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
-        return rows.contiguous()
-    return rows
+def written_out(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
+    """See ops.int4_mm; not gated.  The weights are written in 16 bits first, which the library multiplies."""
+    return F.linear(x, dequantise(weight, x.dtype), bias)
 
 
 def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:

@@ -15,10 +15,11 @@ from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import fields
 from slipstream_kernels.gemm.cuda import cutlass_gemm
 from slipstream_kernels.gemm.cuda.cutlass_gemm import COMMON, OUTPUTS, Tile
+from slipstream_kernels.gemm.tuning import H200
 from slipstream_kernels.integer import Int8Rows
 
 SOURCE = "sm90_int8_gemm.cu"
-WIDE, NARROW = Tile(128, 256, 2), Tile(128, 128, 2, cost=0.57)  # costs: docs/measurements
+WIDE, NARROW = Tile(128, 256, 2), Tile(128, 128, 2, cost=H200.narrow_tile_costs["int8_gemm"])
 TILES = (WIDE, NARROW)
 ALIGNMENT = 16  # features of a weight are multiples of it
 
@@ -39,13 +40,18 @@ def variants(dtype: torch.dtype = torch.bfloat16) -> list[tuple[str, ...]]:
 
 def refusal(rows: Int8Rows, weight: torch.Tensor) -> str | None:
     """Why this version cannot multiply these; None if it can."""
-    if (reason := device_refusal(weight.device, "the weight is")) is not None:
+    return product_refusal(weight.device, rows.dtype, (weight.shape[0], weight.shape[1]))
+
+
+def product_refusal(device: torch.device, dtype: torch.dtype, sizes: tuple[int, int]) -> str | None:
+    """The same of a weight of such sizes, and results of `dtype`."""
+    if (reason := device_refusal(device, "the weight is")) is not None:
         return reason
-    if rows.dtype not in OUTPUTS:
-        return f"results are {rows.dtype}, not bfloat16 or float16"
-    if any(size % ALIGNMENT for size in weight.shape):
+    if dtype not in OUTPUTS:
+        return f"results are {dtype}, not bfloat16 or float16"
+    if any(size % ALIGNMENT for size in sizes):
         return f"the weight's features are not multiples of {ALIGNMENT}"
-    return cutlass_gemm.refusal(SOURCE, tuple(variants(rows.dtype)))
+    return cutlass_gemm.refusal(SOURCE, tuple(variants(dtype)))
 
 
 def int8_gemm(rows: Int8Rows, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

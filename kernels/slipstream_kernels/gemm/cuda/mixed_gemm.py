@@ -16,6 +16,7 @@ import torch
 from slipstream_kernels.cuda.build import load
 from slipstream_kernels.cuda.launch import addresses, fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.gemm.tuning import H200, Tuning
 
 SOURCE = "sm90_mixed_gemm.cu"
 COLUMNS = (16, 32, 48, 64, 96, 128)  # numbers of tokens of a tile that are compiled; others are rounded up
@@ -23,8 +24,6 @@ MAX_TOKENS = 256  # in two tiles
 WARPGROUPS_M = (1, 2, 4)
 SPLITS = tuple(range(1, 9))  # CTAs of a cluster, which share the input features
 STRIP, BLOCK = 16, 128
-# (warpgroups_m, splits) of tiles of up to so many tokens, the fastest first, of those that fit (docs/measurements).
-ORDERED = {32: ((1, 2), (1, 1), (2, 1)), 64: ((2, 2), (2, 1)), 128: ((4, 2),)}
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 POINTERS = (
     "x", "qweight", "group_scales", "channel_scale", "token_scale", "activation_sums", "bias", "out",
@@ -109,13 +108,15 @@ def mixed_gemm(
     return out
 
 
-def choose(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int]) -> Variant:
+def choose(
+    num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int], tuning: Tuning = H200
+) -> Variant:
     """The first of the ordered variants whose CTAs have all their output features at once; else several passes.
 
     sizes: output and input features.  count_clusters: how many of a variant's clusters run at once; 0: it cannot run.
     """
     columns, token_tiles = _tiles(num_tokens)
-    for warpgroups_m, splits in next(ordered for most, ordered in ORDERED.items() if columns <= most):
+    for warpgroups_m, splits in next(ordered for most, ordered in tuning.mixed_gemm.items() if columns <= most):
         variant = Variant(columns, warpgroups_m, splits, token_tiles)
         if _fits(sizes, variant, count_clusters(variant)):
             return variant

@@ -6,7 +6,6 @@ No device value is read on the host: CUDA-graph safe.  Launches on one device mu
 from __future__ import annotations
 
 import ctypes
-import logging
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,12 +18,9 @@ from slipstream_kernels.cuda.launch import fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import E4M3
 
-LOG = logging.getLogger(__name__)
 SOURCE = "sm90_skinny_gemm.cu"
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 MAX_TOKENS = 16
-# Up to so many tokens it is the fastest in a chain of dependent launches on one H200 (docs/measurements).
-MAX_CHOSEN_TOKENS = {torch.bfloat16: 16, torch.float16: 16, E4M3: 8, torch.int8: 16, torch.int32: 8}
 # Formats of weights that are not operands as they are.  int32: words of repack_int8.
 EXPANDED = {E4M3: "Fp8Weights", torch.int8: "Int8Weights", torch.int32: "InterleavedInt8Weights"}
 SPAN_BYTES = 64  # of a weight row, what one warp multiplies at once
@@ -57,28 +53,21 @@ class SkinnyGemmParams(ctypes.Structure):
 
 def refusal(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None) -> str | None:
     """Why this version cannot multiply these; None if it can."""
-    reason = _refusal(x.device, x.dtype, weight.shape[1] * weight.itemsize)
-    if reason is not None:
-        return reason
-    if x.shape[0] > MAX_TOKENS:
-        return f"{x.shape[0]} tokens are more than {MAX_TOKENS}"
-    if any(tensor.data_ptr() % 16 for tensor in (x, weight)) or x.stride(0) % 8:
+    row_bytes = weight.shape[1] * weight.itemsize
+    reason = product_refusal(x.device, x.dtype, weight.dtype, row_bytes, _by_blocks(scales), x.shape[0])
+    if reason is None and (any(tensor.data_ptr() % 16 for tensor in (x, weight)) or x.stride(0) % 8):
         return "x or weight has rows that do not begin at multiples of 16 bytes"
-    return missing(SOURCE, defines(x.dtype, weight.dtype, _by_blocks(scales)))
+    return reason
 
 
-def max_tokens(weight: torch.Tensor, scales: torch.Tensor | None) -> int:
-    """See ops.max_streamed_tokens."""
-    return _max_tokens(weight.device, weight.dtype, weight.shape[1] * weight.itemsize, _by_blocks(scales))
-
-
-@lru_cache
-def _max_tokens(device: torch.device, dtype: torch.dtype, row_bytes: int, by_blocks: bool) -> int:
-    operand = torch.bfloat16 if dtype in EXPANDED else dtype
-    reason = _refusal(device, operand, row_bytes) or missing(SOURCE, defines(operand, dtype, by_blocks))
-    if reason is not None:
-        LOG.info("skinny_gemm does not serve weights of %s with rows of %d bytes: %s", dtype, row_bytes, reason)
-    return MAX_CHOSEN_TOKENS[dtype] if reason is None else 0
+def product_refusal(
+    device: torch.device, operand: torch.dtype, weight: torch.dtype, row_bytes: int, by_blocks: bool, num_tokens: int
+) -> str | None:
+    """The same of so many rows of type `operand`, at multiples of 16 bytes, beside weight rows of so many bytes."""
+    reason = _refusal(device, operand, row_bytes)
+    if reason is None and num_tokens > MAX_TOKENS:
+        return f"{num_tokens} tokens are more than {MAX_TOKENS}"
+    return reason or missing(SOURCE, defines(operand, weight, by_blocks))
 
 
 def _refusal(device: torch.device, operand: torch.dtype, row_bytes: int) -> str | None:
@@ -92,16 +81,21 @@ def _refusal(device: torch.device, operand: torch.dtype, row_bytes: int) -> str 
 
 
 def skinny_gemm(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor | None, bias: torch.Tensor | None, gated: bool
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    gated: bool,
+    variant: Variant | None = None,
 ) -> torch.Tensor:
-    """See ops.skinny_gemm.  One launch."""
+    """See ops.skinny_gemm.  One launch.  variant: None: chosen by the sizes."""
     num_units = weight.shape[0] // 2 if gated else weight.shape[0]
     out = torch.empty((x.shape[0], num_units), dtype=x.dtype, device=x.device)
     if not x.shape[0]:
         return out
     library = load(SOURCE, defines(x.dtype, weight.dtype, _by_blocks(scales)))
     num_ctas = count_sms(x.device)  # one per SM
-    variant = choose(x.shape[0], num_units, x.shape[1], gated, num_ctas)
+    variant = variant or choose(x.shape[0], num_units, x.shape[1], gated, num_ctas)
     params = SkinnyGemmParams(
         x=x.data_ptr(),
         weight=weight.data_ptr(),

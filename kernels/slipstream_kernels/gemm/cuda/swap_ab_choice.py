@@ -1,25 +1,18 @@
 """Which variant of the product by clusters is the fastest: an estimate for each, of what bounds it.
 
-Knows sizes only, no tensors.  The constants fit times on one H200 (docs/measurements): estimates order variants,
-they do not predict times to better than a tenth.
+Knows sizes only, no tensors.  The costs are in gemm/tuning.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
+
+from slipstream_kernels.gemm.tuning import H200, SwapAbCosts
 
 UNIT_ROWS = 16  # weight rows that go together
 UNITS_PER_TILE = 8
 CHUNK_BYTES = 128  # of a row, what a CTA multiplies at once
-
-BYTES_PER_US = 4.1e6  # of weights, from memory
-SM_BYTES_PER_US = 70e3  # into an SM, weights and activations
-CLOCKS_PER_US = 1.6e3
-START_US = 3.0
-CHUNK_US = 0.2  # of each chunk, whatever its size
-SUM_US = 2.0  # of adding what the CTAs of a cluster hold
-SUM_BYTES_PER_US = 15e3
 
 
 class Variant(NamedTuple):
@@ -56,56 +49,20 @@ COLUMNS = tuple(sorted({columns for columns, _ in COMPILED}))
 MAX_TOKENS = COLUMNS[-1]
 
 
-# Of how many tokens (first, last) it is the fastest product there is, by format of the weight and kind of product, on
-# one H200 (docs/measurements); skinny_gemm is asked before. What is not named was slower or not measured.
-CHOSEN_TOKENS = {
-    ("plain", "gated"): ((17, 128),),
-    ("plain", "wide"): ((17, 64),),
-    ("channel", "gated"): ((17, 64),),
-    ("channel", "wide"): ((17, 64),),
-    ("channel", "long"): ((17, 128),),
-    ("channel", "middle"): ((17, 32), (65, 128)),
-    ("channel", "narrow"): ((65, 128),),
-    ("block", "gated"): ((17, 64),),
-}
-MIDDLE_FEATURES, WIDE_FEATURES, MOST_FEATURES = 6144, 12288, 32768  # out_features
-LONG_BYTES = 8192  # of a weight row
-
-
-def is_chosen(product: Product, weights: str) -> bool:
-    """Whether it is the fastest product.  weights: "plain" (16 bits), "channel" or "block" (e4m3, by its scales)."""
-    if product.out_features > MOST_FEATURES:
-        return False
-    ranges = CHOSEN_TOKENS.get((weights, kind_of(product)), ())
-    return any(first <= product.num_tokens <= last for first, last in ranges)
-
-
-def chosen_columns(weights: str) -> list[int]:
-    """The tiles' widths that are chosen for weights of the format."""
-    ranges = [tokens for (name, _), all_ranges in CHOSEN_TOKENS.items() if name == weights for tokens in all_ranges]
-    bounds = zip((0, *COLUMNS), COLUMNS)
+def columns_of(ranges: Iterable[tuple[int, int]]) -> list[int]:
+    """The widths of the tiles that so many tokens (first, last) need."""
+    bounds = list(zip((0, *COLUMNS), COLUMNS))
     return [widest for below, widest in bounds if any(first <= widest and last > below for first, last in ranges)]
 
 
-def kind_of(product: Product) -> str:
-    """What decides how its work is shared out."""
-    if product.gated:
-        return "gated"
-    if product.out_features >= WIDE_FEATURES:
-        return "wide"
-    if product.row_bytes >= LONG_BYTES:
-        return "long"
-    return "middle" if product.out_features >= MIDDLE_FEATURES else "narrow"
-
-
-def choose(product: Product, count_clusters: Callable[[Variant], int]) -> Variant:
+def choose(product: Product, count_clusters: Callable[[Variant], int], costs: SwapAbCosts = H200.swap_ab) -> Variant:
     """The variant with the least estimate.  count_clusters: how many of its clusters run at once; 0: it cannot run."""
     columns = next(columns for columns in COLUMNS if product.num_tokens <= columns)
     variants = [Variant(columns, *size) for size in COMPILED[columns, product.gated]]
-    return min(variants, key=lambda variant: estimate_us(product, variant, count_clusters(variant)))
+    return min(variants, key=lambda variant: estimate_us(product, variant, count_clusters(variant), costs))
 
 
-def estimate_us(product: Product, variant: Variant, num_clusters: int) -> float:
+def estimate_us(product: Product, variant: Variant, num_clusters: int, costs: SwapAbCosts = H200.swap_ab) -> float:
     """Microseconds that the product takes, infinite if the variant cannot make it."""
     if num_clusters == 0:
         return float("inf")
@@ -115,15 +72,15 @@ def estimate_us(product: Product, variant: Variant, num_clusters: int) -> float:
         return float("inf")
     chunks = -(-product.row_bytes // (CHUNK_BYTES * variant.splits))
     rows = units * UNIT_ROWS + passes * product.num_tokens
-    memory = product.out_features * product.row_bytes / BYTES_PER_US
-    intake = chunks * rows * CHUNK_BYTES / SM_BYTES_PER_US
-    products = passes * chunks * variant.tiles * 4 * variant.columns / CLOCKS_PER_US
-    return START_US + passes * chunks * CHUNK_US + max(memory, intake, products) + sum_us(variant)
+    memory = product.out_features * product.row_bytes / costs.bytes_per_us
+    intake = chunks * rows * CHUNK_BYTES / costs.sm_bytes_per_us
+    products = passes * chunks * variant.tiles * 4 * variant.columns / costs.clocks_per_us
+    return costs.start_us + passes * chunks * costs.chunk_us + max(memory, intake, products) + sum_us(variant, costs)
 
 
-def sum_us(variant: Variant) -> float:
+def sum_us(variant: Variant, costs: SwapAbCosts) -> float:
     """Of adding the sums of a cluster's CTAs."""
     if variant.splits == 1:
         return 0.0
     sent = variant.tiles * 128 * variant.columns * 4 * (variant.splits - 1) / variant.splits
-    return SUM_US + sent / SUM_BYTES_PER_US
+    return costs.sum_us + sent / costs.sum_bytes_per_us

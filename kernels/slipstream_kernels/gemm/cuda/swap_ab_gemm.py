@@ -42,31 +42,12 @@ def refusal(x: torch.Tensor | Fp8Rows, weight: torch.Tensor, scales: torch.Tenso
         return f"{num_tokens} tokens are more than {MAX_TOKENS}"
     if any(tensor.data_ptr() % 16 for tensor in (values, weight)) or values.stride(0) * values.itemsize % 16:
         return "x or weight has rows that do not begin at multiples of 16 bytes"
-    return _refusal(weight.device, x.dtype, weight.dtype, weight.shape[0], weight.shape[1])
-
-
-def prefers_clusters(num_tokens: int, weight: torch.Tensor, scales: torch.Tensor | None, gated: bool) -> bool:
-    """See ops.prefers_clusters."""
-    product = Product(num_tokens, weight.shape[0], weight.shape[1] * weight.itemsize, gated)
-    return _is_chosen(weight.device, weight.dtype, _by_blocks(scales), product)
-
-
-@lru_cache(maxsize=4096)
-def _is_chosen(device: torch.device, dtype: torch.dtype, by_blocks: bool, product: Product) -> bool:
-    weights = "plain" if dtype != E4M3 else "block" if by_blocks else "channel"
-    output = torch.bfloat16 if dtype == E4M3 else dtype
-    if not swap_ab_choice.is_chosen(product, weights):
-        return False
-    if _refusal(device, output, dtype, product.out_features, product.row_bytes // dtype.itemsize) is not None:
-        return False
-    _build_chosen(output, dtype, by_blocks, weights)
-    return True
+    return product_refusal(weight.device, x.dtype, weight.dtype, weight.shape[0], weight.shape[1])
 
 
 @lru_cache
-def _build_chosen(output: torch.dtype, weight: torch.dtype, by_blocks: bool, weights: str) -> None:
-    """All libraries of the format at once, side by side: one after the other they would take a start 20 s and not 7."""
-    columns = swap_ab_choice.chosen_columns(weights)
+def build_all(output: torch.dtype, weight: torch.dtype, by_blocks: bool, columns: tuple[int, ...]) -> None:
+    """Libraries of a format, side by side: one after the other they would take a start 20 s and not 7."""
     with ThreadPoolExecutor(len(columns)) as pool:
         for _ in pool.map(lambda width: build(SOURCE, defines(output, weight, by_blocks, width)), columns):
             pass
@@ -93,9 +74,10 @@ def count_clusters(
 
 
 @lru_cache
-def _refusal(
+def product_refusal(
     device: torch.device, output: torch.dtype, weight: torch.dtype, out_features: int, in_features: int
 ) -> str | None:
+    """The same of rows at multiples of 16 bytes, with results of type `output`."""
     if (reason := device_refusal(device, "weight is")) is not None:
         return reason
     if output not in OUTPUTS:
@@ -113,8 +95,9 @@ def swap_ab_gemm(
     scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     gated: bool,
+    variant: Variant | None = None,
 ) -> torch.Tensor:
-    """See ops.swap_ab_gemm.  One launch."""
+    """See ops.swap_ab_gemm.  One launch.  variant: None: chosen by the sizes."""
     values, dtype, num_tokens = (
         (x.values, x.dtype, x.num_tokens) if isinstance(x, Fp8Rows) else (x, x.dtype, x.shape[0])
     )
@@ -123,7 +106,7 @@ def swap_ab_gemm(
     if not num_tokens:
         return out
     product = Product(num_tokens, weight.shape[0], weight.shape[1] * weight.itemsize, gated)
-    variant = choose(weight.device, dtype, weight.dtype, _by_blocks(scales), product)
+    variant = variant or choose(weight.device, dtype, weight.dtype, _by_blocks(scales), product)
     library = load(SOURCE, defines(dtype, weight.dtype, _by_blocks(scales), variant.columns))
     params = SwapAbParams(
         x=values.data_ptr(),

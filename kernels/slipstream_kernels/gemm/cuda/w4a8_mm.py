@@ -1,4 +1,4 @@
-"""Products of FP8 rows with 4-bit weights in CUDA: the choice of a kernel by the number of rows.  Hopper only.
+"""Products of FP8 rows with 4-bit weights in CUDA, by each of their kernels.  Hopper only.
 
 Up to 64 rows the weights' bytes are the bound: mixed_gemm_w4a8; up to 128 where outputs are narrow, of which CUTLASS's
 tiles are too few.  Beyond, CUTLASS (w4a8_gemm); where its headers are missing, mixed_gemm_w4a8 of 64 rows at a time.
@@ -17,7 +17,7 @@ from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.fp8 import MOST_TOTALLED, Fp8Rows
 from slipstream_kernels.gemm import int4_layout, w4a8_layout
 from slipstream_kernels.gemm.cuda import mixed_gemm_w4a8, w4a8_gemm
-from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import COLUMNS, MAX_TOKENS
+from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import COLUMNS, MAX_TOKENS, Variant
 from slipstream_kernels.integer import Int4Weight
 
 LOG = logging.getLogger(__name__)
@@ -32,24 +32,38 @@ def refusal(weight: Int4Weight) -> str | None:
     return sizes or missing(mixed_gemm_w4a8.SOURCE, mixed_gemm_w4a8.defines(COLUMNS[0], 1))
 
 
-def w4a8_mm(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """See ops.int4_mm; weight is repacked for FP8 rows."""
-    if rows.dtype not in w4a8_gemm.OUTPUTS:
-        raise ValueError(f"x: rows were {rows.dtype}, not bfloat16 or float16, which such a weight is multiplied by")
-    bias = None if bias is None else bias.to(rows.dtype)
-    rows = replace(rows, values=_aligned(rows.values))
-    out = torch.empty((rows.num_tokens, weight.out_features), dtype=rows.dtype, device=rows.values.device)
-    if mixed_gemm_w4a8.serves(rows.num_tokens, weight):
-        mixed_gemm_w4a8.mixed_gemm_w4a8(rows, weight, bias, out, totals=_totals(rows, weight))
-    elif _many_rows_refusal(rows.dtype) is None:
-        w4a8_gemm.w4a8_gemm(rows, weight, bias, out)
-    else:
-        for start in range(0, rows.num_tokens, MAX_TOKENS):
-            part = slice(start, start + MAX_TOKENS)
-            num_tokens = len(out[part])
-            some = replace(rows, values=rows.values[part], scales=rows.scales[part], num_tokens=num_tokens, totals=None)
-            mixed_gemm_w4a8.mixed_gemm_w4a8(some, weight, bias, out[part], totals=_totals(some, weight))
+def few(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, config: tuple[int, ...]) -> torch.Tensor:
+    """See ops.int4_mm, of rows that mixed_gemm_w4a8 serves.  config: of its Variant.  One launch."""
+    rows, out = _prepared(rows, weight)
+    mixed_gemm_w4a8.mixed_gemm_w4a8(rows, weight, bias, out, totals=_totals(rows, weight), variant=Variant(*config))
     return out
+
+
+def many(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, config: tuple[int, ...]) -> torch.Tensor:
+    """See ops.int4_mm.  By CUTLASS, in one launch; config: tokens, rows and cluster of its tile."""
+    rows, out = _prepared(rows, weight)
+    tile = next(tile for tile in w4a8_gemm.TILES if tile[:3] == config)
+    w4a8_gemm.w4a8_gemm(rows, weight, bias, out, tile)
+    return out
+
+
+def in_parts(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, config: tuple[int, ...]) -> torch.Tensor:
+    """See ops.int4_mm.  A launch for every MAX_TOKENS rows; config says nothing."""
+    rows, out = _prepared(rows, weight)
+    for start in range(0, rows.num_tokens, MAX_TOKENS):
+        part = slice(start, start + MAX_TOKENS)
+        num_tokens = len(out[part])
+        some = replace(rows, values=rows.values[part], scales=rows.scales[part], num_tokens=num_tokens, totals=None)
+        mixed_gemm_w4a8.mixed_gemm_w4a8(some, weight, bias, out[part], totals=_totals(some, weight))
+    return out
+
+
+def _prepared(rows: Fp8Rows, weight: Int4Weight) -> tuple[Fp8Rows, torch.Tensor]:
+    """(rows that begin at multiples of 16 bytes, the empty result)"""
+    values = rows.values
+    if values.stride(0) % 16 or values.data_ptr() % 16:
+        rows = replace(rows, values=values.contiguous())
+    return rows, torch.empty((rows.num_tokens, weight.out_features), dtype=rows.dtype, device=values.device)
 
 
 def _totals(rows: Fp8Rows, weight: Int4Weight) -> torch.Tensor:
@@ -60,13 +74,9 @@ def _totals(rows: Fp8Rows, weight: Int4Weight) -> torch.Tensor:
     return torch.nn.functional.pad(runs.sum(2).t(), (0, MOST_TOTALLED - rows.num_tokens)).contiguous()
 
 
-def _aligned(values: torch.Tensor) -> torch.Tensor:
-    """Rows that begin at multiples of 16 bytes."""
-    return values.contiguous() if values.stride(0) % 16 or values.data_ptr() % 16 else values
-
-
 @lru_cache
-def _many_rows_refusal(dtype: torch.dtype) -> str | None:
+def many_rows_refusal(dtype: torch.dtype) -> str | None:
+    """Why `many` cannot give results of `dtype` here; None if it can."""
     reason = w4a8_gemm.refusal(dtype)
     if reason is not None:
         LOG.warning("more than %d FP8 rows are multiplied %d at a time: %s", MAX_TOKENS, MAX_TOKENS, reason)

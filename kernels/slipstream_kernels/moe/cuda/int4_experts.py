@@ -19,12 +19,12 @@ from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.cuda.int4_stream import INPUTS
 from slipstream_kernels.integer import Int4Weight
+from slipstream_kernels.moe.tuning import H200, Tuning
 from slipstream_kernels.routing import Routing
 
 SOURCE = "sm90_int4_experts.cu"
 COLUMNS = (2, 6)  # of 8 rows, of the tiles that the kernel is compiled for
 STRIP, BLOCK = 16, 128  # csrc/schedule/expert_walk.cuh
-ROOM = 1.5  # rows of an expert that a tile should have room for, over the average
 MAX_EXPERTS = 1024
 
 POINTERS = (
@@ -75,9 +75,13 @@ def groups_per_block(weight: Int4Weight) -> int:
     return 2 if weight.group_size == BLOCK // 2 else 1
 
 
-def tile_columns(routing: Routing) -> int:
-    """Of a tile that holds all rows of most experts: the rows of an expert are known on the device alone."""
-    likely = min(routing.num_tokens, ROOM * routing.num_rows / routing.num_experts)
+def tile_columns(sizes: tuple[int, int, int], tuning: Tuning = H200) -> int:
+    """Of a tile that holds all rows of most experts: the rows of an expert are known on the device alone.
+
+    sizes: numbers of tokens, of rows and of experts.
+    """
+    num_tokens, num_rows, num_experts = sizes
+    likely = min(num_tokens, tuning.room * num_rows / num_experts)
     return next((columns for columns in COLUMNS if likely <= 8 * columns), COLUMNS[-1])
 
 
@@ -88,9 +92,14 @@ def most_tiles(routing: Routing, tile_rows: int) -> int:
 
 
 def grouped_int4_mm(
-    x: torch.Tensor | Fp8Rows, weight: Int4Weight, routing: Routing, by_token: bool, gated: bool
+    x: torch.Tensor | Fp8Rows,
+    weight: Int4Weight,
+    routing: Routing,
+    by_token: bool,
+    gated: bool,
+    variant: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """See ops.grouped_int4_mm; weight is repacked."""
+    """See ops.grouped_int4_mm; weight is repacked.  variant: columns of a tile; None: chosen by the sizes."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which a repacked weight is multiplied by")
     rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
@@ -101,7 +110,7 @@ def grouped_int4_mm(
     out = torch.empty((routing.num_rows, width), dtype=x.dtype, device=device)
     if not routing.num_rows:
         return out
-    columns = tile_columns(routing)
+    columns = tile_columns(routing.sizes) if variant is None else variant[0]
     tiles = most_tiles(routing, 8 * columns)
     pairs, tile_rows = -(-weight.in_features // (2 * BLOCK)), 8 * columns
     # of a row and pair of blocks: its features in 16 bits, and two sums for each group

@@ -17,14 +17,13 @@ from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe import expert_records
-from slipstream_kernels.moe.cuda.int4_experts import BLOCK, MAX_EXPERTS, ROOM, STRIP, ExpertParams, most_tiles
+from slipstream_kernels.moe.cuda.int4_experts import BLOCK, MAX_EXPERTS, STRIP, ExpertParams, most_tiles
+from slipstream_kernels.moe.tuning import H200, Tuning
 from slipstream_kernels.routing import Routing
 
 SOURCE = "sm90_record_experts.cu"
 COLUMNS = (16, 32, 48, 64)  # rows of a tile that are compiled
 TOTAL_BYTES = 32  # of a row and eight blocks: two fp16 each
-NARROW_STRIPS = 4  # of a CTA, for each of the row groups that are worth having
-MANY_STRIPS = 90  # of a CTA, from which on tiles of 32 are a twentieth faster than those of 16 (docs/measurements)
 
 
 class Variant(NamedTuple):
@@ -57,17 +56,19 @@ def refusal(weight: Int4Weight, num_experts: int) -> str | None:
     return expert_records.refusal(weight, num_experts) or missing(SOURCE, defines(COLUMNS[0], True))
 
 
-def choose(routing: Routing, out_features: int, num_sms: int) -> Variant:
+def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning: Tuning = H200) -> Variant:
     """A tile that holds all rows of most experts: the rows of an expert are known on the device alone.
 
-    out_features: of an expert.  Where that leaves CTAs few strips, their warpgroups share out the input features.
+    sizes: numbers of tokens, of rows and of experts.  out_features: of an expert.  Where that leaves CTAs few strips,
+    their warpgroups share out the input features.
     """
-    likely = min(routing.num_tokens, ROOM * routing.num_rows / routing.num_experts)
+    num_tokens, num_rows, num_experts = sizes
+    likely = min(num_tokens, tuning.room * num_rows / num_experts)
     columns = next((columns for columns in COLUMNS if likely <= columns), COLUMNS[-1])
-    strips = min(routing.num_rows, routing.num_experts) * out_features / STRIP / num_sms
-    if columns > COLUMNS[0] or strips > MANY_STRIPS:
+    strips = min(num_rows, num_experts) * out_features / STRIP / num_sms
+    if columns > COLUMNS[0] or strips > tuning.many_strips:
         return Variant(max(columns, COLUMNS[1]))
-    return Variant(columns, next((groups for groups in (1, 2) if strips <= NARROW_STRIPS * groups), 4))
+    return Variant(columns, next((groups for groups in (1, 2) if strips <= tuning.narrow_strips * groups), 4))
 
 
 def grouped_int4_mm(
@@ -76,9 +77,12 @@ def grouped_int4_mm(
     routing: Routing,
     by_token: bool,
     gated: bool,
-    variant: Variant | None = None,
+    variant: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """See ops.grouped_int4_mm; weight is of expert_records.pack_experts.  The kernel quantises 16-bit rows itself."""
+    """See ops.grouped_int4_mm; weight is of expert_records.pack_experts.  The kernel quantises 16-bit rows itself.
+
+    variant: None: chosen by the sizes.
+    """
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which records are multiplied by")
     rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
@@ -90,7 +94,7 @@ def grouped_int4_mm(
     out = torch.empty((routing.num_rows, width), dtype=x.dtype, device=device)
     if not routing.num_rows:
         return out
-    columns, warpgroups_m = variant or choose(routing, out_features, count_sms(device))
+    columns, warpgroups_m = variant or choose(routing.sizes, out_features, count_sms(device))
     tiles, blocks = most_tiles(routing, columns), weight.in_features // BLOCK
     # of a tile: rows of its blocks, and totals of eight of those at a time
     row_bytes = blocks * BLOCK + -(-blocks // 8) * TOTAL_BYTES

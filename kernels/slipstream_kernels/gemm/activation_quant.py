@@ -1,7 +1,7 @@
-"""ActivationQuant: how a linear layer wants its input quantised, and the fused ops that do so where inputs arise.
+"""ActivationQuant: how a weight wants its input quantised, and the fused ops that do so where inputs arise.
 
-A norm or an activation asks the layer that reads its result; so quantisation happens once per input, in the kernel
-that wrote it, and the decoder knows nothing of it.
+A norm or an activation asks the layer that reads its result.  So an input is quantised once, by the kernel that writes
+it, and whether so few rows are worth quantising is decided here, beside the choice of kernels.
 """
 
 from __future__ import annotations
@@ -9,10 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
-from slipstream_kernels import ops
 from torch import Tensor
 
-Activation = Tensor | ops.Fp8Rows | ops.Int8Rows
+from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
+from slipstream_kernels.gemm.quantize_fp8 import quantize_fp8
+from slipstream_kernels.gemm.quantize_int8 import quantize_int8
+from slipstream_kernels.integer import Int8Rows
+from slipstream_kernels.norm.rms_norm import rms_norm
+from slipstream_kernels.norm.rms_norm_fp8 import rms_norm_fp8
+from slipstream_kernels.norm.silu_mul import silu_mul
+from slipstream_kernels.norm.silu_mul_fp8 import silu_mul_fp8
+
+Activation = Tensor | Fp8Rows | Int8Rows
 A = TypeVar("A", bound=Activation)
 A_co = TypeVar("A_co", bound=Activation, covariant=True)
 
@@ -41,11 +49,11 @@ class Plain:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return cast("Tensor", ops.rms_norm(x, weight, eps)), x
-        return cast("tuple[Tensor, Tensor]", ops.rms_norm(x, weight, eps, residual))
+            return cast("Tensor", rms_norm(x, weight, eps)), x
+        return cast("tuple[Tensor, Tensor]", rms_norm(x, weight, eps, residual))
 
     def silu_mul(self, x: Tensor) -> Tensor:
-        return ops.silu_mul(x)
+        return silu_mul(x)
 
 
 @dataclass(frozen=True)
@@ -55,21 +63,21 @@ class Fp8:
     Products of so few rows take the time of reading the weight: quantising rows would cost a kernel and gain nothing.
     """
 
-    scheme: ops.Fp8Scheme
+    scheme: Fp8Scheme
     max_plain_rows: int = 0
 
-    def cast(self, x: Tensor) -> Tensor | ops.Fp8Rows:
-        return x if x.shape[0] <= self.max_plain_rows else ops.quantize_fp8(x, self.scheme)
+    def cast(self, x: Tensor) -> Tensor | Fp8Rows:
+        return x if x.shape[0] <= self.max_plain_rows else quantize_fp8(x, self.scheme)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
-    ) -> tuple[Tensor | ops.Fp8Rows, Tensor]:
+    ) -> tuple[Tensor | Fp8Rows, Tensor]:
         if x.shape[0] <= self.max_plain_rows:
             return PLAIN.rms_norm(x, weight, eps, residual)
-        return ops.rms_norm_fp8(x, weight, eps, residual, self.scheme)
+        return rms_norm_fp8(x, weight, eps, residual, self.scheme)
 
-    def silu_mul(self, x: Tensor) -> Tensor | ops.Fp8Rows:
-        return ops.silu_mul(x) if x.shape[0] <= self.max_plain_rows else ops.silu_mul_fp8(x, self.scheme)
+    def silu_mul(self, x: Tensor) -> Tensor | Fp8Rows:
+        return silu_mul(x) if x.shape[0] <= self.max_plain_rows else silu_mul_fp8(x, self.scheme)
 
 
 @dataclass(frozen=True)
@@ -79,17 +87,17 @@ class Int8:
     scale: Tensor | None = None
     max_plain_rows: int = 0
 
-    def cast(self, x: Tensor) -> Tensor | ops.Int8Rows:
-        return x if x.shape[0] <= self.max_plain_rows else ops.quantize_int8(x, self.scale)
+    def cast(self, x: Tensor) -> Tensor | Int8Rows:
+        return x if x.shape[0] <= self.max_plain_rows else quantize_int8(x, self.scale)
 
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
-    ) -> tuple[Tensor | ops.Int8Rows, Tensor]:
+    ) -> tuple[Tensor | Int8Rows, Tensor]:
         normed, summed = PLAIN.rms_norm(x, weight, eps, residual)
         return self.cast(normed), summed
 
-    def silu_mul(self, x: Tensor) -> Tensor | ops.Int8Rows:
-        return self.cast(ops.silu_mul(x))
+    def silu_mul(self, x: Tensor) -> Tensor | Int8Rows:
+        return self.cast(silu_mul(x))
 
 
 PLAIN = Plain()

@@ -1,0 +1,86 @@
+"""choose: the one place that says which kernel multiplies a dense product.
+
+A pure function of the product and the device: the tables of gemm/tuning.py in order, less what kernels refuse.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.gemm import tuning
+from slipstream_kernels.gemm.kernels import KERNELS
+from slipstream_kernels.gemm.product import PLAIN_ROWS, Device, Product, Variant, WeightKind
+
+
+def choose(product: Product, device: Device) -> Variant:
+    """The first variant of the device's table that takes the product.
+
+    A gated product that no kernel makes in one launch is chosen for as a plain one; the variant says so.  Raises
+    ValueError with every kernel's reason where none takes it.
+    """
+    reasons = []
+    for use in _uses(product, device.name):
+        kernel = KERNELS[use.kernel]
+        if not use.covers(product) or (product.gated and not kernel.gates(product)):
+            continue
+        reason = device.refusal(use.kernel, product)
+        config = kernel.configure(product, device) if reason is None else None
+        if config is not None:
+            return Variant(use.kernel, config, product.gated)
+        reasons.append(f"{use.kernel}: {reason or 'has no variant of this size'}")
+    if product.gated:
+        return choose(product._replace(gated=False), device)
+    raise ValueError(f"{product.rows} rows of {product.dtype}: {'; '.join(reasons)}")
+
+
+def _uses(product: Product, name: str) -> tuple[tuning.Use, ...]:
+    if product.weight.deterministic:
+        return (tuning.Use("invariant_mm"),)
+    uses = tuning.tuning_of(name).uses.get((product.weight.format, product.rows))
+    if uses is None:
+        raise ValueError(f"weight: one of {product.weight.format} is not multiplied by {product.rows} rows")
+    return uses
+
+
+@lru_cache(maxsize=1 << 14)
+def variant_of(product: Product) -> Variant:
+    """The choice on the weight's own device, kept: steps have the same products again and again."""
+    return choose(product, this_device(product.weight.device))
+
+
+def plain_rows_of(weight: WeightKind, most: int) -> int:
+    """Up to how many rows, and no more than `most`, the weight is multiplied by rows that are not quantised."""
+    product = Product(weight, most, PLAIN_ROWS, torch.bfloat16)
+    device = this_device(weight.device)
+    return most if device.num_sms and device.refusal("skinny_gemm", product) is None else 0
+
+
+@lru_cache
+def this_device(device: torch.device) -> Device:
+    """A device of this machine as choices ask it."""
+    return _CudaDevice(device) if device.type == "cuda" else _Host(device.type)
+
+
+class _Host:
+    """A CPU, or the meta device: kernels say of each product why not."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.num_sms = name, 0
+
+    def refusal(self, kernel: str, product: Product) -> str | None:
+        return KERNELS[kernel].refusal(product)
+
+    def count_clusters(self, kernel: str, product: Product, config: tuple[int, ...]) -> int:
+        return 0
+
+
+class _CudaDevice(_Host):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(torch.cuda.get_device_name(device))
+        self.num_sms = count_sms(device)
+
+    def count_clusters(self, kernel: str, product: Product, config: tuple[int, ...]) -> int:
+        return KERNELS[kernel].count_clusters(product, config)

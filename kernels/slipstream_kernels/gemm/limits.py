@@ -1,0 +1,26 @@
+"""What GPUs must have for a format, and what its products take beside the weights: asked before any weight is read."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.gemm.tuning import WRITTEN_OUT_BYTES
+
+
+def fp8_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why FP8 products cannot run: on a GPU they need Hopper's tensor cores and bf16 results; a CPU takes any."""
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"FP8 products are written for compute capability 9.0, this GPU has {major}.{minor}"
+    return None if dtype == torch.bfloat16 else f"FP8 products give bfloat16 on a GPU, not {dtype}"
+
+
+def written_out_bytes(weight: str, rows: str, num_experts: int, dtype: torch.dtype) -> int:
+    """Bytes for each weight of a copy that a product of many rows on a GPU makes first, to read it whole.
+
+    weight: "int4" or "int8".  rows: "plain" or "fp8".  dtype: of plain rows.
+    """
+    size = WRITTEN_OUT_BYTES.get((weight, rows, num_experts > 0))
+    return 0 if size is None else size or dtype.itemsize

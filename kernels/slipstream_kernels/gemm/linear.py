@@ -1,0 +1,45 @@
+"""linear, gated_linear: every dense product of a model.  gemm/choose.py says which kernel makes it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.gemm.activation_quant import A, Activation, ActivationQuant
+from slipstream_kernels.gemm.choose import variant_of
+from slipstream_kernels.gemm.kernels import KERNELS
+from slipstream_kernels.gemm.linear_weight import LinearWeight
+from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product
+
+
+def linear(x: Activation, weight: LinearWeight) -> Tensor:
+    """x @ dequantised(weight).T + bias as [num_tokens, out_features], in the dtype of x, accumulated in fp32.
+
+    x: [num_tokens, in_features] in the form of weight.input_quant.
+    """
+    return _multiply(x, weight, gated=False)[0]
+
+
+def gated_linear(x: Activation, weight: LinearWeight, quant: ActivationQuant[A]) -> A:
+    """silu(first half of the columns) * second half of that product, quantised as `quant` says.
+
+    The gate is part of the product's launch where its kernel can, else of the launch that quantises.
+    """
+    y, is_gated = _multiply(x, weight, gated=True)
+    return quant.cast(y) if is_gated else quant.silu_mul(y)
+
+
+def _multiply(x: Activation, weight: LinearWeight, *, gated: bool) -> tuple[Tensor, bool]:
+    """(the product, whether it is gated already)"""
+    if weight.order is not None:
+        assert isinstance(x, Tensor)
+        x = weight.quant.cast(x[:, weight.order[0]])
+    if isinstance(x, Tensor):
+        rows, form, num_rows = x, PLAIN_ROWS, x.shape[0]
+    else:
+        rows, form, num_rows = x.values, FP8_ROWS if isinstance(x, Fp8Rows) else INT8_ROWS, x.num_tokens
+    kind = weight.kind
+    if rows.shape[-1] != kind.in_features or rows.dim() != 2:
+        raise ValueError(f"x: shape {tuple(rows.shape)}, expected [num_tokens, {kind.in_features}]")
+    variant = variant_of(Product(kind, num_rows, form, x.dtype, gated))
+    return KERNELS[variant.kernel].run(x, weight, variant.config, variant.is_gated), variant.is_gated

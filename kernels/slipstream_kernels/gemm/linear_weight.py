@@ -1,0 +1,156 @@
+"""LinearWeight: what a linear layer multiplies by, with the description that its products are chosen by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slipstream_kernels.fp8 import BLOCK, PER_ROW, Fp8Scheme
+from slipstream_kernels.gemm import tuning
+from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant, Fp8, Int8
+from slipstream_kernels.gemm.choose import plain_rows_of
+from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, WeightKind
+from slipstream_kernels.gemm.repack_int4 import int4_total_columns
+from slipstream_kernels.integer import Int4Weight
+
+FORMATS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.int32: "int8_words"}
+
+
+@dataclass(frozen=True, eq=False)
+class LinearWeight:
+    """operand: the values, [out, in], of experts [num_experts, out, in], or 4-bit ones.
+
+    scales, bias: as the products of the format take them.  counters: of ops.scaled_mm_counters.
+    quant: how the input is quantised.  order: int64 [1, in], the input features in the order in which they are stored;
+    of experts a row each.  Then rows are put in that order first, and are quantised afterwards.
+    """
+
+    kind: WeightKind
+    operand: Tensor | Int4Weight
+    scales: Tensor | None = None
+    bias: Tensor | None = None
+    counters: Tensor | None = None
+    quant: ActivationQuant[Activation] = PLAIN
+    order: Tensor | None = None
+
+    @property
+    def input_quant(self) -> ActivationQuant[Activation]:
+        """In which form ops.linear takes rows."""
+        return self.quant if self.order is None else PLAIN
+
+    @property
+    def tensor(self) -> Tensor:
+        assert isinstance(self.operand, Tensor)
+        return self.operand
+
+    @property
+    def int4(self) -> Int4Weight:
+        assert isinstance(self.operand, Int4Weight)
+        return self.operand
+
+
+def plain_weight(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
+    """Of weights that are not quantised: [out, in], of experts [num_experts, out, in]."""
+    num_experts = weight.shape[0] if weight.dim() == 3 else 0
+    kind = WeightKind("plain", *weight.shape[-2:], weight.dtype, weight.device, num_experts=num_experts)
+    return LinearWeight(kind, weight, bias=bias)
+
+
+def onednn_weight(packed: Tensor, out_features: int, in_features: int, bias: Tensor | None = None) -> LinearWeight:
+    """Of weights that a CPU's library has packed for itself."""
+    return LinearWeight(WeightKind("onednn", out_features, in_features, packed.dtype, packed.device), packed, bias=bias)
+
+
+def fp8_weight(
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    counters: Tensor | None = None,
+    *,
+    input_scale: Tensor | None = None,
+    num_experts: int = 0,
+) -> LinearWeight:
+    """Of e4m3 values [out, in] with scales of rows or blocks (ops.scaled_mm); of experts one below the other.
+
+    input_scale: fp32 [], a fixed one of all rows; None: they are scaled as they come.
+    """
+    by_blocks = scales.dim() == 2
+    out_features, in_features = values.shape[0] // max(num_experts, 1), values.shape[1]
+    name, group = ("fp8_block", BLOCK) if by_blocks else ("fp8", 0)
+    kind = WeightKind(name, out_features, in_features, values.dtype, values.device, group, FP8_ROWS, num_experts)
+    most = 0 if num_experts else plain_rows_of(kind, tuning.PLAIN_ROWS_OF_FP8)
+    quant = Fp8(Fp8Scheme(BLOCK) if by_blocks else Fp8Scheme(scale=input_scale), most)
+    return LinearWeight(kind, *_by_expert(values, scales, num_experts), bias, counters, quant)
+
+
+def int8_weight(
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None = None,
+    counters: Tensor | None = None,
+    *,
+    int8_rows: bool = False,
+    input_scale: Tensor | None = None,
+    num_experts: int = 0,
+) -> LinearWeight:
+    """Of int8 values [out, in], or as ops.repack_int8 made them, with scales of rows (ops.int8_mm).
+
+    int8_rows: the input is quantised too; input_scale as in fp8_weight.
+    """
+    out_features, in_features = values.shape[0] // max(num_experts, 1), values.shape[1] * values.itemsize
+    rows = INT8_ROWS if int8_rows else PLAIN_ROWS
+    kind = WeightKind(
+        FORMATS[values.dtype], out_features, in_features, values.dtype, values.device, 0, rows, num_experts
+    )
+    most = 0 if num_experts or not int8_rows else plain_rows_of(kind, tuning.PLAIN_ROWS_OF_INT8)
+    quant: ActivationQuant[Activation] = Int8(input_scale, most) if int8_rows else PLAIN
+    return LinearWeight(kind, *_by_expert(values, scales, num_experts), bias, counters, quant)
+
+
+def int4_linear_weight(
+    weight: Int4Weight,
+    bias: Tensor | None = None,
+    *,
+    fp8_rows: bool = False,
+    order: Tensor | None = None,
+    num_experts: int = 0,
+) -> LinearWeight:
+    """Of 4-bit weights, canonical or repacked; of experts one below the other.  fp8_rows: the input is quantised."""
+    kind = WeightKind(
+        _format_of(weight, num_experts),
+        weight.out_features // max(num_experts, 1),
+        weight.in_features,
+        weight.packed.dtype,
+        weight.packed.device,
+        weight.group_size,
+        FP8_ROWS if fp8_rows else PLAIN_ROWS,
+        num_experts,
+    )
+    scheme = PER_ROW if num_experts or not fp8_rows else Fp8Scheme(total_columns=int4_total_columns(weight))
+    quant: ActivationQuant[Activation] = Fp8(scheme) if fp8_rows else PLAIN
+    return LinearWeight(kind, weight, bias=bias, quant=quant, order=order)
+
+
+def deterministic_weight(values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> LinearWeight:
+    """Of weights whose products treat each row alike, whatever the others are (ops.invariant_mm)."""
+    name = FORMATS.get(values.dtype, "plain")
+    kind = WeightKind(name, values.shape[0], values.shape[1], values.dtype, values.device, deterministic=True)
+    return LinearWeight(kind, values, scales, bias)
+
+
+def _format_of(weight: Int4Weight, num_experts: int) -> str:
+    if not weight.is_repacked:
+        return "int4"
+    if weight.has_records:
+        return "int4_records"
+    if num_experts:
+        return "int4_pairs"
+    return "int4_fp8" if weight.is_for_fp8_rows else "int4_strips"
+
+
+def _by_expert(values: Tensor, scales: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    if not num_experts:
+        return values, scales
+    return values.unflatten(0, (num_experts, -1)), scales.unflatten(0, (num_experts, -1))

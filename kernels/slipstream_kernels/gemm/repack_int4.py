@@ -1,0 +1,42 @@
+"""repack_int4, int4_total_columns: contract.  4-bit weights in the order of a device's kernels."""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+
+from slipstream_kernels.gemm import int4_layout, w4a8_layout
+from slipstream_kernels.gemm.int4_checks import check_int4
+from slipstream_kernels.integer import Int4Weight
+from slipstream_kernels.select import load_module
+
+LOG = logging.getLogger(__name__)
+
+
+def int4_total_columns(weight: Int4Weight) -> int:
+    """Of what runs of columns FP8 rows are to have sums (Fp8Scheme.total_columns) for its products; 0: of none.
+
+    weight: canonical, or repacked for FP8 rows.
+    """
+    is_served = weight.is_for_fp8_rows or (weight.packed.is_cuda and _cuda("w4a8_mm").refusal(weight) is None)
+    return w4a8_layout.total_columns(weight.group_size) if is_served else 0
+
+
+def repack_int4(weight: Int4Weight, *, for_fp8_rows: bool = False) -> Int4Weight:
+    """The weight in the layout of its device's kernels, made once at load; canonical where those take it as it is.
+
+    for_fp8_rows: it will be multiplied by those alone; else by 16-bit rows alone.
+    A shape that the device's kernels do not serve stays canonical.  Raises ValueError for a weight that is not.
+    """
+    check_int4(weight)
+    if not weight.packed.is_cuda:
+        return weight
+    reason = _cuda("w4a8_mm" if for_fp8_rows else "int4_mm").refusal(weight)
+    if reason is not None:
+        LOG.info("weight of %d x %d stays canonical: %s", weight.out_features, weight.in_features, reason)
+        return weight
+    return w4a8_layout.repack(weight) if for_fp8_rows else int4_layout.repack(weight)
+
+
+def _cuda(name: str) -> ModuleType:
+    return load_module("cuda", f"gemm.{name}")

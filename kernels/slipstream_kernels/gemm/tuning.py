@@ -1,0 +1,183 @@
+"""Which kernels are fastest for which products, by the name of the GPU.  Data only.
+
+A format's kernels are tried from the first to the last; the first that covers the product, and does not refuse it,
+makes it.  The last one of a format takes whatever is left.  All numbers were measured on one H200 (docs/measurements).
+A GPU without a table of its own takes the H200's: its kernels refuse what they cannot run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product
+
+MOST_ROWS = 1 << 31
+Ranges = tuple[tuple[int, int], ...]  # of numbers of rows: first, last
+
+
+@dataclass(frozen=True)
+class Use:
+    """A kernel, and the numbers of rows that it is the fastest for.
+
+    ranges: of all products, or by_kind: of each kind (kind_of); max_features: more output features are not covered.
+    """
+
+    kernel: str
+    ranges: Ranges = ((0, MOST_ROWS),)
+    by_kind: Mapping[str, Ranges] | None = None
+    max_features: int = MOST_ROWS
+
+    def covers(self, product: Product) -> bool:
+        if product.weight.out_features > self.max_features:
+            return False
+        ranges = self.ranges if self.by_kind is None else self.by_kind.get(kind_of(product), ())
+        return any(first <= product.num_rows <= last for first, last in ranges)
+
+
+MIDDLE_FEATURES, WIDE_FEATURES, MOST_FEATURES = 6144, 12288, 32768  # output features
+LONG_BYTES = 8192  # of a weight row
+
+
+def kind_of(product: Product) -> str:
+    """What decides how the work of a 16-bit or e4m3 weight is cut into tiles."""
+    weight = product.weight
+    if product.gated:
+        return "gated"
+    if weight.out_features >= WIDE_FEATURES:
+        return "wide"
+    if weight.in_features * weight.dtype.itemsize >= LONG_BYTES:
+        return "long"
+    return "middle" if weight.out_features >= MIDDLE_FEATURES else "narrow"
+
+
+def up_to(kernel: str, most: int) -> Use:
+    return Use(kernel, ((0, most),))
+
+
+def at_least(kernel: str, least: int) -> Use:
+    return Use(kernel, ((least, MOST_ROWS),))
+
+
+def swap_ab(**by_kind: Ranges) -> Use:
+    return Use("swap_ab_gemm", by_kind=by_kind, max_features=MOST_FEATURES)
+
+
+Table = Mapping[tuple[str, str], tuple[Use, ...]]  # by format of the weight and form of the rows
+
+
+@dataclass(frozen=True)
+class SwapAbCosts:
+    """What the estimates of swap_ab_choice reckon with.  They order variants, to no better than a tenth of a time.
+
+    bytes_per_us: of weights from memory; sm_bytes_per_us: of all operands into one SM.  chunk_us: of each 128 bytes of
+    a row, whatever its size.  sum_us, sum_bytes_per_us: of adding what the CTAs of a cluster hold.
+    """
+
+    bytes_per_us: float = 4.1e6
+    sm_bytes_per_us: float = 70e3
+    clocks_per_us: float = 1.6e3
+    start_us: float = 3.0
+    chunk_us: float = 0.2
+    sum_us: float = 2.0
+    sum_bytes_per_us: float = 15e3
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """uses: the kernels of every format.  The rest orders the variants of one kernel.
+
+    mixed_gemm: (warpgroups_m, splits) of tiles of up to so many tokens, the fastest first, of those that fit.
+    mixed_gemm_w4a8: (warpgroups_m, splits, least, most blocks of 128 input features), likewise; narrow_features: of
+    more than 64 rows only weights of up to so many output features are multiplied there.
+    narrow_tile_costs: time of the narrow tile of a kernel on CUTLASS, of the wide one's.
+    """
+
+    uses: Table
+    mixed_gemm: Mapping[int, tuple[tuple[int, int], ...]]
+    mixed_gemm_w4a8: Mapping[int, tuple[tuple[int, int, int, int], ...]]
+    narrow_features: int
+    narrow_tile_costs: Mapping[str, float]
+    swap_ab: SwapAbCosts
+
+
+_ANY = Use("reference")
+_SCALED = (at_least("library", 65), Use("scaled_mm"), _ANY)
+_INT4 = (Use("int4_mm"), _ANY)
+
+_USES_OF_H200: Table = {
+    ("plain", PLAIN_ROWS): (
+        up_to("skinny_gemm", 16),
+        swap_ab(gated=((17, 128),), wide=((17, 64),)),
+        Use("library"),
+    ),
+    ("onednn", PLAIN_ROWS): (Use("onednn"),),
+    ("fp8", PLAIN_ROWS): (up_to("skinny_gemm", 8), Use("dequantise")),
+    ("fp8", FP8_ROWS): (
+        swap_ab(
+            gated=((17, 64),),
+            wide=((17, 64),),
+            long=((17, 128),),
+            middle=((17, 32), (65, 128)),
+            narrow=((65, 128),),
+        ),
+        *_SCALED,
+    ),
+    ("fp8_block", PLAIN_ROWS): (up_to("skinny_gemm", 8), Use("dequantise")),
+    ("fp8_block", FP8_ROWS): (swap_ab(gated=((17, 64),)), *_SCALED),
+    ("int8", PLAIN_ROWS): (up_to("skinny_gemm", 16), Use("int8_mm"), _ANY),
+    ("int8", INT8_ROWS): (at_least("int8_gemm", 65), Use("int8_mm"), _ANY),
+    ("int8_words", PLAIN_ROWS): (
+        up_to("skinny_gemm", 8),
+        up_to("mixed_gemm", 256),
+        Use("int8_dequantise+library"),
+    ),
+    ("int4", PLAIN_ROWS): _INT4,
+    ("int4", FP8_ROWS): _INT4,
+    ("int4_strips", PLAIN_ROWS): (
+        up_to("int4_rows", 16),
+        up_to("int4_stream", 128),
+        Use("int4_dequantise+library"),
+    ),
+    ("int4_fp8", FP8_ROWS): (Use("mixed_gemm_w4a8"), Use("w4a8_gemm"), Use("mixed_gemm_w4a8_parts")),
+}
+MANY_BLOCKS = 1 << 16
+H200 = Tuning(
+    uses=_USES_OF_H200,
+    mixed_gemm={32: ((1, 2), (1, 1), (2, 1)), 64: ((2, 2), (2, 1)), 128: ((4, 2),)},
+    mixed_gemm_w4a8={
+        64: (
+            (1, 2, 1, MANY_BLOCKS),
+            (4, 4, 65, MANY_BLOCKS),
+            (2, 2, 65, MANY_BLOCKS),
+            (1, 1, 1, MANY_BLOCKS),
+            (4, 2, 64, MANY_BLOCKS),
+            (2, 1, 1, MANY_BLOCKS),
+        ),
+        128: ((1, 2, 1, MANY_BLOCKS), (1, 1, 1, 64), (2, 2, 1, MANY_BLOCKS)),
+    },
+    narrow_features=6144,
+    narrow_tile_costs={"int8_gemm": 0.57, "w4a8_gemm": 0.75},
+    swap_ab=SwapAbCosts(),
+)
+TUNINGS: Mapping[str, Tuning] = {"NVIDIA H200": H200}
+
+# Of weights whose input is quantised: up to how many rows stay as they are.  Products of so few take the time of
+# reading the weight, and quantising would be a kernel more.
+PLAIN_ROWS_OF_FP8, PLAIN_ROWS_OF_INT8 = 8, 8
+
+
+def tuning_of(gpu: str) -> Tuning:
+    return TUNINGS.get(gpu, H200)
+
+
+def ranges_of(gpu: str, weight_format: str, kernel: str) -> list[tuple[int, int]]:
+    """All numbers of rows (first, last) that the kernel is used for with weights of the format."""
+    uses = [use for (name, _), all_uses in tuning_of(gpu).uses.items() if name == weight_format for use in all_uses]
+    wanted = [use for use in uses if use.kernel == kernel]
+    return [rows for use in wanted for ranges in (use.by_kind or {"": use.ranges}).values() for rows in ranges]
+
+
+# Bytes for each weight that kernels of many rows write out first, by its values, the form of the rows, and whether it
+# is of experts; 0: as many as a number of a row has.
+WRITTEN_OUT_BYTES = {("int8", PLAIN_ROWS, False): 0, ("int4", PLAIN_ROWS, False): 0, ("int4", FP8_ROWS, True): 1}

@@ -1,0 +1,151 @@
+"""The kernels of experts' products: what each refuses, which of its variants it takes, and how it is called.
+
+Choices are made in moe/choose.py and tuning.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from slipstream_kernels.cuda.device import is_hopper
+from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.gemm.int4_checks import group_refusal
+from slipstream_kernels.gemm.linear_weight import LinearWeight
+from slipstream_kernels.integer import Int4Weight, Int8Rows
+from slipstream_kernels.moe.product import Device, Product
+from slipstream_kernels.moe.tuning import tuning_of
+from slipstream_kernels.routing import Routing
+from slipstream_kernels.select import load_module
+
+Config = tuple[int, ...]
+Rows = Tensor | Fp8Rows | Int8Rows
+LIBRARY_ALIGNMENT = 16  # features of a weight that the library takes are multiples of it
+
+
+@dataclass(frozen=True)
+class Call:
+    """by_token: a row of x for each token, else for each row of the routing.  gated: silu(gate) * up is wanted."""
+
+    x: Rows
+    weight: LinearWeight
+    routing: Routing
+    by_token: bool
+    gated: bool
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """refusal: why a product cannot be made, or None.  configure: the template arguments of a product."""
+
+    run: Callable[[Call, Config], Tensor]
+    refusal: Callable[[Product], str | None] = lambda product: None
+    configure: Callable[[Product, Device], Config] = lambda product, device: ()
+
+
+def _module(backend: str, name: str) -> ModuleType:
+    return load_module(backend, f"moe.{name}")
+
+
+def _needs_gpu(product: Product) -> str | None:
+    device = product.weight.device
+    return None if device.type == "cuda" else f"the weight is on {device}"
+
+
+def _library_refusal(product: Product) -> str | None:
+    weight = product.weight
+    if weight.device.type != "cuda" or not is_hopper(weight.device):
+        return "the device is not a Hopper GPU"
+    if product.dtype != torch.bfloat16 or (weight.format == "plain" and weight.dtype != product.dtype):
+        return f"rows are {product.dtype}, not bfloat16"
+    if weight.out_features % LIBRARY_ALIGNMENT or weight.in_features % LIBRARY_ALIGNMENT:
+        return f"the weight's features are not multiples of {LIBRARY_ALIGNMENT}"
+    return None
+
+
+def _int4_triton_refusal(product: Product) -> str | None:
+    return _needs_gpu(product) or group_refusal(product.weight.group_size, product.weight.in_features)
+
+
+def _needs_bf16(product: Product) -> str | None:
+    return None if product.dtype == torch.bfloat16 else f"rows are {product.dtype}, not bfloat16"
+
+
+def _grouped_by(backend: str) -> Callable[[Call, Config], Tensor]:
+    """Products of 16-bit, e4m3, int8 and canonical 4-bit weights by the version of that backend."""
+
+    def run(call: Call, config: Config) -> Tensor:
+        y: Tensor
+        if isinstance(call.weight.operand, Int4Weight):
+            module = _module(backend, "grouped_int4_mm")
+            y = module.grouped_int4_mm(call.x, call.weight.operand, call.routing, call.by_token, call.gated)
+        else:
+            module, weight = _module(backend, "grouped_mm"), call.weight
+            y = module.grouped_mm(call.x, weight.operand, call.routing, weight.scales, call.by_token, call.gated)
+        return y
+
+    return run
+
+
+def _cuda_by(name: str) -> Callable[[Call, Config], Tensor]:
+    def run(call: Call, config: Config) -> Tensor:
+        y: Tensor = _module("cuda", name).grouped_int4_mm(
+            call.x, call.weight.int4, call.routing, call.by_token, call.gated, config
+        )
+        return y
+
+    return run
+
+
+def _written_out_by(expand: Callable[[Int4Weight, int], tuple[Tensor, Tensor]]) -> Callable[[Call, Config], Tensor]:
+    """Weights are written as e4m3 first: bound by arithmetic, products of two e4m3 operands are twice as fast."""
+
+    def run(call: Call, config: Config) -> Tensor:
+        from slipstream_kernels.moe.grouped_mm import grouped_mm
+
+        num_experts = call.routing.num_experts
+        values, scales = (part.unflatten(0, (num_experts, -1)) for part in expand(call.weight.int4, num_experts))
+        return grouped_mm(call.x, values, call.routing, scales, by_token=call.by_token, gated=call.gated)
+
+    return run
+
+
+def _record_weights(weight: Int4Weight, num_experts: int) -> tuple[Tensor, Tensor]:
+    """(e4m3 [out_features of all experts, in_features], scales of its rows)"""
+    return _module("triton", "record_weights").record_weights(weight, num_experts), weight.scales
+
+
+def _expert_weights(weight: Int4Weight, num_experts: int) -> tuple[Tensor, Tensor]:
+    assert weight.zeros is not None
+    return _module("triton", "expert_weights").expert_weights(weight), weight.zeros
+
+
+def _record_config(product: Product, device: Device) -> Config:
+    chosen: Config = _module("cuda", "record_experts").choose(
+        (product.num_tokens, product.num_rows, product.weight.num_experts),
+        product.weight.out_features,
+        device.num_sms,
+        tuning_of(device.name),
+    )
+    return chosen
+
+
+def _int4_config(product: Product, device: Device) -> Config:
+    sizes = product.num_tokens, product.num_rows, product.weight.num_experts
+    return (_module("cuda", "int4_experts").tile_columns(sizes, tuning_of(device.name)),)
+
+
+KERNELS: Mapping[str, Kernel] = {
+    "library": Kernel(_grouped_by("library"), _library_refusal),
+    "grouped_mm": Kernel(_grouped_by("triton"), _needs_gpu),
+    "grouped_int4_mm": Kernel(_grouped_by("triton"), _int4_triton_refusal),
+    "reference": Kernel(_grouped_by("reference")),
+    "int4_experts": Kernel(_cuda_by("int4_experts"), configure=_int4_config),
+    "record_experts": Kernel(_cuda_by("record_experts"), configure=_record_config),
+    "expert_weights+grouped_mm": Kernel(_written_out_by(_expert_weights), _needs_bf16),
+    "record_weights+grouped_mm": Kernel(_written_out_by(_record_weights), _needs_bf16),
+}
