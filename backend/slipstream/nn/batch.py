@@ -1,4 +1,4 @@
-"""ForwardBatch: the tensors of one engine step, passed to the decoder as they are. Built by the runtime."""
+"""ForwardBatch: the tensors of one engine step, as the decoder takes them. Built by the worker."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-# Queries of a request up to which its rows count as decode rows: what one row's 64-bit tree mask can name.
+# Max rows of a decode or verify request: the bits of one row's tree mask.
 MAX_DECODE_QUERY_LEN = 64
 
 
@@ -16,13 +16,13 @@ class ForwardBatch:
 
     Row i of request r is token query_start_loc[r] + i; its keys are the first positions+1 tokens of that request.
     token_ids, positions, slot_mapping: [T] int64 (slot -1: a padding row, nothing is written for it).
-    query_start_loc: [R + 1] int32. seq_lens: [R] int32, tokens of each request once this step is done.
-    block_tables: [R, max_blocks] int32, -1 pads. logits_indices: [S] int64, the rows of which logits are wanted.
-    max_query_len, max_seq_len: upper bounds known to the host, so that no kernel choice waits for the device.
-    num_decode_requests, num_decode_tokens: the first requests, whose queries are short (decode and verify rows, at
-    most max_decode_query_len tokens each), and their tokens; what follows are prompts, among which any may be short.
-    tree_mask: [num_decode_tokens] int64, None if the drafts of all are chains: a word per decode row, whose bits name
-    the rows of its own request that it sees (core/drafts.py). positions are then those of the depth in the tree.
+    query_start_loc: [R + 1] int32. seq_lens: [R] int32, tokens of each request after this step.
+    block_tables: [R, max_blocks] int32, -1 pads. logits_indices: [S] int64, the rows whose logits are needed.
+    max_query_len, max_seq_len: upper bounds known to the host, so that no kernel choice synchronises.
+    num_decode_requests, num_decode_tokens: the leading decode and verify requests (at most max_decode_query_len tokens
+    each) and their tokens; prompts of any length follow.
+    tree_mask: [num_decode_tokens] int64, None if all drafts are chains: a word per decode row, whose bits are the rows
+    of its request that it attends to (core/drafts.py). positions then count the depth in the tree.
     """
 
     token_ids: Tensor

@@ -1,4 +1,4 @@
-"""Where a checkpoint or a tokenizer lies: a folder that is there, or one of the hub's cache, downloaded when needed.
+"""Resolves a checkpoint or tokenizer to a local folder: a given folder, or the hub's cache after a download.
 
 Any process; no state. Imports no torch: the tokenize and detokenize tasks are small processes.
 """
@@ -12,14 +12,14 @@ from slipstream.core.errors import ConfigError
 _TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
 _CHECKPOINT_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 _HEAD_FILES = ("*.json", "*.safetensors")
-_PICKLED_FILES = ("*.bin", "*.pt")  # many heads are published as pickled state dicts alone
+_PICKLED_FILES = ("*.bin", "*.pt")  # many heads are published only as pickled state dicts
 
 
 def resolve_checkpoint(model: str) -> Path:
     """The local folder of a checkpoint path, or of a hub id such as "org/name" (downloaded, or from the hub's cache).
 
-    A GGUF file is converted once into the user's cache.  Raises ConfigError when it is neither a folder nor a GGUF
-    file, nor can be fetched.
+    A GGUF file is converted once into the user's cache.  Raises ConfigError if it is neither a folder nor a GGUF file
+    and cannot be downloaded.
     """
     path = Path(model).expanduser()
     if _is_gguf(path):
@@ -28,9 +28,9 @@ def resolve_checkpoint(model: str) -> Path:
 
 
 def resolve_head(field: str, folder: str) -> Path:
-    """The same for a head that drafts, whose weights may be pickled. field: names it in errors.
+    """The local folder of a draft head, whose weights may be pickled. field: names it in errors.
 
-    Pickled files are fetched where there are no others: who publishes both publishes everything twice.
+    Pickled files are downloaded only if there are no safetensors.
     """
     path = Path(folder).expanduser()
     if path.is_dir():
@@ -40,7 +40,7 @@ def resolve_head(field: str, folder: str) -> Path:
 
 
 def resolve_tokenizer(tokenizer: str) -> Path:
-    """The same for what `TextTokenizer.load` reads: a folder or a file; of a hub id without the weights."""
+    """The folder or file for `TextTokenizer.load`; of a hub id, downloads the tokenizer without weights."""
     path = Path(tokenizer).expanduser()
     if _is_gguf(path):
         return _converted(path)

@@ -1,7 +1,7 @@
 """The one decoder: embedding, layers of attention and MLP, final norm, logits. Built from a DecoderSpec.
 
-Belongs to the engine thread; the caller holds torch.inference_mode. Knows tensors only: nothing of requests, sampling
-or scheduling, nor of files.
+Belongs to the engine thread; the caller holds torch.inference_mode. Knows tensors only: no requests, sampling,
+scheduling or files.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class DecoderLayer:
     def last(
         self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache, wanted: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The same for `wanted` rows alone, those of which logits are; the cache gains keys and values of all."""
+        """As __call__, but computes outputs of the `wanted` rows only; writes keys and values of all rows."""
         rows, residual = _added(self.input_norm, hidden, residual, self.attention.qkv.activation_quant)
         attended, residual = self.attention.attend_last(rows, step, cache), residual[wanted]
         if not len(wanted):  # the middle of a prompt
@@ -157,7 +157,7 @@ class Decoder:
     def forward_last(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> Tensor:
         """Final hidden states of batch.logits_indices, each its request's last row, [S, hidden_size], and no features.
 
-        Of the other rows the last layer computes keys and values only: 2.7 % fewer products of an 8B model's prompt.
+        The last layer computes only keys and values of the other rows, which saves 2.7 % of an 8B model's prompt FLOPs.
         """
         step = self.backend.plan(batch)
         hidden = self.embedding(batch.token_ids)

@@ -1,4 +1,4 @@
-"""Token embedding table, and the output heads: one of its own, and one that is tied to the table."""
+"""Token embedding table, and the output heads: a separate one, and one tied to the table."""
 
 from __future__ import annotations
 

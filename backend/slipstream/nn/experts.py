@@ -1,4 +1,4 @@
-"""A MoE layer's MLPs: a router chooses a few for each token, whose outputs are added by the router's weights.
+"""MLPs of an MoE layer: a router selects top_k experts per token and sums their outputs with the router's weights.
 
 The rows of all tokens are sorted by expert on the device, so that each product is one launch over all experts and a
 step is captured in a CUDA graph like any other. Source: arXiv:2401.04088; shared experts: arXiv:2401.06066.

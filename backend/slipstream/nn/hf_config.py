@@ -1,6 +1,6 @@
-"""Typed reading of a checkpoint's config.json, so that a bad field is an error that names it before any weight loads.
+"""Typed reading of a checkpoint's config.json; an invalid field is an error that names it, before weights load.
 
-Knows JSON and types only; which fields exist and what they mean belongs to the families in nn/models/.
+Knows JSON and types only; the families in nn/models/ know the fields and their meaning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import cast
 from slipstream.core.errors import ConfigError
 
 QUANTIZATION = "quantization_config"
-MODELOPT_FILE = "hf_quant_config.json"  # in its place where ModelOpt wrote the checkpoint before that was agreed on
+MODELOPT_FILE = "hf_quant_config.json"  # older ModelOpt checkpoints have it instead of quantization_config
 
 
 class _Required:
@@ -41,8 +41,8 @@ def read_json(path: Path) -> dict[str, object]:
 class HFConfig:
     """The fields of a config.json (or of one object inside it). A JSON null counts as absent.
 
-    source: what error messages call it: "config.json" or "config.json rope_scaling". generation: that of its folder,
-    empty when there is none. names: what this file calls fields that most call otherwise.
+    source: its name in errors: "config.json" or "config.json rope_scaling". generation: generation_config.json of its
+    folder, empty if there is none. names: this file's names of fields that differ from the usual ones.
     """
 
     source: str
@@ -78,7 +78,7 @@ class HFConfig:
         return float(value)
 
     def number_or_none(self, key: str, default: float | None) -> float | None:
-        """Null is none, other than for the fields that `has` speaks of; absent is the default."""
+        """A number; null is None (unlike in other fields), absent is the default."""
         name = self.names.get(key, key)
         return default if name not in self.values else None if self.values[name] is None else self.number(key)
 
@@ -123,7 +123,7 @@ class HFConfig:
         return tuple(float(item) for item in cast("list[float]", value))
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One id or a list of ids, from both config files, each once; absent is none."""
+        """One id or a list of ids, merged from both config files without duplicates."""
         found: dict[int, None] = {}
         for value in (self.generation.get(key), self._get(key, None)):
             for item in value if isinstance(value, list) else [] if value is None else [value]:
@@ -145,15 +145,15 @@ class HFConfig:
         return self._get(key, None) is not None
 
     def renamed(self, **names: str) -> HFConfig:
-        """The same, read by other names of fields: renamed(num_hidden_layers="num_layers")."""
+        """A copy that reads fields by other names: renamed(num_hidden_layers="num_layers")."""
         return replace(self, names={**self.names, **names})
 
     def with_values(self, **values: object) -> HFConfig:
-        """The same with some fields set, None: as if absent."""
+        """A copy with some fields set; None removes a field."""
         return replace(self, values={**self.values, **values})
 
     def with_defaults(self, **values: object) -> HFConfig:
-        """The same where absent fields have these values."""
+        """A copy in which absent fields have these values."""
         return self.with_values(**{key: value for key, value in values.items() if not self.has(key)})
 
     def error(self, key: str, accepted: str) -> ConfigError:

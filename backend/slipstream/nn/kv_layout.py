@@ -1,6 +1,6 @@
-"""KVLayout: the planes that a token has in a layer's cache, owned by the attention kind. Plain data.
+"""KVLayout: the cache planes of a layer, defined by its attention kind. Plain data.
 
-Pool, memory plan, offload and compaction walk planes; what a plane means is known where it is attended to.
+Pool, memory plan, offload and compaction walk the planes; only attention knows their meaning.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KVPlane:
-    """A tensor [num_blocks, num_heads, block_size, width]; width 0: without the last dimension, one element a row.
+    """A tensor [num_blocks, num_heads, block_size, width]; width 0: without the last dimension, one element per row.
 
-    per_request: held once a request, not once a token (recurrent state).
+    per_request: one per request instead of one per token (recurrent state).
     """
 
     name: str
@@ -44,7 +44,7 @@ class KVLayout:
         return sum(plane.bytes_per_token for plane in self.planes)
 
     def empty(self, num_blocks: int, block_size: int, device: torch.device) -> dict[str, Tensor]:
-        """Tensors of zeros by plane, of one layer; why zeros: ops.empty_kv_cache."""
+        """Zeroed tensors of one layer by plane; ops.empty_kv_cache says why zeros."""
         return {
             plane.name: torch.zeros(plane.shape(num_blocks, block_size), dtype=plane.dtype, device=device)
             for plane in self.planes
@@ -52,7 +52,7 @@ class KVLayout:
 
 
 def key_value_layout(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KVLayout:
-    """Keys and values, with the scales that their type has for each token, as ops.KvCache holds them."""
+    """Planes of keys and values, with per-token scales if the dtype has them, as in ops.KvCache."""
     cache = ops.empty_kv_cache((1, num_kv_heads, 1, head_dim), dtype, torch.device("meta"))
     held = {name: getattr(cache, name) for name in ("key", "value", "key_scale", "value_scale")}
     return KVLayout(
@@ -65,5 +65,5 @@ def key_value_layout(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KV
 
 
 def key_value_cache(planes: Mapping[str, Tensor]) -> ops.KvCache:
-    """Planes of such a layout, and perhaps scales of heads in place of those of tokens, as attention takes them."""
+    """The KvCache of planes of such a layout; per-head scales may replace per-token scales."""
     return ops.KvCache(planes["key"], planes["value"], planes.get("key_scale"), planes.get("value_scale"))

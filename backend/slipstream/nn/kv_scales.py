@@ -1,8 +1,7 @@
-"""Scales of an FP8 KV cache that a checkpoint brings along: their names, and the slots that take them.
+"""Scales of an FP8 KV cache stored in a checkpoint: their names, and the slots that load them.
 
-Who writes which name: llm-compressor and vLLM self_attn.k_scale and self_attn.attn.k_scale, ModelOpt
-self_attn.k_proj.k_scale, AutoFP8 self_attn.k_proj.output_scale and, one for both, self_attn.kv_scale. All are of the
-form value = stored * scale.
+Names by tool: llm-compressor and vLLM self_attn.k_scale and self_attn.attn.k_scale, ModelOpt self_attn.k_proj.k_scale,
+AutoFP8 self_attn.k_proj.output_scale, or self_attn.kv_scale for both. All mean value = stored * scale.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ _NAME = re.compile(
     r".*\.layers\.(?P<layer>\d+)\.self_attn\."
     r"(?:(?:attn\.)?(?P<own>k|v|kv)_scale|(?P<proj>[kv])_proj\.(?:(?P=proj)_scale|output_scale))"
 )
-# Of formats that quantise attention itself (queries, probabilities), which is not done here.
+# Scales of quantised queries and probabilities, which are not supported.
 UNUSED_SUFFIXES = (".q_scale", ".prob_scale", ".output_scale", ".prob_output_scale")
 
 
 def kv_scale_slots(
     attentions: list[SelfAttention], shapes: Iterable[tuple[str, tuple[int, ...]]]
 ) -> dict[str, WeightSlot]:
-    """Name -> slot of every KV scale among a checkpoint's (name, shape); a scale for both comes first, so that one of
-    keys or of values alone overrides it."""
+    """Name -> slot of every KV scale of a checkpoint; a scale for both comes first, so that a scale of only keys or
+    values overrides it."""
     found: dict[str, WeightSlot] = {}
     for name, shape in shapes:
         match = _NAME.fullmatch(name)

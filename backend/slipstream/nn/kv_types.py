@@ -1,4 +1,4 @@
-"""Types of the KV cache by their names in the configuration, and which of them can serve a model where."""
+"""KV cache dtypes by their names in the configuration, and refusals by model and device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def resolve_kv_dtype(
 ) -> torch.dtype:
     """The dtype of the cache's tensors; "auto" is the model's own.
 
-    Raises ConfigError for another float type than the model computes in, and for what its kernels cannot serve.
+    Raises ConfigError for a float type other than the model's, and for types that the kernels cannot serve.
     """
     own = str(dtype).removeprefix("torch.")
     if name in ("auto", own):
@@ -33,7 +33,7 @@ def resolve_kv_dtype(
 
 
 def gpu_geometry_refusal(spec: DecoderSpec, block_size: int, kv_dtype: torch.dtype | None = None) -> str | None:
-    """Why no GPU kernel attends to such a cache, so that the reference must; None if one does.
+    """Why no GPU kernel supports such a cache, so that the reference runs; None if one does.
 
     kv_dtype: None for the model's own.
     """

@@ -1,4 +1,4 @@
-"""LayerContext: where a model's weights live, in what dtype, and how its linear layers hold and multiply them."""
+"""LayerContext: device and dtype of a model's weights, and the quantisation methods of its linear layers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class LayerContext:
     device: torch.device
     dtype: torch.dtype  # of activations, and of weights that are not quantised
     method: QuantMethod
-    head_method: QuantMethod  # of lm_head, which most quantised checkpoints leave alone
+    head_method: QuantMethod  # of lm_head, which most quantised checkpoints do not quantise
     parallel: Parallel = SINGLE
-    stands_for: torch.device | None = None  # where tensors on the meta device would be
-    expert_method: QuantMethod | None = None  # of MoE layers' experts, where it is another
+    stands_for: torch.device | None = None  # the device that tensors on the meta device stand for
+    expert_method: QuantMethod | None = None  # of the experts, if it differs
 
     @property
     def computes_on(self) -> torch.device:

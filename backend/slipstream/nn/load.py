@@ -1,4 +1,4 @@
-"""From a ModelConfig to a decoder that is ready to run: choose device and dtype, build, load."""
+"""Builds and loads the decoder of a ModelConfig: chooses device and dtype, builds layers, loads weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def resolve_device(device: str) -> torch.device:
-    """ "auto": the first GPU if there is one, else the CPU. Raises ConfigError for a device that is not there."""
+    """ "auto": the first GPU if there is one, else the CPU. Raises ConfigError for a missing device."""
     if device == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -46,8 +46,8 @@ def resolve_dtype(dtype: str, spec: DecoderSpec, device: torch.device) -> torch.
     """ "auto": the checkpoint's dtype on a GPU, float32 on a CPU.
 
     Measured on one Zen core, Llama of 21M parameters, a decode step of 64 requests | a prompt of 256 tokens: fp32
-    94 | 120 ms; bf16 with AVX512-BF16 62 | 79 ms, but with AVX512 alone 138 | 299 ms and with AVX2 449 | 1050 ms. In
-    fp32 a batch and its members alone agree to 1e-6 as well, so that greedy text does not depend on the batch.
+    94 | 120 ms; bf16 with AVX512-BF16 62 | 79 ms, with AVX512 only 138 | 299 ms, with AVX2 449 | 1050 ms. In fp32 a
+    request's logits agree to 1e-6 in any batch, so that greedy text does not depend on the batch.
     """
     if dtype == "auto":
         return spec.dtype if device.type == "cuda" else torch.float32
@@ -65,9 +65,8 @@ def load_model(
 ) -> Decoder:
     """The decoder of a checkpoint with its weights, ready for `forward`.
 
-    spec, device, dtype: what the caller resolved already; None resolves them from the config here.
-    kv_dtype: of the caches that it will be given; None is dtype.
-    Raises ConfigError before weights are read if the checkpoint, a field of it, or the wished combination cannot serve.
+    spec, device, dtype: None: resolved from the config. kv_dtype: of its caches; None is dtype.
+    Raises ConfigError before weights are read if the checkpoint, one of its fields or the configuration is unsupported.
     """
     checkpoint_dir = resolve_checkpoint(config.model)
     spec = spec or read_spec(checkpoint_dir)
@@ -91,19 +90,19 @@ def load_model(
 
 
 def refuse_without_numbers(config: ModelConfig, dtype: torch.dtype) -> ConfigError:
-    """Of a model whose logits are not finite: which tensor is at fault, or else the dtype."""
+    """The error for a model whose logits are not finite: names the faulty tensor, or else the dtype."""
     found = "" if config.load_format == "dummy" else tensor_without_numbers(resolve_checkpoint(config.model))
     reason = f"tensor {found} holds NaN or infinity" if found else f"too large for {str(dtype).removeprefix('torch.')}"
     return ConfigError("model", config.model, f"computes NaN or infinity: {reason}")
 
 
 def weight_bytes(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """Bytes that the loaded weights will take, beside activations of `dtype`. Raises ConfigError like `load_model`."""
+    """Bytes of the loaded weights. dtype: of activations. Raises ConfigError like `load_model`."""
     return sum(tensor.nbytes for tensor in planned_model(config, spec, dtype, META).tensors())
 
 
 def planned_model(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The decoder on the meta device: every tensor that it will hold on `device`, and no memory."""
+    """The decoder on the meta device: has every tensor that it will hold on `device`, but takes no memory."""
     methods = choose_methods(config, spec)
     context = LayerContext(META, dtype, methods.linears, methods.head, stands_for=device, expert_method=methods.experts)
     return Decoder(spec, context, ATTENTION_BACKENDS.get(PLANNED_ATTENTION)(spec), num_positions=1)
@@ -116,14 +115,14 @@ def check_model(
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
 ) -> None:
-    """Raises what `load_model` would raise, without taking memory: nothing but the headers of the files is read."""
+    """Raises what `load_model` would raise; reads only the headers of the files and allocates no weights."""
     decoder = _build(config, spec, device, dtype, kv_dtype, place=META)
     if config.load_format not in ("dummy", "null"):
         check_checkpoint(decoder, resolve_checkpoint(config.model))
 
 
 def _wanted_attention(config: ModelConfig) -> str | None:
-    """The backend asked for; None: the best that fits. Raises ConfigError for one that is not deterministic mode's."""
+    """The requested backend; None: the best that fits. Raises ConfigError if it conflicts with `deterministic`."""
     if not config.deterministic:
         return config.attention_backend or None
     if config.attention_backend not in ("", INVARIANT):
@@ -140,7 +139,7 @@ def _build(
     kv_dtype: torch.dtype | None,
     place: torch.device | None = None,
 ) -> Decoder:
-    """place: where the parameters are made, if not on the device that everything is chosen for."""
+    """place: the device of the parameters, if it differs from the device that implementations are chosen for."""
     if config.max_model_len > spec.max_model_len:
         raise ConfigError("max_model_len", config.max_model_len, f"the checkpoint serves at most {spec.max_model_len}")
     methods = choose_methods(config, spec)

@@ -1,6 +1,6 @@
-"""What a family's checkpoints store otherwise than the decoder multiplies it, as data of its name map.
+"""Transforms between a family's stored tensors and the decoder's, as data of its name map.
 
-Each is applied to a tensor as it is read, before it is quantised or cut; `stored_shape` is what the file must hold.
+Each is applied to a tensor as it is read, before it is quantised or sharded; `stored_shape` is the shape in the file.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ LEAST_NORM = 1e-12
 
 class Transform(Protocol):
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """shape: what the decoder wants."""
+        """The shape in the file. shape: of the decoder's tensor."""
         ...
 
     def apply(self, tensor: Tensor) -> Tensor: ...
 
     def suffixes(self) -> tuple[str, ...]:
-        """Of the tensors of a module that it changes; the others are loaded as they are."""
+        """Suffixes of the module's tensors that it changes; the others are loaded unchanged."""
         ...
 
 
@@ -46,7 +46,7 @@ class Transpose:
 
 @dataclass(frozen=True)
 class AddOne:
-    """Stored as w of 1 + w, as Gemma's norms are."""
+    """The weight is 1 + the stored tensor, as in Gemma's norms."""
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
@@ -60,7 +60,7 @@ class AddOne:
 
 @dataclass(frozen=True)
 class NormaliseRows:
-    """Multiplied with every row of length 1, as Baichuan2's head is."""
+    """Scale every row to length 1, as in Baichuan2's head."""
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
@@ -75,7 +75,7 @@ class NormaliseRows:
 
 @dataclass(frozen=True)
 class PermuteRows:
-    """Row i of every len(order) rows is the stored row order[i]: how neighbouring pairs of a rotation become halves."""
+    """Row i of every len(order) rows is the stored row order[i]; converts interleaved rotary pairs to halves."""
 
     order: tuple[int, ...]
 
@@ -90,9 +90,9 @@ class PermuteRows:
 
 
 def transformed(slot: WeightSlot, suffix: str, name: str, transforms: tuple[Transform, ...]) -> WeightSlot:
-    """A slot for the stored form. transforms: in the order in which they are applied to what is stored.
+    """A slot for the stored form. transforms: in the order of their application to the stored tensor.
 
-    Raises ConfigError for a quantised tensor: its words and scales have other axes.
+    Raises ConfigError for a quantised tensor, whose packed words and scales have other axes.
     """
     wanted = [transform for transform in transforms if suffix in transform.suffixes()]
     if transforms and (slot.dtypes != FLOAT_DTYPES or suffix not in ("weight", "bias")):

@@ -1,4 +1,4 @@
-"""RMSNorm with its weight; the residual addition is fused into it."""
+"""RMSNorm with its weight and the fused residual addition."""
 
 from __future__ import annotations
 

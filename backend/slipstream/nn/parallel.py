@@ -1,6 +1,6 @@
-"""Parallel: which rank of how many holds a model's shards. Passed to whatever is cut, never looked up.
+"""Parallel: rank and number of ranks of a sharded model. Passed to everything that is sharded, never looked up.
 
-Size 1 is the only one that runs: of more, weights can be cut and loaded, and nothing computes with them yet.
+Only size 1 runs: for more ranks, weights can be sharded and loaded, but no code computes with them yet.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class Parallel:
     size: int = 1
 
     def range_of(self, name: str, total: int, unit: int) -> slice:
-        """This rank's of `total` features, in whole units; with fewer units than ranks, several ranks hold the same.
+        """This rank's range of `total` features, in multiples of `unit`; with fewer units than ranks, ranks share one.
 
-        Raises ConfigError where neither divides the other.
+        Raises ConfigError unless the number of units divides the number of ranks or the reverse.
         """
         units = total // unit
         if units % self.size == 0:

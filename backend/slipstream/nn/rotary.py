@@ -1,6 +1,6 @@
-"""Rotary position embedding: the cos/sin table of a RopeSpec. One table per rope of a model, made once, on the host.
+"""Rotary position embedding: the cos/sin table of a RopeSpec, computed once per rope of a model on the host.
 
-Source: RoFormer, arXiv:2104.09864; each scaling names its own below.
+Source: RoFormer, arXiv:2104.09864; sources of the scalings are at their functions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from slipstream.nn.layer_spec import RopeSpec
 
 
 class RopeTables:
-    """The tables of a model's ropes, on its device, each made once. num_positions: the longest sequence (tokens)."""
+    """The tables of a model's ropes on its device. num_positions: the longest sequence (tokens)."""
 
     def __init__(self, num_positions: int, device: torch.device) -> None:
         self._num_positions, self._device = num_positions, device
@@ -36,7 +36,7 @@ class RopeTables:
 def cos_sin_cache(spec: RopeSpec, num_positions: int) -> Tensor:
     """[num_positions, rotary_dim] float32 on the CPU: cos of the rotary_dim/2 angles, then their sin.
 
-    The attention factor (yarn, longrope) is multiplied in. Row p depends on p alone, whatever the batch or the chunk.
+    Includes the attention factor (yarn, longrope). Row p depends only on p, not on the batch or the chunk.
     """
     positions = torch.arange(num_positions, dtype=torch.float32)
     if spec.type == "dynamic":
@@ -49,7 +49,7 @@ def cos_sin_cache(spec: RopeSpec, num_positions: int) -> Tensor:
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """[rotary_dim / 2] float32, radians per position, of every type whose frequencies are fixed."""
+    """[rotary_dim / 2] float32, radians per position, for types with fixed frequencies."""
     frequencies = _frequencies(torch.tensor(spec.theta), spec.rotary_dim)
     if spec.type == "default":
         return frequencies
@@ -69,9 +69,9 @@ def _frequencies(theta: Tensor, rotary_dim: int) -> Tensor:
 def _dynamic_frequencies(spec: RopeSpec, num_positions: int) -> Tensor:
     """[num_positions, rotary_dim / 2]: NTK-aware scaling with the base that fits a sequence ending at each position.
 
-    The published method lets the base depend on the current sequence length. A key is cached once, so here the length
-    is the token's own position + 1: what Hugging Face computes when it decodes token by token, and exactly its result
-    in one pass too while the sequence is within max_position_embeddings (no scaling there).
+    In the published method the base depends on the current sequence length. Keys are cached once, so here the length is
+    the token's position + 1. This equals Hugging Face's decoding token by token, and its single pass too while the
+    sequence is within max_position_embeddings (where nothing is scaled).
     """
     length = torch.arange(1, num_positions + 1, dtype=torch.float32)
     original = spec.original_max_position_embeddings
@@ -81,17 +81,17 @@ def _dynamic_frequencies(spec: RopeSpec, num_positions: int) -> Tensor:
 
 
 def _longrope_frequencies(spec: RopeSpec, num_positions: int) -> Tensor:
-    """[rotary_dim / 2]: each slowed by a factor of its own. Source: LongRoPE, arXiv:2402.13753.
+    """[rotary_dim / 2]: each divided by its own factor. Source: LongRoPE, arXiv:2402.13753.
 
-    Hugging Face changes the factors when a sequence grows past the original length; the keys that are cached stay as
-    they were. Here the longest sequence that may be served chooses, once.
+    Hugging Face changes the factors when a sequence outgrows the original length, but not in cached keys. Here the
+    longest sequence that may be served selects the factors once.
     """
     factors = spec.long_factors if num_positions > spec.original_max_position_embeddings else spec.short_factors
     return _frequencies(torch.tensor(spec.theta), spec.rotary_dim) / torch.tensor(factors)
 
 
 def _llama3_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Long wavelengths are slowed by `factor`, short ones kept, those between blended. Source: Llama 3.1's release."""
+    """Frequencies of long wavelengths are divided by `factor`, short ones kept, the rest blended. Source: Llama 3.1."""
     wavelengths = 2 * math.pi / frequencies
     original = spec.original_max_position_embeddings
     blend = (original / wavelengths - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
@@ -100,11 +100,11 @@ def _llama3_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:
 
 
 def _yarn_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:
-    """Features that turn more than beta_fast times over the original length are kept, those under beta_slow times are
-    slowed by `factor`, with a ramp between. Source: YaRN, arXiv:2309.00071, section 3.2."""
+    """Features with more than beta_fast rotations over the original length are kept, below beta_slow divided by
+    `factor`, with a ramp between. Source: YaRN, arXiv:2309.00071, section 3.2."""
 
     def feature_of(turns: float) -> float:
-        """The (fractional) feature index that makes that many turns over the original length."""
+        """The (fractional) feature index with this number of rotations over the original length."""
         return spec.rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
 
     original = spec.original_max_position_embeddings

@@ -33,7 +33,7 @@ class SelfAttention:
         return self.o(step.forward(*self._heads(hidden), self.options, cache).flatten(1))
 
     def attend_last(self, hidden: Activation, step: StepAttention, cache: LayerCache) -> Tensor:
-        """What `o` reads, of the rows of which logits are wanted alone; the cache gains the keys and values of all."""
+        """The input of `o` for the rows whose logits are needed; writes keys and values of all rows."""
         return step.forward_last(*self._heads(hidden), self.options, cache).flatten(1)
 
     def _heads(self, hidden: Activation) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,9 +47,9 @@ class SelfAttention:
         return {} if self.sinks is None else {("sinks", "sinks"): self.sinks}
 
     def load_kv_scale(self, part: str, tensor: Tensor) -> None:
-        """Take a scale of all heads, or one of each, for "k", "v" or both, "kv".
+        """Load one scale for all heads, or one per head, of "k", "v" or both, "kv".
 
-        A scale of 0 or less stands for none. Raises ValueError for one that is no number.
+        A scale <= 0 means no scale. Raises ValueError for NaN or infinity.
         """
         if not tensor.isfinite().all():
             raise ValueError("is not finite")

@@ -1,4 +1,4 @@
-"""Ranges of a stored tensor that a rank loads, along the axes that its format says."""
+"""Ranges of a stored tensor that a rank loads, along the axes that its format defines."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slipstream.nn.quant.method import StoredTensor
 
 
 class Cut:
-    """Takes a rank's part of one stored tensor. whole, own: what is stored of the layer, and what a rank's would be.
+    """Slices a rank's shard of one stored tensor. whole, own: the stored shape of the layer and of the shard.
 
-    rows, columns: features that the rank has. Raises ConfigError where they end within a word, a block or a group.
+    rows, columns: features of the rank. Raises ConfigError if they end within a packed word, a block or a group.
     """
 
     def __init__(self, name: str, whole: StoredTensor, own: StoredTensor, rows: slice, columns: slice) -> None:
@@ -33,7 +33,7 @@ class Cut:
             self._ranges.append((axis, slice(start, stop)))
 
     def __call__(self, tensor: Tensor) -> Tensor:
-        """Raises ValueError if a stored shape is another than that of the whole."""
+        """Raises ValueError if the tensor's shape differs from that of the whole layer."""
         if self._whole.says_shape is not None and self._own.says_shape is not None:
             if tensor.tolist() != list(self._whole.says_shape):
                 raise ValueError(f"says {tensor.tolist()}, config.json implies {list(self._whole.says_shape)}")

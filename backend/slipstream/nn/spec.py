@@ -1,7 +1,7 @@
-"""DecoderSpec: everything in which served models differ, frozen, with its memory arithmetic; read from config.json.
+"""DecoderSpec: the frozen description of a model, read from config.json, with its memory arithmetic.
 
-No weights are read or made here. A family (nn/models/) turns a checkpoint's config into a spec; the decoder, the loader
-and the memory plan all take their shapes from it, so that one place knows them.
+No weights here. A family (nn/models/) turns a checkpoint's config into a spec; the decoder, the loader and the memory
+plan take all shapes from it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from slipstream.nn.stored_format import StoredFormat
 class DecoderSpec:
     """A decoder-only transformer: an embedding, layers, a final RMSNorm and a head.
 
-    layers: in order; most models have the same one so many times. dtype: the checkpoint's.
+    layers: in order; all equal in most models. dtype: the checkpoint's.
     eos_token_ids: every id that ends a sequence, from config.json and generation_config.json.
-    embedding_scale: times the embedding of a token, rounded to the model's dtype. logit_scale: times the logits, which
-    then become logit_soft_cap · tanh(logit / logit_soft_cap).
+    embedding_scale: multiplies embeddings, rounded to the model's dtype. logit_scale: multiplies the logits, which then
+    become logit_soft_cap · tanh(logit / logit_soft_cap).
     """
 
     architecture: str
@@ -36,8 +36,8 @@ class DecoderSpec:
     dtype: torch.dtype = torch.bfloat16
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    stored_format: StoredFormat | None = None  # of the linear layers but experts; None = not quantised
-    expert_format: StoredFormat | None = None  # of experts, where there are some
+    stored_format: StoredFormat | None = None  # of linear layers except experts; None = not quantised
+    expert_format: StoredFormat | None = None  # of the experts, if any
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
@@ -48,7 +48,7 @@ class DecoderSpec:
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
-        """The different ones among the layers', in order."""
+        """The distinct attention specs of the layers, in order."""
         return tuple(dict.fromkeys(layer.attention for layer in self.layers))
 
     @property
@@ -57,7 +57,7 @@ class DecoderSpec:
 
     @property
     def max_model_len(self) -> int:
-        """The longest sequence (tokens) the checkpoint is declared for, its rope scaling included."""
+        """The longest sequence (tokens) that the checkpoint declares, including rope scaling."""
         declared = self.max_position_embeddings
         ropes = {attention.rope for attention in self.attentions if attention.rope is not None}
         return min((rope.max_model_len(declared) for rope in ropes), default=declared)
@@ -68,7 +68,7 @@ class DecoderSpec:
 
     @property
     def layer_linears(self) -> tuple[LinearSpec, ...]:
-        """The products of all layers that a quantisation method holds."""
+        """The linears of all layers that a quantisation method holds."""
         return tuple(linear for layer in self.layers for linear in layer.linears)
 
     @property
@@ -78,7 +78,7 @@ class DecoderSpec:
         return embeddings + sum(layer.num_parameters for layer in self.layers) + self.hidden_size
 
     def weight_bytes(self, dtype: torch.dtype) -> int:
-        """Bytes of all weights, none of them quantised."""
+        """Bytes of all weights without quantisation."""
         return self.num_parameters * dtype.itemsize
 
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
@@ -86,7 +86,7 @@ class DecoderSpec:
         return sum(layer.attention.kv_layout(dtype).bytes_per_token for layer in self.layers)
 
     def map_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> DecoderSpec:
-        """The same with every layer replaced by what `change` makes of its number and of it."""
+        """A copy with every layer replaced by change(index, layer)."""
         return replace(self, layers=tuple(change(index, layer) for index, layer in enumerate(self.layers)))
 
     def map_attention(self, change: Callable[[AttentionSpec], AttentionSpec]) -> DecoderSpec:
@@ -96,8 +96,8 @@ class DecoderSpec:
 def read_spec(checkpoint_dir: str | Path) -> DecoderSpec:
     """The spec of a checkpoint folder in Hugging Face layout. Reads config.json and generation_config.json only.
 
-    Raises ConfigError for a folder without a readable config.json, an architecture that is not served (lists those that
-    are) and every field that this decoder cannot honour.
+    Raises ConfigError for a folder without a readable config.json, an unsupported architecture (listing the supported
+    ones) and every field that this decoder does not implement.
     """
     from slipstream.nn.hf_config import HFConfig
     from slipstream.nn.models import family_of

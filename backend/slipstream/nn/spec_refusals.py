@@ -1,4 +1,4 @@
-"""What a DecoderSpec may say and no code does yet: refused by name before any weight is read."""
+"""Refuses options of a DecoderSpec that no code implements yet, by name and before any weight is read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NORMS = ("pre", "post", "both")
 
 
 def check_served(spec: DecoderSpec) -> None:
-    """Raise ConfigError for the first layer of a kind that is not served."""
+    """Raise ConfigError for the first unsupported layer."""
     if not spec.layers:
         raise ConfigError("model", spec.architecture, "has no layers")
     for layer in dict.fromkeys(spec.layers):

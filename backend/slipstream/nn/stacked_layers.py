@@ -1,7 +1,6 @@
-"""All layers of a step of few decodes in one launch, in place of the decoder's loop over them. Engine thread.
+"""Runs all layers of a small decode step in one kernel (ops.decode_layers), instead of the decoder's loop.
 
-Not a second decoder: weights, norms, caches and the rotary table are the decoder's own; ops.decode_layers does with
-them what its loop does, for steps of one token a request.
+Engine thread. Uses the decoder's own weights, norms, caches and rotary table, for steps of one token per request.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ if TYPE_CHECKING:
     from slipstream.nn.decoder import DecoderLayer
 
 logger = logging.getLogger(__name__)
-GROUP = 128  # input features that share a scale of 4-bit weights
+GROUP = 128  # group size of 4-bit weights
 
 
 class StackedLayers:
-    """layers: the decoder's. The stack is made with the first step's caches, and again when others come."""
+    """layers: the decoder's. The stack is built with the first step's caches, and rebuilt if the caches change."""
 
     def __init__(self, spec: DecoderSpec, layers: Sequence[DecoderLayer]) -> None:
         self._spec, self._layers = spec, layers
         self._stack: ops.LayerStack | None = None
-        self._cache: LayerCache | None = None  # the first layer's, that the stack was made with
+        self._cache: LayerCache | None = None  # the first layer's, to detect changes
         self._max_tokens = 0
 
     def serves(self, batch: ForwardBatch, kv_caches: Sequence[LayerCache]) -> bool:
-        """Whether `forward` takes this step: one token of each of few requests, in a model that the kernel knows."""
+        """Whether `forward` supports this step: one token each of few requests, in a model that the kernel supports."""
         num_tokens = batch.token_ids.shape[0]
         is_decode = batch.max_query_len == 1 and batch.num_decode_tokens == num_tokens == batch.seq_lens.shape[0]
         if not is_decode or batch.tree_mask is not None:
@@ -70,7 +69,7 @@ class StackedLayers:
 def _stack_of(
     spec: DecoderSpec, layers: Sequence[DecoderLayer], kv_caches: Sequence[LayerCache]
 ) -> ops.LayerStack | str:
-    """The layers as the op takes them, or why they have no such form."""
+    """The layers in the form of the op, or the reason why they are not supported."""
     reason = spec_refusal(spec)
     if reason is not None:
         return reason
@@ -93,7 +92,7 @@ def _stack_of(
 
 
 def spec_refusal(spec: DecoderSpec) -> str | None:
-    """Why the op, which runs one kind of layer, does not know this one, or None."""
+    """Why the op, which supports one kind of layer, cannot run this model, or None."""
     layer = spec.layers[0]
     if any(other != layer for other in spec.layers):
         return "layers differ from each other"
@@ -113,7 +112,7 @@ def spec_refusal(spec: DecoderSpec) -> str | None:
 
 
 def stack_weight(linear: Linear) -> ops.StackWeight | str:
-    """A layer's weight as the op takes it, or why it has no such form."""
+    """A layer's weight in the form of the op, or the reason why it is not supported."""
     weights: Mapping[str, Tensor] = linear.weights
     if weights.get("bias") is not None or "order" in weights:
         return "a product has a bias, or an order of its input features"

@@ -1,4 +1,4 @@
-"""Names of a checkpoint's tensors: what the decoder calls a module -> what the file calls it, and how it lies there."""
+"""Name map of a checkpoint: the decoder's module name -> the file's name, and the stored form."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Stored:
 
 @dataclass(frozen=True)
 class Fused:
-    """Modules that are stored as one. parts: the decoder's names of them, in the order of the stored rows.
+    """Modules that are stored as one tensor. parts: the decoder's names, in the order of the stored rows.
 
-    split: "rows", one part after the other; "interleaved", a row of each in turn; "heads", for each head of keys its
-    share of each.
+    split: "rows": one part after the other; "interleaved": alternating rows; "heads": for each key head, its rows of
+    each part.
     """
 
     name: str
@@ -55,7 +55,7 @@ Part = tuple[str, str, WeightSlot]  # the decoder's name, suffix
 
 
 def tensor_name(names: Names, part: str, layer: int | str) -> str:
-    """The checkpoint's name of a decoder's part in a layer; "gate.3" is the gate of expert 3, named "expert_gate"."""
+    """The checkpoint's name of a part of a layer; "gate.3" is the gate of expert 3, mapped by "expert_gate"."""
     name, expert = names[_named(part)], part.partition(".")[2]
     return (name if isinstance(name, str) else name.name).format(layer=layer, expert=expert)
 
@@ -107,7 +107,7 @@ def _stacked_slot(name: Stacked, stored: str, suffix: str, own: dict[str, Weight
 
 
 class _Split:
-    """Hands the rows of one stored tensor to the slots of the parts that it holds."""
+    """Loads one stored tensor by passing its rows to the slots of its parts."""
 
     def __init__(self, name: str, slots: list[WeightSlot], split: str, num_heads: int) -> None:
         if split not in SPLITS:

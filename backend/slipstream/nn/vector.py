@@ -10,7 +10,7 @@ from slipstream.nn.weight_slot import WeightSlot
 
 
 class Vector:
-    """values: [size], in fp32 whatever the model's dtype: what they are added to is fp32, too."""
+    """values: [size] fp32 for any model dtype, because they are added to fp32 values."""
 
     def __init__(self, size: int, context: LayerContext) -> None:
         self.values = torch.zeros(size, device=context.device)

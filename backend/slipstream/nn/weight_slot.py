@@ -1,4 +1,4 @@
-"""WeightSlot: what the decoder expects of one tensor of a checkpoint, and what to do with it when it arrives."""
+"""WeightSlot: the expected shape and dtype of one tensor of a checkpoint, and how to load it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FLOAT_DTYPES = ("F32", "F16", "BF16")  # as safetensors names them
 
 @dataclass(frozen=True)
 class WeightSlot:
-    """shape, dtypes: what the file must hold. load: copies (converts, merges, packs) the tensor into its layer.
+    """shape, dtypes: required of the file. load: copies (converts, merges, packs) the tensor into its layer.
 
-    load raises ValueError for contents that cannot be served. is_index, is_optional: as nn/quant/method.py says.
-    num_rows: output features that it is of. rows_axis, columns_axis: as nn/quant/method.py says.
-    says_shape: its contents, if they are the shape [rows, columns] of what is stored beside it.
-    mean, std: the normal distribution that dummy weights are drawn from, so that activations keep their scale.
+    load raises ValueError for unsupported contents. is_index, is_optional, rows_axis, columns_axis: see
+    nn/quant/method.py. num_rows: its number of output features.
+    says_shape: the expected contents of a tensor that stores the shape [rows, columns] of its neighbour.
+    mean, std: the normal distribution of dummy weights, which keeps the scale of activations.
     """
 
     shape: tuple[int, ...]

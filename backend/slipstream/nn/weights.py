@@ -1,4 +1,4 @@
-"""Weights: stream a checkpoint's safetensors into the decoder, or draw dummies of the same shapes on its device.
+"""Streams a checkpoint's safetensors into the decoder, or draws dummy weights of the same shapes on its device.
 
 All names, shapes and types are checked from the files' headers before the first tensor is read. Tensors are read one
 at a time from memory-mapped files, so the host holds about one tensor beyond the model itself.
@@ -23,12 +23,12 @@ from slipstream.nn.weight_slot import WeightSlot
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_NUM_NAMED = 3  # how many of the offending tensors an error message lists
+_NUM_NAMED = 3  # max number of tensors that an error message lists
 
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a file says of one tensor before it is read. dtype as safetensors names it: "BF16", …"""
+    """A tensor's entry in a file's header. dtype: the name in safetensors ("BF16", …)."""
 
     file: Path
     shape: tuple[int, ...]
@@ -36,14 +36,14 @@ class TensorHeader:
 
 
 def load_checkpoint(decoder: Decoder, checkpoint_dir: Path) -> None:
-    """Fill the decoder from the folder's safetensors. Raises what `check_checkpoint` does, before any is read."""
+    """Load the decoder from the folder's safetensors. Raises as `check_checkpoint`, before any tensor is read."""
     _stream(*check_checkpoint(decoder, checkpoint_dir))
 
 
 def check_checkpoint(
     decoder: Decoder, checkpoint_dir: Path
 ) -> tuple[Mapping[str, WeightSlot], Mapping[str, TensorHeader]]:
-    """The decoder's slots and the tensors for them, from the files' headers alone; a decoder on "meta" will do.
+    """The decoder's slots and the headers of their tensors. Reads only headers; the decoder may be on "meta".
 
     Raises ConfigError naming the file (missing, truncated, not safetensors) or the tensors (missing, unexpected, wrong
     shape or type).
@@ -70,7 +70,7 @@ def check_checkpoint(
 
 
 def tensor_without_numbers(checkpoint_dir: Path) -> str:
-    """The first tensor that holds NaN or infinity, empty when there is none. Reads everything: for an error's words."""
+    """The first tensor with NaN or infinity, "" if there is none. Reads all weights: call it only for an error."""
     for file in checkpoint_files(checkpoint_dir):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a mapping)
@@ -81,9 +81,9 @@ def tensor_without_numbers(checkpoint_dir: Path) -> str:
 
 
 def draw_dummies(decoder: Decoder, seed: int) -> None:
-    """Random weights, made on the decoder's device in its dtype, that keep activations at the scale of a trained model.
+    """Draw random weights on the decoder's device, scaled so that activations have the scale of a trained model.
 
-    They pass through the same slots as a checkpoint's, so a quantisation method sees them as it would see real ones.
+    They load through the same slots as a checkpoint, and so through the quantisation methods.
     """
     device, dtype = decoder.context.device, decoder.context.dtype
     generator = torch.Generator(device).manual_seed(seed)
@@ -113,7 +113,7 @@ def checkpoint_files(checkpoint_dir: Path) -> list[Path]:
 
 
 def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
-    """Every tensor of the files. Raises ConfigError for a file that is not whole, or a tensor stored twice."""
+    """The headers of all tensors. Raises ConfigError for a truncated file or a tensor stored twice."""
     headers: dict[str, TensorHeader] = {}
     for file in files:
         try:
@@ -148,14 +148,14 @@ def _check(slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader],
 
 
 def _in_place_of(name: str, slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader]) -> str:
-    """What is stored instead of the module that the tensor is of: config.json says of it other than was stored."""
+    """The stored tensors of a module whose form in the files contradicts config.json, for an error."""
     module = name.rpartition(".")[0]
     others = [other for other in headers if other.rpartition(".")[0] == module and other not in slots]
     return f"; of that module it has {_listed(others)}" if others else ""
 
 
 def _long_axes(shape: tuple[int, ...]) -> list[int]:
-    """An axis of one says nothing: a scale is stored as [], [1] or [1, 1], scales of channels as a column or a row."""
+    """Axes longer than 1: scalar scales are stored as [], [1] or [1, 1], channel scales as a column or a row."""
     return [size for size in shape if size != 1]
 
 
@@ -165,7 +165,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _stream(slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader]) -> None:
-    """Indices first; then file by file, in the slots' order within each: merged layers become whole, and are packed,
+    """Load indices first, then file by file in the order of the slots, so that merged layers are completed and packed
     one after another."""
     stored = {name: slot for name, slot in slots.items() if name in headers}
     for is_index in (True, False):

@@ -100,7 +100,7 @@ class GenerateStream:
 
 
 async def together(parts: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """All results, in order. After the first ApiError the others get END_TIMEOUT_S to end by themselves.
+    """All results, in order. After the first ApiError the others get GRACE_S to end by themselves.
 
     Often they end with the same error, and must not be cancelled in that moment (see _drain).
     """

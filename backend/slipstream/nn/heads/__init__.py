@@ -1,1 +1,1 @@
-"""Small modules beside a decoder that guess its next tokens: Medusa heads, MTP modules, EAGLE heads."""
+"""Draft heads of a decoder: Medusa heads, MTP modules, EAGLE heads."""

@@ -1,5 +1,5 @@
-"""Vocabulary matrices of drafting. A GPU multiplies by them in FP8 where it can: they are the most of what a draft
-reads, and what rounding turns over is a guess, never a token.
+"""Vocabulary matrices of draft heads, in FP8 on GPUs that support it: they are most of the bytes that a draft reads,
+and rounding can change only drafts, never accepted tokens.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""EAGLE heads: one decoder layer that continues the model's features, and guesses a token from each.
+"""EAGLE heads: one decoder layer that predicts the model's next features, and a draft token from each.
 
 EAGLE and EAGLE-2: x = W [embedding(t[i+1]); f[i]], f the final hidden state; the layer has no input norm, its output is
 f[i+1], and the model's own head reads it. EAGLE-3: g = W [low; middle; high layer's states], the layer attends over
@@ -52,7 +52,7 @@ def own_names(stored: Mapping[str, T]) -> tuple[dict[str, T], bool]:
     """What a head stores, by the names of EagleHead.slots, and whether it is EAGLE-3's."""
     plain = {name.removeprefix("model."): value for name, value in stored.items()}
     is_third = any(name.startswith("midlayer.") for name in plain)
-    left_out = {"t2d"}  # the same map as d2t the other way round
+    left_out = {"t2d"}  # the inverse of d2t
     if not is_third:
         left_out.add("lm_head.weight")  # the model's own
     own = {name.replace("midlayer.", "layers.0."): value for name, value in plain.items() if name not in left_out}

@@ -1,7 +1,7 @@
-"""Medusa heads: each guesses one more token ahead from the model's last hidden state. Source: arXiv:2401.10774.
+"""Medusa heads: each drafts one token from the model's last hidden state. Source: arXiv:2401.10774.
 
-Head i (from 0) guesses the token i + 2 places after the hidden state's own: x = x + SiLU(W x + b), `medusa_num_layers`
-times, then a vocabulary matrix of its own, or the model's where the checkpoint has none.
+Head i (from 0) predicts token t + i + 2 from the hidden state of token t: x = x + SiLU(W x + b), `medusa_num_layers`
+times, then its own vocabulary matrix, or the model's if the checkpoint has none.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ DUMMY_HEADS = 4
 
 
 def is_wanted(name: str) -> bool:
-    """Whether a stored tensor is a head's: Medusa-2's files hold the model as well."""
+    """Whether a stored tensor belongs to a head: files of Medusa-2 contain the model too."""
     return _NAME.search(name) is not None
 
 
 def own_names(stored: Mapping[str, T]) -> dict[str, T]:
-    """By names like 0.0.linear.weight: head, layer, what."""
+    """Tensors by names like 0.0.linear.weight: head, layer, parameter."""
     return {".".join(match.groups()): value for name, value in stored.items() if (match := _NAME.search(name))}
 
 
@@ -47,7 +47,7 @@ def count_layers(names: Iterable[str]) -> int:
 class MedusaHeads:
     """weight: [num_layers, num_heads, hidden, hidden], bias: [num_layers, num_heads, 1, hidden].
 
-    vocabulary: a layer per head, or None.
+    vocabulary: one linear per head, or None.
     """
 
     def __init__(self, target: Decoder, num_heads: int, num_layers: int, has_vocabulary: bool) -> None:
@@ -64,7 +64,7 @@ class MedusaHeads:
 
     @classmethod
     def empty(cls, target: Decoder, folder: Path | None) -> MedusaHeads:
-        """What the files' headers imply; without a folder, four heads of one layer and a vocabulary matrix each."""
+        """Unloaded heads of the files' shapes; without a folder, four heads of one layer and a vocabulary matrix."""
         if folder is None:
             return cls(target, DUMMY_HEADS, 1, has_vocabulary=True)
         shapes = own_names(read_shapes(FIELD, folder, is_wanted))

@@ -1,7 +1,7 @@
 """A multi-token-prediction module in DeepSeek-V3's layout: one decoder layer over (next token, hidden state) pairs.
 
-h' = layer(W [norm(embedding(t[i+1])); norm(h[i])]) guesses t[i+2]; fed with its own guess and output it goes on, so one
-module makes as many drafts as wanted. The layer is the model's own kind of layer. Source: arXiv:2412.19437.
+h' = layer(W [norm(embedding(t[i+1])); norm(h[i])]) predicts t[i+2]; fed with its own draft and output it predicts
+further tokens. The layer is of the model's kind. Source: arXiv:2412.19437.
 """
 
 from __future__ import annotations

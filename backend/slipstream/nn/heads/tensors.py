@@ -1,5 +1,5 @@
-"""Published head checkpoints: safetensors or pickled state dicts -> the slots of a module. A key too few or too many is
-an error that names it, before anything is loaded.
+"""Loads published head checkpoints (safetensors or pickled state dicts) into the slots of a module. Missing and
+unexpected keys are errors that name them, before anything is loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.weight_slot import WeightSlot
 
 T = TypeVar("T")
-# what torch raises for bytes that are no pickle of tensors, besides RuntimeError
+# raised by torch for bytes that are no pickle of tensors, besides RuntimeError
 _NO_PICKLE = (pickle.UnpicklingError, EOFError, LookupError, TypeError, ValueError, AttributeError)
 _PATTERNS = ("*.safetensors", "*.bin", "*.pt")
 
@@ -32,13 +32,13 @@ def read_tensors(field: str, folder: Path, wanted: Callable[[str], bool] = lambd
 def read_shapes(
     field: str, folder: Path, wanted: Callable[[str], bool] = lambda name: True
 ) -> dict[str, tuple[int, ...]]:
-    """Their shapes alone: nothing is read but headers. Raises ConfigError as read_tensors does."""
+    """Shapes of the tensors, from headers only. Raises ConfigError as read_tensors does."""
     return _read_folder(field, folder, wanted, _Reading("meta", _stored_shape, lambda tensor: tuple(tensor.shape)))
 
 
 @dataclass(frozen=True)
 class _Reading(Generic[T]):
-    """What is read of each tensor: by name of a safetensors file; of a tensor that was unpickled to `device`."""
+    """The value to read for each tensor, from a safetensors file by name or from a tensor unpickled to `device`."""
 
     device: str
     of_file: Callable[[Any, str], T]
@@ -54,7 +54,7 @@ def _stored_shape(file: Any, name: str) -> tuple[int, ...]:
 
 
 def _read_folder(field: str, folder: Path, wanted: Callable[[str], bool], reading: _Reading[T]) -> dict[str, T]:
-    """Of the first pattern whose files hold anything."""
+    """Read the files of the first pattern that has any tensors."""
     if not folder.is_dir():
         raise ConfigError(field, str(folder), "no such folder")
     for pattern in _PATTERNS:
@@ -110,7 +110,7 @@ def _read_file(field: str, file: Path, wanted: Callable[[str], bool], reading: _
 
 
 def _unpickle(field: str, file: Path, wanted: Callable[[str], bool], device: str) -> dict[str, Tensor]:
-    """A state dict of tensors and nothing else: code in a pickle is never run."""
+    """Unpickle a state dict of tensors; code in a pickle is never run."""
     try:
         stored = torch.load(file, map_location=device, weights_only=True)
     except _NO_PICKLE as error:
