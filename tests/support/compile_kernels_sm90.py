@@ -1,6 +1,6 @@
 """Compile every Triton-lang kernel to a cubin for sm_90, without a GPU.  Run as a script, TRITON_INTERPRET unset.
 
-The interpreter accepts more than the compiler does: this is what stops such a kernel before it meets a GPU.
+The interpreter accepts more than the compiler does; this finds such kernels without a GPU.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """One call of ops.decode_attention; slots that no request owns hold the worst that their type can hold."""
+    """One call of ops.decode_attention; slots that no request owns hold NaN or the extreme value of their type."""
 
     q: torch.Tensor
     key_cache: torch.Tensor
@@ -90,7 +90,7 @@ def _random_cache(
         low, high = (-127, 128) if dtype == torch.int8 else (0, 256)
         cache = torch.randint(low, high, (*shape[:3], width), generator=generator).to(dtype)
         scale = (0.2 + torch.rand(shape[:3], generator=generator)) * (1.7 / 127 if dtype == torch.int8 else 1.7 / 7)
-        if dtype == torch.uint8:  # as int4 is written
+        if dtype == torch.uint8:  # int4
             scale *= torch.randint(0, 2, shape[:3], generator=generator) * 2 - 1
         return cache, scale.masked_fill(~owned[:, None].expand(shape[:3]), float("nan"))
     values = torch.randn(shape, generator=generator)
@@ -101,7 +101,7 @@ def _random_cache(
 
 
 def chain_or_tree(case: DecodeCase, seed: int = 0) -> DecodeCase:
-    """The case with a random draft tree per request: parents come first, a row sees its ancestors and itself."""
+    """The case with a random draft tree per request: parents precede children, a row sees its ancestors and itself."""
     generator = torch.Generator().manual_seed(seed)
     starts, masks, positions = case.query_start_loc.tolist(), [], []
     for request, seq_len in enumerate(case.seq_lens.tolist()):

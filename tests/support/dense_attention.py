@@ -1,7 +1,4 @@
-"""An independent paged attention for tests: token by token lookup, materialised mask and softmax, fp64.
-
-Slow and obvious.
-"""
+"""An independent paged attention for tests: token by token lookup, materialised mask and softmax, fp64. Slow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A proposer that knows the text to come and drafts it, with wrong tokens in between and beside it."""
+"""A proposer that knows the output and drafts it, with wrong tokens in between and as other branches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
 from slipstream.worker.spec_decode.interface import Drafts, Wish
 
-WRONG = 5  # a token that no test's text holds for long
+WRONG = 5  # a token that is rare in the tests' texts
 
 
 class Oracle:
@@ -58,5 +58,5 @@ class Oracle:
 
 
 def consult(engine: Engine, oracle: Oracle) -> None:
-    """Let the oracle stand in for the n-gram proposer of an engine."""
+    """Replace the n-gram proposer of an engine by the oracle."""
     engine._speculator._proposers["ngram"] = engine._speculator._drafters["ngram"] = oracle

@@ -1,4 +1,4 @@
-"""Engines for tests, and a loop that runs them to the end on the calling thread."""
+"""Engines for tests, and a loop that runs them to completion on the calling thread."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make_engine(
     speculation: SpeculationConfig | None = None,
     guided: GuidedConfig | None = None,
 ) -> Engine:
-    """A small engine on the CPU: blocks of 8 tokens, room for everything unless told otherwise."""
+    """A small engine on the CPU with blocks of 8 tokens, large enough for all tests by default."""
     config = EngineConfig(
         model=replace(ModelConfig(model=str(checkpoint), device="cpu"), **(model or {})),
         cache=replace(CacheConfig(block_size=8, num_blocks=512), **(cache or {})),
@@ -44,7 +44,7 @@ def make_engine(
 
 @dataclass
 class Told:
-    """All that the engine said of one sequence."""
+    """All outputs of one sequence."""
 
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -75,9 +75,9 @@ def run_steps(engine: Engine, told: dict[Request, Told], num_steps: int = MAX_ST
 
 
 def run_all(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Told]:
-    """Submit everything at once and run to the end; what was told of each prompt's first sequence, in order.
+    """Submit all requests at once and run to completion; returns the outputs of each prompt's first sequence.
 
-    Afterwards no block may be in use.
+    Asserts that no block is in use afterwards.
     """
     each = params if isinstance(params, list) else [params] * len(prompts)
     requests = [Request(list(prompt), wanted, handle=i) for i, (prompt, wanted) in enumerate(zip(prompts, each))]

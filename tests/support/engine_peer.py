@@ -1,4 +1,4 @@
-"""The engine's end of the socket under test: the test is the backend, a null model serves in this process."""
+"""Tests the engine's end of the socket: the test plays the backend, a null model serves in this process."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TIMEOUT_S = 60
 
 
 def completed(config: dict[str, Any], parameters: dict[str, Any]) -> str:
-    """A model's config as the C++ side sends it: with the policy that config.pbtxt left out."""
+    """A model's config as the C++ side sends it, with the transaction policy filled in."""
     values = {key: {"string_value": str(value)} for key, value in parameters.items()}
     return json.dumps({**config, "parameters": values, "model_transaction_policy": {"decoupled": True}})
 
 
 class Backend:
-    """The other end: listens, sends frames, keeps what comes back by kind."""
+    """The backend's end: listens, sends frames, stores received frames by kind."""
 
     def __init__(self, folder: Path) -> None:
         self.path = str(folder / "engine.sock")
@@ -43,7 +43,7 @@ class Backend:
         assert self.next(FrameType.HELLO) == wire.encode_hello(TOKEN)[wire.FRAME_HEADER_BYTES :]
 
     def next(self, kind: FrameType) -> bytes:
-        """The next frame of a kind; METRICS frames on the way are passed over."""
+        """The next frame of a kind; skips METRICS frames."""
         while True:
             while self._received:
                 got, payload = self._received.pop(0)
@@ -66,7 +66,7 @@ class Backend:
         self.connection.sendall(wire.encode_request(raw))
 
     def responses_of(self, handle: int) -> list[wire.Response]:
-        """All responses of one request, to its last; those of others are dropped."""
+        """All responses of one request up to its final one; drops those of others."""
         found: list[wire.Response] = []
         while not (found and found[-1].flags & ResponseFlag.FINAL):
             found += [r for r in wire.decode_responses(self.next(FrameType.RESPONSES)) if r.handle == handle]
@@ -100,7 +100,7 @@ class InThread:
         return self.status
 
     def slow_down(self, step_s: float) -> None:
-        """So that a request is still running when the test does something to it."""
+        """Slow down steps, so that a request is still running when the test acts on it."""
         step = self.server._engine.step
 
         def slow() -> Any:

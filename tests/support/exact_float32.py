@@ -1,4 +1,4 @@
-"""float32 products of cuBLAS in full precision, for tests that compare texts of float32 models."""
+"""Full-precision float32 products of cuBLAS, for tests that compare texts of float32 models."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def exact_float32() -> Iterator[None]:
-    """TF32 is off inside and as before afterwards.
+    """Disable TF32 inside the block.
 
-    Not by monkeypatch: the switch is computed by torch.backends.cuda.matmul and is in no `__dict__`, so what pytest
-    does to undo is to delete it, which that object refuses.
+    Not by monkeypatch: the switch is computed by torch.backends.cuda.matmul and not in its `__dict__`, so pytest would
+    delete it to undo, which that object refuses.
     """
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False

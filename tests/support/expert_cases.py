@@ -1,4 +1,4 @@
-"""Operands of experts' products, what they stand for, and how far a result may be off."""
+"""Operands of experts' products, their exact values, and tolerances."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slipstream_kernels.ops import Fp8Rows, Int4Weight, Int8Rows, Routing
 
 
 def logits_of(num_tokens: int, num_experts: int, device, dtype=torch.float32) -> torch.Tensor:
-    """Of which the last expert is never chosen."""
+    """Router logits with which the last expert is never chosen."""
     logits = 2 * torch.randn(num_tokens, num_experts, device=device)
     logits[:, -1] = -40
     return logits.to(dtype)
@@ -17,7 +17,7 @@ def logits_of(num_tokens: int, num_experts: int, device, dtype=torch.float32) ->
 def rows_of(
     kind: str, num_rows: int, size: int, dtype: torch.dtype, device
 ) -> tuple[torch.Tensor | Fp8Rows | Int8Rows, torch.Tensor]:
-    """(operand, what it stands for in fp64)"""
+    """(operand, its exact value in fp64)"""
     x = torch.randn(num_rows, size, device=device).to(dtype)
     if kind == "int8":
         integers = ops.quantize_int8(x)

@@ -1,4 +1,4 @@
-"""A stand-in engine process: speaks the wire protocol and obeys scripts, so that the C++ backend is tested alone.
+"""A fake engine process: speaks the wire protocol and follows scripts, so that the C++ backend is tested alone.
 
 Started by the backend like the real one: fake_engine.py --socket PATH --token HEX.  Two places hold a script:
 the model's parameters (how to start: `load`, `step_ms`, `burst`, ...) and each request's text_input, which is JSON
@@ -54,7 +54,7 @@ class Running:
 
 
 def parse(request: wire.Request) -> Running:
-    """What a request's text_input (or its token_ids, for a detokenize model) asks for."""
+    """The script in a request's text_input (or its token_ids, for a detokenize model)."""
     inputs = {tensor.name: tensor for tensor in request.inputs}
     text = wire.bytes_elements(inputs["text_input"].data)[0] if "text_input" in inputs else b"x"
     if not text.startswith(b"{"):
@@ -65,7 +65,7 @@ def parse(request: wire.Request) -> Running:
 
 
 def describe(request: wire.Request) -> bytes:
-    """Everything of a request that crossed the wire, as JSON: tests compare it with what the client sent."""
+    """A received request as JSON; tests compare it with what the client sent."""
     seen = {
         "id": request.request_id,
         "timeout_us": request.timeout_us,
@@ -118,7 +118,7 @@ class FakeEngine:
                     os.kill(os.getpid(), signal.SIGKILL)
 
     def admit(self, request: wire.Request) -> None:
-        if request.requested_outputs == ("seen",):  # a client that names no outputs is reported as asking for all
+        if request.requested_outputs == ("seen",):  # a client that names no outputs requests all
             data = wire.bytes_tensor([describe(request)])
             self.send([wire.tensor_response(request.handle, 1, [(SEEN, (1,), data)])])
             return
@@ -188,7 +188,7 @@ class FakeEngine:
 
 
 def stray_connections(path: str, token: bytes) -> None:
-    """What a confused or hostile process might do to the socket before the engine says hello."""
+    """Connections of broken or hostile processes before the engine's HELLO."""
     silent = socket.socket(socket.AF_UNIX)
     silent.connect(path)
     for data in (b"GET / HTTP/1.1\r\n\r\n" * 4, b"\x00" * 3, wire.encode_hello(b"\x00" * 16), b"\xff" * 27):
@@ -199,7 +199,7 @@ def stray_connections(path: str, token: bytes) -> None:
     globals()["_keep_open"] = silent
     if os.geteuid() != 0:
         return
-    other_user = os.fork()  # who even has the right token
+    other_user = os.fork()  # has the right token
     if other_user == 0:
         os.setuid(65534)
         stray = socket.socket(socket.AF_UNIX)
@@ -210,7 +210,7 @@ def stray_connections(path: str, token: bytes) -> None:
 
 
 def start_up(connection: socket.socket, config: wire.Config) -> None:
-    """Obey the model parameter `load` (ok, fail, die, garbage); fail_file and slow_file act while that file exists."""
+    """Follow model parameter `load` (ok, fail, die, garbage); fail_file and slow_file act while that file exists."""
     options = {name: value["string_value"] for name, value in json.loads(config.config_json)["parameters"].items()}
     load = options.get("load", "ok")
     if "fail_file" in options:

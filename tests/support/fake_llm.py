@@ -1,8 +1,8 @@
-"""A fake model over a fake KV cache, to drive core/scheduler.py without torch and to notice any wrong block.
+"""A fake model over a fake KV cache, which drives core/scheduler.py without torch and detects any wrong block.
 
-Each slot of the cache holds the hash of the whole prefix that was "computed" into it, and a token is sampled only after
-every slot of the request's block table has been compared with its own tokens: a block that was lost, shared wrongly or
-used twice fails there. With num_ahead=1 each step is scheduled before the one before it is committed.
+Each slot of the cache stores the hash of the prefix "computed" into it. Before a token is sampled, every slot of the
+request's block table is compared with its tokens, which detects blocks that were lost, shared wrongly or used twice.
+With num_ahead=1 each step is scheduled before the previous one is committed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def next_token(token_ids: list[int], seed: int = 0) -> int:
 
 
 def continuation(prompt: list[int], num_tokens: int, seed: int = 0) -> list[int]:
-    """What a request without any stop condition must emit."""
+    """The expected output of a request without stop conditions."""
     token_ids = list(prompt)
     for _ in range(num_tokens):
         token_ids.append(next_token(token_ids, seed))
@@ -70,7 +70,7 @@ class FakeLLM:
         return outputs
 
     def _token_ids(self, request: Request) -> list[int]:
-        """Those that the host knows and those that only the fake device knows."""
+        """Token ids known to the host, then those known only to the fake device."""
         rows = [(row, new) for step, sampled in self.flights for row, new in zip(step.requests, sampled)]
         return request.token_ids + [token for row, new in rows if row.request is request for token in new]
 
@@ -127,13 +127,13 @@ def make_llm(num_blocks: int = 64, max_model_len: int = 200, caching: bool = Tru
 
 
 def make_request(prompt: list[int] | int, max_tokens: int = 8, priority: int = 0, **params: object) -> Request:
-    """A number stands for a prompt of that many tokens that shares no prefix with another length."""
+    """prompt: token ids, or a length: such prompts of different lengths share no prefix."""
     token_ids = [prompt] * prompt if isinstance(prompt, int) else prompt
     return Request(token_ids, SamplingParams(max_tokens=max_tokens, **params), priority=priority)  # type: ignore[arg-type]
 
 
 def check_blocks(scheduler: Scheduler) -> None:
-    """Assert that reference counts are exactly what the live requests hold, and that nobody else holds anything."""
+    """Assert that the reference counts are exactly those of the live requests."""
     cache: KVCacheManager = scheduler.cache
     cache.pool.check()
     counts = [0] * cache.num_blocks

@@ -1,6 +1,6 @@
-"""Triton's gRPC with models that are functions of a test: what `guarded` calls, without a server.
+"""A fake of Triton's gRPC for `guarded`, with models that are functions of a test.
 
-The LLM's function gives the pieces of its answer; "safety" flags texts with BAD in them, "quality" gives 0.5.
+The LLM's function returns the pieces of its answer; "safety" flags texts containing BAD, "quality" returns 0.5.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import deserialize_bytes_tensor, np_to_triton_dtype, serialize_byte_tensor
 
 Llm = Callable[["FakeModels", Any], Iterator[str]]
-ERROR = "error: "  # a piece that begins so is an error
+ERROR = "error: "  # prefix of a piece that is an error
 
 
 class FakeModels(service_pb2_grpc.GRPCInferenceServiceServicer):

@@ -1,6 +1,6 @@
-"""A stand-in for `triton_python_backend_utils`, which exists inside Triton's stub process only.
+"""A fake of `triton_python_backend_utils`, which exists only inside Triton's stub process.
 
-As much of it as slipstream.encoders imports and `guarded` needs: a request, its response sender, tensors and errors.
+Contains what slipstream.encoders uses: a request, its response sender, tensors and errors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class InferenceResponse:
 
 @dataclass
 class Sender:
-    """is_gone: the client cancelled, or what asking about it raises; has_ended: set by the final flag."""
+    """is_gone: whether the client cancelled, or the exception of that query; has_ended: set by the final flag."""
 
     sent: list[InferenceResponse] = field(default_factory=list)
     num_ends: int = 0

@@ -1,6 +1,6 @@
-"""Stands in for the module `tensorrt`: the calls of its documented Python API that this project makes, on a CPU.
+"""A fake of the module `tensorrt` on a CPU: the calls of its documented Python API that this project makes.
 
-An engine's output is the sum of the input ids of each row, so that padding which reached a result would show.
+An engine's output is the sum of the input ids of each row, which detects padding in results.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FakeContext:
 
 
 class FakeTensorRt(ModuleType):
-    """One build and its engine; the attributes in lower case say what was asked for."""
+    """One build and its engine; lower-case attributes record the requested options."""
 
     __version__ = "10.0"
 

@@ -1,10 +1,10 @@
-"""A stand-in for Triton's gRPC with scripted models, so that the gateway is tested alone: answers, faults and all.
+"""A fake of Triton's gRPC with scripted models, so that the gateway is tested alone.
 
 A prompt is JSON such as {"pieces": ["Hel", "lo"], "fail": ["UNAVAILABLE", "the engine died"]}: the pieces are sent one
-by one, then the request ends or fails. {"hang": true} sends no more until its own client cancels. `cancelled` is set
-by a client that leaves before the end of what it asked for, and by no other. The model `blocking` has
-the tensors of model_repository/guarded but counts no tokens; {"blocked": ["answer", "violence"]} are its last
-response's reason and categories.
+by one, then the request ends or fails. {"hang": true} sends nothing more until its client cancels. `cancelled` is set
+only by a client that leaves before the end of its answer. The model `blocking` has the tensors of
+model_repository/guarded but counts no tokens; {"blocked": ["answer", "violence"]} are the reason and categories of its
+last response.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which examples Hypothesis tries: in `make test` always the same ones, in a deeper run new ones each time.
+"""Profiles of Hypothesis: `make test` always tries the same examples, a deeper run new ones.
 
-A commit must not fail for an example that its parent would have failed for too. New examples are looked for by
+A commit must not fail for an example for which its parent fails too. Search for new examples with
 
     pytest --hypothesis-profile=deep tests/unit tests/encoders tests/server/test_tool_parsers.py
 
-as often as one likes; what that finds is mended, and kept as an `@example`.
+and keep each finding as an `@example`.
 """
 
 from __future__ import annotations

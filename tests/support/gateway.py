@@ -1,4 +1,4 @@
-"""A gateway as `slipstream serve-openai` starts it, in a process of its own, for tests and benchmarks."""
+"""A gateway as `slipstream serve-openai` starts it, as a subprocess, for tests and benchmarks."""
 
 from __future__ import annotations
 

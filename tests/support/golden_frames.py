@@ -1,4 +1,4 @@
-"""One sample of every frame type: what tests/golden/frames.txt was made from, and what both ends are held against."""
+"""One sample of every frame type: the source of tests/golden/frames.txt, with which both ends are compared."""
 
 from __future__ import annotations
 

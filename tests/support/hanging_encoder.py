@@ -1,4 +1,4 @@
-"""A stand-in for `safety` and `quality` in Triton's Python backend that lets everything pass, or hangs.
+"""A fake of `safety` and `quality` in Triton's Python backend that passes every text, or hangs.
 
 It hangs while the file `hang` is in its folder. `write_hanging_encoder` puts it into a model repository; the rest of
 this file is that model's model.py.
@@ -27,7 +27,7 @@ instance_group { kind: KIND_CPU count: 1 }
 
 
 def write_hanging_encoder(repository: Path, name: str) -> Path:
-    """Returns the file that makes it hang as long as it is there."""
+    """Returns the file whose existence makes it hang."""
     (repository / name / "1").mkdir(parents=True)
     (repository / name / "config.pbtxt").write_text(f'name: "{name}"{_CONFIG}')
     shutil.copy(__file__, repository / name / "1/model.py")

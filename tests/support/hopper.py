@@ -1,4 +1,4 @@
-"""Tests of CUDA kernels: which need a Hopper GPU, and what its compiler says of a kernel where there is none."""
+"""Support for tests of CUDA kernels: the Hopper GPU, and checks of compiler reports without a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ needs_hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
 
 
 def hopper_device() -> torch.device:
-    """The GPU that kernels are built for and run on; skips where there is none, or no compiler."""
+    """The GPU that kernels are built for and run on; skips the test without a GPU or compiler."""
     if not IS_HOPPER:
         pytest.skip("no Hopper GPU")
     require_nvcc()
@@ -32,8 +32,8 @@ def require_nvcc() -> Path:
 
 
 def assert_compiles_well(source: str, defines: Sequence[str]) -> None:
-    """No kernel of the library keeps registers in memory, or has warpgroup products that wait for each other; and it
-    takes as many registers as are recorded."""
+    """Assert that no kernel of the library spills registers or serialises wgmma, and that each uses the recorded number
+    of registers."""
     command = [str(require_nvcc()), *build.FLAGS, *(f"-D{define}" for define in defines), "-Xptxas=-v"]
     command += [*(f"-I{path}" for path in build.include_folders()), *build.library_flags(require_nvcc())]
     command += [str(build.SOURCE_FOLDER / source)]

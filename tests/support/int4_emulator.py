@@ -1,5 +1,5 @@
-"""What the CUDA kernels of 4-bit weights compute, instruction by instruction, on the CPU: codecs by their bits, sums in
-the order of groups and CTAs.  Tests compare it with the reference, and the GPU's tests compare the kernels with it."""
+"""Emulates CUDA kernels of 4-bit weights on the CPU, instruction by instruction: bit-exact codecs, sums in the order
+of groups and CTAs.  CPU tests compare it with the reference, GPU tests compare the kernels with it."""
 
 from __future__ import annotations
 

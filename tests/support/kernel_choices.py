@@ -1,9 +1,9 @@
-"""Which kernel a product of a real model goes to, by rows and by the GPU's number of multiprocessors.  No GPU needed.
+"""The kernel chosen for each product of real models, by rows and number of multiprocessors.  No GPU needed.
 
-    python tests/support/kernel_choices.py        writes tests/golden/kernel_choices.txt anew
+    python tests/support/kernel_choices.py        rewrites tests/golden/kernel_choices.txt
 
-The functions that choose at run time, gemm/choose.py and moe/choose.py, make the table.  How many
-clusters of CTAs run at once is what an H200 says (132 multiprocessors), in proportion for others.
+The table is made by the functions that choose at run time, gemm/choose.py and moe/choose.py.  The number of concurrent
+clusters of CTAs is that of an H200 (132 multiprocessors), scaled for other GPUs.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The record of what nvcc makes of every CUDA kernel: registers and spilled bytes.  No GPU needed.
+"""Records registers and spilled bytes of every CUDA kernel as nvcc compiles it.  No GPU needed.
 
     python tests/support/kernel_manifest.py [--jobs N] [--keep DIR]
 
-writes tests/golden/cuda_kernels.json anew: a line a library, the registers of its kernels in descending order and the
-bytes that they spill.  That takes a quarter of an hour of one core, and ten minutes more with CUTLASS's headers at hand
-(python -m slipstream_kernels.cuda.cutlass); without them their lines stay as they are.  --keep leaves the cubins there,
-to compare machine code before and after a change.
+rewrites tests/golden/cuda_kernels.json: per library the registers of its kernels, descending, and their spilled bytes.
+Takes 15 minutes on one core, and 10 more with CUTLASS's headers (python -m slipstream_kernels.cuda.cutlass), without
+which the lines of its kernels are kept.  --keep stores the cubins in DIR, to compare machine code before and after a
+change.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def name_of(variant: Variant) -> str:
 
 
 def compile_variant(variant: Variant, keep: Path | None = None, flags: Sequence[str] = ()) -> Compiled:
-    """Compile the device code alone.  Raises KernelBuildError with the compiler's words."""
+    """Compile the device code only.  Raises KernelBuildError with the compiler's message."""
     nvcc = build.find_nvcc()
     assert nvcc is not None, "nvcc is not installed"
     source, defines = variant
@@ -66,7 +66,7 @@ def compile_variant(variant: Variant, keep: Path | None = None, flags: Sequence[
 
 
 def read_report(text: str) -> Compiled:
-    """What ptxas says with -v."""
+    """Parse the output of ptxas -v."""
     registers = sorted((int(count) for count in re.findall(r"Used (\d+) registers", text)), reverse=True)
     spilled = sum(int(count) for count in re.findall(r"(\d+) bytes spill", text))
     warnings = tuple(line for line in text.splitlines() if re.search(r"\(C75\d\d\)|serialized", line))
@@ -93,7 +93,7 @@ def load() -> tuple[str, dict[str, tuple[list[int], int]]]:
 
 
 def recorded(variant: Variant) -> tuple[list[int], int] | None:
-    """Of a library, where this nvcc is the recorded one; else None."""
+    """The record of a library if this nvcc is the recorded version, else None."""
     version, libraries = load()
     return libraries[name_of(variant)] if version == compiler_version() else None
 

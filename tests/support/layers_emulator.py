@@ -1,4 +1,4 @@
-"""The kernel of all layers on a CPU: its own device code, compiled for the host over tests/support/hopper_emulator."""
+"""The fused decode kernel on a CPU: its device code, compiled for the host over tests/support/hopper_emulator."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cuda_include() -> Path | None:
 
 @lru_cache
 def library(defines: tuple[str, ...]) -> ctypes.CDLL:
-    """Headers of the kernel beside the emulator's, in whose favour names are resolved."""
+    """Compile the kernel with the emulator's headers first in the include path."""
     folder = Path(mkdtemp(prefix="layers-emulator-"))
     for part in ("decode_layers", "params"):
         shutil.copytree(build.DEVICE_CODE / part, folder / part)
@@ -95,7 +95,7 @@ def draw_weight(out_features: int, in_features: int, kind: str, device: torch.de
 
 
 def draw_cache(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> KvCache:
-    """Random keys, of which those past a sequence must not be seen: some blocks of a former owner are NaN."""
+    """A random cache; some blocks that must not be read hold NaN."""
     shape = (sizes.num_blocks, sizes.kv_heads, sizes.block_size, 128)
     scales = (0.5 + torch.rand(2, sizes.kv_heads, device=device)).unbind() if dtype == FP8_DTYPE else None
     cache = empty_kv_cache(shape, dtype, device, scales)

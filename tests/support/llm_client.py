@@ -21,7 +21,7 @@ TIMEOUT_S = 2 * PATIENCE_S
 
 @dataclass
 class Answer:
-    """Everything that came back for one request: output arrays per response, the error that ended it, arrival times."""
+    """All responses to one request: output arrays per response, the error that ended it, arrival times."""
 
     responses: list[dict[str, np.ndarray]] = field(default_factory=list)
     error: str = ""

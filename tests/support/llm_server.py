@@ -1,4 +1,4 @@
-"""The server that tests of the whole system share: the project's own model repository with the demo model.
+"""The server shared by tests of the whole system: the project's model repository with the demo model.
 
 Started once per test session (a start costs seconds). Variants of `llm`, for tests that need other settings, are
 written into the same repository and loaded while their test runs.
@@ -94,7 +94,7 @@ class LlmServer(TritonServer):
         return sum(v for name, v in samples if name.partition("{")[0] == family and all(w in name for w in wanted))
 
     def settled(self, family: str, model: str = "llm", **labels: str) -> float:
-        """A counter that has come to rest: an engine tells its numbers up to a quarter of a second late."""
+        """A counter that has stopped changing: an engine publishes its metrics up to 0.25 s late."""
         self.wait_idle(model)
         seen, value = -1.0, self.metric(family, model, **labels)
         while value != seen:
@@ -109,9 +109,9 @@ class LlmServer(TritonServer):
         self.wait_until(lambda: self.metric(family, model, **labels) == value, what)
 
     def wait_idle(self, model: str = "llm", timeout_s: float = PATIENCE_S) -> None:
-        """Until nothing runs, every KV block is back and the metrics have settled (they lag by a quarter of a second).
+        """Wait until nothing runs, every KV block is free and the metrics are stable (they lag by 0.25 s).
 
-        Fails with the figures when something stays behind.
+        Fails with the figures if something remains.
         """
         families = ("slipstream_requests_running", "slipstream_requests_waiting", "slipstream_kv_blocks_used")
         deadline, seen = time.monotonic() + timeout_s, -1.0

@@ -1,6 +1,6 @@
-"""Runs a Decoder over whole sequences through a paged cache, for tests of the model code: no scheduler, no engine.
+"""Runs a Decoder over whole sequences through a paged cache, without scheduler and engine.
 
-Each request owns a shuffled, non-contiguous set of blocks, so that a mistake in block tables or slots cannot hide.
+Each request owns a shuffled, non-contiguous set of blocks, which exposes errors in block tables and slots.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def poisoned(cache: ops.KvCache) -> ops.KvCache:
-    """Every bit set: NaN in float types, fp8 and scales, so that a slot that is read before it was written shows."""
+    """Set every bit: NaN in float types, fp8 and scales, which exposes reads of unwritten slots."""
     for tensor in cache.block_tensors:
         tensor.view(torch.uint8).fill_(0xFF)
     return cache
@@ -66,7 +66,7 @@ class PagedForward:
             self.num_computed_tokens[request] += count
 
     def step_last(self, num_scheduled_tokens: dict[int, int], wanted: Sequence[int]) -> Tensor:
-        """The same, but the last layer computes the last rows of the wanted requests alone: their logits."""
+        """As `step`, but the last layer computes only the last rows of the wanted requests. Returns their logits."""
         batch = self._batch(num_scheduled_tokens)
         places = [place for place, request in enumerate(num_scheduled_tokens) if request in wanted]
         batch = replace(batch, logits_indices=batch.query_start_loc[1:][places].long() - 1)

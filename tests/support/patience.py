@@ -1,6 +1,6 @@
-"""Waiting in tests: for what must come, on however slow a machine.
+"""Waiting in tests, with time limits for slow machines.
 
-A test says what must hold and in which order, never how soon: a machine that stalls for half a second is no defect.
+A test checks what holds and in which order, never how soon: a machine that stalls for half a second is no defect.
 """
 
 from __future__ import annotations

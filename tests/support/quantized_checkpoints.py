@@ -1,4 +1,4 @@
-"""A tiny checkpoint of sizes that quantisation divides, variants of it stored quantised, and ways to compare them."""
+"""A tiny checkpoint with sizes that suit quantisation, quantised variants of it, and comparisons."""
 
 from __future__ import annotations
 

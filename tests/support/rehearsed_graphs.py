@@ -1,7 +1,7 @@
-"""CUDA graphs without a GPU: a replay computes again what would have been captured, over the same static tensors.
+"""CUDA graphs without a GPU: a replay runs the captured function again over the same static tensors.
 
-So everything around graphs runs as on a GPU: which step takes which, how it is padded and spread, static tensors that
-are written over, heads that draft in graphs behind verifications, and outputs that are good until the next replay only.
+Everything around graphs then runs as on a GPU: the choice of a graph, padding, static tensors that are overwritten,
+heads that draft in graphs after verifications, and outputs that are valid only until the next replay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from slipstream.worker.spec_decode.head_graphs import HeadGraphs
 
 
 class Rehearsal:
-    """run: what a graph would hold. Outputs of one pool lie in the same memory: a replay spoils those of the others."""
+    """run: the captured function. Outputs of one pool share memory: a replay poisons those of the other graphs."""
 
     def __init__(self, run: Callable[[], torch.Tensor], pool: list[torch.Tensor]) -> None:
         self._run, self._pool = run, pool
@@ -36,7 +36,7 @@ class Rehearsal:
 
 
 def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> None:
-    """From now on engines on a CPU have graphs for so many requests. Steps are measured as if all took as long."""
+    """Give engines on a CPU graphs for these numbers of requests. All steps measure as equally long."""
     pool: list[torch.Tensor] = []
 
     def capture(graphs: StepGraphs[Any], beside: StepGraphs[Any] | None = None) -> None:
@@ -62,7 +62,7 @@ def rehearse_graphs(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...]) -> 
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """All take as long, once they have run."""
+    """Run once; all functions measure as equally long."""
     run()
     return 1e-3
 

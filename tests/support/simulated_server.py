@@ -1,9 +1,8 @@
-"""A server whose steps take what one H200 took, run by a DraftPlanner: what it decides, and what that is worth.
+"""Simulates a server with the step times of one H200, to test the decisions of a DraftPlanner and their speed-up.
 
-Seconds are the 8B shape's in bf16 (docs/measurements). The planner is told those of an empty cache, and has to find
-out what 1,024 tokens of context add, as a server has to whose contexts are longer than those that it timed at start.
-Between measured sizes lie straight lines; verifications of 128 rows and more are put together from plain steps and
-products.
+Times are those of the 8B shape in bf16 (docs/measurements), interpolated linearly. The planner gets those of an empty
+cache and must measure the cost of 1,024 tokens of context, as on a server whose contexts are longer than at start.
+Verifications of 128 rows and more are estimated from plain steps and products.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def on_line(points: tuple[tuple[int, float], ...], place: float) -> float:
 
 
 def costs_of(method: str, most_drafts: int) -> StepCosts:
-    """As an engine measures them at start: of the graphs that it has."""
+    """Costs as an engine measures them at start, of its captured graphs."""
     lengths = {1 + most_drafts, *(length for length in (2, 4, 8, 16, 32) if length <= most_drafts)}
     shapes = sorted(
         {(size * length, size, length) for size in SIZES for length in lengths if size * length <= MOST_ROWS_OF_A_GRAPH}
@@ -57,7 +56,7 @@ def costs_of(method: str, most_drafts: int) -> StepCosts:
 
 @dataclass
 class Tally:
-    """seconds and tokens of the second half, when the planner knows what it can. chosen: drafts a request, by step."""
+    """seconds, tokens: of the second half, after the planner has learned. chosen: drafts per request, by step."""
 
     chosen: list[int]
     seconds: float = 0.0
@@ -70,7 +69,7 @@ class Tally:
 
 
 class SimulatedServer:
-    """paths: of a tree's drafts the rank at each level, in their order; a chain: zeros. rates: as in profiles.py."""
+    """paths: for each draft of a tree, the ranks along its path; a chain: zeros. rates: as in profiles.py."""
 
     def __init__(self, method: str, paths: list[tuple[int, ...]], rates: list[list[float]], seed: int = 0) -> None:
         self.method, self._paths, self._rates = method, paths, rates
@@ -80,7 +79,7 @@ class SimulatedServer:
         self.request.speculation = Speculation(method, len(paths), "exact")
 
     def seconds(self, num_requests: int, num_drafts: int, drafts_behind: bool) -> float:
-        """What a step really takes."""
+        """The simulated seconds of a step."""
         surplus = on_line(PLAIN_SURPLUS, num_requests) * MS
         size = next(size for size in SIZES if size >= num_requests)
         if not drafts_behind:
@@ -92,7 +91,7 @@ class SimulatedServer:
         return empty + surplus + more
 
     def kept(self, num_drafts: int) -> list[int]:
-        """Rows of one request that hold: row 1 + i is draft i."""
+        """Accepted rows of one request: row 1 + i is draft i."""
         rows, node = [0], ()
         places = {path: place for place, path in enumerate(self._paths[:num_drafts])}
         for level in self._rates:
@@ -113,7 +112,7 @@ class SimulatedServer:
         return tokens
 
     def run(self, planner: DraftPlanner, num_requests: int, num_steps: int, noise: float = 0.02) -> Tally:
-        """Steps of decodes alone, one launched behind the other; times vary by `noise`."""
+        """Run steps of decodes, each launched ahead; times vary by `noise`."""
         tally, verified = Tally([]), deque([0])
         for step in range(num_steps):
             planner.begin_step(num_requests)

@@ -1,4 +1,4 @@
-"""Steps as arrays, for tests of what takes them up."""
+"""Makes StepArrays for tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from slipstream.worker.input_batch import StepArrays
 
 
 def step_of(lengths: list[int], num_decodes: int | None = None, tree: bool = False) -> StepArrays:
-    """Requests of so many tokens after ten that are cached, all sampled."""
+    """A step of requests with these numbers of tokens after ten cached ones; all are sampled."""
     total, ends = sum(lengths), np.cumsum(lengths)
     return StepArrays(
         token_ids=np.arange(total) + 100,

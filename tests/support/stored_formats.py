@@ -1,4 +1,4 @@
-"""Every format that linear layers are stored in, and tensors drawn for it, without a library that writes them."""
+"""Every stored format of linear layers, with random tensors, made without the libraries that write them."""
 
 from __future__ import annotations
 

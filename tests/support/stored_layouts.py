@@ -1,6 +1,6 @@
-"""Tiny checkpoints of families that Hugging Face has no class for, or stores otherwise than they were published.
+"""Tiny checkpoints of families without a class in Hugging Face, or with another published layout.
 
-Each rewrites the folder of a model of the same maths, as the family's own code stores it.
+Each rewrites the folder of a model with the same maths to the family's published layout.
 """
 
 from __future__ import annotations

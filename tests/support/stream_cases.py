@@ -1,4 +1,4 @@
-"""Operands of weight-streaming products, and what the product is in fp64."""
+"""Operands of products with few rows, and the product in fp64."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def exact(case: Drawn) -> torch.Tensor:
 
 
 def quantised(case: Drawn) -> tuple[ops.Fp8Rows, Drawn]:
-    """The case with activations of e4m3 as the weight is scaled, and itself with what those stand for."""
+    """(e4m3 activations with scales that match the weight's, the case with the dequantised activations)"""
     x, *rest = case.operands
     rows = ops.quantize_fp8(x, ops.Fp8Scheme(128 if case.what.weights == "block" else 0))
     return rows, Drawn(case.what, (dequantize_rows(rows), *rest))
 
 
 def tolerance(case: Drawn, expected: torch.Tensor, sums: str = "cpu") -> torch.Tensor:
-    """What rounding may do: of the result to its dtype, and of the sums to fp32, in units of their terms' size.
+    """Bound of the rounding errors of the result's dtype and of fp32 sums, relative to the size of their terms.
 
-    sums: "cuda" if they are of FP8 tensor cores.
+    sums: "cuda" for sums of FP8 tensor cores.
     """
     rtol, atol = SCALED_MM[sums, torch.float32 if case.what.dtype == torch.float32 else torch.bfloat16]
     y, size = _sums(case)
@@ -81,7 +81,7 @@ def tolerance(case: Drawn, expected: torch.Tensor, sums: str = "cpu") -> torch.T
 
 
 def poison_result(what: Case) -> None:
-    """Fill what the result's memory will be with NaN, so that an element never written shows."""
+    """Fill the memory of the next result with NaN, which exposes elements that are never written."""
     features = what.out_features // (2 if what.gated else 1)
     torch.full((what.num_tokens, features), float("nan"), dtype=what.dtype, device="cuda")
 
@@ -89,7 +89,7 @@ def poison_result(what: Case) -> None:
 def assert_chain_in_a_graph_is_right(
     product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], num_tokens: int, features: int
 ) -> None:
-    """Each product starts before the one before it has ended: 40 in a row, captured and replayed on new input."""
+    """Capture 40 products with PDL, where each starts before the previous one ends, and replay them on new input."""
     weights = [torch.randn(features, features, device="cuda", dtype=torch.bfloat16) / features**0.5 for _ in range(40)]
     x = torch.randn(num_tokens, features, device="cuda", dtype=torch.bfloat16)
 

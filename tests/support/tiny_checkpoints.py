@@ -245,7 +245,7 @@ def draw(model: PreTrainedModel) -> PreTrainedModel:
         for name, parameter in (*model.named_parameters(), *selection_biases(model)):
             if "norm" in name:
                 parameter.normal_(1.0, 0.3)
-            else:  # Hugging Face's own start leaves biases at zero and logits near it: neither would show a mistake
+            else:  # Hugging Face initialises biases to zero and logits near zero, which would hide errors
                 parameter.normal_(0.0, 0.5 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
     return model
 

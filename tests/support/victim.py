@@ -1,10 +1,9 @@
-"""A victim beside an attack: its tokens must stay what they are, and come as fast as before.
+"""Measures a victim request during an attack: its tokens and latencies must not change.
 
-`assert_unharmed(server, attack)` runs a greedy stream quietly, then beside the attack. The attack runs on a thread of
-low priority, so that what the test's own process does (building a huge request, say) costs the victim little: what
-remains is the server's doing. A text that differs or an error fails at once. Times fail when they are bad in each of
-several attempts; an attempt begins only when the server's processes have come to rest, so that what the last attack
-left behind is not taken for quiet.
+`assert_unharmed(server, attack)` runs a greedy stream on the quiet server, then during the attack. The attack runs on a
+thread of low priority, so that the test's own work (such as building a huge request) hardly slows the victim. A
+different text or an error fails at once; latencies fail only if they are bad in each of several attempts. An attempt
+begins when the server's processes are idle, so that leftovers of the last attack do not count as the quiet state.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from patience import PATIENCE_S
 PROMPT = "import os\n"
 NUM_TOKENS = 100
 MOST_SLOWER = 1.5  # attacked / quiet
-GAP_FLOOR_MS = 400.0  # a shorter gap may be a busy machine's
+GAP_FLOOR_MS = 400.0  # shorter gaps may come from a busy machine
 ATTACK_NICENESS = 10
 HOLD_S = 1.0  # inside an attack that is a context manager
 AT_REST = 0.3  # of a core, for all processes of the server
@@ -45,7 +44,7 @@ class Server(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of the victim's client saw.  waits_ms: to each stream's first token, then between tokens."""
+    """One run of the victim's client.  waits_ms: to each stream's first token, then between tokens."""
 
     texts: tuple[str, ...]
     errors: tuple[str, ...]
@@ -73,7 +72,7 @@ class Comparison:
     attacked: Run
 
     def harm(self, gap_floor_ms: float = GAP_FLOOR_MS) -> str:
-        """What the attack did to the victim's times; "" when nothing."""
+        """The violated limit of the victim's latencies; "" if none."""
         quiet, attacked = self.quiet, self.attacked
         if attacked.median_ms > MOST_SLOWER * quiet.median_ms:
             return f"the median inter-token time is more than {MOST_SLOWER} x the quiet one"
@@ -87,7 +86,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Victim:
-    """Whom to ask for what: Triton's gRPC port, or the gateway when openai_url is given."""
+    """The victim's request, to Triton's gRPC port, or to the gateway if openai_url is given."""
 
     grpc_url: str
     openai_url: str = ""
@@ -155,7 +154,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 def wait_at_rest(server: Server, timeout_s: float = PATIENCE_S) -> None:
-    """Until server and engines do next to nothing.  AssertionError when they stay busy: an attack that goes on."""
+    """Wait until server and engines are idle.  AssertionError if they stay busy because of the attack."""
     deadline, spent = time.monotonic() + timeout_s, _cpu_seconds(server.pid)
     while True:
         time.sleep(0.25)
@@ -166,7 +165,7 @@ def wait_at_rest(server: Server, timeout_s: float = PATIENCE_S) -> None:
 
 
 def compare(server: Server, victim: Victim, attack: Attack) -> Comparison:
-    """Quiet, then attacked.  AssertionError when the victim's text differs or it gets an error."""
+    """Run quietly, then attacked.  AssertionError if the victim's text differs or it gets an error."""
     wait_at_rest(server)
     quiet = victim.run()
     attacked = victim.run(attack)
@@ -185,10 +184,10 @@ def assert_unharmed(
     gap_floor_ms: float = GAP_FLOOR_MS,
     attempts: int = 3,
 ) -> Comparison:
-    """The victim's text stays, its median inter-token time is at most 1.5 x the quiet one, no gap is out of bounds.
+    """Assert equal text, a median inter-token time of at most 1.5 x the quiet one, and bounded gaps.
 
-    attack is called in each attempt, once the victim streams; the victim goes on until it returns. When it returns a
-    context manager, the victim streams for a second inside it. What it raises fails the test.
+    attack is called in each attempt while the victim streams; the victim streams until it returns. If it returns a
+    context manager, the victim streams for a second inside it. Its exceptions fail the test.
     """
     victim = Victim(server.grpc_url, openai_url, model, num_tokens=num_tokens)
     replace(victim, num_tokens=10).run()  # the first request after a start is slower: threads, caches

@@ -1,4 +1,4 @@
-"""The victim's client, a process of its own: no attack in the test's process can delay how it takes the times.
+"""The victim's client, a separate process, so that an attack in the test's process cannot disturb its clock.
 
 Sends one fixed greedy request again and again, until its standard input ends. Prints a JSON object per line:
 {"streaming": true} once the first stream runs, then {"text", "error", "waits_ms"} for each stream. waits_ms: to the

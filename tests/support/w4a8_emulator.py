@@ -1,4 +1,4 @@
-"""What the CUDA kernels of 4-bit weights and FP8 rows compute, lane by lane and bit by bit, in plain torch.
+"""Emulates the CUDA kernels of 4-bit weights and FP8 rows in plain torch, lane by lane and bit by bit.
 
 Written from the instructions of csrc/formats/mixed_gemm_formats.cuh and w4a8_mainloop.cuh, and from the registers of
 Hopper's products (PTX ISA, wgmma: first operand in registers), not from w4a8_layout: the two meet in a test.
