@@ -24,7 +24,7 @@ BACKEND = "slipstream"
 
 
 def write_if_changed(path: Path, text: str, mode: int = 0o644) -> None:
-    """Leave the file alone when it already says so: a running server may be reading it."""
+    """Write a file only if its contents change: a running server may be reading it."""
     if not path.exists() or path.read_text() != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
@@ -32,7 +32,7 @@ def write_if_changed(path: Path, text: str, mode: int = 0o644) -> None:
 
 
 def write_engine_launcher(path: Path) -> None:
-    """The command that the C++ backend starts: the engine process, in the environment of this very interpreter.
+    """Write the command that the C++ backend starts: the engine process, in this interpreter's environment.
 
     Nothing is imported from the server's current directory, which `python -m` would search first (and so would the
     Pythons that the engine starts: PYTHONSAFEPATH, of Python 3.11, is for those).

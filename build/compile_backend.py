@@ -31,9 +31,9 @@ def find_compiler() -> str | None:
 
 
 def compile_backend(out_dir: Path, sanitize: str = "") -> Path:
-    """Write LIBRARY into out_dir unless it is there already, made from these very sources.
+    """Write LIBRARY into out_dir unless it is there, made from the same sources.
 
-    sanitize: "thread", "address" or what else the compiler knows; such a library needs a host that is built alike.
+    sanitize: "thread", "address" or another of the compiler's; the host program must be built with it too.
     Returns its path.  Raises RuntimeError with the compiler's output when compiling fails.
     """
     compiler = find_compiler()
@@ -49,7 +49,7 @@ def compile_backend(out_dir: Path, sanitize: str = "") -> Path:
         objects = _compile_all(compiler, flags, Path(scratch))
         made = Path(scratch) / LIBRARY
         _run([compiler, *flags, "-shared", *map(str, objects), "-o", str(made), *LINK])
-        made.replace(library)  # a server that has the old one mapped keeps it
+        made.replace(library)  # a running server keeps the old file mapped
     stamp.write_text(wanted)
     return library
 

@@ -1,7 +1,7 @@
 """`make demo`: a real tritonserver completes a real prompt over gRPC, HTTP and the ensemble, and is stopped again.
 
-Prints text as it arrives, with TTFT and tokens per second.  Exits with 1 when a way in fails or two disagree.
-The clients are those of client_examples/.
+Prints text as it arrives, with TTFT and tokens per second.  Exits with 1 if a protocol fails or two texts differ.
+Uses the clients of client_examples/.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ WAYS: tuple[tuple[str, Callable[[Address], Pieces]], ...] = (
 
 
 def show(title: str, pieces: Pieces) -> str:
-    """Print one way's text as it arrives; return it."""
+    """Print the text of one protocol as it arrives; return it."""
     print(f"\n\033[1m{title}\033[0m\n{PROMPT}", end="", flush=True)
     started, first, num_tokens, num_pieces, text = time.perf_counter(), 0.0, 0, 0, ""
     for piece, count in pieces:

@@ -1,7 +1,7 @@
 """The second half of `make demo`: a conversation with a real chat model through the OpenAI gateway, and a JSON answer.
 
-Exits with 1 when an answer is empty, a later turn ignores an earlier one, or the structured answer breaks its schema.
-Without network the model cannot be fetched: that is said, and nothing else is shown.
+Exits with 1 if an answer is empty, a later turn ignores an earlier one, or the structured answer violates its schema.
+Without network it only reports that the model cannot be fetched.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What quantised weights and KV caches cost in quality: perplexity, KL to the full model and top-1 agreement on text.
+"""Measure the quality of quantised weights and KV caches: perplexity, KL to the full model and top-1 agreement on text.
 
     python build/evaluate.py --model MODEL --text notes.txt --weights none,fp8,wint4,wint4:64 --kv auto,int8
     python build/evaluate.py --model MODEL --text TEXT --weights awq=/checkpoints/model-awq --output results/
@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 
 def parse_weights(entry: str, args: argparse.Namespace) -> tuple[str, ModelConfig]:
-    """(name in the table, what to load) of one entry of --weights."""
+    """(name in the table, config to load) of one entry of --weights."""
     name, has_folder, folder = entry.partition("=")
     method, _, group_size = name.partition(":")
     common = {"device": args.device, "dtype": args.dtype, "quantize_lm_head": args.quantize_lm_head and name != "none"}
@@ -58,7 +58,7 @@ class Reference:
 
 
 def evaluate(args: argparse.Namespace, windows: Tensor, reference: Reference, schedule: Schedule) -> Iterator[Result]:
-    """Every combination of --weights and --kv; those that cannot be served are named and left out."""
+    """Evaluate every combination of --weights and --kv; unsupported ones are reported and skipped."""
     for entry in args.weights.split(","):
         name = entry.partition("=")[0]
         try:

@@ -20,7 +20,7 @@ LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.s
 
 
 def link_libraries(folder: Path) -> None:
-    """Names that the binary asks for -> files of nvidia-pytriton."""
+    """Link the library names that the binary needs to files of nvidia-pytriton."""
     spec = importlib.util.find_spec("pytriton")
     if spec is None or spec.origin is None:
         raise SystemExit("perf_analyzer needs libraries of nvidia-pytriton, which is not installed")

@@ -1,4 +1,4 @@
-"""Ports for a server that is started beside others: the demo's, and those of the tests."""
+"""Free ports for servers of the demo and of tests."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import socket
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Ports nobody listens on now; raises OSError for a host that this machine does not have.
+    """Unused ports; raises OSError for a host that this machine does not have.
 
-    They lie below those that Linux gives to outgoing connections: one of these, of which tests open hundreds, would
-    take a port before its server does. Drawn from the system: tests' own draws are the same in every run.
+    Below Linux's ephemeral range, as outgoing connections (tests open hundreds) would take a port before a server
+    binds it. Drawn from the system's randomness, because seeded draws would collide between test processes.
     """
     with socket.socket() as probe:
         probe.bind((host, 0))

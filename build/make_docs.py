@@ -3,7 +3,7 @@
     python build/make_docs.py          # rewrite
     python build/make_docs.py --check  # exit 1 if a page is out of date
 
-The text around the tables is written by hand and left alone.
+The text around the tables is written by hand and not changed.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from slipstream.nn.spec import read_spec
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Raises ValueError for what cannot be made, before anything is read."""
+    """The plan of the arguments. Raises ValueError for invalid combinations, before anything is read."""
     plan = Plan(
         method=args.method,
         algorithms=tuple(name for name in args.algorithm.split(",") if name),
@@ -56,7 +56,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def group_size(asked: int | None, method: str) -> int:
-    """As a Plan has it. Raises ValueError for one that the method has no use for."""
+    """The group size of a Plan. Raises ValueError if the method has no groups."""
     if asked is None:
         return DEFAULT_GROUP_SIZE
     if method not in (*INT4_METHODS, *MIXED):
@@ -67,7 +67,7 @@ def group_size(asked: int | None, method: str) -> int:
 
 
 def check_shapes(plan: Plan, model: Path) -> None:
-    """Raises ConfigError unless the method holds the model's layers, as loading the result would."""
+    """Raises ConfigError unless the method supports the model's layers, as loading the result would."""
     grouped = plan.of_experts.method in INT4_METHODS
     spec = read_spec(model)
     stored = spec.stored_format or spec.expert_format

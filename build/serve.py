@@ -96,7 +96,7 @@ def running_server(repository: Path, address: Address, log_path: Path, timeout_s
 
 
 def complaints(log_path: Path) -> str:
-    """The lines of a server's log that say what went wrong, or its end when none does."""
+    """The error lines of a server's log, or its end if there are none."""
     lines = log_path.read_text(errors="replace").splitlines()
     wrong = [line for line in lines if re.match(r"E\d|error|terminate", line)]
     return "\n".join(wrong[-40:] or lines[-20:])
@@ -127,7 +127,7 @@ def repository_for(model: str, folder: Path) -> Path:
 
 
 def with_checkpoint(config: str, checkpoint: str) -> str:
-    """A config.pbtxt that names another checkpoint, and of ways to draft only ngram, which needs none."""
+    """A config.pbtxt with another checkpoint, and with only ngram of the speculation methods, which needs none."""
     for key in DRAFT_PARAMETERS:
         config = re.sub(rf'parameters \{{ key: "{key}"\s+value \{{ string_value: "[^"]*" \}} \}}\n?', "", config)
     for key in CHECKPOINT_PARAMETERS:

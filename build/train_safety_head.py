@@ -1,4 +1,4 @@
-"""Train the head of the safety model on the labelled texts, and say on held-out ones how good it is.
+"""Train the head of the safety model on the labelled texts, and evaluate it on held-out ones.
 
     python build/train_safety_head.py                        # writes model_repository/safety/head.json
     python build/train_safety_head.py --model FOLDER_OR_ID   # for another sentence encoder
@@ -79,7 +79,7 @@ def out_of_fold(features: np.ndarray, target: np.ndarray, decay: np.ndarray) -> 
 
 
 def best_threshold(scores: np.ndarray, target: np.ndarray) -> float:
-    """Of the greatest F1; midway between two scores, so that rounding decides nothing."""
+    """The threshold of maximal F1, midway between two scores, so that rounding does not matter."""
     ordered = np.unique(scores)
     candidates = (ordered[1:] + ordered[:-1]) / 2
     return float(max(candidates, key=lambda threshold: f1(scores >= threshold, target > 0)))
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def fit_similarity(near: np.ndarray, names: list[str], labels: list[str], train: np.ndarray) -> dict[str, object]:
-    """One row for all categories, by similarity alone: for those that a user adds to the policy."""
+    """One row for all categories, by similarity only, for categories that a user adds to the policy."""
     target = np.array([[label == name for name in names] for label in labels], np.float32)[train].reshape(-1)
     features, decay = near[train].reshape(-1, 1), np.array([SIMILARITY_DECAY])
     return row(fit(features, target, decay), best_threshold(out_of_fold(features, target, decay), target))

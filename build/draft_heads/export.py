@@ -32,10 +32,10 @@ def export(head: Medusa | MTP | Eagle, record: dict[str, Any], out_dir: Path, mo
 
 
 def best_choices(ranks: list[list[float]], num_nodes: int) -> list[list[int]]:
-    """The tree of nodes likeliest to be taken, likeliest first; ranks[head][rank]: how often that guess is right.
+    """The tree of the likeliest nodes, likeliest first. ranks[head][rank]: accuracy of that draft.
 
-    A path is worth the product of its guesses' rates. A node is worth no more than its parent, so growing the best leaf
-    by one node at a time gives the best tree of every size. Source: arXiv:2401.10774, section 2.3.3.
+    The value of a path is the product of its accuracies. A node is worth no more than its parent, so adding the best
+    leaf repeatedly gives the best tree of every size. Source: arXiv:2401.10774, section 2.3.3.
     """
     chosen: list[list[int]] = []
     frontier = [(rate, [rank]) for rank, rate in enumerate(ranks[0])]

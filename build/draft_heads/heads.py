@@ -1,7 +1,7 @@
-"""The three kinds of heads as networks to train. Each names its tensors as its checkpoint does.
+"""The three kinds of heads as networks to train, with the tensor names of their checkpoints.
 
-`forward(lesson, num_steps)` gives one tensor of logits per draft position: row i of the j-th (from 0) guesses token
-i + 2 + j, that is what the model says after token i + 1 + j.
+`forward(lesson, num_steps)` returns logits per draft position: row i of position j (from 0) predicts token i + 2 + j,
+the model's output after token i + 1 + j.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from draft_heads.teacher import Lesson, Teacher
 
 
 def shifted(tokens: Tensor, count: int) -> Tensor:
-    """Token i + count at place i; what is missing at the end is 0 and not learnt from."""
+    """Token i + count at index i; the end is padded with 0 and ignored by the loss."""
     return F.pad(tokens[:, count:], (0, count))
 
 
@@ -93,9 +93,9 @@ class MTP(nn.Module):
 
 
 class Eagle(nn.Module):
-    """EAGLE-3's head over the model's own vocabulary, or its commonest tokens. Source: arXiv:2503.01840.
+    """EAGLE-3's head over the model's vocabulary, or its most frequent tokens. Source: arXiv:2503.01840.
 
-    vocabulary: [draft_vocab] int64, ascending: the tokens that the head can guess.
+    vocabulary: [draft_vocab] int64, ascending: the tokens that the head can draft.
     """
 
     def __init__(self, teacher: Teacher, vocabulary: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""One layer of Llama's kind that attends as drafting will: to real tokens, and to its own branch of guesses.
+"""One layer of Llama's kind with the attention of drafting: to real tokens, and to its own branch of drafts.
 
-The first pass attends to everything before. In pass j, the guess that began at token i sees the first pass's keys up to
-i and those of its own earlier passes. Source: EAGLE-3's training-time test, arXiv:2503.01840.
+The first pass is causal. In pass j, the draft that began at token i attends to the first pass's keys up to i and those
+of its own earlier passes. Source: EAGLE-3's training-time test, arXiv:2503.01840.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """num_inputs: features that queries, keys and values are made of. Grouped queries, rotary positions."""
+    """num_inputs: input features of the q, k and v projections. Grouped queries, rotary positions."""
 
     def __init__(self, config: object, num_inputs: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class FeedForward(nn.Module):
 
 
 def rope_theta(config: object) -> float:
-    """transformers 5 keeps it in rope_parameters, 4 beside the others."""
+    """rope_theta of a config: transformers 5 has it in rope_parameters, transformers 4 at the top level."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return float(parameters.get("rope_theta") or getattr(config, "rope_theta", 10000.0))
 

@@ -1,4 +1,4 @@
-"""The frozen model that heads learn from: its hidden states, and what it would say next. Any Hugging Face decoder."""
+"""The frozen model that heads learn from: its hidden states and logits. Any Hugging Face decoder."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM
 
 @dataclass(frozen=True)
 class Lesson:
-    """One batch as the model saw it. tokens: [batch, length] int64. hidden: final hidden states, after the last norm.
+    """The model's outputs on one batch. tokens: [batch, length] int64. hidden: final hidden states (normalised).
 
-    features: the residual stream before three layers, one behind the other. logits: [batch, length, vocab].
+    features: the residual stream before three layers, concatenated. logits: [batch, length, vocab].
     """
 
     tokens: Tensor
@@ -35,7 +35,7 @@ class Teacher:
 
     @property
     def feature_layers(self) -> tuple[int, int, int]:
-        """As EAGLE-3 has them: low, middle, high."""
+        """The low, middle and high layer of EAGLE-3."""
         return 2, self.num_layers // 2, self.num_layers - 3
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ from draft_heads.heads import MTP, Eagle, Medusa
 from draft_heads.teacher import Lesson, Teacher
 
 SYNC_STEPS = 10
-STEP_WEIGHT = 0.8  # each further draft position counts so much of the one before it
+STEP_WEIGHT = 0.8  # weight of each draft position relative to the one before it
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class HeadsConfig:
 
 
 def build_head(config: HeadsConfig, teacher: Teacher, token_ids: Tensor) -> Medusa | MTP | Eagle:
-    """token_ids: of the training text, whose commonest tokens an EAGLE head can guess."""
+    """token_ids: of the training text, whose most frequent tokens an EAGLE head can draft."""
     if config.kind == "medusa":
         return Medusa(teacher, config.num_heads, config.num_blocks)
     if config.kind == "mtp":
@@ -104,7 +104,7 @@ class Trainer:
         return losses[0].detach()
 
     def _targets(self, lesson: Lesson) -> Tensor:
-        """What the model itself says after each token, over the tokens that the head can guess."""
+        """The model's probabilities after each token, over the tokens that the head can draft."""
         logits = lesson.logits
         if isinstance(self.head, Eagle) and len(self.head.vocabulary) < logits.shape[-1]:
             logits = logits[..., self.head.vocabulary.to(self.device)]
@@ -112,9 +112,9 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, list[float]]:
-        """Over held-out text: how often each position's best guess (and one of its ranks) is the model's own choice.
+        """Accuracy of each position's best draft (and of each rank) against the model's token, on held-out text.
 
-        given_right: at position j, where all before it were right and the text went the model's way.
+        given_right: at position j, if all drafts before it were right and the text followed the model.
         """
         ranks = torch.zeros(self.num_positions, 10, device=self.device)
         chains = torch.zeros(self.num_positions, 2, device=self.device)
@@ -175,7 +175,7 @@ class Trainer:
 
 
 def train(config: HeadsConfig, token_ids: Any, held_out_ids: Any) -> Trainer:
-    """The whole training. The state is saved just before the rates fall, so that a longer one can go on from there."""
+    """Run the training. Saves the state before the learning rates fall, so that a longer training can resume there."""
     trainer = Trainer(config, token_ids, held_out_ids)
     batches = trainer.windows.batches(config.batch_windows, trainer.step)
     log = _Log(trainer)
@@ -192,7 +192,7 @@ def train(config: HeadsConfig, token_ids: Any, held_out_ids: Any) -> Trainer:
 
 
 def summary(trainer: Trainer) -> dict[str, Any]:
-    """What the checkpoint's training.json says."""
+    """The contents of the checkpoint's training.json."""
     config = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(trainer.config).items()}
     device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else "CPU"
     tokens = trainer.step * trainer.config.batch_windows * trainer.config.window_tokens
@@ -218,7 +218,7 @@ def summary(trainer: Trainer) -> dict[str, Any]:
 
 
 def _loss(probs: Tensor, logits: Tensor, position: int) -> Tensor:
-    """Cross-entropy of guesses at a draft position: row i against what the model says after token i + 1 + position."""
+    """Cross-entropy at a draft position: row i against the model's probabilities after token i + 1 + position."""
     ahead = position + 1
     return F.cross_entropy(logits[:, : logits.shape[1] - ahead].float().flatten(0, 1), probs[:, ahead:].flatten(0, 1))
 

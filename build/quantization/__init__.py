@@ -1,1 +1,1 @@
-"""What build/quantize.py and build/evaluate.py share: text in windows, a decoder over them, methods, measures."""
+"""Shared by build/quantize.py and build/evaluate.py: text windows, running a decoder, methods, measures."""

@@ -1,4 +1,4 @@
-"""Writes a quantised checkpoint beside the full one: its own tensors, what folding changed, and the rest as it was."""
+"""Writes a quantised checkpoint: the quantised tensors, those changed by folding, and the others unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
 
 class ShardWriter:
-    """Tensors in files of at most `shard_bytes`, so that the host never holds more than one of them."""
+    """Writes tensors to files of at most `shard_bytes`, so that the host holds at most one of these."""
 
     def __init__(self, folder: Path, shard_bytes: int = SHARD_BYTES) -> None:
         self.folder, self.shard_bytes = folder, shard_bytes
@@ -67,7 +67,7 @@ class ShardWriter:
 
 
 def write_checkpoint(model: Path, output: Path, decoder: Decoder, plan: Plan, stored: Stored) -> int:
-    """Run `stored` to its end and write everything into `output`. Returns the bytes of all tensors."""
+    """Consume `stored` and write the checkpoint to `output`. Returns the bytes of all tensors."""
     output.mkdir(parents=True, exist_ok=True)
     names = FAMILIES.get(decoder.spec.architecture).names
     writer = ShardWriter(output)
@@ -93,7 +93,7 @@ def write_checkpoint(model: Path, output: Path, decoder: Decoder, plan: Plan, st
 
 
 def _changed(decoder: Decoder, names: Names, plan: Plan) -> dict[str, torch.Tensor | None]:
-    """Tensors of the full checkpoint that are replaced, by what; None: stored under other names already."""
+    """Replacements of the full checkpoint's tensors by name; None: already stored under other names."""
     changed: dict[str, Tensor | None] = {f"{tensor_name(names, 'lm_head', 0)}.weight": None} if plan.with_head else {}
     for index, layer in enumerate(decoder.layers):
         for module, norm in layer.norms():

@@ -1,7 +1,7 @@
-"""Factors per input feature of a linear layer, folded into what makes that input: the model computes the same.
+"""Folds factors per input feature of a linear layer into its source; the model's function does not change.
 
-A norm's weight makes the inputs of qkv and gate_up; the rows of v those of o; the rows of up those of down. Experts
-share the norm, with the router as well; each has an up of its own.
+The source of qkv and gate_up is a norm's weight; of o the rows of v; of down the rows of up. Experts and the router
+share the norm; each expert has its own up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def shared(spec: DecoderSpec, layer: DecoderLayer, linear: Linear, factors: Tensor) -> Tensor:
-    """The factors [in], made equal (geometric mean) where input features come from one row: heads that share a v."""
+    """The factors [in], averaged (geometric mean) over input features from the same row: heads that share a v."""
     if linear is not layer.attention.o:
         return factors
     heads = factors.log().view(layer.attention.spec.num_kv_heads, -1, layer.attention.spec.head_dim)
@@ -22,7 +22,7 @@ def shared(spec: DecoderSpec, layer: DecoderLayer, linear: Linear, factors: Tens
 
 
 def fold(spec: DecoderSpec, layer: DecoderLayer, linear: Linear, factors: Tensor) -> None:
-    """Multiply the linear's columns by `factors` (as `shared` gave them) and divide their source by them.
+    """Multiply the linear's columns by `factors` (from `shared`) and divide their source by them.
 
     factors: [in]; of experts' down [num_experts, in].
     """
@@ -44,7 +44,7 @@ def fold(spec: DecoderSpec, layer: DecoderLayer, linear: Linear, factors: Tensor
 
 
 def expert_of(part: str) -> int:
-    """Whose the part is: 3 of "gate.3"; 0 of parts that no expert has."""
+    """The expert of a part: 3 for "gate.3"; 0 for parts outside of experts."""
     return int(part.partition(".")[2] or 0)
 
 
@@ -54,7 +54,7 @@ def weight_of(linear: Linear, part: str) -> Tensor:
 
 
 def rows_of(linear: Linear, part: str) -> slice:
-    """Where a part lies in its merged layer."""
+    """The rows of a part in its merged layer."""
     start = 0
     for name, rows in linear.spec.parts:
         if name == part:

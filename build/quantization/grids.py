@@ -1,6 +1,6 @@
-"""Grids: the values that a quantised weight can take. Scales are chosen first, rounding to them comes after.
+"""Grids: the representable values of a quantised weight. Scales are chosen first, then weights are rounded.
 
-A grid rounds some columns of a weight at a time, so that an error-feeding algorithm can drive it (gptq.py).
+A grid rounds some columns of a weight at a time, as GPTQ needs (gptq.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Grid(Protocol):
 
 @dataclass(frozen=True)
 class Int4Grid:
-    """scales, zeros: [out, groups] fp32. has_zeros: whether the zeros are other than 8."""
+    """scales, zeros: [out, groups] fp32. has_zeros: False: all zeros are 8."""
 
     scales: Tensor
     zeros: Tensor
@@ -73,7 +73,7 @@ class Fp8Grid:
 def int4_grid(
     weight: Tensor, group_size: int, has_zeros: bool, importance: Tensor | None, scale_dtype: torch.dtype
 ) -> Int4Grid:
-    """group_size 0: one group a row. Scales are as they will be stored in scale_dtype."""
+    """group_size 0: one group a row. Scales are rounded to scale_dtype."""
     found = ops.quantize_int4(weight, group_size, has_zeros=has_zeros, importance=importance)
     zeros = torch.full_like(found.scales, 8) if found.zeros is None else found.zeros.float()
     return Int4Grid(_stored(found.scales, scale_dtype), zeros, group_size or weight.shape[1], has_zeros)
@@ -87,10 +87,10 @@ FP8_PHASES = tuple(2.0 ** (-step / 8) for step in range(8))
 
 
 def fp8_grid(weight: Tensor, scale_dtype: torch.dtype) -> Fp8Grid:
-    """One scale per row: of eight between amax / 448 and twice that, the one of least squared error.
+    """One scale per row: the one with the least squared error of eight between amax / 448 and twice that.
 
-    e4m3 rounds by 2^-4 of a value's own power of two whatever the scale: what a scale can still choose is where the
-    many small values of a row stand between two powers.
+    The relative rounding error of e4m3 hardly depends on the scale; the scale only moves the many small values of a row
+    between two powers of two.
     """
     widest = weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / E4M3_MAX
     best, least = _stored(widest, scale_dtype), torch.full_like(widest, torch.inf)

@@ -1,4 +1,4 @@
-"""How far a model is from a reference on the same text: perplexity, Kullback-Leibler divergence, top-1 agreement."""
+"""Compares a model with a reference on the same text: perplexity, Kullback-Leibler divergence, top-1 agreement."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Measures:
-    """perplexity over all predicted tokens. divergence: mean KL(reference || model), nats a token; 0 for itself.
+    """perplexity: over all predicted tokens. divergence: mean KL(reference || model) in nats per token.
 
-    agreement: share of tokens whose most likely successor is the reference's.
+    agreement: fraction of tokens whose most likely successor is the reference's.
     """
 
     perplexity: float
@@ -32,7 +32,7 @@ def compare(windows: Tensor, model: Iterable[Tensor], reference: Iterable[Tensor
 
 
 def _window_totals(window: Tensor, ours: Tensor, theirs: Tensor) -> Tensor:
-    """Sums over the tokens of a window that have a successor in it: its loss, the divergence, the agreement."""
+    """Sums of loss, divergence and agreement over the tokens of a window that have a successor in it."""
     log_p, log_q = theirs[:-1].log_softmax(-1), ours[:-1].log_softmax(-1)
     loss = -log_q.gather(1, window[1:, None]).double().sum()
     divergence = (log_p.exp() * (log_p - log_q)).sum(-1).double().sum()

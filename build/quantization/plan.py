@@ -1,4 +1,4 @@
-"""What to make of a model: method, algorithms, format; which of them go together; what config.json then says."""
+"""The plan of a quantisation: method, algorithms, format, their valid combinations, and the resulting config.json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METHODS = ("fp8", "block_wise_fp8", "wint8", "w8a8_int8", "wint4", "w4a8_fp8", *
 ALGORITHMS = ("awq", "gptq", "smoothquant")
 FORMATS = ("compressed-tensors", "awq", "gptq")
 INT4_METHODS = ("wint4", "w4a8_fp8")
-CHANNEL = -1  # as a group size: one group a row, which is 0 in a plan
+CHANNEL = -1  # group size of one group a row, which is 0 in a plan
 GROUPS = tuple(size for size in GROUP_SIZES if size)
 # as wide as they are, since engines rename experts' products
 ATTENTION_TARGET, EXPERTS_TARGET = r"re:.*\.self_attn\..*", r"re:.*\.experts\..*"
@@ -23,7 +23,7 @@ ATTENTION_TARGET, EXPERTS_TARGET = r"re:.*\.self_attn\..*", r"re:.*\.experts\..*
 
 @dataclass(frozen=True)
 class Plan:
-    """algorithms: any of ALGORITHMS, applied as they are named there. group_size: 0 is one group a row.
+    """algorithms: any of ALGORITHMS, applied in that order. group_size: 0 is one group a row.
 
     has_zeros: 4-bit weights with zero-points. smoothing: SmoothQuant's strength.
     """
@@ -38,7 +38,7 @@ class Plan:
     with_kv_scales: bool = False
 
     def check(self) -> None:
-        """Raises ValueError for what cannot be made."""
+        """Raises ValueError for invalid combinations."""
         for kind, value, accepted in (
             ("method", self.method, METHODS), ("format", self.format, FORMATS),
             *(("algorithm", name, ALGORITHMS) for name in self.algorithms),
@@ -60,12 +60,12 @@ class Plan:
 
     @property
     def of_experts(self) -> Plan:
-        """What is made of experts."""
+        """The plan for experts."""
         return self._part(1)
 
     @property
     def of_linears(self) -> Plan:
-        """What is made of all other linears: AWQ is for 4-bit weights alone."""
+        """The plan for all other linears; AWQ applies only to 4-bit weights."""
         return self._part(0)
 
     def _part(self, place: int) -> Plan:

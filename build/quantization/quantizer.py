@@ -1,4 +1,4 @@
-"""Quantises a recorded decoder in place, layer by layer, and hands out each part's tensors as they will be stored."""
+"""Quantises a recorded decoder in place, layer by layer, and yields the stored tensors of each part."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Stored = Iterator[tuple[str, int, dict[str, Tensor]]]  # (module of the decoder,
 
 @dataclass
 class Quantizer:
-    """walk: None if the plan needs no text. unseen: experts that the text did not reach, a layer an entry."""
+    """walk: None if the plan needs no text. unseen: per layer, the experts that no token of the text chose."""
 
     decoder: Decoder
     plan: Plan
@@ -41,7 +41,7 @@ class Quantizer:
             yield "lm_head", 0, self._head(self.decoder.lm_head)
 
     def _layer(self, index: int, layer: DecoderLayer) -> Stored:
-        """A layer's linears are all fitted to what the full layer gives them, after the quantised layers before it."""
+        """Calibrate a layer's linears on the full layer's activations, computed after the quantised previous layers."""
         linears = quantised_linears(layer)
         inputs: dict[Linear, Seen] = {}
         if self.walk is not None and self.plan.algorithms:
@@ -64,16 +64,16 @@ class Quantizer:
         return self.plan.of_experts if linear.spec.num_experts else self.plan.of_linears
 
     def _look_for_unseen(self, index: int, inputs: dict[Linear, Seen]) -> None:
-        """Experts that no token chose are rounded without calibration: what is known of them is their weights."""
+        """Record experts that no token chose, which are rounded without calibration."""
         last = list(inputs.values())[-1]
         unseen = [str(expert) for expert, statistics in enumerate(last) if not statistics.num_tokens]
         if unseen:
             self.unseen.append(f"layer {index}: {', '.join(unseen)}")
 
     def _scale(self, layer: DecoderLayer, linear: Linear, inputs: Seen) -> Seen:
-        """Fold AWQ's or SmoothQuant's factors into the linear and its source. Returns what the linear sees then.
+        """Fold AWQ's or SmoothQuant's factors into the linear and its source. Returns the new input statistics.
 
-        Inputs that a norm makes have one factor for all experts, those of experts' down one for each.
+        All experts share the factors of inputs from a norm; down has factors per expert.
         """
         weight, dtype = linear.weights["weight"], linear.weights["weight"].dtype
         if linear is layer.mlp.down and linear.spec.num_experts:
@@ -85,7 +85,7 @@ class Quantizer:
         return [seen.rescaled(factors) for seen in inputs]
 
     def _factors(self, layer: DecoderLayer, linear: Linear, rows: Tensor, inputs: InputStatistics) -> Tensor:
-        """rows: [out, in] of the linear's weight, which see these inputs."""
+        """rows: [out, in], the rows of the weight with these inputs."""
         weight, plan, spec = rows.float(), self._plan_of(linear), self.decoder.spec
         if not inputs.num_tokens:
             return torch.ones(weight.shape[1], device=weight.device)
@@ -102,7 +102,7 @@ class Quantizer:
         return awq_factors(weight, inputs, quantised, common)
 
     def _round(self, linear: Linear, inputs: Seen | None) -> dict[str, Grid]:
-        """Put the linear's weights onto grids, one per part."""
+        """Round the linear's weights to grids, one per part."""
         grids, plan = {}, self._plan_of(linear)
         for part, _ in linear.spec.parts:
             rows = weight_of(linear, part)
@@ -134,7 +134,7 @@ class Quantizer:
 
 
 class _KvRanges:
-    """Largest key and value of a layer, over the calibration text."""
+    """Largest magnitudes of a layer's keys and values over the calibration text."""
 
     def __init__(self) -> None:
         self.largest = [0.0, 0.0]

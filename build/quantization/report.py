@@ -11,7 +11,7 @@ from quantization.measures import Measures
 
 @dataclass(frozen=True)
 class Result:
-    """One combination. weights: method, with its group size if it has a choice, or the name of a checkpoint."""
+    """One combination. weights: method, with its group size if it has groups, or the name of a checkpoint."""
 
     weights: str
     kv: str

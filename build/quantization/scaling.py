@@ -1,4 +1,4 @@
-"""Factors per input feature that make a layer easier to quantise: AWQ's for 4-bit weights, SmoothQuant's for int8 rows.
+"""Factors per input feature that reduce quantisation error: AWQ's for 4-bit weights, SmoothQuant's for int8 rows.
 
 Sources: arXiv:2306.00978 (AWQ), arXiv:2211.10438 (SmoothQuant).
 """
@@ -22,10 +22,10 @@ def awq_factors(
     quantised: Callable[[Tensor, InputStatistics], Tensor],
     shared: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """[in]: input magnitudes to the power that leaves the least error in the layer's outputs; ones if none helps.
+    """[in]: input magnitudes to the power with the least error of the layer's outputs; ones if none reduces it.
 
-    weight: [out, in] fp32. quantised: what a weight becomes, given its inputs. shared: makes factors such as can be
-    folded. The magnitudes are taken alone, and divided by the weights' own.
+    weight: [out, in] fp32. quantised: quantises a weight, given its inputs. shared: makes factors that can be folded.
+    Tries the magnitudes with and without dividing them by those of the weights.
     """
     energy = (inputs.gram.diagonal() / inputs.num_tokens).sqrt().clamp(min=SMALLEST)
     size = weight.abs().mean(0).clamp(min=SMALLEST)
@@ -42,7 +42,7 @@ def awq_factors(
 
 
 def output_error(difference: Tensor, inputs: InputStatistics) -> float:
-    """Sum over the calibration text of the squared change of the layer's outputs. difference: [out, in] of weights."""
+    """Squared change of the layer's outputs, summed over the calibration text. difference: [out, in] of weights."""
     return float(((difference @ inputs.gram) * difference).sum())
 
 

@@ -1,4 +1,4 @@
-"""Tensors of a quantised linear as each format stores them, from weights that lie on their grid already."""
+"""Packs the tensors of a quantised linear for each format, from weights already rounded to their grid."""
 
 from __future__ import annotations
 

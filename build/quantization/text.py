@@ -12,9 +12,9 @@ INDEX = "index.json"
 
 
 def read_token_ids(text: Path, model: Path, split: str = "held_out") -> Tensor:
-    """[num_tokens] int64 of a UTF-8 text file, or of a folder of packed shards (then without a tokenizer).
+    """[num_tokens] int64 of a UTF-8 text file, or of a folder of packed shards (which need no tokenizer).
 
-    Raises ValueError for what is neither.
+    Raises ValueError for anything else.
     """
     if text.is_dir():
         from demo_model.pack import load_packed
