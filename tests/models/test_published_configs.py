@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from slipstream.core.errors import ConfigError
 from slipstream.nn.spec import read_spec
 
 QWEN_ROPE = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "torch_dtype": "bfloat16", "use_sliding_window": False}
@@ -148,3 +149,33 @@ def test_reads_what_was_published(name: str, tmp_path: Path) -> None:
     values, num_parameters = PUBLISHED[name]
     (tmp_path / "config.json").write_text(json.dumps(values))
     assert read_spec(tmp_path).num_parameters == num_parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "named"),
+    [
+        ("Baichuan2-7B-Chat", {"max_position_embeddings": None}, "hidden_size=4096: is that of a model with rotations"),
+        ("Baichuan2-13B-Chat", {"max_position_embeddings": 4096}, "hidden_size=5120: is that of a model with ALiBi"),
+        ("chatglm3-6b", {"rmsnorm": False}, "rmsnorm=False: must be true"),
+        ("chatglm3-6b", {"ffn_hidden_size": None}, "ffn_hidden_size=None: is missing"),
+        ("chatglm3-6b", {"padded_vocab_size": "many"}, "padded_vocab_size='many'"),
+        ("gemma-2-9b", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True: must be false"),
+        ("gemma-2-9b", {"hidden_activation": "relu"}, "hidden_activation='relu'"),
+        ("gemma-3-1b-it", {"layer_types": ["full_attention"]}, "layer_types=.*must be 26 of"),
+        ("gemma-3-1b-it", {"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config=None: is missing"),
+        ("GLM-4.5-Air", {"n_group": 3}, "router: 128 experts are not 3 groups"),
+        ("GLM-4.5-Air", {"num_experts_per_tok": 129}, "num_experts_per_tok=129"),
+        ("GLM-4.5-Air", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act='gelu_pytorch_tanh'"),
+        ("GLM-4-9B-0414", {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5: must leave an even part"),
+        ("MiniMax-M2", {"attn_type_list": [0, 1] * 31}, "attn_type_list=.*linear attention"),
+        ("MiniMax-M2", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("phi-4", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.*rope type linear is none"),
+        ("Phi-4-mini-instruct", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "short_factor=.*48"),
+        ("gpt-oss-20b", {"quantization_config": {"quant_method": "int7"}}, "quant_method='int7'"),
+        ("Qwen3-30B-A3B", {"mlp_only_layers": [-1]}, "mlp_only_layers=.*integers of at least 0"),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(name: str, changes: dict[str, object], named: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED[name][0], **changes}))
+    with pytest.raises(ConfigError, match=named):
+        read_spec(tmp_path)

@@ -120,9 +120,29 @@ def with_draft_layer(path: Path, _: PreTrainedModel) -> None:
     rewrite(path, tensors, lambda values: values)
 
 
+def seeing(path: Path, model: PreTrainedModel) -> None:
+    """As part of a model with eyes: Gemma's as published, Mistral's as transformers 5 saves it."""
+    is_gemma = "Gemma3" in type(model).__name__
+
+    def tensors(stored: Tensors) -> Tensors:
+        renamed = {"vision_tower.embeddings.weight": torch.ones(2, 2), "model.multi_modal_projector.w": torch.ones(2)}
+        for name, tensor in stored.items():
+            inner = name.replace("model.", "model.language_model.", 1) if not name.startswith("lm_head") else name
+            renamed[f"language_model.{name}" if is_gemma else inner] = tensor
+        return renamed
+
+    def config(values: dict) -> dict:
+        architecture = f"{'Gemma3' if is_gemma else 'Mistral3'}ForConditionalGeneration"
+        return {"architectures": [architecture], "text_config": values, "vision_config": {}, "dtype": "float32"}
+
+    rewrite(path, tensors, config)
+
+
 LAYOUTS: dict[str, Callable[[Path, PreTrainedModel], None]] = {
     "baichuan": baichuan,
     "baichuan-alibi": baichuan_alibi,
     "chatglm": chatglm,
+    "gemma3-seeing": seeing,
     "glm4-moe": with_draft_layer,
+    "mistral-seeing": seeing,
 }

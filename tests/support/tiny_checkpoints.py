@@ -76,6 +76,8 @@ CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "chatglm": (GlmConfig, GlmForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "gemma3-seeing": (Gemma3TextConfig, Gemma3ForCausalLM),
+    "mistral-seeing": (MistralConfig, MistralForCausalLM),
     "glm": (GlmConfig, GlmForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "glm4-moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
@@ -180,6 +182,8 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         {"head_dim": 8, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2,
          "num_hidden_layers": 4, "rope_parameters": LAYER_ROPES},
     ),
+    "gemma3-seeing": ("gemma3-seeing", {"head_dim": 8, "sliding_window": 9, "layer_types": None}),
+    "mistral-seeing": ("mistral-seeing", {"sliding_window": None, "head_dim": 16}),
     "gpt-oss": (
         "gpt-oss",
         {"head_dim": 8, "num_local_experts": 6, "num_experts_per_tok": 2, "intermediate_size": 24, "sliding_window": 9,

@@ -28,8 +28,9 @@ _NUM_NAMED = 3  # max number of tensors that an error message lists
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """A tensor's entry in a file's header. dtype: the name in safetensors ("BF16", …)."""
+    """A tensor's entry in a file's header. name: in the file. dtype: the name in safetensors ("BF16", …)."""
 
+    name: str
     file: Path
     shape: tuple[int, ...]
     dtype: str
@@ -51,7 +52,8 @@ def check_checkpoint(
     family = FAMILIES.get(decoder.spec.architecture)
     names = family.names_of(decoder.spec)
     slots = decoder.weight_slots(names)
-    headers = read_headers(checkpoint_files(checkpoint_dir))
+    stored = read_headers(checkpoint_files(checkpoint_dir))
+    headers = {family.read_as(name): header for name, header in stored.items()}
     attentions = [layer.attention for layer in decoder.layers]
     slots |= kv_scale_slots(attentions, ((name, header.shape) for name, header in headers.items()))
     ignored = family.ignored_suffixes
@@ -122,7 +124,7 @@ def read_headers(files: list[Path]) -> dict[str, TensorHeader]:
                     if name in headers:
                         raise ConfigError("model", str(file), f"tensor {name} is in {headers[name].file.name} as well")
                     stored = tensors.get_slice(name)
-                    headers[name] = TensorHeader(file, tuple(stored.get_shape()), stored.get_dtype())
+                    headers[name] = TensorHeader(name, file, tuple(stored.get_shape()), stored.get_dtype())
         except (SafetensorError, OSError) as error:
             raise ConfigError("model", str(file), f"not a whole safetensors file: {error}") from error
     return headers
@@ -171,7 +173,8 @@ def _stream(slots: Mapping[str, WeightSlot], headers: Mapping[str, TensorHeader]
     for is_index in (True, False):
         chosen = {name: slot for name, slot in stored.items() if slot.is_index == is_index}
         for file in dict.fromkeys(headers[name].file for name in chosen):
-            _load_file(file, {name: slot for name, slot in chosen.items() if headers[name].file == file})
+            own = {headers[name].name: slot for name, slot in chosen.items() if headers[name].file == file}
+            _load_file(file, own)
 
 
 def _load_file(file: Path, slots: Mapping[str, WeightSlot]) -> None:

@@ -24,6 +24,7 @@ from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    wrapped,
 )
 from slipstream.nn.models.family import FAMILIES, Family
 

@@ -38,13 +38,20 @@ class Family:
     """names: as LLAMA_NAMES, or what makes them of a spec.
 
     ignored_suffixes: of tensors in old checkpoints that carry no weights (rotary buffers). ignored_prefixes: of tensors
-    that the decoder does not have; "{num_layers}" stands for the number of its layers.
+    that the decoder does not have; "{num_layers}" stands for the number of its layers. prefixes: (stored, of names) of
+    models that are part of another one.
     """
 
     read_spec: Callable[[HFConfig], DecoderSpec]
     names: Names | Callable[[DecoderSpec], Names]
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
     ignored_prefixes: tuple[str, ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()
+
+    def read_as(self, stored: str) -> str:
+        """What `names` calls a tensor of a checkpoint."""
+        own = next((pair for pair in self.prefixes if stored.startswith(pair[0])), ("", ""))
+        return own[1] + stored.removeprefix(own[0])
 
     def names_of(self, spec: DecoderSpec) -> Names:
         return self.names(spec) if callable(self.names) else self.names
