@@ -1,4 +1,4 @@
-"""Routing: which experts a step's tokens go to, and the order in which their rows are multiplied."""
+"""Routing: the experts of a step's tokens, and the order of their rows in products."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from dataclasses import dataclass
 
 import torch
 
-LARGEST_LOGIT = 1e30  # logits beyond are cut to it, and NaN counts as the smallest: every token gets experts
-LEAST_TOTAL = 1e-20  # added to the scores that weights are shares of: sigmoids of all chosen experts may be zero
+LARGEST_LOGIT = 1e30  # logits are clamped to it and NaN counts as the smallest, so that every token gets experts
+LEAST_TOTAL = 1e-20  # added to the sum that normalises weights: the sigmoids of all chosen experts may be zero
 SCORES = ("softmax", "sigmoid")
 GROUP_SCORES = ("max", "top2sum")
 
 
 @dataclass(frozen=True)
 class RoutingRule:
-    """How a token's experts are chosen and weighed.
+    """How a token's experts are chosen and weighted.
 
-    score: "softmax" or "sigmoid" of the router's logits; a bias that is given beside them ranks, and does not weigh.
-    num_groups, topk_groups: experts lie in groups of equal size, and only those of the best groups are chosen, by
-    group_score, the "max" or the sum of the two best ("top2sum") of what ranks.  renormalises: the weights of a token
-    add up to one, before they are multiplied by scale.  Softmax of the chosen logits alone is softmax, renormalised.
+    score: "softmax" or "sigmoid" of the router's logits; an optional bias affects the ranking, not the weights.
+    num_groups, topk_groups: experts form groups of equal size, and only experts of the topk_groups best groups are
+    chosen; group_score is the "max" or the sum of the two largest ("top2sum") ranking scores.  renormalises: the
+    weights of a token sum to one before they are multiplied by scale.  Softmax over the chosen logits only is
+    softmax, renormalised.
     """
 
     score: str = "softmax"
@@ -30,7 +31,7 @@ class RoutingRule:
     group_score: str = "max"
 
     def refusal(self, top_k: int, num_experts: int) -> str | None:
-        """Why it is no rule for so many experts, or None."""
+        """Why the rule cannot be applied to num_experts experts, or None."""
         if self.score not in SCORES or self.group_score not in GROUP_SCORES:
             return f"score {self.score!r} and group_score {self.group_score!r} must be of {SCORES} and {GROUP_SCORES}"
         if self.num_groups < 1 or num_experts % self.num_groups:
@@ -45,12 +46,12 @@ class RoutingRule:
 
 @dataclass(frozen=True)
 class Routing:
-    """Each token and one of its experts make a pair, a row of every product; rows are sorted by expert, then token.
+    """Rows of the products, one per pair of a token and one of its experts, sorted by expert, then token.
 
-    weights: [num_tokens, top_k] fp32, of the experts of each token, the likeliest first.
+    weights: [num_tokens, top_k] fp32, of each token's experts, likeliest first.
     rows: int32 of that shape, the row of each pair.  tokens: [num_tokens * top_k] int32, the token of each row.
-    offsets: [num_experts + 1] int32: the rows of expert e are offsets[e] .. offsets[e + 1].
-    All lie on the device: no number of rows is known on the host.
+    offsets: [num_experts + 1] int32: expert e has the rows offsets[e] .. offsets[e + 1].
+    All tensors are on the device; the host does not know the numbers of rows.
     """
 
     weights: torch.Tensor

@@ -1,7 +1,7 @@
-"""Messages between the engine and its grammar processes: pickled tuples, each after its length, over a unix socket.
+"""Messages between the engine and its grammar processes: length-prefixed pickled tuples over a unix socket.
 
-Both ends are ours and share a parent, so pickle is safe here. A channel belongs to one thread, but for `send` of a
-blocking one, which locks.
+Both ends are ours and share a parent, so pickle is safe here. A channel belongs to one thread, except `send` of a
+blocking channel, which locks.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 18
-MAX_UNSENT_BYTES = 256 << 20  # a peer that reads nothing while so much piles up is taken for dead
+MAX_UNSENT_BYTES = 256 << 20  # a peer with more unread bytes counts as dead
 
 
 def readable(descriptors: Iterable[int], timeout: float | None) -> set[int]:
-    """Those with something to read, waiting `timeout` seconds at most for the first; None waits for ever.
+    """The readable descriptors; waits at most `timeout` seconds for the first one, None: without limit.
 
-    By poll(), because select() takes no descriptor above 1023, and a process may have more files open.
+    Uses poll(), because select() supports no descriptor above 1023.
     """
     waiting = select.poll()
     for descriptor in descriptors:
@@ -33,19 +33,19 @@ def readable(descriptors: Iterable[int], timeout: float | None) -> set[int]:
 
 
 class _Unsent(NamedTuple):
-    """What is left of one frame. fds: our own copies, to go with its first byte."""
+    """The unsent rest of a frame. fds: duplicated descriptors to send with its first byte."""
 
     data: memoryview
     fds: list[int]
 
 
 class Channel:
-    """is_blocking: whether `send` waits for the peer, and takes no descriptors; `receive` never waits. Raises OSError
-    when the peer is gone."""
+    """is_blocking: `send` waits for the peer and sends no descriptors; `receive` never waits. Raises OSError if the
+    peer is gone."""
 
     def __init__(self, sock: socket.socket, is_blocking: bool) -> None:
         self.socket = sock
-        self.fds: list[int] = []  # that came with messages, in order
+        self.fds: list[int] = []  # received with messages, in order
         self._unsent: deque[_Unsent] = deque()
         self._num_unsent_bytes = 0
         self._received = bytearray()
@@ -67,7 +67,7 @@ class Channel:
                 raise BrokenPipeError("the grammar process reads nothing")
 
     def receive(self) -> list[tuple[Any, ...]]:
-        """What has come, without waiting. Raises ConnectionError when the peer has closed."""
+        """The received messages, without waiting. Raises ConnectionError if the peer has closed."""
         with self._lock:
             self._flush()
         while True:
@@ -101,7 +101,7 @@ class Channel:
         return messages
 
     def _flush(self) -> None:
-        """Send what the peer has room for. Descriptors wait with their frame, for a peer that is busy or stopped."""
+        """Send as much as the socket accepts. Descriptors are queued with their frame while the peer does not read."""
         while self._unsent:
             data, fds = self._unsent[0]
             try:

@@ -1,6 +1,6 @@
-"""Guides compiled by xgrammar for one tokenizer. In the grammar processes only: xgrammar is not called in the engine.
+"""Compiles grammars with xgrammar for one tokenizer. Only in the grammar processes; the engine never calls xgrammar.
 
-A compile cannot be interrupted, takes what time and memory the text asks for, and may end its process.
+A compilation cannot be interrupted, its time and memory depend on the text, and it may crash its process.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from transformers import PreTrainedTokenizerFast
 from slipstream.core.sampling_params import Guide
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
-# xgrammar 0.2 lets control characters (a tab) into strings with minLength or maxLength; no JSON parser takes them
+# xgrammar 0.2 allows control characters (a tab) in strings with minLength or maxLength, which JSON parsers reject
 _LAX_CHARACTER = r"[^\"\\\r\n]"
 _STRICT_CHARACTER = r"[^\0-\x1f\"\\]"
-MAX_WHITESPACE = 32  # characters in a row between JSON tokens: enough to indent, no endless blank page
+MAX_WHITESPACE = 32  # consecutive characters between JSON tokens: allows indentation, but no endless white space
 
 
 class GrammarError(Exception):
-    """The text is no grammar; str() says why."""
+    """The text is no valid grammar; str() is the reason."""
 
 
 class GrammarCompiler:
@@ -47,7 +47,7 @@ class GrammarCompiler:
             if guide.type != "json" and not guide.text.strip():
                 raise ValueError("the text is empty")
             return compile_text[guide.type](guide.text)
-        except (RuntimeError, ValueError, TypeError) as error:  # what xgrammar raises on a bad text
+        except (RuntimeError, ValueError, TypeError) as error:  # raised by xgrammar for invalid texts
             raise GrammarError(first_line(error)) from error
 
 

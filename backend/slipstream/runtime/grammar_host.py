@@ -1,9 +1,8 @@
-"""The engine's side of structured output: says what is to be compiled and matched, and hears what came of it.
+"""The engine's side of structured output: orders compilation and matching of grammars, and handles the results.
 
-Engine thread only. Nothing here waits for a grammar but `collect`, and that for a bounded time: a request whose mask is
-not there is left out of steps until it is. What takes longer than the limits ends with an error of its own; a worker
-that is stuck in it is killed, and the other sequences go on in a new one behind the tokens they have. So do all when a
-process is killed from outside, MAX_KILLS times in a row.
+Engine thread only. Only `collect` waits for grammars, for a bounded time; a request without its mask is left out of
+steps. A grammar that exceeds its limits fails its own request. A stuck worker is killed, and the other sequences resume
+in a new one from their tokens; the same happens if a process is killed from outside, up to MAX_KILLS times in a row.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from slipstream.runtime.grammar_verdicts import MAX_KNOWN_GRAMMARS, Verdicts, ke
 logger = logging.getLogger(__name__)
 
 DEAD_END = "the grammar admits neither another token nor the end after the text so far"
-_SLOW_TOKEN_S = 0.005  # a grammar that takes longer for a token is waited for outside the steps
-_NUM_QUICK = 32  # answers in a row that make it quick again
-_MERCY_S = 2.0  # that a call of a request that has ended may go on beyond its limit, before its worker is killed
-_CHECK_S = 0.02  # how often time limits are looked at
+_SLOW_TOKEN_S = 0.005  # steps do not wait for a grammar that takes longer per token
+_NUM_QUICK = 32  # consecutive quick answers after which it counts as quick again
+_MERCY_S = 2.0  # time beyond its limit for a call of an ended request, before its worker is killed
+_CHECK_S = 0.02  # interval of checking time limits
 
 
 class GrammarHost:
-    """rows_per_state: the token's mask and those behind its drafts. num_states: that are open at once; more wait."""
+    """rows_per_state: masks of the next token and of its drafts. num_states: max open states; further ones wait."""
 
     def __init__(self, setup: Setup, num_states: int, rows_per_state: int) -> None:
         self._limits = setup.limits
         self._link = GrammarLink(setup, num_states * rows_per_state)
         self._verdicts = Verdicts(setup.limits, self._link)
         self._rows = MaskRows(num_states, rows_per_state)
-        self._is_ready = False  # for a worker: the process runs, and has told how the last worker ended
-        self._suspects: list[GuideState] = []  # with calls in the worker that has ended, the longest first
+        self._is_ready = False  # a worker may be started: the process runs and has reported the last worker's end
+        self._suspects: list[GuideState] = []  # with calls in the worker that ended, longest call first
         self._states: dict[int, GuideState] = {}  # started, not forgotten
         self._num_started = 0
-        self._compiled: OrderedDict[bytes, list[GuideState] | None] = OrderedDict()  # a list: they wait for the first
-        self._stuck: dict[int, GuideState] = {}  # by id: forgotten while a call was under way
+        self._compiled: OrderedDict[bytes, list[GuideState] | None] = OrderedDict()  # list: waiting for compilation
+        self._stuck: dict[int, GuideState] = {}  # by id: forgotten during a call
         self._news: list[GuideState] = []
         self._check_due = 0.0
         self._importing: threading.Thread | None = None
@@ -63,9 +62,9 @@ class GrammarHost:
         return self._link.masks
 
     def start(self, states: Sequence[GuideState]) -> None:
-        """Get their grammar compiled, if it is not, and a matcher for each. All are of one guide."""
+        """Compile the grammar that the states share, if needed, and create a matcher for each."""
         guide = states[0].guide
-        if self._importing is None:  # what puts masks on logits takes a second to import, which no step waits for
+        if self._importing is None:  # the code that applies masks takes 1 s to import: do it outside of steps
             self._importing = threading.Thread(target=lambda: importlib.import_module("xgrammar"), daemon=True)
             self._importing.start()
         key = key_of(guide)
@@ -83,7 +82,7 @@ class GrammarHost:
             self._open(states)
 
     def advance(self, state: GuideState, token_ids: list[int]) -> None:
-        """Move on by sampled tokens and prepare the next mask."""
+        """Accept sampled tokens and compute the next mask."""
         state.token_ids += token_ids
         state.wants_walk = state.has_walked = False
         state.is_ready = False
@@ -91,7 +90,7 @@ class GrammarHost:
             self._send_rest(state)
 
     def walk(self, state: GuideState, paths: list[tuple[int, ...]]) -> None:
-        """Prepare the masks behind drafts, too. Nothing else of the state is under way."""
+        """Compute the masks after drafts too. The state must have no pending call."""
         state.wants_walk, state.has_walked, state.dead = True, False, ()
         self._ask(state, self._limits.max_step_ms / 1e3, "walk", paths)
 
@@ -109,7 +108,7 @@ class GrammarHost:
             self._link.tell("close", state.state_id, False)
 
     def poll(self, timeout: float = 0.0) -> list[GuideState]:
-        """Hear what has come, waiting `timeout` seconds for it at most; returns the states with news."""
+        """Handle received messages, waiting at most `timeout` seconds; returns the states that changed."""
         self._link.reap()
         if self.is_idle:
             return []
@@ -122,7 +121,7 @@ class GrammarHost:
         return news
 
     def collect(self, states: Sequence[GuideState], timeout: float) -> None:
-        """Wait until nothing is under way for any of them, but no longer than `timeout` seconds."""
+        """Wait until none of the states has a pending call, at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not all(state.is_settled for state in states):
             left = deadline - time.monotonic()
@@ -131,7 +130,7 @@ class GrammarHost:
             self._hear(left)
 
     def close(self) -> None:
-        """End the processes; nobody waits for them."""
+        """End the processes without waiting for them."""
         self._states.clear()
         self._link.drop_process()
 
@@ -145,7 +144,7 @@ class GrammarHost:
             self._restart_worker()
 
     def _take_notice(self, kind: str, *arguments: Any) -> None:
-        """All that `GrammarLink.hear` tells but answers."""
+        """Handle a notice of `GrammarLink.hear`."""
         if kind == "verdict":
             self._take_verdict(*arguments)
         elif kind == "worker":
@@ -165,7 +164,7 @@ class GrammarHost:
             self._end(state, error)
 
     def _open(self, states: Sequence[GuideState]) -> None:
-        """Once their grammar has passed: as soon as there is a worker, and room in it."""
+        """Open states whose grammar has passed its trial, when a worker has free rows."""
         if not states:
             return
         if not self._is_ready:
@@ -179,7 +178,7 @@ class GrammarHost:
 
     def _hand_out_rows(self) -> None:
         while self._link.worker_is_ready and (state := self._rows.next()) is not None:
-            if state.key not in self._compiled:  # the worker compiles a text for the first of all who have it
+            if state.key not in self._compiled:  # the worker compiles a text for its first state
                 self._compiled[state.key] = []
             elif (waiting := self._compiled[state.key]) is not None:
                 waiting.append(state)
@@ -226,7 +225,7 @@ class GrammarHost:
                     self._ask_to_open(other)
 
     def _forget_compiled(self) -> None:
-        """The oldest of too many; the next of its text is then taken for the first."""
+        """Drop the oldest entries beyond the limit; the next state with such a text counts as the first."""
         oldest = next(iter(self._compiled))
         if len(self._compiled) > MAX_KNOWN_GRAMMARS and self._compiled[oldest] is None:
             del self._compiled[oldest]
@@ -275,10 +274,10 @@ class GrammarHost:
             self._restart_worker()
 
     def _restart_worker(self) -> None:
-        """All that were in the worker go on in a new one, once it is known how the old one has ended."""
+        """Resume the worker's states in a new one, once the end of the old one has been reported."""
         asked = [state for state in self._states.values() if state.asked_at and state.error is None]
         self._suspects = [] if self._stuck else sorted(asked, key=lambda state: state.asked_at)
-        if not self._link.worker_is_ready:  # nobody was in it
+        if not self._link.worker_is_ready:  # it had no states
             for state in self._states.values():
                 if not self._verdicts.is_waiting(state):
                     self._count_death(state)
@@ -287,7 +286,7 @@ class GrammarHost:
         self._reopen()
 
     def _take_end(self, is_crash: bool) -> None:
-        """is_crash: the worker ended by itself, perhaps by the call that ran longest; else nobody in it did that."""
+        """is_crash: the worker crashed, perhaps in the call that ran longest; otherwise no state is to blame."""
         suspects, self._suspects = self._suspects, []
         for state in suspects[:1] if is_crash else suspects:
             self._count_death(state, is_crash)
@@ -303,7 +302,7 @@ class GrammarHost:
         self._reopen()
 
     def _count_death(self, state: GuideState, is_crash: bool = False) -> None:
-        """The second crash without a new token is taken for the doing of this request."""
+        """Fail the request at its second crash without a new token in between."""
         if state.error is not None or state.state_id not in self._states:
             return
         if len(state.token_ids) > state.num_tokens_at_death:

@@ -1,8 +1,8 @@
-"""The grammar processes as the engine holds them: one that forks, started when it is first needed, and one worker of it
-at a time, with the mask matrix that they share. Engine thread; waits for nothing but in `hear`.
+"""The engine's handle on the grammar processes: a forking process, started on first use, and one worker of it at a
+time, with the shared mask matrix. Engine thread; waits only in `hear`.
 
-Each has its time to say that it is ready, and the one that forks to answer each message: one that is stopped or hangs
-counts as lost then. It is killed, since it may never see that its socket is closed.
+Both must become ready, and the forking process must answer each message, within a time limit; otherwise it counts as
+lost and is killed, because a stopped process never notices its closed socket.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from slipstream.runtime.grammar_messages import Setup
 logger = logging.getLogger(__name__)
 
 MAX_GRAMMAR_START_S = 30.0  # until a process, or a worker, is ready
-MAX_GRAMMAR_SILENCE_S = 10.0  # until the process that forks answers a message: it does nothing that takes long
-_PING_S = 1.0  # after its last message, while something is to come of it
+MAX_GRAMMAR_SILENCE_S = 10.0  # until the forking process answers a message; it does no long work itself
+_PING_S = 1.0  # after its last message, while an answer is expected
 _START = "import sys; sys.path[:] = {path!r}; from slipstream.runtime.grammar_process import main; main()"
 
 
 class GrammarLink:
-    """num_rows: of masks. process_is_lost, worker_is_lost: set when the other end is gone, until it is dropped."""
+    """num_rows: of the mask matrix. process_is_lost, worker_is_lost: the other end is gone and not dropped yet."""
 
     def __init__(self, setup: Setup, num_rows: int) -> None:
         self._setup, self._num_rows = setup, num_rows
@@ -41,7 +41,7 @@ class GrammarLink:
         self._control: Channel | None = None
         self._worker: Channel | None = None
         self._generation = 0
-        self._num_unanswered = 0  # messages to the process that forks; its start counts as one
+        self._num_unanswered = 0  # messages to the forking process; its start counts as one
         self._said_at = self._answer_due = self._worker_due = 0.0  # time.monotonic()
         self.process_is_lost = self.worker_is_lost = False
         self.worker_is_ready = False
@@ -52,7 +52,7 @@ class GrammarLink:
         return self._worker is not None
 
     def say(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
-        """To the process that forks."""
+        """Send a message to the forking process."""
         self.start_process()
         if self._control is None:
             return
@@ -67,18 +67,18 @@ class GrammarLink:
             self.process_is_lost = True
 
     def tell(self, *message: Any) -> None:
-        """To the worker."""
+        """Send a message to the worker."""
         if self._worker is None:
-            return  # none could be made: the process counts as lost
+            return  # none could be started: the process counts as lost
         try:
             self._worker.send(message)
         except OSError:
             self.worker_is_lost = True
 
     def hear(self, timeout: float, on_notice: Callable[..., None], on_answer: Callable[..., None]) -> None:
-        """Pass on what has come. Waits `timeout` seconds at most for the first of it.
+        """Dispatch received messages; waits at most `timeout` seconds for the first one.
 
-        on_notice: that the process is "ready", the "worker" is, the "verdict" of a trial, how a worker "ended".
+        on_notice: the process is "ready", the "worker" is ready, the "verdict" of a trial, a worker has "ended".
         """
         channels = [channel for channel in (self._worker, self._control) if channel is not None]
         if timeout > 0:
@@ -107,7 +107,7 @@ class GrammarLink:
                     on_notice(*message)
 
     def check(self, now: float, is_awaited: bool) -> None:
-        """Count as lost what has not answered in time. is_awaited: something is to come of the process that forks."""
+        """Mark processes that did not answer in time as lost. is_awaited: the forking process owes a message."""
         if self._worker is not None and not self.worker_is_ready and now > self._worker_due:
             logger.warning("a worker of structured output is not ready after %g s: it is killed", MAX_GRAMMAR_START_S)
             self.worker_is_lost = True
@@ -120,12 +120,12 @@ class GrammarLink:
             self.say("ping")
 
     def reap(self) -> None:
-        """Processes that have been killed and have ended by now."""
+        """Reap killed processes that have ended."""
         if self._dropped:
             self._dropped = [process for process in self._dropped if process.poll() is None]
 
     def start_worker(self) -> None:
-        """Ask for one.  Where the machine lacks descriptors or memory for it, the process counts as lost."""
+        """Request a worker.  If the machine lacks descriptors or memory, the process counts as lost."""
         self.worker_is_ready, self._worker_due = False, time.monotonic() + MAX_GRAMMAR_START_S
         try:
             ours, theirs = socket.socketpair()
@@ -142,7 +142,7 @@ class GrammarLink:
             self.process_is_lost = True
 
     def drop_worker(self) -> None:
-        """Kill it, whatever it does. The process that forks tells how it has ended."""
+        """Kill the worker. The forking process reports how it ended."""
         self.worker_is_lost = self.worker_is_ready = False
         if self._worker is not None:
             self._worker.close()
@@ -150,7 +150,7 @@ class GrammarLink:
             self.say("kill", self._generation)
 
     def drop_process(self) -> None:
-        """The process that forks is gone, or not wanted. The kernel ends with it what it has forked."""
+        """Kill the forking process. The kernel ends its children with it."""
         self.process_is_lost = self.worker_is_lost = self.worker_is_ready = False
         for channel in (self._worker, self._control):
             if channel is not None:
@@ -163,7 +163,7 @@ class GrammarLink:
         self.reap()
 
     def start_process(self) -> None:
-        """If there is none. It does not listen yet when this returns; one that cannot be started counts as lost."""
+        """Start the forking process if there is none, without waiting for it. On failure it counts as lost."""
         if self._control is not None:
             return
         try:
@@ -174,9 +174,9 @@ class GrammarLink:
 
     def _start_process(self) -> None:
         ours, theirs = socket.socketpair()
-        path = [place for place in sys.path if place]  # not the current directory, which anybody may have filled
+        path = [place for place in sys.path if place]  # without the current directory, for safety
         arguments = ["-c", _START.format(path=path), str(theirs.fileno()), pickle.dumps(self._setup).hex()]
-        # one arena: each costs 64 MiB of address space, which is what the processes are limited in
+        # one malloc arena: each takes 64 MiB of address space, which is limited
         environment = os.environ | {"MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1"}
         with theirs:
             self._process = subprocess.Popen(

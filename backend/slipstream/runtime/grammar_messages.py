@@ -1,4 +1,4 @@
-"""What crosses between the engine and its grammar processes. Imports nothing heavy: both sides read it."""
+"""Messages between the engine and its grammar processes. Imports nothing heavy, because both sides import it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from slipstream.core.config import GuidedConfig
 
-MAX_KILLS = 5  # of processes in a row, from outside or before they were ready, that a request or a trial outlasts
+MAX_KILLS = 5  # consecutive kills of processes, from outside or before they were ready, that a request survives
 
 
 class Setup(NamedTuple):
-    """What the engine says first."""
+    """The engine's first message."""
 
     tokenizer_path: str
     vocab_size: int
@@ -19,8 +19,8 @@ class Setup(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """To one job of a worker. error: of the text or of xgrammar. can_go_on: whether any token may follow. dead: places
-    of the paths of a walk after which none may. cpu_s: of the job."""
+    """The answer to one job of a worker. error: in the text or from xgrammar. can_go_on: whether any token may follow.
+    dead: indices of a walk's paths after which none may. cpu_s: CPU time of the job."""
 
     error: str = ""
     is_terminated: bool = False

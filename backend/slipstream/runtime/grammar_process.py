@@ -1,9 +1,9 @@
-"""The process behind structured output: loads xgrammar once, then forks. Single-threaded, so that it may fork.
+"""The forking process of structured output: loads xgrammar once, then forks. Single-threaded, so that it may fork.
 
-A grammar is tried first: compiled in a child with a limit of CPU time and memory, a low priority, and
-nothing to lose. What passed is compiled again by the worker that matches (runtime/grammar_worker.py); handing it over
-would take longer: as JSON a schema of 200 properties is 19 MB, 1.3 s there and back, compiled in 17 ms. Answers each
-message at once, which says that it lives. Ends when the engine closes its socket; what it has forked ends with it.
+Each grammar first has a trial: it is compiled in a child process with limits of CPU time and memory and a low priority.
+The worker that matches (runtime/grammar_worker.py) compiles grammars that passed again, because transferring them takes
+longer: a schema of 200 properties is 19 MB as JSON, which takes 1.3 s, but compiles in 17 ms. Answers each message at
+once, as a sign of life. Ends with its children when the engine closes its socket.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from slipstream.runtime.grammar_worker import GrammarCache, GrammarWorker, lower
 from slipstream.runtime.trial_queue import Trial, TrialQueue
 
 _SHORT_TRIAL_S = 0.3  # CPU time in the first lane
-_PATIENCE = 6  # wall time of a trial, in its CPU time: others may want the cores
+_PATIENCE = 6  # limit of a trial's wall time, as a multiple of its CPU time
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
-_STACKS_BYTES = 512 << 20  # of address space, for the stacks of a worker's threads
+_STACKS_BYTES = 512 << 20  # address space for the stacks of a worker's threads
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
 
 class GrammarProcess:
-    """One per engine with guided requests."""
+    """One per engine that has structured-output requests."""
 
     def __init__(self, channel: Channel, setup: Setup) -> None:
         self._channel = channel
@@ -107,7 +107,7 @@ class GrammarProcess:
         self._trials.running.append(trial)
 
     def _try(self, guide: Guide, seconds: float, write_fd: int) -> None:
-        """In the child. The kernel ends it by a signal when its CPU time is over."""
+        """Run a trial in the child. The kernel kills it when its CPU time is used up."""
         lower_priority()
         self._limit_memory(self._limits.memory_bytes)
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -143,7 +143,7 @@ class GrammarProcess:
                 self._queue(trial)
                 return
             verdict, text = "killed", ""
-        else:  # ended by a want of memory that xgrammar does not survive
+        else:  # out of memory, which xgrammar does not survive
             verdict, text = "memory", ""
         self._channel.send(("verdict", trial.key, verdict, text))
 
@@ -183,8 +183,8 @@ class GrammarProcess:
 
 
 def _end_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, whatever the threads of this one are stuck in. It does so
-    when the thread that forked ends: here the only one, which lives as long as its process."""
+    """Have the kernel kill this process when its parent ends, even if threads are stuck. The kernel does so when the
+    thread that forked ends, which here is the parent's only thread."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)
@@ -197,7 +197,7 @@ def _kill(pid: int) -> int:
 
 
 def _is_crash(status: int) -> bool:
-    """Whether a child has ended by what it did: by a failure of its own, not by a signal from outside."""
+    """Whether a child ended by a failure of its own, not by a signal from outside."""
     return os.WTERMSIG(status) in _CRASHES if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) != 0
 
 

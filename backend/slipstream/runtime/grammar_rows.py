@@ -1,4 +1,4 @@
-"""The rows of the mask matrix: who has which, and who is next. Engine thread."""
+"""Allocates the rows of the mask matrix to states, with a queue. Engine thread."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from slipstream.runtime.grammar_state import GuideState
 
 
 class MaskRows:
-    """rows_per_state: the token's mask and those behind its drafts. num_states: that are open at once; more wait, and
-    the scheduler's order says for how long: the most urgent gets the next free rows, whichever was compiled first."""
+    """rows_per_state: masks of the next token and of its drafts. num_states: max open states; further ones wait in the
+    scheduler's order, whichever was compiled first."""
 
     def __init__(self, num_states: int, rows_per_state: int) -> None:
         self._all = range(0, num_states * rows_per_state, rows_per_state)
@@ -19,7 +19,7 @@ class MaskRows:
         self._waiting: list[GuideState] = []  # sorted by _order
 
     def reset(self) -> None:
-        """All are free, and nobody waits: of another worker."""
+        """Free all rows and empty the queue, for a new worker."""
         self._free = deque(self._all)
         self._waiting.clear()
 
@@ -27,7 +27,7 @@ class MaskRows:
         insort(self._waiting, state, key=_order)
 
     def leave(self, state: GuideState) -> bool:
-        """Wait no longer. Returns whether it did."""
+        """Remove a state from the queue. Returns whether it was waiting."""
         place = bisect_left(self._waiting, _order(state), key=_order)
         is_waiting = place < len(self._waiting) and self._waiting[place] is state
         if is_waiting:
@@ -35,7 +35,7 @@ class MaskRows:
         return is_waiting
 
     def next(self) -> GuideState | None:
-        """The one that gets the next free rows, and has them now; None while there are none, or nobody waits."""
+        """Give free rows to the first waiting state and return it; None without free rows or waiting states."""
         if not self._free or not self._waiting:
             return None
         state = self._waiting.pop(0)

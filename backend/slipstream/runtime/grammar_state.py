@@ -1,4 +1,4 @@
-"""Where one sequence stands in its grammar. Engine thread; written by grammar_host.py, read by the step (guided.py)."""
+"""The state of one sequence in its grammar. Engine thread; written by grammar_host.py, read by the step (guided.py)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class GuideState:
-    """is_ready: its mask for the next token is in `row` of the matrix, of a walk's paths in the rows after it. error:
-    why the sequence must end. is_slow: it is left out of steps until ready. is_terminated: the text is complete and
-    there is no end token to take."""
+    """is_ready: the mask of the next token is in `row` of the matrix, masks of a walk's paths in the rows after it.
+    error: why the sequence must end. is_slow: left out of steps until ready. is_terminated: the text is complete and
+    there is no end token to sample."""
 
     guide: Guide
     end_token_ids: list[int]
@@ -33,18 +33,18 @@ class GuideState:
     row: int = -1
     is_open: bool = False  # in the worker
     num_sent: int = 0  # of token_ids, to the worker
-    asked_at: float = 0.0  # time.monotonic() of a job that is under way, or 0
-    asked_s: float = 0.0  # how long that may take
+    asked_at: float = 0.0  # time.monotonic() of the pending job, or 0
+    asked_s: float = 0.0  # time limit of that job
     wants_walk: bool = False
     has_walked: bool = False
-    dead: tuple[int, ...] = ()  # places of the last walk's paths that the grammar forbids
+    dead: tuple[int, ...] = ()  # indices of the last walk's paths that the grammar forbids
     cpu_s: float = 0.0
     num_quick: int = 0
-    num_kills: int = 0  # of processes it waited for, by others, since its last token
-    num_crashes: int = 0  # of workers, that may be its doing, since its last token
+    num_kills: int = 0  # processes killed from outside while it waited, since its last token
+    num_crashes: int = 0  # worker crashes that it may have caused, since its last token
     num_tokens_at_death: int = -1
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is waited for."""
+        """Whether no call is pending."""
         return self.error is not None or self.is_terminated or (self.is_ready and self.has_walked >= self.wants_walk)

@@ -1,5 +1,5 @@
-"""Which grammars may be used: each text is tried once in a process of its own, and what came of it is kept. Engine
-thread; waits for nothing."""
+"""Decides which grammars may be used: each text has one trial in a separate process, and the verdict is cached. Engine
+thread; never waits."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ def key_of(guide: Guide) -> bytes:
 
 
 class Verdicts:
-    """By key of the text. Trials that nobody waits for any more are given up."""
+    """Verdicts by key of the text. A trial is cancelled when no state waits for it any more."""
 
     def __init__(self, limits: GuidedConfig, link: GrammarLink) -> None:
         self._limits, self._link = limits, link
         self._known: OrderedDict[bytes, str] = OrderedDict()  # "" or why the text is refused
-        self._trying: dict[bytes, list[GuideState]] = {}  # who waits for it
+        self._trying: dict[bytes, list[GuideState]] = {}  # states that wait for a verdict
 
     @property
     def is_trying(self) -> bool:
         return bool(self._trying)
 
     def find(self, key: bytes) -> str | None:
-        """Why the text is refused, empty if it is not; None while that is not known."""
+        """Why the text is refused, "" if it is accepted; None if there is no verdict yet."""
         if key in self._known:
             self._known.move_to_end(key)
         return self._known.get(key)
 
     def wait(self, key: bytes, states: Sequence[GuideState]) -> None:
-        """Until it is known; all are of one guide."""
+        """Start or join the trial of the grammar that these states share."""
         if key not in self._trying:
             self._trying[key] = []
             self._link.say("try", key, states[0].guide)
@@ -54,7 +54,7 @@ class Verdicts:
         return state in self._trying.get(state.key, ())
 
     def leave(self, state: GuideState) -> bool:
-        """Wait no longer. Returns whether it did."""
+        """Stop waiting for a verdict. Returns whether the state was waiting."""
         if not self.is_waiting(state):
             return False
         self._trying[state.key].remove(state)
@@ -64,7 +64,7 @@ class Verdicts:
         return True
 
     def try_again(self) -> None:
-        """In a new process; the old one ended before it said anything."""
+        """Repeat pending trials in a new process, after the old one ended without verdicts."""
         for key, states in list(self._trying.items()):
             self._trying[key] = [state for state in states if state.error is None]
             if self._trying[key]:
@@ -73,7 +73,7 @@ class Verdicts:
                 del self._trying[key]
 
     def take(self, key: bytes, verdict: str, text: str) -> tuple[list[GuideState], SlipstreamError | None]:
-        """From the process. Returns who waited for it, and their error if the text cannot be used."""
+        """Store a verdict. Returns the states that waited for it, and their error if the text is refused."""
         states = self._trying.pop(key, [])
         if not states:
             return [], None

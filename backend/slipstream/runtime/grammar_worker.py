@@ -1,11 +1,10 @@
-"""Matches grammars for the engine, in a process of its own that can be killed: one matcher per sequence, masks in
-shared memory.
+"""Matches grammars for the engine in a process that can be killed: one matcher per sequence, masks in shared memory.
 
-xgrammar cannot be interrupted in a call, but lets other threads run. So the threads here take turns to lead: the leader
-waits for messages, hands the lead on, and does one job itself; one that is stuck keeps nobody else waiting. Jobs of
-sequences that are known to be slow go to threads of a low priority, and so does a thread that turns out to be
-slow. The engine sends a sequence's next job only after the answer to the one before; it ends what takes too long by
-closing the sequence or, at last, by killing this process.
+A call of xgrammar cannot be interrupted, but releases the GIL. The threads use the leader/follower pattern: the leader
+waits for a message, passes the lead on and does the job itself, so a stuck thread delays no other. Jobs of slow
+sequences run on threads of low priority, and a thread whose job turns out to be slow lowers its priority. The engine
+sends a sequence's next job only after the answer to the previous one. It ends slow jobs by closing the sequence or, at
+last, by killing this process.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from slipstream.runtime.grammar_channel import Channel, readable
 from slipstream.runtime.grammar_compiler import GrammarCompiler, first_line
 from slipstream.runtime.grammar_messages import Answer
 
-_SLOW_S = 0.02  # a job that takes longer goes on with a low priority
+_SLOW_S = 0.02  # a longer job continues with a low priority
 _LOW_PRIORITY = 10
 _NUM_SLOW_THREADS = 8
-_MAX_THREADS = 32  # the engine ends a process long before so many of its threads are stuck
+_MAX_THREADS = 32  # the engine kills a process long before this many threads are stuck
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ class _Cached:
 
 
 class GrammarCache:
-    """Compiled grammars by key; those longest unused are dropped above max_bytes. Any thread."""
+    """LRU cache of compiled grammars by key, limited to max_bytes. Any thread."""
 
     def __init__(self, compiler: GrammarCompiler, max_bytes: int) -> None:
         self._compiler, self._max_bytes = compiler, max_bytes
@@ -65,7 +64,7 @@ class GrammarCache:
 
 
 class _Sequence:
-    """One matcher. row: its first of the mask matrix; the masks of a walk's paths follow."""
+    """One matcher. row: its first row of the mask matrix; the masks of a walk's paths follow."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher, row: int) -> None:
         self.matcher = matcher
@@ -94,19 +93,19 @@ class GrammarWorker:
         self._lead = threading.Lock()
         self._jobs: deque[_Job] = deque()
         self._running: dict[int, _Job] = {}  # by thread
-        self._running_lock = threading.Lock()  # no thread is demoted for a job that it has done
+        self._running_lock = threading.Lock()  # prevents demoting a thread for a finished job
         self._num_idle = 0
         self._count_lock = threading.Lock()
         self._slow_threads = ThreadPoolExecutor(_NUM_SLOW_THREADS, initializer=lower_priority)
 
     def serve(self) -> None:
-        """Until the engine closes the socket; then the process ends, whatever its threads do."""
+        """Serve until the engine closes the socket; then the process exits, even if threads are stuck."""
         threading.Thread(target=self._work, daemon=True).start()
         self._channel.send(("ready",))
-        threading.Event().wait()  # this thread never works: one that does may have to end
+        threading.Event().wait()  # the main thread does no jobs, because a thread that does may have to end
 
     def _work(self) -> None:
-        """One thread: lead until there is a job, do it, queue up to lead again."""
+        """Loop of one thread: lead until there is a job, do it, queue up to lead again."""
         while True:
             with self._count_lock:
                 self._num_idle += 1
@@ -122,7 +121,7 @@ class GrammarWorker:
             else:
                 self._do(job)
             if job.is_demoted:
-                return  # priority does not come back
+                return  # a lowered priority cannot be raised again
 
     def _next_job(self) -> _Job:
         while not self._jobs:
@@ -160,7 +159,7 @@ class GrammarWorker:
             answer = getattr(self, f"_{job.kind}")(job.sequence_id, *job.arguments)
         except MemoryError:
             os._exit(1)
-        except Exception as error:  # what xgrammar raises; of a bug in here too, the request hears
+        except Exception as error:  # from xgrammar or a bug here: the request is answered with it
             answer = Answer(first_line(error))
         with self._running_lock:
             del self._running[thread_id]
@@ -175,7 +174,7 @@ class GrammarWorker:
     def _open(
         self, sequence_id: int, key: bytes, guide: Guide, ends: list[int], row: int, token_ids: list[int]
     ) -> Answer:
-        """A matcher behind token_ids, which another process has accepted."""
+        """Open a matcher and advance it by token_ids, which a previous worker has accepted."""
         matcher = xgrammar.GrammarMatcher(
             self._cache.get(key, guide), override_stop_tokens=ends or None, terminate_without_stop_token=not ends
         )
@@ -196,7 +195,7 @@ class GrammarWorker:
         return Answer(can_go_on=self._fill(matcher, sequence.row))
 
     def _walk(self, sequence_id: int, paths: list[tuple[int, ...]]) -> Answer:
-        """Masks behind drafts. paths: from where the sequence stands; goes back to there."""
+        """Compute the masks after drafts. paths: from the sequence's current state, which is restored."""
         sequence = self._sequences.get(sequence_id)
         if sequence is None:
             return Answer()
@@ -214,14 +213,14 @@ class GrammarWorker:
 
 
 class _Walk:
-    """Goes from row to row of a tree of drafts, taking back only what the next row does not share."""
+    """Walks over the rows of a draft tree and rolls back only the tokens that the next row does not share."""
 
     def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
         self._matcher = matcher
         self._taken: list[int] = []
 
     def go(self, path: tuple[int, ...]) -> bool:
-        """Stand at the end of `path`. False: the grammar forbids it, or it ends the text."""
+        """Move to the end of `path`. False: the grammar forbids it, or it ends the text."""
         shared = 0
         while shared < min(len(self._taken), len(path)) and self._taken[shared] == path[shared]:
             shared += 1
@@ -236,5 +235,5 @@ class _Walk:
 
 
 def lower_priority() -> None:
-    """Of the calling thread alone (Linux)."""
+    """Lower the priority of the calling thread only (Linux)."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOW_PRIORITY)

@@ -1,9 +1,9 @@
-"""Which grammar is tried next, in the process that forks. Two lanes: a short time for each grammar, and for those that
-need more a lane of their own, so that a usual schema never waits for costly ones.
+"""Orders the trials of grammars in the forking process. Two lanes: every grammar first gets a short time, and those
+that need more go to a second lane, so that usual schemas never wait for costly ones.
 
-In a lane a text waits behind shorter ones, as they are likely to be cheaper, but only behind those that come soon: each
-TRIAL_CHARS_PER_S characters count as a second of coming later. The order of two texts never changes, so it is known on
-arrival (as in core/queue_order.py).
+In a lane shorter texts go first, because they are likely cheaper, but only if they arrive soon: each TRIAL_CHARS_PER_S
+characters count as one second of later arrival. The key of a text is constant and known on arrival, as in
+core/queue_order.py.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 
 from slipstream.core.sampling_params import Guide
 
-MAX_LONG_TRIALS = 32  # that wait or run in the second lane; above it a grammar is refused with UNAVAILABLE
-NUM_TRIAL_SEATS = 2  # trials at once, in each lane
+MAX_LONG_TRIALS = 32  # waiting or running in the second lane; beyond it a grammar is refused with UNAVAILABLE
+NUM_TRIAL_SEATS = 2  # concurrent trials per lane
 TRIAL_CHARS_PER_S = 10_000
 
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """arrived: time.monotonic(). pid, result_fd, deadline: while it runs. num_kills: by somebody: the kernel for want
-    of memory, or by hand."""
+    """arrived: time.monotonic(). pid, result_fd, deadline: while it runs. num_kills: kills from outside (the OOM
+    killer, or by hand)."""
 
     key: bytes
     guide: Guide
@@ -36,14 +36,14 @@ class Trial:
 
 
 class TrialQueue:
-    """running: kept by the caller, who runs them."""
+    """running: the trials that the caller runs, maintained by the caller."""
 
     def __init__(self) -> None:
         self._lanes: tuple[list[Trial], list[Trial]] = ([], [])  # sorted by _order: short, long
         self.running: list[Trial] = []
 
     def add(self, trial: Trial) -> bool:
-        """False: too many wait in the second lane."""
+        """Queue a trial. Returns False if the second lane is full."""
         num_long = len(self._lanes[1]) + sum(one.is_long for one in self.running)
         if trial.is_long and num_long >= MAX_LONG_TRIALS:
             return False
@@ -51,7 +51,7 @@ class TrialQueue:
         return True
 
     def remove(self, key: object) -> list[Trial]:
-        """Nobody wants it any more. Returns those of it that run."""
+        """Remove the trials of a text. Returns those that are running."""
         for lane in self._lanes:
             lane[:] = [trial for trial in lane if trial.key != key]
         running = [trial for trial in self.running if trial.key == key]
@@ -60,7 +60,7 @@ class TrialQueue:
         return running
 
     def take(self) -> Iterator[Trial]:
-        """Those whose turn it is, as long as there are seats. They do not wait any more."""
+        """Dequeue the next trials while lanes have capacity."""
         for is_long, lane in enumerate(self._lanes):
             num_running = sum(trial.is_long == bool(is_long) for trial in self.running)
             for _ in range(min(len(lane), NUM_TRIAL_SEATS - num_running)):
