@@ -18,9 +18,9 @@ import triton.language as tl
 from profiles import PROFILES
 from slipstream.nn.batch import ForwardBatch
 from slipstream.worker.host_copy import to_device
-from slipstream.worker.spec_decode import verifier, verify
+from slipstream.worker.spec_decode import verifier
 from slipstream.worker.spec_decode.eagle import EagleDrafter
-from slipstream.worker.spec_decode.interface import PROPOSERS, Surroundings
+from slipstream.worker.spec_decode.interface import PROPOSERS, SpeculatorContext
 from slipstream_kernels import ops
 from slipstream_kernels.triton.interpreter import IS_INTERPRETING
 
@@ -29,15 +29,15 @@ _NEVER = 1 << 30  # a rank that no guess has
 _LEAST_RATE = 0.01  # of ranks that a profile does not list
 
 
-class SimulatedVerification(verify.Verification):
+class SimulatedVerification(verifier.Verification):
     """Takes drafts by a profile, along first children. rates: as in profiles.py."""
 
     rates: ClassVar[Sequence[Sequence[float]]] = []
     dice = np.random.default_rng(0)
 
     def accept(self, batch: ForwardBatch, *arguments: Any) -> ops.AcceptedRows:
-        if self._scheduled:  # not warming up
-            counts = [row.num_drafts for row in self._scheduled]
+        if self._drafted:  # not warming up
+            counts = [one.num_drafts for one in self._drafted]
             numbers = [*self._right_ranks(len(counts)), *self.first_rows, *counts]
             on_device = to_device(numbers, torch.int64, batch.token_ids.device)
             walk = _walk_by_kernel if batch.token_ids.is_cuda or IS_INTERPRETING else _walk
@@ -56,13 +56,13 @@ class SimulatedVerification(verify.Verification):
 class CalibratedEagle(EagleDrafter):
     """As sure of the guess of each rank as the profile says that it is right."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        super().__init__(surroundings)
+    def __init__(self, context: SpeculatorContext) -> None:
+        super().__init__(context)
         rates = [*PROFILES["eagle"][0], *[_LEAST_RATE] * MAX_ROWS][: self._top_k]
-        self._sure = to_device(rates, torch.float32, surroundings.hardware.device).log()
+        self._sure = to_device(rates, torch.float32, context.hardware.device).log()
 
-    def _guesses(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens, values = super()._guesses(features)
+    def _candidates(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, values = super()._candidates(features)
         return tokens, self._sure.to(values.dtype).expand_as(values)
 
 

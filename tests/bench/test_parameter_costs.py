@@ -18,9 +18,11 @@ from slipstream.core.finish import StopConditions
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.engine.input_processor import Intake
+from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.output_processor import OutputProcessor
+from slipstream.engine.step_inputs import new_request
 from slipstream.tokenizer.tokenizer import TextTokenizer
+from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logit_bias import LogitEdits
 from slipstream.worker.sample.penalties import TokenHistory
 
@@ -60,7 +62,7 @@ LISTS: dict[str, Callable[[int], dict[str, object]]] = {
 
 
 def prepared(params: SamplingParams) -> Request:
-    (request,) = Intake(Spec(), TOKENIZER, GuidedConfig()).prepare(Request([5] * 20, params))  # type: ignore[arg-type]
+    (request,) = InputProcessor(Spec(), TOKENIZER, GuidedConfig()).prepare(Request([5] * 20, params))  # type: ignore[arg-type]
     request.stop_conditions = StopConditions(request, 10_000)
     return request
 
@@ -69,17 +71,18 @@ def seconds(params: SamplingParams) -> dict[str, float]:
     """Of NUM_TOKENS tokens: changing logits and looking for the end (engine thread), making text (output thread)."""
     request = prepared(params)
     edits = LogitEdits(VOCAB, torch.device("cpu"))
-    edits.compose([request])
+    state = RequestState(new_request(request))
+    edits.compose([state])
     processor = OutputProcessor(TOKENIZER, lambda request, stop: None, lambda handle: None)
     processor.add(ClientRequest(request.handle, request, stream=True))
     logits = torch.zeros(1, VOCAB)
     spent = {"edits": 0.0, "ends": 0.0, "text": 0.0}
     for token in range(NUM_TOKENS):
         start = time.perf_counter()
-        request.num_pending_tokens = 1
-        edits.apply(logits, [request])
-        request.num_pending_tokens = 0
+        state.num_drawn_tokens = token + 1
+        edits.apply(logits, [state])
         edited = time.perf_counter()
+        state.token_ids.append(REPEATED)
         assert not request.stop_conditions.extend(request, [REPEATED])
         extended = time.perf_counter()
         processor.process([StepOutput(request, [REPEATED])])
@@ -112,13 +115,14 @@ def test_a_long_prompt_with_penalties_costs_little_more_than_its_copy() -> None:
     seen = []
     for _ in range(4):
         requests = [Request(prompt, SamplingParams(repetition_penalty=1.1)) for _ in range(4)]
-        for request in requests:
-            request.num_pending_tokens = 1
+        states = [RequestState(new_request(request)) for request in requests]
+        for state in states:
+            state.num_drawn_tokens = 1
         history = TokenHistory(len(prompt) + 10, torch.device("cpu"))
         start = time.perf_counter()
         torch.tensor(prompt, dtype=torch.int32)
         copied = time.perf_counter()
-        history.update(requests)
+        history.update(states)
         ratio = (time.perf_counter() - copied) / (copied - start)
         if ratio < MOST_DEARER:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import sys
@@ -14,8 +15,10 @@ import torch
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.engine.step_inputs import StepInputs
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
-from slipstream.worker.input_batch import BatchBuilder
+from slipstream.worker.input_batch import BatchBuilder, BlockTables
+from slipstream.worker.interface import StepInput
 
 CPU = torch.device("cpu")
 
@@ -23,7 +26,7 @@ CPU = torch.device("cpu")
 def _plain(step: ScheduledStep, block_size: int) -> dict[str, list[int]]:
     fields: dict[str, list[int]] = {name: [] for name in ("token_ids", "positions", "slots", "last", "seq_lens")}
     starts = [0]
-    for row in step.requests:
+    for row in step.rows:
         tokens = row.request.token_ids + row.request.draft_token_ids
         for position in range(row.num_computed_tokens, row.num_computed_tokens + row.num_scheduled_tokens):
             fields["token_ids"].append(tokens[position])
@@ -46,14 +49,14 @@ def _check(batch: ForwardBatch, step: ScheduledStep, block_size: int) -> None:
     assert batch.seq_lens.tolist() == expected["seq_lens"]
     assert batch.logits_indices.tolist() == expected["last"]
     assert batch.max_seq_len == max(expected["seq_lens"])
-    counts = [row.num_scheduled_tokens for row in step.requests]
+    counts = step.num_scheduled_tokens
     decodes = list(itertools.takewhile(lambda count: count <= MAX_DECODE_QUERY_LEN, counts))
     assert batch.max_query_len == max(counts)
     assert (batch.num_decode_requests, batch.num_decode_tokens) == (len(decodes), sum(decodes))
     assert batch.max_decode_query_len == max([*decodes, 0])
-    for row, table in zip(step.requests, batch.block_tables.tolist(), strict=True):
-        num_blocks = len(row.request.block_ids)
-        assert table[:num_blocks] == row.request.block_ids and set(table[num_blocks:]) <= {-1}
+    for request, table in zip(step.requests, batch.block_tables.tolist(), strict=True):
+        num_blocks = len(request.block_ids)
+        assert table[:num_blocks] == request.block_ids and set(table[num_blocks:]) <= {-1}
     dtypes = [t.dtype for t in (batch.token_ids, batch.positions, batch.slot_mapping, batch.logits_indices)]
     assert set(dtypes) == {torch.int64}
     assert {batch.query_start_loc.dtype, batch.seq_lens.dtype, batch.block_tables.dtype} == {torch.int32}
@@ -64,15 +67,26 @@ def test_batches_of_random_lives(seed: int) -> None:
     """Requests grow, are preempted (other blocks afterwards), leave and come, more of them than table rows."""
     dice = random.Random(seed)
     block_size = dice.choice([1, 4, 16])
-    builder = BatchBuilder(block_size, 200, 8, CPU)
+    builder, inputs = BatchBuilder(block_size, BlockTables.sized(8, 200, block_size), CPU), StepInputs()
     pool = [_new_request(dice) for _ in range(12)]
     for _ in range(60):
         chosen = dice.sample(pool, dice.randrange(1, 9))
-        step = ScheduledStep([_schedule(dice, request, block_size) for request in chosen])
-        _check(builder.build(step), step, block_size)
-        for row in step.requests:
+        step = ScheduledStep.of([_schedule(dice, request, block_size) for request in chosen])
+        _check(_build(builder, inputs.build(0, step)), step, block_size)
+        for row in step.rows:
             _live_on(dice, row)
-        pool = [_new_request(dice) if dice.random() < 0.05 else request for request in pool]
+        gone = [request for request in pool if dice.random() < 0.05]
+        builder.tables.drop([request.request_id for request in gone])
+        pool = [_new_request(dice) if request in gone else request for request in pool]
+
+
+def _build(builder: BatchBuilder, step: StepInput) -> ForwardBatch:
+    """With what the step says of blocks."""
+    for new in step.new_requests:
+        builder.tables.put(new.request_id, new.block_ids)
+    for request_id, block_ids in step.updates.block_ids.items():
+        builder.tables.extend(request_id, block_ids)
+    return builder.build(step)
 
 
 def _new_request(dice: random.Random) -> Request:
@@ -100,7 +114,7 @@ def _live_on(dice: random.Random, row: ScheduledRequest) -> None:
         request.token_ids.append(dice.randrange(1000))
     if dice.random() < 0.1 or request.num_tokens > 150:
         request.block_ids, request.num_computed_tokens = [], 0
-        request.num_preemptions += 1
+        request.num_preemptions, request.num_sent_blocks = request.num_preemptions + 1, -1
         del request.token_ids[60:]
 
 
@@ -126,11 +140,12 @@ def test_a_decode_batch_takes_no_more_python_with_a_longer_context() -> None:
     """64 decodes at 2k context take under 0.5 ms on a quiet core: some lines a request, none a token or block."""
     lines = {}
     for length in (64, 2048):
-        builder = BatchBuilder(64, 4096, 64, CPU)
+        builder, inputs = BatchBuilder(64, BlockTables.sized(64, 4096, 64), CPU), StepInputs()
         requests = [Request([1] * length, SamplingParams()) for _ in range(64)]
         for index, request in enumerate(requests):
             request.block_ids = list(range(33 * index, 33 * index + length // 64 + 1))
-        step = ScheduledStep([ScheduledRequest(request, length - 1, 1, True) for request in requests])
-        builder.build(step)  # rows of the block table are made once
-        lines[length] = _num_lines(lambda builder=builder, step=step: builder.build(step))  # type: ignore[misc]
+        step = ScheduledStep.of([ScheduledRequest(request, length - 1, 1, True) for request in requests])
+        _build(builder, inputs.build(0, step))  # rows of the block table are made once
+        again = functools.partial(_build, builder)
+        lines[length] = _num_lines(lambda inputs=inputs, step=step, again=again: again(inputs.build(1, step)))  # type: ignore[misc]
     assert lines[64] == lines[2048] < 64 * 30

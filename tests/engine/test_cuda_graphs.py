@@ -9,22 +9,21 @@ from typing import cast
 
 import pytest
 import torch
-from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
+from engine_driver import GREEDY, Told, announce, make_engine, model_worker, run_all, run_steps
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
-from slipstream.worker.cuda_graphs import (
+from slipstream.worker.cuda_graphs import StaticTensors, StepGraphs
+from slipstream.worker.graph_shapes import (
     DEFAULT_SIZES,
     DraftForms,
     GraphShape,
-    StepGraphs,
     graph_shapes,
     graph_sizes,
     slower_than_larger,
 )
 from slipstream.worker.memory_plan import MemoryPlan
-from slipstream.worker.static_tensors import StaticTensors
 from step_arrays import step_of
 from tiny_model import make_tiny_llama
 
@@ -156,10 +155,10 @@ def test_hidden_states_of_a_padded_graph_are_those_of_its_eager_step(checkpoint:
         engine.submit(Request([5 + index] * (9 + 20 * index), GREEDY))
     for _ in range(4):
         engine.step()
-    runner = engine._runner
-    step = engine.scheduler.schedule()
+    runner = model_worker(engine).runner
+    message, states = announce(engine, engine.scheduler.schedule())
     with torch.inference_mode():
-        inputs = runner.build(step)
+        inputs = runner.build(message, states)
         assert inputs.graph == GraphShape(8, 1, 8)
         replayed = runner.forward(inputs)[:5].clone()
         eager = runner._run_model(inputs.batch)[:5]  # writes the same keys and values once more
@@ -170,7 +169,7 @@ def test_hidden_states_of_a_padded_graph_are_those_of_its_eager_step(checkpoint:
 @needs_cuda
 def test_defaults_on_a_gpu(checkpoint: Path, prompts: list[list[int]]) -> None:
     engine = make_engine(checkpoint, {"device": "cuda", "dtype": "bfloat16"}, BLOCKS_OF_16)
-    assert engine._num_ahead == 1 and set(engine._runner._graphs._graphs) == set(
+    assert engine._num_ahead == 1 and set(model_worker(engine).runner._graphs._graphs) == set(
         graph_shapes((1, 2, 4, 8, 16, 24, 32, 48, 64))
     )
     assert {"plan", "weights", "KV pool", "warm-up", "graphs"} <= set(engine.start_up.seconds)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import make_engine
+from engine_driver import make_engine, model_worker
 from safetensors.torch import save_file
 from slipstream.core.config import EngineConfig, ModelConfig, SpeculationConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.heads import draft_vocabulary
 from slipstream.nn.spec import read_spec
-from slipstream.worker.spec_decode.draft_memory import DraftMemory, draft_memory
+from slipstream.worker.draft_memory import DraftMemory, draft_memory
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 
@@ -94,8 +94,8 @@ def test_the_plan_is_what_a_dummy_holds(tmp_path: Path, model: Path, method: str
 
 
 def check(engine: object, method: str) -> None:
-    drafter = engine._speculator._drafters[method]  # type: ignore[attr-defined]
-    target = engine._runner.model  # type: ignore[attr-defined]
+    drafter = model_worker(engine).speculator._drafters[method]  # type: ignore[arg-type]
+    target = model_worker(engine).runner.model  # type: ignore[arg-type]
     spec, config, plan = engine.spec, engine.config, engine.memory_plan  # type: ignore[attr-defined]
     dtype = target.context.dtype
     planned = draft_memory(config, spec, CPU, dtype, dtype)

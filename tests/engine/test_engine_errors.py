@@ -68,7 +68,7 @@ def test_a_failing_engine_answers_everybody_and_exits_with_1(
     backend.request(1, 900)
     backend.request(2, 900)
     backend.next(FrameType.RESPONSES)
-    null_server.server._engine._runner.forward = broken  # type: ignore[method-assign]
+    null_server.server._engine.worker.execute = broken  # type: ignore[method-assign]
     errors: dict[int, wire.Response] = {}
     while set(errors) != {1, 2}:
         for response in wire.decode_responses(backend.next(FrameType.RESPONSES)):

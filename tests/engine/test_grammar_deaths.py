@@ -37,7 +37,7 @@ from slipstream.core.sampling_params import Guide, SamplingParams
 engine = make_engine(Path({checkpoint!r}))
 engine.submit(Request([70, 201, 33], SamplingParams(max_tokens=9, guide=Guide("regex", "[a-z]*"))))
 run_steps(engine, {{}})
-print(engine._guided._host._link._process.pid, flush=True)
+print(engine._structured._host._link._process.pid, flush=True)
 time.sleep(600)
 """
 
@@ -57,7 +57,7 @@ def _step_until(engine: Engine, told: dict[Request, Told], is_true: Callable[[],
 
 
 def _process(engine: Engine) -> int:
-    process = engine._guided._host._link._process
+    process = engine._structured._host._link._process
     return process.pid if process is not None else 0
 
 
@@ -110,7 +110,7 @@ def test_a_process_that_never_starts_ends_who_waits_for_it(tiny_llama: Path) -> 
             os.kill(_process(engine), signal.SIGKILL)
     assert len(killed) == MAX_KILLS
     assert one.fault is CapacityError and "structured output is not available" in one.error
-    assert engine._guided._host.is_idle and engine.error is None
+    assert engine._structured._host.is_idle and engine.error is None
     again, two = _start(engine)
     run_steps(engine, {again: two})
     assert two.error == "" and two.finish_reason is FinishReason.STOP
@@ -129,7 +129,7 @@ def served(tiny_llama: Path) -> Iterator[Engine]:
 def _end_worker_in_a_call(engine: Engine, told: dict[Request, Told], signal_number: int) -> None:
     """While it has a call of the request, which it does not answer."""
     (request,) = told
-    state, link = request.guide_state, engine._guided._host._link
+    state, link = request.guide_state, engine._structured._host._link
     _step_until(engine, told, lambda: state.is_open and _children(_process(engine)))
     (worker,) = _children(_process(engine))
     os.kill(worker, signal.SIGSTOP)
@@ -164,7 +164,7 @@ def test_workers_that_crash_twice_at_one_token_are(served: Engine, monkeypatch: 
     request, one = _start(served)
     told = {request: one}
     _step_until(served, told, lambda: len(one.token_ids) >= 3)
-    link = served._guided._host._link
+    link = served._structured._host._link
     tell = link.tell
 
     def crash_and_tell(kind: str, *arguments: object) -> None:

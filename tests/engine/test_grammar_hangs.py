@@ -51,7 +51,7 @@ def _start(engine: Engine, params: SamplingParams = GUIDED, **named: int) -> tup
 
 
 def _process(engine: Engine) -> int:
-    process = engine._guided._host._link._process
+    process = engine._structured._host._link._process
     return process.pid if process is not None else 0
 
 
@@ -121,7 +121,7 @@ def test_a_process_that_is_stopped_at_its_start_is_replaced(engine: Engine, monk
         for _ in _steps(engine, told):
             if _process(engine) not in (0, stopped):
                 break
-    engine._guided._host._link._answer_due += GONE_S
+    engine._structured._host._link._answer_due += GONE_S
     run_steps(engine, told)
     assert one.error == "" and one.finish_reason is FinishReason.STOP
     _wait_until_gone(stopped)
@@ -154,7 +154,7 @@ def test_a_worker_that_hangs_at_its_start_is_replaced(
         if log.exists():
             break
     for number in range(1, num_hanging + 1):
-        engine._guided._host._link._worker_due = 0.0  # its time is over
+        engine._structured._host._link._worker_due = 0.0  # its time is over
         for _ in _steps(engine, told) if number < MAX_KILLS else ():
             if len(log.read_text().splitlines()) > number:
                 break
@@ -217,7 +217,7 @@ def test_descriptors_wait_for_a_peer_that_reads_nothing_and_nobody_else_does(tmp
 
 def test_a_stopped_process_holds_up_no_step(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a worker is to be forked, behind more messages than the socket has room for."""
-    process, link = _process(served), served._guided._host._link
+    process, link = _process(served), served._structured._host._link
     start_worker = link.start_worker
 
     def start_behind_others() -> None:

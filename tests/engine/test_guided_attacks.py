@@ -19,8 +19,9 @@ from slipstream.core.config import GuidedConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.engine import structured_output
 from slipstream.engine.engine import Engine
-from slipstream.runtime import grammar_host, grammar_link, guided
+from slipstream.runtime import grammar_host, grammar_link
 
 PROMPT = [70, 201, 33]
 VICTIM = replace(GREEDY, max_tokens=150)
@@ -66,7 +67,7 @@ def _texts(told: dict[Request, Told]) -> dict[int, list[int]]:
 
 def _workers(engine: Engine) -> list[int]:
     """Process ids of what the grammar process has forked."""
-    process = engine._guided._host._link._process
+    process = engine._structured._host._link._process
     assert process is not None
     return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
@@ -115,7 +116,7 @@ def test_cancel_and_deadline_are_heard_while_a_grammar_is_compiled(limited: Engi
     run_steps(limited, told)  # the trial itself takes a second and more of CPU time, and ends in an error
     assert told[cancelled].finish_reason is FinishReason.CANCELLED
     assert told[late].finish_reason is FinishReason.TIMEOUT
-    assert limited._guided._host.is_idle
+    assert limited._structured._host.is_idle
 
 
 @pytest.mark.parametrize("victim", ["worker", "process"])
@@ -126,7 +127,7 @@ def test_a_killed_process_loses_no_text(limited: Engine, victim: str) -> None:
     told = _submit(limited, LETTERS, params=params)
     while max(len(one.token_ids) for one in told.values()) < 8:
         run_steps(limited, told, 1)
-    process = limited._guided._host._link._process
+    process = limited._structured._host._link._process
     assert process is not None
     for pid in _workers(limited) if victim == "worker" else [process.pid]:
         os.kill(pid, signal.SIGKILL)
@@ -158,7 +159,7 @@ def test_a_stuck_process_is_killed_and_others_go_on(tiny_llama: Path) -> None:
 def test_a_trial_that_somebody_kills_is_not_the_grammars_fault(limited: Engine) -> None:
     told = _submit(limited, Guide("regex", "|".join(f"[a-z]{{{n}}}" for n in range(1, 150))))
     running = set(_workers(limited))
-    process = limited._guided._host._link._process
+    process = limited._structured._host._link._process
     assert process is not None
     os.kill(process.pid, signal.SIGSTOP)  # it forks when it goes on
     run_steps(limited, told, 2)
@@ -174,7 +175,7 @@ def test_a_trial_that_somebody_kills_is_not_the_grammars_fault(limited: Engine) 
 def test_a_call_that_outlives_its_request_ends_though_nobody_else_comes(
     limited: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    host = limited._guided._host
+    host = limited._structured._host
     monkeypatch.setattr(host, "_limits", replace(host._limits, max_step_ms=100))
     monkeypatch.setattr(grammar_host, "_MERCY_S", 0.2)
     told = _submit(limited, LETTERS)
@@ -192,7 +193,7 @@ def test_a_call_that_outlives_its_request_ends_though_nobody_else_comes(
 
 def test_keys_of_grammars_are_not_kept_for_ever(limited: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_host, "MAX_KNOWN_GRAMMARS", 3)
-    host = limited._guided._host
+    host = limited._structured._host
     for number in range(8):
         told = _submit(limited, Guide("regex", f"[a-z]{number}"), params=replace(GUIDED, max_tokens=1))
         run_steps(limited, told)
@@ -246,7 +247,7 @@ def test_late_masks_change_no_text(limited: Engine, monkeypatch: pytest.MonkeyPa
     guides = LETTERS, Guide("json"), Guide("regex", "[a-f]{2}-[0-9]{30}")
     patient = _submit(limited, *guides)
     run_steps(limited, patient)
-    monkeypatch.setattr(guided, "GRACE_S", 0.0)
+    monkeypatch.setattr(structured_output, "GRACE_S", 0.0)
     told = _submit(limited, *guides)
     run_steps(limited, told)
     assert any(request.num_preemptions for request in told)

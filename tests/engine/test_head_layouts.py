@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_driver import make_engine
+from engine_driver import make_engine, model_worker
 from safetensors.torch import load_file, save_file
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError
@@ -119,7 +119,7 @@ def test_eagle3_names_the_models_tokens(model: Path, tmp_path: Path) -> None:
     (other / "config.json").write_bytes((folder / "config.json").read_bytes())
     save_file({**whole, "lm_head.weight": full[:size].contiguous()}, other / "model.safetensors")
     engines = [make_engine(model, speculation=eagle(place)) for place in (folder, other)]
-    heads = [engine._speculator._drafters["eagle"]._head for engine in engines]  # type: ignore[attr-defined]
+    heads = [model_worker(engine).speculator._drafters["eagle"]._head for engine in engines]  # type: ignore[attr-defined]
     features = torch.randn(5, stored["lm_head.weight"].shape[1], generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         own, wide = (head.logits(features) for head in heads)

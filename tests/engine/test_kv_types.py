@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import GREEDY, make_engine, run_all
+from engine_driver import GREEDY, announce, make_engine, model_worker, run_all
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
@@ -141,14 +141,14 @@ def test_decode_rows_beside_a_prompt_are_as_alone(kv_type: str, wide_heads: Path
     for _ in range(3):
         engine.step()
     engine.scheduler.add(Request([7, 8, 9] * 60, GREEDY))
-    runner, step = engine._runner, engine.scheduler.schedule()
-    assert [row.num_scheduled_tokens for row in step.requests] == [1] * 5 + [180]
+    runner, step = model_worker(engine).runner, engine.scheduler.schedule()
+    assert step.num_scheduled_tokens == [1] * 5 + [180]
     with torch.inference_mode():
-        inputs = runner.build(step)
+        inputs = runner.build(*announce(engine, step))
         assert inputs.batch.num_decode_requests == 5
         mixed = runner.forward(inputs).clone()
         rows = (slice(0, 5), slice(5, None))
-        for part, chosen in zip(rows, (step.requests[:5], step.requests[5:])):
-            alone = runner.forward(runner.build(ScheduledStep(chosen, sum(r.num_scheduled_tokens for r in chosen))))
+        for part, chosen in zip(rows, (step.rows[:5], step.rows[5:])):
+            alone = runner.forward(runner.build(*announce(engine, ScheduledStep.of(chosen))))
             # products of other shapes round otherwise, which moves a stored value by a step
             assert (mixed[part] - alone).norm() < (0.1 if kv_type == "int4" else 0.03) * alone.norm()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
+from engine_driver import GREEDY, Told, make_engine, model_worker, run_all, run_steps
 from slipstream.core.errors import CapacityError, EngineError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
@@ -87,7 +87,7 @@ def test_cancelled_prompt_logprobs_leave_nothing(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, scheduler={"max_num_batched_tokens": 8})
     engine.submit(_request(1, replace(GREEDY, prompt_logprobs=1)))
     run_steps(engine, {}, 2)
-    kept = engine._runner._prompt_logprobs._entries  # type: ignore[attr-defined]
+    kept = model_worker(engine).runner._prompt_logprobs._entries
     assert kept
     engine.cancel(1)
     run_steps(engine, {})
@@ -172,7 +172,7 @@ def test_dead_engine_answers_everybody(tiny_llama: Path, monkeypatch: pytest.Mon
         raise ValueError("kernel went wrong")
 
     last = _request(5)
-    monkeypatch.setattr(engine._runner, "forward", explode)
+    monkeypatch.setattr(model_worker(engine).runner, "forward", explode)
     run_steps(engine, told, 1)
     assert isinstance(engine.error, EngineError)
     for request in [*requests, last]:
@@ -183,7 +183,7 @@ def test_dead_engine_answers_everybody(tiny_llama: Path, monkeypatch: pytest.Mon
     assert engine.step() == [] and not engine.has_work
 
 
-@pytest.mark.parametrize("part", ["_guided.advance", "_measure"])
+@pytest.mark.parametrize("part", ["_structured.advance", "_measure"])
 def test_death_after_commit_answers_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     """One request has ended in the very step that fails: its answer stands, the other's is the error."""
     engine = make_engine(tiny_llama)

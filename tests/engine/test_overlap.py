@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
+from engine_driver import GREEDY, Told, make_engine, model_worker, run_all, run_steps
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
@@ -61,7 +61,7 @@ def test_overlapped_is_plain(
         )
         assert (told.prompt_logprobs is None) == (wanted.prompt_logprobs is None)
         assert len(told.prompt_logprobs or []) == len(wanted.prompt_logprobs or [])
-    assert not engine.has_work and not engine._flights
+    assert not engine.has_work and not engine._in_flight
 
 
 def test_preempted_in_flight(tiny_llama: Path, prompts: Texts, engine: Engine) -> None:
@@ -78,7 +78,7 @@ def test_preempted_in_flight(tiny_llama: Path, prompts: Texts, engine: Engine) -
 def test_a_step_is_launched_before_the_last_is_read(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, scheduler=OVERLAPPED)
     (request,) = engine.submit(Request([5, 6, 7], replace(GREEDY, max_tokens=4)))
-    assert engine.step() == [] and request.num_pending_tokens == 1
+    assert engine.step() == [] and request.num_output_placeholders == 1
     for num_known in (1, 2, 3):
         (output,) = engine.step()
         assert len(output.new_token_ids) == 1 and request.num_output_tokens == num_known
@@ -105,7 +105,7 @@ def test_ended_in_flight(tiny_llama: Path, engine: Engine, end: str) -> None:
     (first,) = tight.submit(Request([5] * 33, replace(GREEDY, max_tokens=30), handle=1))
     (other,) = tight.submit(Request(other_prompt, GREEDY, handle=2))
     run_steps(tight, told, 6)
-    assert first.num_pending_tokens == 1 and not other.block_ids
+    assert first.num_output_placeholders == 1 and not other.block_ids
     num_known = len(told[first].token_ids)
     if end == "cancel":
         tight.cancel(1)
@@ -114,7 +114,7 @@ def test_ended_in_flight(tiny_llama: Path, engine: Engine, end: str) -> None:
     run_steps(tight, told)
     assert told[first].finish_reason is (FinishReason.CANCELLED if end == "cancel" else FinishReason.STOP)
     assert len(told[first].token_ids) == num_known and told[other].token_ids == wanted
-    assert tight.scheduler.cache.num_used_blocks == 0 and not tight._flights
+    assert tight.scheduler.cache.num_used_blocks == 0 and not tight._in_flight
 
 
 def test_dead_engine_answers_what_is_in_flight(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_dead_engine_answers_what_is_in_flight(tiny_llama: Path, monkeypatch: py
     def explode(inputs: object) -> None:
         raise ValueError("kernel went wrong")
 
-    monkeypatch.setattr(engine._runner, "forward", explode)
+    monkeypatch.setattr(model_worker(engine).runner, "forward", explode)
     run_steps(engine, told, 1)
     assert all(told[request].finish_reason is FinishReason.ERROR for request in requests)
     assert engine.step() == [] and not engine.has_work

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine_driver import GREEDY, make_engine, run_all
+from engine_driver import GREEDY, announce, make_engine, model_worker, run_all
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
 from slipstream.engine.engine import Engine
 from slipstream.worker.cuda_graphs import StepGraphs
-from slipstream.worker.prompt_shapes import MAX_TOKENS, PromptShape, prompt_shapes
+from slipstream.worker.graph_shapes import MAX_TOKENS, PromptShape, prompt_shapes
 from step_arrays import step_of
 from tiny_model import make_tiny_llama
 
@@ -82,11 +82,12 @@ def _mixed_step(engine: Engine, *lengths: int) -> ScheduledStep:
 
 def _last_step(engine: Engine, pads: bool) -> torch.Tensor:
     """Two decodes beside two prompts, of which one goes on later."""
-    runner = engine._runner
+    runner = model_worker(engine).runner
     step = _mixed_step(engine, 3, 21, 21, 9)
-    assert [row.num_scheduled_tokens for row in step.requests] == [1, 1, 21, 5]
+    assert step.num_scheduled_tokens == [1, 1, 21, 5]
+    message, _ = announce(engine, step)
     with torch.inference_mode():
-        arrays = runner._builder.arrays(step)
+        arrays = runner._builder.arrays(message)
         if not pads:
             return runner._run_last(runner._builder.tensors(arrays))
         shape = PromptShape(40, 6, 3)
@@ -132,11 +133,11 @@ def test_a_graph_gives_what_its_kernels_give_on_its_tensors(tmp_path: Path, monk
         {"block_size": 16},
         {"overlap_scheduling": "off"},
     )
-    step = _mixed_step(engine, 3, 200, 70, 90)
-    runner = engine._runner
+    message, states = announce(engine, _mixed_step(engine, 3, 200, 70, 90))
+    runner = model_worker(engine).runner
     with torch.inference_mode():
-        plain = runner._run_last(runner._builder.tensors(runner._builder.arrays(step)))
-        inputs = runner.build(step)
+        plain = runner._run_last(runner._builder.tensors(runner._builder.arrays(message)))
+        inputs = runner.build(message, states)
         shape = inputs.prompt_graph
         assert shape == PromptShape(256, 8)
         replayed = runner.forward(inputs).clone()
@@ -147,7 +148,7 @@ def test_a_graph_gives_what_its_kernels_give_on_its_tensors(tmp_path: Path, monk
 
 def _count_replays(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[PromptShape]:
     replayed: list[PromptShape] = []
-    graphs = engine._runner._prompt_graphs
+    graphs = model_worker(engine).runner._prompt_graphs
     replay = graphs.replay
 
     def counted(shape: PromptShape) -> torch.Tensor:

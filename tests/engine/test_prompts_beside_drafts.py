@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import GREEDY, make_engine, run_all
+from engine_driver import GREEDY, make_engine, model_worker, run_all
 from rehearsed_graphs import num_replays, rehearse_graphs
 from slipstream.core.config import SpeculationConfig
 from slipstream.nn.attention.paged import PagedAttention
@@ -68,7 +68,7 @@ def test_prompts_are_computed_as_far_as_they_are_read(
         scheduler={"max_num_batched_tokens": 150, "overlap_scheduling": overlap},
         speculation=speculation(method, model, tmp_path),
     )
-    runner = engine._runner
+    runner = model_worker(engine).runner
     assert bool(runner._prompt_graphs.shapes) is not READS_ALL_ROWS[method]
     num_captured = len(num_last)
     assert [told.token_ids for told in run_all(engine, chosen, each)] == expected
@@ -98,7 +98,9 @@ def test_graphs_of_prompts_are_eager_steps(
             {"max_num_batched_tokens": 150, "overlap_scheduling": "on"},
             speculation(method, model, tmp_path / f"heads-{graphs}"),
         )
-        assert bool(engine._runner._prompt_graphs.shapes) is (graphs != "off" and not READS_ALL_ROWS[method])
+        assert bool(model_worker(engine).runner._prompt_graphs.shapes) is (
+            graphs != "off" and not READS_ALL_ROWS[method]
+        )
         chosen = [prompts[place] * 4 for place in (5, 6, 7, 11)]
         texts.append([told.token_ids for told in run_all(engine, chosen, replace(GREEDY, max_tokens=16))])
     assert texts[0] == texts[1]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_driver import Told, make_engine, run_all, run_steps
+from engine_driver import Told, make_engine, model_worker, run_all, run_steps
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.config_table import PARAMETERS
 from slipstream.core.draft_methods import DRAFT_METHODS
@@ -23,12 +23,12 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import DraftPlanner
 from slipstream.core.step import ScheduledStep
+from slipstream.engine.drafting import Drafting
 from slipstream.engine.engine import Engine
-from slipstream.engine.in_flight import Flight, FlightAhead
+from slipstream.engine.in_flight import AheadStep, InFlightStep
 from slipstream.worker.spec_decode.eagle import EagleDrafter
-from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Wish
+from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest
 from slipstream.worker.spec_decode.medusa import default_choices, parse_choices
-from slipstream.worker.spec_decode.speculator import Guesses, Speculator
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 
@@ -94,14 +94,14 @@ def test_verifications_launched_ahead_say_the_same(
         speculation=replace(settings(method, eight_layers, tmp_path), num_draft_tokens=6),
     )
     found: Counter[str] = Counter()
-    take_up = FlightAhead.take_up
+    match = AheadStep.match
 
-    def note(ahead: FlightAhead, step: ScheduledStep) -> Flight | None:
-        flight = take_up(ahead, step)
-        found["dropped" if flight is None else "whole" if flight.guesses.places is None else "part"] += 1
-        return flight
+    def note(ahead: AheadStep, step: ScheduledStep) -> InFlightStep | None:
+        in_flight = match(ahead, step)
+        found["dropped" if in_flight is None else "whole" if in_flight.places is None else "part"] += 1
+        return in_flight
 
-    monkeypatch.setattr(FlightAhead, "take_up", note)
+    monkeypatch.setattr(AheadStep, "match", note)
     plain = make_engine(eight_layers)
     for base in (GREEDY, SEEDED):
         each = [replace(base, max_tokens=20 + 5 * place) for place in range(5)]
@@ -123,7 +123,7 @@ def test_requests_that_fill_their_blocks_one_by_one_are_launched_ahead_together(
     num_launched: list[int] = []
     launch = Engine._launch
 
-    def count(self: Engine, step: ScheduledStep) -> Flight:
+    def count(self: Engine, step: ScheduledStep) -> InFlightStep:
         num_launched.append(len(step.requests))
         return launch(self, step)
 
@@ -183,15 +183,15 @@ def test_the_planner_thinks_again_while_a_step_is_under_way(
         speculation=settings(method, eight_layers, tmp_path),
     )
     planner = engine.scheduler.planner = Fickle()
-    launch = Speculator.launch
+    methods_behind = Drafting.methods_behind
 
-    def launch_in_doubt(self: Speculator, *arguments: Any) -> Guesses:
+    def decide_in_doubt(self: Drafting, step: ScheduledStep) -> Any:
         planner.num_launches, planner.is_launching = planner.num_launches + 1, True
-        guesses = launch(self, *arguments)
+        methods = methods_behind(self, step)
         planner.is_launching = False
-        return guesses
+        return methods
 
-    monkeypatch.setattr(Speculator, "launch", launch_in_doubt)
+    monkeypatch.setattr(Drafting, "methods_behind", decide_in_doubt)
     expected = run_all(make_engine(eight_layers), prompts[4:7], GREEDY)
     requests = drafted(engine, prompts[4:7])
     assert engine.error is None and sum(request.num_drafted_tokens for request in requests) > 0
@@ -298,7 +298,7 @@ def test_a_request_chooses_among_the_methods_loaded(tiny_llama: Path, tmp_path: 
 def test_a_draft_model_computes_each_token_once(eight_layers: Path, tmp_path: Path, prompts: list[list[int]]) -> None:
     """What was drafted and taken is in its cache already, and nothing is computed twice but what was rejected."""
     engine = make_engine(eight_layers, speculation=settings("other_draft", eight_layers, tmp_path))
-    proposer = engine._speculator._proposers["draft_model"]
+    proposer = model_worker(engine).speculator._proposers["draft_model"]
     spans: list[tuple[int, int]] = []
     arrays = proposer._batches.arrays  # type: ignore[attr-defined]
 
@@ -355,9 +355,9 @@ def test_a_chain_is_the_tree_of_one_branch(
     found: dict[str, list[list[int]]] = {"chain": [], "tree": []}
     give = EagleDrafter.drafts
 
-    def note(self: EagleDrafter, wish: Wish, guesses: list[Any], name: str) -> Drafts:
-        found[name].append(guesses)
-        return give(self, wish, guesses)
+    def note(self: EagleDrafter, wanted: DraftRequest, tokens: list[Any], name: str) -> DraftOutput:
+        found[name].append(tokens)
+        return give(self, wanted, tokens)
 
     for name in found:
         monkeypatch.setattr(EagleDrafter, "drafts", partialmethod(note, name=name))
@@ -367,7 +367,7 @@ def test_a_chain_is_the_tree_of_one_branch(
 
 
 def test_every_way_to_draft_is_described_once() -> None:
-    """In core as data, in the runtime as code; its checkpoint's parameter is one of the configuration's."""
+    """In core as data, in the worker as code; its checkpoint's parameter is one of the configuration's."""
     assert set(PROPOSERS.names()) == set(DRAFT_METHODS)
     named = {method.parameter for method in DRAFT_METHODS.values() if method.parameter}
     assert named <= {parameter.name for parameter in PARAMETERS}

@@ -13,7 +13,9 @@ from slipstream.core.finish import StopConditions
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
-from slipstream.engine.input_processor import Intake
+from slipstream.engine.input_processor import InputProcessor
+from slipstream.engine.step_inputs import new_request
+from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logit_bias import BANNED, LogitEdits
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -290,6 +292,7 @@ def test_edits_are_added_as_asked_and_a_bias_per_token_is_read_once() -> None:
     plain = Request([1, 2], SamplingParams())
     for request in (one, two, plain):
         request.stop_conditions = StopConditions(request, 100)
+    one, two, plain = (RequestState(new_request(request)) for request in (one, two, plain))
     edits = LogitEdits(vocab, torch.device("cpu"))
     assert not edits.compose([plain])
     _Counted.num_read = 0
@@ -299,7 +302,7 @@ def test_edits_are_added_as_asked_and_a_bias_per_token_is_read_once() -> None:
             expected = torch.zeros(len(batch), vocab)
             for row, request in enumerate(batch):
                 request.token_ids = [1, 2, *output]
-                request.num_pending_tokens = 1
+                request.num_drawn_tokens = len(output) + 1
                 if request is one:
                     expected[row] = torch.arange(vocab) / 10
                     banned = [7, *([5] if output[-1:] == [3] else []), *([4] if output[-2:] == [9, 3] else [])]
@@ -316,7 +319,7 @@ def test_a_bias_per_token_is_added_and_shared_by_the_sequences_of_a_request() ->
     vocab = 12
     biases = tuple(index / 4 for index in range(vocab - 2))  # may be shorter than the vocabulary, or padded with zeros
     params = SamplingParams(embedding_bias=(*biases, 0.0, 0.0, 0.0), logit_bias=((3, 1.0),), bad_words_ids=((4,),))
-    requests = [Request([1], params), Request([1], SamplingParams()), Request([1], params)]
+    requests = [RequestState(new_request(Request([1], one))) for one in (params, SamplingParams(), params)]
     edits = LogitEdits(vocab, torch.device("cpu"))
     assert edits.compose(requests)
     logits = torch.zeros(3, vocab)
@@ -344,7 +347,7 @@ def test_no_end_token_leaves_every_token_free(engine: Engine) -> None:
 def test_end_tokens_that_the_checkpoint_does_not_have_are_dropped(engine: Engine) -> None:
     spec = replace(engine.spec, eos_token_ids=(1, -1, engine.spec.vocab_size))
     request = Request(list(PROMPT), replace(GREEDY, ignore_eos=False))
-    assert Intake(spec, engine.tokenizer, engine.config.guided).prepare(request)[0].eos_token_ids == {1}
+    assert InputProcessor(spec, engine.tokenizer, engine.config.guided).prepare(request)[0].eos_token_ids == {1}
 
 
 @pytest.mark.parametrize(

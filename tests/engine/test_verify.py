@@ -10,43 +10,45 @@ import pytest
 import torch
 from engine_driver import make_engine, run_steps
 from slipstream.core.config import EngineConfig, ModelConfig, SpeculationConfig
-from slipstream.core.drafts import row_depths, row_masks, row_paths
+from slipstream.core.drafts import Verdict, row_depths, row_masks, row_paths
+from slipstream.core.drafts import verdict as verdict_of
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation
-from slipstream.core.step import ScheduledRequest
 from slipstream.core.step_costs import StepCosts
+from slipstream.engine.drafting import make_planner
+from slipstream.engine.step_inputs import new_request
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.quant import FREE_TOKENS, NAMES
 from slipstream.nn.spec import read_spec
 from slipstream.nn.stored_format import StoredFormat
-from slipstream.worker.cuda_graphs import GraphShape
+from slipstream.worker.graph_shapes import GraphShape
 from slipstream.worker.memory_plan import Hardware
+from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.sampler import Draws
-from slipstream.worker.spec_decode.speculator import make_planner
-from slipstream.worker.spec_decode.verify import Verdict, Verification
+from slipstream.worker.spec_decode.speculator import measured_costs
+from slipstream.worker.spec_decode.verifier import DraftedRequest, Verification
 from tiny_model import make_tiny_llama
 
 TREE = [-1, -1, 0, 2, 0, 1]  # two first guesses; the first has two children, one of them a child; the second has one
 TOKENS = [10, 11, 12, 13, 14, 15]
 
 
-def scheduled(acceptance: str, parents: list[int], tokens: list[int], temperature: float = 1.0) -> ScheduledRequest:
+def scheduled(acceptance: str, parents: list[int], tokens: list[int], temperature: float = 1.0) -> DraftedRequest:
     request = Request([1, 2, 3], SamplingParams(temperature=temperature), seed=1)
     request.speculation = Speculation("ngram", 8, acceptance)
-    request.draft_token_ids, request.draft_parents = list(tokens), list(parents)
-    return ScheduledRequest(request, 2, 1 + len(tokens), True, len(tokens))
+    return DraftedRequest(RequestState(new_request(request)), len(tokens), tokens, parents)
 
 
 def verdict(
     drawn: list[int], parents: list[int] = TREE, tokens: list[int] = TOKENS, dead: tuple[int, ...] = ()
 ) -> Verdict:
     verification = Verification([scheduled("exact", parents, tokens)], SpeculationConfig())
-    return accepted(verification, parents, tokens, torch.tensor(drawn), set(dead))
+    return accepted(verification, parents, tokens, torch.tensor(drawn), dead)
 
 
 def accepted(
-    verification: Verification, parents: list[int], tokens: list[int], drawn: torch.Tensor, dead: set[int]
+    verification: Verification, parents: list[int], tokens: list[int], drawn: torch.Tensor, dead: tuple[int, ...] = ()
 ) -> Verdict:
     """What is taken of one request's drafts in a step of their own."""
     rows = torch.arange(1 + len(tokens))
@@ -66,7 +68,7 @@ def accepted(
         tree_mask=torch.tensor(row_masks(parents, len(tokens))) if parents else None,
     )
     kept = verification.accept(batch, torch.tensor([len(tokens)], dtype=torch.int32), drawn, dead)
-    return verification.verdict(0, kept.paths.item(), drawn.tolist())
+    return verdict_of(int(kept.paths.item()), tokens, len(tokens), drawn.tolist())
 
 
 def test_shapes_of_a_tree() -> None:
@@ -103,7 +105,7 @@ def judged(mode: str, probs: list[list[float]], parents: list[int], tokens: list
     draws = Draws(torch.ones(rows), None, None, None, torch.zeros(rows, dtype=torch.int64))
     assert verification.needs_judge
     token_ids = verification.judge(logits, draws, torch.arange(rows), torch.tensor(drawn))
-    return accepted(verification, parents, tokens, token_ids, set()).token_ids
+    return accepted(verification, parents, tokens, token_ids).token_ids
 
 
 def test_typical_takes_what_is_likely_enough() -> None:
@@ -305,12 +307,17 @@ def test_a_full_server_drafts_if_its_steps_are_worth_it(
     gpu = Hardware(torch.device("cuda"), torch.bfloat16, torch.bfloat16)
     steps = {GraphShape(64, 1, 64): 0.0065, GraphShape(128, 1, 128): 0.0075}
     steps |= {GraphShape(256, 4, 64): 0.0090, GraphShape(512, 4, 128): seconds_of_512_rows}
-    planner = make_planner(EngineConfig(), read_spec(tiny_llama), gpu, steps, {"mtp": {64: 0.001, 128: 0.0015}})
+    planner = make_planner(
+        EngineConfig(), read_spec(tiny_llama), gpu, measured_costs(steps, {"mtp": {64: 0.001, 128: 0.0015}})
+    )
     for num_running, expected in ((64, 3), (128, most), (129, 0), (64, 3)):
         planner.begin_step(num_running)
         assert planner.num_drafts(drafting_request(3, "mtp")) == expected
     limited = make_planner(
-        EngineConfig(speculation=SpeculationConfig(free_tokens=256)), read_spec(tiny_llama), gpu, steps, {}
+        EngineConfig(speculation=SpeculationConfig(free_tokens=256)),
+        read_spec(tiny_llama),
+        gpu,
+        measured_costs(steps, {}),
     )
     limited.begin_step(128)
     assert limited.num_drafts(drafting_request(3, "mtp")) == 0, "one that is asked for is one"

@@ -20,7 +20,7 @@ from slipstream.core.config import EngineConfig, ModelConfig, ServingConfig
 from slipstream.core.contract import GENERATE
 from slipstream.core.errors import RequestError
 from slipstream.core.wire_messages import DataType
-from slipstream.engine.answers import read_request
+from slipstream.engine.socket import read_request
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
 CONFIGS = (

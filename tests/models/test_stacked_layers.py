@@ -111,7 +111,7 @@ def test_one_launch_in_graphs(
     those that sample alone: with FP8 weights the activations of 16 rows are rounded to e4m3, those of two are not.
     """
     caplog.set_level("INFO")
-    monkeypatch.setattr("slipstream.worker.cuda_graphs.MIN_PROMPT_TOKENS", 1 << 30)
+    monkeypatch.setattr("slipstream.worker.graph_shapes.MIN_PROMPT_TOKENS", 1 << 30)
     monkeypatch.setattr("slipstream.worker.cuda_graphs.LAUNCH_BOUND", 0.0)
     checkpoint = make_checkpoint("llama-one-launch", tmp_path)
     prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4], [1, 3, 5, 7]]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
+from engine_driver import model_worker
 from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
-from slipstream.worker.spec_decode.interface import Drafts, Wish
+from slipstream.worker.spec_decode.interface import DraftOutput, DraftRequest
 
 WRONG = 5  # a token that is rare in the tests' texts
 
@@ -24,21 +26,23 @@ class Oracle:
         self.dice = random.Random(seed)
         self.num_calls = 0
         self.requests: set[Request] = set()
+        self.submitted: dict[int, Request] = {}  # by request id
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:
-        self.num_calls += bool(wishes)
-        self.requests |= {wish.request for wish in wishes}
-        return [self._drafts(wish) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftOutput]:
+        self.num_calls += bool(requests)
+        self.requests |= {self.submitted[one.request.request_id] for one in requests}
+        return [self._drafts(one) for one in requests]
 
     @property
     def num_accepted(self) -> int:
         return sum(request.num_accepted_tokens for request in self.requests)
 
-    def forget(self, requests: Sequence[Request]) -> None:
+    def forget(self, request_ids: Sequence[int]) -> None:
         pass
 
-    def _drafts(self, wish: Wish) -> Drafts:
-        request = wish.request
+    def _drafts(self, wanted: DraftRequest) -> DraftOutput:
+        request = self.submitted[wanted.request.request_id]
+        assert wanted.request.token_ids == request.token_ids, "the worker knows the text"
         text = self.texts[request.handle, request.sequence_index]
         right = text[request.num_output_tokens :][: self.dice.randint(0, 4)]
         if self.dice.random() < 0.3:
@@ -53,10 +57,21 @@ class Oracle:
             parents.append(parent)
             parent = len(token_ids)
             token_ids.append(token_id)
-        token_ids, parents = token_ids[: wish.num_drafts], parents[: wish.num_drafts]
-        return Drafts(token_ids, parents if self.is_tree else [])
+        token_ids, parents = token_ids[: wanted.num_drafts], parents[: wanted.num_drafts]
+        return DraftOutput(token_ids, parents if self.is_tree else [])
 
 
 def consult(engine: Engine, oracle: Oracle) -> None:
     """Replace the n-gram proposer of an engine by the oracle."""
-    engine._speculator._proposers["ngram"] = engine._speculator._drafters["ngram"] = oracle
+    speculator = model_worker(engine).speculator
+    speculator._proposers["ngram"] = speculator._drafters["ngram"] = oracle  # type: ignore[assignment]
+    info = replace(engine._drafting._drafters["ngram"], num_drafts=oracle.num_drafts, num_scratch_slots=3)
+    engine._drafting._drafters["ngram"] = info
+    submit = engine.submit
+
+    def note(request: Request) -> list[Request]:
+        sequences = submit(request)
+        oracle.submitted.update({one.request_id: one for one in sequences})
+        return sequences
+
+    engine.submit = note  # type: ignore[method-assign]

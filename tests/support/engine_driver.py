@@ -17,7 +17,12 @@ from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.step import ScheduledStep
 from slipstream.engine.engine import Engine
+from slipstream.engine.executor import MakeWorker, SerializedWorker, local_worker
+from slipstream.worker.interface import StepInput
+from slipstream.worker.request_state import RequestState
+from slipstream.worker.worker import ModelWorker
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 MAX_STEPS = 50_000  # one that only waits for a grammar takes 2 ms
@@ -30,6 +35,7 @@ def make_engine(
     scheduler: dict[str, object] | None = None,
     speculation: SpeculationConfig | None = None,
     guided: GuidedConfig | None = None,
+    make_worker: MakeWorker = local_worker,
 ) -> Engine:
     """A small engine on the CPU with blocks of 8 tokens, large enough for all tests by default."""
     config = EngineConfig(
@@ -39,7 +45,22 @@ def make_engine(
         speculation=speculation or SpeculationConfig(),
         guided=guided or GuidedConfig(),
     )
-    return Engine(config)
+    return Engine(config, make_worker)
+
+
+def model_worker(engine: Engine) -> ModelWorker:
+    worker = engine.worker.worker if isinstance(engine.worker, SerializedWorker) else engine.worker
+    assert isinstance(worker, ModelWorker)
+    return worker
+
+
+def announce(engine: Engine, step: ScheduledStep) -> tuple[StepInput, list[RequestState]]:
+    """Tell the worker what a step brings, without running it."""
+    worker, message = model_worker(engine), engine._inputs.build(0, step)
+    for new in message.new_requests:
+        worker._add(new)
+    worker._update(message.updates)
+    return message, worker._states.of(message.request_ids)
 
 
 @dataclass

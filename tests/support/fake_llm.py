@@ -54,7 +54,7 @@ class FakeLLM:
     def step(self) -> list[StepOutput]:
         step = self.scheduler.schedule()
         self.steps.append(step)
-        self.flights.append((step, [self._run(row) for row in step.requests]))
+        self.flights.append((step, [self._run(row) for row in step.rows]))
         outputs: list[StepOutput] = []
         while len(self.flights) > (self.num_ahead if step.requests else 0):
             outputs += self._land(*self.flights.pop(0))
@@ -62,17 +62,20 @@ class FakeLLM:
 
     def _land(self, step: ScheduledStep, sampled: list[list[int]]) -> list[StepOutput]:
         drafts = [
-            self._draft(row.request.token_ids + new, row.request.seed) if new else []
-            for row, new in zip(step.requests, sampled)
+            self._draft(request.token_ids + new, request.seed) if new else []
+            for request, new in zip(step.requests, sampled)
         ]
-        outputs = self.scheduler.commit(step, sampled, drafts if self.num_drafts else None)
+        outputs = self.scheduler.commit(step, sampled)
+        for request, found in zip(step.requests, drafts) if self.num_drafts else ():
+            assert not request.num_output_placeholders or not found, "drafts for a request that runs ahead"
+            request.draft_token_ids = [] if request.is_finished else found
         self.take(outputs)
         return outputs
 
     def _token_ids(self, request: Request) -> list[int]:
         """Token ids known to the host, then those known only to the fake device."""
-        rows = [(row, new) for step, sampled in self.flights for row, new in zip(step.requests, sampled)]
-        return request.token_ids + [token for row, new in rows if row.request is request for token in new]
+        rows = [(other, new) for step, sampled in self.flights for other, new in zip(step.requests, sampled)]
+        return request.token_ids + [token for other, new in rows if other is request for token in new]
 
     def take(self, outputs: list[StepOutput]) -> None:
         for output in outputs:

@@ -10,9 +10,10 @@ import random
 from typing import Any
 
 import torch
+from engine_driver import model_worker
 from slipstream.core.step import ScheduledStep
 from slipstream.engine.engine import Engine
-from slipstream.worker.computed_rows import ComputedRows
+from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.spec_decode.medusa import MedusaDrafter
 from slipstream.worker.spec_decode.mtp import MTPHead
 
@@ -27,15 +28,15 @@ class Prompter:
 
     def attend(self, engine: Engine) -> None:
         """Prompt every head of an engine from now on."""
-        speculator: Any = engine._speculator
-        launch = speculator.launch
+        drafting: Any = engine._drafting
+        methods_behind = drafting.methods_behind
 
-        def note(step: ScheduledStep, *arguments: Any) -> Any:
+        def note(step: ScheduledStep) -> Any:
             self._step = step
-            return launch(step, *arguments)
+            return methods_behind(step)
 
-        speculator.launch = note
-        for head in speculator._heads.values():
+        drafting.methods_behind = note
+        for head in model_worker(engine).speculator._heads.values():
             self._prompt(head)
 
     def _prompt(self, head: Any) -> None:
@@ -44,7 +45,7 @@ class Prompter:
         def drafted(rows: ComputedRows) -> torch.Tensor:
             guesses: torch.Tensor = draft(rows).clone()
             self.num_drafts += 1
-            for place, row in enumerate(self._step.requests):
+            for place, row in enumerate(self._step.rows):
                 text = self._texts[row.request.handle]
                 for number, column in enumerate(_first_branch(head, guesses[place])):
                     end = self._num_held(rows, place) + 1 + number  # the token before it is the one just drawn
@@ -59,7 +60,7 @@ class Prompter:
         """Tokens of a request that are computed and hold."""
         if len(rows.hidden) == len(rows.batch.positions):
             return int(rows.batch.positions[rows.last[place]]) + 1
-        row = self._step.requests[place]
+        row = self._step.rows[place]
         return row.num_computed_tokens + row.num_scheduled_tokens
 
 

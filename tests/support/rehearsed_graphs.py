@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from slipstream.worker import cuda_graphs, model_runner
-from slipstream.worker.computed_rows import ComputedRows
 from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.launched_step import ComputedRows
 from slipstream.worker.spec_decode import draft_graphs
-from slipstream.worker.spec_decode.head_graphs import HeadGraphs
+from slipstream.worker.spec_decode.draft_graphs import HeadGraphs
 
 
 class Rehearsal:

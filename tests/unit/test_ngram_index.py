@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from slipstream.core.config import EngineConfig
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from slipstream.engine.step_inputs import new_request
+from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode import ngram
 from slipstream.worker.spec_decode.ngram import MAX_INDEXED_TOKENS, NgramIndex, NgramProposer
 
@@ -14,7 +16,7 @@ from slipstream.worker.spec_decode.ngram import MAX_INDEXED_TOKENS, NgramIndex, 
 def test_a_long_text_and_a_long_reference_are_indexed_piece_by_piece(monkeypatch) -> None:
     prompt = list(range(10, 10 + 2 * MAX_INDEXED_TOKENS + 50))
     reference = tuple(range(50_000, 50_000 + MAX_INDEXED_TOKENS + 9))
-    request = Request(prompt, SamplingParams(reference_ids=reference))
+    request = RequestState(new_request(Request(prompt, SamplingParams(reference_ids=reference))))
     pieces: list[int] = []
     extend = NgramIndex.extend
 

@@ -16,9 +16,7 @@ def add(llm: FakeLLM, *requests: Request) -> None:
 
 def rows(llm: FakeLLM) -> list[tuple[Request, int, int, bool]]:
     """The last step's rows: (request, num_computed_tokens, num_scheduled_tokens, samples)."""
-    return [
-        (row.request, row.num_computed_tokens, row.num_scheduled_tokens, row.samples) for row in llm.steps[-1].requests
-    ]
+    return [(row.request, row.num_computed_tokens, row.num_scheduled_tokens, row.samples) for row in llm.steps[-1].rows]
 
 
 # ---- the token budget
@@ -32,7 +30,7 @@ def test_prefill_and_decode_share_a_step() -> None:
     add(llm, second)
     llm.step()
     assert rows(llm) == [(first, 5, 1, True), (second, 0, 6, True)]
-    assert llm.steps[-1].num_scheduled_tokens == 7
+    assert llm.steps[-1].total_num_scheduled_tokens == 7
 
 
 def test_a_long_prompt_is_chunked_after_the_decodes() -> None:
@@ -84,7 +82,7 @@ def test_more_seats_than_tokens_still_lets_a_prefill_end() -> None:
     llm = make_llm(max_num_seqs=8, max_num_batched_tokens=4)
     add(llm, *(make_request(1, 40) for _ in range(3)), make_request(30, 2))
     llm.run()
-    assert max(step.num_scheduled_tokens for step in llm.steps) <= 4
+    assert max(step.total_num_scheduled_tokens for step in llm.steps) <= 4
 
 
 # ---- whole prompts only
@@ -94,7 +92,7 @@ def test_without_chunked_prefill_prompts_are_whole() -> None:
     llm = make_llm(max_num_batched_tokens=10, enable_chunked_prefill=False)
     add(llm, make_request(6), make_request(7), make_request(3))
     llm.run()
-    assert all(row.samples for step in llm.steps for row in step.requests)
+    assert all(row.samples for step in llm.steps for row in step.rows)
 
 
 def test_without_chunked_prefill_decodes_make_room_for_a_prompt_every_other_step() -> None:
@@ -145,7 +143,7 @@ def test_a_preempted_request_resumes_from_its_cached_prefix() -> None:
     num_tokens = second.num_tokens
     while second.status is RequestStatus.PREEMPTED:
         llm.step()
-    resumed = next(row for row in llm.steps[-1].requests if row.request is second)
+    resumed = next(row for row in llm.steps[-1].rows if row.request is second)
     assert 0 < resumed.num_computed_tokens < num_tokens
     assert second.num_cached_tokens == 0, "only the first admission counts as a prompt hit"
     llm.run()
@@ -193,7 +191,7 @@ def test_equal_prompts_that_come_together_are_computed_once() -> None:
     llm.scheduler.add_all(siblings)
     llm.run()
     assert [request.num_cached_tokens for request in siblings] == [0, 12, 12, 12]
-    assert sum(step.num_scheduled_tokens for step in llm.steps) == 13 + 3 + 4 * 3
+    assert sum(step.total_num_scheduled_tokens for step in llm.steps) == 13 + 3 + 4 * 3
     assert all(request.output_token_ids == continuation(prompt, 4) for request in siblings)
 
 
@@ -216,7 +214,7 @@ def test_waiting_requests_go_by_priority_then_arrival() -> None:
     requests = [make_request(3 + index, 1, priority) for index, priority in enumerate([1, 0, 1, -2, 0])]
     add(llm, *requests)
     llm.run()
-    order = [requests.index(step.requests[0].request) for step in llm.steps]
+    order = [requests.index(step.requests[0]) for step in llm.steps]
     assert order == [3, 1, 4, 0, 2]
 
 

@@ -37,7 +37,7 @@ class ClockedLLM:
     def step(self) -> None:
         self.llm.step()
         known = {request.request_id for request in self.started}
-        rows = self.llm.steps[-1].requests
+        rows = self.llm.steps[-1].rows
         self.started += [row.request for row in rows if row.request.request_id not in known]
         self.now += self.step_s
 

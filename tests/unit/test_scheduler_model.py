@@ -147,9 +147,9 @@ class SchedulerWalk(RuleBasedStateMachine):
 
     def check_step(self, had_work: bool) -> None:
         step = self.llm.steps[-1]
-        num_tokens = [row.num_scheduled_tokens for row in step.requests]
-        assert sum(num_tokens) == step.num_scheduled_tokens <= self.config.max_num_batched_tokens
-        assert len({row.request.request_id for row in step.requests}) == len(num_tokens) <= self.config.max_num_seqs
+        num_tokens = step.num_scheduled_tokens
+        assert sum(num_tokens) == step.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
+        assert len({request.request_id for request in step.requests}) == len(num_tokens) <= self.config.max_num_seqs
         assert all(count > 0 for count in num_tokens)
         assert bool(step.requests) or not had_work, "a step without rows although there is work"
         assert len(self.llm.flights) == (self.llm.num_ahead if step.requests else 0)
@@ -181,9 +181,9 @@ class SchedulerWalk(RuleBasedStateMachine):
         assert sorted(r.request_id for r in live) == [r.request_id for r in self.requests if not r.is_finished]
         assert self.scheduler.num_running <= self.config.max_num_seqs
         for request in self.requests:
-            num_tokens = request.num_tokens + request.num_pending_tokens
+            num_tokens = request.num_tokens + request.num_output_placeholders
             assert request.is_finished or request.num_computed_tokens < num_tokens
-            assert request.is_finished or request.num_pending_tokens <= self.llm.num_ahead
+            assert request.is_finished or request.num_output_placeholders <= self.llm.num_ahead
             text = expected_output(request)
             assert (
                 request.output_token_ids

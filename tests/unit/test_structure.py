@@ -21,10 +21,9 @@ ALLOWED = {
     "slipstream.core": {"slipstream.core"},
     "slipstream.nn": {"slipstream.core", "slipstream.nn", "slipstream_kernels"},
     "slipstream.tokenizer": {"slipstream.core", "slipstream.tokenizer"},
-    "slipstream.worker": {f"slipstream.{name}" for name in ("core", "tokenizer", "nn", "worker", "runtime")}
+    "slipstream.worker": {f"slipstream.{name}" for name in ("core", "tokenizer", "nn", "worker")}
     | {"slipstream_kernels"},
-    "slipstream.runtime": {f"slipstream.{name}" for name in ("core", "tokenizer", "nn", "worker", "runtime")}
-    | {"slipstream_kernels"},
+    "slipstream.runtime": {"slipstream.core", "slipstream.tokenizer", "slipstream.runtime"},
     "slipstream.engine": {f"slipstream.{name}" for name in ("core", "tokenizer", "nn", "worker", "runtime", "engine")}
     | {"slipstream_kernels"},
     "slipstream.server": {"slipstream.core", "slipstream.server"},

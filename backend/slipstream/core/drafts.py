@@ -8,6 +8,7 @@ Source: SpecInfer, arXiv:2305.09781.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 MAX_DRAFT_TOKENS = 63  # with the last token: the rows that the bits of one 64-bit mask word can name
@@ -51,3 +52,18 @@ def _row_masks(parents: tuple[int, ...], num_drafts: int) -> tuple[int, ...]:
     for row, parent in enumerate(parents_of(parents, num_drafts), 1):
         masks.append(masks[parent + 1] | 1 << row)
     return tuple(mask - (1 << 64) if mask & _SIGN else mask for mask in masks)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """token_ids: accepted drafts and the token after them. rows: those of the last token and of the accepted drafts,
+    counted from the request's first row that was sampled; rows[i] predicted token_ids[i]."""
+
+    token_ids: list[int]
+    rows: list[int]
+
+
+def verdict(accepted: int, draft_token_ids: Sequence[int], num_drafts: int, drawn: Sequence[int]) -> Verdict:
+    """accepted: of one request, bit r: row r holds. drawn: the token after each of its 1 + num_drafts rows."""
+    rows = [row for row in range(1 + num_drafts) if accepted >> row & 1]
+    return Verdict([*(draft_token_ids[row - 1] for row in rows[1:]), drawn[rows[-1]]], rows)

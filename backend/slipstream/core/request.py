@@ -48,8 +48,8 @@ class RequestTimes:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence. Invariant between steps: 0 <= num_computed_tokens < num_tokens + num_pending_tokens, because the
-    last sampled token has no KV yet. Tokens count as computed once scheduled, and as pending until `commit`.
+    """One sequence. Invariant between steps: 0 <= num_computed_tokens < num_tokens + num_output_placeholders, because
+    the last sampled token has no KV yet. Tokens count as computed once scheduled, and as pending until `commit`.
 
     priority: lower runs first (as in vLLM), adjusted by age (core/queue_order.py). deadline: time.monotonic() s.
     seed: drawn at admission if the client gave none. prefix_key: all inputs to the KV besides the tokens (adapter,
@@ -75,9 +75,8 @@ class Request:
     speculation: Speculation | None = None  # None: do not draft; set at submission
     draft_token_ids: list[int] = field(default_factory=list)
     draft_parents: list[int] = field(default_factory=list)  # core/drafts.py; none: a chain
-    draft_probs: Any = None  # [num_drafts, vocab], what each was drawn from; None: they were not drawn
     num_computed_tokens: int = 0
-    num_pending_tokens: int = 0  # sampled, or about to be, by steps that are not committed yet
+    num_output_placeholders: int = 0  # sampled, or about to be, by steps that are not committed yet
     runs_ahead: bool = True  # may be scheduled with pending tokens; set by Scheduler.add
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
@@ -86,6 +85,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, grown by the KV cache
     num_published_blocks: int = 0  # leading blocks that are in the prefix cache
+    num_sent_blocks: int = -1  # of block_ids, that the worker knows; -1: it does not know the request (any more)
     num_new_blocks: int = 0  # allocated over the request's life
     num_reused_blocks: int = 0
     cumulative_logprob: float = 0.0
@@ -101,7 +101,7 @@ class Request:
             self.token_ids = list(self.prompt_token_ids)
 
     def drop_drafts(self) -> None:
-        self.draft_token_ids, self.draft_parents, self.draft_probs = [], [], None
+        self.draft_token_ids, self.draft_parents = [], []
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -118,7 +118,7 @@ class Request:
     @property
     def num_drawn_tokens(self) -> int:
         """Output tokens, pending ones included."""
-        return len(self.token_ids) - len(self.prompt_token_ids) + self.num_pending_tokens
+        return len(self.token_ids) - len(self.prompt_token_ids) + self.num_output_placeholders
 
     @property
     def output_token_ids(self) -> list[int]:

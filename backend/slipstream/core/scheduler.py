@@ -5,7 +5,8 @@ batching, chunked prefill, prefix cache hits, speculation and resume after preem
 by order of arrival. Knows no tensors and no model. Source: the scheduler of vLLM v1; arXiv:2309.06180.
 
 One step may be scheduled before the previous one is committed. Its decodes continue from tokens that are sampled but
-not yet known to the host (num_pending_tokens). A request that needs its last token on the host waits for the commit.
+not yet known to the host (num_output_placeholders). A request that needs its last token on the host waits for the
+commit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from slipstream.core.queue_order import ExpiryQueue, SortKey, sort_key
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.speculation import DraftPlanner, truncate_drafts, update_after_verify
 from slipstream.core.stats import FINISHED_METRIC, Metric, Stats
-from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.core.step import ScheduledStep
 
 _MAX_SKIPPED = 64  # waiting requests skipped in one step because another request is computing their prefix
 _LAST = (float("inf"), 0)  # above every sort_key
@@ -160,18 +161,19 @@ class Scheduler:
         budget += num_reserved
         if can_admit:
             budget = self._schedule_waiting(step, budget, num_reserved > 0)
-        step.num_scheduled_tokens = self.config.max_num_batched_tokens - budget
+        step.total_num_scheduled_tokens = self.config.max_num_batched_tokens - budget
         if step.requests:
             step.copies = self.cache.take_copies()
         return step
 
     def _schedule_decodes(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
         """Schedule one token plus drafts for each decoding request; append the others to `prefills`."""
-        add_row = step.requests.append
+        add_request, add_computed = step.requests.append, step.num_computed_tokens.append
+        add_scheduled, add_drafts = step.num_scheduled_tokens.append, step.num_drafts.append
         block_size = self.cache.block_size
         draft_budget = (budget - len(self._running)) // 2
         for request in self._running:  # a preemption pops from the end of this list and so shortens the loop
-            num_computed, num_pending = request.num_computed_tokens, request.num_pending_tokens
+            num_computed, num_pending = request.num_computed_tokens, request.num_output_placeholders
             if request.is_held or (num_pending and not self._may_run_ahead(request)):
                 continue
             if len(request.token_ids) + num_pending - num_computed != 1:
@@ -186,11 +188,15 @@ class Scheduler:
                 num_new = self._grow(request, num_new, step)
                 if num_new == 0:
                     break
-            add_row(ScheduledRequest(request, num_computed, num_new, True, num_new - 1))
+            add_request(request)
+            add_computed(num_computed)
+            add_scheduled(num_new)
+            add_drafts(num_new - 1)
             request.num_computed_tokens = num_computed + num_new
-            request.num_pending_tokens = num_pending + 1
+            request.num_output_placeholders = num_pending + 1
             budget -= num_new
             draft_budget -= num_new - 1
+        step.samples = [True] * len(step.requests)
         return budget
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
@@ -230,38 +236,30 @@ class Scheduler:
 
     def withdraw(self, step: ScheduledStep, requests: list[Request]) -> None:
         """Discard these requests' rows of a step before its `commit`; the requests wait as if preempted."""
-        for row in step.requests:
-            request = row.request
+        for place, request in enumerate(step.requests):
             if request in requests and not request.is_finished:
-                row.samples = False
-                request.num_pending_tokens -= 1
+                step.samples[place] = False
+                request.num_output_placeholders -= 1
                 if request.status is RequestStatus.RUNNING:
                     self._preempt(request)
 
-    def commit(
-        self,
-        step: ScheduledStep,
-        sampled_token_ids: Sequence[list[int]],
-        draft_token_ids: Sequence[list[int]] | None = None,
-    ) -> list[StepOutput]:
+    def commit(self, step: ScheduledStep, sampled_token_ids: Sequence[list[int]]) -> list[StepOutput]:
         """Apply a step's result: append tokens, end requests, free blocks, publish prefixes.
 
         sampled_token_ids: one list per step.requests: accepted drafts and the token after them, empty where `samples`
         is False; the lists become StepOutput.new_token_ids, truncated after the token that ends the request.
-        draft_token_ids: drafts for the next step, likewise aligned; only for steps that are not scheduled ahead.
         Returns outputs in step order: none for requests finished meanwhile, one for those preempted meanwhile.
         """
         now_ns = time.time_ns()
         block_size = self.cache.block_size
         outputs: list[StepOutput] = []
-        for row, new_token_ids in zip(step.requests, sampled_token_ids, strict=True):
-            request = row.request
+        for request, samples, new_token_ids in zip(step.requests, step.samples, sampled_token_ids, strict=True):
             if request.is_finished:
                 continue
-            assert bool(new_token_ids) == row.samples, "tokens for the rows that sample, and for no other"
+            assert bool(new_token_ids) == samples, "tokens for the rows that sample, and for no other"
             is_over = False
             if new_token_ids:
-                request.num_pending_tokens -= 1
+                request.num_output_placeholders -= 1
                 num_drafts = len(request.draft_token_ids)
                 if num_drafts:
                     update_after_verify(request, len(new_token_ids), self.stats)
@@ -275,10 +273,6 @@ class Scheduler:
             if is_over:
                 self._leave(request)
         note_times(self.stats, outputs, now_ns)
-        if draft_token_ids is not None:
-            for row, drafts in zip(step.requests, draft_token_ids, strict=True):
-                assert not row.request.num_pending_tokens or not drafts, "drafts for a request that runs ahead"
-                row.request.draft_token_ids = [] if row.request.is_finished else drafts
         return outputs
 
     def record_gauges(self) -> None:
@@ -301,7 +295,7 @@ class Scheduler:
 
     def _may_run_ahead(self, request: Request) -> bool:
         """Whether to compute past tokens that the host does not know yet; False if they will end the request."""
-        num_tokens = len(request.token_ids) + request.num_pending_tokens
+        num_tokens = len(request.token_ids) + request.num_output_placeholders
         if not request.runs_ahead or request.draft_token_ids or num_tokens >= request.stop_conditions.max_len:
             return False
         return self.planner.num_drafts(request) == 0
@@ -364,6 +358,7 @@ class Scheduler:
         self.cache.free(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
+        request.num_sent_blocks = -1
         request.drop_drafts()
         request.num_preemptions += 1
         self.stats.add(Metric.PREEMPTIONS)
@@ -392,6 +387,6 @@ class Scheduler:
 
 def _add_prefill(step: ScheduledStep, request: Request, num_new: int, num_missing: int) -> None:
     samples = num_new == num_missing
-    step.requests.append(ScheduledRequest(request, request.num_computed_tokens, num_new, samples))
+    step.add(request, request.num_computed_tokens, num_new, samples)
     request.num_computed_tokens += num_new
-    request.num_pending_tokens += samples
+    request.num_output_placeholders += samples

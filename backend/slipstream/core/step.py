@@ -1,16 +1,17 @@
-"""One engine step as the scheduler orders it: plain data for worker/input_batch.py. Engine thread."""
+"""One engine step as the scheduler orders it: lists with one entry per request. Engine thread."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slipstream.core.host_cache import BlockCopies
 from slipstream.core.request import Request
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """Rows of one request: num_scheduled_tokens of token_ids + draft_token_ids, from num_computed_tokens on.
+    """One entry of a step: num_scheduled_tokens of token_ids + draft_token_ids, from num_computed_tokens on.
 
     A row past both is the token that the step before this one samples, which only the device knows.
     samples: the rows reach the request's last token, so the step must sample for it. The last num_drafts rows are
@@ -26,12 +27,38 @@ class ScheduledRequest:
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """requests: decodes first, then prefills. Empty when nothing can run. preempted: lost their blocks just now.
+    """Aligned lists, as ScheduledRequest names them: decodes first, then prefills. Empty when nothing can run.
 
-    copies: between device and host memory, to be made before the step computes.
+    preempted: lost their blocks just now. copies: between device and host memory, made before the step computes.
     """
 
-    requests: list[ScheduledRequest] = field(default_factory=list)
-    num_scheduled_tokens: int = 0
+    requests: list[Request] = field(default_factory=list)
+    num_computed_tokens: list[int] = field(default_factory=list)
+    num_scheduled_tokens: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    num_drafts: list[int] = field(default_factory=list)
+    total_num_scheduled_tokens: int = 0
     preempted: list[Request] = field(default_factory=list)
     copies: BlockCopies = field(default_factory=BlockCopies)
+
+    @classmethod
+    def of(cls, rows: Sequence[ScheduledRequest]) -> ScheduledStep:
+        step = cls(total_num_scheduled_tokens=sum(row.num_scheduled_tokens for row in rows))
+        for row in rows:
+            step.add(row.request, row.num_computed_tokens, row.num_scheduled_tokens, row.samples, row.num_drafts)
+        return step
+
+    def add(
+        self, request: Request, num_computed_tokens: int, num_scheduled_tokens: int, samples: bool, num_drafts: int = 0
+    ) -> None:
+        self.requests.append(request)
+        self.num_computed_tokens.append(num_computed_tokens)
+        self.num_scheduled_tokens.append(num_scheduled_tokens)
+        self.samples.append(samples)
+        self.num_drafts.append(num_drafts)
+
+    @property
+    def rows(self) -> list[ScheduledRequest]:
+        """The same by request."""
+        lists = self.requests, self.num_computed_tokens, self.num_scheduled_tokens, self.samples, self.num_drafts
+        return [ScheduledRequest(*row) for row in zip(*lists)]

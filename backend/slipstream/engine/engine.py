@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from slipstream.core.admission import check_fits
 from slipstream.core.config import EngineConfig
@@ -28,19 +27,20 @@ from slipstream.core.speculation import MeasuredStep
 from slipstream.core.start_up import StartUp
 from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
-from slipstream.engine.in_flight import Flight, FlightAhead
-from slipstream.engine.input_processor import Intake
+from slipstream.engine.drafting import Drafting, make_planner
+from slipstream.engine.executor import MakeWorker, local_worker
+from slipstream.engine.in_flight import AheadStep, InFlightStep, SampledStep, sampled_step
+from slipstream.engine.input_processor import InputProcessor
+from slipstream.engine.step_inputs import StepInputs
+from slipstream.engine.structured_output import StructuredOutputs
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.runtime.grammar_host import GrammarHost
 from slipstream.runtime.grammar_messages import Setup
-from slipstream.runtime.guided import GuidedRequests
 from slipstream.tokenizer.tokenizer import TextTokenizer
+from slipstream.worker.interface import AheadInput, StepResult
 from slipstream.worker.memory_plan import free_device_memory, plan_memory, resolve_hardware
-from slipstream.worker.model_runner import ModelRunner, NullRunner, Runner
-from slipstream.worker.spec_decode.interface import Surroundings
-from slipstream.worker.spec_decode.speculator import Speculator, make_planner
-from slipstream.worker.step_sample import LaunchedVerification, StepSample
+from slipstream.worker.null_worker import NullWorker
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Engine:
     error: why the engine is dead, or None. A dead engine has answered everything and takes nothing more.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, make_worker: MakeWorker = local_worker) -> None:
         self.config = config
         self.start_up = StartUp()
         self._checkpoint = checkpoint = resolve_checkpoint(config.model.model)
@@ -80,22 +80,9 @@ class Engine:
             logger.info("%s", line)
         self.max_model_len = self.memory_plan.max_model_len
         self.start_up.finish("plan")
-        self._runner: Runner
-        target = None
-        if config.model.load_format == "null":
-            self._runner = NullRunner(_null_token(self.tokenizer))
-        else:
-            self._runner = ModelRunner(config, self.spec, hardware, self.memory_plan, self.start_up)
-            target = self._runner.model
-        self._speculator = Speculator(Surroundings(config, hardware, self.memory_plan, target))
-        measured: tuple[Any, ...] = ()
-        if isinstance(self._runner, ModelRunner):
-            drafts = self._speculator
-            self._runner.start(config, self.memory_plan, self.start_up, drafts.forms)
-            measured = self._runner.step_seconds, drafts.capture(self._runner.verified_rows())
-            self.start_up.finish("drafting")
-        planner = make_planner(config, self.spec, hardware, *measured)
+        self.worker = make_worker(config, self.spec, hardware, self.memory_plan, self.tokenizer, self.start_up)
         self.start_up.log()
+        planner = make_planner(config, self.spec, hardware, self.worker.info.costs)
         self.stats = Stats()
         plan, settings = self.memory_plan, config.cache
         cache = KVCacheManager(
@@ -103,11 +90,14 @@ class Engine:
         )
         self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats, planner)
         self._num_ahead = 1 if overlaps(config.scheduler.overlap_scheduling, hardware.device.type) else 0
-        self._flights: deque[Flight] = deque()
-        self._ahead: FlightAhead | None = None
+        self._in_flight: deque[InFlightStep] = deque()
+        self._ahead: AheadStep | None = None
+        self._num_steps = 0
         self.error: EngineError | None = None
-        self._intake = Intake(self.spec, self.tokenizer, config.guided, self._speculator.resolve)
-        self._guided = GuidedRequests(self._grammar_host(), self.scheduler, self._fail)
+        self._drafting = Drafting(config, self.worker.info.drafters, self.scheduler)
+        self._inputs = StepInputs(self._drafting.proposers, not self._drafting.is_empty)
+        self._input_processor = InputProcessor(self.spec, self.tokenizer, config.guided, self._drafting.resolve)
+        self._structured = StructuredOutputs(self._grammar_host(), self.scheduler, self._fail)
         self._inbox: deque[_Add | _Finish] = deque()
         self._num_arriving = 0  # sequences in the inbox
         self._wake = threading.Condition()
@@ -121,7 +111,7 @@ class Engine:
 
         Raises RequestError (it can never run here), CapacityError (too many wait), EngineError (the engine is dead).
         """
-        sequences = self._intake.prepare(request)
+        sequences = self._input_processor.prepare(request)
         for sequence in sequences:
             check_fits(sequence, self.config.scheduler, self.scheduler.cache, self.max_model_len)
         self.scheduler.cache.hash_prompt(sequences)
@@ -146,13 +136,13 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self.error is None and (bool(self._inbox or self._flights) or self.scheduler.has_work)
+        return self.error is None and (bool(self._inbox or self._in_flight) or self.scheduler.has_work)
 
     # ---- engine thread
 
     def wait(self, timeout: float) -> bool:
         """Sleep until there is work, at most `timeout` seconds. Returns has_work."""
-        self._guided.poll([])  # grammars of requests that have ended may still be worked on
+        self._structured.poll([])  # grammars of requests that have ended may still be worked on
         self.stats.last_step_time = 0.0
         self.stats.publish()
         with self._wake:
@@ -172,22 +162,19 @@ class Engine:
             start = time.monotonic()
             self.stats.last_step_time = self.stats.last_step_time or start  # a first step that hangs shows its age
             self._drain_inbox(outputs)
-            self._guided.poll(outputs)
+            self._structured.poll(outputs)
             outputs += self.scheduler.expire(start)
-            if self._flights and self._speculates(self._flights[-1].step):
-                self._land_all(outputs)  # what comes next hangs on its verdict
+            if self._in_flight and self._drafting.method_after(self._in_flight[-1].step):
+                self._read_all(outputs)  # what comes next hangs on what it accepts
             ahead, self._ahead = self._ahead, None
             step = self.scheduler.schedule(admits=ahead is None)
             if step.requests:
-                self._flights.append((ahead and ahead.take_up(step)) or self._launch(step))
-                self._ahead = self._launch_ahead(self._flights[-1])
-            self._land_all(outputs, self._num_ahead if step.requests else 0)
+                self._in_flight.append((ahead and ahead.match(step)) or self._launch(step))
+                self._ahead = self._launch_ahead(self._in_flight[-1])
+            self._read_all(outputs, self._num_ahead if step.requests else 0)
             if not step.requests and not outputs:  # all that there is may be waiting for grammars
-                self._guided.poll(outputs, _HELD_WAIT_S)
-            ended = [output.request for output in outputs if output.finish_reason is not None]
-            self._runner.forget(ended)
-            self._speculator.forget(ended)
-            self._guided.forget(ended)
+                self._structured.poll(outputs, _HELD_WAIT_S)
+            self._forget([output.request for output in outputs if output.finish_reason is not None])
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
             self._die(internal_error(logger, "the engine failed", error), step, outputs)
@@ -198,18 +185,19 @@ class Engine:
         with self._wake:
             self.error = self.error or EngineError("the engine is closed")
             self._wake.notify_all()
-        self._flights.clear()
+        self._in_flight.clear()
         self._ahead = None
-        self._guided.close()
-        self._runner = NullRunner(0)
+        self._structured.close()
+        self.worker.close()
+        self.worker = NullWorker(0)
 
     # ---- parts
 
     def _grammar_host(self) -> GrammarHost:
         tokenizer = str(resolve_tokenizer(self.config.model.tokenizer or str(self._checkpoint)))
-        setup = Setup(tokenizer, self.spec.vocab_size, self._intake.eos_token_ids, self.config.guided)
+        setup = Setup(tokenizer, self.spec.vocab_size, self._input_processor.eos_token_ids, self.config.guided)
         num_states = 2 * self.config.scheduler.max_num_seqs
-        return GrammarHost(setup, num_states, 1 if self._speculator.is_empty else 1 + MAX_DRAFT_TOKENS)
+        return GrammarHost(setup, num_states, 1 if self._drafting.is_empty else 1 + MAX_DRAFT_TOKENS)
 
     def _check_capacity(self, num_sequences: int) -> None:
         """The admission limit, said to the submitter at once; counts what the engine thread has not seen yet."""
@@ -222,76 +210,74 @@ class Engine:
                 f"max_num_seqs={limits.max_num_seqs}, max_waiting_requests={limits.max_waiting_requests}"
             )
 
-    def _launch(self, step: ScheduledStep) -> Flight:
-        self._speculator.prepare(step, self.scheduler, is_ahead=self._num_ahead > 0)
-        inputs = self._runner.build(step)
-        hidden = self._runner.forward(inputs)
-        sample = self._runner.sample(step, inputs, hidden)
-        rows = lambda: self._runner.computed_rows(step, inputs, hidden, sample)  # noqa: E731
-        return Flight(step, inputs, sample, self._speculator.launch(step, self.scheduler, rows))
+    def _launch(self, step: ScheduledStep) -> InFlightStep:
+        self._drafting.prepare(step, is_ahead=self._num_ahead > 0)
+        draft_methods, follow_methods = self._drafting.methods_behind(step)
+        waits_for_masks = self._structured.concerns(step)
+        self._num_steps = step_id = self._num_steps + 1
+        self.worker.execute(self._inputs.build(step_id, step, draft_methods, follow_methods, waits_for_masks))
+        if not waits_for_masks:
+            return InFlightStep(step_id, step, draft_methods)
+        found = self._structured.masks(step)
+        self.worker.sample(found.masks)
+        return InFlightStep(step_id, step, draft_methods, found.failures, found.late)
 
-    def _launch_ahead(self, flight: Flight) -> FlightAhead | None:
+    def _launch_ahead(self, in_flight: InFlightStep) -> AheadStep | None:
         """Launch the verification after one that was just launched, if it can be told what that will be."""
-        step, sample = flight.step, flight.sample
-        if not self._num_ahead or flight.guesses.places is not None or self._inbox or self.scheduler.may_admit:
+        step = in_flight.step
+        if not self._num_ahead or in_flight.places is not None or self._inbox or self.scheduler.may_admit:
             return None
-        drafts = self._speculator.drafts_behind(step, flight.guesses, self.scheduler)
-        if drafts is None or not isinstance(sample, LaunchedVerification):
+        method = self._drafting.method_ahead(step, in_flight.draft_methods)
+        if not method:
             return None
-        inputs, behind = self._runner.run_on(step, flight.inputs, sample.rows, drafts)
-        assert isinstance(behind, LaunchedVerification)
-        guesses = self._speculator.launch(step, self.scheduler, lambda: behind.rows)
-        requests = [row.request for row in step.requests]
-        num_slots = [len(request.block_ids) * self.scheduler.cache.block_size for request in requests]
-        lives = [request.num_preemptions for request in requests]
-        return FlightAhead(Flight(step, inputs, behind, guesses), num_slots, lives)
+        draft_methods, follow_methods = self._drafting.methods_behind(step)
+        self._num_steps = step_id = self._num_steps + 1
+        self.worker.execute_ahead(AheadInput(step_id, in_flight.step_id, method, draft_methods, follow_methods))
+        num_slots = [len(request.block_ids) * self.scheduler.cache.block_size for request in step.requests]
+        lives = [request.num_preemptions for request in step.requests]
+        return AheadStep(InFlightStep(step_id, step, draft_methods), num_slots, lives)
 
-    def _land_all(self, outputs: list[StepOutput], num_kept: int = 0) -> None:
+    def _read_all(self, outputs: list[StepOutput], num_kept: int = 0) -> None:
         """Read the steps that were launched, but for the last few."""
-        while len(self._flights) > num_kept:
-            self._land(self._flights[0], outputs)
-            self._flights.popleft()
+        while len(self._in_flight) > num_kept:
+            self._read(self._in_flight[0], outputs)
+            self._in_flight.popleft()
 
-    def _land(self, flight: Flight, outputs: list[StepOutput]) -> None:
-        sampled = flight.sample.result()
-        for request, error in sampled.failures:
+    def _read(self, in_flight: InFlightStep, outputs: list[StepOutput]) -> None:
+        result = self.worker.result(in_flight.step_id)
+        sampled = sampled_step(in_flight, result)
+        for request, error in in_flight.failures:
             self._fail(request, error, outputs)
-        if sampled.late:
-            self._guided.withdraw(flight.step, sampled.token_ids, sampled.late)
-        committed = self.scheduler.commit(flight.step, sampled.token_ids)
+        if in_flight.late:
+            self._structured.withdraw(in_flight.step, sampled.token_ids, in_flight.late)
+        committed = self.scheduler.commit(in_flight.step, sampled.token_ids)
         outputs += committed
-        self._add_logprobs(committed, sampled)
-        self._guided.advance(committed)
-        if not self._speculator.is_empty:
-            self._measure_decode(flight.step, sampled)
-            self._speculator.propose(flight.step, sampled.token_ids, flight.guesses, self.scheduler)
+        self._add_logprobs(committed, sampled, result)
+        self._structured.advance(committed)
+        if not self._drafting.is_empty:
+            self._measure_decode(in_flight.step, sampled)
+            drafts = self._drafting.input_after(in_flight, sampled.token_ids, self._inputs)
+            if drafts is not None:
+                self._drafting.give(in_flight.step, drafts, self.worker.draft(drafts))
 
-    def _speculates(self, step: ScheduledStep) -> bool:
-        """Whether any request of a step may draft after it: then nothing can be scheduled before it is read."""
-        return bool(self._method_after(step))
+    def _forget(self, ended: list[Request]) -> None:
+        if ended:
+            request_ids = [request.request_id for request in ended]
+            self._inputs.forget(request_ids)
+            self.worker.forget(request_ids)
+            self._structured.forget(ended)
 
-    def _method_after(self, step: ScheduledStep) -> str:
-        """How the first that may draft after a step does; "" if none may."""
-        planner = self.scheduler.planner
-        for row in step.requests:
-            speculation = row.request.speculation
-            if speculation is not None and (row.num_drafts or (row.samples and planner.num_drafts(row.request))):
-                return speculation.method
-        return ""
-
-    def _measure_decode(self, step: ScheduledStep, sampled: StepSample) -> None:
+    def _measure_decode(self, step: ScheduledStep, sampled: SampledStep) -> None:
         """Tell the planner what drafts were worth, and how long a step of decodes took since the one before it."""
-        rows, now, planner = step.requests, time.monotonic(), self.scheduler.planner
+        now, planner, count = time.monotonic(), self.scheduler.planner, len(step.requests)
         for place, kept in sampled.kept_rows.items():
-            if (speculation := rows[place].request.speculation) is not None:
-                planner.observe(speculation.method, rows[place].num_drafts, kept)
-        is_decode = all(row.num_scheduled_tokens == 1 + row.num_drafts for row in rows)
+            if (speculation := step.requests[place].speculation) is not None:
+                planner.observe(speculation.method, step.num_drafts[place], kept)
+        is_decode = step.total_num_scheduled_tokens == count + sum(step.num_drafts)
         num_tokens = sum(map(len, sampled.token_ids))  # none if all have ended meanwhile
         if is_decode and self._decoded_at and num_tokens:
-            tokens_per_request = num_tokens / len(rows)
-            seconds = now - self._decoded_at
-            method = self._method_after(step)
-            planner.measure(MeasuredStep(len(rows), step.num_scheduled_tokens, seconds, tokens_per_request, method))
+            seconds, method = now - self._decoded_at, self._drafting.method_after(step)
+            planner.measure(MeasuredStep(count, step.total_num_scheduled_tokens, seconds, num_tokens / count, method))
         self._decoded_at = now if is_decode else 0.0
 
     def _drain_inbox(self, outputs: list[StepOutput]) -> None:
@@ -310,7 +296,7 @@ class Engine:
     def _admit(self, requests: list[Request], outputs: list[StepOutput]) -> None:
         try:
             self.scheduler.add_all(requests)
-            self._guided.start(requests)
+            self._structured.start(requests)
         except (RequestError, CapacityError) as error:  # submit has checked both; a race may still lose
             for request in requests:
                 self._fail(request, error, outputs)
@@ -322,11 +308,12 @@ class Engine:
             output.fault = type(error)
             outputs.append(output)
 
-    def _add_logprobs(self, committed: list[StepOutput], sampled: StepSample) -> None:
+    def _add_logprobs(self, committed: list[StepOutput], sampled: SampledStep, result: StepResult) -> None:
+        if not (sampled.logprobs or result.prompt_logprobs):
+            return
         for output in committed:
             request = output.request
-            if request.params.prompt_logprobs is not None:
-                output.prompt_logprobs = sampled.prompt_logprobs.get(request.request_id)
+            output.prompt_logprobs = result.prompt_logprobs.get(request.request_id)
             entries = sampled.logprobs.get(request.request_id)
             if entries is not None:
                 output.logprobs = entries[: len(output.new_token_ids)]  # a stop may have cut the step's tokens
@@ -357,9 +344,9 @@ class Engine:
             self._inbox.clear()
         answered = {id(output.request) for output in outputs if output.finish_reason is not None}
         # a commit that broke off may have ended some without a word
-        in_step = [row.request for flight in self._flights for row in flight.step.requests]
-        in_step += [row.request for row in step.requests]
-        self._flights.clear()
+        in_step = [request for in_flight in self._in_flight for request in in_flight.step.requests]
+        in_step += step.requests
+        self._in_flight.clear()
         self._ahead = None
         for request in [*in_step, *self.scheduler.live_requests, *arriving]:
             if id(request) not in answered:
@@ -371,9 +358,3 @@ class Engine:
 def overlaps(wanted: str, device_type: str) -> bool:
     """Whether steps are launched ahead. A CPU computes while it is being told to: nothing to gain there."""
     return device_type == "cuda" if wanted == "auto" else wanted == "on"
-
-
-def _null_token(tokenizer: TextTokenizer) -> int:
-    """A token with visible text for the null runner."""
-    token_ids = tokenizer.encode(" a", add_special_tokens=False)
-    return token_ids[-1] if token_ids else 0

@@ -26,7 +26,7 @@ from slipstream.tokenizer.tokenizer import TextTokenizer
 _MASK64 = (1 << 64) - 1
 
 
-class Intake:
+class InputProcessor:
     """One per engine."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """The engine as a library: text or token ids in, completions out, no server. What tests and benchmarks drive.
 
-Whoever waits for an answer runs the engine's steps, under a lock, and routes what comes to its owner; so any number of
-threads may generate and stream at once, and no thread is left behind when nobody asks.
+The thread that waits for an answer runs the engine's steps, under a lock, and routes outputs to their requests; so any
+number of threads may generate and stream at once, and the library starts no thread of its own.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ class LLM:
 
 @dataclass(slots=True)
 class _Pending:
-    """A request in flight: outputs that nobody has fetched yet; is_done: the last one is or was among them."""
+    """A request in flight: outputs not fetched yet; is_done: the last one is or was among them."""
 
     outputs: deque[RequestOutput] = field(default_factory=deque)
     is_done: bool = False

@@ -24,7 +24,7 @@ OnFailure = Callable[[int], None]
 class OutputProcessor:
     """Every client request in flight, by handle. on_stop(request, stop string) asks the engine to end a sequence.
 
-    on_failure(handle) asks it to end the others of a request of which one has failed: nobody waits for them any more.
+    on_failure(handle) asks it to end the other sequences of a request after one has failed.
     """
 
     def __init__(self, tokenizer: Tokenizer, on_stop: OnStop, on_failure: OnFailure) -> None:

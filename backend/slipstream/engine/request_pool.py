@@ -120,7 +120,7 @@ class RequestPool:
             return self._changed.wait_for(lambda: not self._entries, timeout)
 
     def close(self) -> list[int]:
-        """Read nothing more; returns the handles that are still here, which nobody else answers."""
+        """Read nothing more; returns the handles that are still here; the caller answers them."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

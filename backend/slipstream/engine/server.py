@@ -30,11 +30,10 @@ from slipstream.core.responses import (
     response_frames,
 )
 from slipstream.core.unread_request import encode_unread, peek
-from slipstream.engine.answers import error_answer, read_request, too_large
 from slipstream.engine.engine import Engine
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
-from slipstream.engine.socket import EngineLink
+from slipstream.engine.socket import EngineLink, error_answer, read_request, too_large
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +167,7 @@ class GenerateServer:
             del self._handles_by_id[client.request_id]
 
     def _forget_ids(self, handles: list[int]) -> None:
-        """Of requests that were never read."""
+        """Forget the ids of requests that were never read."""
         for request_id in [known for known, handle in list(self._handles_by_id.items()) if handle in handles]:
             self._handles_by_id.pop(request_id, None)
 

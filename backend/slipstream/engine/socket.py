@@ -1,15 +1,18 @@
-"""The engine process's end of the socket to the C++ backend: handshake, frames in, frames out.
+"""The engine process's end of the socket to the C++ backend: handshake, frames in, frames out, errors as frames.
 
-One thread reads (`frames`); any thread may send, a frame at a time. Knows frames, not what is in requests.
+One thread reads (`EngineLink.frames`); any thread may send, a frame at a time. Knows frames, not what is in requests.
 """
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from slipstream.core import wire
+from slipstream.core.errors import CapacityError, EngineError, RequestError, internal_error
+from slipstream.core.responses import error_code
 
 _RECEIVE_BYTES = 1 << 18
 _SOCKET_BUFFER_BYTES = 1 << 20  # a burst of answers should not wait for the peer's thread to wake up
@@ -18,7 +21,7 @@ _SOCKET_BUFFER_BYTES = 1 << 20  # a burst of answers should not wait for the pee
 class EngineLink:
     """A connected, greeted socket. path: a file, or "@name" for an abstract address (Linux).
 
-    Raises OSError from the constructor when nobody listens.
+    Raises OSError from the constructor if no process listens.
     """
 
     def __init__(self, path: str, token: bytes) -> None:
@@ -54,3 +57,32 @@ class EngineLink:
         buffer = wire.FrameBuffer()
         while data := self._socket.recv(_RECEIVE_BYTES):
             yield from buffer.feed(data)
+
+
+logger = logging.getLogger(__name__)
+
+
+def error_answer(handle: int, error: Exception) -> bytes:
+    """The frame that ends a request with an error. Only errors made for clients keep their text."""
+    if not isinstance(error, (RequestError, CapacityError, EngineError)):
+        error = internal_error(logger, "a request failed in an unforeseen way", error)
+    return wire.encode_responses([wire.error_response(handle, error_code(type(error)), str(error))])
+
+
+def too_large(handle: int, response: bytes) -> bytes:
+    """The error that a request ends with because no frame should hold its response."""
+    message = f"response: has {len(response)} bytes, accepted: at most {wire.MAX_RESPONSE_BYTES}; stream it"
+    return wire.error_response(handle, wire.ErrorCode.INVALID_ARG, message)
+
+
+def read_request(payload: bytes, answer: Callable[[bytes], None]) -> wire.Request | None:
+    """The request of a REQUEST frame; None when it cannot be read and has been answered with an error.
+
+    Raises wire.ProtocolError only for a payload without a handle, which cannot be answered.
+    """
+    try:
+        return wire.decode_request(payload)
+    except Exception as error:
+        failure = internal_error(logger, "a REQUEST frame cannot be read", error)
+        answer(error_answer(wire.handle_of(payload), failure))
+        return None

@@ -13,9 +13,8 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.contract import OUTPUTS
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason
-from slipstream.engine.answers import error_answer, read_request, too_large
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool, num_bytes
-from slipstream.engine.socket import EngineLink
+from slipstream.engine.socket import EngineLink, error_answer, read_request, too_large
 from slipstream.engine.tokenize_tasks import make_task
 
 

@@ -11,157 +11,110 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
 
-from slipstream.core.errors import ConfigError
-from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
+from slipstream.nn.batch import ForwardBatch
+from slipstream.worker.graph_shapes import StepShape
 from slipstream.worker.input_batch import StepArrays
-from slipstream.worker.memory_plan import MAX_DECODE_ROWS, MemoryPlan
-from slipstream.worker.static_tensors import StaticTensors, StepShape
+from slipstream.worker.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
-# Numbers of requests to capture for. Up to 64 a row costs little beside the weights; above, steps of 32 at most.
-DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 # Kernels that take up to so many times as long as their launches are worth a graph: it also spares the engine's thread.
 LAUNCH_BOUND = 1.3
-# The fewest tokens of a step with a prompt that is worth a graph of its own.
-MIN_PROMPT_TOKENS = 16
 # Tokens of each request in the cache where steps are timed.
 TIMED_CONTEXT = 1024
-# Of a graph's seconds, below which a larger one takes its place.
-LEAST_GAIN = 0.95
-
 
 Shape = TypeVar("Shape", bound=StepShape)
 
 
-@dataclass(frozen=True, order=True)
-class GraphShape:
-    """What a graph has room for. max_query_len: tokens of one request; is_tree: drafts may be trees."""
+class StaticTensors:
+    """What the graphs read. They arrive by one copy from the host; block tables, which it brings as wide as the step
+    needs them, are spread by one on the device."""
 
-    num_tokens: int
-    max_query_len: int
-    num_requests: int
-    is_tree: bool = False
+    def __init__(self, shapes: Sequence[StepShape], max_blocks: int, device: torch.device) -> None:
+        self._num_tokens = max((shape.num_tokens for shape in shapes), default=0)
+        self._num_requests = max((shape.num_requests for shape in shapes), default=0)
+        self._num_words = 5 * self._num_tokens  # of 64 bits; then 32-bit ones: starts and lengths, then tables
+        self._num_fixed_bytes = self._num_words * 8 + (2 * self._num_requests + 1) * 4
+        num_bytes = self._num_fixed_bytes + self._num_requests * max_blocks * 4
+        self._arriving = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        words = self._arriving[: self._num_words * 8].view(torch.int64).view(5, self._num_tokens)
+        self.token_ids, self.positions, self.slot_mapping, self.logits_indices, self.tree_mask = words
+        self.slot_mapping.fill_(-1)
+        self.tree_mask.fill_(1)
+        halves = self._arriving[self._num_words * 8 :].view(torch.int32)
+        self.query_start_loc = halves[: self._num_requests + 1]
+        torch.arange(self._num_requests + 1, out=self.query_start_loc)  # before a first step all requests pad
+        self.seq_lens = halves[self._num_requests + 1 : 2 * self._num_requests + 1]
+        self._arriving_tables = halves[2 * self._num_requests + 1 :]
+        self.block_tables = torch.zeros(self._num_requests, max_blocks, dtype=torch.int32, device=device)
 
-    @property
-    def is_verification(self) -> bool:
-        """Made for drafts, though short prompts may fit in as well."""
-        return self.is_tree or 1 < self.max_query_len < MAX_DECODE_QUERY_LEN
-
-    def holds(self, step: StepArrays) -> bool:
-        """Prompts of more than MAX_DECODE_QUERY_LEN tokens never fit: prompt_shapes.py is for them."""
-        return (
-            len(step.token_ids) <= self.num_tokens
-            and len(step.seq_lens) <= self.num_requests
-            and step.max_query_len <= self.max_query_len
-            and step.num_decode_requests == len(step.seq_lens)
-            and (self.is_tree or step.tree_mask is None)
+    def pretend(self, shape: StepShape, context: int, plan: MemoryPlan) -> None:
+        """Fill the tensors as if each request of a shape had `context` tokens in the cache, or the most that fit, and
+        an equal share of the rows."""
+        count, rows = shape.num_requests, shape.num_tokens // shape.num_requests
+        most, device = plan.max_model_len, self.block_tables.device
+        context = max(0, min(context, most - rows))
+        seq_len = min(context + rows, most)  # a very short model's last place is for several rows
+        width = -(-seq_len // plan.block_size)
+        torch.arange(0, count * rows + 1, rows, out=self.query_start_loc[: count + 1])
+        places = context + torch.arange(count * rows, device=device) % rows
+        self.positions[: count * rows] = places.clamp(max=seq_len - 1)
+        self.seq_lens[:count] = seq_len
+        self.block_tables[:count, :width] = (torch.arange(count * width, device=device) % plan.num_blocks).view(
+            count, -1
         )
 
-    def covers(self, other: GraphShape) -> bool:
-        """Whether every step that fits into another fits into this one."""
-        sides = zip(astuple(self), astuple(other))
-        return all(own >= its for own, its in sides)
+    def clear(self) -> None:
+        """All requests pad, as before a first step."""
+        torch.arange(self._num_requests + 1, out=self.query_start_loc)
+        for tensor in (self.positions, self.seq_lens, self.block_tables):
+            tensor.zero_()
 
-    @property
-    def num_decodes(self) -> int:
-        return self.num_requests
-
-    @property
-    def num_decode_tokens(self) -> int:
-        return self.num_tokens
-
-    @property
-    def max_decode_query_len(self) -> int:
-        return self.max_query_len
-
-    @property
-    def num_logits(self) -> int:
-        return 1
-
-    def spread(self, step: StepArrays) -> StepArrays:
-        return step
-
-
-def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: str | None = None) -> tuple[int, ...]:
-    """Numbers of requests to capture for, ascending. wanted: "auto", "off" or a list like "1,2,4"; a CPU has none.
-
-    refusal: why this model's steps cannot be captured; then "auto" has none, and a list raises ConfigError.
-    """
-    if wanted == "off" or device.type != "cuda":
-        return ()
-    if refusal is not None:
-        if wanted != "auto":
-            raise ConfigError("cuda_graphs", wanted, f"accepted: auto or off, because {refusal}")
-        logger.warning("no CUDA graphs: %s", refusal)
-        return ()
-    if wanted != "auto":
-        return tuple(sorted({int(size) for size in wanted.split(",")}))
-    largest = min(max_num_seqs, DEFAULT_SIZES[-1])
-    return (*(size for size in DEFAULT_SIZES if size < largest), largest)
+    def load(self, shape: StepShape, step: StepArrays) -> None:
+        count, width = step.block_tables.shape
+        num_bytes = self._num_fixed_bytes + count * width * 4
+        staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._arriving.is_cuda)
+        view = staging.numpy()
+        words = view[: self._num_words * 8].view(np.int64).reshape(5, self._num_tokens)
+        tree_mask = step.tree_mask if step.tree_mask is not None else _chain_masks(step) if shape.is_tree else None
+        for row, (values, padding) in enumerate(
+            (
+                (step.token_ids, 0),
+                (step.positions, 0),
+                (step.slot_mapping, -1),
+                (step.logits_indices, 0),
+                (() if tree_mask is None else tree_mask, 1),
+            )
+        ):
+            words[row, : len(values)] = values
+            words[row, len(values) : shape.num_tokens] = padding
+        halves = view[self._num_words * 8 :].view(np.int32)
+        starts, seq_lens = halves[: self._num_requests + 1], halves[self._num_requests + 1 : 2 * self._num_requests + 1]
+        starts[: count + 1] = step.query_start_loc
+        # Requests that pad have a token each, as long as there are any, and see nothing.
+        padding_starts = step.query_start_loc[-1] + np.arange(1, self._num_requests - count + 1)
+        starts[count + 1 :] = np.minimum(padding_starts, shape.num_tokens)
+        seq_lens[:count] = step.seq_lens
+        seq_lens[count:] = 0
+        halves[2 * self._num_requests + 1 :].reshape(count, width)[:] = step.block_tables
+        self._arriving[:num_bytes].copy_(staging, non_blocking=True)
+        self.block_tables[:count, :width].copy_(self._arriving_tables[: count * width].view(count, width))
 
 
-@dataclass(frozen=True)
-class DraftForms:
-    """num_drafts: the most of a request, 0 without speculation. has_trees: they may be trees. are_ragged: requests of a
-    step have as many as there are good ones; else as many as the planner gives, all the same. reads_all_rows: a drafter
-    reads the hidden states of all tokens of a prompt."""
-
-    num_drafts: int = 0
-    has_trees: bool = False
-    are_ragged: bool = True
-    reads_all_rows: bool = False
-
-
-NO_DRAFTS = DraftForms()
-
-
-def graph_shapes(sizes: Sequence[int], drafts: DraftForms = NO_DRAFTS) -> list[GraphShape]:
-    """The graphs for these numbers of requests, ascending: decode, verification, and steps with short prompts."""
-    num_drafts = drafts.num_drafts
-    shapes = {GraphShape(size, 1, size) for size in sizes}
-    lengths = {1 + num_drafts, *(length for length in (2, 4, 8, 16, 32) if length <= num_drafts)} if num_drafts else ()
-    for size in sizes:
-        for length in lengths:  # ragged ones: on average
-            if size * length <= MAX_DECODE_ROWS:
-                longest = 1 + num_drafts if drafts.are_ragged else length
-                shapes.add(GraphShape(size * length, longest, size, drafts.has_trees))
-    for size in _thinned(sizes):
-        num_tokens = MIN_PROMPT_TOKENS
-        while num_tokens <= min(MAX_DECODE_ROWS, size * MAX_DECODE_QUERY_LEN):
-            if num_tokens > size:
-                shapes.add(GraphShape(num_tokens, MAX_DECODE_QUERY_LEN, size))
-            num_tokens *= 2
-    return sorted(shapes)
-
-
-def slower_than_larger(seconds: Mapping[GraphShape, float]) -> list[GraphShape]:
-    """Verifications for which a larger graph takes less time: of 448 rows one took 15.7 ms on one H200, of 512 11.8,
-    because a library chose badly for a product."""
-    return [
-        shape
-        for shape, took in seconds.items()
-        if shape.is_verification
-        and any(less < LEAST_GAIN * took and larger.covers(shape) for larger, less in seconds.items())
-    ]
-
-
-def _thinned(sizes: Sequence[int]) -> list[int]:
-    """The sizes that are at least four times the one before, and the largest."""
-    kept: list[int] = []
-    for size in sizes:
-        if not kept or size >= 4 * kept[-1] or size == sizes[-1]:
-            kept.append(size)
-    return kept
+def _chain_masks(step: StepArrays) -> np.ndarray:
+    """The mask words of rows that see all rows before them."""
+    starts = step.query_start_loc.astype(np.int64)
+    rows = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
+    return (~np.uint64(0) >> (np.uint64(63) - rows.astype(np.uint64))).view(np.int64)
 
 
 class StepGraphs(Generic[Shape]):

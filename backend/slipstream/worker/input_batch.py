@@ -1,4 +1,4 @@
-"""A scheduled step -> the tensors of one forward pass. Engine thread.
+"""A step's lists -> the tensors of one forward pass. Engine thread.
 
 Assembled in numpy; on CUDA one copy from pinned memory and no device sync. A token that the step before has sampled and
 that the host does not know yet is copied on the device. Knows nothing of models or of how tokens are drawn.
@@ -6,6 +6,7 @@ that the host does not know yet is copied on the device. Knows nothing of models
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,68 +14,62 @@ import numpy as np
 import torch
 
 from slipstream.core.drafts import row_depths, row_masks
-from slipstream.core.request import Request
-from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.worker.host_copy import pack, to_device
+from slipstream.worker.interface import StepInput
 
 # On CUDA block tables are multiples of this wide: kernels are compiled once, for strides that 16 divides.
 TABLE_STEP = 16
 
 
-@dataclass(slots=True)
-class _TableRow:
-    """What one row of the persistent block table holds: the first `num_blocks` blocks of a request's current life."""
-
-    index: int
-    num_preemptions: int = -1
-    num_blocks: int = 0
-
-
 class BlockTables:
-    """Block tables kept between steps: a request's row grows by its new blocks instead of being rebuilt.
-
-    Relies on Request.block_ids being append-only between two preemptions. Rows of requests that left are reclaimed when
-    rows run out, so nobody has to tell this class about finished requests.
-    """
+    """Block tables kept between steps: a request's row grows by its new blocks instead of being rebuilt."""
 
     def __init__(self, num_rows: int, max_blocks: int) -> None:
+        self.max_blocks = max_blocks
         self._table = np.full((num_rows, max_blocks), -1, dtype=np.int32)
-        self._rows: dict[int, _TableRow] = {}
+        self._num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self._rows: dict[int, int] = {}  # by request id
         self._free = list(range(num_rows))
 
-    def gather(self, requests: list[Request], width_step: int = 1) -> np.ndarray:
+    @classmethod
+    def sized(cls, num_rows: int, max_model_len: int, block_size: int) -> BlockTables:
+        """For sequences of max_model_len tokens and the token after them."""
+        return cls(num_rows, -(-(max_model_len // block_size + 1) // TABLE_STEP) * TABLE_STEP)
+
+    def put(self, request_id: int, block_ids: Sequence[int]) -> None:
+        """These are all blocks of a request, whatever it had before."""
+        row = self._rows.get(request_id)
+        if row is None:
+            row = self._rows[request_id] = self._new_row()
+        self._table[row] = -1
+        self._num_blocks[row] = 0
+        self.extend(request_id, block_ids)
+
+    def extend(self, request_id: int, block_ids: Sequence[int]) -> None:
+        row = self._rows.get(request_id)
+        if row is not None:
+            start = int(self._num_blocks[row])
+            self._table[row, start : start + len(block_ids)] = block_ids
+            self._num_blocks[row] = start + len(block_ids)
+
+    def drop(self, request_ids: Iterable[int]) -> None:
+        self._free += [self._rows.pop(request_id) for request_id in request_ids if request_id in self._rows]
+
+    def gather(self, request_ids: Sequence[int], width_step: int = 1) -> np.ndarray:
         """[num_requests, longest up to a multiple of width_step] int32, -1 pads: a copy that the caller may keep."""
         rows = self._rows
-        indices, longest = [], 1
-        for request in requests:
-            row = rows.get(request.request_id)
-            if row is None:
-                row = self._new_row(request, requests)
-            num_blocks = len(request.block_ids)
-            if row.num_blocks != num_blocks or row.num_preemptions != request.num_preemptions:
-                self._update(row, request)
-            indices.append(row.index)
-            if num_blocks > longest:
-                longest = num_blocks
+        indices = np.array([rows[request_id] for request_id in request_ids], dtype=np.int64)
+        longest = max(1, int(self._num_blocks[indices].max()))
         return self._table[indices, : -(-longest // width_step) * width_step]
 
-    def _new_row(self, request: Request, keep: list[Request]) -> _TableRow:
-        if not self._free:
-            live = {other.request_id for other in keep}
-            for request_id in [key for key in self._rows if key not in live]:
-                self._free.append(self._rows.pop(request_id).index)
-        row = self._rows[request.request_id] = _TableRow(self._free.pop())
-        return row
-
-    def _update(self, row: _TableRow, request: Request) -> None:
-        num_blocks = len(request.block_ids)
-        start = row.num_blocks
-        if row.num_preemptions != request.num_preemptions or start > num_blocks:
-            start = 0
-            self._table[row.index] = -1
-        self._table[row.index, start:num_blocks] = request.block_ids[start:]
-        row.num_blocks, row.num_preemptions = num_blocks, request.num_preemptions
+    def _new_row(self) -> int:
+        if not self._free:  # preempted requests keep theirs until they come back
+            size = len(self._table)
+            self._table = np.concatenate([self._table, np.full_like(self._table, -1)])
+            self._num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
+            self._free = list(range(size, 2 * size))
+        return self._free.pop()
 
 
 @dataclass(frozen=True)
@@ -108,14 +103,14 @@ class StepArrays:
 class BatchBuilder:
     """Builds the ForwardBatch of each step for one device and one block size."""
 
-    def __init__(self, block_size: int, max_model_len: int, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(self, block_size: int, tables: BlockTables, device: torch.device) -> None:
         self._block_size = block_size
         self._device = device
-        self.max_blocks = -(-(max_model_len // block_size + 1) // TABLE_STEP) * TABLE_STEP
-        self._tables = BlockTables(2 * max_num_seqs, self.max_blocks)
+        self.tables = tables
+        self.max_blocks = tables.max_blocks
         self._table_step = 1 if device.type == "cpu" else TABLE_STEP
 
-    def build(self, step: ScheduledStep, sampled: SampledTokens | None = None) -> ForwardBatch:
+    def build(self, step: StepInput, sampled: SampledTokens | None = None) -> ForwardBatch:
         """Tokens in request order; logits_indices: of every request that samples, its last token's row and its drafts'.
 
         sampled: of the step before, if that is not committed yet.
@@ -127,37 +122,32 @@ class BatchBuilder:
 
     def tensors(self, arrays: StepArrays) -> ForwardBatch:
         """The same on the device, without the tokens that are pending."""
-        names = [field.name for field in fields(StepArrays) if field.type == "np.ndarray"]
-        tensors: dict[str, Any] = dict(zip(names, pack([getattr(arrays, name) for name in names], self._device)))
-        numbers: dict[str, Any] = {
-            field.name: getattr(arrays, field.name) for field in fields(StepArrays) if field.type == "int"
-        }
-        tree_mask = None if arrays.tree_mask is None else pack([arrays.tree_mask], self._device)[0]
-        return ForwardBatch(**tensors, **numbers, tree_mask=tree_mask)
+        return batch_tensors(arrays, self._device)
 
-    def arrays(self, step: ScheduledStep, sampled: SampledTokens | None = None) -> StepArrays:
-        scheduled = step.requests
-        computed = np.array([row.num_computed_tokens for row in scheduled], dtype=np.int64)
-        lengths = np.array([row.num_scheduled_tokens for row in scheduled], dtype=np.int64)
-        tables = self._tables.gather([row.request for row in scheduled], self._table_step)
-        query_start_loc = np.zeros(len(scheduled) + 1, dtype=np.int64)
+    def arrays(self, step: StepInput, sampled: SampledTokens | None = None) -> StepArrays:
+        computed = np.array(step.num_computed_tokens, dtype=np.int64)
+        lengths = np.array(step.num_scheduled_tokens, dtype=np.int64)
+        num_requests = len(lengths)
+        tables = self.tables.gather(step.request_ids, self._table_step)
+        query_start_loc = np.zeros(num_requests + 1, dtype=np.int64)
         np.cumsum(lengths, out=query_start_loc[1:])
         seq_lens = computed + lengths
-        if len(scheduled) == int(query_start_loc[-1]):  # decode only: one token per request
-            request_of_token, positions = np.arange(len(scheduled)), computed
+        if num_requests == len(step.token_ids):  # decode only: one token per request
+            request_of_token, positions = np.arange(num_requests), computed
         else:
-            request_of_token = np.repeat(np.arange(len(scheduled)), lengths)
+            request_of_token = np.repeat(np.arange(num_requests), lengths)
             positions = np.arange(query_start_loc[-1]) + (computed - query_start_loc[:-1])[request_of_token]
         blocks = tables[request_of_token, positions // self._block_size].astype(np.int64)
         slots = blocks * self._block_size + positions % self._block_size
-        num_logits = np.array([row.samples * (1 + row.num_drafts) for row in scheduled], dtype=np.int64)
-        token_ids, pending = _token_ids(step, sampled)
+        num_logits = np.array(step.samples, dtype=np.int64)
+        if step.total_num_drafts:
+            num_logits *= 1 + np.array(step.num_drafts, dtype=np.int64)
         num_decodes = num_short_queries(lengths)
         tree_mask = None
-        if any(row.request.draft_parents for row in scheduled if row.num_drafts):
-            positions, tree_mask = _tree_rows(scheduled[:num_decodes], positions.copy())
+        if step.draft_parents:
+            positions, tree_mask = _tree_rows(step, num_decodes, positions.copy())
         return StepArrays(
-            token_ids=np.array(token_ids, dtype=np.int64),
+            token_ids=np.array(step.token_ids, dtype=np.int64),
             positions=positions,
             query_start_loc=query_start_loc.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
@@ -169,9 +159,20 @@ class BatchBuilder:
             num_decode_requests=num_decodes,
             num_decode_tokens=int(query_start_loc[num_decodes]),
             max_decode_query_len=int(lengths[:num_decodes].max(initial=0)),
-            pending=pending,
+            pending=_pending_tokens(step, query_start_loc, sampled),
             tree_mask=tree_mask,
         )
+
+
+def batch_tensors(arrays: StepArrays, device: torch.device) -> ForwardBatch:
+    """On the device, without the tokens that are pending."""
+    names = [field.name for field in fields(StepArrays) if field.type == "np.ndarray"]
+    tensors: dict[str, Any] = dict(zip(names, pack([getattr(arrays, name) for name in names], device)))
+    numbers: dict[str, Any] = {
+        field.name: getattr(arrays, field.name) for field in fields(StepArrays) if field.type == "int"
+    }
+    tree_mask = None if arrays.tree_mask is None else pack([arrays.tree_mask], device)[0]
+    return ForwardBatch(**tensors, **numbers, tree_mask=tree_mask)
 
 
 def padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
@@ -202,20 +203,20 @@ def _last_rows(ends: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return firsts + np.arange(len(firsts)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _tree_rows(decodes: list[ScheduledRequest], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _tree_rows(step: StepInput, num_decodes: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Positions by depth, and the mask word of each decode row; chains and single tokens see what is before them.
 
     positions: [T], those of the slots; changed in place and returned.
     """
     masks: list[int] = []
-    for row in decodes:
-        parents, num_drafts = row.request.draft_parents[: row.num_drafts], row.num_drafts
+    for place in range(num_decodes):
+        num_drafts = step.num_drafts[place]
+        parents = step.draft_parents.get(step.request_ids[place], ())
         if parents:
             start = len(masks)
-            positions[start : start + 1 + num_drafts] = row.num_computed_tokens + np.array(
-                row_depths(parents, num_drafts)
-            )
-        masks += row_masks(parents, row.num_scheduled_tokens - 1)
+            depths = np.array(row_depths(parents, num_drafts))
+            positions[start : start + 1 + num_drafts] = step.num_computed_tokens[place] + depths
+        masks += row_masks(parents, step.num_scheduled_tokens[place] - 1)
     return positions, np.array(masks, dtype=np.int64)
 
 
@@ -242,20 +243,12 @@ def fill_pending(token_ids: torch.Tensor, pending: list[tuple[int, int]], sample
     token_ids.index_copy_(0, places, sampled.token_ids.index_select(0, sources))
 
 
-def _token_ids(step: ScheduledStep, sampled: SampledTokens | None) -> tuple[list[int], list[tuple[int, int]]]:
-    token_ids: list[int] = []
-    pending: list[tuple[int, int]] = []
-    for row in step.requests:
-        request, start = row.request, row.num_computed_tokens
-        if start >= len(request.token_ids):
-            assert sampled is not None, "a token that is not known, and no step that samples it"
-            pending.append((len(token_ids), sampled.rows[request.request_id]))
-            token_ids.append(0)
-        elif row.num_scheduled_tokens == 1:
-            token_ids.append(request.token_ids[start])
-        else:
-            end = start + row.num_scheduled_tokens
-            token_ids += request.token_ids[start:end]
-            if end > len(request.token_ids):
-                token_ids += request.draft_token_ids[: end - len(request.token_ids)]
-    return token_ids, pending
+def _pending_tokens(
+    step: StepInput, query_start_loc: np.ndarray, sampled: SampledTokens | None
+) -> list[tuple[int, int]]:
+    """Where tokens go that were sampled by the step before, and where they lie there."""
+    if not step.pending:
+        return []
+    assert sampled is not None, "a token that is not known, and no step that samples it"
+    rows, starts = sampled.rows, query_start_loc.tolist()
+    return [(starts[place], rows[step.request_ids[place]]) for place in step.pending]

@@ -81,3 +81,19 @@ def allocate_pool(
         logger.info("FP8 KV cache with the checkpoint's scales in %d of %d layers", num_given, len(layouts))
     caches = [key_value_cache({**planes, **scales}) for planes, scales in zip(pool.planes, given)]
     return KVPool(pool.planes, pool.parts, caches)
+
+
+class Compaction:
+    """pool: of the layers whose planes are moved."""
+
+    def __init__(self, pool: PlanePool, device: torch.device) -> None:
+        self._table = ops.slot_table([tensor for planes in pool.planes for tensor in planes.values()])
+        self._device = device
+
+    def warm_up(self) -> None:
+        """Compile what `keep` runs; nothing is moved."""
+        self.keep(ops.empty_accepted_rows(1, self._device))
+
+    def keep(self, kept: ops.AcceptedRows) -> None:
+        """Move accepted rows to the slots of their positions."""
+        ops.compact_kv(self._table, kept.sources, kept.targets, kept.counts)

@@ -19,9 +19,9 @@ from slipstream.nn.layer_spec import DenseSpec, ExpertsSpec
 from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.prompt_shapes import MAX_TOKENS
+from slipstream.worker.draft_memory import draft_memory
+from slipstream.worker.graph_shapes import MAX_DECODE_ROWS, MAX_TOKENS
 from slipstream.worker.sample.logprobs import MAX_PROMPT_ROWS
-from slipstream.worker.spec_decode.draft_memory import draft_memory
 
 MIB = 1 << 20
 DEFAULT_CPU_POOL_BYTES = 1 << 30
@@ -31,8 +31,6 @@ LOGITS_COPIES = 6
 # activations of one token that live at once: residual, normed, qkv, attention output; gate, up and their product
 HIDDEN_COPIES = 8
 INTERMEDIATE_COPIES = 3
-# Tokens of the largest graph of more than one token a request: above, the products take longer than their launches.
-MAX_DECODE_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -174,7 +172,7 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
 
 
 def cache_bytes_per_token(spec: DecoderSpec, kv_dtype: torch.dtype) -> int:
-    """Of all layers. Raises ConfigError for layers that keep something else than a row a token."""
+    """Cache bytes of one token in all layers. Raises ConfigError for layers that keep anything but a row per token."""
     for layer in spec.layers:
         check_planes(spec.architecture, layer.attention.kv_layout(kv_dtype))
     return spec.kv_bytes_per_token(kv_dtype)

@@ -1,131 +1,127 @@
-"""What turns a scheduled step into tokens: ModelRunner computes, NullRunner measures everything around a model.
+"""What turns a step into tokens: weights, KV pool, batches, CUDA graphs and sampling of one model on one device.
 
-Engine thread. A runner owns device memory (weights, KV pool) and decides nothing about requests. The engine calls
-build, forward and sample in this order; none of them waits for the device, so that the next step can be built and
-launched while this one runs. Only the result of `sample` waits, for its own step.
+Engine thread. A runner owns device memory and decides nothing about requests. `build`, `forward` and `sample` do not
+wait for the device, so that the next step can be built and launched while this one runs. Only the result of `sample`
+waits, for its own step.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
 import torch
 from slipstream_kernels import ops
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import EngineError
-from slipstream.core.request import Request
 from slipstream.core.start_up import StartUp
-from slipstream.core.step import ScheduledStep
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model, refuse_without_numbers
 from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.compaction import Compaction
-from slipstream.worker.computed_rows import ComputedRows
-from slipstream.worker.cuda_graphs import (
+from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.graph_shapes import (
     NO_DRAFTS,
     DraftForms,
     GraphShape,
-    StepGraphs,
     graph_shapes,
     graph_sizes,
+    prompt_shapes,
     slower_than_larger,
 )
 from slipstream.worker.host_copy import to_device
-from slipstream.worker.input_batch import BatchBuilder, SampledTokens, StepArrays, fill_pending, padding_batch
-from slipstream.worker.kv_cache import allocate_pool
+from slipstream.worker.input_batch import (
+    BatchBuilder,
+    BlockTables,
+    SampledTokens,
+    StepArrays,
+    fill_pending,
+    padding_batch,
+)
+from slipstream.worker.interface import StepInput
+from slipstream.worker.kv_cache import Compaction, allocate_pool
 from slipstream.worker.kv_offload import HostBlocks
+from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
-from slipstream.worker.prompt_shapes import prompt_shapes
+from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logprobs import PromptLogprobs
 from slipstream.worker.sample.sampler import Sampler
-from slipstream.worker.spec_decode.verifier import Verifier
-from slipstream.worker.step_input import StepInput
-from slipstream.worker.step_sample import LaunchedSample, LaunchedVerification, PendingSample, StepSample
+from slipstream.worker.sample.structured_output import GrammarMasks
+from slipstream.worker.spec_decode.verifier import DraftedRequest, Verifier, drafted_requests
 
 logger = logging.getLogger(__name__)
 
 
-class Runner(Protocol):
-    """See the module header."""
-
-    def build(self, step: ScheduledStep) -> StepInput | None: ...
-
-    def forward(self, inputs: StepInput | None) -> torch.Tensor | None: ...
-
-    def sample(self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None) -> PendingSample: ...
-
-    def computed_rows(
-        self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None, sample: PendingSample
-    ) -> ComputedRows: ...
-
-    def run_on(
-        self, step: ScheduledStep, inputs: StepInput | None, rows: ComputedRows, drafts: ops.DraftRows
-    ) -> tuple[StepInput, PendingSample]: ...
-
-    def forget(self, requests: list[Request]) -> None:
-        """These have ended: drop what was kept for them."""
-        ...
+def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, phases: StartUp) -> Decoder:
+    """The model, on its device; heads are made for it before its runner, whose graphs depend on them."""
+    device = hardware.device
+    if device.type == "cpu":
+        _leave_a_core()
+    else:
+        _prefer_cublaslt()
+    enter_device(device)
+    model = load_model(config.model, spec, device, hardware.dtype, hardware.kv_dtype)
+    finish_phase(phases, "weights", device)
+    return model
 
 
 class ModelRunner:
-    """Weights, KV pool, batches and sampling of one model on one device."""
+    """tables: block tables of all requests. drafts: what drafts look like, for which graphs are captured."""
 
     def __init__(
-        self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan, phases: StartUp
+        self,
+        config: EngineConfig,
+        model: Decoder,
+        hardware: Hardware,
+        plan: MemoryPlan,
+        tables: BlockTables,
+        phases: StartUp,
+        drafts: DraftForms = NO_DRAFTS,
     ) -> None:
-        device = hardware.device
-        if device.type == "cpu":
-            _leave_a_core()
-        else:
-            _prefer_cublaslt()
-        _enter(device)
-        self._model = load_model(config.model, spec, device, hardware.dtype, hardware.kv_dtype)
+        device, spec = hardware.device, model.spec
+        self._model = model
         self._device = device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
-        self._finish(phases, "weights")
-        pool = allocate_pool(spec, hardware, plan, [layer.attention.kv_scales for layer in self._model.layers])
-        self._pool, self._kv_caches = pool, pool.layers
+        pool = allocate_pool(spec, hardware, plan, [layer.attention.kv_scales for layer in model.layers])
+        self._kv_caches = pool.layers
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
-        self._builder = BatchBuilder(plan.block_size, plan.max_model_len, config.scheduler.max_num_seqs, device)
+        self._builder = BatchBuilder(plan.block_size, tables, device)
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
-        self._reads_all_rows = False  # a head wants the hidden states of every token
-        self.step_seconds: dict[GraphShape, float] = {}  # of decodes and verifications, where it was measured
-        self._finish(phases, "KV pool")
-
-    def start(self, config: EngineConfig, plan: MemoryPlan, phases: StartUp, drafts: DraftForms = NO_DRAFTS) -> None:
-        """Warm up and capture graphs; before the first step, and after whoever wants features of the model said so."""
-        device = self._device
-        self._reads_all_rows = drafts.reads_all_rows
-        refusal = self._model.backend.graph_refusal(plan.block_size, drafts.has_trees)
+        self._reads_all_rows = drafts.reads_all_rows  # a head wants the hidden states of every token
+        finish_phase(phases, "KV pool", device)
+        refusal = model.backend.graph_refusal(plan.block_size, drafts.has_trees)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         shapes = graph_shapes(sizes, drafts)
-        room = (self._builder.max_blocks, plan.max_model_len)
+        room = (tables.max_blocks, plan.max_model_len)
         self._graphs = StepGraphs(shapes, *room, self._run_model, device)
-        prompts = [] if self._reads_all_rows else prompt_shapes(sizes, self._max_num_tokens)
+        prompts = [] if drafts.reads_all_rows else prompt_shapes(sizes, self._max_num_tokens)
         self._prompt_graphs = StepGraphs(prompts, *room, self._run_last, device)
         most = max((shape.num_tokens for shape in shapes), default=0)
-        compaction = Compaction(self._pool, device)
         seats = most, max(config.scheduler.max_num_seqs, *sizes, 1)
-        self._verifier = Verifier(self._model, self._sampler, compaction, config.speculation, plan, seats)
-        with torch.inference_mode():
-            self._warm_up(config)
-            self._finish(phases, "warm-up")
-            self._prompt_graphs.capture()
-            self._graphs.capture(beside=self._prompt_graphs)
-            self._verifier.warm_up(self.verified_rows())
-        self._finish(phases, "graphs")
-        if drafts.num_drafts:
-            timed = [shape for shape in shapes if shape.max_query_len == 1 or shape.is_verification]
-            with torch.inference_mode():
-                seconds = self._graphs.time_steps(timed, plan, self._draw_greedily)
-            self._graphs.drop(slower := slower_than_larger(seconds))
-            self.step_seconds = {shape: took for shape, took in seconds.items() if shape not in slower}
+        compaction = Compaction(pool, device)
+        self._verifier = Verifier(model, self._sampler, compaction, config.speculation, plan, seats)
+        self._capture(config, phases)
+        self.step_seconds = self._time_steps(plan) if drafts.num_drafts else {}  # where it was measured
+
+    @torch.inference_mode()
+    def _capture(self, config: EngineConfig, phases: StartUp) -> None:
+        self._warm_up(config)
+        finish_phase(phases, "warm-up", self._device)
+        self._prompt_graphs.capture()
+        self._graphs.capture(beside=self._prompt_graphs)
+        self._verifier.warm_up(self.verified_rows())
+        finish_phase(phases, "graphs", self._device)
+
+    @torch.inference_mode()
+    def _time_steps(self, plan: MemoryPlan) -> dict[GraphShape, float]:
+        """Seconds of decodes and verifications; verifications that a larger graph serves faster are dropped."""
+        timed = [shape for shape in self._graphs.shapes if shape.max_query_len == 1 or shape.is_verification]
+        seconds = self._graphs.time_steps(timed, plan, self._draw_greedily)
+        self._graphs.drop(slower := slower_than_larger(seconds))
+        return {shape: took for shape, took in seconds.items() if shape not in slower}
 
     @property
     def model(self) -> Decoder:
@@ -136,108 +132,108 @@ class ModelRunner:
         return self._verifier.rows_of_graphs(self._graphs)
 
     @torch.inference_mode()
-    def build(self, step: ScheduledStep) -> StepInput:
-        _enter(self._device)
+    def build(self, step: StepInput, states: Sequence[RequestState]) -> StepTensors:
+        enter_device(self._device)
         if step.copies:
             assert self._host_blocks is not None
             self._host_blocks.run(step.copies)
         arrays = self._builder.arrays(step, self._sampled)
-        inputs = self._inputs(step, arrays)
-        fill_pending(inputs.batch.token_ids, arrays.pending, self._sampled)
-        return inputs
+        tensors = self._tensors(step, states, arrays)
+        fill_pending(tensors.batch.token_ids, arrays.pending, self._sampled)
+        return tensors
 
-    def _inputs(self, step: ScheduledStep, arrays: StepArrays) -> StepInput:
+    def _tensors(self, step: StepInput, states: Sequence[RequestState], arrays: StepArrays) -> StepTensors:
         shape = self._graphs.shape_for(arrays)
         if shape is not None:
-            return StepInput(self._graphs.load(shape, arrays), shape)
-        if not self._samples_last_only(step, arrays):
-            return StepInput(self._builder.tensors(arrays))
+            return StepTensors(self._graphs.load(shape, arrays), shape)
+        if not self._samples_last_only(step, states, arrays):
+            return StepTensors(self._builder.tensors(arrays))
         prompt_shape = self._prompt_graphs.shape_for(arrays)
         if prompt_shape is not None:
             batch = self._prompt_graphs.load(prompt_shape, arrays)
-            return StepInput(batch, None, prompt_shape, is_last_only=True)
-        return StepInput(self._builder.tensors(arrays), is_last_only=True)
+            return StepTensors(batch, None, prompt_shape, is_last_only=True)
+        return StepTensors(self._builder.tensors(arrays), is_last_only=True)
 
     @torch.inference_mode()
-    def forward(self, inputs: StepInput | None) -> torch.Tensor:
+    def forward(self, tensors: StepTensors) -> torch.Tensor:
         """Final hidden states, [T, hidden_size] or of those that sample; the pool has all keys and values then."""
-        assert inputs is not None
-        if inputs.graph is not None:
-            return self._graphs.replay(inputs.graph)
-        if inputs.prompt_graph is not None:
-            return self._prompt_graphs.replay(inputs.prompt_graph)[: len(inputs.batch.logits_indices)]
-        if inputs.is_last_only:
-            return self._run_last(inputs.batch)
-        return self._run_model(inputs.batch)
+        if tensors.graph is not None:
+            return self._graphs.replay(tensors.graph)
+        if tensors.prompt_graph is not None:
+            return self._prompt_graphs.replay(tensors.prompt_graph)[: len(tensors.batch.logits_indices)]
+        if tensors.is_last_only:
+            return self._run_last(tensors.batch)
+        return self._run_model(tensors.batch)
 
     @torch.inference_mode()
-    def sample(self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None) -> PendingSample:
-        assert inputs is not None and hidden is not None
-        self._prompt_logprobs.collect(step, hidden, self._model.logits)
-        if any(row.num_drafts for row in step.requests):
+    def sample(
+        self, running: RunningStep, draft_probs: Mapping[int, torch.Tensor], masks: GrammarMasks | None = None
+    ) -> LaunchedSample:
+        """draft_probs: by request id, what its drafts were drawn from. masks: of rows with a grammar."""
+        step, states, tensors = running.step, running.states, running.tensors
+        hidden = running.hidden
+        if running.asks_prompt_logprobs:
+            self._prompt_logprobs.collect(step, states, hidden, self._model.logits)
+        if step.total_num_drafts:
             previous, self._sampled = self._sampled, None  # nothing runs ahead of it in the plain way
-            return self._verifier.verify(step, inputs, hidden, previous, self._prompt_logprobs)
-        requests = [row.request for row in step.requests if row.samples]
-        if not requests:
+            drafted = drafted_requests(running, draft_probs)
+            return self._verifier.verify(running, drafted, self._prompt_logprobs, previous, masks)
+        sampling = [state for state, samples in zip(states, step.samples) if samples]
+        if not sampling:
             self._sampled = None
-            return StepSample([[] for _ in step.requests])
-        positions = inputs.batch.positions
-        if len(requests) == step.num_scheduled_tokens:
-            hidden, positions = hidden[: len(requests)], positions[: len(requests)]
+            return LaunchedSample()
+        positions = tensors.batch.positions
+        if len(sampling) == len(step.token_ids):
+            hidden, positions = hidden[: len(sampling)], positions[: len(sampling)]
         else:
-            rows = inputs.batch.logits_indices
-            hidden, positions = hidden if inputs.is_last_only else hidden[rows], positions[rows]
-        tokens = self._sampler.sample(
-            requests, self._model.lm_head(self._model.final(hidden)), positions, self._sampled
-        )
-        rows_of_ids = {request.request_id: row for row, request in enumerate(requests)}
+            rows = tensors.batch.logits_indices
+            hidden, positions = hidden if tensors.is_last_only else hidden[rows], positions[rows]
+        logits = self._model.lm_head(self._model.final(hidden))
+        tokens = self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks)
+        rows_of_ids = {state.request_id: row for row, state in enumerate(sampling)}
         self._sampled = SampledTokens(rows_of_ids, tokens.token_ids)
-        places = iter(range(len(requests)))
-        row_of = [next(places) if row.samples else -1 for row in step.requests]
-        return LaunchedSample(row_of, tokens, self._prompt_logprobs.take(requests))
+        taken = self._prompt_logprobs.take(step, states) if running.asks_prompt_logprobs else {}
+        return LaunchedSample(tokens, taken)
 
     @torch.inference_mode()
-    def computed_rows(
-        self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None, sample: PendingSample
-    ) -> ComputedRows:
+    def computed_rows(self, running: RunningStep, sample: LaunchedSample) -> ComputedRows:
         """What heads may draft from after `sample`; good until the next `build`."""
-        assert inputs is not None and hidden is not None
-        if isinstance(sample, LaunchedVerification):
+        if sample.rows is not None:
             return sample.rows
-        drawn = sample.tokens.token_ids if isinstance(sample, LaunchedSample) else None
-        if inputs.is_last_only:
-            return self._last_rows(step, inputs.batch, hidden, drawn)
-        next_ids, last = self._verifier.next_ids(step, inputs, drawn), inputs.batch.query_start_loc[1:].long() - 1
-        return ComputedRows(inputs.batch, hidden, next_ids, last, None, inputs.graph)
+        tensors, drawn = running.tensors, None if sample.tokens is None else sample.tokens.token_ids
+        if tensors.is_last_only:
+            return self._last_rows(running, drawn)
+        next_ids, last = self._verifier.next_ids(running, drawn), tensors.batch.query_start_loc[1:].long() - 1
+        return ComputedRows(tensors.batch, running.hidden, next_ids, last, None, tensors.graph)
 
     @torch.inference_mode()
-    def run_on(
-        self, step: ScheduledStep, inputs: StepInput | None, rows: ComputedRows, drafts: ops.DraftRows
-    ) -> tuple[StepInput, PendingSample]:
-        """Verify what heads drafted behind `step`, before anything of it is read: its requests, with as many drafts."""
-        assert inputs is not None
-        inputs = self._verifier.advance(step, inputs, rows, drafts)
-        hidden = self.forward(inputs)
-        return inputs, self._verifier.verify(step, inputs, hidden, None, self._prompt_logprobs, knows_drafts=False)
+    def run_ahead(
+        self, step: StepInput, behind: RunningStep, rows: ComputedRows, drafts: ops.DraftRows
+    ) -> tuple[RunningStep, LaunchedSample]:
+        """Verify what heads drafted behind a step, before anything of it is read: its requests, with the
+        same number of drafts."""
+        tensors = self._verifier.advance(len(behind.states), behind.tensors, rows, drafts)
+        running = RunningStep(step, behind.states, tensors, self.forward(tensors))
+        drafted = [DraftedRequest(state, count) for state, count in zip(behind.states, step.num_drafts)]
+        return running, self._verifier.verify(running, drafted, self._prompt_logprobs, is_ahead=True)
 
-    def forget(self, requests: list[Request]) -> None:
-        for request in requests:
-            self._prompt_logprobs.discard(request)
+    def forget(self, request_ids: Sequence[int]) -> None:
+        self._prompt_logprobs.forget(request_ids)
 
-    def _last_rows(
-        self, step: ScheduledStep, batch: ForwardBatch, hidden: torch.Tensor, drawn: torch.Tensor | None
-    ) -> ComputedRows:
+    def _last_rows(self, running: RunningStep, drawn: torch.Tensor | None) -> ComputedRows:
         """hidden: of the rows that sample alone. A request that does not sample stands with the first of them."""
-        assert drawn is not None, "nobody drafts behind a step that samples nothing"
-        places = iter(range(len(hidden)))
-        last = to_device([next(places) if row.samples else 0 for row in step.requests], torch.int64, self._device)
-        return ComputedRows(batch, hidden, drawn, last, None)
+        assert drawn is not None, "no head drafts behind a step that samples nothing"
+        places = iter(range(len(running.hidden)))
+        numbers = [next(places) if samples else 0 for samples in running.step.samples]
+        last = to_device(numbers, torch.int64, self._device)
+        return ComputedRows(running.tensors.batch, running.hidden, drawn, last, None)
 
-    def _samples_last_only(self, step: ScheduledStep, arrays: StepArrays) -> bool:
-        """Whether the step has rows whose final hidden states nobody reads; not if some verify drafts beside them."""
-        if self._reads_all_rows or len(arrays.logits_indices) == len(arrays.token_ids):
+    def _samples_last_only(self, step: StepInput, states: Sequence[RequestState], arrays: StepArrays) -> bool:
+        """Whether only the hidden states of sampled rows are read: not with heads that read all rows, drafts to verify
+        or prompt log-probabilities."""
+        if self._reads_all_rows or len(arrays.logits_indices) == len(arrays.token_ids) or step.total_num_drafts:
             return False
-        return all(row.request.params.prompt_logprobs is None and not row.num_drafts for row in step.requests)
+        return all(state.params.prompt_logprobs is None for state in states)
 
     def _run_model(self, batch: ForwardBatch) -> torch.Tensor:
         return self._model.forward(batch, self._kv_caches)
@@ -254,7 +250,7 @@ class ModelRunner:
         On a GPU a prompt of the largest step, a shorter one and one of a few tokens (their attention kernels differ),
         a draw with filters, then every size of decode; on a CPU one token. Weights that are no numbers, which would
         make the end of every text without a word, are refused by the first row: it sees one slot of zeros. Dummy ones
-        are not: nobody reads what they say.
+        are not: their text does not matter.
         """
         looks = config.model.load_format != "dummy"
         is_gpu = self._device.type == "cuda"
@@ -269,10 +265,11 @@ class ModelRunner:
             self._graphs.warm_up()
             self._prompt_graphs.keep_launch_bound()
 
-    def _finish(self, phases: StartUp, name: str) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        phases.finish(name)
+
+def finish_phase(phases: StartUp, name: str, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    phases.finish(name)
 
 
 def _draw_once(logits: torch.Tensor) -> None:
@@ -281,37 +278,7 @@ def _draw_once(logits: torch.Tensor) -> None:
     ops.sample(logits, one, one.int(), 0.5 * one, 0.5 * one, one.long(), one.long())
 
 
-class NullRunner:
-    """No weights and no computing: every sampled token is `token_id`. Log-probabilities and guides are not served."""
-
-    def __init__(self, token_id: int) -> None:
-        self._token_id = token_id
-
-    def build(self, step: ScheduledStep) -> None:
-        return None
-
-    def forward(self, inputs: StepInput | None) -> None:
-        return None
-
-    def sample(self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None) -> StepSample:
-        token_id = self._token_id
-        return StepSample([[token_id] if row.samples else [] for row in step.requests])
-
-    def computed_rows(
-        self, step: ScheduledStep, inputs: StepInput | None, hidden: torch.Tensor | None, sample: PendingSample
-    ) -> ComputedRows:
-        raise EngineError("a runner without a model computes no rows")
-
-    def run_on(
-        self, step: ScheduledStep, inputs: StepInput | None, rows: ComputedRows, drafts: ops.DraftRows
-    ) -> tuple[StepInput, PendingSample]:
-        raise EngineError("a runner without a model verifies nothing")
-
-    def forget(self, requests: list[Request]) -> None:
-        pass
-
-
-def _enter(device: torch.device) -> None:
+def enter_device(device: torch.device) -> None:
     """Kernels and events go to the thread's current device, which is the first GPU in every new thread."""
     if device.type == "cuda":
         torch.cuda.set_device(device)

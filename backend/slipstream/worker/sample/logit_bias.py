@@ -16,9 +16,9 @@ import torch
 from slipstream_kernels import ops
 
 from slipstream.core.bad_words import BadWords
-from slipstream.core.request import Request
 from slipstream.core.word_automaton import ROOT
 from slipstream.worker.host_copy import to_device
+from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.penalties import Paths
 
 # Finite, unlike a guide's -inf: where a guide leaves nothing but banned tokens (the text must end, min_tokens says not
@@ -43,7 +43,8 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True)
 class _Edits:
-    """Of one request. asked: shared by the n sequences of a client. state: of words after num_seen output tokens."""
+    """The edits of one request. asked: shared by the n sequences of a client. state: of words after num_seen output
+    tokens."""
 
     asked: _Asked
     words: BadWords
@@ -69,9 +70,9 @@ class LogitEdits:
         self._early_rows: list[int] = []  # whose columns are in _early
         self._early: Columns | None = None
 
-    def compose(self, requests: list[Request]) -> bool:
+    def compose(self, requests: list[RequestState]) -> bool:
         """Take the requests of the steps to come, in row order; returns whether any asks for edits."""
-        self._rows = [row for row, request in enumerate(requests) if has_edits(request)]
+        self._rows = [row for row, request in enumerate(requests) if request.has_edits]
         known, self._edits = self._edits, {}
         asked: dict[tuple[int, frozenset[int]], _Asked] = {}
         for request in (requests[row] for row in self._rows):
@@ -88,7 +89,7 @@ class LogitEdits:
         self._early_rows, self._early = [], None
         return bool(self._rows)
 
-    def apply(self, logits: torch.Tensor, requests: list[Request], paths: Paths | None = None) -> None:
+    def apply(self, logits: torch.Tensor, requests: list[RequestState], paths: Paths | None = None) -> None:
         """Edit in place. logits: [num_rows, vocab] fp32; requests: those of the last `compose`.
 
         paths: the drafts that each row has beyond its request's tokens.
@@ -136,7 +137,7 @@ class LogitEdits:
         columns = self._columns([row for row, _ in limited], [token_ids for _, token_ids in limited])
         return columns and (to_device([row for row, _ in limited], torch.int64, self._device), columns)
 
-    def _read(self, request: Request, known: Mapping[tuple[int, frozenset[int]], _Asked]) -> _Edits:
+    def _read(self, request: RequestState, known: Mapping[tuple[int, frozenset[int]], _Asked]) -> _Edits:
         words = request.params.bad_words_automaton
         asked = known.get(_key(request))
         if asked is not None:
@@ -149,7 +150,7 @@ class LogitEdits:
             if len(word) == 1:
                 values[word[0]] = BANNED
         biases = to_device(list(values.values()), torch.float32, self._device)
-        early = self._ids(sorted(_stop_ids(request)))
+        early = self._ids(sorted(request.early_token_ids))
         dense, allowed = self._biases(params.embedding_bias), self._ids(sorted(set(params.allowed_token_ids or ())))
         return _Edits(_Asked(self._ids(list(values)), biases, dense, early, allowed), words)
 
@@ -161,7 +162,7 @@ class LogitEdits:
         padded[:count] = torch.frombuffer(array("f", biases[:count]), dtype=torch.float32)
         return padded.to(self._device)
 
-    def _banned_after(self, request: Request, edits: _Edits, path: tuple[int, ...]) -> torch.Tensor:
+    def _banned_after(self, request: RequestState, edits: _Edits, path: tuple[int, ...]) -> torch.Tensor:
         """Tokens that would complete a bad word after the request's own and the drafts of `path`."""
         if request.num_output_tokens < edits.num_seen:
             edits.state, edits.num_seen = ROOT, 0
@@ -185,19 +186,6 @@ class LogitEdits:
         return to_device(token_ids, torch.int64, self._device)
 
 
-def _stop_ids(request: Request) -> frozenset[int]:
-    """The tokens that must not come while fewer than min_tokens are there."""
-    if not request.params.min_tokens or request.stop_conditions is None:
-        return frozenset()
-    return request.stop_conditions.token_ids
-
-
-def _key(request: Request) -> tuple[int, frozenset[int]]:
+def _key(request: RequestState) -> tuple[int, frozenset[int]]:
     """Requests of one key want the same."""
-    return id(request.params), _stop_ids(request)
-
-
-def has_edits(request: Request) -> bool:
-    params = request.params
-    asked = params.logit_bias or params.embedding_bias or params.bad_words_ids or params.min_tokens
-    return bool(asked or params.allowed_token_ids)
+    return id(request.params), request.early_token_ids

@@ -6,7 +6,7 @@ position until the request's first token leaves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +14,8 @@ import torch
 from slipstream_kernels import ops
 
 from slipstream.core.outputs import TokenLogprobs
-from slipstream.core.request import Request
-from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.worker.interface import StepInput
+from slipstream.worker.request_state import RequestState
 
 # rows of prompt logits held at once: 256 x 128k vocabulary x 4 bytes = 128 MiB
 MAX_PROMPT_ROWS = 256
@@ -49,7 +49,7 @@ def read_columns(num_top: list[int], columns: Sequence[list[Any]]) -> list[Token
 class _PromptRows:
     """Rows of the step's hidden states that predict prompt tokens of one request."""
 
-    request: Request
+    request: RequestState
     first_row: int
     first_position: int
     num_rows: int
@@ -61,27 +61,33 @@ class PromptLogprobs:
     def __init__(self) -> None:
         self._entries: dict[int, list[TokenLogprobs | None]] = {}
 
-    def collect(self, step: ScheduledStep, hidden: torch.Tensor, logits_of: LogitsOf) -> None:
+    def collect(
+        self, step: StepInput, states: Sequence[RequestState], hidden: torch.Tensor, logits_of: LogitsOf
+    ) -> None:
         """Take in this step's part of each prompt. hidden: [T, H], rows in the order of the step."""
         first_row = 0
-        for scheduled in step.requests:
-            if scheduled.request.params.prompt_logprobs is not None:
-                rows = _prompt_rows(scheduled, first_row)
-                if rows.num_rows > 0:
-                    self._collect_rows(rows, hidden, logits_of)
-            first_row += scheduled.num_scheduled_tokens
+        for state, start, count in zip(states, step.num_computed_tokens, step.num_scheduled_tokens):
+            if state.params.prompt_logprobs is not None and state.num_output_tokens == 0:
+                end = min(start + count, state.num_prompt_tokens - 1)
+                if end > start:
+                    self._collect_rows(_PromptRows(state, first_row, start, end - start), hidden, logits_of)
+            first_row += count
 
-    def take(self, requests: list[Request]) -> dict[int, list[TokenLogprobs | None]]:
-        """By request_id, the entries of those that draw their first token; each is handed out once."""
+    def take(self, step: StepInput, states: Sequence[RequestState]) -> dict[int, list[TokenLogprobs | None]]:
+        """By request id, the entries of those that draw their first token; each is handed out once."""
         taken = {}
-        for request in requests:
-            if request.params.prompt_logprobs is not None and request.num_drawn_tokens == 1:
-                entries = self._entries.pop(request.request_id, None)
-                taken[request.request_id] = entries or [None]  # a prompt of one token has nothing to predict
+        for place, state in enumerate(states):
+            if state.params.prompt_logprobs is None or not step.samples[place]:
+                continue
+            end = step.num_computed_tokens[place] + step.num_scheduled_tokens[place] - step.num_drafts[place]
+            if end == state.num_prompt_tokens:
+                entries = self._entries.pop(state.request_id, None)
+                taken[state.request_id] = entries or [None]  # a prompt of one token has nothing to predict
         return taken
 
-    def discard(self, request: Request) -> None:
-        self._entries.pop(request.request_id, None)
+    def forget(self, request_ids: Iterable[int]) -> None:
+        for request_id in request_ids:
+            self._entries.pop(request_id, None)
 
     def _collect_rows(self, rows: _PromptRows, hidden: torch.Tensor, logits_of: LogitsOf) -> None:
         request = rows.request
@@ -93,10 +99,3 @@ class PromptLogprobs:
             logits = logits_of(hidden[row : row + count])
             targets = torch.tensor(request.token_ids[target : target + count], device=logits.device)
             entries[target : target + count] = token_logprobs(logits, targets, [num_top] * count)
-
-
-def _prompt_rows(scheduled: ScheduledRequest, first_row: int) -> _PromptRows:
-    request, start = scheduled.request, scheduled.num_computed_tokens
-    end = min(start + scheduled.num_scheduled_tokens, request.num_prompt_tokens - 1)
-    wanted = request.num_output_tokens == 0  # resumed after its first token: they have left already
-    return _PromptRows(request, first_row, start, end - start if wanted else 0)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from slipstream.core.request import Request
 from slipstream.worker.host_copy import to_device
 from slipstream.worker.input_batch import SampledTokens
+from slipstream.worker.request_state import RequestState
 
 _FEW = 16  # tokens that are put into the table with those of others
 Paths = Sequence[tuple[int, ...]]  # per row: the drafts that lead to it
@@ -33,7 +33,7 @@ class TokenHistory:
         self._free: list[int] = []
 
     def update(
-        self, requests: list[Request], sampled: SampledTokens | None = None, paths: Paths | None = None
+        self, requests: list[RequestState], sampled: SampledTokens | None = None, paths: Paths | None = None
     ) -> tuple[torch.Tensor, list[int]]:
         """[len(requests), longest] int32: prompt and output of each request, and how many tokens each has; what follows
         them is of no meaning. sampled: of the step before, for those that are not known to the host yet.
@@ -74,7 +74,7 @@ class TokenHistory:
             history.index_put_((row_of, column_of), token_ids.int())
         return history, lengths
 
-    def _catch_up(self, request: Request, row: _Row, copied: dict[int, int]) -> None:
+    def _catch_up(self, request: RequestState, row: _Row, copied: dict[int, int]) -> None:
         """A prompt, or an output that comes back, as one tensor: a hundred thousand tokens one by one would hold up
         everybody's step. copied: id of a prompt's list, which the n sequences of a client share -> the row that has it.
         """
@@ -96,7 +96,7 @@ class TokenHistory:
     def _put(self, rows: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:
         self._table.index_put_((rows, columns), token_ids.int())
 
-    def _row(self, request: Request, keep: list[Request]) -> _Row:
+    def _row(self, request: RequestState, keep: list[RequestState]) -> _Row:
         row = self._rows.get(request.request_id)
         if row is None:
             if not self._free:

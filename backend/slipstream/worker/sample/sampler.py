@@ -1,4 +1,4 @@
-"""Logits of a step -> token ids, log-probabilities, and requests that failed by themselves. Engine thread.
+"""Logits of a step -> token ids and log-probabilities. Engine thread.
 
 A token depends on its own request alone (its logits, parameters, seed and position), so the same seed gives the same
 text whatever the batch. Tensors of parameters are kept while the batch's composition is unchanged, and every feature
@@ -7,65 +7,54 @@ costs only the rows that asked for it. Nothing here waits for the device but `Pe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
 from slipstream_kernels import ops
 
-from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import TokenLogprobs
-from slipstream.core.request import Request
-from slipstream.runtime.guided import GuideFailures, GuideMasks
 from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import SampledTokens
-from slipstream.worker.sample.logit_bias import LogitEdits, has_edits
+from slipstream.worker.request_state import RequestState
+from slipstream.worker.sample.logit_bias import LogitEdits
 from slipstream.worker.sample.logprobs import logprob_columns, read_columns
 from slipstream.worker.sample.penalties import Paths, TokenHistory
+from slipstream.worker.sample.structured_output import GrammarMasks, MaskApplier
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class Sampled:
-    """Aligned with the requests given to `sample`. failures: requests whose own part went wrong, and why; late: those
-    whose masks were not there in time. The tokens of both mean nothing."""
+    """token_ids: one per row. logprobs: by request id, of each of its rows."""
 
     token_ids: list[int]
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)  # request_id -> of each of its rows
-    failures: list[tuple[Request, SlipstreamError]] = field(default_factory=list)
-    late: list[Request] = field(default_factory=list)
+    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
 
 class PendingTokens:
-    """Drawn on the device and on their way to the host. token_ids: [number of requests] int64, on the device."""
+    """Drawn on the device and on their way to the host. token_ids: [number of rows] int64, on the device."""
 
     def __init__(
         self,
         token_ids: torch.Tensor,
-        asked: list[Request],
-        logprobs: tuple[torch.Tensor, ...],
-        failures: GuideFailures,
+        asked: Sequence[RequestState] = (),
+        logprobs: tuple[torch.Tensor, ...] = (),
     ) -> None:
         self.token_ids = token_ids
         self._asked = asked  # for log-probabilities, in the order of `logprobs`' rows
-        self._failures = failures
         self._copy = HostCopy((token_ids, *logprobs))
-
-    @property
-    def dead_rows(self) -> set[int]:
-        """Of drafts that must not be taken."""
-        return self._failures.dead_rows
 
     def result(self) -> Sampled:
         """Wait for this step, not for those launched since."""
         token_ids, *columns = self._copy.lists()
-        found = read_columns([request.params.logprobs or 0 for request in self._asked], columns) if columns else []
+        found = read_columns([state.params.logprobs or 0 for state in self._asked], columns) if columns else []
         logprobs: dict[int, list[TokenLogprobs]] = {}
-        for request, entry in zip(self._asked, found):
-            logprobs.setdefault(request.request_id, []).append(entry)
-        return Sampled(token_ids, logprobs, self._failures.requests, self._failures.late)
+        for state, entry in zip(self._asked, found):
+            logprobs.setdefault(state.request_id, []).append(entry)
+        return Sampled(token_ids, logprobs)
 
 
 class Draws(NamedTuple):
@@ -101,8 +90,7 @@ class _Composition:
     is_edited: bool
     penalised: list[int]
     penalised_rows: torch.Tensor
-    guided: list[int]
-    with_logprobs: list[Request]
+    with_logprobs: list[RequestState]
     logprob_rows: torch.Tensor
     draws: Draws
     penalties: _Penalties  # of the penalised rows
@@ -115,31 +103,35 @@ class Sampler:
         self._device = device
         self._history = TokenHistory(max_model_len, device)
         self._edits = LogitEdits(vocab_size, device)
-        self._masks = GuideMasks(vocab_size, device)
+        self._masks = MaskApplier(vocab_size, device)
         self._composition: _Composition | None = None
 
     def sample(
         self,
-        requests: list[Request],
+        requests: list[RequestState],
         logits: torch.Tensor,
         positions: torch.Tensor,
         previous: SampledTokens | None = None,
         paths: Paths | None = None,
         judge: Judge | None = None,
+        masks: GrammarMasks | None = None,
     ) -> PendingTokens:
         """Draw one token per row. logits: [len(requests), vocab] in the model's dtype, perhaps changed in place.
 
         requests: of each row; one with drafts has a row for its last token and one per draft, next to each other.
         positions: [len(requests)] int64, of each row's own token. Log-probabilities are of the unchanged logits.
         previous: the tokens of the step before, if the host may not know them yet.
-        paths: the drafts that lead to each row. judge: has the last word on the tokens drawn.
+        paths: the drafts that lead to each row. judge: has the last word on the tokens drawn. masks: of rows with a
+        grammar.
         """
         rows = self._compose(requests)
         if rows.is_plain:  # the largest is the largest in any dtype
             return self.greedy(logits)
         logits = logits.float()
         original = logits[rows.logprob_rows] if rows.with_logprobs else None  # a copy: taken before the edits
-        failures = self._edit(requests, logits, rows, previous, paths)
+        self._edit(requests, logits, rows, previous, paths)
+        if masks is not None:
+            self._masks.apply(logits, masks)
         token_ids = ops.greedy(logits) if rows.is_greedy else ops.sample(logits, *rows.draws, positions + 1)
         if judge is not None:
             token_ids = judge(logits, rows.draws, positions, token_ids)
@@ -147,28 +139,26 @@ class Sampler:
         if original is not None:
             max_top = max(request.params.logprobs or 0 for request in rows.with_logprobs)
             logprobs = logprob_columns(original, token_ids[rows.logprob_rows], max_top)
-        return PendingTokens(token_ids, rows.with_logprobs, logprobs, failures)
+        return PendingTokens(token_ids, rows.with_logprobs, logprobs)
 
     def greedy(self, logits: torch.Tensor) -> PendingTokens:
-        """The same for rows of requests that all `is_plain`."""
-        return PendingTokens(ops.greedy(logits), [], (), GuideFailures())
+        """The same for rows of requests that all are plain."""
+        return PendingTokens(ops.greedy(logits))
 
-    def _compose(self, requests: list[Request]) -> _Composition:
+    def _compose(self, requests: list[RequestState]) -> _Composition:
         request_ids = [request.request_id for request in requests]
         if self._composition is None or self._composition.request_ids != request_ids:
             penalised = _where(requests, lambda request: request.params.has_penalties)
             with_logprobs = _where(requests, lambda request: request.params.logprobs is not None)
             is_edited = self._edits.compose(requests)
-            guided = _where(requests, lambda request: request.guide_state is not None)
             is_greedy = all(request.params.is_greedy for request in requests)
             self._composition = _Composition(
                 request_ids=request_ids,
                 is_greedy=is_greedy,
-                is_plain=is_greedy and not (is_edited or penalised or guided or with_logprobs),
+                is_plain=all(request.is_plain for request in requests),
                 is_edited=is_edited,
                 penalised=penalised,
                 penalised_rows=self._ints(penalised, torch.int64),
-                guided=guided,
                 with_logprobs=[requests[row] for row in with_logprobs],
                 logprob_rows=self._ints(with_logprobs, torch.int64),
                 draws=self._draw_parameters(requests),
@@ -176,7 +166,7 @@ class Sampler:
             )
         return self._composition
 
-    def _draw_parameters(self, requests: list[Request]) -> Draws:
+    def _draw_parameters(self, requests: list[RequestState]) -> Draws:
         """A filter that no request uses is None, which spares its work for all."""
         params = [request.params for request in requests]
         top_k, top_p, min_p = [max(0, p.top_k) for p in params], [p.top_p for p in params], [p.min_p for p in params]
@@ -188,7 +178,7 @@ class Sampler:
             seeds=self._ints([_signed(request.seed) for request in requests], torch.int64),
         )
 
-    def _penalties(self, requests: list[Request]) -> _Penalties:
+    def _penalties(self, requests: list[RequestState]) -> _Penalties:
         params = [request.params for request in requests]
         return _Penalties(
             prompt_lens=self._ints([request.num_prompt_tokens for request in requests], torch.int32),
@@ -199,13 +189,13 @@ class Sampler:
 
     def _edit(
         self,
-        requests: list[Request],
+        requests: list[RequestState],
         logits: torch.Tensor,
         rows: _Composition,
         previous: SampledTokens | None,
         paths: Paths | None,
-    ) -> GuideFailures:
-        """Penalties, then biases and bans, then guides, each on its rows only, in place. Returns who failed and why."""
+    ) -> None:
+        """Penalties, then biases and bans, each on its rows only, in place. Grammar masks come last."""
         if rows.penalised:
             penalised = [requests[row] for row in rows.penalised]
             penalised_paths = [paths[row] for row in rows.penalised] if paths else None
@@ -223,25 +213,12 @@ class Sampler:
             logits[rows.penalised_rows] = part
         if rows.is_edited:
             self._edits.apply(logits, requests, paths)
-        return self._masks.apply(logits, requests, rows.guided, paths) if rows.guided else GuideFailures()
 
     def _floats(self, values: list[float]) -> torch.Tensor:
         return to_device(values, torch.float32, self._device)
 
     def _ints(self, values: list[int], dtype: torch.dtype) -> torch.Tensor:
         return to_device(values, dtype, self._device)
-
-
-def is_plain(request: Request) -> bool:
-    """Greedy, and nothing else asked: the largest of the logits as they are."""
-    return request.params.is_greedy and draws_by_itself(request)
-
-
-def draws_by_itself(request: Request) -> bool:
-    """Whether its tokens depend on logits, parameters and positions alone, and nobody wants to know more of them."""
-    params = request.params
-    asks = params.has_penalties or has_edits(request) or params.logprobs is not None
-    return not asks and request.guide_state is None
 
 
 def _where(requests: list[T], wanted: Callable[[T], bool]) -> list[int]:

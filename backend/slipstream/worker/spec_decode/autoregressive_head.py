@@ -1,4 +1,4 @@
-"""Heads whose cache follows the model's, one token later: EAGLE's and MTP's. Engine thread.
+"""Heads with a cache of their own, one token behind the model's: EAGLE's and MTP's. Engine thread.
 
 The cache holds at slot i what the head made of token i + 1 and the model's hidden state at i. The head passes over the
 rows of a step as they are: rows of drafts that were rejected are written over by the next, those of branches that were
@@ -15,20 +15,19 @@ from typing import Any
 import torch
 from slipstream_kernels import ops
 
-from slipstream.core.request import Request
 from slipstream.nn.attention import LayerCache
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import DecoderSpec
-from slipstream.worker.compaction import Compaction
-from slipstream.worker.computed_rows import ComputedRows
-from slipstream.worker.kv_cache import allocate_pool
+from slipstream.worker.kv_cache import Compaction, allocate_pool
+from slipstream.worker.launched_step import ComputedRows
+from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.draft_batch import RowsAfter
-from slipstream.worker.spec_decode.draft_kv_state import SeenTokens
-from slipstream.worker.spec_decode.head_graphs import GraphedHead
-from slipstream.worker.spec_decode.interface import Drafts, Surroundings, Wish
+from slipstream.worker.spec_decode.draft_graphs import GraphedHead
+from slipstream.worker.spec_decode.draft_kv_state import DraftKVState
+from slipstream.worker.spec_decode.interface import DraftOutput, DraftRequest, NoteResult, SpeculatorContext
 
 
-class FollowingHead(GraphedHead):
+class AutoregressiveHead(GraphedHead):
     """spec: of the head's one layer."""
 
     reads_all_rows = True
@@ -37,24 +36,23 @@ class FollowingHead(GraphedHead):
     num_levels: int
     num_scratch_slots: int
 
-    def __init__(self, surroundings: Surroundings, method: str, spec: DecoderSpec) -> None:
+    def __init__(self, context: SpeculatorContext, spec: DecoderSpec) -> None:
         super().__init__()
-        plan, device = surroundings.plan, surroundings.hardware.device
-        self._method = method
+        plan, device = context.plan, context.hardware.device
         self._num_tokens = spec.vocab_size
-        pool = allocate_pool(spec, surroundings.hardware, plan)
+        pool = allocate_pool(spec, context.hardware, plan)
         self._cache: LayerCache = pool.layers[0]
         self._compaction = Compaction(pool, device)
-        self._seen = SeenTokens(plan.num_blocks, plan.block_size)
+        self._kv_state = DraftKVState(plan.num_blocks, plan.block_size)
         self._after = RowsAfter(plan.block_size, plan.max_model_len)
 
     @abstractmethod
-    def drafts(self, wish: Wish, guesses: list[Any]) -> Drafts:
-        """See Head."""
+    def drafts(self, wanted: DraftRequest, tokens: list[Any]) -> DraftOutput:
+        """See DraftHead."""
 
     @abstractmethod
-    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
-        """See Head."""
+    def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        """See DraftHead."""
 
     @abstractmethod
     def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
@@ -62,25 +60,23 @@ class FollowingHead(GraphedHead):
 
     @abstractmethod
     def _levels(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-        """Guesses after the rows `last` of batch, one a request, whose states are the head's, [R, size]."""
+        """Draft tokens after the rows `last` of batch, one a request, whose states are the head's, [R, size]."""
 
     @torch.inference_mode()
     def follow(self, rows: ComputedRows) -> None:
         self._pass(rows)
 
-    def note(self, request: Request, start: int, count: int, is_followed: bool) -> bool:
+    def note(self, request: RequestState, start: int, count: int, is_followed: bool) -> NoteResult:
         if not is_followed:
-            self._seen.lose(request, start, count)
-            return False
-        speculation = request.speculation
-        if self._seen.seen(request) < start and speculation is not None and speculation.method == self._method:
-            request.speculation = None  # it would draft blindly from now on
-        return self._seen.follow(request, start, count)
+            self._kv_state.lose(request, start, count)
+            return NoteResult(can_draft=False)
+        is_lost = self._kv_state.seen(request) < start  # it would draft blindly from now on
+        return NoteResult(self._kv_state.follow(request, start, count), is_lost)
 
-    def forget(self, requests: Sequence[Request]) -> None:
-        self._seen.forget(requests)
+    def forget(self, request_ids: Sequence[int]) -> None:
+        self._kv_state.forget(request_ids)
 
-    def _guess(self, rows: ComputedRows) -> torch.Tensor:
+    def _draft(self, rows: ComputedRows) -> torch.Tensor:
         return self._levels(rows.batch, rows.last, self._pass(rows)[rows.last])
 
     def _pass(self, rows: ComputedRows) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Batches for a draft model or head, over the block tables of the requests it drafts for. Engine thread.
 
-A drafter's cache has as many blocks as the model's, addressed by the same tables, so that growing, sharing and freeing
-blocks is decided once, by core/kv_cache.py. The first batch of a draft is built on the host; the rows of further levels
-follow from it on the device, so that a whole draft can be one CUDA graph.
+A drafter's cache has the same number of blocks as the model's, addressed by the same tables, so that growing, sharing
+and freeing blocks is decided once, by core/kv_cache.py. The first batch of a draft is built on the host; the rows of
+further levels follow from it on the device, so that a whole draft can be one CUDA graph.
 """
 
 from __future__ import annotations
@@ -14,39 +14,41 @@ import numpy as np
 import torch
 from slipstream_kernels import ops
 
-from slipstream.core.request import Request
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.worker.input_batch import TABLE_STEP, BlockTables, StepArrays, num_short_queries
+from slipstream.worker.request_state import RequestState
 
 
 @dataclass(frozen=True)
 class Span:
     """`count` tokens of a request from slot `start` on, all of them in blocks of the request."""
 
-    request: Request
+    request: RequestState
     start: int
     count: int
 
 
 class DraftBatches:
-    """One per drafter. num_positions: the longest sequence. num_more: slots after a span that further levels write."""
+    """One per drafter. tables: the model's. num_positions: the longest sequence. num_more: slots after a span that
+    further levels write."""
 
     def __init__(
-        self, block_size: int, num_positions: int, max_num_seqs: int, device: torch.device, num_more: int
+        self, tables: BlockTables, block_size: int, num_positions: int, device: torch.device, num_more: int
     ) -> None:
         self.block_size = block_size
         self.num_positions = num_positions
         self._num_more = num_more
         self.rows_after = RowsAfter(block_size, num_positions)
-        self.max_blocks = -(-(num_positions // block_size + 1) // TABLE_STEP) * TABLE_STEP
-        self._tables = BlockTables(2 * max_num_seqs, self.max_blocks)
+        self.max_blocks = tables.max_blocks
+        self._tables = tables
         self._table_step = 1 if device.type == "cpu" else TABLE_STEP
 
     def arrays(self, spans: Sequence[Span], token_ids: Sequence[int]) -> StepArrays:
         """token_ids: span by span."""
         starts = np.array([span.start for span in spans], dtype=np.int64)
         counts = np.array([span.count for span in spans], dtype=np.int64)
-        tables = self._wide(self._tables.gather([span.request for span in spans], self._table_step), starts + counts)
+        request_ids = [span.request.request_id for span in spans]
+        tables = self._wide(self._tables.gather(request_ids, self._table_step), starts + counts)
         ends = np.cumsum(counts)
         of_row = np.repeat(np.arange(len(spans)), counts)
         places = np.arange(ends[-1]) - (ends - counts)[of_row] + starts[of_row]

@@ -17,20 +17,20 @@ from slipstream_kernels import ops
 from slipstream.core.config import EngineConfig, ModelConfig
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError, naming
-from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.load import load_model, planned_model, resolve_dtype
 from slipstream.nn.spec import read_spec
+from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import StepArrays
 from slipstream.worker.kv_cache import allocate_pool
+from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.draft_batch import DraftBatches, Span, last_rows
 from slipstream.worker.spec_decode.draft_graphs import DraftGraphs
-from slipstream.worker.spec_decode.draft_kv_state import SeenTokens
-from slipstream.worker.spec_decode.draft_memory import DraftMemory, Planning
-from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Surroundings, Wish
+from slipstream.worker.spec_decode.draft_kv_state import DraftKVState
+from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest, SpeculatorContext
 from slipstream.worker.spec_decode.vocabulary import VocabularyMap
 
 FIELD = "draft_model"
@@ -42,9 +42,8 @@ _DRAFT_SALT = 0x2545F4914F6CDD1D
 class DraftModelProposer:
     drafts_trees = False
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        config, hardware, plan = surroundings.config, surroundings.hardware, surroundings.plan
-        assert surroundings.target is not None
+    def __init__(self, context: SpeculatorContext) -> None:
+        config, hardware, plan = context.config, context.hardware, context.plan
         self._device = hardware.device
         model = draft_config(config)
         with naming(FIELD):
@@ -56,18 +55,17 @@ class DraftModelProposer:
             self._model = load_model(model, spec, hardware.device, resolve_dtype(model.dtype, spec, hardware.device))
         own = replace(hardware, dtype=self._model.context.dtype, kv_dtype=self._model.context.dtype)
         self._caches = allocate_pool(spec, own, plan).layers
-        sizes = surroundings.target.spec.vocab_size, spec.vocab_size
+        sizes = context.target.spec.vocab_size, spec.vocab_size
         self._words = VocabularyMap.between(config.model, model, *sizes, hardware.device)
-        self._seen = SeenTokens(plan.num_blocks, plan.block_size)
+        self._kv_state = DraftKVState(plan.num_blocks, plan.block_size)
         self._fed: dict[int, tuple[int, list[int]]] = {}  # by request: drafts that were fed, and from which place on
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._is_sampled = config.speculation.draft_sampling == "sampled"
         self.num_drafts = config.speculation.num_draft_tokens or NUM_DRAFTS
         self.num_scratch_slots = self.num_drafts
-        seats = config.scheduler.max_num_seqs
-        self._batches = DraftBatches(plan.block_size, plan.max_model_len, seats, self._device, self.num_drafts)
+        self._batches = DraftBatches(context.tables, plan.block_size, plan.max_model_len, self._device, self.num_drafts)
         refusal = self._model.backend.graph_refusal(plan.block_size)
-        self._graphs = DraftGraphs(self._draft, self._batches, surroundings, 1 + self.num_drafts, refusal=refusal)
+        self._graphs = DraftGraphs(self._draft, self._batches, context, 1 + self.num_drafts, refusal=refusal)
 
     @staticmethod
     def refusal(params: SamplingParams) -> str | None:
@@ -84,39 +82,40 @@ class DraftModelProposer:
         return replace(planning, kv_dtype=dtype).memory_of(tensors, spec)
 
     @torch.inference_mode()
-    def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:
-        if not wishes:
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftOutput]:
+        if not requests:
             return []
-        arrays = self._catch_up(wishes)
+        arrays = self._catch_up(requests)
         probs: list[torch.Tensor] = []
-        if self._is_sampled and not all(wish.request.params.is_greedy for wish in wishes):
-            choose = lambda logits, level: self._choose(wishes, logits, level, probs)  # noqa: E731
+        if self._is_sampled and not all(one.request.params.is_greedy for one in requests):
+            choose = lambda logits, level: self._choose(requests, logits, level, probs)  # noqa: E731
             tokens = self._chain(self._graphs.tensors(arrays), choose)
         else:
             tokens = self._graphs.run(arrays)
         (found,) = HostCopy((tokens,), is_urgent=True).lists()
-        answers = []
-        for row, (wish, chain) in enumerate(zip(wishes, found)):
-            count = min(wish.num_drafts, wish.depth)
-            self._fed[wish.request.request_id] = wish.request.num_tokens, chain[:-1]
-            drawn_from = torch.stack([q[row] for q in probs[:count]]) if probs and _rejects(wish) else None
-            answers.append(Drafts(chain[:count], [], drawn_from))
-        return answers
+        outputs = []
+        for row, (one, chain) in enumerate(zip(requests, found)):
+            count = min(one.num_drafts, one.depth)
+            self._fed[one.request.request_id] = one.request.num_tokens, chain[:-1]
+            drawn_from = torch.stack([q[row] for q in probs[:count]]) if probs and _rejects(one.request) else None
+            outputs.append(DraftOutput(chain[:count], [], drawn_from))
+        return outputs
 
     def seconds(self) -> dict[int, float]:
         return self._graphs.seconds()
 
-    def forget(self, requests: Sequence[Request]) -> None:
-        self._seen.forget(requests)
-        for request in requests:
-            self._fed.pop(request.request_id, None)
+    def forget(self, request_ids: Sequence[int]) -> None:
+        self._kv_state.forget(request_ids)
+        for request_id in request_ids:
+            self._fed.pop(request_id, None)
 
     # ---- parts
 
-    def _catch_up(self, wishes: Sequence[Wish]) -> StepArrays:
+    def _catch_up(self, requests: Sequence[DraftRequest]) -> StepArrays:
         """Compute what the draft has not seen of each request, but for one batch that reaches the last token of all."""
-        missing = [Span(w.request, start := self._known(w.request), w.request.num_tokens - start) for w in wishes]
-        budget = max(self._max_tokens, len(wishes))
+        states = [one.request for one in requests]
+        missing = [Span(state, start := self._known(state), state.num_tokens - start) for state in states]
+        budget = max(self._max_tokens, len(requests))
         while sum(span.count for span in missing) > budget:
             place = max(range(len(missing)), key=lambda place: missing[place].count)
             span = missing[place]
@@ -127,20 +126,20 @@ class DraftModelProposer:
 
     def _arrays(self, spans: Sequence[Span]) -> StepArrays:
         for span in spans:
-            self._seen.follow(span.request, span.start, span.count)
+            self._kv_state.follow(span.request, span.start, span.count)
         tokens = [token for span in spans for token in span.request.token_ids[span.start : span.start + span.count]]
         return self._batches.arrays(spans, tokens)
 
-    def _known(self, request: Request) -> int:
+    def _known(self, request: RequestState) -> int:
         """Tokens whose cache is right; those drafts that were fed and taken are among them."""
-        seen = end = self._seen.seen(request)
+        seen = end = self._kv_state.seen(request)
         start, fed = self._fed.pop(request.request_id, (0, []))
         for token_id in fed if start == end else ():
             if end >= request.num_tokens - 1 or request.token_ids[end] != token_id:
                 break
             end += 1
         if end > seen:
-            self._seen.follow(request, seen, end - seen)
+            self._kv_state.follow(request, seen, end - seen)
         return min(end, request.num_tokens - 1)
 
     def _draft(self, batch: ForwardBatch) -> torch.Tensor:
@@ -165,10 +164,11 @@ class DraftModelProposer:
         return self._words.logits(self._model.logits(hidden))
 
     def _choose(
-        self, wishes: Sequence[Wish], logits: torch.Tensor, level: int, probs: list[torch.Tensor]
+        self, requests: Sequence[DraftRequest], logits: torch.Tensor, level: int, probs: list[torch.Tensor]
     ) -> torch.Tensor:
         """A token drawn per request; to `probs` goes what they were drawn from, where that is needed."""
-        params = [wish.request.params for wish in wishes]
+        states = [one.request for one in requests]
+        params = [state.params for state in states]
         floats = lambda values: to_device(values, torch.float32, self._device)  # noqa: E731
         filters = (
             floats([p.temperature for p in params]),
@@ -176,15 +176,15 @@ class DraftModelProposer:
             floats([p.top_p for p in params]),
             floats([p.min_p for p in params]),
         )
-        seeds = [w.request.seed ^ (_DRAFT_SALT if _rejects(w) else 0) for w in wishes]
-        positions = [w.request.num_tokens + level for w in wishes]
+        seeds = [state.seed ^ (_DRAFT_SALT if _rejects(state) else 0) for state in states]
+        positions = [state.num_tokens + level for state in states]
         token_ids = ops.sample(
             logits,
             *filters,
             to_device([seed - (1 << 64) if seed >= 1 << 63 else seed for seed in seeds], torch.int64, self._device),
             to_device(positions, torch.int64, self._device),
         )
-        if any(map(_rejects, wishes)):
+        if any(map(_rejects, states)):
             probs.append(ops.token_probs(logits, filters[0].clamp(min=1e-5), *filters[1:]))
         return token_ids
 
@@ -202,6 +202,5 @@ def draft_config(config: EngineConfig) -> ModelConfig:
     )
 
 
-def _rejects(wish: Wish) -> bool:
-    speculation = wish.request.speculation
-    return speculation is not None and speculation.acceptance == "rejection" and not wish.request.params.is_greedy
+def _rejects(state: RequestState) -> bool:
+    return state.acceptance == "rejection" and not state.params.is_greedy

@@ -1,6 +1,6 @@
 """EAGLE: a head of one layer drafts a tree that grows where it is surest of itself (EAGLE-2), from EAGLE-1 or -3 heads.
 
-Level by level the eagle_top_k likeliest nodes are fed to the head, each seeing its own branch; of all guesses the
+Level by level the eagle_top_k likeliest nodes are fed to the head, each seeing its own branch; of all candidates the
 likeliest num_draft_tokens are verified. The tree is built on the device and read once. What is fed is fed again at each
 level, one layer over a few rows, so that a branch needs no cache of its own. With eagle_top_k=1 there is one branch: a
 chain, each token of which is fed once. Source: arXiv:2406.16858.
@@ -18,17 +18,16 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.eagle import EagleHead
-from slipstream.worker.spec_decode.autoregressive_head import FollowingHead
-from slipstream.worker.spec_decode.draft_memory import DraftMemory, Planning
-from slipstream.worker.spec_decode.head_files import read_head
-from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Surroundings, Wish
+from slipstream.worker.draft_memory import DraftMemory, Planning
+from slipstream.worker.spec_decode.autoregressive_head import AutoregressiveHead
+from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest, SpeculatorContext, read_head
 
 NUM_DRAFTS = 15
 _LEVEL_STEP = 1e-4  # by which a node counts less than its parent, however sure the head is of it
 
 
 class _Tree:
-    """The nodes of all requests' trees, on the device. A node is a guess; those fed to the head are `beams`.
+    """The nodes of all requests' trees, on the device. A node is a candidate token; those fed to the head are `beams`.
 
     All [num_requests, number of nodes]: tokens, scores (log-probability of the whole branch), parents (place of a node,
     -1 the root). Nodes stand in the order of their levels.
@@ -42,7 +41,7 @@ class _Tree:
         self.beam_scores = scores
 
     def grow(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
-        """Give each beam its guesses, [num_requests, num_beams, top_k], and take the best of all as the next beams.
+        """Give each beam its candidates, [num_requests, num_beams, top_k], and take the best of all as the next beams.
 
         Returns of each new beam the place of its parent among the old ones, [num_requests, top_k].
         """
@@ -74,12 +73,11 @@ class _Tree:
 
 
 @PROPOSERS.register("eagle")
-class EagleDrafter(FollowingHead):
-    def __init__(self, surroundings: Surroundings) -> None:
-        target, speculation = surroundings.target, surroundings.config.speculation
-        assert target is not None
-        self._head = _load(surroundings, target)
-        super().__init__(surroundings, "eagle", self._head.spec)
+class EagleDrafter(AutoregressiveHead):
+    def __init__(self, context: SpeculatorContext) -> None:
+        target, speculation = context.target, context.config.speculation
+        self._head = _load(context, target)
+        super().__init__(context, self._head.spec)
         target.feature_layers = self._head.feature_layers
         self._top_k, self._depth = speculation.eagle_top_k, speculation.eagle_depth
         self.drafts_trees = self._top_k > 1
@@ -97,17 +95,19 @@ class EagleDrafter(FollowingHead):
         head = read_head(planning.config, "eagle", lambda folder: EagleHead.empty(planning.target, folder))
         return planning.memory_of(head.tensors(), head.spec)
 
-    def drafts(self, wish: Wish, guesses: list[Any]) -> Drafts:
-        """guesses: of a tree as _Tree.best gives them, of a chain its tokens."""
-        if not wish.has_scratch:
-            return Drafts()
-        return _cut(wish, *guesses[:3]) if self.drafts_trees else Drafts(guesses[: min(wish.num_drafts, wish.depth)])
+    def drafts(self, wanted: DraftRequest, tokens: list[Any]) -> DraftOutput:
+        """tokens: of a tree as _Tree.best gives them, of a chain its tokens."""
+        if not wanted.has_scratch:
+            return DraftOutput()
+        if self.drafts_trees:
+            return _cut(wanted, *tokens[:3])
+        return DraftOutput(tokens[: min(wanted.num_drafts, wanted.depth)])
 
-    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+    def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
         if not self.drafts_trees:
-            return ops.DraftRows(guesses[:, :num_drafts])
-        _, tokens, _, words, depths = guesses[:, :, :num_drafts].unbind(dim=1)
-        return ops.DraftRows(tokens, words, depths)
+            return ops.DraftRows(tokens[:, :num_drafts])
+        _, token_ids, _, words, depths = tokens[:, :, :num_drafts].unbind(dim=1)
+        return ops.DraftRows(token_ids, words, depths)
 
     def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
         return self._head.forward(batch, self._head.first_features(hidden), self._cache)
@@ -132,7 +132,7 @@ class EagleDrafter(FollowingHead):
 
     def _tree(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """The nodes of each request's tree, as _Tree.best gives them."""
-        tokens, log_probs = self._guesses(states)
+        tokens, log_probs = self._candidates(states)
         tree = _Tree(tokens, log_probs)
         num_requests, top_k = tokens.shape
         fed_tokens = tokens  # [num_requests, rows fed so far]
@@ -143,7 +143,9 @@ class EagleDrafter(FollowingHead):
             rows = self._after(batch, last, fed_tokens.flatten(), 0, top_k, masks.flatten())
             out = self._head.forward(rows, fed_states.flatten(0, 1), self._cache).unflatten(0, (num_requests, -1))
             out = out[:, -top_k:]
-            tokens, log_probs = (part.unflatten(0, (num_requests, top_k)) for part in self._guesses(out.flatten(0, 1)))
+            tokens, log_probs = (
+                part.unflatten(0, (num_requests, top_k)) for part in self._candidates(out.flatten(0, 1))
+            )
             parents = tree.grow(tokens, log_probs)
             places = level * top_k + bits
             own = torch.ones_like(places) << places
@@ -153,28 +155,28 @@ class EagleDrafter(FollowingHead):
             fed_states = torch.cat([fed_states, of_parents], dim=1)
         return tree.best(self.num_drafts)
 
-    def _guesses(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _candidates(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest tokens after each row and their log-probabilities, [rows, top_k] each."""
         logits = self._head.logits(features)
-        nobody = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
-        best = ops.top_logprobs(logits, self._top_k, nobody)
+        any_token = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+        best = ops.top_logprobs(logits, self._top_k, any_token)
         known = best.token_ids.clamp(0, logits.shape[1] - 1)  # rows that pad may say anything
         return self._head.token_ids(known), best.values
 
 
-def _load(surroundings: Surroundings, target: Decoder) -> EagleHead:
-    num_positions = surroundings.plan.max_model_len
-    folder = read_head(surroundings.config, "eagle", lambda folder: folder)
+def _load(context: SpeculatorContext, target: Decoder) -> EagleHead:
+    num_positions = context.plan.max_model_len
+    folder = read_head(context.config, "eagle", lambda folder: folder)
     return EagleHead.load(target, folder, num_positions)
 
 
-def _cut(wish: Wish, places: list[int], tokens: list[int], parents: list[int]) -> Drafts:
+def _cut(wanted: DraftRequest, places: list[int], tokens: list[int], parents: list[int]) -> DraftOutput:
     """Nodes, the likeliest first, cut to what the request may have; a node without its parent falls away."""
     rows: dict[int, int] = {}
     depths: dict[int, int] = {-1: 0}
-    drafts = Drafts()
+    drafts = DraftOutput()
     for place, token_id, parent in zip(places, tokens, parents):
-        if parent in depths and depths[parent] < wish.depth and len(drafts.token_ids) < wish.num_drafts:
+        if parent in depths and depths[parent] < wanted.depth and len(drafts.token_ids) < wanted.num_drafts:
             depths[place] = depths[parent] + 1
             rows[place] = len(drafts.token_ids)
             drafts.token_ids.append(token_id)

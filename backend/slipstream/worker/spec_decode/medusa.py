@@ -1,4 +1,4 @@
-"""Medusa: all heads guess from the last hidden state; the likeliest guesses of each make a fixed tree of drafts.
+"""Medusa: all heads draft from the last hidden state; the likeliest tokens of each make a fixed tree of drafts.
 
 The tree is data: `medusa_choices` of the configuration, or the file of that name beside the heads, in the reference
 syntax: each entry is a path of ranks, one per head. Source: arXiv:2401.10774.
@@ -16,14 +16,20 @@ from slipstream_kernels import ops
 
 from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths, row_masks
 from slipstream.core.errors import ConfigError
-from slipstream.core.request import Request
 from slipstream.nn.heads.medusa import MedusaHeads
-from slipstream.worker.computed_rows import ComputedRows
+from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.host_copy import to_device
-from slipstream.worker.spec_decode.draft_memory import DraftMemory, Planning
-from slipstream.worker.spec_decode.head_files import read_head
-from slipstream.worker.spec_decode.head_graphs import GraphedHead
-from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Surroundings, Wish
+from slipstream.worker.launched_step import ComputedRows
+from slipstream.worker.request_state import RequestState
+from slipstream.worker.spec_decode.draft_graphs import GraphedHead
+from slipstream.worker.spec_decode.interface import (
+    PROPOSERS,
+    DraftOutput,
+    DraftRequest,
+    NoteResult,
+    SpeculatorContext,
+    read_head,
+)
 
 CHOICES_FILE = "medusa_choices.json"
 # The published tree of 63 nodes for 7B models, by falling value (mc_sim_7b_63), as ranks without separators.
@@ -69,10 +75,9 @@ class MedusaDrafter(GraphedHead):
     reads_all_rows = False
     num_scratch_slots = 0
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, context: SpeculatorContext) -> None:
         super().__init__()
-        config, target = surroundings.config, surroundings.target
-        assert target is not None
+        config, target = context.config, context.target
         folder = read_head(config, "medusa", lambda folder: folder)
         self._heads = MedusaHeads.load(target, folder)
         self._target = target
@@ -83,9 +88,9 @@ class MedusaDrafter(GraphedHead):
         places = {path: place for place, path in enumerate(self._choices)}
         self._parents = [places.get(path[:-1], -1) for path in self._choices]
         words, depths = row_masks(self._parents, len(self._choices)), row_depths(self._parents, len(self._choices))
-        self._tree = to_device([*words[1:], *depths[1:]], torch.int64, surroundings.hardware.device).view(2, -1)
+        self._tree = to_device([*words[1:], *depths[1:]], torch.int64, context.hardware.device).view(2, -1)
         ranks = [(len(path) - 1) * self._num_ranks + path[-1] for path in self._choices]
-        self._ranks = to_device(ranks, torch.int64, surroundings.hardware.device)
+        self._ranks = to_device(ranks, torch.int64, context.hardware.device)
 
     @staticmethod
     def planned(planning: Planning) -> DraftMemory:
@@ -95,30 +100,30 @@ class MedusaDrafter(GraphedHead):
     def follow(self, rows: ComputedRows) -> None:
         pass
 
-    def note(self, request: Request, start: int, count: int, is_followed: bool) -> bool:
-        return is_followed
+    def note(self, request: RequestState, start: int, count: int, is_followed: bool) -> NoteResult:
+        return NoteResult(can_draft=is_followed)
 
-    def drafts(self, wish: Wish, guesses: list[int]) -> Drafts:
-        """guesses: of each choice. The first choices that fit: a parent comes before its children."""
-        count = min(wish.num_drafts, len(self._choices))
-        if wish.depth >= self._heads.num_heads:
-            return Drafts(guesses[:count], self._parents[:count])
-        chosen = [place for place, path in enumerate(self._choices[:count]) if len(path) <= wish.depth]
+    def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
+        """tokens: of each choice. The first choices that fit: a parent comes before its children."""
+        count = min(wanted.num_drafts, len(self._choices))
+        if wanted.depth >= self._heads.num_heads:
+            return DraftOutput(tokens[:count], self._parents[:count])
+        chosen = [place for place, path in enumerate(self._choices[:count]) if len(path) <= wanted.depth]
         row_of = {-1: -1, **{place: row for row, place in enumerate(chosen)}}  # the end is near: fewer levels
-        return Drafts([guesses[place] for place in chosen], [row_of[self._parents[place]] for place in chosen])
+        return DraftOutput([tokens[place] for place in chosen], [row_of[self._parents[place]] for place in chosen])
 
-    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
-        words, depths = self._tree[:, None, :num_drafts].expand(-1, len(guesses), -1)
-        return ops.DraftRows(guesses[:, :num_drafts], words, depths)
+    def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        words, depths = self._tree[:, None, :num_drafts].expand(-1, len(tokens), -1)
+        return ops.DraftRows(tokens[:, :num_drafts], words, depths)
 
-    def forget(self, requests: Sequence[Request]) -> None:
+    def forget(self, request_ids: Sequence[int]) -> None:
         pass
 
-    def _guess(self, rows: ComputedRows) -> torch.Tensor:
+    def _draft(self, rows: ComputedRows) -> torch.Tensor:
         """[num_requests, number of choices]."""
         logits = torch.stack(list(self._heads.logits(self._target.final(rows.hidden)[rows.last])), dim=1)
-        nobody = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device).flatten()
-        ranked = ops.top_logprobs(logits.flatten(0, 1), self._num_ranks, nobody).token_ids
+        any_token = torch.zeros(logits.shape[:2], dtype=torch.int64, device=logits.device).flatten()
+        ranked = ops.top_logprobs(logits.flatten(0, 1), self._num_ranks, any_token).token_ids
         return ranked.view(len(logits), -1)[:, self._ranks]
 
 

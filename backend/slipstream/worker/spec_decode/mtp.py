@@ -1,4 +1,4 @@
-"""MTP: a module of one layer follows the model over every token, and drafts a chain from its own guesses.
+"""MTP: a module of one layer follows the model over every token, and drafts a chain from its own tokens.
 
 Its cache holds at slot i what it made of token i + 1 and the model's hidden state at i, for all tokens, so prompts pass
 through it too. A request that it has not followed from its beginning (speculation paused meanwhile) stops speculating.
@@ -14,23 +14,21 @@ from slipstream_kernels import ops
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.heads.mtp import MTPModule
-from slipstream.worker.spec_decode.autoregressive_head import FollowingHead
-from slipstream.worker.spec_decode.draft_memory import DraftMemory, Planning
-from slipstream.worker.spec_decode.head_files import read_head
-from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Surroundings, Wish
+from slipstream.worker.draft_memory import DraftMemory, Planning
+from slipstream.worker.spec_decode.autoregressive_head import AutoregressiveHead
+from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest, SpeculatorContext, read_head
 
 NUM_DRAFTS = 3
 
 
 @PROPOSERS.register("mtp")
-class MTPHead(FollowingHead):
-    def __init__(self, surroundings: Surroundings) -> None:
-        target = surroundings.target
-        assert target is not None
+class MTPHead(AutoregressiveHead):
+    def __init__(self, context: SpeculatorContext) -> None:
+        target = context.target
         self._target = target
-        self._module = _load(surroundings, target)
-        super().__init__(surroundings, "mtp", self._module.spec)
-        self.num_drafts = surroundings.config.speculation.num_draft_tokens or NUM_DRAFTS
+        self._module = _load(context, target)
+        super().__init__(context, self._module.spec)
+        self.num_drafts = context.config.speculation.num_draft_tokens or NUM_DRAFTS
         self.num_levels = self.num_scratch_slots = self.num_drafts
 
     @staticmethod
@@ -38,11 +36,11 @@ class MTPHead(FollowingHead):
         module = read_head(planning.config, "mtp", lambda folder: MTPModule.empty(planning.target, folder))
         return planning.memory_of(module.tensors(), module.spec)
 
-    def drafts(self, wish: Wish, guesses: list[int]) -> Drafts:
-        return Drafts(guesses[: min(wish.num_drafts, wish.depth)])
+    def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
+        return DraftOutput(tokens[: min(wanted.num_drafts, wanted.depth)])
 
-    def rows_of(self, guesses: torch.Tensor, num_drafts: int) -> ops.DraftRows:
-        return ops.DraftRows(guesses[:, :num_drafts])
+    def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
+        return ops.DraftRows(tokens[:, :num_drafts])
 
     def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
         return self._module.forward(batch, self._target.final(hidden), self._cache)
@@ -58,10 +56,10 @@ class MTPHead(FollowingHead):
         return torch.stack(levels, dim=1)
 
 
-def _load(surroundings: Surroundings, target: Decoder) -> MTPModule:
-    num_positions = surroundings.plan.max_model_len
+def _load(context: SpeculatorContext, target: Decoder) -> MTPModule:
+    num_positions = context.plan.max_model_len
 
     def read(folder: Path | None) -> MTPModule:
         return MTPModule.load(target, folder, num_positions)
 
-    return read_head(surroundings.config, "mtp", read)
+    return read_head(context.config, "mtp", read)

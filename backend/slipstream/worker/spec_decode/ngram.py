@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.worker.spec_decode.draft_memory import DraftMemory, Planning
-from slipstream.worker.spec_decode.interface import PROPOSERS, Drafts, Surroundings, Wish
+from slipstream.worker.draft_memory import DraftMemory, Planning
+from slipstream.worker.request_state import RequestState
+from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest, SpeculatorContext
 
 NUM_DRAFTS = 5
 MAX_INDEXED_TOKENS = 1024  # of a request's text, and of its reference, in one step: some 1.5 ms of the engine's thread
@@ -62,8 +62,8 @@ class NgramProposer:
     drafts_trees = False
     num_scratch_slots = 0
 
-    def __init__(self, surroundings: Surroundings) -> None:
-        config = surroundings.config.speculation
+    def __init__(self, context: SpeculatorContext) -> None:
+        config = context.config.speculation
         self.num_drafts = config.num_draft_tokens or NUM_DRAFTS
         self._longest = config.ngram_max
         self._shortest = min(config.ngram_min, config.ngram_max)
@@ -79,18 +79,18 @@ class NgramProposer:
         """Its indices are on the host."""
         return DraftMemory()
 
-    def propose(self, wishes: Sequence[Wish]) -> list[Drafts]:
-        return [Drafts(self._continue(wish.request, wish.num_drafts)) for wish in wishes]
+    def propose(self, requests: Sequence[DraftRequest]) -> list[DraftOutput]:
+        return [DraftOutput(self._continue(one.request, one.num_drafts)) for one in requests]
 
     def seconds(self) -> dict[int, float]:
         return {}
 
-    def forget(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self._texts.pop(request.request_id, None)
-            self._references.pop(request.request_id, None)
+    def forget(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            self._texts.pop(request_id, None)
+            self._references.pop(request_id, None)
 
-    def _continue(self, request: Request, num_drafts: int) -> list[int]:
+    def _continue(self, request: RequestState, num_drafts: int) -> list[int]:
         """From the reference first: it was given because the output is expected to follow it."""
         text = self._grown(self._texts, request, request.token_ids)
         ending = request.token_ids[-self._longest :]
@@ -100,7 +100,7 @@ class NgramProposer:
             drafts = reference.continuation(ending, num_drafts)
         return drafts or text.continuation(ending, num_drafts)
 
-    def _grown(self, indices: dict[int, NgramIndex], request: Request, token_ids: Sequence[int]) -> NgramIndex:
+    def _grown(self, indices: dict[int, NgramIndex], request: RequestState, token_ids: Sequence[int]) -> NgramIndex:
         """The request's index of these tokens, a piece longer than before if there is more of them."""
         index = indices.get(request.request_id)
         if index is None:

@@ -1,28 +1,207 @@
-"""The part of a runner that verifies drafts, and tells heads what holds: all on the device. Engine thread."""
+"""Verification: which drafts of a step's requests are taken, and the token that follows them. Engine thread.
+
+Every draft is a row of the step, so the sampler has drawn what the model itself would say after each of them; what is
+left is to go from the last token along drafts that agree. That happens on the device, so that heads may draft from
+what holds before the host has read anything. `exact` does no more: a token is drawn with the noise of its position,
+whatever was drafted, so text and seeds are those of plain decoding. `rejection` compares the model's probabilities with
+those a draft was drawn from (arXiv:2302.01318), for drafts that were drawn. Lossy, by request: `typical` (Medusa,
+arXiv:2401.10774) and `top_p_window` (PaddleNLP). Greedy requests are always exact.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from slipstream_kernels import ops
 
 from slipstream.core.config import SpeculationConfig
-from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.core.drafts import parents_of, row_masks, row_paths
+from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
-from slipstream.worker.compaction import Compaction
-from slipstream.worker.computed_rows import ComputedRows
-from slipstream.worker.cuda_graphs import GraphShape, StepGraphs
+from slipstream.worker.cuda_graphs import StepGraphs
+from slipstream.worker.graph_shapes import GraphShape
 from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import SampledTokens
+from slipstream.worker.kv_cache import Compaction
+from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.memory_plan import MemoryPlan
+from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logprobs import PromptLogprobs
-from slipstream.worker.sample.sampler import Sampler, is_plain
-from slipstream.worker.spec_decode.verify import Verification
-from slipstream.worker.step_input import StepInput
-from slipstream.worker.step_sample import LaunchedVerification
+from slipstream.worker.sample.penalties import Paths
+from slipstream.worker.sample.sampler import Draws, Sampler
+from slipstream.worker.sample.structured_output import GrammarMasks
+
+_ACCEPT_SALT = 0x5851F42D4C957F2D  # noise of its own, apart from that of drafting and of plain draws
+_RECOVER_SALT = 0x14057B7EF767814F
+
+
+@dataclass(frozen=True, slots=True)
+class DraftedRequest:
+    """A request that samples. draft_token_ids, draft_parents: of its drafts, empty if only the device knows them.
+
+    draft_probs: [num_drafts, vocab], what each draft was drawn from; None: they were not drawn.
+    """
+
+    state: RequestState
+    num_drafts: int
+    draft_token_ids: Sequence[int] = ()
+    draft_parents: Sequence[int] = ()
+    draft_probs: torch.Tensor | None = None
+
+
+def drafted_requests(running: RunningStep, draft_probs: Mapping[int, torch.Tensor]) -> list[DraftedRequest]:
+    """The requests of a step that sample. draft_probs: by request id, of the drafts that it was last given."""
+    step, found, end = running.step, [], 0
+    for place, state in enumerate(running.states):
+        end += step.num_scheduled_tokens[place]
+        if not step.samples[place]:
+            continue
+        num_drafts = step.num_drafts[place]
+        drafts = step.token_ids[end - num_drafts : end] if num_drafts else ()
+        probs = draft_probs.get(state.request_id) if num_drafts else None
+        parents = step.draft_parents.get(state.request_id, ())
+        found.append(DraftedRequest(state, num_drafts, drafts, parents, None if probs is None else probs[:num_drafts]))
+    return found
+
+
+class Verification:
+    """The sampled rows of one step in which requests have drafts. drafted: the requests that sample, in order."""
+
+    def __init__(self, drafted: Sequence[DraftedRequest], config: SpeculationConfig) -> None:
+        self._config = config
+        self._drafted = drafted
+        self.first_rows: list[int] = []
+        self.num_rows = 0
+        self._judged: list[int] = []  # places in `drafted` of requests with drafts judged by probabilities
+        self._rejection: list[int] = []
+        for place, one in enumerate(drafted):
+            self.first_rows.append(self.num_rows)
+            self.num_rows += 1 + one.num_drafts
+            mode = _mode(one)
+            if mode == "rejection":
+                self._rejection.append(place)
+            elif mode != "exact":
+                self._judged.append(place)
+        self._marks: torch.Tensor | None = None  # by sampled row, as in ops.accept_drafts
+        self._scores: torch.Tensor | None = None
+
+    @property
+    def states(self) -> list[RequestState]:
+        """The request of each row."""
+        return [one.state for one in self._drafted for _ in range(1 + one.num_drafts)]
+
+    @property
+    def paths(self) -> Paths:
+        """The drafts that lead to each row."""
+        return [path for one in self._drafted for path in row_paths(one.draft_parents, one.draft_token_ids)]
+
+    @property
+    def needs_judge(self) -> bool:
+        return bool(self._judged or self._rejection)
+
+    def judge(
+        self, logits: torch.Tensor, draws: Draws, positions: torch.Tensor, token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """See sampler.Judge."""
+        if self._rejection:
+            token_ids = self._reject(logits, draws, positions, token_ids)
+        if self._judged:
+            self._measure(logits, draws)
+        return token_ids
+
+    def accept(
+        self,
+        batch: ForwardBatch,
+        num_drafts: torch.Tensor,
+        next_ids: torch.Tensor,
+        dead_rows: Sequence[int] = (),
+        out: ops.AcceptedRows | None = None,
+    ) -> ops.AcceptedRows:
+        """Decide, once the rows are drawn. next_ids: [T], what follows each row of the batch. dead_rows: sampled rows
+        of drafts that must not be taken. num_drafts: [R] int32, of all requests of the batch."""
+        if dead_rows:
+            dead = to_device(list(dead_rows), torch.int64, next_ids.device)
+            if self._marks is None:
+                self._marks = torch.zeros(self.num_rows, dtype=torch.int8, device=next_ids.device)
+            self._marks.index_fill_(0, dead, -1)
+        return ops.accept_drafts(
+            batch.token_ids,
+            next_ids,
+            batch.query_start_loc,
+            num_drafts,
+            batch.slot_mapping,
+            tree_mask=batch.tree_mask,
+            marks=_at_rows(batch, self._marks),
+            scores=_at_rows(batch, self._scores),
+            out=out,
+        )
+
+    # ---- parts
+
+    def _measure(self, logits: torch.Tensor, draws: Draws) -> None:
+        """Marks of drafts that the lossy modes let pass, and how likely the way to each is."""
+        device = logits.device
+        marks = torch.zeros(self.num_rows, dtype=torch.int8, device=device)
+        scores = torch.zeros(self.num_rows, dtype=torch.float32, device=device)
+        for place in self._judged:
+            one, first = self._drafted[place], self.first_rows[place]
+            parents, num_drafts = one.draft_parents, one.num_drafts
+            after = [first + 1 + parent for parent in parents_of(parents, num_drafts)]
+            row_of = to_device(after, torch.int64, device)
+            probs = torch.softmax(logits[row_of] / draws.temperature[row_of][:, None], dim=-1)
+            drafts = to_device(list(one.draft_token_ids), torch.int64, device)
+            sees = _ancestors(parents, num_drafts, device)
+            own = slice(first + 1, first + 1 + num_drafts)
+            chosen = probs.gather(1, drafts[:, None])
+            marks[own] = self._passes(one.state, probs, chosen, sees)
+            scores[own] = sees.float() @ chosen[:, 0].clamp(min=1e-30).log()
+        self._marks, self._scores = marks, scores
+
+    def _passes(
+        self, state: RequestState, probs: torch.Tensor, chosen: torch.Tensor, sees: torch.Tensor
+    ) -> torch.Tensor:
+        """[num_drafts]: whether the request's mode lets a draft pass, of probability `chosen` [num_drafts, 1]."""
+        config = self._config
+        if state.acceptance == "typical":
+            entropy = -(probs * probs.clamp(min=1e-30).log()).sum(dim=-1)
+            floor = (config.typical_alpha * torch.exp(-entropy)).clamp(max=config.typical_threshold)
+            return chosen[:, 0] > floor
+        top_p = state.params.top_p if state.params.top_p < 1.0 else config.acceptance_top_p
+        above = probs > chosen
+        rank = above.sum(dim=-1)
+        is_likely = ((probs * above).sum(dim=-1) < top_p) & (chosen[:, 0] > 0)
+        return is_likely | ((rank == 1) & (_longest_runs(sees, rank == 0) >= config.acceptance_window))
+
+    def _reject(
+        self, logits: torch.Tensor, draws: Draws, positions: torch.Tensor, token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Rejection sampling of chains that were drawn: a draft d of q is taken with probability min(1, p(d) / q(d)),
+        else a token is drawn of max(p - q, 0). Rows without a draft after them keep the token drawn."""
+        device = logits.device
+        rows: list[int] = []
+        tokens: list[int] = []
+        drawn_from: list[torch.Tensor] = []
+        for place in self._rejection:
+            one, first = self._drafted[place], self.first_rows[place]
+            rows += range(first, first + one.num_drafts)
+            tokens += one.draft_token_ids
+            assert one.draft_probs is not None
+            drawn_from.append(one.draft_probs)
+        row_of, drafts = to_device(rows, torch.int64, device), to_device(tokens, torch.int64, device)
+        part = Draws(*(None if column is None else column[row_of] for column in draws))  # type: ignore[arg-type]
+        replaced = ops.reject_drafts(
+            logits[row_of],
+            torch.cat(drawn_from),
+            drafts,
+            *part[:4],
+            accept_seeds=part.seeds ^ _ACCEPT_SALT,
+            recover_seeds=part.seeds ^ _RECOVER_SALT,
+            positions=positions[row_of] + 1,
+        )
+        return token_ids.index_copy(0, row_of, replaced)
 
 
 class Verifier:
@@ -59,7 +238,7 @@ class Verifier:
             batch, count = one.batch, one.batch.seq_lens.shape[0]
             none = torch.zeros(count, dtype=torch.int32, device=self._device)
             verification = Verification([], self._config)
-            kept = verification.accept(batch, none, one.next_ids, set())
+            kept = verification.accept(batch, none, one.next_ids)
             self._compaction.keep(kept)
             if batch.token_ids.shape[0] >= 2 * count:
                 clones = copy.deepcopy(_step_rows(one))
@@ -70,67 +249,70 @@ class Verifier:
 
     def verify(
         self,
-        step: ScheduledStep,
-        inputs: StepInput,
-        hidden: torch.Tensor,
-        previous: SampledTokens | None,
+        running: RunningStep,
+        drafted: Sequence[DraftedRequest],
         prompt_logprobs: PromptLogprobs,
-        knows_drafts: bool = True,
-    ) -> LaunchedVerification:
+        previous: SampledTokens | None = None,
+        masks: GrammarMasks | None = None,
+        is_ahead: bool = False,
+    ) -> LaunchedSample:
         """Draw a token for every draft and last token of the step, and judge the drafts by them.
 
-        previous: of requests that do not draft, whose last token may still be on the device alone. knows_drafts: the
-        requests hold them; if not, nothing that is drawn may depend on them.
+        drafted: the requests that sample. previous: of requests that do not draft, whose last token may still be on the
+        device alone. is_ahead: the drafts are on the device alone, so nothing that is drawn may depend on them.
         """
-        batch = inputs.batch
-        scheduled = [row for row in step.requests if row.samples]
-        verification = Verification(scheduled, self._config)
-        all_sample = verification.num_rows == step.num_scheduled_tokens
+        step, batch = running.step, running.tensors.batch
+        verification = Verification(drafted, self._config)
+        all_sample = verification.num_rows == len(step.token_ids)
         rows = slice(verification.num_rows) if all_sample else batch.logits_indices
-        logits = self._model.lm_head(self._model.final(hidden[rows]))
-        if all(is_plain(row.request) for row in scheduled):
+        logits = self._model.lm_head(self._model.final(running.hidden[rows]))
+        if all(one.state.is_plain for one in drafted):
             tokens = self._sampler.greedy(logits)
         else:
             tokens = self._sampler.sample(
-                verification.requests,
+                verification.states,
                 logits,
                 batch.positions[rows],
                 previous,
-                paths=verification.paths if knows_drafts else None,
+                paths=None if is_ahead else verification.paths,
                 judge=verification.judge if verification.needs_judge else None,
+                masks=masks,
             )
-        next_ids = self.next_ids(step, inputs, tokens.token_ids)
-        num_drafts = [row.num_drafts for row in step.requests]
-        num_drafts += [0] * (batch.seq_lens.shape[0] - len(num_drafts))
+        next_ids = self.next_ids(running, tokens.token_ids)
+        num_drafts = [*step.num_drafts, *[0] * (batch.seq_lens.shape[0] - len(step.num_drafts))]
         counts = to_device(num_drafts, torch.int32, self._device)
-        kept = verification.accept(batch, counts, next_ids, tokens.dead_rows, self._kept.first(len(num_drafts)))
-        if any(row.request.draft_parents for row in scheduled):
+        dead_rows = () if masks is None else masks.dead_rows
+        kept = verification.accept(batch, counts, next_ids, dead_rows, self._kept.first(len(num_drafts)))
+        if step.draft_parents:
             self._compaction.keep(kept)
-        paths = HostCopy((kept.paths,), is_urgent=True)
-        taken = prompt_logprobs.take([row.request for row in scheduled])
-        computed = ComputedRows(batch, hidden, next_ids, kept.last, kept, inputs.graph)
-        return LaunchedVerification(step, verification, tokens, paths, taken, computed)
+        accepted = HostCopy((kept.paths,), is_urgent=True)
+        taken = prompt_logprobs.take(step, running.states) if running.asks_prompt_logprobs else {}
+        computed = ComputedRows(batch, running.hidden, next_ids, kept.last, kept, running.tensors.graph)
+        return LaunchedSample(tokens, taken, accepted, computed)
 
-    def advance(self, step: ScheduledStep, inputs: StepInput, rows: ComputedRows, drafts: ops.DraftRows) -> StepInput:
+    def advance(
+        self, num_requests: int, tensors: StepTensors, rows: ComputedRows, drafts: ops.DraftRows
+    ) -> StepTensors:
         """Make a verified step's tensors those of the next, of the same requests with these drafts."""
-        ops.update_step_inputs(
-            _step_rows(rows), len(step.requests), rows.next_ids, rows.last, drafts, self._plan.block_size
-        )
-        if inputs.graph is not None:
-            return inputs
-        longest = min(inputs.batch.max_seq_len + inputs.batch.max_query_len, self._plan.max_model_len)
-        return replace(inputs, batch=replace(inputs.batch, max_seq_len=longest))
+        ops.update_step_inputs(_step_rows(rows), num_requests, rows.next_ids, rows.last, drafts, self._plan.block_size)
+        if tensors.graph is not None:
+            return tensors
+        longest = min(tensors.batch.max_seq_len + tensors.batch.max_query_len, self._plan.max_model_len)
+        return replace(tensors, batch=replace(tensors.batch, max_seq_len=longest))
 
-    def next_ids(self, step: ScheduledStep, inputs: StepInput, drawn: torch.Tensor | None) -> torch.Tensor:
+    def next_ids(self, running: RunningStep, drawn: torch.Tensor | None) -> torch.Tensor:
         """[T] int64: the token after each row, drawn or the prompt's next. drawn: after the rows that are sampled."""
-        batch = inputs.batch
+        batch, step = running.tensors.batch, running.step
         num_tokens = batch.token_ids.shape[0]
-        is_static = inputs.graph is not None
+        is_static = running.tensors.graph is not None
         next_ids = self._next_ids[:num_tokens] if is_static else torch.empty_like(batch.token_ids)
-        if drawn is not None and len(drawn) == step.num_scheduled_tokens:
+        if drawn is not None and len(drawn) == len(step.token_ids):
             next_ids[: len(drawn)].copy_(drawn)
             return next_ids
-        known = [token_id for row in step.requests for token_id in _tokens_after(row)]
+        known: list[int] = []
+        for state, start, count in zip(running.states, step.num_computed_tokens, step.num_scheduled_tokens):
+            following = state.token_ids[start + 1 : start + 1 + count]  # 0 where there is none yet
+            known += following + [0] * (count - len(following))
         next_ids[: len(known)].copy_(to_device(known, torch.int64, self._device))
         if drawn is not None:
             next_ids.index_copy_(0, batch.logits_indices, drawn)
@@ -143,8 +325,33 @@ def _step_rows(rows: ComputedRows) -> ops.StepRows:
     return ops.StepRows(*tensors, batch.tree_mask)
 
 
-def _tokens_after(row: ScheduledRequest) -> list[int]:
-    """The known tokens after each row of a request, 0 where there is none yet."""
-    start = row.num_computed_tokens + 1
-    known = row.request.token_ids[start : start + row.num_scheduled_tokens]
-    return known + [0] * (row.num_scheduled_tokens - len(known))
+def _mode(one: DraftedRequest) -> str:
+    """How a request's drafts are judged in this step."""
+    if not one.num_drafts or one.state.params.is_greedy:
+        return "exact"
+    mode = one.state.acceptance
+    if mode == "rejection" and (one.draft_probs is None or one.draft_parents):
+        return "exact"  # what was not drawn needs no rejection: agreeing with the model's own draw is the same thing
+    return mode
+
+
+def _at_rows(batch: ForwardBatch, values: torch.Tensor | None) -> torch.Tensor | None:
+    """Values of sampled rows, by row of the batch; 0 where nothing was sampled."""
+    if values is None:
+        return None
+    return values.new_zeros(batch.token_ids.shape).index_copy_(0, batch.logits_indices, values)
+
+
+def _ancestors(parents: Sequence[int], num_drafts: int, device: torch.device) -> torch.Tensor:
+    """[num_drafts, num_drafts] bool: whether a draft's way leads through another; its own is on it."""
+    words = to_device(list(row_masks(parents, num_drafts)[1:]), torch.int64, device)
+    bits = torch.arange(1, num_drafts + 1, device=device)
+    return (words[:, None] >> bits & 1).bool()
+
+
+def _longest_runs(sees: torch.Tensor, is_wanted: torch.Tensor) -> torch.Tensor:
+    """Per draft, the most wanted drafts in a row below it. sees: as of _ancestors."""
+    # below[i, j, k]: k lies on the way from i, itself left out, to j
+    below = sees[None, :, :] & ~sees[:, None, :] & sees.T[:, :, None]
+    is_run = ~(below & ~is_wanted).any(dim=2)
+    return torch.where(is_run, below.sum(dim=2), 0).amax(dim=1)

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.worker.spec_decode.draft_kv_state import SeenTokens
+from slipstream.engine.step_inputs import new_request
+from slipstream.worker.request_state import RequestState
+from slipstream.worker.spec_decode.draft_kv_state import DraftKVState
 
 BLOCK_SIZE = 4
 
 
-def held(blocks: list[int], *hashes: bytes) -> Request:
-    return Request([1], SamplingParams(), block_ids=blocks, block_hashes=list(hashes))
+def held(blocks: list[int], *hashes: bytes) -> RequestState:
+    return RequestState(new_request(Request([1], SamplingParams(), block_ids=blocks, block_hashes=list(hashes))))
 
 
-def followed(seen: SeenTokens, request: Request, count: int) -> None:
+def followed(seen: DraftKVState, request: RequestState, count: int) -> None:
     assert seen.follow(request, 0, count)
-    seen.forget([request])
+    seen.forget([request.request_id])
 
 
 def test_a_full_block_is_known_by_its_content() -> None:
-    seen = SeenTokens(4, BLOCK_SIZE)
+    seen = DraftKVState(4, BLOCK_SIZE)
     followed(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
     assert seen.seen(held([0, 1, 2], b"x", b"y", b"z")) == 2 * BLOCK_SIZE
     assert seen.seen(held([0, 1], b"x", b"other")) == BLOCK_SIZE
 
 
 def test_a_block_written_in_part_is_no_longer_what_it_was() -> None:
-    seen = SeenTokens(4, BLOCK_SIZE)
+    seen = DraftKVState(4, BLOCK_SIZE)
     followed(seen, held([0], b"x"), BLOCK_SIZE)
     followed(seen, held([0]), 2)
     assert seen.seen(held([0], b"x")) == 0
@@ -34,7 +36,7 @@ def test_a_block_written_in_part_is_no_longer_what_it_was() -> None:
 
 def test_a_block_for_drafts_is_no_longer_what_it_was() -> None:
     """Drafts are fed behind the last token, maybe in a block of which no token is followed yet."""
-    seen = SeenTokens(4, BLOCK_SIZE)
+    seen = DraftKVState(4, BLOCK_SIZE)
     followed(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
     followed(seen, held([2, 1], b"z"), BLOCK_SIZE)
     assert seen.seen(held([0, 1], b"x", b"y")) == BLOCK_SIZE
@@ -42,7 +44,7 @@ def test_a_block_for_drafts_is_no_longer_what_it_was() -> None:
 
 def test_a_block_shared_with_others_stays_what_it_is() -> None:
     """Of a prompt whose last block is in the prefix cache, only a token may be computed again."""
-    seen = SeenTokens(4, BLOCK_SIZE)
+    seen = DraftKVState(4, BLOCK_SIZE)
     followed(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
     followed(seen, held([0, 1, 2], b"x", b"y"), 2 * BLOCK_SIZE - 1)
     assert seen.seen(held([0, 1], b"x", b"y")) == 2 * BLOCK_SIZE

@@ -18,7 +18,7 @@ from slipstream.nn.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """kv_bytes_per_token: of the drafters' own caches, which have as many blocks as the model's."""
+    """kv_bytes_per_token: of the drafters' own caches, whose number of blocks is the model's."""
 
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
@@ -44,7 +44,7 @@ class Planning:
 def draft_memory(
     config: EngineConfig, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> DraftMemory:
-    """Of all methods loaded. Raises ConfigError for a drafter whose files cannot be read."""
+    """The memory of all methods loaded. Raises ConfigError for a drafter whose files cannot be read."""
     from slipstream.worker.spec_decode import PROPOSERS  # which import the plan that this is part of
 
     if config.model.load_format == "null" or not config.speculation.loaded:

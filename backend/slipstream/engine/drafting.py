@@ -1,0 +1,218 @@
+"""What is drafted, when, and for which requests: decided here, computed by the worker. Engine thread, but `resolve`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from slipstream.core.config import NO_SPECULATION, EngineConfig
+from slipstream.core.drafts import MAX_DRAFT_TOKENS
+from slipstream.core.errors import RequestError
+from slipstream.core.request import RequestStatus
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.core.scheduler import Scheduler
+from slipstream.core.speculation import DraftPlanner, Speculation
+from slipstream.core.step import ScheduledRequest, ScheduledStep
+from slipstream.core.step_costs import StepCosts
+from slipstream.engine.in_flight import InFlightStep
+from slipstream.engine.step_inputs import StepInputs
+from slipstream.nn.quant import FREE_TOKENS, choose_methods
+from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.interface import DraftBudget, DrafterInfo, DraftInput, DraftResult
+from slipstream.worker.memory_plan import Hardware
+from slipstream.worker.request_state import draws_by_itself
+from slipstream.worker.spec_decode import PROPOSERS
+
+# For a dozen of verifications launched one ahead of the other.
+SPARE_SLOTS = 64
+
+
+class Drafting:
+    """One per engine. drafters: those that the worker has loaded; with none no request speculates."""
+
+    def __init__(self, config: EngineConfig, drafters: Sequence[DrafterInfo], scheduler: Scheduler) -> None:
+        self._config = config.speculation
+        self._is_deterministic = config.model.deterministic
+        self._scheduler = scheduler
+        self._drafters = {drafter.method: drafter for drafter in drafters}
+        self._heads = [drafter for drafter in drafters if drafter.is_head]
+        self.proposers = [drafter.method for drafter in drafters if not drafter.is_head]
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._drafters
+
+    def resolve(self, params: SamplingParams) -> Speculation | None:
+        """How a request speculates. Raises RequestError for a method that is not loaded or cannot serve it."""
+        if not self._drafters or params.num_draft_tokens == 0 or params.speculative_method == NO_SPECULATION:
+            self._check_off(params)
+            return None
+        method = params.speculative_method or self._config.loaded[0]
+        if method not in self._drafters:
+            raise RequestError("speculative_method", f"got {method!r}, loaded: {', '.join(self._drafters)}")
+        refusal = PROPOSERS.get(method).refusal(params)
+        if refusal is not None:
+            raise RequestError("speculative_method", f"{method} cannot serve this request: {refusal}")
+        limit = self._config.num_draft_tokens or MAX_DRAFT_TOKENS
+        asked = params.num_draft_tokens
+        if asked is not None and asked > limit:
+            raise RequestError("num_draft_tokens", f"got {asked}, accepted: 0 (no drafts) to {limit}")
+        acceptance = params.speculative_acceptance or self._config.acceptance
+        if self._is_deterministic and acceptance != "exact":
+            raise RequestError("speculative_acceptance", f"got {acceptance!r}, accepted here: exact")
+        if params.logprobs is not None and acceptance not in ("exact", "rejection"):
+            acceptance = "exact"  # log-probabilities are those of tokens drawn
+        return Speculation(method, min(asked or self._drafters[method].num_drafts, MAX_DRAFT_TOKENS), acceptance)
+
+    def prepare(self, step: ScheduledStep, is_ahead: bool) -> None:
+        """Find blocks for what drafting writes behind a step's requests, as far as there are any.
+
+        is_ahead: the next verifications may be launched before this step is read and before block tables are copied
+        again, so they need blocks now. While no request waits for blocks, some spare ones are taken too: with many
+        requests one would otherwise run out of blocks at nearly every step."""
+        if not self._drafters:
+            return
+        scheduler, cache = self._scheduler, self._scheduler.cache
+        num_spare = 0 if scheduler.num_waiting or not is_ahead else SPARE_SLOTS
+        for row in step.rows:
+            drafter = self._drafter_after(row)
+            if drafter is not None:
+                num_slots = _most_slots_after(row, drafter, 1 + row.num_drafts if is_ahead else 0)
+                most = scheduler.most_slots(row.request)
+                if not (num_spare and cache.allocate(row.request, min(num_slots + num_spare, most))):
+                    cache.allocate(row.request, min(num_slots, most))
+
+    def methods_behind(self, step: ScheduledStep) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Heads that draft behind a step, and heads that only bring their caches along."""
+        if not self._heads:
+            return (), ()
+        rows = step.rows
+        after = [self._drafter_after(row) for row in rows]
+        has_prompts = any(row.num_scheduled_tokens > 1 + row.num_drafts for row in rows)
+        drafting = tuple(head.method for head in self._heads if any(drafter is head for drafter in after))
+        followed = [head.method for head in self._heads if head.reads_all_rows and has_prompts]  # others share blocks
+        return drafting, tuple(method for method in followed if method not in drafting)
+
+    def method_ahead(self, step: ScheduledStep, draft_methods: Sequence[str]) -> str:
+        """The head whose drafts the next step verifies, if that is certain before this step is read: the same requests
+        with the same number of drafts of that head, and nothing that could cut them. "": it is not certain."""
+        rows = step.rows
+        speculation = rows[0].request.speculation
+        if speculation is None or speculation.method not in draft_methods or not rows[0].num_drafts:
+            return ""
+        head = self._drafters[speculation.method]
+        for row in rows:
+            if row.num_drafts != rows[0].num_drafts or not self._goes_on_alike(row, head):
+                return ""
+        return head.method
+
+    def method_after(self, step: ScheduledStep) -> str:
+        """How the first that may draft after a step does; "" if none may."""
+        planner = self._scheduler.planner
+        for request, num_drafts, samples in zip(step.requests, step.num_drafts, step.samples):
+            speculation = request.speculation
+            if speculation is not None and (num_drafts or (samples and planner.num_drafts(request))):
+                return speculation.method
+        return ""
+
+    def input_after(
+        self, in_flight: InFlightStep, token_ids: Sequence[list[int]], inputs: StepInputs
+    ) -> DraftInput | None:
+        """Which requests may draft once a step has been committed. token_ids: those that the step brought each request.
+        None: nothing to do."""
+        budgets, concerned, computed = [], [], []
+        for place, (row, new_token_ids) in enumerate(zip(in_flight.step.rows, token_ids)):
+            request = row.request
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            launched = place if in_flight.places is None else in_flight.places[place]
+            budget = self._budget(row, launched)
+            if budget is not None:
+                budgets.append(budget)
+            if self._heads:
+                count = len(new_token_ids) if row.num_drafts else row.num_scheduled_tokens
+                computed.append((request.request_id, row.num_computed_tokens, count))
+            if self._heads or budget is not None:
+                concerned.append(request)
+        if not concerned:
+            return None
+        return DraftInput(in_flight.step_id, budgets, computed, inputs.updates(concerned))
+
+    def give(self, step: ScheduledStep, drafts: DraftInput, result: DraftResult) -> None:
+        """Give requests the drafts that the worker made."""
+        by_id = {request.request_id: request for request in step.requests}
+        for request_id in result.lost_ids:
+            by_id[request_id].speculation = None
+        for budget, tokens in zip(drafts.budgets, result.drafts, strict=True):
+            request = by_id[budget.request_id]
+            request.draft_token_ids, request.draft_parents = list(tokens.token_ids), list(tokens.parents)
+
+    # ---- parts
+
+    def _goes_on_alike(self, row: ScheduledRequest, head: DrafterInfo) -> bool:
+        """Whether a request will have the same number of drafts of this head again, verified exactly."""
+        request, count = row.request, row.num_drafts
+        if self._drafter_after(row) is not head or self._scheduler.planner.num_drafts(request) != count:
+            return False
+        speculation = request.speculation
+        is_exact = request.params.is_greedy or (speculation is not None and speculation.acceptance == "exact")
+        has_grammar = request.guide_state is not None
+        if row.num_scheduled_tokens != 1 + count or not is_exact or not draws_by_itself(request.params, has_grammar):
+            return False
+        num_left = request.stop_conditions.max_len - request.num_tokens
+        num_slots = len(request.block_ids) * self._scheduler.cache.block_size
+        return num_left > 2 * head.num_levels + 2 and num_slots >= _most_slots_after(row, head, 1 + count)
+
+    def _drafter_after(self, row: ScheduledRequest) -> DrafterInfo | None:
+        """The drafter of a request after this row, as far as that is known before the row is computed."""
+        speculation = row.request.speculation
+        if speculation is None or not row.samples or not self._scheduler.planner.num_drafts(row.request):
+            return None
+        return self._drafters[speculation.method]
+
+    def _budget(self, row: ScheduledRequest, launched: int) -> DraftBudget | None:
+        """What a running request may draft after this row, which has been committed."""
+        request, drafter = row.request, self._drafter_after(row)
+        if drafter is None or request.num_computed_tokens != request.num_tokens - 1:
+            return None
+        scheduler = self._scheduler
+        num_left = request.stop_conditions.max_len - request.num_tokens - 1
+        num_drafts = min(scheduler.planner.num_drafts(request), num_left)
+        num_slots, num_most = request.num_tokens + drafter.num_scratch_slots, scheduler.most_slots(request)
+        if num_drafts <= 0 or len(request.block_ids) * scheduler.cache.block_size < min(num_slots, num_most):
+            return None
+        has_scratch = num_slots <= num_most
+        return DraftBudget(request.request_id, drafter.method, num_drafts, num_left, launched, has_scratch)
+
+    def _check_off(self, params: SamplingParams) -> None:
+        """A request may name a method on a server that has none only to be told so."""
+        if not self._drafters and params.speculative_method not in (None, NO_SPECULATION):
+            raise RequestError("speculative_method", f"got {params.speculative_method!r}, loaded: none")
+
+
+def _most_slots_after(row: ScheduledRequest, drafter: DrafterInfo, num_ahead: int) -> int:
+    """Slots that a request may need behind a row: for its drafts, the token after them, num_ahead rows and scratch."""
+    return row.num_computed_tokens + row.num_scheduled_tokens + 1 + num_ahead + drafter.num_scratch_slots
+
+
+_FREE_TOKENS_OF_FLOAT32 = 28  # its products do not run on tensor cores
+
+
+def make_planner(
+    config: EngineConfig, spec: DecoderSpec, hardware: Hardware, costs: StepCosts | None = None
+) -> DraftPlanner:
+    """costs: what was measured at start, by which rows are worth it or not. Where nothing was, free rows are known by
+    how the weights are held. A CPU has none, and none are held back there: it is for development."""
+    if config.speculation.throttle == "off":
+        return DraftPlanner()
+    free_tokens = config.speculation.free_tokens
+    if free_tokens == 0 and costs is None and hardware.device.type == "cuda":
+        free_tokens = _free_tokens(config, spec, hardware)
+    return DraftPlanner(max(0, free_tokens), is_adaptive=True, costs=costs)
+
+
+def _free_tokens(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> int:
+    if hardware.dtype == torch.float32:
+        return _FREE_TOKENS_OF_FLOAT32
+    return FREE_TOKENS[choose_methods(config.model, spec).name]

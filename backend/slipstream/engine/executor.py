@@ -1,0 +1,88 @@
+"""How the engine reaches its worker: in this process, by plain calls. Engine thread.
+
+SerializedWorker is the same behind serialised messages: what a worker in another process would receive.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.start_up import StartUp
+from slipstream.nn.spec import DecoderSpec
+from slipstream.tokenizer.tokenizer import TextTokenizer
+from slipstream.worker.interface import (
+    AheadInput,
+    DraftInput,
+    DraftResult,
+    StepInput,
+    StepResult,
+    Worker,
+    WorkerInfo,
+)
+from slipstream.worker.memory_plan import Hardware, MemoryPlan
+from slipstream.worker.null_worker import NullWorker
+from slipstream.worker.sample.structured_output import GrammarMasks
+from slipstream.worker.worker import ModelWorker
+
+T = TypeVar("T")
+MakeWorker = Callable[[EngineConfig, DecoderSpec, Hardware, MemoryPlan, TextTokenizer, StartUp], Worker]
+
+
+def local_worker(
+    config: EngineConfig,
+    spec: DecoderSpec,
+    hardware: Hardware,
+    plan: MemoryPlan,
+    tokenizer: TextTokenizer,
+    phases: StartUp,
+) -> Worker:
+    """A worker in this process."""
+    if config.model.load_format == "null":
+        return NullWorker(_null_token(tokenizer))
+    return ModelWorker(config, spec, hardware, plan, phases)
+
+
+class SerializedWorker:
+    """Every message and every answer goes through bytes."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+
+    @property
+    def info(self) -> WorkerInfo:
+        return _copied(self.worker.info)
+
+    def execute(self, step: StepInput) -> None:
+        self.worker.execute(_copied(step))
+
+    def sample(self, masks: GrammarMasks) -> None:
+        self.worker.sample(_copied(masks))
+
+    def execute_ahead(self, ahead: AheadInput) -> None:
+        self.worker.execute_ahead(_copied(ahead))
+
+    def result(self, step_id: int) -> StepResult:
+        return _copied(self.worker.result(step_id))
+
+    def draft(self, drafts: DraftInput) -> DraftResult:
+        return _copied(self.worker.draft(_copied(drafts)))
+
+    def forget(self, request_ids: Sequence[int]) -> None:
+        self.worker.forget(_copied(request_ids))
+
+    def close(self) -> None:
+        self.worker.close()
+
+
+def _copied(message: T) -> T:
+    copy: T = pickle.loads(pickle.dumps(message))
+    return copy
+
+
+def _null_token(tokenizer: TextTokenizer) -> int:
+    """A token with visible text for the null worker."""
+    token_ids = tokenizer.encode(" a", add_special_tokens=False)
+    return token_ids[-1] if token_ids else 0

@@ -1,0 +1,158 @@
+"""A scheduled step -> what the worker is told of it: plain lists, and only what it does not know yet. Engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from slipstream.core.request import Request
+from slipstream.core.step import ScheduledStep
+from slipstream.worker.interface import NewRequest, StepInput, Updates
+
+
+class StepInputs:
+    """Keeps track of what the worker knows of each request.
+
+    proposers: methods that read a request's text. makes_drafts: drafters' caches go by the hashes of blocks.
+    """
+
+    def __init__(self, proposers: Iterable[str] = (), makes_drafts: bool = False) -> None:
+        self._proposers = frozenset(proposers)
+        self._makes_drafts = makes_drafts
+        self._readers: dict[int, Request] = {}  # requests whose text the worker reads, by id
+        self._num_sent_tokens: dict[int, int] = {}  # of these
+        self._num_sent_hashes: dict[int, int] = {}
+
+    def build(
+        self,
+        step_id: int,
+        step: ScheduledStep,
+        draft_methods: tuple[str, ...] = (),
+        follow_methods: tuple[str, ...] = (),
+        waits_for_masks: bool = False,
+    ) -> StepInput:
+        requests = step.requests
+        new_requests: list[NewRequest] = []
+        block_ids = self._new_blocks(requests, new_requests)
+        total_num_drafts = sum(step.num_drafts)
+        token_ids, pending = _token_ids(step)
+        return StepInput(
+            step_id=step_id,
+            request_ids=[request.request_id for request in requests],
+            num_computed_tokens=step.num_computed_tokens,
+            num_scheduled_tokens=step.num_scheduled_tokens,
+            num_drafts=step.num_drafts,
+            samples=list(step.samples),  # the scheduler may withdraw requests later
+            token_ids=token_ids,
+            total_num_drafts=total_num_drafts,
+            pending=pending,
+            new_requests=new_requests,
+            updates=Updates(block_ids, self._new_tokens()),
+            draft_parents=_draft_parents(step) if total_num_drafts else {},
+            copies=step.copies,
+            draft_methods=draft_methods,
+            follow_methods=follow_methods,
+            waits_for_masks=waits_for_masks,
+        )
+
+    def updates(self, requests: Sequence[Request]) -> Updates:
+        """What these have got since the last message; the worker knows all of them."""
+        hashes = {}
+        for request in requests if self._makes_drafts else ():
+            num_sent = self._num_sent_hashes.get(request.request_id, 0)
+            if len(request.block_hashes) > num_sent:
+                hashes[request.request_id] = request.block_hashes[num_sent:]
+                self._num_sent_hashes[request.request_id] = len(request.block_hashes)
+        return Updates(self._new_blocks(requests, []), self._new_tokens(), hashes)
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        for request_id in request_ids:
+            self._readers.pop(request_id, None)
+            self._num_sent_tokens.pop(request_id, None)
+            self._num_sent_hashes.pop(request_id, None)
+
+    # ---- parts
+
+    def _new_blocks(self, requests: Sequence[Request], new_requests: list[NewRequest]) -> dict[int, list[int]]:
+        """By request id, of those that the worker knows; the others are added to new_requests."""
+        changed = [request for request in requests if len(request.block_ids) != request.num_sent_blocks]
+        found = {}
+        for request in changed:
+            if request.num_sent_blocks < 0:
+                new_requests.append(self._introduce(request))
+            else:
+                found[request.request_id] = request.block_ids[request.num_sent_blocks :]
+            request.num_sent_blocks = len(request.block_ids)
+        return found
+
+    def _introduce(self, request: Request) -> NewRequest:
+        params, speculation = request.params, request.speculation
+        method = "" if speculation is None else speculation.method
+        if params.has_penalties or params.bad_words_ids or method in self._proposers:
+            self._readers[request.request_id] = request
+            self._num_sent_tokens[request.request_id] = request.num_tokens
+        if self._makes_drafts:
+            self._num_sent_hashes[request.request_id] = len(request.block_hashes)
+        return new_request(request, with_hashes=self._makes_drafts)
+
+    def _new_tokens(self) -> dict[int, list[int]]:
+        found = {}
+        for request_id, request in self._readers.items():
+            num_sent = self._num_sent_tokens[request_id]
+            if request.num_tokens > num_sent:
+                found[request_id] = request.token_ids[num_sent:]
+                self._num_sent_tokens[request_id] = request.num_tokens
+        return found
+
+
+def new_request(request: Request, with_hashes: bool = True) -> NewRequest:
+    """All that the worker must know of a request."""
+    params, speculation = request.params, request.speculation
+    has_minimum = params.min_tokens > 0 and request.stop_conditions is not None
+    return NewRequest(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=request.output_token_ids,
+        params=params,
+        seed=request.seed,
+        block_ids=list(request.block_ids),
+        block_hashes=list(request.block_hashes) if with_hashes else [],
+        num_preemptions=request.num_preemptions,
+        early_token_ids=request.stop_conditions.token_ids if has_minimum else frozenset(),
+        draft_method="" if speculation is None else speculation.method,
+        acceptance="exact" if speculation is None else speculation.acceptance,
+        has_grammar=request.guide_state is not None,
+    )
+
+
+def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:
+    """Token ids of all rows, and the places of the requests whose token is not known yet, which stands as 0."""
+    starts, counts = step.num_computed_tokens, step.num_scheduled_tokens
+    if step.total_num_scheduled_tokens == len(counts):  # one token per request
+        token_ids = [
+            known[start] if start < len(known := request.token_ids) else -1
+            for request, start in zip(step.requests, starts)
+        ]
+        if min(token_ids) >= 0:
+            return token_ids, []
+        pending = [place for place, token_id in enumerate(token_ids) if token_id < 0]
+        return [max(0, token_id) for token_id in token_ids], pending
+    token_ids, pending = [], []
+    for place, (request, start, count) in enumerate(zip(step.requests, starts, counts)):
+        known, end = request.token_ids, start + count
+        if start >= len(known):
+            pending.append(place)
+            token_ids.append(0)
+        else:
+            token_ids += known[start:end]
+            if end > len(known):
+                token_ids += request.draft_token_ids[: end - len(known)]
+    return token_ids, pending
+
+
+def _draft_parents(step: ScheduledStep) -> dict[int, list[int]]:
+    """Trees alone: a chain has no parents."""
+    return {
+        request.request_id: request.draft_parents[:num_drafts]
+        for request, num_drafts in zip(step.requests, step.num_drafts)
+        if num_drafts and request.draft_parents
+    }

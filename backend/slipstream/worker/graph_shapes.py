@@ -1,0 +1,273 @@
+"""What CUDA graphs have room for, and which are made; cuda_graphs.py captures and replays them. Knows arrays only.
+
+A graph of decodes takes every step of short queries that fits: decodes, verifications, short prompts. A graph of
+prompts has room for some decodes and, behind them, for prompts: their attention is two kernels over different rows. Its
+last layer computes only the rows that are sampled.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from slipstream.core.errors import ConfigError
+from slipstream.nn.batch import MAX_DECODE_QUERY_LEN
+from slipstream.worker.input_batch import StepArrays
+
+logger = logging.getLogger(__name__)
+
+# Tokens of the largest graph of more than one token a request: above, the products take longer than their launches.
+MAX_DECODE_ROWS = 512
+# Numbers of requests to capture for. Up to 64 a row costs little beside the weights; above, steps of 32 at most.
+DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+# The fewest tokens of a step with a prompt that is worth a graph of its own.
+MIN_PROMPT_TOKENS = 16
+# A larger graph replaces a smaller one if it takes less than this share of its time.
+LEAST_GAIN = 0.95
+# Tokens of the largest graph: eager launches of a layer's kernels take as long as its products of so many tokens.
+MAX_TOKENS = 1280
+TOKEN_STEP = 128  # whole tiles of products: a step pads to the next multiple
+MAX_PROMPTS = 16
+DECODE_ROOMS = (0, 32, 128, 256, 512)
+
+
+class StepShape(Protocol):
+    """What a graph has room for, and how a step is laid out in it."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def max_query_len(self) -> int: ...
+    @property
+    def num_requests(self) -> int: ...
+    @property
+    def is_tree(self) -> bool: ...
+    @property
+    def num_decodes(self) -> int: ...
+    @property
+    def num_decode_tokens(self) -> int: ...
+    @property
+    def max_decode_query_len(self) -> int: ...
+    @property
+    def num_logits(self) -> int:
+        """How many of logits_indices its forward pass reads."""
+        ...
+
+    def holds(self, step: StepArrays) -> bool: ...
+
+    def spread(self, step: StepArrays) -> StepArrays:
+        """The step as it lies in the graph's tensors, but for padding behind it."""
+        ...
+
+
+@dataclass(frozen=True, order=True)
+class GraphShape:
+    """What a graph has room for. max_query_len: tokens of one request; is_tree: drafts may be trees."""
+
+    num_tokens: int
+    max_query_len: int
+    num_requests: int
+    is_tree: bool = False
+
+    @property
+    def is_verification(self) -> bool:
+        """Made for drafts, though short prompts may fit in as well."""
+        return self.is_tree or 1 < self.max_query_len < MAX_DECODE_QUERY_LEN
+
+    def holds(self, step: StepArrays) -> bool:
+        """Prompts of more than MAX_DECODE_QUERY_LEN tokens never fit: they take a PromptShape."""
+        return (
+            len(step.token_ids) <= self.num_tokens
+            and len(step.seq_lens) <= self.num_requests
+            and step.max_query_len <= self.max_query_len
+            and step.num_decode_requests == len(step.seq_lens)
+            and (self.is_tree or step.tree_mask is None)
+        )
+
+    def covers(self, other: GraphShape) -> bool:
+        """Whether every step that fits into another fits into this one."""
+        sides = zip(astuple(self), astuple(other))
+        return all(own >= its for own, its in sides)
+
+    @property
+    def num_decodes(self) -> int:
+        return self.num_requests
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_tokens
+
+    @property
+    def max_decode_query_len(self) -> int:
+        return self.max_query_len
+
+    @property
+    def num_logits(self) -> int:
+        return 1
+
+    def spread(self, step: StepArrays) -> StepArrays:
+        return step
+
+
+def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: str | None = None) -> tuple[int, ...]:
+    """Numbers of requests to capture for, ascending. wanted: "auto", "off" or a list like "1,2,4"; a CPU has none.
+
+    refusal: why this model's steps cannot be captured; then "auto" has none, and a list raises ConfigError.
+    """
+    if wanted == "off" or device.type != "cuda":
+        return ()
+    if refusal is not None:
+        if wanted != "auto":
+            raise ConfigError("cuda_graphs", wanted, f"accepted: auto or off, because {refusal}")
+        logger.warning("no CUDA graphs: %s", refusal)
+        return ()
+    if wanted != "auto":
+        return tuple(sorted({int(size) for size in wanted.split(",")}))
+    largest = min(max_num_seqs, DEFAULT_SIZES[-1])
+    return (*(size for size in DEFAULT_SIZES if size < largest), largest)
+
+
+@dataclass(frozen=True)
+class DraftForms:
+    """num_drafts: the most of a request, 0 without speculation. has_trees: they may be trees. are_ragged: the requests
+    of a step may have different numbers of drafts. reads_all_rows: a drafter
+    reads the hidden states of all tokens of a prompt."""
+
+    num_drafts: int = 0
+    has_trees: bool = False
+    are_ragged: bool = True
+    reads_all_rows: bool = False
+
+
+NO_DRAFTS = DraftForms()
+
+
+def graph_shapes(sizes: Sequence[int], drafts: DraftForms = NO_DRAFTS) -> list[GraphShape]:
+    """The graphs for these numbers of requests, ascending: decode, verification, and steps with short prompts."""
+    num_drafts = drafts.num_drafts
+    shapes = {GraphShape(size, 1, size) for size in sizes}
+    lengths = {1 + num_drafts, *(length for length in (2, 4, 8, 16, 32) if length <= num_drafts)} if num_drafts else ()
+    for size in sizes:
+        for length in lengths:  # ragged ones: on average
+            if size * length <= MAX_DECODE_ROWS:
+                longest = 1 + num_drafts if drafts.are_ragged else length
+                shapes.add(GraphShape(size * length, longest, size, drafts.has_trees))
+    for size in _thinned(sizes):
+        num_tokens = MIN_PROMPT_TOKENS
+        while num_tokens <= min(MAX_DECODE_ROWS, size * MAX_DECODE_QUERY_LEN):
+            if num_tokens > size:
+                shapes.add(GraphShape(num_tokens, MAX_DECODE_QUERY_LEN, size))
+            num_tokens *= 2
+    return sorted(shapes)
+
+
+def slower_than_larger(seconds: Mapping[GraphShape, float]) -> list[GraphShape]:
+    """Verifications for which a larger graph takes less time: of 448 rows one took 15.7 ms on one H200, of 512 11.8,
+    because a library chose badly for a product."""
+    return [
+        shape
+        for shape, took in seconds.items()
+        if shape.is_verification
+        and any(less < LEAST_GAIN * took and larger.covers(shape) for larger, less in seconds.items())
+    ]
+
+
+def _thinned(sizes: Sequence[int]) -> list[int]:
+    """The sizes that are at least four times the one before, and the largest."""
+    kept: list[int] = []
+    for size in sizes:
+        if not kept or size >= 4 * kept[-1] or size == sizes[-1]:
+            kept.append(size)
+    return kept
+
+
+@dataclass(frozen=True, order=True)
+class PromptShape:
+    """num_tokens: of all; the first num_decodes of them are those of requests of one token each."""
+
+    num_tokens: int
+    num_decodes: int
+    num_prompts: int = MAX_PROMPTS
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_decodes + self.num_prompts
+
+    @property
+    def max_query_len(self) -> int:
+        return self.num_tokens - self.num_decodes
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return self.num_decodes
+
+    @property
+    def max_decode_query_len(self) -> int:
+        return min(1, self.num_decodes)
+
+    @property
+    def num_logits(self) -> int:
+        return self.num_requests
+
+    @property
+    def is_tree(self) -> bool:
+        return False
+
+    def holds(self, step: StepArrays) -> bool:
+        """Steps without drafts only: a request samples one token at most."""
+        if len(step.token_ids) > self.num_tokens or step.tree_mask is not None:
+            return False
+        num_singles, num_requests = _num_singles(step), len(step.seq_lens)
+        return (
+            num_singles <= self.num_decodes
+            and 0 < num_requests - num_singles <= self.num_prompts
+            and len(step.token_ids) - num_singles <= self.max_query_len
+            and len(step.logits_indices) <= num_requests
+            and all(place < num_singles for place, _ in step.pending[-1:])
+        )
+
+    def spread(self, step: StepArrays) -> StepArrays:
+        """The step with its prompts moved behind the room for decodes; padding requests read and write nothing."""
+        first = _num_singles(step)
+        gap = self.num_decodes - first
+        if not gap:
+            return step
+        starts, tables = step.query_start_loc, step.block_tables
+        filled = first + np.arange(1, gap + 1, dtype=starts.dtype)
+        return replace(
+            step,
+            token_ids=_parted(step.token_ids, first, gap),
+            positions=_parted(step.positions, first, gap),
+            slot_mapping=_parted(step.slot_mapping, first, gap, -1),
+            query_start_loc=np.concatenate([starts[: first + 1], filled, starts[first + 1 :] + gap]),
+            seq_lens=_parted(step.seq_lens, first, gap),
+            block_tables=np.concatenate(
+                [tables[:first], np.zeros_like(tables, shape=(gap, tables.shape[1])), tables[first:]]
+            ),
+            logits_indices=step.logits_indices + gap * (step.logits_indices >= first),
+        )
+
+
+def prompt_shapes(decode_sizes: Sequence[int], max_num_tokens: int) -> list[PromptShape]:
+    """The graphs for engines that have such graphs of decodes, ascending; none where decodes have none."""
+    if not decode_sizes:
+        return []
+    most = max(decode_sizes)
+    rooms = sorted({min(room, most) for room in DECODE_ROOMS})
+    sizes = range(TOKEN_STEP, min(MAX_TOKENS, -(-max_num_tokens // TOKEN_STEP) * TOKEN_STEP) + 1, TOKEN_STEP)
+    return sorted(PromptShape(size, room) for size in sizes for room in rooms if room < size)
+
+
+def _num_singles(step: StepArrays) -> int:
+    """How many requests at the head of a step have one token."""
+    is_longer = np.diff(step.query_start_loc) > 1
+    return int(is_longer.argmax()) if is_longer.any() else len(is_longer)
+
+
+def _parted(values: np.ndarray, first: int, gap: int, padding: int = 0) -> np.ndarray:
+    return np.concatenate([values[:first], np.full(gap, padding, dtype=values.dtype), values[first:]])

@@ -1,0 +1,127 @@
+"""What the worker keeps of each request, by request id, between a NewRequest and `forget`. Engine thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from slipstream.core.sampling_params import SamplingParams
+from slipstream.worker.interface import NewRequest, StepInput, Updates
+
+
+class RequestState:
+    """One request. token_ids: prompt and output as far as the engine has sent them, which it does without gaps only
+    for requests whose text is read here. num_drawn_tokens: output tokens, the one that the step draws included; kept
+    up for requests whose logits are edited."""
+
+    def __init__(self, new: NewRequest) -> None:
+        self.request_id = new.request_id
+        self.prompt_token_ids = new.prompt_token_ids  # shared by the sequences of one client request
+        self.token_ids = [*new.prompt_token_ids, *new.output_token_ids]
+        self.params = new.params
+        self.seed = new.seed
+        self.block_ids = list(new.block_ids)
+        self.block_hashes = list(new.block_hashes)
+        self.num_preemptions = new.num_preemptions
+        self.early_token_ids = new.early_token_ids
+        self.draft_method = new.draft_method
+        self.acceptance = new.acceptance
+        self.has_grammar = new.has_grammar
+        self.num_drawn_tokens = len(new.output_token_ids)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - len(self.prompt_token_ids)
+
+    @cached_property
+    def has_edits(self) -> bool:
+        return has_edits(self.params)
+
+    @cached_property
+    def counts_tokens(self) -> bool:
+        """Whether what is drawn depends on how many tokens were drawn before."""
+        return self.has_edits or self.params.has_penalties
+
+    @cached_property
+    def draws_by_itself(self) -> bool:
+        return draws_by_itself(self.params, self.has_grammar)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Greedy, and nothing else asked: the largest of the logits as they are."""
+        return self.params.is_greedy and self.draws_by_itself
+
+
+def has_edits(params: SamplingParams) -> bool:
+    """Whether logits are biased, or tokens banned, before a token is drawn."""
+    asked = params.logit_bias or params.embedding_bias or params.bad_words_ids or params.min_tokens
+    return bool(asked or params.allowed_token_ids)
+
+
+def draws_by_itself(params: SamplingParams, has_grammar: bool) -> bool:
+    """Whether tokens depend on logits, parameters and positions alone, and no log-probabilities are asked for."""
+    return not (params.has_penalties or has_edits(params) or params.logprobs is not None or has_grammar)
+
+
+class RequestStates:
+    """All requests that the worker knows."""
+
+    def __init__(self) -> None:
+        self._states: dict[int, RequestState] = {}
+        self._counting: set[int] = set()  # whose counts_tokens holds
+        self._with_prompt_logprobs: set[int] = set()
+
+    def add(self, new: NewRequest) -> RequestState:
+        state = self._states[new.request_id] = RequestState(new)
+        if state.counts_tokens:
+            self._counting.add(new.request_id)
+        if new.params.prompt_logprobs is not None:
+            self._with_prompt_logprobs.add(new.request_id)
+        return state
+
+    def update(self, updates: Updates) -> None:
+        """Requests that have been forgotten meanwhile are left out."""
+        for request_id, block_ids in updates.block_ids.items():
+            if (state := self._states.get(request_id)) is not None:
+                state.block_ids += block_ids
+        for request_id, token_ids in updates.output_token_ids.items():
+            if (state := self._states.get(request_id)) is not None:
+                state.token_ids += token_ids
+        for request_id, block_hashes in updates.block_hashes.items():
+            if (state := self._states.get(request_id)) is not None:
+                state.block_hashes += block_hashes
+
+    def of(self, request_ids: Iterable[int]) -> list[RequestState]:
+        states = self._states
+        return [states[request_id] for request_id in request_ids]
+
+    def get(self, request_id: int) -> RequestState | None:
+        return self._states.get(request_id)
+
+    def count_drawn(self, step: StepInput, states: Sequence[RequestState]) -> None:
+        """Note how many tokens each request has once this step has drawn."""
+        if not self._counting:
+            return
+        for place, state in enumerate(states):
+            if state.counts_tokens:
+                end = step.num_computed_tokens[place] + step.num_scheduled_tokens[place] - step.num_drafts[place]
+                state.num_drawn_tokens = end + 1 - state.num_prompt_tokens
+
+    @property
+    def any_prompt_logprobs(self) -> bool:
+        """Whether any request has asked for log-probabilities of its prompt."""
+        return bool(self._with_prompt_logprobs)
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        for request_id in request_ids:
+            self._states.pop(request_id, None)
+            self._counting.discard(request_id)
+            self._with_prompt_logprobs.discard(request_id)

@@ -1,0 +1,138 @@
+"""The worker: one model on one device, behind the messages of interface.py. Engine thread.
+
+A step that was launched is kept until its result is read, and the last one that was read until the next is, because
+drafts are asked for after it. What was launched ahead of another step than the one that came is dropped then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.start_up import StartUp
+from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.input_batch import BlockTables
+from slipstream.worker.interface import (
+    AheadInput,
+    DraftInput,
+    DraftResult,
+    NewRequest,
+    StepInput,
+    StepResult,
+    Updates,
+    WorkerInfo,
+)
+from slipstream.worker.launched_step import LaunchedSample, RunningStep
+from slipstream.worker.memory_plan import Hardware, MemoryPlan
+from slipstream.worker.model_runner import ModelRunner, finish_phase, load_target
+from slipstream.worker.request_state import RequestStates
+from slipstream.worker.sample.structured_output import GrammarMasks
+from slipstream.worker.spec_decode.interface import SpeculatorContext
+from slipstream.worker.spec_decode.speculator import HeadOutputs, Speculator, measured_costs
+
+
+@dataclass(frozen=True)
+class _Launched:
+    running: RunningStep
+    sample: LaunchedSample
+    heads: HeadOutputs
+
+
+class ModelWorker:
+    """Whole once constructed: weights, drafters, KV pool, graphs. See interface.Worker."""
+
+    def __init__(
+        self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan, phases: StartUp
+    ) -> None:
+        self._tables = BlockTables.sized(2 * config.scheduler.max_num_seqs, plan.max_model_len, plan.block_size)
+        target = load_target(config, spec, hardware, phases)
+        context = SpeculatorContext(config, hardware, plan, target, self._tables)
+        self.speculator = Speculator(config.speculation.loaded, context)
+        if config.speculation.loaded:
+            finish_phase(phases, "drafters", hardware.device)
+        self.runner = ModelRunner(config, target, hardware, plan, self._tables, phases, self.speculator.forms)
+        draft_seconds = self.speculator.capture(self.runner.verified_rows())
+        finish_phase(phases, "drafting", hardware.device)
+        self._info = WorkerInfo(self.speculator.infos, measured_costs(self.runner.step_seconds, draft_seconds))
+        self._states = RequestStates()
+        self._waiting: RunningStep | None = None  # for its masks
+        self._launched: dict[int, _Launched] = {}  # by step id, in order
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self._info
+
+    def execute(self, step: StepInput) -> None:
+        for new in step.new_requests:
+            self._add(new)
+        self._update(step.updates)
+        states = self._states.of(step.request_ids)
+        self._states.count_drawn(step, states)
+        tensors = self.runner.build(step, states)
+        hidden = self.runner.forward(tensors)
+        running = RunningStep(step, states, tensors, hidden, self._states.any_prompt_logprobs)
+        if step.waits_for_masks:
+            self._waiting = running
+        else:
+            self._sample(running)
+
+    def sample(self, masks: GrammarMasks) -> None:
+        running, self._waiting = self._waiting, None
+        assert running is not None, "masks for a step that does not wait for them"
+        self._sample(running, masks)
+
+    def execute_ahead(self, ahead: AheadInput) -> None:
+        behind = self._launched[ahead.behind_id]
+        assert behind.sample.rows is not None, "only a verification has another launched behind it"
+        step = replace(
+            behind.running.step,
+            step_id=ahead.step_id,
+            draft_methods=ahead.draft_methods,
+            follow_methods=ahead.follow_methods,
+        )
+        drafts = self.speculator.rows_ahead(behind.heads, ahead.method, step.num_drafts[0])
+        running, sample = self.runner.run_ahead(step, behind.running, behind.sample.rows, drafts)
+        self._launch_heads(running, sample)
+
+    def result(self, step_id: int) -> StepResult:
+        for other in [known for known in self._launched if known < step_id]:
+            del self._launched[other]
+        return self._launched[step_id].sample.result()
+
+    @torch.inference_mode()
+    def draft(self, drafts: DraftInput) -> DraftResult:
+        self._update(drafts.updates)
+        return self.speculator.draft(drafts, self._launched[drafts.step_id].heads, self._states)
+
+    def forget(self, request_ids: Sequence[int]) -> None:
+        self._states.forget(request_ids)
+        self._tables.drop(request_ids)
+        self.runner.forget(request_ids)
+        self.speculator.forget(request_ids)
+
+    def close(self) -> None:
+        self._launched.clear()
+        self._waiting = None
+        del self.runner, self.speculator
+
+    # ---- parts
+
+    def _add(self, new: NewRequest) -> None:
+        self._states.add(new)
+        self._tables.put(new.request_id, new.block_ids)
+
+    def _update(self, updates: Updates) -> None:
+        self._states.update(updates)
+        for request_id, block_ids in updates.block_ids.items():
+            self._tables.extend(request_id, block_ids)
+
+    def _sample(self, running: RunningStep, masks: GrammarMasks | None = None) -> None:
+        self._launch_heads(running, self.runner.sample(running, self.speculator.draft_probs, masks))
+
+    def _launch_heads(self, running: RunningStep, sample: LaunchedSample) -> None:
+        step, rows = running.step, lambda: self.runner.computed_rows(running, sample)
+        heads = self.speculator.run_heads(step.draft_methods, step.follow_methods, rows)
+        self._launched[step.step_id] = _Launched(running, sample, heads)
