@@ -42,13 +42,17 @@ def test_a_completion_is_the_engines(client: openai.OpenAI, greedy: Callable[...
 
 
 def test_a_setting_of_the_engine_needs_no_code_in_the_gateway(client: openai.OpenAI) -> None:
-    """allowed_token_ids is a row of core/settings.py and nothing else here."""
+    """allowed_token_ids and bad_words are rows of core/settings.py and nothing else here."""
     hot = {"model": "llm", "max_tokens": 12, "temperature": 2, "seed": 3}
     limited = {"allowed_token_ids": [17], "ignore_eos": True}
     [choice] = client.completions.create(**hot, prompt=PROMPT, logprobs=0, extra_body=limited).choices
     assert len(set(choice.logprobs.tokens)) == 1 and choice.text == choice.logprobs.tokens[0] * 12
     told = client.chat.completions.create(**hot, messages=MESSAGES, extra_body=limited).choices[0].message
     assert told.content == choice.text
+    plain = {"model": "llm", "prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    word = client.completions.create(**plain).choices[0].text.split()[0]
+    kept_out = client.completions.create(**plain, extra_body={"bad_words": [word]}).choices[0].text
+    assert word and word not in kept_out
     for wrong, words in ([], "one at least"), ([-1], "greater than or equal to 0"), ([10**6], "not in the vocabulary"):
         with pytest.raises(openai.BadRequestError, match=words) as error:
             client.completions.create(**hot, prompt=PROMPT, extra_body={"allowed_token_ids": wrong})

@@ -85,7 +85,7 @@ _LENGTH = (
     Setting("stop", Texts(), (), "Stop strings, matched on the text; the output ends before the first one complete.", {"stop_words": (TRT_ENSEMBLE,), "sampling_param_stop": (TRT_LLMAPI,)}, json=("stop",), openai="`stop`"),
     Setting("stop_token_ids", TokenIds(), (), "Token ids that end the output.", json=("stop_token_ids",), openai=PASSED_ON),
     Setting("stop_words_ids", WordsIds(), (), "Stop words as token ids: row 0 all ids, row 1 the end offset of each word, -1 pads.", {"stop_words_list": (TRT_CORE,)}),
-    Setting("bad_words", Texts(), (), "Words never to be generated.", {"bad_words": (TRT_ENSEMBLE,)}),
+    Setting("bad_words", Texts(), (), "Words never to be generated.", {"bad_words": (TRT_ENSEMBLE,)}, openai=PASSED_ON),
     Setting("bad_words_ids", WordsIds(), (), "Bad words as token ids, laid out like `stop_words_list`.", {"bad_words_list": (TRT_CORE,)}),
     Setting("allowed_token_ids", TokenIds(is_empty_accepted=False), None, "The only tokens that may be generated; no end token is, unless it is among them.", {"allowed_token_ids": OURS}, openai=PASSED_ON),
     Setting("ignore_eos", Flag(), False, "Go on past the end token.", {"ignore_eos": OURS}, openai=PASSED_ON),
