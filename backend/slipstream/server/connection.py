@@ -2,7 +2,7 @@
 
 uvicorn limits only the idle time between requests; it keeps a URL and headers of any length. Here a connection is
 refused and closed before it keeps more than its limits, per connection and per worker; connections that wait for their
-clients are closed first (room.py). A refusal is counted, and is a JSON error unless an earlier answer is being sent.
+clients are closed first (connection_pool.py). A refusal is counted, and is a JSON error unless an answer is being sent.
 A client that leaves is noticed even while uvicorn does not read. Event loop thread.
 """
 
@@ -18,10 +18,10 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from slipstream.server.connection_pool import ConnectionPool
 from slipstream.server.errors import RETRY_AFTER_S, error_body
 from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
-from slipstream.server.room import Room
 
 MAX_PIPELINED_REQUESTS = 16  # requests sent before an earlier answer; each costs some kB at any length
 _PIECE_BYTES = 1 << 14  # bytes per call of the parser, by which a limit may be exceeded
@@ -35,13 +35,13 @@ class GatewayConfig(uvicorn.Config):
     def __init__(self, options: GatewayOptions, metrics: Metrics, **settings: Any) -> None:
         super().__init__(**settings)
         self.options, self.metrics = options, metrics
-        self.room = Room()
+        self.pool = ConnectionPool()
 
 
 class BoundedConnection(HttpToolsProtocol):
     def __init__(self, config: GatewayConfig, *arguments: Any, **named: Any) -> None:
         super().__init__(config, *arguments, **named)
-        self._limits, self._metrics, self._room = config.options, config.metrics, config.room
+        self._limits, self._metrics, self._pool = config.options, config.metrics, config.pool
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
         self._hangup: asyncio.TimerHandle | None = None
@@ -54,15 +54,15 @@ class BoundedConnection(HttpToolsProtocol):
         self._num_unparsed_bytes = 0  # the parser keeps a header until the next one begins
         self._has_progress = False  # the parser gave us something of the last piece
         self._unanswered: deque[int] = deque()  # bytes of the headers of requests that are complete, in order
-        self.num_kept_bytes = 0  # our part of the room's
+        self.num_kept_bytes = 0  # part of the pool.s num_bytes
         self.address = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.address = self.client[0] if self.client else ""
-        self._room.enter(self)
+        self._pool.enter(self)
         if len(self.connections) > self._limits.max_connections:
-            other = self._room.longest_waiting(self)
+            other = self._pool.longest_waiting(self)
             if other is None:
                 return self._refuse(*self._turned_away("max_connections"))
             other.give_way("max_connections")
@@ -72,7 +72,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._is_refused = True
         self._expect_nothing()
         self._keep_nothing()
-        self._room.leave(self)
+        self._pool.leave(self)
         self.resume_writing()
         if self._hangup is not None:
             self._hangup.cancel()
@@ -172,7 +172,7 @@ class BoundedConnection(HttpToolsProtocol):
             self._unanswered.popleft()
         self._share()
         if self._reading is None and not self.pipeline:
-            self._room.is_idle(self)
+            self._pool.mark_idle(self)
         super().on_response_complete()
 
     # ---- counts
@@ -190,10 +190,10 @@ class BoundedConnection(HttpToolsProtocol):
         num_bytes = sum(self._unanswered) + self._num_unparsed_bytes
         num_bytes += self._num_header_bytes if self._is_in_head else 0
         has_grown = num_bytes > self.num_kept_bytes
-        self._room.num_bytes += num_bytes - self.num_kept_bytes
+        self._pool.num_bytes += num_bytes - self.num_kept_bytes
         self.num_kept_bytes = num_bytes
-        while has_grown and self._room.num_bytes > self._limits.max_total_header_bytes:
-            other = self._room.largest_head(self)
+        while has_grown and self._pool.num_bytes > self._limits.max_total_header_bytes:
+            other = self._pool.largest_head(self)
             if other is None:
                 return self._refuse(*self._turned_away("max_total_header_bytes"))
             other.give_way("max_total_header_bytes")
@@ -212,10 +212,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._expect_nothing()
         message = f"The client took more than {seconds:g} s for {what}"
         self._reading = self.loop.call_later(seconds, self._refuse, 408, message, reason, "request_timeout")
-        self._room.is_reading(self)
+        self._pool.mark_reading(self)
 
     def _expect_nothing(self) -> None:
-        self._room.is_busy(self)
+        self._pool.mark_busy(self)
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -263,7 +263,7 @@ class BoundedConnection(HttpToolsProtocol):
         else:
             self._metrics.count_refusal(reason)
             self._is_refused = True
-            self._room.is_busy(self)
+            self._pool.mark_busy(self)
             self.transport.close()
         self._keep_nothing()
 

@@ -50,9 +50,9 @@ def prepare_draft_inputs(
             raise ValueError(f"{name}: {tensor.dtype} {tuple(tensor.shape)}, expected contiguous {dtype}")
     if block_tables.dim() != 2 or block_tables.shape[0] != num_requests or block_tables.stride(-1) != 1:
         raise ValueError(f"block_tables: shape {tuple(block_tables.shape)}, expected a row for {num_requests} requests")
-    places = first, num_rows, rows_per_level
+    level = first, num_rows, rows_per_level
     implementation = select("spec.prepare_draft_inputs", backend, positions)
     rows: LevelRows = implementation.prepare_draft_inputs(
-        positions, last, seq_lens, block_tables, places, block_size, num_positions
+        positions, last, seq_lens, block_tables, level, block_size, num_positions
     )
     return rows

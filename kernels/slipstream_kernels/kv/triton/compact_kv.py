@@ -52,9 +52,9 @@ def _move_kernel(
     WIDTH_PADDED: tl.constexpr,
 ):
     """A thread copies the same words of every slot in order, so a later copy may overwrite what an earlier one read."""
-    request, place = tl.program_id(0), tl.program_id(1)
-    base = tl.load(addresses + place // NUM_HEADS).to(tl.pointer_type(tl.int32 if HAS_WORDS else tl.int8))
-    head = place % NUM_HEADS
+    request, index = tl.program_id(0), tl.program_id(1)
+    base = tl.load(addresses + index // NUM_HEADS).to(tl.pointer_type(tl.int32 if HAS_WORDS else tl.int8))
+    head = index % NUM_HEADS
     words = tl.arange(0, WIDTH_PADDED)
     for move in range(request * most, request * most + tl.load(counts + request)):
         source, target = tl.load(sources + move), tl.load(targets + move)

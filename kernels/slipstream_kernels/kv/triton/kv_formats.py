@@ -33,17 +33,17 @@ def load_rows(cache_ptr, first_row, num_rows, dtype: tl.constexpr, FORMAT: tl.co
     columns = tl.arange(0, BLOCK_N)
     if FORMAT == INT4:
         WIDTH: tl.constexpr = D // 2
-        places = tl.arange(0, BLOCK_D // 2)
+        elements = tl.arange(0, BLOCK_D // 2)
     else:
         WIDTH: tl.constexpr = D
-        places = tl.arange(0, BLOCK_D)
-    pointers = cache_ptr + first_row * WIDTH + (columns[:, None] * WIDTH + places[None, :])
+        elements = tl.arange(0, BLOCK_D)
+    pointers = cache_ptr + first_row * WIDTH + (columns[:, None] * WIDTH + elements[None, :])
     if MASKED:
-        stored = tl.load(pointers, mask=(columns < num_rows)[:, None] & (places < WIDTH)[None, :], other=0.0)
+        stored = tl.load(pointers, mask=(columns < num_rows)[:, None] & (elements < WIDTH)[None, :], other=0.0)
     elif D == BLOCK_D:
         stored = tl.load(pointers)
     else:
-        stored = tl.load(pointers, mask=(places < WIDTH)[None, :], other=0.0)
+        stored = tl.load(pointers, mask=(elements < WIDTH)[None, :], other=0.0)
     return _numbers(stored, dtype, FORMAT, BLOCK_N, BLOCK_D)
 
 
@@ -52,9 +52,9 @@ def gather_rows(cache_ptr, rows, is_row, dtype: tl.constexpr, FORMAT: tl.constex
                 D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):  # fmt: skip
     """load_rows for arbitrary rows, [BLOCK_N] int64.  Gives 0 where is_row is false and for dims past D."""
     WIDTH: tl.constexpr = D // 2 if FORMAT == INT4 else D
-    places = tl.arange(0, BLOCK_D // 2 if FORMAT == INT4 else BLOCK_D)
-    mask = is_row[:, None] & (places < WIDTH)[None, :]
-    stored = tl.load(cache_ptr + rows[:, None] * WIDTH + places[None, :], mask=mask, other=0.0)
+    elements = tl.arange(0, BLOCK_D // 2 if FORMAT == INT4 else BLOCK_D)
+    mask = is_row[:, None] & (elements < WIDTH)[None, :]
+    stored = tl.load(cache_ptr + rows[:, None] * WIDTH + elements[None, :], mask=mask, other=0.0)
     return _numbers(stored, dtype, FORMAT, BLOCK_N, BLOCK_D)
 
 

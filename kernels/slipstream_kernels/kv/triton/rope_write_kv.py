@@ -108,10 +108,10 @@ def _append(x, cache_ptr, scale_ptr, rows, heads, is_head,
         else:
             codes = (tl.minimum(y, 7.0) + 12582920.0).to(tl.int32, bitcast=True) & 15
             low, high = tl.split(tl.reshape(codes, (HEADS, DIM_PADDED // 2, 2)))
-            places = tl.arange(0, DIM_PADDED // 2)
-            mask = is_head[:, None] & (places < HEAD_DIM // 2)[None, :]
+            columns = tl.arange(0, DIM_PADDED // 2)
+            mask = is_head[:, None] & (columns < HEAD_DIM // 2)[None, :]
             bytes_ = (low | (high << 4)).to(tl.uint8)
-            tl.store(cache_ptr + (rows * (HEAD_DIM // 2))[:, None] + places[None, :], bytes_, mask=mask)
+            tl.store(cache_ptr + (rows * (HEAD_DIM // 2))[:, None] + columns[None, :], bytes_, mask=mask)
 
 
 @triton.jit

@@ -59,8 +59,8 @@ def _best_groups(keys, maximum, slots_ptr, K: tl.constexpr, CAPACITY: tl.constex
     tied = keys == tl.where(count < K, floor - 1, 0xFFFFFFFF)
     # both counts in one scan
     before = tl.cumsum(kept.to(tl.int32) + (tied.to(tl.int32) << 16), axis=0)
-    places = tl.where(kept, (before & 0xFFFF) - 1, count + (before >> 16) - 1)
-    return listed(kept | tied, places, slots_ptr, count + tl.sum(tied.to(tl.int32), axis=0), CAPACITY)
+    indices = tl.where(kept, (before & 0xFFFF) - 1, count + (before >> 16) - 1)
+    return listed(kept | tied, indices, slots_ptr, count + tl.sum(tied.to(tl.int32), axis=0), CAPACITY)
 
 
 @triton.jit
@@ -91,12 +91,12 @@ def _logprob_row_kernel(
         # One number that orders by logit, then by lower id.
         packed = (ordered(x) ^ 0x80000000).to(tl.int32, bitcast=True).to(tl.int64) << 32
         packed = tl.where((groups >= 0)[:, None] & (ids < vocab_size), packed | (0x7FFFFFFF - ids).to(tl.int64), NONE)
-        for place in range(K):
+        for index in range(K):
             best = tl.max(packed)
             packed = tl.where(packed == best, NONE, packed)
             value = unordered((best >> 32).to(tl.int32).to(tl.uint32, bitcast=True) ^ 0x80000000)
-            tl.store(values_ptr + row * K + place, value - log_normaliser)
-            tl.store(token_ids_ptr + row * K + place, 0x7FFFFFFF - (best & 0x7FFFFFFF))
+            tl.store(values_ptr + row * K + index, value - log_normaliser)
+            tl.store(token_ids_ptr + row * K + index, 0x7FFFFFFF - (best & 0x7FFFFFFF))
 
 
 def top_logprobs(

@@ -110,9 +110,9 @@ def find_floor(keys, highest, enough, MOST: tl.constexpr):
 
 
 @triton.jit
-def listed(kept, places, slots_ptr, count, CAPACITY: tl.constexpr):
+def listed(kept, targets, slots_ptr, count, CAPACITY: tl.constexpr):
     """Compact the indices where kept: [CAPACITY] int32, -1 from count on.  slots_ptr: scratch of this program."""
-    tl.store(slots_ptr + places, tl.arange(0, kept.shape[0]), mask=kept & (places < CAPACITY))
+    tl.store(slots_ptr + targets, tl.arange(0, kept.shape[0]), mask=kept & (targets < CAPACITY))
     tl.debug_barrier()
     slots = tl.arange(0, CAPACITY)
     return tl.load(slots_ptr + slots, mask=slots < count, other=-1, cache_modifier=".cg")
@@ -141,10 +141,10 @@ def pack_tokens(row_ptr, groups, floor, scratch_ptr, vocab_size, GROUP: tl.const
         kept = (x >= floor).to(tl.int32)
         kept_of_groups = tl.sum(kept, axis=1)
         up_to = num_kept + tl.cumsum(kept_of_groups, axis=0)
-        places = (up_to - kept_of_groups)[:, None] + tl.cumsum(kept, axis=1) - 1
-        fits = (kept > 0) & (places < CAPACITY)
-        tl.store(scratch_ptr + places, ids, mask=fits)
-        tl.store(scratch_ptr + CAPACITY + places, x.to(tl.int32, bitcast=True), mask=fits)
+        targets = (up_to - kept_of_groups)[:, None] + tl.cumsum(kept, axis=1) - 1
+        fits = (kept > 0) & (targets < CAPACITY)
+        tl.store(scratch_ptr + targets, ids, mask=fits)
+        tl.store(scratch_ptr + CAPACITY + targets, x.to(tl.int32, bitcast=True), mask=fits)
         num_kept += tl.sum(kept_of_groups, axis=0)
     tl.debug_barrier()
     return num_kept

@@ -12,12 +12,12 @@ def prepare_draft_inputs(
     last: torch.Tensor,
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    places: tuple[int, int, int],
+    level: tuple[int, int, int],
     block_size: int,
     num_positions: int,
 ) -> LevelRows:
-    """See ops.prepare_draft_inputs.  places: first, num_rows, rows_per_level."""
-    first, num_rows, rows_per_level = places
+    """See ops.prepare_draft_inputs.  level: first, num_rows, rows_per_level."""
+    first, num_rows, rows_per_level = level
     rows, width = torch.arange(num_rows, device=last.device), block_tables.shape[1]
     starts = positions[last] + 1 + first
     slots = starts[:, None] + rows

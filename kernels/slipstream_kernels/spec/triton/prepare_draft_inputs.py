@@ -14,12 +14,12 @@ def prepare_draft_inputs(
     last: torch.Tensor,
     seq_lens: torch.Tensor,
     block_tables: torch.Tensor,
-    places: tuple[int, int, int],
+    level: tuple[int, int, int],
     block_size: int,
     num_positions: int,
 ) -> LevelRows:
-    """See ops.prepare_draft_inputs.  places: first, num_rows, rows_per_level."""
-    first, num_rows, rows_per_level = places
+    """See ops.prepare_draft_inputs.  level: first, num_rows, rows_per_level."""
+    first, num_rows, rows_per_level = level
     count = last.shape[0]
     found = LevelRows(
         positions.new_empty(count * num_rows), positions.new_empty(count * num_rows), torch.empty_like(seq_lens)

@@ -56,12 +56,12 @@ def _advance_kernel(token_ids_ptr, positions_ptr, slots_ptr, seq_lens_ptr, table
     last = tl.load(last_ptr + request)
     start = tl.load(positions_ptr + last) + 1
     first_id = tl.load(next_ids_ptr + last)
-    places = start + rows
-    columns = places // block_size
+    token_positions = start + rows
+    columns = token_positions // block_size
     is_there = inside & (columns < table_width)
     blocks = tl.load(tables_ptr + request * table_stride + columns, mask=is_there, other=-1).to(tl.int64)
     num_missing = tl.sum(tl.where(inside & (blocks < 0), 1, 0), axis=0)
-    slots = tl.where(num_missing > 0, -1, blocks * block_size + places % block_size)
+    slots = tl.where(num_missing > 0, -1, blocks * block_size + token_positions % block_size)
     token_ids = tl.load(drafts_ptr + request * draft_stride + rows - 1, mask=is_draft, other=0)
     wide = rows.to(tl.int64)
     bits = (wide * 0 + 1) << wide

@@ -1,0 +1,75 @@
+"""Selects the connection to close when a worker reaches its limit of connections or header bytes.
+
+Slow clients cost an attacker nothing: a few hundred unfinished requests could occupy all connections for good. So a
+connection that waits for its client is closed in favour of a new one. Event loop thread.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import chain
+from typing import Protocol
+
+
+class PooledConnection(Protocol):
+    """A connection. num_kept_bytes: headers of its requests. may_give_way: none of its answers is being sent."""
+
+    @property
+    def address(self) -> str: ...
+
+    @property
+    def num_kept_bytes(self) -> int: ...
+
+    def may_give_way(self) -> bool: ...
+
+    def give_way(self, reason: str) -> None: ...
+
+
+class ConnectionPool:
+    """All connections of a worker. num_bytes: their header bytes, counted by the connections."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._num_of: Counter[str] = Counter()  # by address
+        self._idle: dict[PooledConnection, None] = {}  # between two requests, the longest first
+        self._reading: dict[PooledConnection, None] = {}  # in the middle of a request, likewise
+
+    def enter(self, connection: PooledConnection) -> None:
+        self._num_of[connection.address] += 1
+
+    def leave(self, connection: PooledConnection) -> None:
+        self.mark_busy(connection)
+        self._num_of[connection.address] -= 1
+        if not self._num_of[connection.address]:
+            del self._num_of[connection.address]
+
+    def mark_idle(self, connection: PooledConnection) -> None:
+        self.mark_busy(connection)
+        self._idle[connection] = None
+
+    def mark_reading(self, connection: PooledConnection) -> None:
+        self.mark_busy(connection)
+        self._reading[connection] = None
+
+    def mark_busy(self, connection: PooledConnection) -> None:
+        self._idle.pop(connection, None)
+        self._reading.pop(connection, None)
+
+    def longest_waiting(self, newcomer: PooledConnection) -> PooledConnection | None:
+        """The connection that has waited longest: an idle one, else one with an incomplete request.
+
+        Only from addresses with at least the average number of connections, so that a flood displaces itself.
+        """
+        average = self._num_of.total() / max(1, len(self._num_of))
+        for connection in chain(self._idle, self._reading):
+            if connection is not newcomer and self._num_of[connection.address] >= average and connection.may_give_way():
+                return connection
+        return None
+
+    def largest_head(self, newcomer: PooledConnection) -> PooledConnection | None:
+        """The connection with an incomplete request that keeps the most bytes; of equal ones the first."""
+        others = [
+            connection for connection in self._reading if connection is not newcomer and connection.may_give_way()
+        ]
+        largest = max(others, key=lambda connection: connection.num_kept_bytes, default=None)
+        return largest if largest is not None and largest.num_kept_bytes else None
