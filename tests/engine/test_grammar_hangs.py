@@ -7,6 +7,8 @@ import itertools
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from engine_driver import GREEDY, Told, make_engine, run_steps
+from patience import wait_until
 from slipstream.core.config import GuidedConfig
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason, Request
@@ -22,12 +25,13 @@ from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.runtime import grammar_link
 from slipstream.runtime.grammar_channel import Channel
-from slipstream.runtime.grammar_messages import MAX_KILLS
+from slipstream.runtime.grammar_link import GrammarLink, _cpu_seconds
+from slipstream.runtime.grammar_messages import MAX_KILLS, Setup
 
 PROMPT = [70, 201, 33]
 LETTERS = Guide("regex", "[a-z]{40}")
 GUIDED = SamplingParams(max_tokens=60, temperature=1.0, seed=1, guide=LETTERS)
-GONE_S = 30.0
+GONE_S = 60.0
 WORKERS_THAT_HANG = """
 import os, sys, time
 sys.path[:] = {path!r}
@@ -84,11 +88,12 @@ def _steps(engine: Engine, told: dict[Request, Told], seconds: float = GONE_S) -
 
 
 @contextmanager
-def _little_patience(monkeypatch: pytest.MonkeyPatch, name: str) -> Iterator[None]:
+def _little_patience(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """For as long as one process hangs; those after it need their time to start."""
     with monkeypatch.context() as patience:
-        patience.setattr(grammar_link, name, 0.5, raising=False)
+        patience.setattr(grammar_link, "MAX_GRAMMAR_SILENCE_S", 0.5, raising=False)
         yield
+    engine._structured._host._link._look_due += GONE_S
 
 
 @pytest.fixture
@@ -113,7 +118,7 @@ def served(tiny_llama: Path) -> Iterator[Engine]:
 def test_a_process_that_is_stopped_at_its_start_is_replaced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     request, one = _start(engine)
     told = {request: one}
-    with _little_patience(monkeypatch, "MAX_GRAMMAR_START_S"):
+    with _little_patience(engine, monkeypatch):
         for _ in _steps(engine, told):
             if stopped := _process(engine):
                 break
@@ -121,7 +126,6 @@ def test_a_process_that_is_stopped_at_its_start_is_replaced(engine: Engine, monk
         for _ in _steps(engine, told):
             if _process(engine) not in (0, stopped):
                 break
-    engine._structured._host._link._answer_due += GONE_S
     run_steps(engine, told)
     assert one.error == "" and one.finish_reason is FinishReason.STOP
     _wait_until_gone(stopped)
@@ -132,7 +136,7 @@ def test_a_process_that_is_stopped_with_a_trial_is_replaced(served: Engine, monk
     os.kill(stopped[0], signal.SIGSTOP)
     request, one = _start(served, replace(GUIDED, guide=Guide("regex", "[a-z]{41}")))
     told = {request: one}
-    with _little_patience(monkeypatch, "MAX_GRAMMAR_SILENCE_S"):
+    with _little_patience(served, monkeypatch):
         for _ in _steps(served, told):
             if _process(served) not in (0, stopped[0]):
                 break
@@ -180,6 +184,26 @@ def test_a_trial_that_is_stopped_is_not_the_doing_of_its_grammar(served: Engine)
     run_steps(served, told)
     assert one.error == "" and one.finish_reason is not None
     _wait_until_gone(*trials)
+
+
+def test_a_process_that_gets_little_time_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = GrammarLink(Setup("", 32, [], GuidedConfig()), num_rows=1)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        try:
+            link._process = busy
+            for _ in range(3):
+                wait_until(lambda: _cpu_seconds(busy) > link._cpu_s, "CPU time")
+                assert not link._hangs(0.0)
+            os.kill(busy.pid, signal.SIGSTOP)
+            wait_until(lambda: _state(busy.pid) == "T", "the stop")
+            link._hangs(0.0)
+            assert link._hangs(0.0)
+            os.kill(busy.pid, signal.SIGCONT)
+            wait_until(lambda: _cpu_seconds(busy) > link._cpu_s, "CPU time")
+            monkeypatch.setattr(grammar_link, "MAX_GRAMMAR_START_S", 0.0)
+            assert link._hangs(0.0)
+        finally:
+            busy.kill()
 
 
 # ---------------------------------------------------------------- nothing waits for them

@@ -2,7 +2,8 @@
 time, with the shared mask matrix. Engine thread; waits only in `hear`.
 
 Both must become ready, and the forking process must answer each message, within a time limit; otherwise it counts as
-lost and is killed, because a stopped process never notices its closed socket.
+lost and is killed, because a stopped process never notices its closed socket. The limits count CPU time where a busy
+machine would make wall time too short.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from slipstream.runtime.grammar_messages import Setup
 
 logger = logging.getLogger(__name__)
 
-MAX_GRAMMAR_START_S = 30.0  # until a process, or a worker, is ready
-MAX_GRAMMAR_SILENCE_S = 10.0  # until the forking process answers a message; it does no long work itself
+MAX_GRAMMAR_START_S = 30.0  # CPU time until the forking process is ready; it needs about 3 s
+MAX_GRAMMAR_SILENCE_S = 10.0  # without an answer from the forking process (or its start) and without CPU time
+MAX_WORKER_START_S = 30.0  # until a worker is ready: a fork
 _PING_S = 1.0  # after its last message, while an answer is expected
 _START = "import sys; sys.path[:] = {path!r}; from slipstream.runtime.grammar_process import main; main()"
 
@@ -42,7 +44,8 @@ class GrammarLink:
         self._worker: Channel | None = None
         self._generation = 0
         self._num_unanswered = 0  # messages to the forking process; its start counts as one
-        self._said_at = self._answer_due = self._worker_due = 0.0  # time.monotonic()
+        self._said_at = self._look_due = self._worker_due = 0.0  # time.monotonic()
+        self._cpu_s = self._cpu_s_asked = 0.0  # of the forking process: at the last look, when it was asked
         self.process_is_lost = self.worker_is_lost = False
         self.worker_is_ready = False
         self.masks = torch.empty(0, 0, dtype=torch.int32)  # [num_rows, vocab_size / 32] of the worker
@@ -59,7 +62,8 @@ class GrammarLink:
         now = time.monotonic()
         self._said_at = now
         if not self._num_unanswered:
-            self._answer_due = now + MAX_GRAMMAR_SILENCE_S
+            self._look_due = now + MAX_GRAMMAR_SILENCE_S
+            self._cpu_s = self._cpu_s_asked = _cpu_seconds(self._process)
         self._num_unanswered += 1
         try:
             self._control.send(message, fds)
@@ -102,22 +106,28 @@ class GrammarLink:
             for message in messages:
                 if message[0] in ("ready", "heard"):
                     self._num_unanswered -= 1
-                    self._answer_due = time.monotonic() + MAX_GRAMMAR_SILENCE_S
+                    self._look_due = time.monotonic() + MAX_GRAMMAR_SILENCE_S
                 if message[0] != "heard":
                     on_notice(*message)
 
     def check(self, now: float, is_awaited: bool) -> None:
         """Mark processes that did not answer in time as lost. is_awaited: the forking process owes a message."""
         if self._worker is not None and not self.worker_is_ready and now > self._worker_due:
-            logger.warning("a worker of structured output is not ready after %g s: it is killed", MAX_GRAMMAR_START_S)
+            logger.warning("a worker of structured output is not ready after %g s: it is killed", MAX_WORKER_START_S)
             self.worker_is_lost = True
         if self._control is None:
             return
-        if self._num_unanswered and now > self._answer_due:
+        if self._num_unanswered and now > self._look_due and self._hangs(now):
             logger.warning("the process of structured output does not answer: it is killed")
             self.process_is_lost = True
         elif is_awaited and not self._num_unanswered and now > self._said_at + _PING_S:
             self.say("ping")
+
+    def _hangs(self, now: float) -> bool:
+        """Whether the forking process had no CPU time since the last look, or too much since it was asked."""
+        cpu_s, before = _cpu_seconds(self._process), self._cpu_s
+        self._look_due, self._cpu_s = now + MAX_GRAMMAR_SILENCE_S, cpu_s
+        return cpu_s <= before or cpu_s > self._cpu_s_asked + MAX_GRAMMAR_START_S
 
     def reap(self) -> None:
         """Reap killed processes that have ended."""
@@ -126,7 +136,7 @@ class GrammarLink:
 
     def start_worker(self) -> None:
         """Request a worker.  If the machine lacks descriptors or memory, the process counts as lost."""
-        self.worker_is_ready, self._worker_due = False, time.monotonic() + MAX_GRAMMAR_START_S
+        self.worker_is_ready, self._worker_due = False, time.monotonic() + MAX_WORKER_START_S
         try:
             ours, theirs = socket.socketpair()
             self._worker = Channel(ours, is_blocking=False)
@@ -183,4 +193,15 @@ class GrammarLink:
                 [sys.executable, *arguments], pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
             )
         self._control = Channel(ours, is_blocking=False)
-        self._num_unanswered, self._answer_due = 1, time.monotonic() + MAX_GRAMMAR_START_S
+        self._num_unanswered, self._look_due = 1, time.monotonic() + MAX_GRAMMAR_SILENCE_S
+        self._cpu_s = self._cpu_s_asked = 0.0
+
+
+def _cpu_seconds(process: subprocess.Popen[bytes] | None) -> float:
+    """CPU time of a process; 0 if there is none."""
+    try:
+        with open(f"/proc/{process.pid if process is not None else 0}/stat") as file:
+            user, system = file.read().rpartition(")")[2].split()[11:13]
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")

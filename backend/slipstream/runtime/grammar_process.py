@@ -28,7 +28,7 @@ from slipstream.runtime.grammar_worker import GrammarCache, GrammarWorker, lower
 from slipstream.runtime.trial_queue import Trial, TrialQueue
 
 _SHORT_TRIAL_S = 0.3  # CPU time in the first lane
-_PATIENCE = 6  # limit of a trial's wall time, as a multiple of its CPU time
+_PATIENCE = 6  # wall time between two looks at a trial, as a multiple of its CPU time
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 _STACKS_BYTES = 512 << 20  # address space for the stacks of a worker's threads
 _PR_SET_PDEATHSIG = 1
@@ -56,7 +56,7 @@ class GrammarProcess:
             for trial in [trial for trial in self._trials.running if trial.result_fd in found]:
                 self._end(trial)
             for trial in [trial for trial in self._trials.running if trial.deadline <= time.monotonic()]:
-                self._end(trial)
+                self._look_after(trial)
             if self._channel.socket.fileno() in found:
                 for message in self._channel.receive():
                     self._take(*message)
@@ -103,7 +103,7 @@ class GrammarProcess:
         seconds = self._seconds(trial)
         trial.pid = self._fork(lambda: self._try(trial.guide, seconds, write_fd))
         os.close(write_fd)
-        trial.result_fd, trial.deadline = read_fd, time.monotonic() + _PATIENCE * seconds
+        trial.result_fd, trial.deadline, trial.num_ticks = read_fd, time.monotonic() + _PATIENCE * seconds, 0
         self._trials.running.append(trial)
 
     def _try(self, guide: Guide, seconds: float, write_fd: int) -> None:
@@ -123,6 +123,20 @@ class GrammarProcess:
             verdict = ("bug", f"{type(error).__name__}: {error}")
         os.write(write_fd, pickle.dumps(verdict))
 
+    def _look_after(self, trial: Trial) -> None:
+        """Let a trial in the last lane continue while it gets CPU time, whose total is limited: a busy machine says
+        nothing about its grammar. A trial without CPU time is stopped or hangs, and ends."""
+        num_ticks = _cpu_ticks(trial.pid)
+        if self._is_last(trial) and num_ticks > trial.num_ticks:
+            trial.num_ticks = num_ticks
+            trial.deadline = time.monotonic() + _PATIENCE * self._seconds(trial)
+        else:
+            self._end(trial)
+
+    def _is_last(self, trial: Trial) -> bool:
+        """Whether no lane would give it more time."""
+        return self._seconds(trial) >= self._limits.max_compile_ms / 1e3
+
     def _end(self, trial: Trial) -> None:
         is_overdue = not readable([trial.result_fd], 0)
         result = b"" if is_overdue else os.read(trial.result_fd, 65536)
@@ -132,7 +146,7 @@ class GrammarProcess:
         is_spent = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
         if result:
             verdict, text = pickle.loads(result)
-        elif (is_spent or is_overdue) and self._seconds(trial) < self._limits.max_compile_ms / 1e3:
+        elif (is_spent or is_overdue) and not self._is_last(trial):
             self._queue(Trial(trial.key, trial.guide, trial.arrived, is_long=True))
             return
         elif is_spent:
@@ -199,6 +213,13 @@ def _kill(pid: int) -> int:
 def _is_crash(status: int) -> bool:
     """Whether a child ended by a failure of its own, not by a signal from outside."""
     return os.WTERMSIG(status) in _CRASHES if os.WIFSIGNALED(status) else os.WEXITSTATUS(status) != 0
+
+
+def _cpu_ticks(pid: int) -> int:
+    """Time that a child has had, in the kernel's ticks of 10 ms or so."""
+    with open(f"/proc/{pid}/stat") as file:
+        user, system = file.read().rpartition(")")[2].split()[11:13]
+    return int(user) + int(system)
 
 
 def _virtual_bytes() -> int:

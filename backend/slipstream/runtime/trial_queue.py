@@ -22,8 +22,8 @@ TRIAL_CHARS_PER_S = 10_000
 
 @dataclass(slots=True, eq=False)
 class Trial:
-    """arrived: time.monotonic(). pid, result_fd, deadline: while it runs. num_kills: kills from outside (the OOM
-    killer, or by hand)."""
+    """arrived: time.monotonic(). pid, result_fd, deadline, num_ticks: while it runs; num_ticks is its CPU time at the
+    last look, deadline the next look. num_kills: kills from outside (the OOM killer, or by hand)."""
 
     key: bytes
     guide: Guide
@@ -32,6 +32,7 @@ class Trial:
     pid: int = 0
     result_fd: int = -1
     deadline: float = 0.0
+    num_ticks: int = 0
     num_kills: int = 0
 
 
