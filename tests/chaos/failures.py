@@ -18,6 +18,7 @@ from clock import Clock
 from llm_client import GrpcStream
 from llm_server import LlmServer
 from outcome import Outcome
+from slipstream.runtime.grammar_messages import MAX_KILLS
 from traffic import Ledger, Target
 from watch import own_engines
 
@@ -27,7 +28,6 @@ CLOCK_JUMPS_S = (-86400.0, -3600.0, -5.0, 5.0, 3600.0, 86400.0)
 REST_S = (0.5, 3.0)  # between two
 NEIGHBOUR = "chaos_neighbour"
 IMPORTS_PER_START = 2.0
-HELPER_START_S = 5.0
 DISK_LIMIT = 4 << 20
 MAX_NEIGHBOUR_UNLOAD_S = 10.0
 GATEWAY_LAG_S = 3.0  # it asks Triton which models are ready some times a second, less often on busy cores
@@ -77,13 +77,13 @@ class Downtimes:
     def explains(self, outcome: Outcome) -> bool:
         """A client's short deadline explains its own time-out; else the engine must have been away meanwhile.
 
-        A grammar whose process dies twice is blamed for it.
+        So does the death of as many grammar processes as a request outlasts without a token.
         """
         if outcome.asked.ending == "deadline" and "time" in outcome.error.lower():
             return True
         with self.lock:
             num_kills = sum(outcome.sent <= time <= outcome.ended for time in self.helper_kills)
-            if num_kills > 1 and "structured_outputs" in outcome.asked.known.settings:
+            if num_kills >= MAX_KILLS and "structured_outputs" in outcome.asked.known.settings:
                 return True
             times = [(since, until) for model, since, until in self.times if model == outcome.asked.model]
         if outcome.asked.is_through_gateway:
@@ -167,13 +167,8 @@ class Failures:
                 self._ledger.fault(f"ready again {self.ready_again_s[-1]:.1f} s after a kill, not {bound:.0f}")
 
     def _kill_helper(self, strength: float) -> None:
-        """One of the processes that match grammars: guided requests go on in a new one.
-
-        Not one that has just begun: a process that does not even start ends the requests that wait for it.
-        """
-        born_before = time.time() - HELPER_START_S
+        """One of the processes that match grammars, or that begin to: guided requests go on in a new one."""
         helpers = self.engines[self._target.model].children(recursive=True)
-        helpers = [helper for helper in helpers if helper.create_time() < born_before]
         if not helpers:
             return  # no grammar was asked for yet, or the last kill was a moment ago
         with self._downtimes.lock:
