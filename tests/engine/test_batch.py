@@ -76,16 +76,16 @@ def test_batches_of_random_lives(seed: int) -> None:
         for row in step.rows:
             _live_on(dice, row)
         gone = [request for request in pool if dice.random() < 0.05]
-        builder.tables.drop([request.request_id for request in gone])
+        builder.tables.drop([request.sequence_id for request in gone])
         pool = [_new_request(dice) if request in gone else request for request in pool]
 
 
 def _build(builder: BatchBuilder, step: StepInput) -> ForwardBatch:
     """With what the step says of blocks."""
     for new in step.new_requests:
-        builder.tables.put(new.request_id, new.block_ids)
-    for request_id, block_ids in step.updates.block_ids.items():
-        builder.tables.extend(request_id, block_ids)
+        builder.tables.put(new.sequence_id, new.block_ids)
+    for sequence_id, block_ids in step.updates.block_ids.items():
+        builder.tables.extend(sequence_id, block_ids)
     return builder.build(step)
 
 

@@ -119,7 +119,7 @@ def test_a_step_says_only_what_is_new(tiny_llama: Path) -> None:
     first, *later = recorder.steps
     assert [new.prompt_token_ids for new in first.new_requests] == [[7] * 5, [7] * 30]
     assert not any(step.new_requests for step in later)
-    assert all(step.token_ids == [5] * len(step.request_ids) for step in later)
+    assert all(step.token_ids == [5] * len(step.sequence_ids) for step in later)
     grown = [block for step in later for blocks in step.updates.block_ids.values() for block in blocks]
     assert len(grown) == 3, "each request's blocks once: of 8 tokens, for 17 and 42 of them"
     assert not any(step.updates.output_token_ids for step in later), "nobody reads the text"
@@ -130,7 +130,7 @@ def test_who_reads_the_text_gets_it_token_by_token(tiny_llama: Path) -> None:
     (request,) = engine.submit(Request([7] * 5, replace(GREEDY, max_tokens=6, repetition_penalty=1.5)))
     run_steps(engine, {})
     updates = [step.updates.output_token_ids for step in recorder.steps]
-    assert updates == [{}, *[{request.request_id: [5]}] * 5]
+    assert updates == [{}, *[{request.sequence_id: [5]}] * 5]
 
 
 def test_messages_hold_no_objects_of_the_engine(tiny_llama: Path, prompts: list[list[int]]) -> None:

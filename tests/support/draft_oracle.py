@@ -30,18 +30,18 @@ class Oracle:
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftOutput]:
         self.num_calls += bool(requests)
-        self.requests |= {self.submitted[one.request.request_id] for one in requests}
+        self.requests |= {self.submitted[one.request.sequence_id] for one in requests}
         return [self._drafts(one) for one in requests]
 
     @property
     def num_accepted(self) -> int:
         return sum(request.num_accepted_tokens for request in self.requests)
 
-    def forget(self, request_ids: Sequence[int]) -> None:
+    def forget(self, sequence_ids: Sequence[int]) -> None:
         pass
 
     def _drafts(self, wanted: DraftRequest) -> DraftOutput:
-        request = self.submitted[wanted.request.request_id]
+        request = self.submitted[wanted.request.sequence_id]
         assert wanted.request.token_ids == request.token_ids, "the worker knows the text"
         text = self.texts[request.handle, request.sequence_index]
         right = text[request.num_output_tokens :][: self.dice.randint(0, 4)]
@@ -71,7 +71,7 @@ def consult(engine: Engine, oracle: Oracle) -> None:
 
     def note(request: Request) -> list[Request]:
         sequences = submit(request)
-        oracle.submitted.update({one.request_id: one for one in sequences})
+        oracle.submitted.update({one.sequence_id: one for one in sequences})
         return sequences
 
     engine.submit = note  # type: ignore[method-assign]

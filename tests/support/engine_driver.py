@@ -60,7 +60,7 @@ def announce(engine: Engine, step: ScheduledStep) -> tuple[StepInput, list[Reque
     for new in message.new_requests:
         worker._add(new)
     worker._update(message.updates)
-    return message, worker._states.of(message.request_ids)
+    return message, worker._states.of(message.sequence_ids)
 
 
 @dataclass

@@ -48,8 +48,8 @@ class FakeLLM:
         cache = scheduler.cache
         self._slots = [[0] * cache.block_size for _ in range(cache.num_blocks)]
         self.steps: list[ScheduledStep] = []
-        self.emitted: dict[int, list[int]] = {}  # request_id -> token ids of its StepOutputs
-        self.ended: dict[int, int] = {}  # request_id -> number of outputs with a finish_reason
+        self.emitted: dict[int, list[int]] = {}  # sequence_id -> token ids of its StepOutputs
+        self.ended: dict[int, int] = {}  # sequence_id -> number of outputs with a finish_reason
 
     def step(self) -> list[StepOutput]:
         step = self.scheduler.schedule()
@@ -79,10 +79,10 @@ class FakeLLM:
 
     def take(self, outputs: list[StepOutput]) -> None:
         for output in outputs:
-            request_id = output.request.request_id
-            self.emitted.setdefault(request_id, []).extend(output.new_token_ids)
+            sequence_id = output.request.sequence_id
+            self.emitted.setdefault(sequence_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:
-                self.ended[request_id] = self.ended.get(request_id, 0) + 1
+                self.ended[sequence_id] = self.ended.get(sequence_id, 0) + 1
 
     def run(self, max_steps: int = 10_000) -> int:
         """Step until nothing is left; returns the number of steps."""
@@ -102,7 +102,7 @@ class FakeLLM:
             self._slots[request.block_ids[position // size]][position % size] = hashes[position]
         for position in range(end):
             seen = self._slots[request.block_ids[position // size]][position % size]
-            assert seen == hashes[position], f"request {request.request_id} lost the KV of position {position}"
+            assert seen == hashes[position], f"request {request.sequence_id} lost the KV of position {position}"
         assert row.samples == (end >= len(known))
         return self._sample(request, known) if row.samples else []
 

@@ -337,7 +337,7 @@ def test_stop_is_a_stop_request_as_truth_value_and_a_stop_string_as_text() -> No
     assert parse(tensor("stop", True), **may_stop, outputs=("output_ids", "sequence_length")).outputs == ()
     assert parse(parameters={"stop": True}, **may_stop).is_stop
     assert parse(parameters={"stop": True, "id": "abc"}, **{**may_stop, "request_id": ""}).request_id == "abc"
-    assert parse(PROMPT, parameters={"request_id": "abc"}).request.client_request_id == "abc"
+    assert parse(PROMPT, parameters={"request_id": "abc"}).request.request_id == "abc"
     assert params(parameters={"stop": "END"}).stop == ("END",)
     assert params(tensor("stop", False), tensor("stop_words", ["END"])).stop == ("END",)
     with pytest.raises(RequestError, match=r"^stop: needs a request id"):
@@ -374,7 +374,7 @@ def test_the_rest_of_a_request_arrives() -> None:
     client = parse(PROMPT, *tensors, request_id="r1", arrival_ns=77)
     assert (client.handle, client.request_id, client.stream, client.stream_interval) == (7, "r1", True, 5)
     sequence = client.request
-    assert (sequence.handle, sequence.client_request_id, sequence.priority) == (7, "r1", -2)
+    assert (sequence.handle, sequence.request_id, sequence.priority) == (7, "r1", -2)
     assert sequence.times.arrival_ns == 77
     config = replace(CONFIG, serving=ServingConfig(stream_interval=4))
     assert parse(PROMPT, config=config).stream_interval == 4

@@ -17,7 +17,7 @@ def held(blocks: list[int], *hashes: bytes) -> RequestState:
 
 def followed(seen: DraftKVState, request: RequestState, count: int) -> None:
     assert seen.follow(request, 0, count)
-    seen.forget([request.request_id])
+    seen.forget([request.sequence_id])
 
 
 def test_a_full_block_is_known_by_its_content() -> None:

@@ -131,7 +131,7 @@ def test_preemption_takes_the_last_arrived_of_the_lowest_priority_and_keeps_its_
     assert preempted and preempted[0] is lowest and urgent not in preempted
     assert lowest.num_preemptions == preempted.count(lowest)
     for request, token in ((urgent, 1), (normal, 2), (lowest, 3)):
-        assert request.output_token_ids == continuation([token] * 8, 12) == llm.emitted[request.request_id]
+        assert request.output_token_ids == continuation([token] * 8, 12) == llm.emitted[request.sequence_id]
 
 
 def test_a_preempted_request_resumes_from_its_cached_prefix() -> None:

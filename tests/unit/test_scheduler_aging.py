@@ -32,13 +32,13 @@ class ClockedLLM:
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.llm.scheduler.add(request, self.now)
-            self.arrivals[request.request_id] = self.now
+            self.arrivals[request.sequence_id] = self.now
 
     def step(self) -> None:
         self.llm.step()
-        known = {request.request_id for request in self.started}
+        known = {request.sequence_id for request in self.started}
         rows = self.llm.steps[-1].rows
-        self.started += [row.request for row in rows if row.request.request_id not in known]
+        self.started += [row.request for row in rows if row.request.sequence_id not in known]
         self.now += self.step_s
 
 
@@ -58,8 +58,8 @@ def test_a_low_priority_starts_within_its_bound_under_endless_high_ones(priority
         assert llm.now <= bound, "starved"
         llm.add(distinct(max_tokens, 0))  # more than can be served
         llm.step()
-    overtakers = [request for request in llm.started if llm.arrivals[request.request_id] > arrival]
-    assert all(llm.arrivals[request.request_id] <= arrival + priority * aging_s for request in overtakers)
+    overtakers = [request for request in llm.started if llm.arrivals[request.sequence_id] > arrival]
+    assert all(llm.arrivals[request.sequence_id] <= arrival + priority * aging_s for request in overtakers)
 
 
 def test_without_ageing_the_lowest_is_never_served() -> None:
@@ -89,12 +89,12 @@ def test_who_overtakes_whom(arrivals: list[tuple[int, int]], aging_s: float, max
     assert len(llm.started) == len(arrivals)
     for place, later in enumerate(llm.started):
         for earlier_in_order in llm.started[:place]:
-            first, second = llm.arrivals[earlier_in_order.request_id], llm.arrivals[later.request_id]
+            first, second = llm.arrivals[earlier_in_order.sequence_id], llm.arrivals[later.sequence_id]
             if second < first:  # it was there before, and waited
                 levels = later.priority - earlier_in_order.priority
                 assert levels > 0 and first - second <= levels * aging_s
     for priority in {request.priority for request in llm.started}:
-        ids = [request.request_id for request in llm.started if request.priority == priority]
+        ids = [request.sequence_id for request in llm.started if request.priority == priority]
         assert ids == sorted(ids), "the order within one priority is that of arrival"
 
 

@@ -55,7 +55,7 @@ def test_stop_conditions(
             request.eos_token_ids = frozenset([tokens[params["eos"]]])  # type: ignore[index]
         add(llm, request)
         llm.run()
-        assert request.output_token_ids == text[:num_tokens] == llm.emitted[request.request_id]
+        assert request.output_token_ids == text[:num_tokens] == llm.emitted[request.sequence_id]
         expected = tokens[stop_reason] if stop_reason is not None else None
         assert (request.finish_reason, request.stop_reason) == (reason, expected)
         assert llm.scheduler.cache.num_used_blocks == 0

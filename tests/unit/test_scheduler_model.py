@@ -149,7 +149,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         step = self.llm.steps[-1]
         num_tokens = step.num_scheduled_tokens
         assert sum(num_tokens) == step.total_num_scheduled_tokens <= self.config.max_num_batched_tokens
-        assert len({request.request_id for request in step.requests}) == len(num_tokens) <= self.config.max_num_seqs
+        assert len({request.sequence_id for request in step.requests}) == len(num_tokens) <= self.config.max_num_seqs
         assert all(count > 0 for count in num_tokens)
         assert bool(step.requests) or not had_work, "a step without rows although there is work"
         assert len(self.llm.flights) == (self.llm.num_ahead if step.requests else 0)
@@ -178,7 +178,7 @@ class SchedulerWalk(RuleBasedStateMachine):
     def check_state(self) -> None:
         check_blocks(self.scheduler)
         live = list(self.scheduler.live_requests)
-        assert sorted(r.request_id for r in live) == [r.request_id for r in self.requests if not r.is_finished]
+        assert sorted(r.sequence_id for r in live) == [r.sequence_id for r in self.requests if not r.is_finished]
         assert self.scheduler.num_running <= self.config.max_num_seqs
         for request in self.requests:
             num_tokens = request.num_tokens + request.num_output_placeholders
@@ -187,7 +187,7 @@ class SchedulerWalk(RuleBasedStateMachine):
             text = expected_output(request)
             assert (
                 request.output_token_ids
-                == self.llm.emitted.get(request.request_id, [])
+                == self.llm.emitted.get(request.sequence_id, [])
                 == text[: len(request.output_token_ids)]
             )
 
@@ -199,7 +199,7 @@ class SchedulerWalk(RuleBasedStateMachine):
         check_blocks(self.scheduler)
         assert self.scheduler.cache.num_used_blocks == 0 and not self.scheduler.cache._computing
         for request in self.requests:
-            assert self.llm.ended[request.request_id] == 1, "not exactly one end"
+            assert self.llm.ended[request.sequence_id] == 1, "not exactly one end"
             if request.finish_reason in OWN_ENDS:
                 assert request.output_token_ids == expected_output(request)
         self.check_counters()

@@ -108,7 +108,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         priority=settings.get("priority", DEFAULTS["priority"]),
         deadline=read_deadline(raw, settings),
         handle=raw.handle,
-        client_request_id=request_id,
+        request_id=request_id,
         prefix_key=settings.get("cache_salt", "").encode("utf-8"),  # begins the chain of block hashes (kv_cache.py)
         times=RequestTimes(arrival_ns=raw.arrival_ns),
     )

@@ -53,7 +53,7 @@ class ExpiryQueue:
         expiry = expiry_of(request)
         if expiry == float("inf"):
             return
-        heappush(self._heap, (expiry, request.request_id, request))
+        heappush(self._heap, (expiry, request.sequence_id, request))
         if len(self._heap) > self._max_entries:  # drop ended requests before their deadline
             self._heap = [entry for entry in self._heap if not entry[2].is_finished]
             heapify(self._heap)

@@ -62,11 +62,11 @@ class Request:
     priority: int = 0
     deadline: float | None = None
     handle: int = 0
-    client_request_id: str = ""
+    request_id: str = ""
     sequence_index: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     prefix_key: bytes = b""
-    request_id: int = field(default_factory=lambda: next(_ids))
+    sequence_id: int = field(default_factory=lambda: next(_ids))
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None

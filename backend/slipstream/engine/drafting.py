@@ -132,7 +132,7 @@ class Drafting:
                 budgets.append(budget)
             if self._heads:
                 count = len(new_token_ids) if row.num_drafts else row.num_scheduled_tokens
-                computed.append((request.request_id, row.num_computed_tokens, count))
+                computed.append((request.sequence_id, row.num_computed_tokens, count))
             if self._heads or budget is not None:
                 concerned.append(request)
         if not concerned:
@@ -141,11 +141,11 @@ class Drafting:
 
     def give(self, step: ScheduledStep, drafts: DraftInput, result: DraftResult) -> None:
         """Give requests the drafts that the worker made."""
-        by_id = {request.request_id: request for request in step.requests}
-        for request_id in result.lost_ids:
-            by_id[request_id].speculation = None
+        by_id = {request.sequence_id: request for request in step.requests}
+        for sequence_id in result.lost_ids:
+            by_id[sequence_id].speculation = None
         for budget, tokens in zip(drafts.budgets, result.drafts, strict=True):
-            request = by_id[budget.request_id]
+            request = by_id[budget.sequence_id]
             request.draft_token_ids, request.draft_parents = list(tokens.token_ids), list(tokens.parents)
 
     # ---- parts
@@ -183,7 +183,7 @@ class Drafting:
         if num_drafts <= 0 or len(request.block_ids) * scheduler.cache.block_size < min(num_slots, num_most):
             return None
         has_scratch = num_slots <= num_most
-        return DraftBudget(request.request_id, drafter.method, num_drafts, num_left, launched, has_scratch)
+        return DraftBudget(request.sequence_id, drafter.method, num_drafts, num_left, launched, has_scratch)
 
     def _check_off(self, params: SamplingParams) -> None:
         """A request may name a method on a server that has none only to be told so."""

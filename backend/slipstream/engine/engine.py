@@ -262,9 +262,9 @@ class Engine:
 
     def _forget(self, ended: list[Request]) -> None:
         if ended:
-            request_ids = [request.request_id for request in ended]
-            self._inputs.forget(request_ids)
-            self.worker.forget(request_ids)
+            sequence_ids = [request.sequence_id for request in ended]
+            self._inputs.forget(sequence_ids)
+            self.worker.forget(sequence_ids)
             self._structured.forget(ended)
 
     def _measure_decode(self, step: ScheduledStep, sampled: SampledStep) -> None:
@@ -313,8 +313,8 @@ class Engine:
             return
         for output in committed:
             request = output.request
-            output.prompt_logprobs = result.prompt_logprobs.get(request.request_id)
-            entries = sampled.logprobs.get(request.request_id)
+            output.prompt_logprobs = result.prompt_logprobs.get(request.sequence_id)
+            entries = sampled.logprobs.get(request.sequence_id)
             if entries is not None:
                 output.logprobs = entries[: len(output.new_token_ids)]  # a stop may have cut the step's tokens
                 request.cumulative_logprob += sum(entry.logprob for entry in output.logprobs)

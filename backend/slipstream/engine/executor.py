@@ -70,8 +70,8 @@ class SerializedWorker:
     def draft(self, drafts: DraftInput) -> DraftResult:
         return _copied(self.worker.draft(_copied(drafts)))
 
-    def forget(self, request_ids: Sequence[int]) -> None:
-        self.worker.forget(_copied(request_ids))
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        self.worker.forget(_copied(sequence_ids))
 
     def close(self) -> None:
         self.worker.close()

@@ -64,11 +64,11 @@ class AheadStep:
         if step.preempted or step.copies:
             return None
         launched = self.in_flight.step
-        expected = {request.request_id: place for place, request in enumerate(launched.requests)}
+        expected = {request.sequence_id: place for place, request in enumerate(launched.requests)}
         places = []
         lists = step.requests, step.num_computed_tokens, step.num_scheduled_tokens, step.num_drafts
         for request, num_computed, num_scheduled, num_drafts in zip(*lists):
-            place = expected.get(request.request_id, -1)
+            place = expected.get(request.sequence_id, -1)
             if place < 0 or request.num_preemptions != self.num_preemptions[place]:
                 return None
             if num_drafts != launched.num_drafts[place] or num_scheduled != launched.num_scheduled_tokens[place]:
@@ -103,7 +103,7 @@ def sampled_step(in_flight: InFlightStep, result: StepResult) -> SampledStep:
             sampled.token_ids[place] = found.token_ids
             if num_drafts:
                 sampled.kept_rows[place] = found.rows
-            if entries := result.logprobs.get(request.request_id):
-                sampled.logprobs[request.request_id] = [entries[row] for row in found.rows]
+            if entries := result.logprobs.get(request.sequence_id):
+                sampled.logprobs[request.sequence_id] = [entries[row] for row in found.rows]
         first += 1 + num_drafts
     return sampled

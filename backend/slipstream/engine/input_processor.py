@@ -113,7 +113,7 @@ def expand(request: Request) -> list[Request]:
             priority=request.priority,
             deadline=request.deadline,
             handle=request.handle,
-            client_request_id=request.client_request_id,
+            request_id=request.request_id,
             sequence_index=index,
             eos_token_ids=request.eos_token_ids,
             prefix_key=request.prefix_key,

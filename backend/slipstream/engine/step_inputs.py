@@ -37,7 +37,7 @@ class StepInputs:
         token_ids, pending = _token_ids(step)
         return StepInput(
             step_id=step_id,
-            request_ids=[request.request_id for request in requests],
+            sequence_ids=[request.sequence_id for request in requests],
             num_computed_tokens=step.num_computed_tokens,
             num_scheduled_tokens=step.num_scheduled_tokens,
             num_drafts=step.num_drafts,
@@ -58,17 +58,17 @@ class StepInputs:
         """What these have got since the last message; the worker knows all of them."""
         hashes = {}
         for request in requests if self._makes_drafts else ():
-            num_sent = self._num_sent_hashes.get(request.request_id, 0)
+            num_sent = self._num_sent_hashes.get(request.sequence_id, 0)
             if len(request.block_hashes) > num_sent:
-                hashes[request.request_id] = request.block_hashes[num_sent:]
-                self._num_sent_hashes[request.request_id] = len(request.block_hashes)
+                hashes[request.sequence_id] = request.block_hashes[num_sent:]
+                self._num_sent_hashes[request.sequence_id] = len(request.block_hashes)
         return Updates(self._new_blocks(requests, []), self._new_tokens(), hashes)
 
-    def forget(self, request_ids: Iterable[int]) -> None:
-        for request_id in request_ids:
-            self._readers.pop(request_id, None)
-            self._num_sent_tokens.pop(request_id, None)
-            self._num_sent_hashes.pop(request_id, None)
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._readers.pop(sequence_id, None)
+            self._num_sent_tokens.pop(sequence_id, None)
+            self._num_sent_hashes.pop(sequence_id, None)
 
     # ---- parts
 
@@ -80,7 +80,7 @@ class StepInputs:
             if request.num_sent_blocks < 0:
                 new_requests.append(self._introduce(request))
             else:
-                found[request.request_id] = request.block_ids[request.num_sent_blocks :]
+                found[request.sequence_id] = request.block_ids[request.num_sent_blocks :]
             request.num_sent_blocks = len(request.block_ids)
         return found
 
@@ -88,19 +88,19 @@ class StepInputs:
         params, speculation = request.params, request.speculation
         method = "" if speculation is None else speculation.method
         if params.has_penalties or params.bad_words_ids or method in self._proposers:
-            self._readers[request.request_id] = request
-            self._num_sent_tokens[request.request_id] = request.num_tokens
+            self._readers[request.sequence_id] = request
+            self._num_sent_tokens[request.sequence_id] = request.num_tokens
         if self._makes_drafts:
-            self._num_sent_hashes[request.request_id] = len(request.block_hashes)
+            self._num_sent_hashes[request.sequence_id] = len(request.block_hashes)
         return new_request(request, with_hashes=self._makes_drafts)
 
     def _new_tokens(self) -> dict[int, list[int]]:
         found = {}
-        for request_id, request in self._readers.items():
-            num_sent = self._num_sent_tokens[request_id]
+        for sequence_id, request in self._readers.items():
+            num_sent = self._num_sent_tokens[sequence_id]
             if request.num_tokens > num_sent:
-                found[request_id] = request.token_ids[num_sent:]
-                self._num_sent_tokens[request_id] = request.num_tokens
+                found[sequence_id] = request.token_ids[num_sent:]
+                self._num_sent_tokens[sequence_id] = request.num_tokens
         return found
 
 
@@ -109,7 +109,7 @@ def new_request(request: Request, with_hashes: bool = True) -> NewRequest:
     params, speculation = request.params, request.speculation
     has_minimum = params.min_tokens > 0 and request.stop_conditions is not None
     return NewRequest(
-        request_id=request.request_id,
+        sequence_id=request.sequence_id,
         prompt_token_ids=request.prompt_token_ids,
         output_token_ids=request.output_token_ids,
         params=params,
@@ -152,7 +152,7 @@ def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:
 def _draft_parents(step: ScheduledStep) -> dict[int, list[int]]:
     """Trees alone: a chain has no parents."""
     return {
-        request.request_id: request.draft_parents[:num_drafts]
+        request.sequence_id: request.draft_parents[:num_drafts]
         for request, num_drafts in zip(step.requests, step.num_drafts)
         if num_drafts and request.draft_parents
     }

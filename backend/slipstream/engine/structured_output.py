@@ -45,13 +45,13 @@ class StructuredOutputs:
         fail: Callable[[Request, SlipstreamError, list[StepOutput]], None],
     ) -> None:
         self._host, self._scheduler, self._fail = host, scheduler, fail
-        self._live: set[int] = set()  # by request_id; while there is none, a step's tokens are not gone through
+        self._live: set[int] = set()  # by sequence_id; while there is none, a step's tokens are not gone through
 
     def start(self, requests: Sequence[Request]) -> None:
         """Start the grammars of one client request, which the scheduler has taken."""
         states = [request.guide_state for request in requests if request.guide_state is not None]
         if states:
-            self._live.update(state.request.request_id for state in states)
+            self._live.update(state.request.sequence_id for state in states)
             self._host.start(states)
 
     def poll(self, outputs: list[StepOutput], timeout: float = 0.0) -> None:
@@ -128,7 +128,7 @@ class StructuredOutputs:
     def forget(self, requests: Sequence[Request]) -> None:
         for request in requests if self._live else ():
             if request.guide_state is not None:
-                self._live.discard(request.request_id)
+                self._live.discard(request.sequence_id)
                 self._host.forget(request.guide_state)
 
     def close(self) -> None:

@@ -37,29 +37,29 @@ class BlockTables:
         """For sequences of max_model_len tokens and the token after them."""
         return cls(num_rows, -(-(max_model_len // block_size + 1) // TABLE_STEP) * TABLE_STEP)
 
-    def put(self, request_id: int, block_ids: Sequence[int]) -> None:
+    def put(self, sequence_id: int, block_ids: Sequence[int]) -> None:
         """These are all blocks of a request, whatever it had before."""
-        row = self._rows.get(request_id)
+        row = self._rows.get(sequence_id)
         if row is None:
-            row = self._rows[request_id] = self._new_row()
+            row = self._rows[sequence_id] = self._new_row()
         self._table[row] = -1
         self._num_blocks[row] = 0
-        self.extend(request_id, block_ids)
+        self.extend(sequence_id, block_ids)
 
-    def extend(self, request_id: int, block_ids: Sequence[int]) -> None:
-        row = self._rows.get(request_id)
+    def extend(self, sequence_id: int, block_ids: Sequence[int]) -> None:
+        row = self._rows.get(sequence_id)
         if row is not None:
             start = int(self._num_blocks[row])
             self._table[row, start : start + len(block_ids)] = block_ids
             self._num_blocks[row] = start + len(block_ids)
 
-    def drop(self, request_ids: Iterable[int]) -> None:
-        self._free += [self._rows.pop(request_id) for request_id in request_ids if request_id in self._rows]
+    def drop(self, sequence_ids: Iterable[int]) -> None:
+        self._free += [self._rows.pop(sequence_id) for sequence_id in sequence_ids if sequence_id in self._rows]
 
-    def gather(self, request_ids: Sequence[int], width_step: int = 1) -> np.ndarray:
+    def gather(self, sequence_ids: Sequence[int], width_step: int = 1) -> np.ndarray:
         """[num_requests, longest up to a multiple of width_step] int32, -1 pads: a copy that the caller may keep."""
         rows = self._rows
-        indices = np.array([rows[request_id] for request_id in request_ids], dtype=np.int64)
+        indices = np.array([rows[sequence_id] for sequence_id in sequence_ids], dtype=np.int64)
         longest = max(1, int(self._num_blocks[indices].max()))
         return self._table[indices, : -(-longest // width_step) * width_step]
 
@@ -74,7 +74,7 @@ class BlockTables:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What a step has drawn, on the device. rows: request_id -> its place in token_ids [S] int64."""
+    """What a step has drawn, on the device. rows: sequence_id -> its place in token_ids [S] int64."""
 
     rows: dict[int, int]
     token_ids: torch.Tensor
@@ -128,7 +128,7 @@ class BatchBuilder:
         computed = np.array(step.num_computed_tokens, dtype=np.int64)
         lengths = np.array(step.num_scheduled_tokens, dtype=np.int64)
         num_requests = len(lengths)
-        tables = self.tables.gather(step.request_ids, self._table_step)
+        tables = self.tables.gather(step.sequence_ids, self._table_step)
         query_start_loc = np.zeros(num_requests + 1, dtype=np.int64)
         np.cumsum(lengths, out=query_start_loc[1:])
         seq_lens = computed + lengths
@@ -211,7 +211,7 @@ def _tree_rows(step: StepInput, num_decodes: int, positions: np.ndarray) -> tupl
     masks: list[int] = []
     for place in range(num_decodes):
         num_drafts = step.num_drafts[place]
-        parents = step.draft_parents.get(step.request_ids[place], ())
+        parents = step.draft_parents.get(step.sequence_ids[place], ())
         if parents:
             start = len(masks)
             depths = np.array(row_depths(parents, num_drafts))
@@ -251,4 +251,4 @@ def _pending_tokens(
         return []
     assert sampled is not None, "a token that is not known, and no step that samples it"
     rows, starts = sampled.rows, query_start_loc.tolist()
-    return [(starts[place], rows[step.request_ids[place]]) for place in step.pending]
+    return [(starts[place], rows[step.sequence_ids[place]]) for place in step.pending]

@@ -27,7 +27,7 @@ class NewRequest:
     has_grammar: its rows wait for masks.
     """
 
-    request_id: int
+    sequence_id: int
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     params: SamplingParams
@@ -65,7 +65,7 @@ class StepInput:
     """
 
     step_id: int
-    request_ids: list[int]
+    sequence_ids: list[int]
     num_computed_tokens: list[int]
     num_scheduled_tokens: list[int]
     num_drafts: list[int]
@@ -118,7 +118,7 @@ class DraftBudget:
     writes; if not, for those up to the request's longest length.
     """
 
-    request_id: int
+    sequence_id: int
     method: str
     num_drafts: int
     depth: int
@@ -204,7 +204,7 @@ class Worker(Protocol):
 
     def draft(self, drafts: DraftInput) -> DraftResult: ...
 
-    def forget(self, request_ids: Sequence[int]) -> None:
+    def forget(self, sequence_ids: Sequence[int]) -> None:
         """These have ended: drop what is kept for them. Ids that the worker does not know are no error."""
         ...
 

@@ -190,7 +190,7 @@ class ModelRunner:
             hidden, positions = hidden if tensors.is_last_only else hidden[rows], positions[rows]
         logits = self._model.lm_head(self._model.final(hidden))
         tokens = self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks)
-        rows_of_ids = {state.request_id: row for row, state in enumerate(sampling)}
+        rows_of_ids = {state.sequence_id: row for row, state in enumerate(sampling)}
         self._sampled = SampledTokens(rows_of_ids, tokens.token_ids)
         taken = self._prompt_logprobs.take(step, states) if running.asks_prompt_logprobs else {}
         return LaunchedSample(tokens, taken)
@@ -217,8 +217,8 @@ class ModelRunner:
         drafted = [DraftedRequest(state, count) for state, count in zip(behind.states, step.num_drafts)]
         return running, self._verifier.verify(running, drafted, self._prompt_logprobs, is_ahead=True)
 
-    def forget(self, request_ids: Sequence[int]) -> None:
-        self._prompt_logprobs.forget(request_ids)
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        self._prompt_logprobs.forget(sequence_ids)
 
     def _last_rows(self, running: RunningStep, drawn: torch.Tensor | None) -> ComputedRows:
         """hidden: of the rows that sample alone. A request that does not sample stands with the first of them."""

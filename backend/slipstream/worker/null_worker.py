@@ -35,7 +35,7 @@ class NullWorker:
     def draft(self, drafts: DraftInput) -> DraftResult:
         raise EngineError("a worker without a model drafts nothing")
 
-    def forget(self, request_ids: Sequence[int]) -> None:
+    def forget(self, sequence_ids: Sequence[int]) -> None:
         pass
 
     def close(self) -> None:

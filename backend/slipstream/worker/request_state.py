@@ -15,7 +15,7 @@ class RequestState:
     up for requests whose logits are edited."""
 
     def __init__(self, new: NewRequest) -> None:
-        self.request_id = new.request_id
+        self.sequence_id = new.sequence_id
         self.prompt_token_ids = new.prompt_token_ids  # shared by the sequences of one client request
         self.token_ids = [*new.prompt_token_ids, *new.output_token_ids]
         self.params = new.params
@@ -80,31 +80,31 @@ class RequestStates:
         self._with_prompt_logprobs: set[int] = set()
 
     def add(self, new: NewRequest) -> RequestState:
-        state = self._states[new.request_id] = RequestState(new)
+        state = self._states[new.sequence_id] = RequestState(new)
         if state.counts_tokens:
-            self._counting.add(new.request_id)
+            self._counting.add(new.sequence_id)
         if new.params.prompt_logprobs is not None:
-            self._with_prompt_logprobs.add(new.request_id)
+            self._with_prompt_logprobs.add(new.sequence_id)
         return state
 
     def update(self, updates: Updates) -> None:
         """Requests that have been forgotten meanwhile are left out."""
-        for request_id, block_ids in updates.block_ids.items():
-            if (state := self._states.get(request_id)) is not None:
+        for sequence_id, block_ids in updates.block_ids.items():
+            if (state := self._states.get(sequence_id)) is not None:
                 state.block_ids += block_ids
-        for request_id, token_ids in updates.output_token_ids.items():
-            if (state := self._states.get(request_id)) is not None:
+        for sequence_id, token_ids in updates.output_token_ids.items():
+            if (state := self._states.get(sequence_id)) is not None:
                 state.token_ids += token_ids
-        for request_id, block_hashes in updates.block_hashes.items():
-            if (state := self._states.get(request_id)) is not None:
+        for sequence_id, block_hashes in updates.block_hashes.items():
+            if (state := self._states.get(sequence_id)) is not None:
                 state.block_hashes += block_hashes
 
-    def of(self, request_ids: Iterable[int]) -> list[RequestState]:
+    def of(self, sequence_ids: Iterable[int]) -> list[RequestState]:
         states = self._states
-        return [states[request_id] for request_id in request_ids]
+        return [states[sequence_id] for sequence_id in sequence_ids]
 
-    def get(self, request_id: int) -> RequestState | None:
-        return self._states.get(request_id)
+    def get(self, sequence_id: int) -> RequestState | None:
+        return self._states.get(sequence_id)
 
     def count_drawn(self, step: StepInput, states: Sequence[RequestState]) -> None:
         """Note how many tokens each request has once this step has drawn."""
@@ -120,8 +120,8 @@ class RequestStates:
         """Whether any request has asked for log-probabilities of its prompt."""
         return bool(self._with_prompt_logprobs)
 
-    def forget(self, request_ids: Iterable[int]) -> None:
-        for request_id in request_ids:
-            self._states.pop(request_id, None)
-            self._counting.discard(request_id)
-            self._with_prompt_logprobs.discard(request_id)
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._states.pop(sequence_id, None)
+            self._counting.discard(sequence_id)
+            self._with_prompt_logprobs.discard(sequence_id)

@@ -69,7 +69,7 @@ class ModelWorker:
         for new in step.new_requests:
             self._add(new)
         self._update(step.updates)
-        states = self._states.of(step.request_ids)
+        states = self._states.of(step.sequence_ids)
         self._states.count_drawn(step, states)
         tensors = self.runner.build(step, states)
         hidden = self.runner.forward(tensors)
@@ -107,11 +107,11 @@ class ModelWorker:
         self._update(drafts.updates)
         return self.speculator.draft(drafts, self._launched[drafts.step_id].heads, self._states)
 
-    def forget(self, request_ids: Sequence[int]) -> None:
-        self._states.forget(request_ids)
-        self._tables.drop(request_ids)
-        self.runner.forget(request_ids)
-        self.speculator.forget(request_ids)
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        self._states.forget(sequence_ids)
+        self._tables.drop(sequence_ids)
+        self.runner.forget(sequence_ids)
+        self.speculator.forget(sequence_ids)
 
     def close(self) -> None:
         self._launched.clear()
@@ -122,12 +122,12 @@ class ModelWorker:
 
     def _add(self, new: NewRequest) -> None:
         self._states.add(new)
-        self._tables.put(new.request_id, new.block_ids)
+        self._tables.put(new.sequence_id, new.block_ids)
 
     def _update(self, updates: Updates) -> None:
         self._states.update(updates)
-        for request_id, block_ids in updates.block_ids.items():
-            self._tables.extend(request_id, block_ids)
+        for sequence_id, block_ids in updates.block_ids.items():
+            self._tables.extend(sequence_id, block_ids)
 
     def _sample(self, running: RunningStep, masks: GrammarMasks | None = None) -> None:
         self._launch_heads(running, self.runner.sample(running, self.speculator.draft_probs, masks))

@@ -62,7 +62,7 @@ class LogitEdits:
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._device = device
-        self._edits: dict[int, _Edits] = {}  # by request_id
+        self._edits: dict[int, _Edits] = {}  # by sequence_id
         self._rows: list[int] = []
         self._fixed: Columns | None = None
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None  # rows, their biases [len(rows), vocab]
@@ -76,9 +76,9 @@ class LogitEdits:
         known, self._edits = self._edits, {}
         asked: dict[tuple[int, frozenset[int]], _Asked] = {}
         for request in (requests[row] for row in self._rows):
-            edits = self._edits[request.request_id] = known.get(request.request_id) or self._read(request, asked)
+            edits = self._edits[request.sequence_id] = known.get(request.sequence_id) or self._read(request, asked)
             asked[_key(request)] = edits.asked
-        each = [self._edits[requests[row].request_id].asked for row in self._rows]
+        each = [self._edits[requests[row].sequence_id].asked for row in self._rows]
         self._fixed = self._columns(self._rows, [one.token_ids for one in each], [one.values for one in each])
         dense = [(row, one.dense) for row, one in zip(self._rows, each) if one.dense is not None]
         self._dense = None
@@ -99,14 +99,14 @@ class LogitEdits:
         bans: list[torch.Tensor] = []
         for row in self._rows:
             request, path = requests[row], paths[row] if paths else ()
-            edits = self._edits[request.request_id]
+            edits = self._edits[request.sequence_id]
             if request.num_drawn_tokens + len(path) <= request.params.min_tokens:
                 early_rows.append(row)
             if request.params.bad_words_ids and (banned := self._banned_after(request, edits, path)).numel():
                 ban_rows.append(row)
                 bans.append(banned)
         if early_rows != self._early_rows:
-            early = [self._edits[requests[row].request_id].asked.early for row in early_rows]
+            early = [self._edits[requests[row].sequence_id].asked.early for row in early_rows]
             self._early_rows, self._early = early_rows, self._columns(early_rows, early)
         if self._allowed is not None:
             rows, (row_of, token_ids, _) = self._allowed

@@ -81,17 +81,17 @@ class PromptLogprobs:
                 continue
             end = step.num_computed_tokens[place] + step.num_scheduled_tokens[place] - step.num_drafts[place]
             if end == state.num_prompt_tokens:
-                entries = self._entries.pop(state.request_id, None)
-                taken[state.request_id] = entries or [None]  # a prompt of one token has nothing to predict
+                entries = self._entries.pop(state.sequence_id, None)
+                taken[state.sequence_id] = entries or [None]  # a prompt of one token has nothing to predict
         return taken
 
-    def forget(self, request_ids: Iterable[int]) -> None:
-        for request_id in request_ids:
-            self._entries.pop(request_id, None)
+    def forget(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._entries.pop(sequence_id, None)
 
     def _collect_rows(self, rows: _PromptRows, hidden: torch.Tensor, logits_of: LogitsOf) -> None:
         request = rows.request
-        entries = self._entries.setdefault(request.request_id, [None] * request.num_prompt_tokens)
+        entries = self._entries.setdefault(request.sequence_id, [None] * request.num_prompt_tokens)
         num_top = request.params.prompt_logprobs or 0
         for start in range(0, rows.num_rows, MAX_PROMPT_ROWS):
             count = min(MAX_PROMPT_ROWS, rows.num_rows - start)

@@ -51,7 +51,7 @@ class TokenHistory:
             row.num_tokens = request.num_prompt_tokens + request.num_drawn_tokens - 1  # but the one about to be drawn
             if row.num_tokens > end:
                 assert sampled is not None, "a token that is not known, and no step that samples it"
-                pending.append((row.index, end, sampled.rows[request.request_id]))
+                pending.append((row.index, end, sampled.rows[request.sequence_id]))
         if known:
             self._put(*self._columns(known))
         if pending:
@@ -97,16 +97,16 @@ class TokenHistory:
         self._table.index_put_((rows, columns), token_ids.int())
 
     def _row(self, request: RequestState, keep: list[RequestState]) -> _Row:
-        row = self._rows.get(request.request_id)
+        row = self._rows.get(request.sequence_id)
         if row is None:
             if not self._free:
-                self._reclaim({other.request_id for other in keep})
-            row = self._rows[request.request_id] = _Row(self._free.pop())
+                self._reclaim({other.sequence_id for other in keep})
+            row = self._rows[request.sequence_id] = _Row(self._free.pop())
         return row
 
     def _reclaim(self, live: set[int]) -> None:
-        for request_id in [key for key in self._rows if key not in live]:
-            self._free.append(self._rows.pop(request_id).index)
+        for sequence_id in [key for key in self._rows if key not in live]:
+            self._free.append(self._rows.pop(sequence_id).index)
         if not self._free:
             size = self._table.shape[0]
             grow = max(4, size)

@@ -53,7 +53,7 @@ class PendingTokens:
         found = read_columns([state.params.logprobs or 0 for state in self._asked], columns) if columns else []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for state, entry in zip(self._asked, found):
-            logprobs.setdefault(state.request_id, []).append(entry)
+            logprobs.setdefault(state.sequence_id, []).append(entry)
         return Sampled(token_ids, logprobs)
 
 
@@ -84,7 +84,7 @@ class _Penalties(NamedTuple):
 class _Composition:
     """What is the same in every step that samples the same requests in the same order: which rows need what."""
 
-    request_ids: list[int]
+    sequence_ids: list[int]
     is_greedy: bool
     is_plain: bool  # greedy, and nothing else asked
     is_edited: bool
@@ -146,14 +146,14 @@ class Sampler:
         return PendingTokens(ops.greedy(logits))
 
     def _compose(self, requests: list[RequestState]) -> _Composition:
-        request_ids = [request.request_id for request in requests]
-        if self._composition is None or self._composition.request_ids != request_ids:
+        sequence_ids = [request.sequence_id for request in requests]
+        if self._composition is None or self._composition.sequence_ids != sequence_ids:
             penalised = _where(requests, lambda request: request.params.has_penalties)
             with_logprobs = _where(requests, lambda request: request.params.logprobs is not None)
             is_edited = self._edits.compose(requests)
             is_greedy = all(request.params.is_greedy for request in requests)
             self._composition = _Composition(
-                request_ids=request_ids,
+                sequence_ids=sequence_ids,
                 is_greedy=is_greedy,
                 is_plain=all(request.is_plain for request in requests),
                 is_edited=is_edited,

@@ -73,8 +73,8 @@ class AutoregressiveHead(GraphedHead):
         is_lost = self._kv_state.seen(request) < start  # it would draft blindly from now on
         return NoteResult(self._kv_state.follow(request, start, count), is_lost)
 
-    def forget(self, request_ids: Sequence[int]) -> None:
-        self._kv_state.forget(request_ids)
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        self._kv_state.forget(sequence_ids)
 
     def _draft(self, rows: ComputedRows) -> torch.Tensor:
         return self._levels(rows.batch, rows.last, self._pass(rows)[rows.last])

@@ -47,8 +47,8 @@ class DraftBatches:
         """token_ids: span by span."""
         starts = np.array([span.start for span in spans], dtype=np.int64)
         counts = np.array([span.count for span in spans], dtype=np.int64)
-        request_ids = [span.request.request_id for span in spans]
-        tables = self._wide(self._tables.gather(request_ids, self._table_step), starts + counts)
+        sequence_ids = [span.request.sequence_id for span in spans]
+        tables = self._wide(self._tables.gather(sequence_ids, self._table_step), starts + counts)
         ends = np.cumsum(counts)
         of_row = np.repeat(np.arange(len(spans)), counts)
         places = np.arange(ends[-1]) - (ends - counts)[of_row] + starts[of_row]

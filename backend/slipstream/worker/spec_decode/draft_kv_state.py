@@ -43,7 +43,7 @@ class DraftKVState:
             return False
         followed = self._of(request)
         if followed is None:
-            followed = self._followed[request.request_id] = _Followed(request.num_preemptions, 0)
+            followed = self._followed[request.sequence_id] = _Followed(request.num_preemptions, 0)
         followed.end = start + count
         num_full = min(followed.end // self._block_size, len(request.block_hashes))  # the last may have no hash yet
         for place in range(followed.num_noted, num_full):
@@ -54,13 +54,13 @@ class DraftKVState:
 
     def lose(self, request: RequestState, start: int, count: int) -> None:
         """The model computed tokens that the drafter did not."""
-        self._followed[request.request_id] = _Followed(request.num_preemptions, LOST)
+        self._followed[request.sequence_id] = _Followed(request.num_preemptions, LOST)
         for block in request.block_ids[start // self._block_size : -(-(start + count) // self._block_size)]:
             self._contents[block] = None
 
-    def forget(self, request_ids: Sequence[int]) -> None:
-        for request_id in request_ids:
-            self._followed.pop(request_id, None)
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._followed.pop(sequence_id, None)
 
     def _forget_others(self, request: RequestState, first: int) -> None:
         """What others left in the request's blocks from place `first` on, which are written in part, or by its drafts.
@@ -73,7 +73,7 @@ class DraftKVState:
                 self._contents[block] = None
 
     def _of(self, request: RequestState) -> _Followed | None:
-        followed = self._followed.get(request.request_id)
+        followed = self._followed.get(request.sequence_id)
         return followed if followed is not None and followed.life == request.num_preemptions else None
 
     def _num_filled(self, request: RequestState) -> int:

@@ -96,7 +96,7 @@ class DraftModelProposer:
         outputs = []
         for row, (one, chain) in enumerate(zip(requests, found)):
             count = min(one.num_drafts, one.depth)
-            self._fed[one.request.request_id] = one.request.num_tokens, chain[:-1]
+            self._fed[one.request.sequence_id] = one.request.num_tokens, chain[:-1]
             drawn_from = torch.stack([q[row] for q in probs[:count]]) if probs and _rejects(one.request) else None
             outputs.append(DraftOutput(chain[:count], [], drawn_from))
         return outputs
@@ -104,10 +104,10 @@ class DraftModelProposer:
     def seconds(self) -> dict[int, float]:
         return self._graphs.seconds()
 
-    def forget(self, request_ids: Sequence[int]) -> None:
-        self._kv_state.forget(request_ids)
-        for request_id in request_ids:
-            self._fed.pop(request_id, None)
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        self._kv_state.forget(sequence_ids)
+        for sequence_id in sequence_ids:
+            self._fed.pop(sequence_id, None)
 
     # ---- parts
 
@@ -133,7 +133,7 @@ class DraftModelProposer:
     def _known(self, request: RequestState) -> int:
         """Tokens whose cache is right; those drafts that were fed and taken are among them."""
         seen = end = self._kv_state.seen(request)
-        start, fed = self._fed.pop(request.request_id, (0, []))
+        start, fed = self._fed.pop(request.sequence_id, (0, []))
         for token_id in fed if start == end else ():
             if end >= request.num_tokens - 1 or request.token_ids[end] != token_id:
                 break

@@ -74,7 +74,7 @@ class Drafter(Protocol):
     num_drafts: int
     num_scratch_slots: int
 
-    def forget(self, request_ids: Sequence[int]) -> None:
+    def forget(self, sequence_ids: Sequence[int]) -> None:
         """These have ended: drop what was kept for them."""
         ...
 

@@ -116,7 +116,7 @@ class MedusaDrafter(GraphedHead):
         words, depths = self._tree[:, None, :num_drafts].expand(-1, len(tokens), -1)
         return ops.DraftRows(tokens[:, :num_drafts], words, depths)
 
-    def forget(self, request_ids: Sequence[int]) -> None:
+    def forget(self, sequence_ids: Sequence[int]) -> None:
         pass
 
     def _draft(self, rows: ComputedRows) -> torch.Tensor:

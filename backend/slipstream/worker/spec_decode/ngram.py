@@ -85,10 +85,10 @@ class NgramProposer:
     def seconds(self) -> dict[int, float]:
         return {}
 
-    def forget(self, request_ids: Sequence[int]) -> None:
-        for request_id in request_ids:
-            self._texts.pop(request_id, None)
-            self._references.pop(request_id, None)
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        for sequence_id in sequence_ids:
+            self._texts.pop(sequence_id, None)
+            self._references.pop(sequence_id, None)
 
     def _continue(self, request: RequestState, num_drafts: int) -> list[int]:
         """From the reference first: it was given because the output is expected to follow it."""
@@ -102,9 +102,9 @@ class NgramProposer:
 
     def _grown(self, indices: dict[int, NgramIndex], request: RequestState, token_ids: Sequence[int]) -> NgramIndex:
         """The request's index of these tokens, a piece longer than before if there is more of them."""
-        index = indices.get(request.request_id)
+        index = indices.get(request.sequence_id)
         if index is None:
-            index = indices[request.request_id] = NgramIndex(self._shortest, self._longest)
+            index = indices[request.sequence_id] = NgramIndex(self._shortest, self._longest)
         start = len(index.token_ids)
         index.extend(token_ids[start : start + MAX_INDEXED_TOKENS])
         return index

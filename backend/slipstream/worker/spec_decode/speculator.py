@@ -102,10 +102,10 @@ class Speculator:
         unsound = self._note(drafts, outputs, states, result.lost_ids)
         wanted: dict[str, list[tuple[int, DraftRequest]]] = {}
         for index, budget in enumerate(drafts.budgets):
-            state, method = states.get(budget.request_id), budget.method
-            self.draft_probs.pop(budget.request_id, None)
+            state, method = states.get(budget.sequence_id), budget.method
+            self.draft_probs.pop(budget.sequence_id, None)
             is_unread = method in self._heads and (
-                method not in outputs.copies or (budget.request_id, method) in unsound
+                method not in outputs.copies or (budget.sequence_id, method) in unsound
             )
             if state is not None and not is_unread:
                 request = DraftRequest(state, budget.num_drafts, budget.depth, budget.place, budget.has_scratch)
@@ -121,33 +121,33 @@ class Speculator:
                 result.drafts[index] = self._keep(request, answer)
         return result
 
-    def forget(self, request_ids: Sequence[int]) -> None:
+    def forget(self, sequence_ids: Sequence[int]) -> None:
         for drafter in self._drafters.values():
-            drafter.forget(request_ids)
-        for request_id in request_ids:
-            self.draft_probs.pop(request_id, None)
+            drafter.forget(sequence_ids)
+        for sequence_id in sequence_ids:
+            self.draft_probs.pop(sequence_id, None)
 
     def _note(
         self, drafts: DraftInput, outputs: HeadOutputs, states: RequestStates, lost_ids: list[int]
     ) -> set[tuple[int, str]]:
         """Tell the heads what the step computed; returns whose tokens, by which head, are worth nothing."""
         unsound = set()
-        for request_id, start, count in drafts.computed:
-            state = states.get(request_id)
+        for sequence_id, start, count in drafts.computed:
+            state = states.get(sequence_id)
             if state is None:
                 continue
             for method, head in self._heads.items():
                 noted = head.note(state, start, count, method in outputs.copies or method in outputs.followed)
                 if not noted.can_draft:
-                    unsound.add((request_id, method))
+                    unsound.add((sequence_id, method))
                 if noted.is_lost and state.draft_method == method:
-                    lost_ids.append(request_id)
+                    lost_ids.append(sequence_id)
         return unsound
 
     def _keep(self, request: DraftRequest, answer: DraftOutput) -> DraftTokens:
         assert len(answer.token_ids) <= request.num_drafts, "more drafts than asked for"
         if answer.probs is not None:
-            self.draft_probs[request.request.request_id] = answer.probs
+            self.draft_probs[request.request.sequence_id] = answer.probs
         return DraftTokens(list(answer.token_ids), list(answer.parents))
 
 

@@ -61,8 +61,8 @@ def drafted_requests(running: RunningStep, draft_probs: Mapping[int, torch.Tenso
             continue
         num_drafts = step.num_drafts[place]
         drafts = step.token_ids[end - num_drafts : end] if num_drafts else ()
-        probs = draft_probs.get(state.request_id) if num_drafts else None
-        parents = step.draft_parents.get(state.request_id, ())
+        probs = draft_probs.get(state.sequence_id) if num_drafts else None
+        parents = step.draft_parents.get(state.sequence_id, ())
         found.append(DraftedRequest(state, num_drafts, drafts, parents, None if probs is None else probs[:num_drafts]))
     return found
 
