@@ -44,7 +44,7 @@ def write_engine_launcher(path: Path) -> None:
 
 def write_contract(path: Path) -> None:
     """The inputs and outputs of each task, which the C++ backend splices into a model's config."""
-    from slipstream.core.contract import declarations
+    from slipstream.protocol.contract import declarations
 
     write_if_changed(path, json.dumps(declarations(), indent=1) + "\n")
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from slipstream.core.config_parse import parameter_default
 from slipstream.core.config_table import FOREIGN, PARAMETERS
-from slipstream.core.contract import DETOKENIZE, GENERATE, TOKENIZE
 from slipstream.core.settings import IN_SPECULATION, PASSED_ON, SETTINGS, Setting
 from slipstream.core.stats import METRICS, MetricKind
-from slipstream.core.tensor_spec import TYPE_NAMES, InputSpec, OutputSpec, Use
 from slipstream.nn.quant import NAMES as QUANTIZATIONS
+from slipstream.protocol.contract import DETOKENIZE, GENERATE, TOKENIZE
+from slipstream.protocol.tensor_spec import TYPE_NAMES, InputSpec, OutputSpec, Use
 from slipstream.server.metrics import FAMILIES, PREFIX
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

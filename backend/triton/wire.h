@@ -1,4 +1,4 @@
-// Frames between this backend and the engine process: the C++ end of slipstream/core/wire.py.
+// Frames between this backend and the engine process: the C++ end of slipstream/protocol/wire.py.
 //
 // Little endian; frame = u32 payload length, u8 type, payload; `str` = u16 length + UTF-8, `text` = u32 length + bytes.
 // No I/O and nothing of Triton here, so that tests/golden can be checked by a small program.

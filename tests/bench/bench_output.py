@@ -12,16 +12,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slipstream.core import wire
-from slipstream.core.client_request import ClientRequest, parse_request
 from slipstream.core.config import EngineConfig
-from slipstream.core.contract import OUTPUTS
-from slipstream.core.detokenize import Tokenizer, start_detokenizer
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import Request
-from slipstream.core.responses import encode_response
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.output_processor import OutputProcessor
+from slipstream.protocol import wire
+from slipstream.protocol.contract import OUTPUTS
+from slipstream.protocol.request_parser import ClientRequest, parse_request
+from slipstream.protocol.responses import encode_response
+from slipstream.tokenizer.detokenizer import Tokenizer, start_detokenizer
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from slipstream.core.client_request import ClientRequest
 from slipstream.core.config import GuidedConfig
 from slipstream.core.finish import StopConditions
 from slipstream.core.outputs import StepOutput
@@ -21,6 +20,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.step_inputs import new_request
+from slipstream.protocol.request_parser import ClientRequest
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logit_bias import LogitEdits

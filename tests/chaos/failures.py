@@ -18,7 +18,7 @@ from clock import Clock
 from llm_client import GrpcStream
 from llm_server import LlmServer
 from outcome import Outcome
-from slipstream.runtime.grammar_messages import MAX_KILLS
+from slipstream.engine.grammar_messages import MAX_KILLS
 from traffic import Ledger, Target
 from watch import own_engines
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from engine_peer import Backend, InThread
 from patience import wait_until
-from slipstream.core import wire
-from slipstream.core.wire import ErrorCode, FrameType, ResponseFlag
+from slipstream.protocol import wire
+from slipstream.protocol.wire import ErrorCode, FrameType, ResponseFlag
 
 UNREADABLE = wire.encode_request(wire.Request(2, 0, 0, "", (), (), {"x": 1.5}))
 

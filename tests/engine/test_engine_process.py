@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from engine_peer import TIMEOUT_S, TOKEN, Backend, InThread
 from patience import wait_until
-from slipstream.core import contract, stats, wire
-from slipstream.core.wire import DataType, ErrorCode, FrameType, ResponseFlag
+from slipstream.core import stats
 from slipstream.engine.main import run
 from slipstream.engine.socket import EngineLink
+from slipstream.protocol import contract, wire
+from slipstream.protocol.wire import DataType, ErrorCode, FrameType, ResponseFlag
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
 

@@ -20,7 +20,7 @@ from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.engine import Engine
-from slipstream.runtime.grammar_messages import MAX_KILLS
+from slipstream.engine.grammar_messages import MAX_KILLS
 
 LETTERS = Guide("regex", "[a-z]{40}")
 SLOW_TO_COMPILE = Guide("regex", "|".join(f"([a-z]{{{n},9999}}x){{1,9999}}" for n in range(9000, 9400)))

@@ -22,11 +22,11 @@ from slipstream.core.config import GuidedConfig
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.engine import grammar_link
 from slipstream.engine.engine import Engine
-from slipstream.runtime import grammar_link
-from slipstream.runtime.grammar_channel import Channel
-from slipstream.runtime.grammar_link import GrammarLink, _cpu_seconds
-from slipstream.runtime.grammar_messages import MAX_KILLS, Setup
+from slipstream.engine.grammar_channel import Channel
+from slipstream.engine.grammar_link import GrammarLink, _cpu_seconds
+from slipstream.engine.grammar_messages import MAX_KILLS, Setup
 
 PROMPT = [70, 201, 33]
 LETTERS = Guide("regex", "[a-z]{40}")
@@ -35,7 +35,7 @@ GONE_S = 60.0
 WORKERS_THAT_HANG = """
 import os, sys, time
 sys.path[:] = {path!r}
-from slipstream.runtime.grammar_process import GrammarProcess, main
+from slipstream.engine.grammar_process import GrammarProcess, main
 work = GrammarProcess._work
 def hang(process, *fds):
     with open({log!r}, "a") as log:

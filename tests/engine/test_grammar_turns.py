@@ -13,9 +13,9 @@ import pytest
 from engine_driver import Told, make_engine, run_steps
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import Guide, SamplingParams
-from slipstream.runtime.grammar_messages import Answer
-from slipstream.runtime.grammar_worker import GrammarCache, GrammarWorker, _Job
-from slipstream.runtime.trial_queue import MAX_LONG_TRIALS, NUM_TRIAL_SEATS, TRIAL_CHARS_PER_S, Trial, TrialQueue
+from slipstream.engine.grammar_messages import Answer
+from slipstream.engine.grammar_worker import GrammarCache, GrammarWorker, _Job
+from slipstream.engine.trial_queue import MAX_LONG_TRIALS, NUM_TRIAL_SEATS, TRIAL_CHARS_PER_S, Trial, TrialQueue
 
 PROMPT = [70, 201, 33]
 ENDLESS = SamplingParams(max_tokens=400, temperature=1.0, seed=1, guide=Guide("regex", "[a-z]{9000}"))

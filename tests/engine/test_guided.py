@@ -13,7 +13,7 @@ from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.engine import Engine
-from slipstream.runtime.grammar_host import DEAD_END
+from slipstream.engine.grammar_host import DEAD_END
 
 PROMPT = [70, 201, 33]
 SCHEMA = {

@@ -20,9 +20,8 @@ from slipstream.core.config import GuidedConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
-from slipstream.engine import structured_output
+from slipstream.engine import grammar_host, grammar_link, structured_output
 from slipstream.engine.engine import Engine
-from slipstream.runtime import grammar_host, grammar_link
 
 PROMPT = [70, 201, 33]
 VICTIM = replace(GREEDY, max_tokens=150)

@@ -14,8 +14,8 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
-from slipstream.runtime.grammar_host import GrammarHost
-from slipstream.runtime.grammar_messages import Answer
+from slipstream.engine.grammar_host import GrammarHost
+from slipstream.engine.grammar_messages import Answer
 
 LONG = replace(GREEDY, max_tokens=200)
 

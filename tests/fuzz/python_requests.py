@@ -14,13 +14,13 @@ import time
 from dataclasses import dataclass, replace
 
 import toy_tokenizers
-from slipstream.core import wire
-from slipstream.core.client_request import parse_request
 from slipstream.core.config import EngineConfig, ModelConfig, ServingConfig
-from slipstream.core.contract import GENERATE
 from slipstream.core.errors import RequestError
 from slipstream.core.wire_messages import DataType
 from slipstream.engine.socket import read_request
+from slipstream.protocol import wire
+from slipstream.protocol.contract import GENERATE
+from slipstream.protocol.request_parser import parse_request
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
 CONFIGS = (

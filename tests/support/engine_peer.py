@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from slipstream.core import wire
 from slipstream.core.config_parse import parse_config
-from slipstream.core.wire import DataType, FrameType, ResponseFlag
 from slipstream.engine.server import GenerateServer
 from slipstream.engine.socket import EngineLink
+from slipstream.protocol import wire
+from slipstream.protocol.wire import DataType, FrameType, ResponseFlag
 
 TOKEN = bytes(range(16))
 TIMEOUT_S = 60

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "backend"))
-from slipstream.core import wire
+from slipstream.protocol import wire
 
 OUTPUTS = (
     wire.OutputSpec("text_output", wire.DataType.BYTES),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slipstream.core import wire
+from slipstream.protocol import wire
 
 GOLDEN_FILE = Path(__file__).resolve().parents[1] / "golden" / "frames.txt"
 TOKEN = bytes(range(16))

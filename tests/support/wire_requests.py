@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import struct
 
-from slipstream.core import wire
-from slipstream.core.contract import GENERATE, OUTPUTS
-from slipstream.core.tensor_spec import TaskContract
+from slipstream.protocol import wire
+from slipstream.protocol.contract import GENERATE, OUTPUTS
+from slipstream.protocol.tensor_spec import TaskContract
 
 _CODES = {"BOOL": "?", "UINT8": "B", "INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q", "FP16": "e", "FP32": "f"}
 ALL_OUTPUTS = tuple(spec.name for spec in OUTPUTS["generate"])

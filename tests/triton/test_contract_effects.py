@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from llm_client import Answer, grpc_infer
 from llm_server import LlmServer
-from slipstream.core.contract import GENERATE
+from slipstream.protocol.contract import GENERATE
 
 PROMPT = "def fibonacci(n):\n"
 NUM_TOKENS = 24

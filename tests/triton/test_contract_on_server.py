@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from llm_client import grpc_infer, http_generate
 from llm_server import LlmServer
-from slipstream.core.contract import GENERATE
-from slipstream.core.tensor_spec import InputSpec, OutputSpec, Use
 from slipstream.core.wire_messages import DataType
+from slipstream.protocol.contract import GENERATE
+from slipstream.protocol.tensor_spec import InputSpec, OutputSpec, Use
 
 NUMPY = {
     DataType.BOOL: np.bool_,

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 import toy_tokenizers
-from slipstream.core import wire
-from slipstream.core.client_request import STREAM_ECHO, ClientRequest, parse_request
 from slipstream.core.config import EngineConfig, ModelConfig, ServingConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.protocol import wire
+from slipstream.protocol.request_parser import STREAM_ECHO, ClientRequest, parse_request
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from wire_requests import request, tensor
 

@@ -6,17 +6,17 @@ from dataclasses import replace
 
 import pytest
 import toy_tokenizers
-from slipstream.core import wire
-from slipstream.core.client_request import parse_request, select_outputs
-from slipstream.core.client_settings import read_settings
 from slipstream.core.config import EngineConfig, ServingConfig
-from slipstream.core.contract import GENERATE, OUTPUTS, TASKS, declarations
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import FinishReason
-from slipstream.core.responses import ENCODERS, encode_gathered, encode_response, is_gathered
 from slipstream.core.settings import BY_NAME
-from slipstream.core.tensor_spec import InputSpec, OutputSpec, Use
+from slipstream.protocol import wire
+from slipstream.protocol.client_settings import read_settings
+from slipstream.protocol.contract import GENERATE, OUTPUTS, TASKS, declarations
+from slipstream.protocol.request_parser import parse_request, select_outputs
+from slipstream.protocol.responses import ENCODERS, encode_gathered, encode_response, is_gathered
+from slipstream.protocol.tensor_spec import InputSpec, OutputSpec, Use
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from wire_requests import answers, request, tensor
 

@@ -8,8 +8,8 @@ import pytest
 import toy_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.core.detokenize import context_token_ids, decode_after, start_detokenizer
-from slipstream.core.token_table import build_token_table
+from slipstream.tokenizer.detokenizer import context_token_ids, decode_after, start_detokenizer
+from slipstream.tokenizer.token_table import build_token_table
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
 REPLACEMENT = "\ufffd"

@@ -111,7 +111,7 @@ def module_constants(path: Path) -> Iterator[tuple[str, ast.expr]]:
 
 def python_bounds() -> Iterator[tuple[str, float]]:
     """Public constants; a name has to be clear without its module's."""
-    for folder in ("core", "engine", "runtime", "tokenizer", "worker", "server"):
+    for folder in ("core", "engine", "protocol", "tokenizer", "worker", "server"):
         for path in sorted((ROOT / "backend/slipstream" / folder).rglob("*.py")):
             for name, value in module_constants(path):
                 is_number = not any(isinstance(node, ast.Name | ast.Call | ast.Tuple) for node in ast.walk(value))

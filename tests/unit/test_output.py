@@ -6,13 +6,13 @@ import pytest
 import toy_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.core.client_request import ClientRequest
-from slipstream.core.detokenize import decode_after, start_detokenizer
 from slipstream.core.outputs import RequestOutput, StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine import output_processor as output_module
 from slipstream.engine.output_processor import OutputProcessor
+from slipstream.protocol.request_parser import ClientRequest
+from slipstream.tokenizer.detokenizer import decode_after, start_detokenizer
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
 TOKENIZER = TextTokenizer(toy_tokenizers.byte_level())

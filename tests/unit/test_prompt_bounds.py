@@ -9,8 +9,8 @@ import pytest
 import toy_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.core.client_request import encode_prompt
 from slipstream.core.errors import RequestError
+from slipstream.protocol.request_parser import encode_prompt
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from tokenizers import Tokenizer
 

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 import toy_tokenizers
-from slipstream.core import wire
-from slipstream.core.client_request import parse_request
-from slipstream.core.client_settings import names
 from slipstream.core.config import EngineConfig
-from slipstream.core.contract import DETOKENIZE, GENERATE, TOKENIZE
 from slipstream.core.errors import RequestError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
-from slipstream.core.tensor_spec import InputSpec, TaskContract
 from slipstream.engine.tokenize_tasks import DetokenizeTask, TokenizeTask
+from slipstream.protocol import wire
+from slipstream.protocol.client_settings import names
+from slipstream.protocol.contract import DETOKENIZE, GENERATE, TOKENIZE
+from slipstream.protocol.request_parser import parse_request
+from slipstream.protocol.tensor_spec import InputSpec, TaskContract
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from wire_requests import request, tensor
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from patience import wait_until
-from slipstream.core import wire
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason
 from slipstream.engine.request_pool import RequestPool, num_bytes
+from slipstream.protocol import wire
 
 
 def large(handle: int, size: int = 9000) -> wire.Request:

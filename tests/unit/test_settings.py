@@ -15,13 +15,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError, create_model
 from slipstream.core import setting_kinds as kinds
-from slipstream.core.client_settings import NameIndex, Settings, index_names, read_settings
-from slipstream.core.contract_generate import inputs_of
 from slipstream.core.contract_origins import SLIPSTREAM
 from slipstream.core.errors import RequestError
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.settings import BY_NAME, PASSED_ON, SETTINGS, Setting
 from slipstream.core.wire_messages import DataType, Tensor
+from slipstream.protocol.client_settings import NameIndex, Settings, index_names, read_settings
+from slipstream.protocol.contract_generate import inputs_of
 from slipstream.server.app import explain
 from slipstream.server.schemas import ChatRequest, CompletionRequest, Strict, make_fields
 from wire_requests import request, tensor

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slipstream.core.stop_strings import StopMatcher
 from slipstream.core.word_automaton import WordAutomaton
+from slipstream.tokenizer.stop_strings import StopMatcher
 
 
 def make(stops: list[str], include: bool = False) -> StopMatcher:

@@ -21,12 +21,12 @@ ALLOWED = {
     "slipstream.core": {"slipstream.core"},
     "slipstream.nn": {"slipstream.core", "slipstream.nn", "slipstream_kernels"},
     "slipstream.tokenizer": {"slipstream.core", "slipstream.tokenizer"},
+    "slipstream.protocol": {"slipstream.core", "slipstream.protocol"},
     "slipstream.worker": {f"slipstream.{name}" for name in ("core", "tokenizer", "nn", "worker")}
     | {"slipstream_kernels"},
-    "slipstream.runtime": {"slipstream.core", "slipstream.tokenizer", "slipstream.runtime"},
-    "slipstream.engine": {f"slipstream.{name}" for name in ("core", "tokenizer", "nn", "worker", "runtime", "engine")}
+    "slipstream.engine": {f"slipstream.{name}" for name in ("core", "protocol", "tokenizer", "nn", "worker", "engine")}
     | {"slipstream_kernels"},
-    "slipstream.server": {"slipstream.core", "slipstream.server"},
+    "slipstream.server": {"slipstream.core", "slipstream.tokenizer.token_table", "slipstream.server"},
     "slipstream.encoders": {"slipstream.core", "slipstream.encoders"},
     "slipstream_kernels": {"slipstream_kernels"},
 }

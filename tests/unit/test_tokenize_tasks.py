@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 import toy_tokenizers
 from hub_cache import make_hub_cache
-from slipstream.core import wire
 from slipstream.core.config import EngineConfig, ModelConfig, ServingConfig
-from slipstream.core.contract import DETOKENIZE, TOKENIZE
-from slipstream.core.detokenize import context_token_ids, start_detokenizer
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.request import FinishReason
 from slipstream.core.setting_values import read_words_ids
 from slipstream.engine.tokenize_server import TokenizeServer
 from slipstream.engine.tokenize_tasks import DetokenizeTask, TokenizeTask, make_task, word_list
+from slipstream.protocol import wire
+from slipstream.protocol.contract import DETOKENIZE, TOKENIZE
+from slipstream.tokenizer.detokenizer import context_token_ids, start_detokenizer
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from wire_requests import answers, request, tensor
 

@@ -6,8 +6,8 @@ import pytest
 from golden_frames import CONFIG, FRAMES, METRICS, OUTPUTS, REQUEST, RESPONSES, SAMPLES, read_golden
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.core import wire
-from slipstream.core.responses import response_frames
+from slipstream.protocol import wire
+from slipstream.protocol.responses import response_frames
 
 
 def payload_of(frame: bytes) -> bytes:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from golden_frames import FRAMES, GOLDEN_FILE, METRICS, OUTPUTS, read_golden
-from slipstream.core import wire
 from slipstream.core.config import ServingConfig
+from slipstream.protocol import wire
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """The four errors of Slipstream, by who can correct them. Standard library only.
 
-Each maps to one Triton error code at the border (core/contract.py): RequestError -> INVALID_ARG, CapacityError ->
+Each maps to one Triton error code at the border (protocol/contract.py): RequestError -> INVALID_ARG, CapacityError ->
 UNAVAILABLE, EngineError -> INTERNAL; a ConfigError makes the load fail with its text.
 """
 

@@ -1,7 +1,7 @@
 """What a schema, regular expression or grammar may be before anything is compiled. Any thread; standard library only.
 
 These limits turn away what is large on its face. What is small and costly all the same is bounded where it is compiled
-and matched, by time and memory (runtime/grammar_process.py, runtime/grammar_host.py).
+and matched, by time and memory (engine/grammar_process.py, engine/grammar_host.py).
 """
 
 from __future__ import annotations

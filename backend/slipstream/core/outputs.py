@@ -12,7 +12,7 @@ from slipstream.core.request import FinishReason, Request
 class TokenLogprobs:
     """Log-probabilities of one position. top: (token id, logprob), likeliest first. rank of the chosen token: 1 = best.
 
-    json: their encoding for clients (core/responses.py); once it is set, top is empty.
+    json: their encoding for clients (protocol/responses.py); once it is set, top is empty.
     """
 
     token_id: int

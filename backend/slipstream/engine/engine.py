@@ -29,14 +29,14 @@ from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
 from slipstream.engine.drafting import Drafting, make_planner
 from slipstream.engine.executor import MakeWorker, local_worker
+from slipstream.engine.grammar_host import GrammarHost
+from slipstream.engine.grammar_messages import Setup
 from slipstream.engine.in_flight import AheadStep, InFlightStep, SampledStep, sampled_step
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.engine.structured_output import StructuredOutputs
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
 from slipstream.nn.spec import DecoderSpec, read_spec
-from slipstream.runtime.grammar_host import GrammarHost
-from slipstream.runtime.grammar_messages import Setup
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from slipstream.worker.interface import AheadInput, StepResult
 from slipstream.worker.memory_plan import free_device_memory, plan_memory, resolve_hardware

@@ -19,8 +19,8 @@ from slipstream.core.guide_limits import check_guide
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import Speculation
+from slipstream.engine.grammar_state import GuideState
 from slipstream.nn.spec import DecoderSpec
-from slipstream.runtime.grammar_state import GuideState
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
 _MASK64 = (1 << 64) - 1

@@ -15,7 +15,6 @@ from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from slipstream.core.client_request import ClientRequest, encode_prompt
 from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.errors import CapacityError, RequestError, SlipstreamError
@@ -25,6 +24,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.nn.checkpoint_path import resolve_checkpoint
+from slipstream.protocol.request_parser import ClientRequest, encode_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,11 +13,11 @@ import signal
 import sys
 from typing import Protocol
 
-from slipstream.core import wire
 from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import parse_config
 from slipstream.core.errors import SlipstreamError
 from slipstream.engine.socket import EngineLink
+from slipstream.protocol import wire
 
 logger = logging.getLogger("slipstream")
 

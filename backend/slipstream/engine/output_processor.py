@@ -1,7 +1,7 @@
 """From the engine's token ids to what clients read: text, stop strings, coalescing, the end of n sequences.
 
 Belongs to the output thread; only `add` and `discard` may be called from others. Knows nothing of sockets or tensors:
-`core/responses.py` turns a RequestOutput into bytes. Target: 12 us per token of a simple stream.
+`protocol/responses.py` turns a RequestOutput into bytes. Target: 12 us per token of a simple stream.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from typing import NamedTuple
 
-from slipstream.core.client_request import ClientRequest
-from slipstream.core.detokenize import IncrementalDetokenizer, Tokenizer, context_token_ids, start_detokenizer
 from slipstream.core.outputs import RequestOutput, StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
-from slipstream.core.responses import write_logprobs
-from slipstream.core.stop_strings import StopMatcher
+from slipstream.protocol.request_parser import ClientRequest
+from slipstream.protocol.responses import write_logprobs
+from slipstream.tokenizer.detokenizer import IncrementalDetokenizer, Tokenizer, context_token_ids, start_detokenizer
+from slipstream.tokenizer.stop_strings import StopMatcher
 
 OnStop = Callable[[Request, str], None]
 OnFailure = Callable[[int], None]

@@ -14,9 +14,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from slipstream.core import wire
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason
+from slipstream.protocol import wire
 
 MAX_INLINE_BYTES = 8192  # of a request that the socket's own thread reads: at most some 8 ms
 

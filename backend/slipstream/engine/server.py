@@ -4,7 +4,7 @@ input thread (the main one): frames -> requests -> `Engine.submit`; answers bad 
 leaves to the pool's thread.
 engine thread: `Engine.step` while there is work; hands each step's outputs over in one piece.
 output thread: text, answers, one frame per step; metrics a few times a second and when work ends.
-Knows nothing of tensors: core/client_request.py reads requests and output_processor.py writes text.
+Knows nothing of tensors: protocol/request_parser.py reads requests and output_processor.py writes text.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ import threading
 import time
 from dataclasses import replace
 
-from slipstream.core import contract, stats, wire
-from slipstream.core.client_request import ClientRequest, parse_request
+from slipstream.core import stats
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError, EngineError
 from slipstream.core.outputs import RequestOutput, StepOutput
 from slipstream.core.request import FinishReason
-from slipstream.core.responses import (
+from slipstream.engine.engine import Engine
+from slipstream.engine.output_processor import OutputProcessor
+from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
+from slipstream.engine.socket import EngineLink, error_answer, read_request, too_large
+from slipstream.protocol import contract, wire
+from slipstream.protocol.request_parser import ClientRequest, parse_request
+from slipstream.protocol.responses import (
     encode_gathered,
     encode_response,
     is_gathered,
     response_frames,
 )
-from slipstream.core.unread_request import encode_unread, peek
-from slipstream.engine.engine import Engine
-from slipstream.engine.output_processor import OutputProcessor
-from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
-from slipstream.engine.socket import EngineLink, error_answer, read_request, too_large
+from slipstream.protocol.unread_request import encode_unread, peek
 
 logger = logging.getLogger(__name__)
 

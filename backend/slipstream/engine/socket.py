@@ -10,9 +10,9 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 
-from slipstream.core import wire
 from slipstream.core.errors import CapacityError, EngineError, RequestError, internal_error
-from slipstream.core.responses import error_code
+from slipstream.protocol import wire
+from slipstream.protocol.responses import error_code
 
 _RECEIVE_BYTES = 1 << 18
 _SOCKET_BUFFER_BYTES = 1 << 20  # a burst of answers should not wait for the peer's thread to wake up

@@ -16,7 +16,7 @@ from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.step import ScheduledStep
-from slipstream.runtime.grammar_host import GrammarHost
+from slipstream.engine.grammar_host import GrammarHost
 from slipstream.worker.sample.structured_output import GrammarMasks
 
 # What a step waits for masks at most. A request without one is left out of steps until it has it, which costs the

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 
-from slipstream.core import wire
 from slipstream.core.config import EngineConfig
-from slipstream.core.contract import OUTPUTS
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool, num_bytes
 from slipstream.engine.socket import EngineLink, error_answer, read_request, too_large
 from slipstream.engine.tokenize_tasks import make_task
+from slipstream.protocol import wire
+from slipstream.protocol.contract import OUTPUTS
 
 
 class TokenizeServer:

@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from slipstream.core import contract, wire
-from slipstream.core.client_request import check_prompt_bytes, encode_prompt
-from slipstream.core.client_settings import check_neutral, unknown
 from slipstream.core.config import EngineConfig
-from slipstream.core.detokenize import decode_after
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import MAX_ENTRIES, check_list, refuse
 from slipstream.core.settings import MAX_BIAS
-from slipstream.core.tensor_spec import TaskContract, Use
-from slipstream.core.tensor_values import tensor_shape, tensor_values
 from slipstream.nn.checkpoint_path import resolve_tokenizer
+from slipstream.protocol import contract, wire
+from slipstream.protocol.client_settings import check_neutral, unknown
+from slipstream.protocol.request_parser import check_prompt_bytes, encode_prompt
+from slipstream.protocol.tensor_spec import TaskContract, Use
+from slipstream.protocol.tensor_values import tensor_shape, tensor_values
+from slipstream.tokenizer.detokenizer import decode_after
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
 _END_TOKENS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<eos>")

@@ -12,9 +12,9 @@ from typing import Any
 
 from slipstream.core.config import EXIT_RESERVE_S, EngineConfig, ServingConfig
 from slipstream.core.config_parse import parse_parameters
-from slipstream.core.contract import TASKS
 from slipstream.core.errors import ConfigError
-from slipstream.core.tensor_spec import TYPE_NAMES, TaskContract
+from slipstream.protocol.contract import TASKS
+from slipstream.protocol.tensor_spec import TYPE_NAMES, TaskContract
 
 BACKEND = "slipstream"
 

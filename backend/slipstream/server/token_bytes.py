@@ -9,7 +9,7 @@ import json
 from functools import cached_property
 from pathlib import Path
 
-from slipstream.core.token_table import TokenTable, build_token_table
+from slipstream.tokenizer.token_table import TokenTable, build_token_table
 
 
 class TokenBytes:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from slipstream.core.errors import ConfigError
-from slipstream.core.token_table import CUT, TokenTable, build_token_table, table_agrees
+from slipstream.tokenizer.token_table import CUT, TokenTable, build_token_table, table_agrees
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ _KINDS = "er1 \n\t.'\u4e2d"  # kinds of characters; every vocabulary merges "er"
 
 
 class TextTokenizer:
-    """Implements core.detokenize.Tokenizer. token_table is None for decoders that only the library can run.
+    """Implements detokenizer.Tokenizer. token_table is None for decoders that only the library can run.
 
     max_token_bytes: length in bytes of the longest token. can_cut: the tokens of a text begin with the tokens of the
     part before any cut point.

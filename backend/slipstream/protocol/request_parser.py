@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Protocol
 
-from slipstream.core.client_settings import Settings, read_settings, unknown
 from slipstream.core.config import EngineConfig
-from slipstream.core.contract_generate import OUTPUTS
 from slipstream.core.errors import RequestError
 from slipstream.core.request import Request, RequestTimes
 from slipstream.core.sampling_params import FIELD_NAMES, Guide, SamplingParams
 from slipstream.core.setting_values import read_text, read_texts, refuse
 from slipstream.core.settings import BY_NAME, DEFAULTS
 from slipstream.core.wire_messages import Request as WireRequest
+from slipstream.protocol.client_settings import Settings, read_settings, unknown
+from slipstream.protocol.contract_generate import OUTPUTS
 
 _OUTPUTS = {spec.name: spec for spec in OUTPUTS}
 _NEED_LOGPROBS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})

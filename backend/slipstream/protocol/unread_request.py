@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slipstream.core.client_request import ClientRequest, TextCodec, check_prompt_bytes, read_deadline, read_outputs
-from slipstream.core.client_settings import TENSORS, read_settings
 from slipstream.core.config import EngineConfig
 from slipstream.core.outputs import RequestOutput
 from slipstream.core.request import FinishReason, Request
-from slipstream.core.responses import encode_gathered, encode_response, is_gathered
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.wire_messages import Request as WireRequest
+from slipstream.protocol.client_settings import TENSORS, read_settings
+from slipstream.protocol.request_parser import ClientRequest, TextCodec, check_prompt_bytes, read_deadline, read_outputs
+from slipstream.protocol.responses import encode_gathered, encode_response, is_gathered
 
 _PEEKED_BYTES = 4096  # of a tensor or parameter
 

@@ -19,11 +19,11 @@ import torch
 
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.core.guide_limits import FIELD
-from slipstream.runtime.grammar_link import GrammarLink
-from slipstream.runtime.grammar_messages import MAX_KILLS, Answer, Setup
-from slipstream.runtime.grammar_rows import MaskRows
-from slipstream.runtime.grammar_state import GuideState
-from slipstream.runtime.grammar_verdicts import MAX_KNOWN_GRAMMARS, Verdicts, key_of
+from slipstream.engine.grammar_link import GrammarLink
+from slipstream.engine.grammar_messages import MAX_KILLS, Answer, Setup
+from slipstream.engine.grammar_rows import MaskRows
+from slipstream.engine.grammar_state import GuideState
+from slipstream.engine.grammar_verdicts import MAX_KNOWN_GRAMMARS, Verdicts, key_of
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from slipstream.core.contract_generate import NOT_SERVED, inputs_of
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import check_text, refuse, shown
 from slipstream.core.settings import KEYS_NOT_SERVED, SETTINGS, Setting
-from slipstream.core.tensor_spec import InputSpec, Use
-from slipstream.core.tensor_values import tensor_values
 from slipstream.core.wire_messages import DataType, Request
+from slipstream.protocol.contract_generate import NOT_SERVED, inputs_of
+from slipstream.protocol.tensor_spec import InputSpec, Use
+from slipstream.protocol.tensor_values import tensor_values
 
 
 class Settings(dict[str, Any]):

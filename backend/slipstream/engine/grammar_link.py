@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from slipstream.runtime.grammar_channel import Channel, readable
-from slipstream.runtime.grammar_messages import Setup
+from slipstream.engine.grammar_channel import Channel, readable
+from slipstream.engine.grammar_messages import Setup
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ MAX_GRAMMAR_START_S = 30.0  # CPU time until the forking process is ready; it ne
 MAX_GRAMMAR_SILENCE_S = 10.0  # without an answer from the forking process (or its start) and without CPU time
 MAX_WORKER_START_S = 30.0  # until a worker is ready: a fork
 _PING_S = 1.0  # after its last message, while an answer is expected
-_START = "import sys; sys.path[:] = {path!r}; from slipstream.runtime.grammar_process import main; main()"
+_START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.grammar_process import main; main()"
 
 
 class GrammarLink:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from slipstream.core import contract_generate, contract_tokenize
-from slipstream.core.tensor_spec import TYPE_NAMES, InputSpec, OutputSpec, TaskContract
 from slipstream.core.wire_messages import OutputSpec as WireOutputSpec
+from slipstream.protocol import contract_generate, contract_tokenize
+from slipstream.protocol.tensor_spec import TYPE_NAMES, InputSpec, OutputSpec, TaskContract
 
 GENERATE = TaskContract("generate", contract_generate.INPUTS, contract_generate.OUTPUTS, is_decoupled=True)
 TOKENIZE = TaskContract(

@@ -11,9 +11,9 @@ from typing import Any
 
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import check_num_entries
-from slipstream.core.tensor_spec import InputSpec
-from slipstream.core.wire import bytes_elements
 from slipstream.core.wire_messages import DataType, ProtocolError, Tensor
+from slipstream.protocol.tensor_spec import InputSpec
+from slipstream.protocol.wire import bytes_elements
 
 _STRUCT_CODES = {
     DataType.BOOL: "?",

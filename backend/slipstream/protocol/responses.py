@@ -9,13 +9,13 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 
-from slipstream.core import wire
-from slipstream.core.client_request import ClientRequest
-from slipstream.core.contract_generate import OUTPUTS
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import FinishReason
 from slipstream.core.wire_messages import ErrorCode
+from slipstream.protocol import wire
+from slipstream.protocol.contract_generate import OUTPUTS
+from slipstream.protocol.request_parser import ClientRequest
 
 _INDEX = {spec.name: index for index, spec in enumerate(OUTPUTS)}
 _DIMS = {spec.name: spec.dims for spec in OUTPUTS}

@@ -23,9 +23,9 @@ import numpy as np
 import xgrammar
 
 from slipstream.core.sampling_params import Guide
-from slipstream.runtime.grammar_channel import Channel, readable
-from slipstream.runtime.grammar_compiler import GrammarCompiler, first_line
-from slipstream.runtime.grammar_messages import Answer
+from slipstream.engine.grammar_channel import Channel, readable
+from slipstream.engine.grammar_compiler import GrammarCompiler, first_line
+from slipstream.engine.grammar_messages import Answer
 
 _SLOW_S = 0.02  # a longer job continues with a low priority
 _LOW_PRIORITY = 10

@@ -1,7 +1,7 @@
 """The forking process of structured output: loads xgrammar once, then forks. Single-threaded, so that it may fork.
 
 Each grammar first has a trial: it is compiled in a child process with limits of CPU time and memory and a low priority.
-The worker that matches (runtime/grammar_worker.py) compiles grammars that passed again, because transferring them takes
+The worker that matches (engine/grammar_worker.py) compiles grammars that passed again, because transferring them takes
 longer: a schema of 200 properties is 19 MB as JSON, which takes 1.3 s, but compiles in 17 ms. Answers each message at
 once, as a sign of life. Ends with its children when the engine closes its socket.
 """
@@ -21,11 +21,11 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from slipstream.core.sampling_params import Guide
-from slipstream.runtime.grammar_channel import Channel, readable
-from slipstream.runtime.grammar_compiler import GrammarCompiler, GrammarError
-from slipstream.runtime.grammar_messages import MAX_KILLS, Setup
-from slipstream.runtime.grammar_worker import GrammarCache, GrammarWorker, lower_priority
-from slipstream.runtime.trial_queue import Trial, TrialQueue
+from slipstream.engine.grammar_channel import Channel, readable
+from slipstream.engine.grammar_compiler import GrammarCompiler, GrammarError
+from slipstream.engine.grammar_messages import MAX_KILLS, Setup
+from slipstream.engine.grammar_worker import GrammarCache, GrammarWorker, lower_priority
+from slipstream.engine.trial_queue import Trial, TrialQueue
 
 _SHORT_TRIAL_S = 0.3  # CPU time in the first lane
 _PATIENCE = 6  # wall time between two looks at a trial, as a multiple of its CPU time

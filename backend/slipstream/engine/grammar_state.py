@@ -10,7 +10,7 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import Guide
 
 if TYPE_CHECKING:
-    from slipstream.runtime.grammar_host import GrammarHost
+    from slipstream.engine.grammar_host import GrammarHost
 
 
 @dataclass(slots=True, eq=False)

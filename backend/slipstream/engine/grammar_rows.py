@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections import deque
 
 from slipstream.core.queue_order import SortKey
-from slipstream.runtime.grammar_state import GuideState
+from slipstream.engine.grammar_state import GuideState
 
 
 class MaskRows:

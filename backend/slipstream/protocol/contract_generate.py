@@ -24,8 +24,8 @@ from slipstream.core.setting_kinds import (
 )
 from slipstream.core.setting_values import MAX_INT32
 from slipstream.core.settings import SETTINGS, TRT, Setting
-from slipstream.core.tensor_spec import InputSpec, OutputSpec, Use
 from slipstream.core.wire_messages import DataType
+from slipstream.protocol.tensor_spec import InputSpec, OutputSpec, Use
 
 BOOL, BYTES, FP16, FP32 = DataType.BOOL, DataType.BYTES, DataType.FP16, DataType.FP32
 INT32, INT64, UINT8, UINT32, UINT64 = DataType.INT32, DataType.INT64, DataType.UINT8, DataType.UINT32, DataType.UINT64

@@ -12,9 +12,9 @@ from slipstream.core.config import GuidedConfig
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.core.guide_limits import FIELD
 from slipstream.core.sampling_params import Guide
-from slipstream.runtime.grammar_link import GrammarLink
-from slipstream.runtime.grammar_messages import MAX_KILLS
-from slipstream.runtime.grammar_state import GuideState
+from slipstream.engine.grammar_link import GrammarLink
+from slipstream.engine.grammar_messages import MAX_KILLS
+from slipstream.engine.grammar_state import GuideState
 
 logger = logging.getLogger(__name__)
 

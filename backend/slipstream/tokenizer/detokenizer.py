@@ -13,7 +13,7 @@ from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Protocol
 
-from slipstream.core.token_table import TokenTable
+from slipstream.tokenizer.token_table import TokenTable
 
 REPLACEMENT = "\ufffd"
 _WINDOW_TOKENS = 8  # context of the window: exceeds the look-behind of any decoder

@@ -7,8 +7,8 @@ A table and nothing else; engine/tokenize_tasks.py does the work. dims are those
 from __future__ import annotations
 
 from slipstream.core.contract_origins import SLIPSTREAM, TRT_POSTPROCESSING, TRT_PREPROCESSING
-from slipstream.core.tensor_spec import InputSpec, OutputSpec, Use
 from slipstream.core.wire_messages import DataType
+from slipstream.protocol.tensor_spec import InputSpec, OutputSpec, Use
 
 BOOL, BYTES, FP32 = DataType.BOOL, DataType.BYTES, DataType.FP32
 INT32, UINT8, UINT64 = DataType.INT32, DataType.UINT8, DataType.UINT64
