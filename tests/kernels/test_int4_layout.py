@@ -75,7 +75,7 @@ def test_tables_round_each_weight_once() -> None:
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize("group_size", [64, 128, 512])
-def test_the_emulated_streams_are_the_reference(group_size, has_zeros, kind) -> None:
+def test_the_emulated_kernels_are_the_reference(group_size, has_zeros, kind) -> None:
     weight = weight_of(192, 512, group_size, has_zeros)
     x = torch.randn(5, 512).to(torch.float16 if kind == "fp16" else torch.bfloat16)
     bias = torch.randn(192).to(x.dtype) if has_zeros else None
@@ -85,7 +85,7 @@ def test_the_emulated_streams_are_the_reference(group_size, has_zeros, kind) -> 
     y = int4_emulator.rows(x, repacked, bias).float()
     assert ((y - expected).abs() <= 2**-7 * expected.abs() + 1e-5).all()
     # Here 16-bit operands are rounded once after they are scaled.
-    y = int4_emulator.tiles(x, repacked, bias, num_ctas=3).float()
+    y = int4_emulator.mixed(x, repacked, bias).float()
     assert (y - expected).norm() / expected.norm() < (4e-3 if kind == "bf16" else 2.5e-3)
 
 

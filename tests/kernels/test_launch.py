@@ -14,7 +14,7 @@ from slipstream_kernels.attention.cuda import decode_attention, prefill_attentio
 from slipstream_kernels.cuda import build, launch
 from slipstream_kernels.fused_decode.cuda import decode_layers
 from slipstream_kernels.gemm.cuda import (
-    int4_stream,
+    int4_rows,
     int8_gemm,
     mixed_gemm,
     skinny_gemm,
@@ -29,7 +29,7 @@ MIRRORS = {
     "decode_params.h": decode_attention.DecodeParams,
     "expert_params.h": int4_experts.ExpertParams,
     "mixed_gemm_params.h": mixed_gemm.MixedGemmParams,
-    "int4_stream_params.h": int4_stream.Int4StreamParams,
+    "int4_rows_params.h": int4_rows.Int4RowsParams,
     "int8_gemm_params.h": int8_gemm.Int8GemmParams,
     "layers_params.h": decode_layers.LayersParams,
     "prefill_params.h": prefill_attention.PrefillParams,

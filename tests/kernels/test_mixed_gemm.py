@@ -1,4 +1,7 @@
-"""int8 weights as register operands of products: what lanes hold, every variant on a GPU, and which one is chosen."""
+"""int8 and 4-bit weights as register operands of products of 16-bit rows: what lanes hold, and every variant on a GPU.
+
+Also: which one is chosen.  4-bit weights beside FP8 rows: test_w4a8_cuda.py.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,12 @@ from itertools import product
 import pytest
 import torch
 from hopper import needs_hopper
-from slipstream_kernels.gemm import int8_layout
-from slipstream_kernels.gemm.cuda import mixed_gemm
+from slipstream_kernels import ops
+from slipstream_kernels.gemm import int4_layout, int8_layout
+from slipstream_kernels.gemm.cuda import mixed_gemm, mixed_gemm_w4a16
 from slipstream_kernels.gemm.cuda.mixed_gemm import Variant
+from slipstream_kernels.gemm.tuning import H200
+from slipstream_kernels.integer import Int4Weight
 
 LANES = torch.arange(32)
 # Clusters of so many CTAs that an H200 runs at once.
@@ -41,6 +47,20 @@ def test_registers_hold_the_weights_numbers() -> None:
     assert torch.equal(found, values.float())
 
 
+def test_nibbles_and_permuted_tokens_meet() -> None:
+    """W4A16: a lane's nibbles become pairs of operands; permute_features of mixed_gemm_load.cuh orders tokens alike."""
+    codes = torch.randint(16, (16, 128), dtype=torch.uint8)
+    words = int4_layout.pack_codes(codes[:, 0::2] | codes[:, 1::2] << 4).view(4, 32, 2).long() & 0xFFFFFFFF
+    found = torch.full((16, 128), -1)  # by row of weights and place in the products' order of features
+    for phase, half, i, e in product(range(4), range(2), range(4), range(2)):  # e: of the pair in register 2 i + half
+        column = 32 * phase + 16 * (i // 2) + 8 * (i % 2) + 2 * (LANES % 4) + e
+        found[LANES // 4 + 8 * half, column] = words[phase, :, half] >> 4 * (i + 4 * e) & 15
+    permuted = torch.empty_like(codes)
+    for start, j, q, h in product(range(0, 128, 32), range(4), range(4), range(2)):
+        permuted[:, start + 8 * j + 2 * q + h] = codes[:, start + 16 * h + 4 * q + j]
+    assert torch.equal(found, permuted.long())
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_chosen_can_run(size: tuple[int, int]) -> None:
     def at_once(variant: Variant) -> int:
@@ -50,6 +70,19 @@ def test_what_is_chosen_can_run(size: tuple[int, int]) -> None:
         variant = mixed_gemm.choose(num_tokens, size, at_once)
         assert variant in list(mixed_gemm.candidates(num_tokens, size, at_once))
         assert variant.columns * variant.token_tiles >= num_tokens
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_what_is_chosen_of_4_bits_can_run(size: tuple[int, int]) -> None:
+    def at_once(variant: Variant) -> int:
+        return AT_ONCE[variant.splits]
+
+    for num_tokens in (17, 32, 33, 48, 49, 64, 65, 96, 128, 129, 192, 193, 256):
+        variant = mixed_gemm_w4a16.choose(num_tokens, size, at_once)
+        is_small = num_tokens > 128 and size[0] * size[1] <= H200.small_weights
+        assert (variant is None) == is_small  # then weights are written out
+        assert is_small or variant in list(mixed_gemm.candidates(num_tokens, size, at_once))
+        assert is_small or variant.columns in mixed_gemm_w4a16.COLUMNS
 
 
 @needs_hopper
@@ -72,3 +105,32 @@ def test_every_variant_multiplies(size: tuple[int, int], dtype: torch.dtype) -> 
             out = torch.full(expected.shape, float("nan"), dtype=dtype, device="cuda")
             mixed_gemm.mixed_gemm(x, words, scales, bias, gated, variant, out)
             assert (out.double() - expected).norm() / expected.norm() < 6e-3, (num_tokens, gated, variant)
+
+
+def int4_weight(size: tuple[int, int], group_size: int) -> Int4Weight:
+    """group_size: 0: whole rows."""
+    groups = (size[0], size[1] // (group_size or size[1]))
+    packed = torch.randint(256, (size[0], size[1] // 2), dtype=torch.uint8, device="cuda")
+    scales = ((0.5 + torch.rand(groups, device="cuda")) * size[1] ** -0.5 / 4).bfloat16().float()
+    zeros = torch.randint(17, groups, dtype=torch.uint8, device="cuda")
+    return Int4Weight(packed, scales, zeros, group_size or size[1], *size)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group_size", [64, 128, 0])
+@pytest.mark.parametrize("size", [(592, 1152), (2304, 2048), (96, 128), (36864, 256), (4096, 14336)])
+def test_every_variant_multiplies_4_bits(size: tuple[int, int], group_size: int, dtype: torch.dtype) -> None:
+    canonical = int4_weight(size, group_size)
+    weight, dense = int4_layout.repack(canonical), ops.dequantize_int4(canonical).double()
+    bias, groups = torch.randn(size[0], device="cuda").to(dtype), 2 if group_size == 64 else 1
+    for num_tokens in (17, 33, 48, 64, 65, 128, 150, 256):
+        x = torch.randn(num_tokens, size[1] + 8, device="cuda").to(dtype)[:, : size[1]]  # rows that are not dense
+        expected = x.double() @ dense.t() + bias.double()
+        at_once = partial(mixed_gemm_w4a16.clusters_at_once, x.device, dtype, groups)
+        for variant in mixed_gemm.candidates(num_tokens, size, at_once):
+            out = torch.full(expected.shape, float("nan"), dtype=dtype, device="cuda")
+            mixed_gemm_w4a16.mixed_gemm_w4a16(x, weight, bias, out, variant)
+            # Operands are rounded once after they are scaled.
+            error = (out.double() - expected).norm() / expected.norm()
+            assert error < (5e-3 if dtype == torch.bfloat16 else 3e-3), (num_tokens, variant)

@@ -8,7 +8,7 @@ from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.integer import Int4Weight
 
-TILE_ROWS, BLOCK = 128, 128
+BLOCK = 128
 
 
 def byte_perm(low: torch.Tensor, high: torch.Tensor, selector: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def codec_operand(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def scaled_operand(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    """ScaledCodec of int4_stream_multiply.cuh: the same times the group's scale, both in `dtype`, rounded once."""
+    """ScaledCodec of int4_codec.cuh: the same times the group's scale, both in `dtype`, rounded once."""
     scale = fp16_of(words_of_groups(weight)).to(dtype)[..., None].expand(*words_of_codes(weight).shape, 8)
     return (codec_operand(weight, dtype).to(dtype) * in_rows(scale.float()).to(dtype)).float()
 
@@ -115,25 +115,9 @@ def rows(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torc
     return _finish(warps.sum(0), x, weight, bias)
 
 
-def tiles(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, num_ctas: int) -> torch.Tensor:
-    """int4_stream: sums of every second block of a CTA's run, then of both halves, then of the CTAs in their order."""
-    values = x.float()
-    product = _plain_blocks(values, weight, x.dtype)
-    blocks, num_tiles = weight.in_features // BLOCK, -(-weight.out_features // TILE_ROWS)
-    out = torch.zeros(values.shape[0], weight.out_features)
-    starts = [num_tiles * blocks * cta // num_ctas for cta in range(num_ctas + 1)]
-    for tile in range(num_tiles):
-        features = slice(tile * TILE_ROWS, (tile + 1) * TILE_ROWS)
-        for cta in range(num_ctas):
-            first, last = max(starts[cta] - tile * blocks, 0), min(starts[cta + 1] - tile * blocks, blocks)
-            halves = [product[first + half : max(last, first) : 2, :, features].sum(0) for half in range(2)]
-            out[:, features] += halves[0] + halves[1]
-    return _finish(out, x, weight, bias)
-
-
-def _plain_blocks(values: torch.Tensor, weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    operand = scaled_operand(weight, dtype).unflatten(1, (-1, BLOCK))
-    return torch.einsum("tbk,nbk->btn", values.unflatten(1, (-1, BLOCK)), operand)
+def mixed(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    """mixed_gemm over W4A16: fp32 sums of operands that are rounded once after they are scaled."""
+    return _finish(x.float() @ scaled_operand(weight, x.dtype).t(), x, weight, bias)
 
 
 def _relative_scales(weight: Int4Weight) -> torch.Tensor:

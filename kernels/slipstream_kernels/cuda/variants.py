@@ -6,10 +6,11 @@ from slipstream_kernels.attention.cuda import decode_attention, prefill_attentio
 from slipstream_kernels.fused_decode.cuda import decode_layers
 from slipstream_kernels.gemm.cuda import (
     int4_mm,
-    int4_stream,
+    int4_rows,
     int8_gemm,
     mixed_gemm,
     mixed_gemm_w4a8,
+    mixed_gemm_w4a16,
     skinny_gemm,
     swap_ab_gemm,
     w4a8_gemm,
@@ -33,9 +34,11 @@ def variants() -> list[Variant]:
         mixed_gemm,
         sample,
         mixed_gemm_w4a8,
+        mixed_gemm_w4a16,
+        int4_rows,
     )
     found = [(kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
-    for kernel in (int4_stream, int4_experts, record_experts):
+    for kernel in (int4_experts, record_experts):
         found += kernel.variants()
     return [*found, (int4_mm.DEQUANTISE, ())]
 

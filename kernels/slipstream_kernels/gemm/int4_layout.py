@@ -1,8 +1,8 @@
 """The order of 4-bit weights for 16-bit rows in a Hopper GPU's memory: what repack_int4 makes there, and back.
 
-One order of codes serves all their kernels (cuda/int4_rows, int4_stream): strips of 16 output features along the input
-features, so that one copy brings a run of a strip; inside, the A fragments of matrix products as lanes hold them.  For
-FP8 rows: fragment_layout.  Plain torch.
+One order of codes serves all their kernels (cuda/int4_rows, mixed_gemm_w4a16): strips of 16 output features along the
+input features, so that one copy brings a run of a strip; inside, the A fragments of matrix products as lanes hold them.
+For FP8 rows: w4a8_layout.  Plain torch.
 """
 
 from __future__ import annotations

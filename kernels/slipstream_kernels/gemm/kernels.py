@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 Config = tuple[int, ...]
 Rows = Tensor | Fp8Rows | Int8Rows
 LIBRARY_ALIGNMENT = 16  # features of an e4m3 weight that cuBLAS takes are multiples of it
+BLOCK = 128  # input features that kernels of 4-bit weights take at once, in one group or two
 BOTH_HALVES = 32  # output features of a gated product in strips of 16 are multiples of it
-STREAMED_ROWS = 64  # that int4_stream multiplies at once
 
 
 def _never(product: Product) -> bool:
@@ -284,10 +284,28 @@ def _int4_by(name: str) -> Callable[[Rows, LinearWeight, Config, bool], Tensor]:
     def run(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
         assert isinstance(x, Tensor)
         rows = _aligned(x)
-        y: Tensor = getattr(_cuda("int4_mm"), name)(rows, weight.int4, _bias(weight, x.dtype), gated)
+        y: Tensor = getattr(_cuda("int4_mm"), name)(rows, weight.int4, _bias(weight, x.dtype), gated, config)
         return y
 
     return run
+
+
+def _w4a16_config(product: Product, device: Device) -> Config | None:
+    weight = product.weight
+    chosen: Config | None = _cuda("mixed_gemm_w4a16").choose(
+        product.num_rows,
+        (weight.out_features, weight.in_features),
+        lambda found: device.count_clusters("mixed_gemm_w4a16", product, found),
+        tuning_of(device.name),
+    )
+    return chosen
+
+
+def _w4a16_clusters(product: Product, config: Config) -> int:
+    kernel, weight = _cuda("mixed_gemm_w4a16"), product.weight
+    groups = 2 if weight.group_size == BLOCK // 2 else 1
+    count: int = kernel.clusters_at_once(weight.device, product.dtype, groups, kernel.Variant(*config))
+    return count
 
 
 def _w4a8_config(product: Product, device: Device) -> Config | None:
@@ -302,7 +320,7 @@ def _w4a8_config(product: Product, device: Device) -> Config | None:
 
 def _w4a8_clusters(product: Product, config: Config) -> int:
     weight = product.weight
-    groups = 2 if weight.group_size == mixed_gemm_w4a8_choice.BLOCK // 2 else 1
+    groups = 2 if weight.group_size == BLOCK // 2 else 1
     variant = mixed_gemm_w4a8_choice.Variant(*config)
     count: int = _cuda("mixed_gemm_w4a8").clusters_at_once(weight.device, groups, variant)
     return count
@@ -336,9 +354,7 @@ KERNELS: Mapping[str, Kernel] = {
     "mixed_gemm": Kernel(_mixed, _needs_16_bits, _mixed_config, _in_pairs_of_strips, _mixed_clusters),
     "int8_dequantise+library": Kernel(_int8_written_out),
     "int4_rows": Kernel(_int4_by("rows"), _needs_16_bits, gates=_in_pairs_of_strips),
-    "int4_stream": Kernel(
-        _int4_by("stream"), _needs_16_bits, lambda product, device: (-(-product.num_rows // STREAMED_ROWS),)
-    ),
+    "mixed_gemm_w4a16": Kernel(_int4_by("mixed"), _needs_16_bits, _w4a16_config, count_clusters=_w4a16_clusters),
     "int4_dequantise+library": Kernel(_int4_by("written_out"), _needs_16_bits),
     "mixed_gemm_w4a8": Kernel(_w4a8_by("few"), _needs_16_bits, _w4a8_config, count_clusters=_w4a8_clusters),
     "w4a8_gemm": Kernel(_w4a8_by("many"), _w4a8_many_refusal, _tile_config("w4a8_gemm")),

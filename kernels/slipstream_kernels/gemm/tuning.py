@@ -90,6 +90,8 @@ class Tuning:
     mixed_gemm: (warpgroups_m, splits) of tiles of up to so many tokens, the fastest first, of those that fit.
     mixed_gemm_w4a8: (warpgroups_m, splits, least, most blocks of 128 input features), likewise; narrow_features: of
     more than 64 rows only weights of up to so many output features are multiplied there.
+    mixed_gemm_w4a16: (warpgroups_m, splits, least, most blocks) of up to so many rows, likewise; small_weights: of more
+    than 128 rows only larger ones (output x input features) are multiplied there.
     narrow_tile_costs: time of the narrow tile of a kernel on CUTLASS, of the wide one's.
     """
 
@@ -97,6 +99,8 @@ class Tuning:
     mixed_gemm: Mapping[int, tuple[tuple[int, int], ...]]
     mixed_gemm_w4a8: Mapping[int, tuple[tuple[int, int, int, int], ...]]
     narrow_features: int
+    mixed_gemm_w4a16: Mapping[int, tuple[tuple[int, int, int, int], ...]]
+    small_weights: int
     narrow_tile_costs: Mapping[str, float]
     swap_ab: SwapAbCosts
 
@@ -136,7 +140,7 @@ _USES_OF_H200: Table = {
     ("int4", FP8_ROWS): _INT4,
     ("int4_strips", PLAIN_ROWS): (
         up_to("int4_rows", 16),
-        up_to("int4_stream", 128),
+        up_to("mixed_gemm_w4a16", 256),
         Use("int4_dequantise+library"),
     ),
     ("int4_fp8", FP8_ROWS): (Use("mixed_gemm_w4a8"), Use("w4a8_gemm"), Use("mixed_gemm_w4a8_parts")),
@@ -157,6 +161,33 @@ H200 = Tuning(
         128: ((1, 2, 1, MANY_BLOCKS), (1, 1, 1, 64), (2, 2, 1, MANY_BLOCKS)),
     },
     narrow_features=6144,
+    mixed_gemm_w4a16={
+        32: (
+            (2, 4, 65, MANY_BLOCKS),
+            (1, 2, 65, MANY_BLOCKS),
+            (2, 2, 65, MANY_BLOCKS),
+            (4, 4, 1, 64),
+            (4, 3, 1, 64),
+            (2, 1, 1, MANY_BLOCKS),
+        ),
+        48: (
+            (1, 2, 65, MANY_BLOCKS),
+            (2, 2, 65, MANY_BLOCKS),
+            (4, 4, 1, 64),
+            (4, 3, 1, 64),
+            (2, 1, 1, MANY_BLOCKS),
+        ),
+        64: (
+            (2, 4, 65, MANY_BLOCKS),
+            (2, 2, 65, MANY_BLOCKS),
+            (4, 4, 1, 64),
+            (4, 3, 1, 64),
+            (2, 1, 1, MANY_BLOCKS),
+        ),
+        128: ((4, 4, 1, MANY_BLOCKS), (4, 3, 1, MANY_BLOCKS)),
+        256: ((4, 4, 1, MANY_BLOCKS), (4, 2, 1, MANY_BLOCKS)),
+    },
+    small_weights=1 << 24,
     narrow_tile_costs={"int8_gemm": 0.57, "w4a8_gemm": 0.75},
     swap_ab=SwapAbCosts(),
 )

@@ -58,4 +58,28 @@ __device__ __forceinline__ float scale_of(uint32_t word) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
 }
 
+// (code - zero) * scale of a row's codes, rounded once.
+template <typename T>
+struct ScaledCodec {
+  Codec<T> codec;
+  uint32_t scale;   // twice
+
+  __device__ __forceinline__ explicit ScaledCodec(uint32_t word) : codec(word >> 16) {
+    const float value = scale_of(word);
+    scale = pack<T>(value, value);
+  }
+
+  __device__ __forceinline__ void expand(uint32_t word, uint32_t (&pairs)[4]) const {
+    codec.expand(word, pairs);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if constexpr (__is_same(T, __half)) {
+        asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(pairs[i]), "r"(scale));
+      } else {
+        asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pairs[i]) : "r"(pairs[i]), "r"(scale));
+      }
+    }
+  }
+};
+
 }  // namespace slipstream

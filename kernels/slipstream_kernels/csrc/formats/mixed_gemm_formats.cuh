@@ -19,8 +19,8 @@
 namespace slipstream {
 
 // How weights lie in global memory. kRows: row-major. kBlocks: blocks of 128 input features follow each other, in each
-// the tiles: any run of a block's tiles is one copy.
-enum class WeightOrder { kRows, kBlocks };
+// the tiles: any run of a block's tiles is one copy. kTiles: the blocks of a tile follow each other.
+enum class WeightOrder { kRows, kBlocks, kTiles };
 
 // Four matrices of 8 rows x 16 bytes, of which lane l gets bytes 4 (l % 4) + 0..3 of row l / 4.
 __device__ __forceinline__ uint4 load_matrices(uint32_t address) {
@@ -138,6 +138,43 @@ struct W4A8 {
  private:
   static __device__ __forceinline__ void split(uint32_t word, uint32_t& low, uint32_t& high) {
     low = word & 0x0F0F0F0Fu, high = word >> 4 & 0x0F0F0F0Fu;
+  }
+};
+
+// 4-bit weights beside 16-bit tokens, in the order of slipstream_kernels/int4_layout.py: (code - zero) * scale is rounded
+// once to an operand. A lane's word has features 4 t + i and 16 + 4 t + i of 32 as nibbles i and i + 4 for a pair, so the
+// tokens' features are permuted alike (permute_features). A packed word is the fp16 scale of a row and group, and the zero
+// point above it.
+template <typename T, int GROUPS>
+struct W4A16 {
+  using Operand = T;
+  static constexpr WeightOrder kOrder = WeightOrder::kTiles;
+  static constexpr bool kIsScaledInside = false;
+  static constexpr int kPhases = 4, kGroups = GROUPS, kTileBytes = 1024, kScaleBytes = 64 * GROUPS;
+  uint2 raw[kPhases];
+  uint32_t words[GROUPS][2];   // of rows l / 4 and l / 4 + 8
+
+  __device__ __forceinline__ void load(uint32_t tile, uint32_t scales, int lane) {
+#pragma unroll
+    for (int i = 0; i < kPhases; ++i) raw[i] = load_shared_8(tile + 256 * i + 8 * lane);
+#pragma unroll
+    for (int i = 0; i < 2 * GROUPS; ++i) {
+      words[i / 2][i % 2] = load_shared_4(scales + ((lane / 4 + 8 * (i % 2)) * GROUPS + i / 2) * 4);
+    }
+  }
+
+  __device__ __forceinline__ void expand(int phase, uint32_t (&a)[8]) const {
+    uint32_t upper[4], lower[4];
+    const auto& of_rows = words[phase * GROUPS / kPhases];
+    ScaledCodec<T>(of_rows[0]).expand(raw[phase].x, upper);
+    ScaledCodec<T>(of_rows[1]).expand(raw[phase].y, lower);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[2 * i] = upper[i], a[2 * i + 1] = lower[i];
+  }
+
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (auto& v : raw) asm volatile("" : "+r"(v.x), "+r"(v.y)::"memory");
   }
 };
 

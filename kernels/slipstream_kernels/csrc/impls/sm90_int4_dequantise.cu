@@ -1,7 +1,7 @@
 // 4-bit weights back to 16 bits, row by row, for products of many 16-bit rows: a library multiplies them then.
 // One thread expands the 8 bytes that a lane of the products holds: two output features, eight input features of each.
 #include "formats/int4_codec.cuh"
-#include "params/int4_stream_params.h"
+#include "params/int4_rows_params.h"
 #include "host/library.h"
 
 namespace slipstream {
@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float scale) {
 
 // codes: in the order of w4a8_layout.cuh.
 template <typename T>
-__global__ void dequantise_kernel(const Int4StreamParams p) {
+__global__ void dequantise_kernel(const Int4RowsParams p) {
   const int64_t index = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (index >= int64_t{p.out_features} * p.in_features / 16) return;
   const int lane = index % 32, fragments = p.in_features / 32;
@@ -43,7 +43,7 @@ __global__ void dequantise_kernel(const Int4StreamParams p) {
 }  // namespace slipstream
 
 // out: [out_features, in_features] bf16, or fp16 if out_is_half. Returns a cudaError_t.
-SLIPSTREAM_API int slipstream_int4_dequantise(const slipstream::Int4StreamParams* params, void* stream) {
+SLIPSTREAM_API int slipstream_int4_dequantise(const slipstream::Int4RowsParams* params, void* stream) {
   const int64_t threads = int64_t{params->out_features} * params->in_features / 16;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const auto blocks = static_cast<unsigned>((threads + 255) / 256);

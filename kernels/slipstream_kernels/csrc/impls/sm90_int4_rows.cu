@@ -16,7 +16,7 @@ namespace slipstream {
 
 // One copy of codes and one of words: the copy engine takes some 85 clocks for each, however small.
 template <typename SHAPE>
-__device__ __forceinline__ void fill_slot(const Int4StreamParams& p, uint32_t slot, uint32_t filled, int strip, int chunk,
+__device__ __forceinline__ void fill_slot(const Int4RowsParams& p, uint32_t slot, uint32_t filled, int strip, int chunk,
                                           uint64_t policy) {
   const int first = chunk * SHAPE::kWarps, blocks = min(SHAPE::kWarps, num_blocks(p) - first);
   const int word_bytes = (p.is_channelwise != 0 ? 1 : blocks) * SHAPE::kWordBytes;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void fill_slot(const Int4StreamParams& p, uint32_t sl
 }
 
 template <typename SHAPE>
-__device__ __forceinline__ void fill_ring(const Int4StreamParams& p, uint32_t ring, uint32_t barriers) {
+__device__ __forceinline__ void fill_ring(const Int4RowsParams& p, uint32_t ring, uint32_t barriers) {
   if (threadIdx.x % 32 != 0) return;
   const UnitRange cta = strips_of_cta<SHAPE>(p);
   const int chunks = num_chunks<SHAPE>(p);
@@ -53,7 +53,7 @@ __device__ __forceinline__ void fill_ring(const Int4StreamParams& p, uint32_t ri
 template <typename SHAPE>
 struct RowsEpilogue {
   using Out = typename SHAPE::Operand;
-  const Int4StreamParams& p;
+  const Int4RowsParams& p;
   float4* exchange;   // shared: [warp][fragment of the round][lane]
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
@@ -118,7 +118,7 @@ struct RowsEpilogue {
 };
 
 template <typename SHAPE>
-__device__ __forceinline__ void multiply_strips(const Int4StreamParams& p, char* memory, uint32_t ring,
+__device__ __forceinline__ void multiply_strips(const Int4RowsParams& p, char* memory, uint32_t ring,
                                                 uint32_t barriers) {
   RowsConsumer<SHAPE> consumer{p, ring, barriers};
   const RowsEpilogue<SHAPE> epilogue{p, reinterpret_cast<float4*>(memory + SHAPE::kSumOffset)};
@@ -135,7 +135,7 @@ __device__ __forceinline__ void multiply_strips(const Int4StreamParams& p, char*
 
 template <typename SHAPE>
 __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtasPerSm)
-    int4_rows_kernel(const __grid_constant__ Int4StreamParams p) {
+    int4_rows_kernel(const __grid_constant__ Int4RowsParams p) {
   extern __shared__ __align__(128) char memory[];
   const uint32_t ring = shared_address(memory), barriers = ring + SHAPE::kBarrierOffset;
   start_dependents();
@@ -157,27 +157,27 @@ __global__ void __launch_bounds__(SHAPE::kThreads, SHAPE::kCtasPerSm)
 }
 
 template <int TILES, int COLUMNS, int GROUPS, bool IS_GATED>
-cudaError_t launch_variant(const Int4StreamParams& params, cudaStream_t stream) {
+cudaError_t launch_variant(const Int4RowsParams& params, cudaStream_t stream) {
   using Shape = RowsShape<SLIPSTREAM_INPUT, TILES, COLUMNS, GROUPS, IS_GATED>;
   return launch_shape<Shape, int4_rows_kernel<Shape>>(params, params.num_ctas, stream);
 }
 
 template <int TILES, int COLUMNS, bool IS_GATED>
-cudaError_t launch_groups(const Int4StreamParams& params, cudaStream_t stream) {
+cudaError_t launch_groups(const Int4RowsParams& params, cudaStream_t stream) {
   if (params.groups_per_block == 1) return launch_variant<TILES, COLUMNS, 1, IS_GATED>(params, stream);
   if (params.groups_per_block == 2) return launch_variant<TILES, COLUMNS, 2, IS_GATED>(params, stream);
   return cudaErrorInvalidValue;
 }
 
 // The most strips that one CTA has.
-int strips_of_largest(const Int4StreamParams& params, int unit) {
+int strips_of_largest(const Int4RowsParams& params, int unit) {
   const int num_sms = params.num_ctas / params.ctas_per_sm, units = params.out_features / (16 * unit);
   const int of_sm = (units + num_sms - 1) / num_sms;
   return (of_sm + params.ctas_per_sm - 1) / params.ctas_per_sm * unit;
 }
 
 template <int COLUMNS>
-cudaError_t launch_tiles(const Int4StreamParams& params, cudaStream_t stream) {
+cudaError_t launch_tiles(const Int4RowsParams& params, cudaStream_t stream) {
   if (params.is_gated != 0) {
     if (params.out_features % 32 != 0) return cudaErrorInvalidValue;
     if (strips_of_largest(params, 2) <= 2) return launch_groups<2, COLUMNS, true>(params, stream);
@@ -192,7 +192,7 @@ cudaError_t launch_tiles(const Int4StreamParams& params, cudaStream_t stream) {
 }  // namespace slipstream
 
 // Returns a cudaError_t; 0 is success.
-SLIPSTREAM_API int slipstream_int4_rows(const slipstream::Int4StreamParams* params, void* stream) {
+SLIPSTREAM_API int slipstream_int4_rows(const slipstream::Int4RowsParams* params, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const int of_sm = params->ctas_per_sm;
   if (of_sm < 1 || of_sm > 2 || params->num_ctas < of_sm || params->num_ctas % of_sm != 0) return cudaErrorInvalidValue;

@@ -1,5 +1,5 @@
 // Products of up to 256 tokens with weights of 4 or 8 bits that become operands in registers, for Hopper (sm_90a).
-// Contracts: gemm/int8_mm.py (W8A16), gemm/int4_mm.py (W4A8).
+// Contracts: gemm/int8_mm.py (W8A16), gemm/int4_mm.py (W4A16, W4A8).
 //
 // One persistent CTA an SM, or a cluster of them, owns tiles of output features (mixed_gemm_shape.cuh). A warp fills a ring
 // with weights and tokens (mixed_gemm_load.cuh), warpgroups expand weights into operands in registers and multiply
@@ -19,6 +19,13 @@
 namespace slipstream {
 
 using Format = SLIPSTREAM_FORMAT<SLIPSTREAM_OPERAND, SLIPSTREAM_GROUPS>;
+
+template <typename FORMAT>
+__global__ void __launch_bounds__(256) permute_features_kernel(const __grid_constant__ MixedGemmParams p) {
+  start_dependents();
+  await_previous();
+  permute_features(p);
+}
 
 template <typename SHAPE>
 __device__ __forceinline__ void init_memory(const MixedGemmMemory<SHAPE>& memory) {
@@ -87,13 +94,15 @@ inline bool encode_weights(const MixedGemmParams& p, uint32_t tiles, CUtensorMap
 template <typename SHAPE>
 bool encode_maps(const MixedGemmParams& p, MixedGemmMaps* maps) {
   constexpr uint32_t kElementBytes = sizeof(typename SHAPE::Operand), kRow = 128 / kElementBytes;
+  constexpr bool kIsPermuted = Format::kOrder == WeightOrder::kTiles;
   const uint64_t slabs = p.in_features / kRow, tokens = p.num_tokens;
+  const uint64_t stride = kIsPermuted ? uint64_t{kElementBytes} * p.in_features : p.x_row_stride;
   const Extent<3> rows{{kRow, tokens, slabs},
-                       {static_cast<uint64_t>(p.x_row_stride), 128},
+                       {stride, 128},
                        {kRow, SHAPE::kColumns, SHAPE::kBlocks * SHAPE::kSlabs}};
   if (SHAPE::kIsByRows && !(encode_weights(p, 4, &maps->four_tiles) && encode_weights(p, 1, &maps->one_tile))) return false;
   return encode_tensor_map(&maps->tokens, kElementBytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                           CU_TENSOR_MAP_SWIZZLE_128B, p.x, rows);
+                           CU_TENSOR_MAP_SWIZZLE_128B, kIsPermuted ? p.permuted_x : p.x, rows);
 }
 
 template <typename SHAPE>
@@ -102,6 +111,12 @@ cudaError_t launch(const MixedGemmParams& p, cudaStream_t stream) {
   if (allowed != cudaSuccess) return allowed;
   MixedGemmMaps maps = {};
   if (!encode_maps<SHAPE>(p, &maps)) return cudaErrorInvalidValue;
+  if constexpr (Format::kOrder == WeightOrder::kTiles) {
+    const int64_t items = int64_t{p.num_tokens} * (p.in_features / 32);
+    const dim3 grid(static_cast<unsigned>((items + 255) / 256));
+    const cudaError_t permuted = launch_kernel(p.is_dependent != 0, grid, 256, 0, stream, permute_features_kernel<Format>, p);
+    if (permuted != cudaSuccess) return permuted;
+  }
   const ClusterLaunch<SHAPE> launch(p.num_clusters, p.splits, p.is_dependent != 0, stream);
   return cudaLaunchKernelEx(&launch.config, mixed_gemm_kernel<SHAPE>, p, maps);
 }

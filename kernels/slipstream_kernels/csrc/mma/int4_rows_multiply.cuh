@@ -13,7 +13,7 @@ template <typename SHAPE>
 struct BlockActivations {
   uint32_t raw[SHAPE::kColumns][4][4];
 
-  __device__ __forceinline__ void load(const Int4StreamParams& p, int block) {
+  __device__ __forceinline__ void load(const Int4RowsParams& p, int block) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int column = 0; column < SHAPE::kColumns; ++column) {
@@ -63,7 +63,7 @@ struct RowSums {
 template <typename SHAPE>
 struct RowsConsumer {
   using T = typename SHAPE::Operand;
-  const Int4StreamParams& p;
+  const Int4RowsParams& p;
   uint32_t ring, barriers;   // shared addresses
   RingPlace<SHAPE::kSlots> place;
   BlockActivations<SHAPE> x;   // of the next chunk

@@ -1,5 +1,5 @@
 // The producer warp: brings weights of all tiles of a pass in the copies that the format's order allows, and the tokens of
-// a stage by one tensor copy.
+// a stage by one tensor copy. W4A16's tokens are permuted by a small kernel before.
 #pragma once
 
 #include "ptx/bulk_copy.cuh"
@@ -14,6 +14,30 @@ __device__ __forceinline__ void copy_slabs(uint32_t to, const CUtensorMap* map, 
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(to), "l"(map), "r"(barrier), "r"(0), "r"(y), "r"(z), "l"(kReadOften)
       : "memory");
+}
+
+// permuted_x[32 i + 8 j + 2 q + h] = x[32 i + 16 h + 4 q + j]: in the order in which a word's nibbles become pairs. A thread
+// takes 32 features of a token.
+__device__ __forceinline__ void permute_features(const MixedGemmParams& p) {
+  const int parts = p.in_features / 32, item = blockIdx.x * blockDim.x + threadIdx.x, token = item / parts;
+  if (token >= p.num_tokens) return;
+  const char* from = static_cast<const char*>(p.x) + token * p.x_row_stride + item % parts * 64;
+  uint4* to = static_cast<uint4*>(p.permuted_x) + int64_t{item} * 4;
+  uint32_t words[16];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint4 v = load_global_16(from + 16 * i);
+    words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    uint32_t out[4];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      out[q] = __byte_perm(words[2 * q + j / 2], words[8 + 2 * q + j / 2], j % 2 ? 0x7632 : 0x5410);
+    }
+    to[j] = make_uint4(out[0], out[1], out[2], out[3]);
+  }
 }
 
 struct MixedGemmMaps {
@@ -75,8 +99,9 @@ struct MixedGemmProducer {
       arrive_expecting(barrier, of_tiles + walk.blocks() * SHAPE::kActivationSumBytes + SHAPE::kBlocks * SHAPE::kTokenBytes);
     }
     __syncwarp();
-    if constexpr (SHAPE::kIsByRows) copy_rows(stage, walk, barrier);
-    else copy_blocks(stage, walk, barrier);
+    if constexpr (Format::kOrder == WeightOrder::kRows) copy_rows(stage, walk, barrier);
+    else if constexpr (Format::kOrder == WeightOrder::kBlocks) copy_blocks(stage, walk, barrier);
+    else copy_tiles(stage, walk, barrier);
   }
 
   // A lane each box of a block: of four tiles or one.
@@ -100,11 +125,26 @@ struct MixedGemmProducer {
       copy_bulk(memory.weights(stage, block, 0), static_cast<const char*>(p.qweight) + tile * Format::kTileBytes,
                 walk.tiles * Format::kTileBytes, barrier, policy);
     } else {
-      // Words of whole rows are the same for all blocks.
-      const int64_t tile = int64_t{p.is_channelwise != 0 ? 0 : walk.block + block} * tiles + walk.tile;
-      copy_bulk(memory.scales(stage, block, 0), static_cast<const char*>(p.group_scales) + tile * Format::kScaleBytes,
-                walk.tiles * Format::kScaleBytes, barrier, policy);
+      copy_scales(stage, walk, block, barrier);
     }
+  }
+
+  // A lane each tile's blocks, a lane each block's scale words.
+  __device__ __forceinline__ void copy_tiles(int stage, const Walk& walk, uint32_t barrier) const {
+    if (lane < walk.tiles) {
+      const int64_t block = int64_t{walk.tile + lane} * (p.in_features / 128) + walk.block;
+      copy_bulk(memory.weights(stage, 0, lane), static_cast<const char*>(p.qweight) + block * Format::kTileBytes,
+                walk.blocks() * Format::kTileBytes, barrier, policy);
+    }
+    const int block = lane - SHAPE::kTiles;
+    if (block >= 0 && block < walk.blocks()) copy_scales(stage, walk, block, barrier);
+  }
+
+  // Of a block of the stage; words of whole rows are the same for all.
+  __device__ __forceinline__ void copy_scales(int stage, const Walk& walk, int block, uint32_t barrier) const {
+    const int64_t tile = int64_t{p.is_channelwise != 0 ? 0 : walk.block + block} * (p.out_features / 16) + walk.tile;
+    copy_bulk(memory.scales(stage, block, 0), static_cast<const char*>(p.group_scales) + tile * Format::kScaleBytes,
+              walk.tiles * Format::kScaleBytes, barrier, policy);
   }
 
   __device__ __forceinline__ void copy_tokens(int stage, const Walk& walk) const {

@@ -6,7 +6,7 @@
 // the ring. The warps' sums are added at the end of a pass.
 #pragma once
 
-#include "params/int4_stream_params.h"
+#include "params/int4_rows_params.h"
 #include "schedule/unit_range.cuh"
 
 namespace slipstream {
@@ -41,7 +41,7 @@ struct RowsShape {
 
 // An SM's even share of the strips; two CTAs that run on it at once divide it: c and c + num_ctas / 2.
 template <typename SHAPE>
-__device__ __forceinline__ UnitRange strips_of_cta(const Int4StreamParams& p) {
+__device__ __forceinline__ UnitRange strips_of_cta(const Int4RowsParams& p) {
   const int64_t units = p.out_features / (16 * SHAPE::kUnit);
   const int num_sms = p.num_ctas / p.ctas_per_sm, sm = blockIdx.x % num_sms;
   int begin = static_cast<int>(units * sm / num_sms), end = static_cast<int>(units * (sm + 1) / num_sms);
@@ -54,14 +54,14 @@ __device__ __forceinline__ UnitRange strips_of_cta(const Int4StreamParams& p) {
 
 // Where the strip of that turn lies in the weight.
 template <typename SHAPE>
-__device__ __forceinline__ int strip_of_turn(const Int4StreamParams& p, int turn) {
+__device__ __forceinline__ int strip_of_turn(const Int4RowsParams& p, int turn) {
   return SHAPE::kIsGated ? turn / 2 + turn % 2 * (p.out_features / 32) : turn;
 }
 
-__device__ __forceinline__ int num_blocks(const Int4StreamParams& p) { return p.in_features / 128; }
+__device__ __forceinline__ int num_blocks(const Int4RowsParams& p) { return p.in_features / 128; }
 
 template <typename SHAPE>
-__device__ __forceinline__ int num_chunks(const Int4StreamParams& p) {
+__device__ __forceinline__ int num_chunks(const Int4RowsParams& p) {
   return (num_blocks(p) + SHAPE::kWarps - 1) / SHAPE::kWarps;
 }
 

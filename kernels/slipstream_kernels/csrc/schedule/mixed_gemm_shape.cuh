@@ -67,12 +67,21 @@ struct MixedGemmMemory {
   __device__ __forceinline__ explicit MixedGemmMemory(uint32_t start) : base((start + 1023) & ~1023u) {}
 
   __device__ __forceinline__ uint32_t tokens(int stage) const { return base + stage * SHAPE::kStageBytes; }
-  // A block's tiles, then their packed scale words.
+  // A block's tiles, then their packed scale words; by tiles: all blocks of each tile, then the words of each block.
   __device__ __forceinline__ uint32_t weights(int stage, int block, int tile) const {
-    return tokens(stage) + SHAPE::kWeightOffset + block * SHAPE::kBlockBytes + tile * Format::kTileBytes;
+    const uint32_t start = tokens(stage) + SHAPE::kWeightOffset;
+    if constexpr (Format::kOrder == WeightOrder::kTiles) {
+      return start + (tile * SHAPE::kBlocks + block) * Format::kTileBytes;
+    } else {
+      return start + block * SHAPE::kBlockBytes + tile * Format::kTileBytes;
+    }
   }
   __device__ __forceinline__ uint32_t scales(int stage, int block, int tile) const {
-    return weights(stage, block, SHAPE::kTiles) + tile * Format::kScaleBytes;
+    if constexpr (Format::kOrder == WeightOrder::kTiles) {
+      return weights(stage, 0, SHAPE::kTiles) + (block * SHAPE::kTiles + tile) * Format::kScaleBytes;
+    } else {
+      return weights(stage, block, SHAPE::kTiles) + tile * Format::kScaleBytes;
+    }
   }
   __device__ __forceinline__ uint32_t activation_sums(int stage, int block) const {
     return tokens(stage) + SHAPE::kActivationSumOffset + block * SHAPE::kActivationSumBytes;

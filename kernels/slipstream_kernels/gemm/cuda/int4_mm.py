@@ -13,8 +13,8 @@ from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import launch
 from slipstream_kernels.gemm import int4_layout
-from slipstream_kernels.gemm.cuda import int4_stream
-from slipstream_kernels.gemm.cuda.int4_stream import MAX_TOKENS, Int4StreamParams
+from slipstream_kernels.gemm.cuda import int4_rows, mixed_gemm, mixed_gemm_w4a16
+from slipstream_kernels.gemm.cuda.int4_rows import Int4RowsParams
 from slipstream_kernels.integer import Int4Weight
 
 DEQUANTISE = "sm90_int4_dequantise.cu"
@@ -26,32 +26,35 @@ def refusal(weight: Int4Weight) -> str | None:
     if (reason := device_refusal(device, "the weight is")) is not None:
         return reason
     sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
-    if sizes is not None or weight.out_features > int4_stream.MAX_TILES * int4_stream.TILE_ROWS:
-        return sizes or f"out_features: {weight.out_features} are too many"
-    if weight.in_features > int4_stream.MAX_IN_FEATURES:
-        return f"in_features: {weight.in_features} are more than {int4_stream.MAX_IN_FEATURES}"
-    return missing(int4_stream.TILES, int4_stream.defines(torch.bfloat16))
+    if sizes is not None:
+        return sizes
+    mixed = missing(mixed_gemm.SOURCE, mixed_gemm_w4a16.defines(torch.bfloat16, 1, mixed_gemm_w4a16.COLUMNS[-1]))
+    return missing(int4_rows.SOURCE, int4_rows.defines(torch.bfloat16)) or mixed
 
 
-def rows(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
-    """See ops.int4_mm; up to int4_stream.MAX_ROWS_TOKENS rows.  One launch."""
+def rows(
+    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool, config: tuple[int, ...]
+) -> torch.Tensor:
+    """See ops.int4_mm; up to int4_rows.MAX_TOKENS rows; config says nothing.  One launch."""
     width = weight.out_features // 2 if gated else weight.out_features
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
-    int4_stream.int4_stream(x, weight, bias, out, source=int4_stream.ROWS, gated=gated)
+    int4_rows.int4_rows(x, weight, bias, out, gated)
     return out
 
 
-def stream(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
-    """See ops.int4_mm; not gated.  A launch for every MAX_TOKENS rows."""
+def mixed(
+    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool, config: tuple[int, ...]
+) -> torch.Tensor:
+    """See ops.int4_mm; not gated, up to mixed_gemm.MAX_TOKENS rows; config: of its Variant.  Two launches."""
     out = torch.empty((x.shape[0], weight.out_features), dtype=x.dtype, device=x.device)
-    for start in range(0, x.shape[0], MAX_TOKENS):
-        part = slice(start, start + MAX_TOKENS)
-        int4_stream.int4_stream(x[part], weight, bias, out[part])
+    mixed_gemm_w4a16.mixed_gemm_w4a16(x, weight, bias, out, mixed_gemm.Variant(*config))
     return out
 
 
-def written_out(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool) -> torch.Tensor:
-    """See ops.int4_mm; not gated.  The weights are written in 16 bits first, which the library multiplies."""
+def written_out(
+    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool, config: tuple[int, ...]
+) -> torch.Tensor:
+    """See ops.int4_mm; not gated; config says nothing.  The library multiplies weights that are written in 16 bits."""
     return F.linear(x, dequantise(weight, x.dtype), bias)
 
 
@@ -59,8 +62,8 @@ def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     """[out_features, in_features] of bf16 or fp16 of a repacked weight."""
     device = weight.packed.device
     out = torch.empty((weight.out_features, weight.in_features), dtype=dtype, device=device)
-    params = Int4StreamParams(
-        **int4_stream.weight_arguments(weight), out=out.data_ptr(), out_is_half=dtype == torch.float16
+    params = Int4RowsParams(
+        **int4_rows.weight_arguments(weight), out=out.data_ptr(), out_is_half=dtype == torch.float16
     )
     library = load(DEQUANTISE, ())
     launch("int4_dequantise", library, params, device)

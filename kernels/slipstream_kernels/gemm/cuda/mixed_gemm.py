@@ -26,7 +26,8 @@ SPLITS = tuple(range(1, 9))  # CTAs of a cluster, which share the input features
 STRIP, BLOCK = 16, 128
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 POINTERS = (
-    "x", "qweight", "group_scales", "channel_scale", "token_scale", "activation_sums", "bias", "out",
+    "x", "qweight", "group_scales", "channel_scale", "token_scale", "activation_sums", "bias", "permuted_x",
+    "out",
 )  # fmt: skip
 COUNTS = (
     "num_tokens", "out_features", "in_features", "warpgroups_m", "splits", "num_clusters", "token_tiles", "is_gated",
@@ -99,7 +100,7 @@ def mixed_gemm(
         in_features=in_features,
         warpgroups_m=variant.warpgroups_m,
         splits=variant.splits,
-        num_clusters=_parts(out_features, variant, at_once(variant)) * variant.token_tiles,
+        num_clusters=parts_of(out_features, variant, at_once(variant)) * variant.token_tiles,
         token_tiles=variant.token_tiles,
         is_gated=gated,
         is_dependent=launches_dependently(x.device),
@@ -115,40 +116,40 @@ def choose(
 
     sizes: output and input features.  count_clusters: how many of a variant's clusters run at once; 0: it cannot run.
     """
-    columns, token_tiles = _tiles(num_tokens)
+    columns, token_tiles = tiles_of(num_tokens)
     for warpgroups_m, splits in next(ordered for most, ordered in tuning.mixed_gemm.items() if columns <= most):
         variant = Variant(columns, warpgroups_m, splits, token_tiles)
-        if _fits(sizes, variant, count_clusters(variant)):
+        if fits(sizes, variant, count_clusters(variant)):
             return variant
     return Variant(columns, WARPGROUPS_M[-1], 1, token_tiles)
 
 
 def candidates(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int]) -> Iterator[Variant]:
     """The variants that can run; arguments as of choose."""
-    columns, token_tiles = _tiles(num_tokens)
+    columns, token_tiles = tiles_of(num_tokens)
     for warpgroups_m, splits in product(WARPGROUPS_M, SPLITS):
         variant = Variant(columns, warpgroups_m, splits, token_tiles)
         at_once = count_clusters(variant)
         is_in_passes = warpgroups_m == WARPGROUPS_M[-1] and splits == 1
-        if _fits(sizes, variant, at_once) or (is_in_passes and _parts(sizes[0], variant, at_once)):
+        if fits(sizes, variant, at_once) or (is_in_passes and parts_of(sizes[0], variant, at_once)):
             yield variant
 
 
-def _tiles(num_tokens: int) -> tuple[int, int]:
+def tiles_of(num_tokens: int) -> tuple[int, int]:
     """(tokens of a tile, number of tiles)."""
     token_tiles = -(-num_tokens // COLUMNS[-1])
     return next(count for count in COLUMNS if count * token_tiles >= num_tokens), token_tiles
 
 
-def _fits(sizes: tuple[int, int], variant: Variant, at_once: int) -> bool:
+def fits(sizes: tuple[int, int], variant: Variant, at_once: int) -> bool:
     """Whether the variant runs here, and its CTAs have all their output features at once."""
-    parts = _parts(sizes[0], variant, at_once)
+    parts = parts_of(sizes[0], variant, at_once)
     if not parts or variant.splits > sizes[1] // BLOCK:
         return False
     return -(-sizes[0] // STRIP // parts) <= 4 * variant.warpgroups_m
 
 
-def _parts(out_features: int, variant: Variant, at_once: int) -> int:
+def parts_of(out_features: int, variant: Variant, at_once: int) -> int:
     """Clusters that share out the output features; 0: the device cannot run the variant."""
     return min(at_once // variant.token_tiles, out_features // STRIP)
 
@@ -156,7 +157,12 @@ def _parts(out_features: int, variant: Variant, at_once: int) -> int:
 @lru_cache(maxsize=4096)
 def clusters_at_once(device: torch.device, dtype: torch.dtype, variant: Variant) -> int:
     """How many clusters of the variant the device runs at once; 0 if it cannot."""
-    library = load(SOURCE, defines(dtype, variant.columns))
+    return ask_clusters(device, defines(dtype, variant.columns), variant)
+
+
+def ask_clusters(device: torch.device, macros: tuple[str, ...], variant: Variant) -> int:
+    """The same of the library of the macros."""
+    library = load(SOURCE, macros)
     count = ctypes.c_int()
     params = MixedGemmParams(warpgroups_m=variant.warpgroups_m, splits=variant.splits, num_clusters=1)
     with torch.cuda.device(device):

@@ -17,7 +17,7 @@ from slipstream_kernels.cuda.launch import fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm import int4_layout
-from slipstream_kernels.gemm.cuda.int4_stream import INPUTS
+from slipstream_kernels.gemm.cuda.int4_rows import INPUTS
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe.tuning import H200, Tuning
 from slipstream_kernels.routing import Routing

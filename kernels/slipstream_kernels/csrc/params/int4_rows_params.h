@@ -1,12 +1,12 @@
-// Arguments of slipstream_int4_stream, as gemm/cuda/int4_stream.py fills them. Pointers are device pointers.
-// Pointers first, then 64-bit, then 32-bit fields: no padding on either side.
+// Arguments of slipstream_int4_rows and slipstream_int4_dequantise, as gemm/cuda/int4_rows.py fills them.
+// Device pointers first, then 64-bit, then 32-bit fields: no padding on either side.
 #pragma once
 
 #include <cstdint>
 
 namespace slipstream {
 
-struct Int4StreamParams {
+struct Int4RowsParams {
   const void* x;                // [num_tokens, in_features] bf16 or fp16, row stride below
   const uint4* codes;           // in the order of w4a8_layout.cuh
   const uint32_t* words;        // [blocks of 128, or 1][out_features][groups_per_block]
@@ -14,9 +14,6 @@ struct Int4StreamParams {
   const float* channel_scale;   // [out_features]
   const void* bias;             // [out_features] of the result's type, or null
   void* out;                    // [num_tokens, out_features]
-  void* arranged;               // int4_stream: x in the order of its stages
-  float* partials;              // int4_stream: two tiles of sums for each CTA
-  int32_t* arrivals;            // zeros, one for each tile; left zero
   int64_t x_row_stride;         // elements, a multiple of 16 bytes
   int32_t num_tokens, out_features, in_features;
   int32_t columns;              // the variant: num_tokens rounded up

@@ -1,0 +1,107 @@
+"""Products of 17 to 256 16-bit rows with 4-bit weights in CUDA: choice of a variant, arguments, launch.  Hopper only.
+
+No device value is read on the host and there is no workspace: CUDA-graph safe, on any stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import torch
+
+from slipstream_kernels.cuda.build import load
+from slipstream_kernels.cuda.launch import addresses, launch
+from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.gemm.cuda import mixed_gemm
+from slipstream_kernels.gemm.cuda.mixed_gemm import (
+    BLOCK,
+    OPERANDS,
+    SOURCE,
+    MixedGemmParams,
+    Variant,
+    fits,
+    format_defines,
+    parts_of,
+    tiles_of,
+)
+from slipstream_kernels.gemm.tuning import H200, Tuning
+from slipstream_kernels.integer import Int4Weight
+
+COLUMNS = mixed_gemm.COLUMNS[1:]  # int4_rows multiplies fewer
+GROUPS = (1, 2)  # of 128 input features
+
+
+def defines(dtype: torch.dtype, groups: int, columns: int) -> tuple[str, ...]:
+    """The macros that choose a library."""
+    return format_defines("W4A16", OPERANDS[dtype], groups, columns)
+
+
+def variants() -> list[tuple[str, ...]]:
+    """All libraries, for building ahead of time."""
+    return [defines(dtype, groups, columns) for dtype in OPERANDS for groups in GROUPS for columns in COLUMNS]
+
+
+def mixed_gemm_w4a16(
+    x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor, variant: Variant
+) -> None:
+    """out = x @ dequantised(weight).T + bias, of at most mixed_gemm.MAX_TOKENS rows.
+
+    Two launches: the first permutes the features of x.
+    x: [num_tokens, in_features] bf16 or fp16, rows at multiples of 16 bytes.  weight: repacked for 16-bit rows.
+    out: [num_tokens, out_features], contiguous, x's dtype; bias too.
+    """
+    assert weight.zeros is not None
+    words, _ = weight.scales
+    groups = words.shape[2]
+    clusters = parts_of(weight.out_features, variant, clusters_at_once(x.device, x.dtype, groups, variant))
+    permuted_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tensors = {
+        "x": x,
+        "qweight": weight.packed,
+        "group_scales": words,
+        "channel_scale": weight.zeros,
+        "bias": bias,
+        "permuted_x": permuted_x,
+        "out": out,
+    }
+    params = MixedGemmParams(
+        **addresses(tensors),
+        x_row_stride=x.stride(0) * x.element_size(),
+        num_tokens=x.shape[0],
+        out_features=weight.out_features,
+        in_features=weight.in_features,
+        warpgroups_m=variant.warpgroups_m,
+        splits=variant.splits,
+        num_clusters=clusters * variant.token_tiles,
+        token_tiles=variant.token_tiles,
+        is_channelwise=words.shape[0] == 1,
+        is_dependent=launches_dependently(x.device),
+    )
+    launch("mixed_gemm", load(SOURCE, defines(x.dtype, groups, variant.columns)), params, x.device)
+
+
+def choose(
+    num_tokens: int, sizes: tuple[int, int], count_clusters: Callable[[Variant], int], tuning: Tuning = H200
+) -> Variant | None:
+    """The first of the ordered variants whose CTAs have all their output features at once; else several passes.
+
+    sizes: output and input features.  count_clusters: how many of a variant's clusters run at once; 0: it cannot run.
+    None: so many rows of a small weight, which other kernels multiply faster.
+    """
+    columns, token_tiles = tiles_of(num_tokens)
+    if token_tiles > 1 and sizes[0] * sizes[1] <= tuning.small_weights:
+        return None
+    blocks = sizes[1] // BLOCK
+    ordered = next(choices for most, choices in tuning.mixed_gemm_w4a16.items() if num_tokens <= most)
+    for warpgroups_m, splits, least, most in ordered:
+        variant = Variant(columns, warpgroups_m, splits, token_tiles)
+        if least <= blocks <= most and fits(sizes, variant, count_clusters(variant)):
+            return variant
+    return Variant(columns, mixed_gemm.WARPGROUPS_M[-1], 1, token_tiles)
+
+
+@lru_cache(maxsize=4096)
+def clusters_at_once(device: torch.device, dtype: torch.dtype, groups: int, variant: Variant) -> int:
+    """How many clusters of the variant the device runs at once; 0 if it cannot."""
+    return mixed_gemm.ask_clusters(device, defines(dtype, groups, variant.columns), variant)
