@@ -17,6 +17,7 @@ SAMPLED = (
     "sm90_verify_attention.cu",
     "sm90_mixed_gemm.cu FORMAT=W8A16",
     "sm90_mixed_gemm.cu FORMAT=W4A8",
+    "sm90_mixed_gemm.cu FORMAT=W4A16",
     "sm90_int4_dequantise.cu",
 )
 
