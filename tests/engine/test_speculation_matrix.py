@@ -27,7 +27,6 @@ CELLS = {
     "greedy": PLAIN,
     "penalties": replace(PLAIN, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4),
     "logit_bias": replace(PLAIN, logit_bias=((50, 4.0), (51, 4.0), (52, -100.0))),
-    "allowed_token_ids": replace(PLAIN, allowed_token_ids=tuple(range(40, 80))),
     "bad_words": replace(PLAIN, bad_words_ids=((60,), (50, 51))),
     "min_tokens": replace(PLAIN, min_tokens=9, stop_token_ids=tuple(range(60, 220))),
     "stop_token_ids": replace(PLAIN, stop_token_ids=tuple(range(100, 120))),
@@ -41,11 +40,13 @@ CELLS = {
     "few_drafts": replace(PLAIN, num_draft_tokens=2),
     "no_drafts": replace(PLAIN, num_draft_tokens=0),
     "cancelled": replace(PLAIN, max_tokens=60),
+    "allowed_token_ids": replace(PLAIN, allowed_token_ids=tuple(range(40, 80))),
 }
 EAGLE = {"eagle_top_k": 4, "eagle_depth": 3}
 NUM_HOGS = 2
 METHODS = ("ngram", "draft_model", "medusa", "mtp", "eagle", "eagle3")
-FEW_ACCEPTED = {"no_drafts": 0, "json": 0, "guide": 1, "cancelled": 1}  # other cells: 3 at least
+# other cells: 3 at least; what drafts does not know which tokens are allowed
+FEW_ACCEPTED = {"no_drafts": 0, "json": 0, "guide": 1, "cancelled": 1, "allowed_token_ids": 1}
 
 
 @pytest.fixture(scope="module")
