@@ -93,7 +93,7 @@ def records(shape: str, form: str, tokens: list[int], device: torch.device) -> I
         return
     context = LayerContext(device, torch.bfloat16, method, method)
     specs = linear_specs(SHAPES[shape])
-    down, found = Linear(specs["down"], context), {count: dict[str, float]() for count in tokens}
+    down, found = random_layers(specs["down"], context)[0], {count: dict[str, float]() for count in tokens}
     for name, spec in specs.items():
         layers = random_layers(spec, context)
         for count in tokens:

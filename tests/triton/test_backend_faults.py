@@ -290,7 +290,9 @@ def test_sigterm_answers_what_does_not_end_within_the_drain_timeout(fake_backend
             os.kill(server.pid, signal.SIGTERM)
             stream.wait(num_ends=2)
         assert len(stream.texts) == 101
-        assert stream.errors == ["the server is shutting down and the request did not end within drain_timeout_s"]
+        assert stream.errors == [
+            "the server is shutting down and the request did not end within drain_timeout_s [UNAVAILABLE]"
+        ]
         started = time.monotonic()
         server.stop()
         assert time.monotonic() - started < 10, "a hung engine must not outlast the server's exit time-out"

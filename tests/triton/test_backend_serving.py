@@ -105,7 +105,7 @@ def test_an_empty_final_response_ends_the_stream(server: TritonServer) -> None:
 def test_an_error_after_good_tokens_reaches_the_client(server: TritonServer) -> None:
     [stream] = stream_many(server.http_url, "llm", [{"text_input": json.dumps({"tokens": 2, "then": "error"})}])
     assert len(stream.texts()) == 2
-    assert stream.errors() == ["scripted error: temperature"] and stream.is_complete
+    assert stream.errors() == ["scripted error: temperature [INVALID_ARG]"] and stream.is_complete
     status, body = server.post("/v2/models/llm/generate", {"text_input": json.dumps({"tokens": 0, "then": "error"})})
     assert status == 400, body
 

@@ -83,7 +83,9 @@ def test_everybody_is_answered_before_the_server_gives_up(fake_backend_dir: Path
         stream.wait(num_texts=1)
         os.kill(server.pid, signal.SIGTERM)
         stream.wait(num_ends=1, timeout_s=EXIT_TIMEOUT_S)
-        assert stream.errors == ["the server is shutting down and the request did not end within drain_timeout_s"]
+        assert stream.errors == [
+            "the server is shutting down and the request did not end within drain_timeout_s [UNAVAILABLE]"
+        ]
         # the stream stays open, so that the server never unloads the model: the engine must go all the same
         wait_until(lambda: not engine.is_running(), "the engine to end", timeout_s=EXIT_TIMEOUT_S)
         assert wait_end(server, 2 * EXIT_TIMEOUT_S) == 0
@@ -101,7 +103,7 @@ def test_an_engine_that_dies_while_the_server_exits_says_so_and_stays_down(
         engine_of(server).kill()
         stream.wait(num_ends=1, timeout_s=EXIT_TIMEOUT_S)
         assert stream.errors == [
-            "the engine of model 'llm' was killed by signal 9 (Killed); the server is shutting down"
+            "the engine of model 'llm' was killed by signal 9 (Killed); the server is shutting down [UNAVAILABLE]"
         ]
         assert wait_end(server, EXIT_TIMEOUT_S) == 0
         assert server.log.count("the engine of model 'llm' is up") == 1
