@@ -238,7 +238,7 @@ class Scheduler:
         """Discard these requests' rows of a step before its `commit`; the requests wait as if preempted."""
         for place, request in enumerate(step.requests):
             if request in requests and not request.is_finished:
-                step.samples[place] = False
+                step.withdraw(place)
                 request.num_output_placeholders -= 1
                 if request.status is RequestStatus.RUNNING:
                     self._preempt(request)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from slipstream.core.host_cache import BlockCopies
 from slipstream.core.request import Request
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """One entry of a step: num_scheduled_tokens of token_ids + draft_token_ids, from num_computed_tokens on.
 
     A row past both is the token that the step before this one samples, which only the device knows.
@@ -40,6 +40,7 @@ class ScheduledStep:
     total_num_scheduled_tokens: int = 0
     preempted: list[Request] = field(default_factory=list)
     copies: BlockCopies = field(default_factory=BlockCopies)
+    _rows: list[ScheduledRequest] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def of(cls, rows: Sequence[ScheduledRequest]) -> ScheduledStep:
@@ -57,8 +58,14 @@ class ScheduledStep:
         self.samples.append(samples)
         self.num_drafts.append(num_drafts)
 
+    def withdraw(self, place: int) -> None:
+        """Let a request sample nothing."""
+        self.samples[place], self._rows = False, None
+
     @property
     def rows(self) -> list[ScheduledRequest]:
-        """The same by request."""
-        lists = self.requests, self.num_computed_tokens, self.num_scheduled_tokens, self.samples, self.num_drafts
-        return [ScheduledRequest(*row) for row in zip(*lists)]
+        """The same by request, for a step that is complete. Made once: drafting reads it several times a step."""
+        if self._rows is None:
+            lists = self.requests, self.num_computed_tokens, self.num_scheduled_tokens, self.samples, self.num_drafts
+            self._rows = list(map(ScheduledRequest._make, zip(*lists)))
+        return self._rows
