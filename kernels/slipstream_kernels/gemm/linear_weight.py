@@ -54,7 +54,8 @@ class LinearWeight:
 def plain_weight(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
     """Of weights that are not quantised: [out, in], of experts [num_experts, out, in]."""
     num_experts = weight.shape[0] if weight.dim() == 3 else 0
-    kind = WeightKind("plain", *weight.shape[-2:], weight.dtype, weight.device, num_experts=num_experts)
+    out_features, in_features = weight.shape[-2:]
+    kind = WeightKind("plain", out_features, in_features, weight.dtype, weight.device, num_experts=num_experts)
     return LinearWeight(kind, weight, bias=bias)
 
 

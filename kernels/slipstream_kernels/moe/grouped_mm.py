@@ -63,7 +63,8 @@ def _weight_of(x: GroupedRows, weight: torch.Tensor, scales: torch.Tensor | None
     by_blocks = scales is not None and scales.dim() == 3
     name = {E4M3: "fp8_block" if by_blocks else "fp8", torch.int8: "int8"}.get(weight.dtype, "plain")
     form = FP8_ROWS if isinstance(x, Fp8Rows) else INT8_ROWS if isinstance(x, Int8Rows) else PLAIN_ROWS
-    kind = WeightKind(name, *weight.shape[1:], weight.dtype, weight.device, 0, form, weight.shape[0])
+    num_experts, out_features, in_features = weight.shape
+    kind = WeightKind(name, out_features, in_features, weight.dtype, weight.device, 0, form, num_experts)
     return LinearWeight(kind, weight, scales)
 
 
