@@ -97,7 +97,7 @@ def test_every_variant_multiplies(size: tuple[int, int], dtype: torch.dtype) -> 
         y = x.double() @ (values.double() * scales.double()[:, None]).t() + bias.double()
         gate, up = y.chunk(2, dim=1)
         gated_y = torch.nn.functional.silu(gate) * up
-        at_once = partial(mixed_gemm.clusters_at_once, x.device, dtype)
+        at_once = partial(mixed_gemm.clusters_at_once, x.device, mixed_gemm.format_of(dtype))
         for gated, variant in product((False, True), mixed_gemm.candidates(num_tokens, size, at_once)):
             expected = gated_y if gated else y
             if gated and size[0] % 32:
@@ -127,7 +127,7 @@ def test_every_variant_multiplies_4_bits(size: tuple[int, int], group_size: int,
     for num_tokens in (17, 33, 48, 64, 65, 128, 150, 256):
         x = torch.randn(num_tokens, size[1] + 8, device="cuda").to(dtype)[:, : size[1]]  # rows that are not dense
         expected = x.double() @ dense.t() + bias.double()
-        at_once = partial(mixed_gemm_w4a16.clusters_at_once, x.device, dtype, groups)
+        at_once = partial(mixed_gemm.clusters_at_once, x.device, mixed_gemm_w4a16.format_of(dtype, groups))
         for variant in mixed_gemm.candidates(num_tokens, size, at_once):
             out = torch.full(expected.shape, float("nan"), dtype=dtype, device="cuda")
             mixed_gemm_w4a16.mixed_gemm_w4a16(x, weight, bias, out, variant)

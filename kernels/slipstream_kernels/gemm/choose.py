@@ -9,13 +9,13 @@ from functools import lru_cache
 
 import torch
 
-from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.gemm import tuning
 from slipstream_kernels.gemm.kernels import KERNELS
-from slipstream_kernels.gemm.product import PLAIN_ROWS, Device, Product, Variant, WeightKind
+from slipstream_kernels.gemm.product import PLAIN_ROWS, Product, WeightKind
+from slipstream_kernels.kernel_choice import NO_VARIANT, Device, ThisDevice, Variant
 
 
-def choose(product: Product, device: Device) -> Variant:
+def choose(product: Product, device: Device[Product]) -> Variant:
     """The first variant of the device's table that takes the product.
 
     A gated product that no kernel makes in one launch is chosen for as a plain one; the variant says so.  Raises
@@ -30,7 +30,7 @@ def choose(product: Product, device: Device) -> Variant:
         config = kernel.configure(product, device) if reason is None else None
         if config is not None:
             return Variant(use.kernel, config, product.gated)
-        reasons.append(f"{use.kernel}: {reason or 'has no variant of this size'}")
+        reasons.append(f"{use.kernel}: {reason or NO_VARIANT}")
     if product.gated:
         return choose(product._replace(gated=False), device)
     raise ValueError(f"{product.rows} rows of {product.dtype}: {'; '.join(reasons)}")
@@ -59,28 +59,5 @@ def plain_rows_of(weight: WeightKind, most: int) -> int:
 
 
 @lru_cache
-def this_device(device: torch.device) -> Device:
-    """A device of this machine as choices ask it."""
-    return _CudaDevice(device) if device.type == "cuda" else _Host(device.type)
-
-
-class _Host:
-    """A CPU, or the meta device: kernels say of each product why not."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.num_sms = name, 0
-
-    def refusal(self, kernel: str, product: Product) -> str | None:
-        return KERNELS[kernel].refusal(product)
-
-    def count_clusters(self, kernel: str, product: Product, config: tuple[int, ...]) -> int:
-        return 0
-
-
-class _CudaDevice(_Host):
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(torch.cuda.get_device_name(device))
-        self.num_sms = count_sms(device)
-
-    def count_clusters(self, kernel: str, product: Product, config: tuple[int, ...]) -> int:
-        return KERNELS[kernel].count_clusters(product, config)
+def this_device(device: torch.device) -> Device[Product]:
+    return ThisDevice(device, KERNELS)

@@ -30,6 +30,11 @@ def refusal(out_features: int, in_features: int, group_size: int) -> str | None:
     return None
 
 
+def groups_per_block(group_size: int) -> int:
+    """Groups with a scale of their own in 128 input features: 2 of 64, else 1 (of 128, or of whole rows)."""
+    return 2 if group_size == DEPTH // 2 else 1
+
+
 def pack_codes(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [out, in / 2] of canonical codes -> int32 [out / 16, in / 128, 256] in the kernels' order."""
     codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)
@@ -70,7 +75,7 @@ def pack_scales(weight: Int4Weight) -> tuple[torch.Tensor, torch.Tensor]:
         relative = scales / channel[:, None]
     zeros = torch.full_like(scales, SYMMETRIC_ZERO) if weight.zeros is None else weight.zeros
     bits = relative.half().view(torch.int16).int() & 0xFFFF
-    words = (bits | (zeros.int() << 16)).unflatten(1, (-1, 2 if weight.group_size == DEPTH // 2 else 1))
+    words = (bits | (zeros.int() << 16)).unflatten(1, (-1, groups_per_block(weight.group_size)))
     by_block = words.transpose(0, 1).contiguous()
     by_strip = words.unflatten(0, (-1, STRIP)).transpose(1, 2).reshape(-1, out_features, words.shape[2])
     return torch.stack((by_block, by_strip)), channel

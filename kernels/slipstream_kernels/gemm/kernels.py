@@ -6,7 +6,6 @@ Choices are made in gemm/choose.py and tuning.py.  Rows come as the weight's for
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -15,48 +14,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
-from slipstream_kernels.gemm.cuda import mixed_gemm_w4a8_choice, swap_ab_choice
+from slipstream_kernels.gemm import int4_layout
+from slipstream_kernels.gemm.cuda import swap_ab_choice
 from slipstream_kernels.gemm.int4_checks import group_refusal
-from slipstream_kernels.gemm.product import PLAIN_ROWS, Device, Product
+from slipstream_kernels.gemm.product import PLAIN_ROWS, Product
 from slipstream_kernels.gemm.tuning import ranges_of, tuning_of
 from slipstream_kernels.integer import Int8Rows
+from slipstream_kernels.kernel_choice import Config, Device, Kernel, always, never
 from slipstream_kernels.select import load_module, select
 
 if TYPE_CHECKING:
     from slipstream_kernels.gemm.linear_weight import LinearWeight
 
-Config = tuple[int, ...]
 Rows = Tensor | Fp8Rows | Int8Rows
+Run = Callable[[Rows, "LinearWeight", Config, bool], Tensor]  # of rows, weight, template arguments, whether gated
 LIBRARY_ALIGNMENT = 16  # features of an e4m3 weight that cuBLAS takes are multiples of it
-BLOCK = 128  # input features that kernels of 4-bit weights take at once, in one group or two
 BOTH_HALVES = 32  # output features of a gated product in strips of 16 are multiples of it
-
-
-def _never(product: Product) -> bool:
-    return False
-
-
-def _always(product: Product) -> bool:
-    return True
-
-
-def _none(product: Product) -> None:
-    return None
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """run: (rows, weight, config, gated) -> the result.  refusal: why a product cannot be made, or None.
-
-    configure: the template arguments of a product; None: there are none for it.  gates: whether it applies the gate of
-    such a product.  count_clusters: as Device has it.
-    """
-
-    run: Callable[[Rows, LinearWeight, Config, bool], Tensor]
-    refusal: Callable[[Product], str | None] = _none
-    configure: Callable[[Product, Device], Config | None] = lambda product, device: ()
-    gates: Callable[[Product], bool] = _never
-    count_clusters: Callable[[Product, Config], int] = lambda product, config: 0
 
 
 def _cuda(name: str) -> ModuleType:
@@ -103,7 +76,7 @@ def _skinny_refusal(product: Product) -> str | None:
     return reason
 
 
-def _skinny_config(product: Product, device: Device) -> Config:
+def _skinny_config(product: Product, device: Device[Product]) -> Config:
     units = product.weight.out_features // 2 if product.gated else product.weight.out_features
     chosen: Config = _cuda("skinny_gemm").choose(
         product.num_rows, units, product.weight.in_features, product.gated, device.num_sms
@@ -130,7 +103,7 @@ def _swap_ab_refusal(product: Product) -> str | None:
     return reason
 
 
-def _swap_ab_config(product: Product, device: Device) -> Config:
+def _swap_ab_config(product: Product, device: Device[Product]) -> Config:
     weight = product.weight
     row_bytes = weight.in_features * weight.dtype.itemsize
     sized = swap_ab_choice.Product(product.num_rows, weight.out_features, row_bytes, product.gated)
@@ -184,7 +157,7 @@ def _onednn(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tenso
     return y
 
 
-def _scaled_by(backend: str) -> Callable[[Rows, LinearWeight, Config, bool], Tensor]:
+def _scaled_by(backend: str) -> Run:
     """Products of canonical weights by the version of that backend."""
 
     def run(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
@@ -230,8 +203,8 @@ def _int8_gemm_refusal(product: Product) -> str | None:
     return reason
 
 
-def _tile_config(name: str) -> Callable[[Product, Device], Config]:
-    def configure(product: Product, device: Device) -> Config:
+def _tile_config(name: str) -> Callable[[Product, Device[Product]], Config]:
+    def configure(product: Product, device: Device[Product]) -> Config:
         tiles = _cuda(name).TILES
         tile = _cuda("cutlass_gemm").choose_tile(tiles, product.num_rows, product.weight.out_features, device.num_sms)
         sizes: Config = tile[:3]
@@ -243,23 +216,6 @@ def _tile_config(name: str) -> Callable[[Product, Device], Config]:
 def _int8_gemm(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
     y: Tensor = _cuda("int8_gemm").int8_gemm(x, weight.tensor, weight.scales, weight.bias)
     return y
-
-
-def _mixed_config(product: Product, device: Device) -> Config:
-    weight = product.weight
-    chosen: Config = _cuda("mixed_gemm").choose(
-        product.num_rows,
-        (weight.out_features, weight.in_features),
-        lambda found: device.count_clusters("mixed_gemm", product, found),
-        tuning_of(device.name),
-    )
-    return chosen
-
-
-def _mixed_clusters(product: Product, config: Config) -> int:
-    kernel = _cuda("mixed_gemm")
-    count: int = kernel.clusters_at_once(product.weight.device, product.dtype, kernel.Variant(*config))
-    return count
 
 
 def _mixed(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
@@ -280,7 +236,7 @@ def _int8_written_out(x: Rows, weight: LinearWeight, config: Config, gated: bool
 # 4-bit weights
 
 
-def _int4_by(name: str) -> Callable[[Rows, LinearWeight, Config, bool], Tensor]:
+def _int4_by(name: str) -> Run:
     def run(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
         assert isinstance(x, Tensor)
         rows = _aligned(x)
@@ -290,43 +246,7 @@ def _int4_by(name: str) -> Callable[[Rows, LinearWeight, Config, bool], Tensor]:
     return run
 
 
-def _w4a16_config(product: Product, device: Device) -> Config | None:
-    weight = product.weight
-    chosen: Config | None = _cuda("mixed_gemm_w4a16").choose(
-        product.num_rows,
-        (weight.out_features, weight.in_features),
-        lambda found: device.count_clusters("mixed_gemm_w4a16", product, found),
-        tuning_of(device.name),
-    )
-    return chosen
-
-
-def _w4a16_clusters(product: Product, config: Config) -> int:
-    kernel, weight = _cuda("mixed_gemm_w4a16"), product.weight
-    groups = 2 if weight.group_size == BLOCK // 2 else 1
-    count: int = kernel.clusters_at_once(weight.device, product.dtype, groups, kernel.Variant(*config))
-    return count
-
-
-def _w4a8_config(product: Product, device: Device) -> Config | None:
-    weight = product.weight
-    return mixed_gemm_w4a8_choice.choose(
-        product.num_rows,
-        (weight.out_features, weight.in_features),
-        lambda found: device.count_clusters("mixed_gemm_w4a8", product, found),
-        tuning_of(device.name),
-    )
-
-
-def _w4a8_clusters(product: Product, config: Config) -> int:
-    weight = product.weight
-    groups = 2 if weight.group_size == BLOCK // 2 else 1
-    variant = mixed_gemm_w4a8_choice.Variant(*config)
-    count: int = _cuda("mixed_gemm_w4a8").clusters_at_once(weight.device, groups, variant)
-    return count
-
-
-def _w4a8_by(name: str) -> Callable[[Rows, LinearWeight, Config, bool], Tensor]:
+def _w4a8_by(name: str) -> Run:
     def run(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:
         y: Tensor = getattr(_cuda("w4a8_mm"), name)(x, weight.int4, _bias(weight, x.dtype), config)
         return y
@@ -339,24 +259,46 @@ def _w4a8_many_refusal(product: Product) -> str | None:
     return reason
 
 
-KERNELS: Mapping[str, Kernel] = {
-    "skinny_gemm": Kernel(_skinny, _skinny_refusal, _skinny_config, _always),
-    "swap_ab_gemm": Kernel(_swap_ab, _swap_ab_refusal, _swap_ab_config, _always, _swap_ab_clusters),
+def _mixed_gemm(name: str, run: Run, gates: Callable[[Product], bool] = never) -> Kernel[Product, Run]:
+    """A format of the mixed GEMM; gemm/cuda/<name>.py has its libraries and the choice of its variant."""
+
+    def configure(product: Product, device: Device[Product]) -> Config | None:
+        weight = product.weight
+        chosen: Config | None = _cuda(name).choose(
+            product.num_rows,
+            (weight.out_features, weight.in_features),
+            lambda found: device.count_clusters(name, product, found),
+            tuning_of(device.name),
+        )
+        return chosen
+
+    def count_clusters(product: Product, config: Config) -> int:
+        kernel, weight = _cuda(name), product.weight
+        weight_format = kernel.format_of(product.dtype, int4_layout.groups_per_block(weight.group_size))
+        count: int = kernel.clusters_at_once(weight.device, weight_format, kernel.Variant(*config))
+        return count
+
+    return Kernel(run, _needs_16_bits, configure, gates, count_clusters)
+
+
+KERNELS: Mapping[str, Kernel[Product, Run]] = {
+    "skinny_gemm": Kernel(_skinny, _skinny_refusal, _skinny_config, always),
+    "swap_ab_gemm": Kernel(_swap_ab, _swap_ab_refusal, _swap_ab_config, always, _swap_ab_clusters),
     "library": Kernel(_library, _library_refusal),
     "onednn": Kernel(_onednn),
     "scaled_mm": Kernel(_scaled_by("triton"), _needs_gpu),
     "int8_mm": Kernel(_scaled_by("triton"), _needs_gpu),
     "int4_mm": Kernel(_scaled_by("triton"), _int4_triton_refusal),
     "reference": Kernel(_scaled_by("reference")),
-    "dequantise": Kernel(_dequantise, gates=_always),
+    "dequantise": Kernel(_dequantise, gates=always),
     "invariant_mm": Kernel(_invariant),
     "int8_gemm": Kernel(_int8_gemm, _int8_gemm_refusal, _tile_config("int8_gemm")),
-    "mixed_gemm": Kernel(_mixed, _needs_16_bits, _mixed_config, _in_pairs_of_strips, _mixed_clusters),
+    "mixed_gemm": _mixed_gemm("mixed_gemm", _mixed, _in_pairs_of_strips),
     "int8_dequantise+library": Kernel(_int8_written_out),
     "int4_rows": Kernel(_int4_by("rows"), _needs_16_bits, gates=_in_pairs_of_strips),
-    "mixed_gemm_w4a16": Kernel(_int4_by("mixed"), _needs_16_bits, _w4a16_config, count_clusters=_w4a16_clusters),
+    "mixed_gemm_w4a16": _mixed_gemm("mixed_gemm_w4a16", _int4_by("mixed")),
     "int4_dequantise+library": Kernel(_int4_by("written_out"), _needs_16_bits),
-    "mixed_gemm_w4a8": Kernel(_w4a8_by("few"), _needs_16_bits, _w4a8_config, count_clusters=_w4a8_clusters),
+    "mixed_gemm_w4a8": _mixed_gemm("mixed_gemm_w4a8", _w4a8_by("few")),
     "w4a8_gemm": Kernel(_w4a8_by("many"), _w4a8_many_refusal, _tile_config("w4a8_gemm")),
     "mixed_gemm_w4a8_parts": Kernel(_w4a8_by("in_parts"), _needs_16_bits),
 }

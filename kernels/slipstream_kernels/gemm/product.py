@@ -1,8 +1,8 @@
-"""Products as data: what a weight is, what a product is, and which kernel makes it.  Knows sizes only, no values."""
+"""Products as data: what a weight is, and what a product is.  Knows sizes only, no values."""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -39,30 +39,3 @@ class Product(NamedTuple):
     rows: str
     dtype: torch.dtype
     gated: bool = False
-
-
-class Variant(NamedTuple):
-    """A kernel and its template arguments.  is_gated: it applies the gate as well."""
-
-    kernel: str
-    config: tuple[int, ...] = ()
-    is_gated: bool = False
-
-    def __str__(self) -> str:
-        numbers = ",".join(str(int(number)) for number in self.config)
-        return f"{self.kernel}/{numbers}" if numbers else self.kernel
-
-
-class Device(Protocol):
-    """What a choice depends on beside the product.  name: by which gemm/tuning.py finds its table."""
-
-    name: str
-    num_sms: int
-
-    def refusal(self, kernel: str, product: Product) -> str | None:
-        """Why the kernel cannot make the product here; None if it can."""
-        ...
-
-    def count_clusters(self, kernel: str, product: Product, config: tuple[int, ...]) -> int:
-        """How many clusters of CTAs of a kernel's variant run at once; 0: it cannot run."""
-        ...

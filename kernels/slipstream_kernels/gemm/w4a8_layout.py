@@ -44,4 +44,4 @@ def canonical(weight: Int4Weight) -> Int4Weight:
 
 def total_columns(group_size: int) -> int:
     """Of what runs of a row's values products with such a weight take the sums."""
-    return BLOCK // 2 if group_size == BLOCK // 2 else BLOCK
+    return BLOCK // int4_layout.groups_per_block(group_size)

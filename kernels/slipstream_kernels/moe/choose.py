@@ -6,13 +6,13 @@ from functools import lru_cache
 
 import torch
 
-from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.kernel_choice import NO_VARIANT, Device, ThisDevice, Variant
 from slipstream_kernels.moe.kernels import KERNELS
-from slipstream_kernels.moe.product import Device, Product, Variant
+from slipstream_kernels.moe.product import Product
 from slipstream_kernels.moe.tuning import tuning_of
 
 
-def choose(product: Product, device: Device) -> Variant:
+def choose(product: Product, device: Device[Product]) -> Variant:
     """The first variant of the device's table that takes the product.  Raises ValueError with all reasons if none."""
     weight = product.weight
     reasons = []
@@ -20,9 +20,10 @@ def choose(product: Product, device: Device) -> Variant:
         if product.num_rows < use.least_rows * weight.num_experts or product.num_tokens > use.most_tokens:
             continue
         reason = device.refusal(use.kernel, product)
-        if reason is None:
-            return Variant(use.kernel, KERNELS[use.kernel].configure(product, device), use.quantises)
-        reasons.append(f"{use.kernel}: {reason}")
+        config = KERNELS[use.kernel].configure(product, device) if reason is None else None
+        if config is not None:
+            return Variant(use.kernel, config, product.gated, use.quantises)
+        reasons.append(f"{use.kernel}: {reason or NO_VARIANT}")
     raise ValueError(f"experts of {weight.format}: {'; '.join(reasons) or f'not multiplied by {weight.rows} rows'}")
 
 
@@ -33,15 +34,5 @@ def variant_of(product: Product) -> Variant:
 
 
 @lru_cache
-def _this_device(device: torch.device) -> Device:
-    return _ThisDevice(device)
-
-
-class _ThisDevice:
-    def __init__(self, device: torch.device) -> None:
-        is_gpu = device.type == "cuda"
-        self.name = torch.cuda.get_device_name(device) if is_gpu else device.type
-        self.num_sms = count_sms(device) if is_gpu else 0
-
-    def refusal(self, kernel: str, product: Product) -> str | None:
-        return KERNELS[kernel].refusal(product)
+def _this_device(device: torch.device) -> Device[Product]:
+    return ThisDevice(device, KERNELS)

@@ -17,12 +17,12 @@ from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.int4_checks import group_refusal
 from slipstream_kernels.gemm.linear_weight import LinearWeight
 from slipstream_kernels.integer import Int4Weight, Int8Rows
-from slipstream_kernels.moe.product import Device, Product
+from slipstream_kernels.kernel_choice import Config, Device, Kernel
+from slipstream_kernels.moe.product import Product
 from slipstream_kernels.moe.tuning import tuning_of
 from slipstream_kernels.routing import Routing
 from slipstream_kernels.select import load_module
 
-Config = tuple[int, ...]
 Rows = Tensor | Fp8Rows | Int8Rows
 LIBRARY_ALIGNMENT = 16  # features of a weight that the library takes are multiples of it
 
@@ -38,13 +38,7 @@ class Call:
     gated: bool
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """refusal: why a product cannot be made, or None.  configure: the template arguments of a product."""
-
-    run: Callable[[Call, Config], Tensor]
-    refusal: Callable[[Product], str | None] = lambda product: None
-    configure: Callable[[Product, Device], Config] = lambda product, device: ()
+Run = Callable[[Call, Config], Tensor]
 
 
 def _module(backend: str, name: str) -> ModuleType:
@@ -75,7 +69,7 @@ def _needs_bf16(product: Product) -> str | None:
     return None if product.dtype == torch.bfloat16 else f"rows are {product.dtype}, not bfloat16"
 
 
-def _grouped_by(backend: str) -> Callable[[Call, Config], Tensor]:
+def _grouped_by(backend: str) -> Run:
     """Products of 16-bit, e4m3, int8 and canonical 4-bit weights by the version of that backend."""
 
     def run(call: Call, config: Config) -> Tensor:
@@ -91,7 +85,7 @@ def _grouped_by(backend: str) -> Callable[[Call, Config], Tensor]:
     return run
 
 
-def _cuda_by(name: str) -> Callable[[Call, Config], Tensor]:
+def _cuda_by(name: str) -> Run:
     def run(call: Call, config: Config) -> Tensor:
         y: Tensor = _module("cuda", name).grouped_int4_mm(
             call.x, call.weight.int4, call.routing, call.by_token, call.gated, config
@@ -101,7 +95,7 @@ def _cuda_by(name: str) -> Callable[[Call, Config], Tensor]:
     return run
 
 
-def _written_out_by(expand: Callable[[Int4Weight, int], tuple[Tensor, Tensor]]) -> Callable[[Call, Config], Tensor]:
+def _written_out_by(expand: Callable[[Int4Weight, int], tuple[Tensor, Tensor]]) -> Run:
     """Weights are written as e4m3 first: bound by arithmetic, products of two e4m3 operands are twice as fast."""
 
     def run(call: Call, config: Config) -> Tensor:
@@ -124,7 +118,7 @@ def _expert_weights(weight: Int4Weight, num_experts: int) -> tuple[Tensor, Tenso
     return _module("triton", "expert_weights").expert_weights(weight), weight.zeros
 
 
-def _record_config(product: Product, device: Device) -> Config:
+def _record_config(product: Product, device: Device[Product]) -> Config:
     chosen: Config = _module("cuda", "record_experts").choose(
         (product.num_tokens, product.num_rows, product.weight.num_experts),
         product.weight.out_features,
@@ -134,12 +128,12 @@ def _record_config(product: Product, device: Device) -> Config:
     return chosen
 
 
-def _int4_config(product: Product, device: Device) -> Config:
+def _int4_config(product: Product, device: Device[Product]) -> Config:
     sizes = product.num_tokens, product.num_rows, product.weight.num_experts
     return (_module("cuda", "int4_experts").tile_columns(sizes, tuning_of(device.name)),)
 
 
-KERNELS: Mapping[str, Kernel] = {
+KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "library": Kernel(_grouped_by("library"), _library_refusal),
     "grouped_mm": Kernel(_grouped_by("triton"), _needs_gpu),
     "grouped_int4_mm": Kernel(_grouped_by("triton"), _int4_triton_refusal),

@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from itertools import product
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -53,24 +53,31 @@ class Variant(NamedTuple):
     token_tiles: int = 1
 
 
-def defines(dtype: torch.dtype, columns: int) -> tuple[str, ...]:
-    """The macros that choose a library."""
-    return format_defines("W8A16", OPERANDS[dtype], 0, columns)
+class Format(NamedTuple):
+    """A format of csrc/formats/mixed_gemm_formats.cuh.  groups: of 128 input features; 0: the format has none."""
+
+    name: str
+    operand: str
+    groups: int = 0
+
+    def defines(self, columns: int) -> tuple[str, ...]:
+        """The macros that choose a library."""
+        return (
+            f"SLIPSTREAM_FORMAT={self.name}",
+            f"SLIPSTREAM_OPERAND={self.operand}",
+            f"SLIPSTREAM_GROUPS={self.groups}",
+            f"SLIPSTREAM_COLUMNS={columns}",
+        )
 
 
-def format_defines(name: str, operand: str, groups: int, columns: int) -> tuple[str, ...]:
-    """The macros of a format of csrc/formats/mixed_gemm_formats.cuh.  groups: of 128 input features; 0: none."""
-    return (
-        f"SLIPSTREAM_FORMAT={name}",
-        f"SLIPSTREAM_OPERAND={operand}",
-        f"SLIPSTREAM_GROUPS={groups}",
-        f"SLIPSTREAM_COLUMNS={columns}",
-    )
+def format_of(dtype: torch.dtype, groups: int = 0) -> Format:
+    """The format of rows of `dtype`.  Scales are of whole rows: groups says nothing."""
+    return Format("W8A16", OPERANDS[dtype])
 
 
 def variants() -> list[tuple[str, ...]]:
     """All libraries, for building ahead of time."""
-    return [defines(dtype, columns) for dtype in OPERANDS for columns in COLUMNS]
+    return [format_of(dtype).defines(columns) for dtype in OPERANDS for columns in COLUMNS]
 
 
 def mixed_gemm(
@@ -90,7 +97,8 @@ def mixed_gemm(
     out_features, in_features = words.shape[0], x.shape[1]
     if out is None:
         out = torch.empty((x.shape[0], out_features // 2 if gated else out_features), dtype=x.dtype, device=x.device)
-    at_once = partial(clusters_at_once, x.device, x.dtype)
+    weight_format = format_of(x.dtype)
+    at_once = partial(clusters_at_once, x.device, weight_format)
     variant = variant or choose(x.shape[0], (out_features, in_features), at_once)
     params = MixedGemmParams(
         **addresses({"x": x, "qweight": words, "channel_scale": scales, "bias": bias, "out": out}),
@@ -105,7 +113,7 @@ def mixed_gemm(
         is_gated=gated,
         is_dependent=launches_dependently(x.device),
     )
-    launch("mixed_gemm", load(SOURCE, defines(x.dtype, variant.columns)), params, x.device)
+    launch("mixed_gemm", load(SOURCE, weight_format.defines(variant.columns)), params, x.device)
     return out
 
 
@@ -154,15 +162,21 @@ def parts_of(out_features: int, variant: Variant, at_once: int) -> int:
     return min(at_once // variant.token_tiles, out_features // STRIP)
 
 
+class Sizes(Protocol):
+    """What the variants of all formats have."""
+
+    @property
+    def columns(self) -> int: ...
+    @property
+    def warpgroups_m(self) -> int: ...
+    @property
+    def splits(self) -> int: ...
+
+
 @lru_cache(maxsize=4096)
-def clusters_at_once(device: torch.device, dtype: torch.dtype, variant: Variant) -> int:
-    """How many clusters of the variant the device runs at once; 0 if it cannot."""
-    return ask_clusters(device, defines(dtype, variant.columns), variant)
-
-
-def ask_clusters(device: torch.device, macros: tuple[str, ...], variant: Variant) -> int:
-    """The same of the library of the macros."""
-    library = load(SOURCE, macros)
+def clusters_at_once(device: torch.device, weight_format: Format, variant: Sizes) -> int:
+    """How many clusters of a format's variant the device runs at once; 0 if it cannot."""
+    library = load(SOURCE, weight_format.defines(variant.columns))
     count = ctypes.c_int()
     params = MixedGemmParams(warpgroups_m=variant.warpgroups_m, splits=variant.splits, num_clusters=1)
     with torch.cuda.device(device):

@@ -6,7 +6,6 @@ No device value is read on the host and there is no workspace: CUDA-graph safe, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
 
@@ -18,10 +17,11 @@ from slipstream_kernels.gemm.cuda.mixed_gemm import (
     BLOCK,
     OPERANDS,
     SOURCE,
+    Format,
     MixedGemmParams,
     Variant,
+    clusters_at_once,
     fits,
-    format_defines,
     parts_of,
     tiles_of,
 )
@@ -32,14 +32,14 @@ COLUMNS = mixed_gemm.COLUMNS[1:]  # int4_rows multiplies fewer
 GROUPS = (1, 2)  # of 128 input features
 
 
-def defines(dtype: torch.dtype, groups: int, columns: int) -> tuple[str, ...]:
-    """The macros that choose a library."""
-    return format_defines("W4A16", OPERANDS[dtype], groups, columns)
+def format_of(dtype: torch.dtype, groups: int) -> Format:
+    """The format of rows of `dtype` and of weights with so many groups in 128 input features."""
+    return Format("W4A16", OPERANDS[dtype], groups)
 
 
 def variants() -> list[tuple[str, ...]]:
     """All libraries, for building ahead of time."""
-    return [defines(dtype, groups, columns) for dtype in OPERANDS for groups in GROUPS for columns in COLUMNS]
+    return [format_of(dtype, groups).defines(columns) for dtype in OPERANDS for groups in GROUPS for columns in COLUMNS]
 
 
 def mixed_gemm_w4a16(
@@ -53,8 +53,8 @@ def mixed_gemm_w4a16(
     """
     assert weight.zeros is not None
     words, _ = weight.scales
-    groups = words.shape[2]
-    clusters = parts_of(weight.out_features, variant, clusters_at_once(x.device, x.dtype, groups, variant))
+    weight_format = format_of(x.dtype, words.shape[2])
+    clusters = parts_of(weight.out_features, variant, clusters_at_once(x.device, weight_format, variant))
     permuted_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tensors = {
         "x": x,
@@ -78,7 +78,7 @@ def mixed_gemm_w4a16(
         is_channelwise=words.shape[0] == 1,
         is_dependent=launches_dependently(x.device),
     )
-    launch("mixed_gemm", load(SOURCE, defines(x.dtype, groups, variant.columns)), params, x.device)
+    launch("mixed_gemm", load(SOURCE, weight_format.defines(variant.columns)), params, x.device)
 
 
 def choose(
@@ -99,9 +99,3 @@ def choose(
         if least <= blocks <= most and fits(sizes, variant, count_clusters(variant)):
             return variant
     return Variant(columns, mixed_gemm.WARPGROUPS_M[-1], 1, token_tiles)
-
-
-@lru_cache(maxsize=4096)
-def clusters_at_once(device: torch.device, dtype: torch.dtype, groups: int, variant: Variant) -> int:
-    """How many clusters of the variant the device runs at once; 0 if it cannot."""
-    return mixed_gemm.ask_clusters(device, defines(dtype, groups, variant.columns), variant)

@@ -5,17 +5,16 @@ No device value is read on the host and there is no workspace: CUDA-graph safe, 
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 
 from slipstream_kernels.cuda.build import load
-from slipstream_kernels.cuda.launch import check, launch
+from slipstream_kernels.cuda.launch import launch
 from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import Fp8Rows
-from slipstream_kernels.gemm.cuda.mixed_gemm import SOURCE, MixedGemmParams, format_defines
+from slipstream_kernels.gemm.cuda.mixed_gemm import SOURCE, Format, MixedGemmParams, clusters_at_once
 from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import (
     BLOCK,
     COLUMNS,
@@ -35,14 +34,14 @@ from slipstream_kernels.integer import Int4Weight
 GROUPS = (1, 2)  # of 128 input features
 
 
-def defines(columns: int, groups: int) -> tuple[str, ...]:
-    """The macros that choose a library."""
-    return format_defines("W4A8", "__nv_fp8_e4m3", groups, columns)
+def format_of(dtype: torch.dtype, groups: int) -> Format:
+    """The format of weights with so many groups in 128 input features.  One library gives results of both types."""
+    return Format("W4A8", "__nv_fp8_e4m3", groups)
 
 
 def variants() -> list[tuple[str, ...]]:
     """All libraries, for building ahead of time."""
-    return [defines(columns, groups) for columns in COLUMNS for groups in GROUPS]
+    return [format_of(torch.bfloat16, groups).defines(columns) for columns in COLUMNS for groups in GROUPS]
 
 
 def mixed_gemm_w4a8(
@@ -62,8 +61,8 @@ def mixed_gemm_w4a8(
     assert weight.zeros is not None
     if not rows.num_tokens:
         return
-    device, groups = out.device, weight.scales.shape[2]
-    sizes, at_once = (weight.out_features, weight.in_features), partial(clusters_at_once, device, groups)
+    device, weight_format = out.device, format_of(out.dtype, weight.scales.shape[2])
+    sizes, at_once = (weight.out_features, weight.in_features), partial(clusters_at_once, device, weight_format)
     variant = variant or choose(rows.num_tokens, sizes, at_once)
     assert variant is not None
     params = MixedGemmParams(
@@ -87,37 +86,27 @@ def mixed_gemm_w4a8(
         out_is_half=out.dtype == torch.float16,
         is_dependent=launches_dependently(device),
     )
-    launch("mixed_gemm", load(SOURCE, defines(variant.columns, groups)), params, device)
+    launch("mixed_gemm", load(SOURCE, weight_format.defines(variant.columns)), params, device)
 
 
 def serves(num_tokens: int, weight: Int4Weight) -> bool:
     """Whether so many rows are multiplied here: up to MAX_TOKENS, and more where that is faster than other kernels."""
-    at_once = partial(clusters_at_once, weight.packed.device, weight.scales.shape[2])
+    weight_format = format_of(torch.bfloat16, weight.scales.shape[2])
+    at_once = partial(clusters_at_once, weight.packed.device, weight_format)
     return choose(num_tokens, (weight.out_features, weight.in_features), at_once) is not None
 
 
 def candidates(num_tokens: int, weight: Int4Weight, device: torch.device) -> Iterator[Variant]:
     """The variants that can run."""
     strips = weight.out_features // STRIP
-    columns = columns_of(num_tokens)
+    columns, weight_format = columns_of(num_tokens), format_of(torch.bfloat16, weight.scales.shape[2])
     most = MOST_WARPGROUPS_M if columns <= MAX_TOKENS else MOST_MANY_WARPGROUPS_M
     for warpgroups_m in (count for count in WARPGROUPS_M if count <= most):
         for splits in SPLITS:
             variant = Variant(columns, warpgroups_m, splits)
-            at_once = clusters_at_once(device, weight.scales.shape[2], variant)
+            at_once = clusters_at_once(device, weight_format, variant)
             if not at_once or splits > weight.in_features // BLOCK:
                 continue
             of_cluster = -(-strips // min(at_once, strips))
             if of_cluster <= GROUP_STRIPS * warpgroups_m or (warpgroups_m == MOST_WARPGROUPS_M and splits == 1):
                 yield variant
-
-
-@lru_cache
-def clusters_at_once(device: torch.device, groups: int, variant: Variant) -> int:
-    """How many clusters of the variant the device runs at once; 0 if it cannot."""
-    library, count = load(SOURCE, defines(variant.columns, groups)), ctypes.c_int()
-    params = MixedGemmParams(warpgroups_m=variant.warpgroups_m, splits=variant.splits, num_clusters=1)
-    with torch.cuda.device(device):
-        error = library.slipstream_mixed_gemm_clusters(ctypes.byref(params), ctypes.byref(count))
-    check("mixed_gemm", library, error)
-    return count.value

@@ -29,7 +29,7 @@ def refusal(weight: Int4Weight) -> str | None:
     if (reason := device_refusal(weight.packed.device, "the weight is")) is not None:
         return reason
     sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
-    return sizes or missing(mixed_gemm_w4a8.SOURCE, mixed_gemm_w4a8.defines(COLUMNS[0], 1))
+    return sizes or missing(mixed_gemm_w4a8.SOURCE, mixed_gemm_w4a8.format_of(torch.bfloat16, 1).defines(COLUMNS[0]))
 
 
 def few(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, config: tuple[int, ...]) -> torch.Tensor:

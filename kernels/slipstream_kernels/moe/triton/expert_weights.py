@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.fp8 import E4M3
+from slipstream_kernels.gemm.int4_layout import groups_per_block
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
@@ -62,7 +63,7 @@ def expert_weights(weight: Int4Weight) -> torch.Tensor:
         out,
         num_strips,
         IN_FEATURES=weight.in_features,
-        GROUPS=2 if weight.group_size == BLOCK.value // 2 else 1,
+        GROUPS=groups_per_block(weight.group_size),
         IS_CHANNELWISE=is_channelwise,
         **dependent_launch(out.device),
     )
