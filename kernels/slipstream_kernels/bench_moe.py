@@ -22,7 +22,7 @@ import torch
 
 from slipstream_kernels import ops
 from slipstream_kernels.bench_fp8 import graph_microseconds
-from slipstream_kernels.moe.cuda import record_experts
+from slipstream_kernels.moe.cuda import grouped_w4a8_gemm
 from slipstream_kernels.ops import Int4Weight, Routing
 
 # experts, of a token, (out, in features of gate_up), (of down)
@@ -122,8 +122,8 @@ class Product:
             if name.startswith("torch"):
                 op = partial(op, backend="library")
             yield name, [partial(op, weight, routing, *scales) for weight, *scales in self.weights[KINDS[name]]]
-        for variant in record_experts.VARIANTS if variants else ():
-            call = partial(record_experts.grouped_int4_mm, fp8, by_token=False, gated=self.gated, variant=variant)
+        for variant in grouped_w4a8_gemm.VARIANTS if variants else ():
+            call = partial(grouped_w4a8_gemm.grouped_int4_mm, fp8, by_token=False, gated=self.gated, variant=variant)
             weights = self.weights["records"]
             yield f"{variant.columns}/{variant.warpgroups_m}", [partial(call, weight, routing) for (weight,) in weights]
 

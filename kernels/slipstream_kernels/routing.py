@@ -76,6 +76,11 @@ class Routing:
         """Numbers of tokens, of rows and of experts."""
         return self.num_tokens, self.num_rows, self.num_experts
 
+    def max_tiles(self, tile_rows: int) -> int:
+        """Tiles of up to tile_rows rows of one expert, if the rows are spread over the experts in the worst way."""
+        begun = min(self.num_rows, self.num_experts)
+        return begun + (self.num_rows - begun) // tile_rows
+
 
 def empty_routing(num_tokens: int, top_k: int, num_experts: int, device: torch.device) -> Routing:
     """Uninitialised."""

@@ -9,7 +9,7 @@ from hopper import assert_compiles_well, needs_hopper
 from slipstream_kernels import ops
 from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.moe import expert_records
-from slipstream_kernels.moe.cuda import int4_experts, record_experts
+from slipstream_kernels.moe.cuda import grouped_w4a8_gemm, grouped_w4a16_gemm
 from slipstream_kernels.moe.triton.expert_weights import expert_weights
 from slipstream_kernels.moe.triton.record_weights import record_weights
 from tolerances import INT_MM
@@ -67,7 +67,7 @@ RECORD_SHAPES = [
 
 
 @needs_hopper
-@pytest.mark.parametrize("variant", record_experts.VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", grouped_w4a8_gemm.VARIANTS, ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", RECORD_SHAPES, ids=str)
 def test_records(variant, gated, shape) -> None:
@@ -83,9 +83,9 @@ def test_records(variant, gated, shape) -> None:
     exact_w = ops.dequantize_int4(weight).double().view(num_experts, out_features, in_features)
     repacked = ops.repack_expert_int4(weight, num_experts, fp8_rows=True)
     assert repacked.has_records and repacked.out_features == weight.out_features
-    y = record_experts.grouped_int4_mm(x, repacked, routing, by_token, gated, variant)
+    y = grouped_w4a8_gemm.grouped_int4_mm(x, repacked, routing, by_token, gated, variant)
     check(y, exact_x, exact_w, routing, by_token, gated, INT_MM["cuda", torch.bfloat16])
-    again = record_experts.grouped_int4_mm(x, repacked, routing, by_token, gated, variant)
+    again = grouped_w4a8_gemm.grouped_int4_mm(x, repacked, routing, by_token, gated, variant)
     assert torch.equal(y, again)
 
 
@@ -196,8 +196,8 @@ def test_tiles_have_room_for_the_rows_of_most_experts() -> None:
     }
     for (num_tokens, num_experts, top_k), columns in shapes.items():
         routing = ops.route_experts(torch.zeros(num_tokens, num_experts), top_k)
-        assert int4_experts.tile_columns(routing.sizes) == columns
-        assert int4_experts.most_tiles(routing, 8 * columns) >= -(-num_tokens // (8 * columns)) * top_k
+        assert grouped_w4a16_gemm.choose(routing.sizes, 4096, 132) == (columns,)
+        assert routing.max_tiles(8 * columns) >= -(-num_tokens // (8 * columns)) * top_k
 
 
 def test_variants_of_records() -> None:
@@ -214,14 +214,14 @@ def test_variants_of_records() -> None:
     }
     for (num_tokens, num_experts, top_k, out_features), variant in shapes.items():
         routing = ops.route_experts(torch.zeros(num_tokens, num_experts), top_k)
-        assert record_experts.choose(routing.sizes, out_features, 132) == variant
+        assert grouped_w4a8_gemm.choose(routing.sizes, out_features, 132) == variant
 
 
 @pytest.mark.parametrize(
     ("source", "defines"),
     [
-        (int4_experts.SOURCE, int4_experts.defines(torch.bfloat16, 2, 1, True)),
-        (record_experts.SOURCE, record_experts.defines(32, True)),
+        (grouped_w4a16_gemm.SOURCE, grouped_w4a16_gemm.defines(torch.bfloat16, 2, 1, True)),
+        (grouped_w4a8_gemm.SOURCE, grouped_w4a8_gemm.defines(32, True)),
     ],
 )
 def test_the_sources_compile_well(source, defines) -> None:

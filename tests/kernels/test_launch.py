@@ -21,13 +21,13 @@ from slipstream_kernels.gemm.cuda import (
     swap_ab_gemm,
     w4a8_gemm,
 )
-from slipstream_kernels.moe.cuda import int4_experts
+from slipstream_kernels.moe.cuda import grouped_gemm
 from slipstream_kernels.sample.cuda import sample
 
 MIRRORS = {
     "swap_ab_params.h": swap_ab_gemm.SwapAbParams,
     "decode_params.h": decode_attention.DecodeParams,
-    "expert_params.h": int4_experts.ExpertParams,
+    "expert_params.h": grouped_gemm.GroupedGemmParams,
     "mixed_gemm_params.h": mixed_gemm.MixedGemmParams,
     "int4_rows_params.h": int4_rows.Int4RowsParams,
     "int8_gemm_params.h": int8_gemm.Int8GemmParams,

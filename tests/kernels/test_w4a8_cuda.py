@@ -124,4 +124,7 @@ def test_weights_of_a_cpu_are_not_served() -> None:
 def test_a_variant_compiles(tmp_path) -> None:
     if find_nvcc() is None:
         pytest.skip("nvcc is not installed")
-    assert build(mixed_gemm_w4a8.SOURCE, mixed_gemm_w4a8.format_of(torch.bfloat16, 1).defines(8), tmp_path).stat().st_size > 0
+    assert (
+        build(mixed_gemm_w4a8.SOURCE, mixed_gemm_w4a8.format_of(torch.bfloat16, 1).defines(8), tmp_path).stat().st_size
+        > 0
+    )

@@ -15,7 +15,7 @@ from slipstream_kernels.gemm.cuda import (
     swap_ab_gemm,
     w4a8_gemm,
 )
-from slipstream_kernels.moe.cuda import int4_experts, record_experts
+from slipstream_kernels.moe.cuda import grouped_w4a8_gemm, grouped_w4a16_gemm
 from slipstream_kernels.sample.cuda import sample
 
 Variant = tuple[str, tuple[str, ...]]
@@ -36,10 +36,10 @@ def variants() -> list[Variant]:
         mixed_gemm_w4a8,
         mixed_gemm_w4a16,
         int4_rows,
+        grouped_w4a16_gemm,
+        grouped_w4a8_gemm,
     )
     found = [(kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
-    for kernel in (int4_experts, record_experts):
-        found += kernel.variants()
     return [*found, (int4_mm.DEQUANTISE, ())]
 
 

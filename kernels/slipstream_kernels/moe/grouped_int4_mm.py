@@ -52,7 +52,7 @@ def grouped_int4_mm(
         held = int4_linear_weight(weight, fp8_rows=fp8_rows, num_experts=routing.num_experts)
         return grouped_linear(x, held, routing, by_token=by_token, gated=gated)
     if weight.is_repacked and backend == "cuda":
-        module = load_module("cuda", "moe.record_experts" if weight.has_records else "moe.int4_experts")
+        module = load_module("cuda", "moe.grouped_w4a8_gemm" if weight.has_records else "moe.grouped_w4a16_gemm")
     elif weight.is_repacked or backend == "cuda":
         wanted = "a weight of repack_expert_int4" if backend == "cuda" else "a canonical weight"
         raise ValueError(f"backend: {backend!r} takes {wanted}")
@@ -72,9 +72,9 @@ def repack_expert_int4(weight: Int4Weight, num_experts: int, *, fp8_rows: bool =
     check_int4(weight)
     if not weight.packed.is_cuda:
         return weight
-    if fp8_rows and load_module("cuda", "moe.record_experts").refusal(weight, num_experts) is None:
+    if fp8_rows and load_module("cuda", "moe.grouped_w4a8_gemm").refusal(weight, num_experts) is None:
         return expert_records.pack_experts(weight, num_experts)
-    reason = load_module("cuda", "moe.int4_experts").refusal(weight, num_experts)
+    reason = load_module("cuda", "moe.grouped_w4a16_gemm").refusal(weight, num_experts)
     if reason is not None:
         LOG.info("weight of %d experts stays canonical: %s", num_experts, reason)
         return weight

@@ -85,16 +85,6 @@ def _grouped_by(backend: str) -> Run:
     return run
 
 
-def _cuda_by(name: str) -> Run:
-    def run(call: Call, config: Config) -> Tensor:
-        y: Tensor = _module("cuda", name).grouped_int4_mm(
-            call.x, call.weight.int4, call.routing, call.by_token, call.gated, config
-        )
-        return y
-
-    return run
-
-
 def _written_out_by(expand: Callable[[Int4Weight, int], tuple[Tensor, Tensor]]) -> Run:
     """Weights are written as e4m3 first: bound by arithmetic, products of two e4m3 operands are twice as fast."""
 
@@ -118,19 +108,23 @@ def _expert_weights(weight: Int4Weight, num_experts: int) -> tuple[Tensor, Tenso
     return _module("triton", "expert_weights").expert_weights(weight), weight.zeros
 
 
-def _record_config(product: Product, device: Device[Product]) -> Config:
-    chosen: Config = _module("cuda", "record_experts").choose(
-        (product.num_tokens, product.num_rows, product.weight.num_experts),
-        product.weight.out_features,
-        device.num_sms,
-        tuning_of(device.name),
-    )
-    return chosen
+def _grouped_gemm(name: str) -> Kernel[Product, Run]:
+    """A format of the grouped GEMM; moe/cuda/<name>.py has its libraries and the choice of a variant."""
 
+    def run(call: Call, config: Config) -> Tensor:
+        y: Tensor = _module("cuda", name).grouped_int4_mm(
+            call.x, call.weight.int4, call.routing, call.by_token, call.gated, config
+        )
+        return y
 
-def _int4_config(product: Product, device: Device[Product]) -> Config:
-    sizes = product.num_tokens, product.num_rows, product.weight.num_experts
-    return (_module("cuda", "int4_experts").tile_columns(sizes, tuning_of(device.name)),)
+    def configure(product: Product, device: Device[Product]) -> Config:
+        sizes = product.num_tokens, product.num_rows, product.weight.num_experts
+        chosen: Config = _module("cuda", name).choose(
+            sizes, product.weight.out_features, device.num_sms, tuning_of(device.name)
+        )
+        return chosen
+
+    return Kernel(run, configure=configure)
 
 
 KERNELS: Mapping[str, Kernel[Product, Run]] = {
@@ -138,8 +132,8 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "grouped_mm": Kernel(_grouped_by("triton"), _needs_gpu),
     "grouped_int4_mm": Kernel(_grouped_by("triton"), _int4_triton_refusal),
     "reference": Kernel(_grouped_by("reference")),
-    "int4_experts": Kernel(_cuda_by("int4_experts"), configure=_int4_config),
-    "record_experts": Kernel(_cuda_by("record_experts"), configure=_record_config),
+    "grouped_w4a16_gemm": _grouped_gemm("grouped_w4a16_gemm"),
+    "grouped_w4a8_gemm": _grouped_gemm("grouped_w4a8_gemm"),
     "expert_weights+grouped_mm": Kernel(_written_out_by(_expert_weights), _needs_bf16),
     "record_weights+grouped_mm": Kernel(_written_out_by(_record_weights), _needs_bf16),
 }

@@ -33,15 +33,15 @@ Table = Mapping[tuple[str, str], tuple[Use, ...]]  # by format of the weight and
 class Tuning:
     """uses: the kernels of every format.
 
-    room: rows that a tile should have room for, of the average expert's.
-    narrow_strips: of a CTA of record_experts, for each of its warpgroups that are worth having; many_strips: of a CTA,
-    from which on tiles of 32 rows are a twentieth faster than those of 16.
+    capacity_factor: a tile of tokens holds this many times the rows of the average expert.
+    narrow_tiles, many_tiles: tiles of output features of a CTA of grouped_w4a8_gemm.  Up to narrow_tiles one warpgroup
+    along M is the fastest, up to twice as many two; above many_tiles, tiles of 32 tokens are 5 % faster than of 16.
     """
 
     uses: Table
-    room: float
-    narrow_strips: int
-    many_strips: int
+    capacity_factor: float
+    narrow_tiles: int
+    many_tiles: int
 
 
 _GROUPED = (Use("grouped_mm"), Use("reference"))
@@ -58,21 +58,21 @@ H200 = Tuning(
         ("int8", INT8_ROWS): _GROUPED_FP8,
         ("int4", PLAIN_ROWS): _GROUPED_INT4,
         ("int4", FP8_ROWS): _GROUPED_INT4_FP8,
-        ("int4_pairs", PLAIN_ROWS): (Use("int4_experts"),),
+        ("int4_pairs", PLAIN_ROWS): (Use("grouped_w4a16_gemm"),),
         ("int4_pairs", FP8_ROWS): (
             Use("expert_weights+grouped_mm", least_rows=128, quantises=True),
-            Use("int4_experts", most_tokens=16),
-            Use("int4_experts", quantises=True),
+            Use("grouped_w4a16_gemm", most_tokens=16),
+            Use("grouped_w4a16_gemm", quantises=True),
         ),
         # the kernel quantises rows on their way
         ("int4_records", FP8_ROWS): (
             Use("record_weights+grouped_mm", least_rows=512, quantises=True),
-            Use("record_experts"),
+            Use("grouped_w4a8_gemm"),
         ),
     },
-    room=1.5,
-    narrow_strips=4,
-    many_strips=90,
+    capacity_factor=1.5,
+    narrow_tiles=4,
+    many_tiles=90,
 )
 TUNINGS: Mapping[str, Tuning] = {"NVIDIA H200": H200}
 

@@ -28,7 +28,9 @@ def refusal(weight: Int4Weight) -> str | None:
     sizes = int4_layout.refusal(weight.out_features, weight.in_features, weight.group_size)
     if sizes is not None:
         return sizes
-    mixed = missing(mixed_gemm.SOURCE, mixed_gemm_w4a16.format_of(torch.bfloat16, 1).defines(mixed_gemm_w4a16.COLUMNS[-1]))
+    mixed = missing(
+        mixed_gemm.SOURCE, mixed_gemm_w4a16.format_of(torch.bfloat16, 1).defines(mixed_gemm_w4a16.COLUMNS[-1])
+    )
     return missing(int4_rows.SOURCE, int4_rows.defines(torch.bfloat16)) or mixed
 
 

@@ -1,19 +1,13 @@
-"""Tiles of rows that share an expert: how many a launch may have, and which one a program has.
+"""The tile of rows that a program multiplies, all of one expert.
 
-How many rows an expert has is known on the device alone, so a launch has programs for the most tiles that so many rows
-can make, and those without one end at once.
+How many rows an expert has is known on the device alone: a launch has programs for Routing.max_tiles tiles, and those
+without a tile end at once.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-
-def most_tiles(num_rows: int, num_experts: int, block_m: int) -> int:
-    """Tiles of at most block_m rows of one expert, if the rows are dealt out in the worst way."""
-    begun = min(num_rows, num_experts)
-    return begun + (num_rows - begun) // block_m
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton.language as tl
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.triton.int4_tile import BLOCK_N, MAX_ROWS, MIN_ROWS, block_k, factor_type, multiply_tile
 from slipstream_kernels.integer import Int4Weight
-from slipstream_kernels.moe.triton.expert_tiles import find_tile, most_tiles
+from slipstream_kernels.moe.triton.expert_tiles import find_tile
 from slipstream_kernels.norm.silu_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
@@ -82,7 +82,7 @@ def grouped_int4_mm(
         return silu_mul(out) if gated else out
     average = triton.next_power_of_2(triton.cdiv(routing.num_rows, num_experts))
     block_m = min(max(average, MIN_ROWS), MAX_ROWS)
-    num_tiles = most_tiles(routing.num_rows, num_experts, block_m)
+    num_tiles = routing.max_tiles(block_m)
     _grouped_int4_mm_kernel[(num_tiles * triton.cdiv(out_features, BLOCK_N),)](
         rows,
         x.scales if isinstance(x, Fp8Rows) else out,

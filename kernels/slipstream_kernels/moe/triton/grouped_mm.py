@@ -14,7 +14,7 @@ import triton.language as tl
 
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int8Rows
-from slipstream_kernels.moe.triton.expert_tiles import find_tile, most_tiles
+from slipstream_kernels.moe.triton.expert_tiles import find_tile
 from slipstream_kernels.norm.triton.silu_mul import silu
 from slipstream_kernels.routing import Routing
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
@@ -181,7 +181,7 @@ def grouped_mm(
     rows, x_scales = (x, None) if isinstance(x, torch.Tensor) else (x.values, x.scales)
     is_blockwise = scales is not None and scales.dim() == 3
     tile = tile_of(routing, rows, is_blockwise)
-    num_tiles = most_tiles(routing.num_rows, num_experts, tile.block_m)
+    num_tiles = routing.max_tiles(tile.block_m)
     launch = dependent_launch(weight.device)
     launch.pop("launch_pdl", None)  # itself plainly, as gemm/triton/scaled_mm.py
     _grouped_mm_kernel[(num_tiles * triton.cdiv(width, tile.block_n),)](

@@ -1,0 +1,123 @@
+"""The host part of the grouped GEMMs with experts' 4-bit weights: workspaces, arguments, launch.  Hopper only.
+
+A format (grouped_w4a16_gemm.py, grouped_w4a8_gemm.py) says what differs.  No device value is read on the host, and
+grid and workspaces depend on the numbers of rows and experts alone: CUDA-graph safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from slipstream_kernels.cuda.build import load
+from slipstream_kernels.cuda.device import count_sms, is_hopper
+from slipstream_kernels.cuda.launch import addresses, fields, launch
+from slipstream_kernels.dependent_launch import launches_dependently
+from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.integer import Int4Weight
+from slipstream_kernels.moe.tuning import Tuning
+from slipstream_kernels.routing import Routing
+
+TILE, BLOCK = 16, 128  # output features of a tile, input features of a block: csrc/schedule/expert_walk.cuh
+MAX_EXPERTS = 1024
+
+POINTERS = (
+    "x", "x_scale", "tokens", "offsets", "codes", "words", "channel_scale", "out", "arranged", "tile_scale",
+)  # fmt: skip
+COUNTS = (
+    "num_experts", "out_features", "in_features", "most_tiles", "is_channelwise", "out_is_half", "num_ctas",
+    "is_dependent", "warpgroups_m", "num_rows", "x_bytes",
+)  # fmt: skip
+
+
+class GroupedGemmParams(ctypes.Structure):
+    """csrc/params/expert_params.h, field by field."""
+
+    _fields_ = fields(POINTERS, ("x_row_stride",), COUNTS)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled variant.  entry: slipstream_<entry> of the library that source and defines build.
+
+    tile_rows: rows of a tile of tokens.  row_bytes: of a row of the permuted x, which a kernel before writes.
+    group_scales: packed scales and zero points, if they lie apart; channel_scale: of output features.
+    """
+
+    entry: str
+    source: str
+    defines: tuple[str, ...]
+    tile_rows: int
+    row_bytes: int
+    channel_scale: torch.Tensor
+    group_scales: torch.Tensor | None = None
+    warpgroups_m: int = 0
+
+
+def refusal(weight: Int4Weight, num_experts: int) -> str | None:
+    """Why no format can be multiplied on the weight's device with so many experts; None if one can."""
+    device = weight.packed.device
+    if device.type != "cuda" or not is_hopper(device):
+        return f"{device} is not a Hopper GPU (compute capability 9.0)"
+    return f"{num_experts} experts are more than {MAX_EXPERTS}" if num_experts > MAX_EXPERTS else None
+
+
+def likely_rows(sizes: tuple[int, int, int], tuning: Tuning) -> float:
+    """How many rows most experts have at most: how many each has is known on the device alone.
+
+    sizes: numbers of tokens, of rows and of experts.
+    """
+    num_tokens, num_rows, num_experts = sizes
+    return min(num_tokens, tuning.capacity_factor * num_rows / num_experts)
+
+
+def check_rows(x: torch.Tensor | Fp8Rows) -> None:
+    """Raise ValueError unless the result's type is one that the kernels write."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which a repacked weight is multiplied by")
+
+
+def multiply(
+    x: torch.Tensor | Fp8Rows, weight: Int4Weight, routing: Routing, kernel: Kernel, *, by_token: bool, gated: bool
+) -> torch.Tensor:
+    """See ops.grouped_int4_mm; x is of check_rows.  Two launches: the first permutes x by expert."""
+    rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
+    if rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
+        rows = rows.contiguous()
+    device, out_features = rows.device, weight.out_features // routing.num_experts
+    out = torch.empty((routing.num_rows, out_features // 2 if gated else out_features), dtype=x.dtype, device=device)
+    if not routing.num_rows:
+        return out
+    tiles = routing.max_tiles(kernel.tile_rows)
+    tensors = {
+        "x": rows,
+        "x_scale": scales,
+        "tokens": routing.tokens if by_token else None,
+        "offsets": routing.offsets,
+        "codes": weight.packed,
+        "words": kernel.group_scales,
+        "channel_scale": kernel.channel_scale,
+        "out": out,
+        "arranged": torch.empty(tiles * kernel.tile_rows * kernel.row_bytes, dtype=torch.uint8, device=device),
+        "tile_scale": torch.empty(tiles * kernel.tile_rows, dtype=torch.float32, device=device),
+    }
+    group_scales = kernel.group_scales
+    params = GroupedGemmParams(
+        **addresses(tensors),
+        x_row_stride=rows.stride(0),
+        num_experts=routing.num_experts,
+        out_features=out_features,
+        in_features=weight.in_features,
+        most_tiles=tiles,
+        is_channelwise=group_scales is not None and group_scales.numel() == weight.out_features,
+        out_is_half=x.dtype == torch.float16,
+        num_ctas=count_sms(device),
+        is_dependent=launches_dependently(device),
+        warpgroups_m=kernel.warpgroups_m,
+        num_rows=routing.num_rows,
+        x_bytes=rows.element_size(),
+    )
+    launch(kernel.entry, load(kernel.source, kernel.defines), params, device)
+    return out
