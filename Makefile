@@ -1,4 +1,10 @@
-# make demo | serve [MODEL=folder, hub id or `code`] | test | test-gpu | lint | clean.  Everything lands in .venv/ and install/.
+# make serve     serve SmolLM2-135M-Instruct until Ctrl-C; MODEL=folder, .gguf file, Hugging Face id or `code`; ENCODERS=1
+# make demo      start a server, call it over gRPC, HTTP, the ensemble and the OpenAI gateway, stop it
+# make test      all tests, as CI runs them; ARGS='tests/unit -k name' chooses
+# make test-gpu  the tests that need a GPU, and the speeds compared with the recorded ones
+# make lint      style and types
+# make clean     remove .venv, install/ and caches
+# Each command first makes what it needs: Python packages in .venv/, the server and the backend in install/.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -18,7 +24,7 @@ ENCODERS ?=
 ENCODERS_SETUP := $(VENV)/.encoders-done
 ARGS ?=
 
-.PHONY: demo serve test test-gpu lint clean setup assemble encoders
+.PHONY: demo serve test test-gpu lint clean help setup assemble encoders
 
 demo: assemble
 	@$(PY) build/demo.py $(ARGS)
@@ -47,6 +53,9 @@ lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+help:
+	@sed -n '1,/^[^#]/s/^# //p' Makefile
 
 clean:
 	rm -rf install $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
