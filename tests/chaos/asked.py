@@ -43,6 +43,7 @@ ENDINGS: Mapping[str, tuple[str, ...]] = {
     "deadline": WAYS,
     "stop": ("grpc stream", "http stream"),
 }
+CANCELS = ("cancel", "cancel at the last", "client deadline", "kill")  # a gRPC stream ends so for its server
 BY_SERVER = ("slow reader", "deadline", "stop")  # the server still owes an answer
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asked import WHOLE, Asked, Choice, Known, draw
+from asked import CANCELS, WHOLE, Asked, Choice, Known, draw
 from grpc_way import over_grpc
 from http_way import over_http
 from llm_client import grpc_infer
@@ -80,6 +80,7 @@ class Ledger:
     faults: list[str] = field(default_factory=list)
     num_faults: int = 0
     num_compared: int = 0
+    num_cancelled_streams: int = 0  # of gRPC, by their clients
     longest_s: float = 0.0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -90,6 +91,7 @@ class Ledger:
             self.ways[asked.way] += 1
             self.endings[asked.ending] += 1
             self.longest_s = max(self.longest_s, outcome.ended - outcome.sent)
+            self.num_cancelled_streams += asked.way.startswith("grpc") and asked.ending in CANCELS
             self.num_compared += asked.ending == WHOLE and not outcome.error
         if fault:
             self.fault(f"{fault}; {asked}")

@@ -9,6 +9,7 @@ from statistics import median
 
 import psutil
 from llm_server import LlmServer
+from lost_streams import LostStreams
 
 PERIOD_S = 1.0
 MIN_SAMPLES = 100  # fewer say nothing of growth
@@ -16,19 +17,23 @@ MIB = 1 << 20
 # growth from the second quarter of a process's life (its first is warm-up) to the last one, that is no leak yet
 MAX_RSS_GROWTH, MAX_RSS_GROWTH_MIB = 0.10, 64
 MAX_FDS_GROWTH, MAX_THREADS_GROWTH = 24, 8  # clients come and go: connections and stacks of the moment
+THREADS_PER_HELD_MODEL = 5  # of Triton and of the backend, in a model that the server holds after its unload
+MAX_LOST_SHARE = (
+    0.10  # of the streams that clients cancelled: 0.05 in an hour; a backend that forgot them would lose all
+)
 ZOMBIE_PATIENCE_S = 5.0
 
 
 @dataclass
 class Life:
-    """One process over time, an engine's with the processes that help it."""
+    """One process over time, an engine's with the processes that help it. fds: without the server's lost streams."""
 
     name: str
     rss_mib: list[float] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
 
-    def growth(self) -> list[str]:
+    def growth(self, num_held_models: int = 0) -> list[str]:
         """What grew more than it may; nothing of a short life."""
         if len(self.rss_mib) < MIN_SAMPLES:
             return []
@@ -38,7 +43,7 @@ class Life:
             grown.append(f"RSS of {self.name} grew from {rss[0]:.0f} to {rss[1]:.0f} MiB")
         if fds[1] - fds[0] > MAX_FDS_GROWTH:
             grown.append(f"file descriptors of {self.name} grew from {fds[0]:.0f} to {fds[1]:.0f}")
-        if threads[1] - threads[0] > MAX_THREADS_GROWTH:
+        if threads[1] - threads[0] > MAX_THREADS_GROWTH + THREADS_PER_HELD_MODEL * num_held_models:
             grown.append(f"threads of {self.name} grew from {threads[0]:.0f} to {threads[1]:.0f}")
         return grown
 
@@ -60,6 +65,8 @@ class Watch:
 
     def __init__(self, server: LlmServer) -> None:
         self._server, self._is_over = server, threading.Event()
+        self._lost = LostStreams(server.pid, int(server.grpc_url.rpartition(":")[2]))
+        self.num_lost = 0  # gRPC streams, at the last sample
         self.lives: dict[int, Life] = {}
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
 
@@ -82,10 +89,22 @@ class Watch:
                     samples = [_sample(one) for one in (process, *helpers)]
                 except psutil.Error:
                     continue
-                sample = tuple(map(sum, zip(*samples)))
+                rss, fds, threads = zip(*samples)
+                if process.pid == self._server.pid:
+                    self.num_lost = self._lost.count()
+                    fds = (*fds, -self.num_lost)
                 life = self.lives.setdefault(process.pid, Life(f"process {process.pid}"))
-                for values, value in zip((life.rss_mib, life.fds, life.threads), sample):
-                    values.append(value)  # type: ignore[arg-type]
+                life.rss_mib.append(sum(rss))
+                life.fds.append(sum(fds))
+                life.threads.append(sum(threads))
+
+
+def too_many_lost(num_lost: int, num_cancelled: int) -> str:
+    """Why so many lost streams cannot be the server's cancel race alone; "" when they can."""
+    most = MAX_FDS_GROWTH + int(MAX_LOST_SHARE * num_cancelled)
+    if num_lost <= most:
+        return ""
+    return f"{num_lost} gRPC streams are held without a client, more than {most}: {num_cancelled} were cancelled"
 
 
 def own_engines(server: LlmServer) -> list[psutil.Process]:
