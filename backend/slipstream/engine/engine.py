@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from slipstream.core.admission import check_fits
 from slipstream.core.config import EngineConfig
@@ -71,9 +72,10 @@ class Engine:
     def __init__(self, config: EngineConfig, make_worker: MakeWorker = local_worker) -> None:
         self.config = config
         self.start_up = StartUp()
-        self._checkpoint = checkpoint = resolve_checkpoint(config.model.model)
+        checkpoint = resolve_checkpoint(config.model.model)
         self.spec: DecoderSpec = read_spec(checkpoint)
-        self.tokenizer = TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or str(checkpoint)))
+        tokenizer_path = resolve_tokenizer(config.model.tokenizer or str(checkpoint))
+        self.tokenizer = TextTokenizer.load(tokenizer_path)
         hardware = resolve_hardware(config, self.spec)
         self.memory_plan = plan_memory(self.spec, config, hardware, free_device_memory(hardware.device))
         for line in str(self.memory_plan).splitlines():
@@ -97,7 +99,7 @@ class Engine:
         self._drafting = Drafting(config, self.worker.info.drafters, self.scheduler)
         self._inputs = StepInputs(self._drafting.proposers, not self._drafting.is_empty)
         self._input_processor = InputProcessor(self.spec, self.tokenizer, config.guided, self._drafting.resolve)
-        self._structured = StructuredOutputs(self._grammar_host(), self.scheduler, self._fail)
+        self._structured = StructuredOutputs(self._grammar_host(tokenizer_path), self.scheduler, self._fail)
         self._inbox: deque[_Add | _Finish] = deque()
         self._num_arriving = 0  # sequences in the inbox
         self._wake = threading.Condition()
@@ -193,9 +195,10 @@ class Engine:
 
     # ---- parts
 
-    def _grammar_host(self) -> GrammarHost:
-        tokenizer = str(resolve_tokenizer(self.config.model.tokenizer or str(self._checkpoint)))
-        setup = Setup(tokenizer, self.spec.vocab_size, self._input_processor.eos_token_ids, self.config.guided)
+    def _grammar_host(self, tokenizer_path: Path) -> GrammarHost:
+        setup = Setup(
+            str(tokenizer_path), self.spec.vocab_size, self._input_processor.eos_token_ids, self.config.guided
+        )
         num_states = 2 * self.config.scheduler.max_num_seqs
         return GrammarHost(setup, num_states, 1 if self._drafting.is_empty else 1 + MAX_DRAFT_TOKENS)
 

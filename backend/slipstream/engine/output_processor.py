@@ -139,6 +139,8 @@ class _Sequence:
         """One step's tokens; the output that is due, if any. is_final is left to the caller."""
         if step.prompt_logprobs is not None:
             self._prompt_logprobs = step.prompt_logprobs
+        if step.logprobs:
+            write_logprobs(self._client, step.logprobs)
         if self._matcher is not None:
             self._take_matching(step, self._matcher)
         elif step.new_token_ids:
@@ -146,7 +148,6 @@ class _Sequence:
             self._text += self._detokenizer.push(self._shown(step))
             self._token_ids += step.new_token_ids
             if step.logprobs:
-                write_logprobs(self._client, step.logprobs)
                 self._logprobs += step.logprobs
         if step.finish_reason is not None or self.stopped_by is not None:
             return self._end(step)
@@ -172,8 +173,6 @@ class _Sequence:
         return step.new_token_ids[:-1]
 
     def _take_matching(self, step: StepOutput, matcher: StopMatcher) -> None:
-        if step.logprobs:
-            write_logprobs(self._client, step.logprobs)
         num_shown = len(self._shown(step))
         for index, token_id in enumerate(step.new_token_ids):
             self._num_tokens += 1

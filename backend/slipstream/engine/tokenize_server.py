@@ -11,7 +11,7 @@ import time
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason
-from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool, num_bytes
+from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
 from slipstream.engine.socket import EngineLink, error_answer, read_request, too_large
 from slipstream.engine.tokenize_tasks import make_task
 from slipstream.protocol import wire
@@ -35,7 +35,7 @@ class TokenizeServer:
             if kind is wire.FrameType.REQUEST:
                 request = read_request(payload, self._link.send)
                 if request is not None:
-                    self._take(request)
+                    self._take(request, is_large=len(payload) > MAX_INLINE_BYTES)
             elif kind is wire.FrameType.CANCEL:
                 self._pool.cancel(wire.decode_cancel(payload))
             elif kind is wire.FrameType.DRAIN:
@@ -46,8 +46,8 @@ class TokenizeServer:
                 return 0
         return 0
 
-    def _take(self, request: wire.Request) -> None:
-        if self._has_order or num_bytes(request) <= MAX_INLINE_BYTES:
+    def _take(self, request: wire.Request, is_large: bool) -> None:
+        if self._has_order or not is_large:
             self._link.send(self.parse(request))
             return
         try:
