@@ -28,6 +28,7 @@ from pathlib import Path
 from chat_model import chat_model
 from free_ports import free_ports
 from slipstream.commands.serve import OWN_MODELS, exit_timeout_s, server_command, supervise
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 
@@ -44,8 +45,6 @@ ENCODER_MODELS = (
 CODE_MODEL = "code"  # the one that model_repository names
 CODE_PROMPT, TEXT_PROMPT = "def fibonacci(n):\\n", "The capital of France is"
 CHECKPOINT_PARAMETERS = ("model", "tokenizer_dir")
-# of `llm`: they were trained for, or share the tokenizer of, the checkpoint that model_repository names
-DRAFT_PARAMETERS = ("draft_model", "medusa_heads", "medusa_choices", "mtp_module", "eagle_head")
 
 
 @dataclass(frozen=True)
@@ -127,12 +126,19 @@ def repository_for(model: str, folder: Path) -> Path:
 
 
 def with_checkpoint(config: str, checkpoint: str) -> str:
-    """A config.pbtxt with another checkpoint, and with only ngram of the speculation methods, which needs none."""
-    for key in DRAFT_PARAMETERS:
+    """A config.pbtxt with another checkpoint, and without the speculation methods that have checkpoints of their own:
+    these were trained for, or share the tokenizer of, the checkpoint that the config named."""
+    trained = [method for method in DRAFT_METHODS.values() if method.checkpoint]
+    for key in (parameter.name for method in trained for parameter in method.parameters):
         config = re.sub(rf'parameters \{{ key: "{key}"\s+value \{{ string_value: "[^"]*" \}} \}}\n?', "", config)
     for key in CHECKPOINT_PARAMETERS:
         config = _with_value(config, key, lambda _: checkpoint)
-    return _with_value(config, "speculative_method", lambda methods: "ngram" if "ngram" in methods else "")
+    trained_names = {method.name for method in trained}
+    return _with_value(config, "speculative_method", lambda methods: _without(methods, trained_names))
+
+
+def _without(methods: str, names: set[str]) -> str:
+    return ",".join(name for name in methods.split(",") if name.strip() not in names)
 
 
 def _with_value(config: str, key: str, change: Callable[[str], str]) -> str:

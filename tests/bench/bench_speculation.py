@@ -32,6 +32,7 @@ import torch
 from profiles import PROFILES
 from shapes import SHAPES
 from slipstream.core.config_parse import config_from_values
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import MeasuredStep
@@ -153,9 +154,8 @@ def make_engine(arguments: argparse.Namespace, method: str) -> Engine:
     if method != "plain":
         name, *paths = method.split(":")
         values["speculative_method"] = name
-        field = {"medusa": "medusa_heads", "mtp": "mtp_module", "eagle": "eagle_head", "draft_model": "draft_model"}
         if paths and paths[0]:
-            values[field[name]] = paths[0]
+            values[DRAFT_METHODS.get(name).checkpoint] = paths[0]
         elif arguments.shape and name == "draft_model":
             values["draft_model"] = str(arguments.model.parent / "draft")
         if len(paths) > 1:

@@ -21,6 +21,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.executor import SerializedWorker, local_worker
 from slipstream.worker.interface import StepInput
 from slipstream.worker.null_worker import NullWorker
+from speculation_config import speculation_config
 from tiny_heads import make_eagle, make_mtp
 
 SEEDED = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True, top_k=50, top_p=0.95)
@@ -41,7 +42,7 @@ def speculation(method: str, model: Path, folder: Path) -> SpeculationConfig:
         "mtp": lambda: {"mtp_module": str(make_mtp(model, folder))},
         "eagle": lambda: {"eagle_head": str(make_eagle(model, folder))},
     }
-    return SpeculationConfig(method, throttle="off", **made[method]())
+    return speculation_config(method, throttle="off", **made[method]())
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
-from slipstream.core.config import SpeculationConfig
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
+from speculation_config import speculation_config
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ON = {"deterministic": True}
@@ -59,7 +59,7 @@ def make_demo_engine(demo_model: Path, **sections: dict[str, object]) -> Engine:
         model={"device": "cuda", "dtype": "bfloat16", "max_model_len": 2048, **ON, **sections.get("model", {})},
         cache={"block_size": 64, **sections.get("cache", {})},
         scheduler=sections.get("scheduler"),
-        speculation=SpeculationConfig(throttle="off", **speculation) if speculation else None,  # type: ignore[arg-type]
+        speculation=speculation_config(throttle="off", **speculation) if speculation else None,  # type: ignore[arg-type]
     )
 
 
@@ -186,11 +186,11 @@ def test_what_it_cannot_have_is_refused(
     tiny_llama: Path, field: str, model: dict[str, object], speculation: dict[str, object]
 ) -> None:
     with pytest.raises(ConfigError, match=f"{field}.*deterministic"):
-        make_engine(tiny_llama, model={**ON, **model}, speculation=SpeculationConfig(**speculation))  # type: ignore[arg-type]
+        make_engine(tiny_llama, model={**ON, **model}, speculation=speculation_config(**speculation))  # type: ignore[arg-type]
 
 
 def test_a_request_may_not_ask_for_lossy_acceptance(tiny_llama: Path, prompts: list[list[int]]) -> None:
-    engine = make_engine(tiny_llama, model=ON, speculation=SpeculationConfig("ngram"))
+    engine = make_engine(tiny_llama, model=ON, speculation=speculation_config("ngram"))
     lossy = replace(GREEDY, temperature=0.5, speculative_acceptance="rejection")
     with pytest.raises(RequestError, match="speculative_acceptance"):
         engine.submit(Request(list(prompts[0]), lossy))

@@ -15,6 +15,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.heads import draft_vocabulary
 from slipstream.nn.spec import read_spec
 from slipstream.worker.draft_memory import DraftMemory, draft_memory
+from speculation_config import speculation_config
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 
@@ -72,7 +73,7 @@ def tensors_of(thing: object, seen: set[int]) -> dict[int, int]:
 def test_the_plan_is_what_a_head_holds(model: Path, tmp_path: Path, layout: str, dtype: str) -> None:
     """Files are float32 here: what counts is the type that they are read into."""
     method, fields = LAYOUTS[layout](model, tmp_path)
-    engine = make_engine(model, {"dtype": dtype}, speculation=SpeculationConfig(method, **fields))
+    engine = make_engine(model, {"dtype": dtype}, speculation=speculation_config(method, **fields))
     check(engine, method)
 
 
@@ -90,7 +91,7 @@ def test_the_plan_is_what_a_dummy_holds(tmp_path: Path, model: Path, method: str
         experts = {"num_local_experts": num_experts, "num_experts_per_tok": 2, "sliding_window": None}
         config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **experts}
         (folder / "config.json").write_text(json.dumps(config))
-    check(make_engine(folder, {"load_format": "dummy"}, speculation=SpeculationConfig(method)), method)
+    check(make_engine(folder, {"load_format": "dummy"}, speculation=speculation_config(method)), method)
 
 
 def check(engine: object, method: str) -> None:
@@ -100,7 +101,7 @@ def check(engine: object, method: str) -> None:
     dtype = target.context.dtype
     planned = draft_memory(config, spec, CPU, dtype, dtype)
     assert planned == held_by(drafter, target)
-    alone = replace(config, speculation=SpeculationConfig())
+    alone = replace(config, speculation=speculation_config())
     assert draft_memory(alone, spec, CPU, dtype, dtype) == DraftMemory()
     assert plan.draft_block_bytes == planned.kv_bytes_per_token * 8
 
@@ -122,10 +123,10 @@ def test_vocabularies_of_drafting_are_planned_in_fp8_on_a_gpu(
         found = [draft_memory(config, own, device, bf16, bf16).weight_bytes for device in (gpu, CPU)]
         return found[0] - found[1]
 
-    medusa = SpeculationConfig("medusa", medusa_heads=str(make_medusa(model, tmp_path / "m")))
-    eagle = SpeculationConfig("eagle", eagle_head=str(make_eagle(model, tmp_path / "e")))
-    eagle3 = SpeculationConfig("eagle", eagle_head=str(make_eagle3(model, tmp_path / "e3")))
-    mtp = SpeculationConfig("mtp", mtp_module=str(make_mtp(model, tmp_path / "t")))
+    medusa = speculation_config("medusa", medusa_heads=str(make_medusa(model, tmp_path / "m")))
+    eagle = speculation_config("eagle", eagle_head=str(make_eagle(model, tmp_path / "e")))
+    eagle3 = speculation_config("eagle", eagle_head=str(make_eagle3(model, tmp_path / "e3")))
+    mtp = speculation_config("mtp", mtp_module=str(make_mtp(model, tmp_path / "t")))
     tolerance = 3 * 4096  # counters of FP8 products
     assert more(medusa) == pytest.approx(3 * (scales - matrix), abs=tolerance)
     assert more(eagle) == pytest.approx(matrix + scales, abs=tolerance)
@@ -135,7 +136,7 @@ def test_vocabularies_of_drafting_are_planned_in_fp8_on_a_gpu(
 def test_a_draft_model_is_planned_in_its_own_type(model: Path, tmp_path: Path) -> None:
     draft = make_tiny_llama(tmp_path, seed=4, num_layers=3)
     config = EngineConfig(
-        model=ModelConfig(str(model)), speculation=SpeculationConfig("draft_model", draft_model=str(draft))
+        model=ModelConfig(str(model)), speculation=speculation_config("draft_model", draft_model=str(draft))
     )
     spec = read_spec(model)
     found = draft_memory(config, spec, torch.device("cuda"), torch.bfloat16, torch.bfloat16)
@@ -154,5 +155,5 @@ def test_a_head_that_cannot_be_read_is_refused_before_the_model_is(model: Path, 
     (heads / "config.json").write_text("{}")
     method = field.split("_")[0]
     with pytest.raises(ConfigError) as caught:
-        make_engine(tmp_path, speculation=SpeculationConfig(method, **{field: str(heads)}))
+        make_engine(tmp_path, speculation=speculation_config(method, **{field: str(heads)}))
     assert caught.value.field == field or "config.json" in str(caught.value)

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import make_engine, run_all, run_steps
-from slipstream.core.config import ModelConfig, SpeculationConfig
+from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.worker.spec_decode.vocabulary import VocabularyMap
+from speculation_config import speculation_config
 from tiny_model import make_tiny_llama
 from transformers import LlamaForCausalLM
 
@@ -73,7 +74,7 @@ def test_a_draft_of_another_tokenizer_is_right_where_it_knows_the_words(model: P
     """The model itself, its words respelled: every draft is taken, but for answers with words that it lacks."""
     draft, own = respelled(model, tmp_path, share=0.9)
     engine = make_engine(
-        model, speculation=SpeculationConfig("draft_model", throttle="off", draft_model=str(draft), num_draft_tokens=3)
+        model, speculation=speculation_config("draft_model", throttle="off", draft_model=str(draft), num_draft_tokens=3)
     )
     dice = random.Random(3)
     prompts = [[dice.choice(list(own)) for _ in range(12)] for _ in range(4)]
@@ -96,7 +97,7 @@ def test_a_draft_of_another_tokenizer_is_right_where_it_knows_the_words(model: P
 def test_a_draft_that_knows_too_few_words_is_refused(model: Path, tmp_path: Path) -> None:
     draft, _ = respelled(model, tmp_path, share=0.4)
     with pytest.raises(ConfigError, match=r"draft_model=.* has 4.% of the model's tokens; accepted: 50% or more"):
-        make_engine(model, speculation=SpeculationConfig("draft_model", draft_model=str(draft)))
+        make_engine(model, speculation=speculation_config("draft_model", draft_model=str(draft)))
 
 
 def test_words_that_the_draft_has_no_row_for_are_not_its_own(model: Path, tmp_path: Path) -> None:
@@ -118,7 +119,9 @@ def test_models_of_one_tokenizer_may_have_unused_rows(model: Path, tmp_path: Pat
     size = twin.config.vocab_size
     twin.resize_token_embeddings(size + spare)
     twin.save_pretrained(tmp_path)
-    engine = make_engine(model, speculation=SpeculationConfig("draft_model", throttle="off", draft_model=str(tmp_path)))
+    engine = make_engine(
+        model, speculation=speculation_config("draft_model", throttle="off", draft_model=str(tmp_path))
+    )
     bias = ((size - 1, 100.0), (size - 2, 99.0))  # spare rows of the model, said again and again
     for params in (GREEDY, SamplingParams(max_tokens=9, temperature=0.0, ignore_eos=True, logit_bias=bias)):
         prompt = [*range(40, 60)]

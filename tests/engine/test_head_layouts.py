@@ -16,6 +16,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.heads.tensors import read_shapes, read_tensors
+from speculation_config import speculation_config
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 from transformers import LlamaForCausalLM
@@ -42,7 +43,7 @@ def drafts_of(model: Path, config: SpeculationConfig, prompt: list[int], num_ste
 
 
 def eagle(folder: Path, **more: object) -> SpeculationConfig:
-    return SpeculationConfig("eagle", throttle="off", eagle_head=str(folder), **more)  # type: ignore[arg-type]
+    return speculation_config("eagle", throttle="off", eagle_head=str(folder), **more)  # type: ignore[arg-type]
 
 
 PROMPT = [(11 * place) % 290 + 100 for place in range(19)]
@@ -139,7 +140,7 @@ def test_medusa_2_files_hold_the_model_too(model: Path, tmp_path: Path) -> None:
         named = [(prefix + name, tensor) for name, tensor in stored.items()]
         save_file({**whole, **dict(named[::2])}, folder / "model-00001-of-00002.safetensors")
         save_file(dict(named[1::2]), folder / "model-00002-of-00002.safetensors")
-        config = SpeculationConfig("medusa", throttle="off", medusa_heads=str(folder))
+        config = speculation_config("medusa", throttle="off", medusa_heads=str(folder))
         found.append(drafts_of(model, config, PROMPT, 3))
     assert found[0] == found[1] and len(found[0][0]) > 20
 
@@ -164,7 +165,7 @@ def test_a_module_behind_the_models_last_layer_is_found(model: Path, tmp_path: P
     folder.mkdir()
     save_file({**load_file(model / "model.safetensors"), **second, **stored}, folder / "model.safetensors")
     alone, inside = (
-        drafts_of(model, SpeculationConfig("mtp", throttle="off", mtp_module=str(place)), PROMPT, 3)
+        drafts_of(model, speculation_config("mtp", throttle="off", mtp_module=str(place)), PROMPT, 3)
         for place in (tmp_path / "alone", folder)
     )
     assert alone == inside and len(alone[0]) == 3
@@ -222,13 +223,13 @@ def test_a_head_of_the_hub_may_be_pickled(model: Path, tmp_path: Path, monkeypat
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    config = SpeculationConfig("medusa", throttle="off", medusa_heads="org/heads")
+    config = speculation_config("medusa", throttle="off", medusa_heads="org/heads")
     assert drafts_of(model, config, PROMPT)[0]
     assert "medusa_lm_head.pt" in fetched
     heads = (("medusa", "medusa_heads"), ("eagle", "eagle_head"), ("mtp", "mtp_module"))
     for method, field in (*heads, ("draft_model", "draft_model")):
         with pytest.raises(ConfigError, match="no such folder") as caught:
-            make_engine(model, speculation=SpeculationConfig(method, **{field: "org/other"}))
+            make_engine(model, speculation=speculation_config(method, **{field: "org/other"}))
         assert caught.value.field == field
 
 
@@ -244,5 +245,5 @@ def test_the_models_own_module_is_looked_for_in_what_the_model_is_made_of(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
     with pytest.raises(ConfigError, match=r"^mtp_module='': needed"):
-        make_engine(Path("org/model"), speculation=SpeculationConfig("mtp"))
+        make_engine(Path("org/model"), speculation=speculation_config("mtp"))
     assert "*.safetensors" in patterns and not {"*.bin", "*.pt"} & patterns

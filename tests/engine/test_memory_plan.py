@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from engine_driver import make_engine
-from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RouterSpec
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.worker.memory_plan import Hardware, free_device_memory, plan_memory
+from speculation_config import speculation_config
 
 CPU = Hardware(torch.device("cpu"), torch.float32, torch.float32)
 GPU = Hardware(torch.device("cuda"), torch.bfloat16, torch.bfloat16)
@@ -68,7 +69,7 @@ def test_the_workspace_holds_weights_written_out(
 def test_the_workspace_holds_the_logits_of_verifications(spec: DecoderSpec) -> None:
     wide = replace(spec, vocab_size=128_000)
     plain = replace(_config(), scheduler=SchedulerConfig(max_num_seqs=16))
-    drafting = replace(plain, speculation=SpeculationConfig(methods="ngram"))
+    drafting = replace(plain, speculation=speculation_config(methods="ngram"))
     held = [plan_memory(wide, config, GPU, 8 * GIB).workspace_bytes for config in (plain, drafting)]
     assert held[1] - held[0] == 6 * (512 - 256) * 128_000 * 4, "six copies in fp32 of as many rows as a graph has"
 
@@ -114,7 +115,7 @@ def test_refusals_show_the_arithmetic(spec: DecoderSpec, cache: dict[str, object
 
 def _drafting(tiny_llama: Path, **cache: object) -> EngineConfig:
     """The model as its own draft: each block of the cache costs as much again."""
-    speculation = SpeculationConfig(methods="draft_model", draft_model=str(tiny_llama))
+    speculation = speculation_config(methods="draft_model", draft_model=str(tiny_llama))
     return replace(_config(**cache), speculation=speculation)
 
 

@@ -16,6 +16,7 @@ from slipstream.core.config import SpeculationConfig
 from slipstream.nn.attention.paged import PagedAttention
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.spec import read_spec
+from speculation_config import speculation_config
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 
@@ -38,7 +39,7 @@ def speculation(method: str, model: Path, folder: Path) -> SpeculationConfig:
         "eagle3": lambda: ("eagle", {"eagle_head": str(make_eagle3(model, folder))}),
     }
     name, fields = made[method]()
-    return SpeculationConfig(name, throttle="off", num_draft_tokens=6, **fields)  # type: ignore[arg-type]
+    return speculation_config(name, throttle="off", num_draft_tokens=6, **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("method", "overlap"), [*((method, "on") for method in READS_ALL_ROWS), ("medusa", "off")])

@@ -29,6 +29,7 @@ from slipstream.engine.in_flight import AheadStep, InFlightStep
 from slipstream.worker.spec_decode.eagle import EagleDrafter
 from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest
 from slipstream.worker.spec_decode.medusa import default_choices, parse_choices
+from speculation_config import speculation_config
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 
@@ -54,7 +55,7 @@ def settings(method: str, model: Path, folder: Path) -> SpeculationConfig:
         "eagle3": lambda: {"methods": "eagle", "eagle_head": str(make_eagle3(model, folder))},
         "eagle_chain": lambda: {"methods": "eagle", "eagle_head": str(make_eagle(model, folder)), "eagle_top_k": 1},
     }
-    return SpeculationConfig(**common, **made[method]())  # type: ignore[arg-type]
+    return speculation_config(**common, **made[method]())  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +219,7 @@ def test_a_draft_that_is_the_model_is_always_right(
 def test_a_sampled_draft_that_is_the_model_is_always_right(
     eight_layers: Path, tmp_path: Path, prompts: list[list[int]], acceptance: str
 ) -> None:
-    config = SpeculationConfig(
+    config = speculation_config(
         "draft_model", throttle="off", draft_model=str(eight_layers), draft_sampling="sampled", acceptance=acceptance
     )
     for request in drafted(make_engine(eight_layers, speculation=config), prompts[:4], SEEDED):
@@ -265,14 +266,14 @@ def test_medusa_choices() -> None:
 def test_what_does_not_fit_is_refused_by_name(tiny_llama: Path, tmp_path: Path) -> None:
     other = make_tiny_llama(tmp_path / "other", hidden_size=32)
     cases = [
-        (SpeculationConfig("medusa"), "medusa_heads"),
-        (SpeculationConfig("mtp"), "mtp_module"),
-        (SpeculationConfig("eagle"), "eagle_head"),
-        (SpeculationConfig("draft_model"), "draft_model"),
-        (SpeculationConfig("medusa", medusa_heads=str(make_medusa(other, tmp_path / "m"))), "medusa_heads"),
-        (SpeculationConfig("mtp", mtp_module=str(make_mtp(other, tmp_path / "t"))), "mtp_module"),
-        (SpeculationConfig("eagle", eagle_head=str(make_eagle3(other, tmp_path / "e"))), "eagle_head"),
-        (SpeculationConfig("mtp", mtp_module=str(tmp_path / "nowhere")), "mtp_module|nowhere"),
+        (speculation_config("medusa"), "medusa_heads"),
+        (speculation_config("mtp"), "mtp_module"),
+        (speculation_config("eagle"), "eagle_head"),
+        (speculation_config("draft_model"), "draft_model"),
+        (speculation_config("medusa", medusa_heads=str(make_medusa(other, tmp_path / "m"))), "medusa_heads"),
+        (speculation_config("mtp", mtp_module=str(make_mtp(other, tmp_path / "t"))), "mtp_module"),
+        (speculation_config("eagle", eagle_head=str(make_eagle3(other, tmp_path / "e"))), "eagle_head"),
+        (speculation_config("mtp", mtp_module=str(tmp_path / "nowhere")), "mtp_module|nowhere"),
     ]
     for config, field in cases:
         with pytest.raises(ConfigError, match=field):
@@ -281,7 +282,7 @@ def test_what_does_not_fit_is_refused_by_name(tiny_llama: Path, tmp_path: Path) 
 
 def test_a_request_chooses_among_the_methods_loaded(tiny_llama: Path, tmp_path: Path) -> None:
     heads = make_medusa(tiny_llama, tmp_path)
-    config = SpeculationConfig("ngram,medusa", num_draft_tokens=8, medusa_heads=str(heads), throttle="off")
+    config = speculation_config("ngram,medusa", num_draft_tokens=8, medusa_heads=str(heads), throttle="off")
     engine = make_engine(tiny_llama, speculation=config)
     by_default, by_name = (
         drafted(engine, [[3, 4, 5, 6] * 3], SamplingParams(max_tokens=9, temperature=0.0, speculative_method=method))[0]
@@ -351,7 +352,7 @@ def test_a_chain_is_the_tree_of_one_branch(
 ) -> None:
     """Whose tokens were fed again at each level; a chain feeds each once."""
     head = str(make_head(eight_layers, tmp_path))
-    config = SpeculationConfig("eagle", eagle_head=head, eagle_top_k=1, eagle_depth=4, throttle="off")
+    config = speculation_config("eagle", eagle_head=head, eagle_top_k=1, eagle_depth=4, throttle="off")
     found: dict[str, list[list[int]]] = {"chain": [], "tree": []}
     give = EagleDrafter.drafts
 
@@ -368,8 +369,10 @@ def test_a_chain_is_the_tree_of_one_branch(
 
 def test_every_way_to_draft_is_described_once() -> None:
     """In core as data, in the worker as code; its checkpoint's parameter is one of the configuration's."""
-    assert set(PROPOSERS.names()) == set(DRAFT_METHODS)
-    named = {method.parameter for method in DRAFT_METHODS.values() if method.parameter}
-    assert named <= {parameter.name for parameter in PARAMETERS}
+    assert set(PROPOSERS.names()) == set(DRAFT_METHODS.names())
+    parameters = {parameter.name for parameter in PARAMETERS}
+    for method in DRAFT_METHODS.values():
+        own = {parameter.name for parameter in method.parameters}
+        assert own <= parameters and method.checkpoint in own | {""}
     for name in PROPOSERS.names():
         assert callable(PROPOSERS.get(name).planned) and callable(PROPOSERS.get(name).refusal)

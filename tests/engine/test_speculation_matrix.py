@@ -19,6 +19,7 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.core.stats import Metric
 from slipstream.engine.llm import LLM
+from speculation_config import speculation_config
 from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
 from tiny_model import make_tiny_llama
 
@@ -64,7 +65,7 @@ def speculation(method: str, model: Path, folder: Path) -> SpeculationConfig:
         "eagle3": lambda: ("eagle", {**EAGLE, "eagle_head": str(make_eagle3(model, folder))}),
     }
     name, fields = made[method]()
-    return SpeculationConfig(name, throttle="off", **fields)  # type: ignore[arg-type]
+    return speculation_config(name, throttle="off", **fields)  # type: ignore[arg-type]
 
 
 def prompt_of(place: int) -> list[int]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from engine_driver import make_engine
-from slipstream.core.config import SpeculationConfig
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
+from speculation_config import speculation_config
 from tiny_model import make_tiny_llama
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
@@ -46,7 +46,7 @@ def test_the_engine_drafts_what_the_trained_head_guesses(
     assert record["steps"] == 4 and len(record["given_right"]) == 3
     folder = tmp_path / kind
     export(trainer.head, record, folder, model)
-    speculation = SpeculationConfig(
+    speculation = speculation_config(
         kind,
         throttle="off",
         num_draft_tokens=3,

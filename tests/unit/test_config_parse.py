@@ -16,8 +16,10 @@ from slipstream.core.config_parse import (
     parameter_default,
     parse_config,
     parse_parameters,
+    value_at,
 )
 from slipstream.core.config_table import FOREIGN, PARAMETERS
+from slipstream.core.draft_methods import DraftModelOptions
 from slipstream.core.errors import ConfigError
 from slipstream.core.wire_messages import Config
 
@@ -47,15 +49,16 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])
     for name in (parameter.name, *parameter.aliases):
-        config: object = parse_parameters({"model": "/somewhere"} | {name: text} if parameter.name != "model" else {name: text}, tmp_path)  # fmt: skip # noqa: E501
-        for part in parameter.path.split("."):
-            config = getattr(config, part)
-        assert config != default and str(config).lower() == text
+        given = {"model": "/somewhere", name: text} if parameter.name != "model" else {name: text}
+        config = parse_parameters(given, tmp_path)
+        value = value_at(config, parameter.path)
+        assert value != default and str(value).lower() == text
 
 
 def test_every_field_of_the_configuration_has_a_parameter() -> None:
     sections = {part.name: getattr(EngineConfig(), part.name) for part in fields(EngineConfig) if part.name != "task"}
     of_config = {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
+    of_config -= {"speculation.options"}  # made of the parameters of the methods
     without = of_config - {parameter.path for parameter in PARAMETERS}
     assert without == {"serving.max_batch_size", "serving.is_decoupled"}  # config.pbtxt has fields of its own
     names = [name for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)]
@@ -269,13 +272,14 @@ def test_a_draft_is_named_by_the_model_that_serves_it(tmp_path: Path) -> None:
     served.write_text('backend: "slipstream"\nparameters { key: "model" value { string_value: "../checkpoint" } }\n')
     for value in ("draft", "../checkpoint", str(checkpoint)):
         config = parse_parameters({"model": "/m", "draft_model": value, "speculative_method": "draft_model"}, llm)
-        assert config.speculation.draft_model == str(checkpoint)
+        assert config.speculation.options_of(DraftModelOptions).draft_model == str(checkpoint)
         assert config.speculation.loaded == ("draft_model",)
     for text in ('backend: "slipstream"\n', 'parameters { key: "model" value { string_value: "../nowhere" } }\n'):
         served.write_text(text)
         with pytest.raises(ConfigError, match="draft_model"):
             parse_parameters({"model": "/m", "draft_model": "draft", "speculative_method": "draft_model"}, llm)
-    named_only = parse_parameters({"model": "/m", "draft_model": "draft"}, llm)
-    assert named_only.speculation.draft_model == "draft", "a draft that is named and not used is not looked for"
+    named_only = parse_parameters({"model": "/m", "draft_model": "draft"}, llm).speculation
+    kept = named_only.options_of(DraftModelOptions).draft_model
+    assert kept == "draft", "a draft that is named and not used is not looked for"
     with pytest.raises(ConfigError, match="speculative_method"):
         parse_parameters({"model": "/m", "speculative_method": "medusa,magic"}, llm)

@@ -7,12 +7,12 @@ import ast
 import importlib.util
 import re
 from collections.abc import Iterator
-from functools import reduce
 from pathlib import Path
 
 import pytest
 from slipstream.commands import serve_openai
 from slipstream.core.config import EngineConfig
+from slipstream.core.config_parse import value_at
 from slipstream.core.config_table import PARAMETERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +89,7 @@ def in_seconds(name: str, value: float) -> float:
 
 def config_bounds() -> Iterator[tuple[str, float]]:
     for parameter in PARAMETERS:
-        default = reduce(getattr, parameter.path.split("."), EngineConfig())
+        default = value_at(EngineConfig(), parameter.path)
         is_number = isinstance(default, int | float) and not isinstance(default, bool)
         if IS_PARAMETER_BOUND.search(parameter.name) and is_number:
             yield parameter.name, in_seconds(parameter.name, default)

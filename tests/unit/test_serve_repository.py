@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 from slipstream.core.config_parse import parse_parameters
+from slipstream.core.draft_methods import DraftModelOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETER = re.compile(r'^parameters \{ key: "(\w+)" value \{ string_value: "([^"]*)" \} \}$', re.M)
@@ -56,7 +57,8 @@ def test_llm_gives_up_what_drafted_for_its_own_checkpoint(serve: ModuleType, che
     assert parameters(serve.REPOSITORY, "llm")["draft_model"] == "draft"
     repository = serve.repository_for(str(checkpoint), tmp_path)
     assert "draft_model" not in parameters(repository, "llm")
-    assert not parse_parameters(parameters(repository, "llm"), repository / "llm").speculation.draft_model
+    parsed = parse_parameters(parameters(repository, "llm"), repository / "llm")
+    assert not parsed.speculation.options_of(DraftModelOptions).draft_model
 
 
 @pytest.mark.parametrize(("methods", "left"), [("eagle,ngram", "ngram"), ("draft_model", ""), ("ngram", "ngram")])

@@ -7,7 +7,7 @@ import threading
 import time
 
 from fake_llm import make_llm, make_request
-from slipstream.core.draft_methods import SPECULATIVE_METHODS
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.request import FinishReason
 from slipstream.core.stats import (
     FINISHED_METRIC,
@@ -27,7 +27,7 @@ def drained(stats: Stats) -> dict[Metric, list[float]]:
 
 def test_declarations_are_what_prometheus_accepts() -> None:
     assert [int(metric) for metric in Metric] == list(range(len(Metric)))
-    assert accepted_metric(SPECULATIVE_METHODS[-1], 99) == len(METRICS) - 1
+    assert accepted_metric(DRAFT_METHODS.names()[-1], 99) == len(METRICS) - 1
     for spec in METRICS:
         assert re.fullmatch(r"slipstream_[a-z_]+", spec.family) and spec.help
         assert (spec.kind is MetricKind.COUNTER) == spec.family.endswith("_total") or spec.kind is MetricKind.GAUGE

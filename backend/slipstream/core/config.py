@@ -5,7 +5,11 @@ or keyword arguments of `slipstream.LLM`. Numbers found at run time (blocks that
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from slipstream.core.draft_methods import DraftMethod, default_options
 
 SCHEDULER_POLICIES = ("max_utilization", "guaranteed_no_evict")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8_e4m3", "int8", "int4")
@@ -15,9 +19,9 @@ TASKS = ("generate", "tokenize", "detokenize")
 OVERLAP_MODES = ("auto", "on", "off")
 LOAD_FORMATS = ("auto", "safetensors", "dummy", "null")
 ACCEPTANCES = ("exact", "rejection", "typical", "top_p_window")
-DRAFT_SAMPLINGS = ("greedy", "sampled")
 THROTTLES = ("auto", "off")
 NO_SPECULATION = "none"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,8 @@ class SchedulerConfig:
 class SpeculationConfig:
     """methods: loaded methods, comma-separated; the first is the default of requests; "" = no speculation.
 
-    draft_model, medusa_heads, mtp_module, eagle_head: checkpoints of the methods. num_draft_tokens: 0 = each method's
-    own. free_tokens: max rows of a step with drafts; 0 = measured at start on a GPU, -1 = no limit.
+    num_draft_tokens: 0 = each method's own. free_tokens: max rows of a step with drafts; 0 = measured at start on a
+    GPU, -1 = no limit. options: each method's own parameters, by its name.
     """
 
     methods: str = ""
@@ -83,20 +87,11 @@ class SpeculationConfig:
     acceptance: str = "exact"
     throttle: str = "auto"
     free_tokens: int = 0
-    draft_model: str = ""
-    draft_sampling: str = "greedy"
-    medusa_heads: str = ""
-    medusa_choices: str = ""
-    mtp_module: str = ""
-    eagle_head: str = ""
-    eagle_top_k: int = 4
-    eagle_depth: int = 5
-    ngram_max: int = 4
-    ngram_min: int = 2
     typical_threshold: float = 0.09
     typical_alpha: float = 0.3
     acceptance_top_p: float = 0.8
     acceptance_window: int = 2
+    options: Mapping[str, Any] = field(default_factory=default_options)
 
     @property
     def loaded(self) -> tuple[str, ...]:
@@ -104,6 +99,15 @@ class SpeculationConfig:
         return tuple(
             name.strip() for name in self.methods.split(",") if name.strip() and name.strip() != NO_SPECULATION
         )
+
+    def options_of(self, kind: type[T]) -> T:
+        """The options of the method that declares them by this dataclass."""
+        return next(options for options in self.options.values() if isinstance(options, kind))
+
+    def checkpoint_of(self, method: DraftMethod) -> str:
+        """The value of the parameter that names the method's checkpoint; "" for a method that needs none."""
+        value: str = getattr(self.options[method.name], method.checkpoint) if method.checkpoint else ""
+        return value
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.config import EngineConfig, SpeculationConfig
-from slipstream.core.config_table import FOREIGN, PARAMETERS, Parameter
-from slipstream.core.draft_methods import DRAFT_METHODS
+from slipstream.core.config_table import FOREIGN, PARAMETERS
+from slipstream.core.draft_methods import DRAFT_METHODS, DraftMethod
 from slipstream.core.errors import ConfigError
+from slipstream.core.parameter import Parameter
 from slipstream.core.wire_messages import Config as WireConfig
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
@@ -56,11 +57,8 @@ def parse_parameters(
         model=_resolve("model", model, model_dir),
         tokenizer=_resolve("tokenizer", config.model.tokenizer, model_dir),
     )
-    speculation = config.speculation
-    heads = [method.parameter for method in DRAFT_METHODS.values() if method.parameter and not method.is_model]
-    folders: dict[str, Any] = {name: _resolve(name, getattr(speculation, name), model_dir) for name in heads}
-    speculation = replace(speculation, draft_model=_resolve_draft(speculation, model_dir), **folders)
     serving = replace(config.serving, max_batch_size=max_batch_size)
+    speculation = _with_drafters(config.speculation, model_dir)
     config = replace(config, model=resolved, speculation=speculation, serving=serving)
     check(config)
     return config
@@ -80,8 +78,8 @@ def config_from_values(values: Mapping[str, object], is_complete: bool = True) -
             continue
         if value is None or value == "":
             continue
-        typed = _typed(parameter, name, value, _default(config, parameter.path))
-        if parameter.path in given and typed != _get(config, parameter.path):
+        typed = _typed(parameter, name, value, parameter_default(parameter))
+        if parameter.path in given and typed != value_at(config, parameter.path):
             raise ConfigError(name, value, f"differs from {given[parameter.path]}, which is the same parameter")
         given[parameter.path] = name
         config = _set(config, parameter.path, typed)
@@ -161,25 +159,27 @@ def _number(name: str, value: object, kind: type) -> Any:
 # ---------------------------------------------------------------- fields and paths
 
 
-def _get(config: EngineConfig, path: str) -> Any:
+def value_at(config: EngineConfig, path: str) -> Any:
+    """The value that a parameter of this path sets."""
     value: Any = config
     for part in path.split("."):
-        value = getattr(value, part)
+        value = _member(value, part)
     return value
 
 
-def _default(config: EngineConfig, path: str) -> Any:
-    return _get(EngineConfig(), path)
-
-
-def _set(config: EngineConfig, path: str, value: object) -> EngineConfig:
-    section, _, field = path.partition(".")
-    changed: Any = replace(getattr(config, section), **{field: value}) if field else value
-    return replace(config, **{section: changed})
-
-
 def parameter_default(parameter: Parameter) -> Any:
-    return _default(EngineConfig(), parameter.path)
+    return value_at(EngineConfig(), parameter.path)
+
+
+def _member(holder: Any, name: str) -> Any:
+    return holder[name] if isinstance(holder, Mapping) else getattr(holder, name)
+
+
+def _set(holder: Any, path: str, value: Any) -> Any:
+    """A copy of a configuration, or of a part of it, with one value changed."""
+    name, _, rest = path.partition(".")
+    changed = _set(_member(holder, name), rest, value) if rest else value
+    return {**holder, name: changed} if isinstance(holder, Mapping) else replace(holder, **{name: changed})
 
 
 def _version_folder(model_dir: Path, version: int) -> str:
@@ -201,23 +201,25 @@ def _resolve(name: str, value: str, model_dir: Path) -> str:
     return value
 
 
-def _resolve_draft(speculation: SpeculationConfig, model_dir: Path) -> str:
-    """The draft model's checkpoint: a path, a hub id, or the `model` of another model of the repository.
+def _with_drafters(speculation: SpeculationConfig, model_dir: Path) -> SpeculationConfig:
+    """With the checkpoints of the methods resolved; one that may be a served model only if its method is loaded."""
+    for method in DRAFT_METHODS.values():
+        if method.checkpoint and (not method.is_model or method.name in speculation.loaded):
+            resolve = _resolve_served if method.is_model else _resolve
+            path = resolve(method.checkpoint, speculation.checkpoint_of(method), model_dir)
+            speculation = _set(speculation, f"options.{method.name}.{method.checkpoint}", path)
+    return speculation
 
-    Not resolved if the method is not loaded: the repository may lack it.
-    """
-    value = speculation.draft_model
-    if "draft_model" not in speculation.loaded:
-        return value
+
+def _resolve_served(name: str, value: str, model_dir: Path) -> str:
+    """Resolve a path, a hub id, or the name of another model of the repository, whose `model` is meant."""
     served = model_dir.parent / value / "config.pbtxt"
     if not value or "/" in value or not served.is_file():
-        return _resolve("draft_model", value, model_dir)
+        return _resolve(name, value, model_dir)
     found = _MODEL_PARAMETER.search(served.read_text())
     if found is None:
-        raise ConfigError(
-            "draft_model", value, f"{served} has no parameter `model`, whose checkpoint would be the draft"
-        )
-    return _resolve("draft_model", found.group(1), served.parent)
+        raise ConfigError(name, value, f"{served} has no parameter `model`, whose checkpoint would be the draft")
+    return _resolve(name, found.group(1), served.parent)
 
 
 # ---------------------------------------------------------------- combinations
@@ -249,12 +251,13 @@ def _check_drafters(config: EngineConfig) -> None:
     if config.model.load_format in ("dummy", "null"):
         return
     for method in DRAFT_METHODS.values():
-        field = method.parameter
-        if method.name not in config.speculation.loaded or not field or method.is_in_model:
-            continue
-        value: str = getattr(config.speculation, field)
-        if not value:
-            raise method.missing()
-        folder = Path(value).expanduser()
-        if folder.is_absolute() and not folder.exists():
-            raise ConfigError(field, value, "no such folder")
+        if method.name in config.speculation.loaded and method.checkpoint and not method.is_in_model:
+            _check_checkpoint(method, config.speculation.checkpoint_of(method))
+
+
+def _check_checkpoint(method: DraftMethod, value: str) -> None:
+    if not value:
+        raise method.missing()
+    folder = Path(value).expanduser()
+    if folder.is_absolute() and not folder.exists():
+        raise ConfigError(method.checkpoint, value, "no such folder")

@@ -1,4 +1,4 @@
-"""The registry class; its instances hold attention backends, quantisation methods, proposers and model families.
+"""The registry class; its instances hold attention backends, quantisation and speculation methods, model families.
 
 Entries are added by plain imports. Selection calls each entry's `supports`; an entry requested by name that cannot
 serve is an error with its reason, never a silent fallback.
@@ -35,6 +35,9 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         return list(self._entries)
+
+    def values(self) -> list[T]:
+        return list(self._entries.values())
 
     def get(self, name: str) -> T:
         """The entry of that name. Raises ConfigError listing the known names."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from slipstream.core.config import ACCEPTANCES, NO_SPECULATION
 from slipstream.core.contract_origins import SLIPSTREAM, TRT_CORE, TRT_ENSEMBLE, TRT_LLMAPI, VLLM
-from slipstream.core.draft_methods import SPECULATIVE_METHODS
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.setting_kinds import (
     Biases,
     Choice,
@@ -111,7 +111,7 @@ _SAMPLING = (
     Setting("embedding_bias_weights", Biases(MAX_BIAS), (), "One logit bias per entry of `embedding_bias_words`.", {"embedding_bias_weights": (TRT_ENSEMBLE,)}),
     Setting("embedding_bias", Biases(MAX_BIAS), (), "A logit bias per token of the vocabulary; zeros change nothing.", {"embedding_bias": (TRT_CORE,)}),
     Setting("num_draft_tokens", Integer(0, words=f"an integer from 0 (no drafts) to {MAX_INT32}"), None, "Drafts per step, where the model speculates; 0 for none. At most the model's `num_draft_tokens`.", {"num_draft_tokens": (TRT_ENSEMBLE,)}, openai=IN_SPECULATION),
-    Setting("speculative_method", Choice((*SPECULATIVE_METHODS, NO_SPECULATION)), None, "One of the methods that the model has loaded, or `none`; default the first.", {"speculative_method": OURS}, openai=IN_SPECULATION),
+    Setting("speculative_method", Choice((*DRAFT_METHODS.names(), NO_SPECULATION)), None, "One of the methods that the model has loaded, or `none`; default the first.", {"speculative_method": OURS}, openai=IN_SPECULATION),
     Setting("speculative_acceptance", Choice(ACCEPTANCES), None, "`exact`, `rejection`, `typical` or `top_p_window`; the last two change the distribution.", {"speculative_acceptance": OURS}, openai=IN_SPECULATION, parameter="speculative_acceptance"),
     Setting("reference_text", Text(), None, "A text that the output is expected to repeat parts of, for drafts by `ngram`.", {"reference_text": OURS}, openai=IN_SPECULATION),
     Setting("reference_ids", TokenIds(is_text=True), (), "The same as token ids.", {"reference_ids": OURS}, openai=IN_SPECULATION),

@@ -11,7 +11,7 @@ import enum
 import time
 from dataclasses import dataclass, field
 
-from slipstream.core.draft_methods import SPECULATIVE_METHODS
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.request import FinishReason
 
 
@@ -135,6 +135,7 @@ _SPECS: dict[Metric, MetricSpec] = {
     Metric.KV_BLOCKS_STORED: _counter("slipstream_kv_blocks_stored_total", "KV blocks copied to host memory"),
     Metric.KV_BLOCKS_LOADED: _counter("slipstream_kv_blocks_loaded_total", "KV blocks copied back from host memory"),
 }
+_METHODS = tuple(DRAFT_METHODS.names())
 _NUM_POSITIONS = 8  # draft positions with a counter each; the last counts all later positions too
 _POSITIONS = [f"{position}" for position in range(1, _NUM_POSITIONS)] + [f"{_NUM_POSITIONS}+"]
 _POSITION_FAMILIES = (
@@ -144,7 +145,7 @@ _POSITION_FAMILIES = (
 _BY_POSITION = tuple(
     MetricSpec(family, MetricKind.COUNTER, help_text, {"method": method, "position": position})
     for family, help_text in _POSITION_FAMILIES
-    for method in SPECULATIVE_METHODS
+    for method in _METHODS
     for position in _POSITIONS
 )
 METRICS: tuple[MetricSpec, ...] = (*(_SPECS[metric] for metric in Metric), *_BY_POSITION)
@@ -152,12 +153,12 @@ METRICS: tuple[MetricSpec, ...] = (*(_SPECS[metric] for metric in Metric), *_BY_
 
 def drafted_metric(method: str, position: int) -> int:
     """Index of a method's counter of verified drafts at a position (from 1)."""
-    return len(Metric) + SPECULATIVE_METHODS.index(method) * _NUM_POSITIONS + min(position, _NUM_POSITIONS) - 1
+    return len(Metric) + _METHODS.index(method) * _NUM_POSITIONS + min(position, _NUM_POSITIONS) - 1
 
 
 def accepted_metric(method: str, position: int) -> int:
     """Index of a method's counter of accepted drafts at a position (from 1)."""
-    return drafted_metric(method, position) + len(SPECULATIVE_METHODS) * _NUM_POSITIONS
+    return drafted_metric(method, position) + len(_METHODS) * _NUM_POSITIONS
 
 
 def declarations(labels: dict[str, str]) -> list[MetricSpec]:

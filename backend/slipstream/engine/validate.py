@@ -6,6 +6,7 @@ of a load, so that the two cannot disagree. Needs the protobuf classes of triton
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -104,12 +105,21 @@ def _settings(config: EngineConfig) -> str:
     """The values that differ from the defaults."""
     default, lines = EngineConfig(), []
     for section in ("model", "cache", "scheduler", "speculation", "serving"):
-        ours, theirs = getattr(config, section), getattr(default, section)
-        for field in fields(ours):
-            value = getattr(ours, field.name)
-            if value != getattr(theirs, field.name):
-                lines.append(f"  {section}.{field.name} = {value}")
+        defaults = dict(_values(getattr(default, section)))
+        values = _values(getattr(config, section))
+        lines += [f"  {section}.{name} = {value}" for name, value in values if value != defaults[name]]
     return "\n".join(["settings that differ from the defaults", *(lines or ["  none"])])
+
+
+def _values(section: Any) -> Iterator[tuple[str, Any]]:
+    """The fields of a section and, in their place, those of the options of speculation methods."""
+    for field in fields(section):
+        value = getattr(section, field.name)
+        if isinstance(value, Mapping):
+            for options in value.values():
+                yield from _values(options)
+        else:
+            yield field.name, value
 
 
 def _exit_timeout(serving: ServingConfig) -> str:

@@ -1,9 +1,11 @@
-"""Ways to draft, filled by plain imports: a new one is a file here and a line below."""
+"""Speculative decoding in the worker. The rows of core/draft_methods.py name the modules that implement the methods."""
 
-# isort: off
-from slipstream.worker.spec_decode import draft_model, eagle, medusa, mtp, ngram  # noqa: F401  (register themselves)
+from importlib import import_module
 
+from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.worker.spec_decode.interface import PROPOSERS
 
-# isort: on
+for _method in DRAFT_METHODS.values():
+    import_module(_method.module)  # registers itself in PROPOSERS
+
 __all__ = ["PROPOSERS"]

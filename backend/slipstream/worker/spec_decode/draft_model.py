@@ -15,7 +15,7 @@ import torch
 from slipstream_kernels import ops
 
 from slipstream.core.config import EngineConfig, ModelConfig
-from slipstream.core.draft_methods import DRAFT_METHODS
+from slipstream.core.draft_methods import DRAFT_METHODS, DraftModelOptions
 from slipstream.core.errors import ConfigError, naming
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.nn.batch import ForwardBatch
@@ -60,7 +60,7 @@ class DraftModelProposer:
         self._kv_state = DraftKVState(plan.num_blocks, plan.block_size)
         self._fed: dict[int, tuple[int, list[int]]] = {}  # by request: drafts that were fed, and from which place on
         self._max_tokens = config.scheduler.max_num_batched_tokens
-        self._is_sampled = config.speculation.draft_sampling == "sampled"
+        self._is_sampled = config.speculation.options_of(DraftModelOptions).draft_sampling == "sampled"
         self.num_drafts = config.speculation.num_draft_tokens or NUM_DRAFTS
         self.num_scratch_slots = self.num_drafts
         self._batches = DraftBatches(context.tables, plan.block_size, plan.max_model_len, self._device, self.num_drafts)
@@ -191,10 +191,11 @@ class DraftModelProposer:
 
 def draft_config(config: EngineConfig) -> ModelConfig:
     """The draft's model settings: the served model's, with its own checkpoint and without its quantisation."""
-    if not config.speculation.draft_model:
-        raise DRAFT_METHODS["draft_model"].missing()
+    checkpoint = config.speculation.options_of(DraftModelOptions).draft_model
+    if not checkpoint:
+        raise DRAFT_METHODS.get("draft_model").missing()
     return ModelConfig(
-        model=config.speculation.draft_model,
+        model=checkpoint,
         dtype=config.model.dtype,
         load_format=config.model.load_format,
         device=config.model.device,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from slipstream_kernels import ops
 
+from slipstream.core.draft_methods import EagleOptions
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
 from slipstream.nn.batch import ForwardBatch
@@ -79,7 +80,8 @@ class EagleDrafter(AutoregressiveHead):
         self._head = _load(context, target)
         super().__init__(context, self._head.spec)
         target.feature_layers = self._head.feature_layers
-        self._top_k, self._depth = speculation.eagle_top_k, speculation.eagle_depth
+        options = speculation.options_of(EagleOptions)
+        self._top_k, self._depth = options.eagle_top_k, options.eagle_depth
         self.drafts_trees = self._top_k > 1
         self.num_levels = self._depth
         num_fed = self._top_k * (self._depth - 1)

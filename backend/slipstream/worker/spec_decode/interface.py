@@ -158,10 +158,10 @@ def read_head(config: EngineConfig, method: str, read: Callable[[Path | None], T
 
     Without one, the method may be in the model's own checkpoint. Raises ConfigError where there is no head.
     """
-    described = DRAFT_METHODS[method]
-    folder: str = getattr(config.speculation, described.parameter)
+    described = DRAFT_METHODS.get(method)
+    folder = config.speculation.checkpoint_of(described)
     if folder:
-        return read(resolve_head(described.parameter, folder))
+        return read(resolve_head(described.checkpoint, folder))
     if config.model.load_format == "dummy":
         return read(None)
     if not described.is_in_model:

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 from slipstream_kernels import ops
 
+from slipstream.core.draft_methods import MedusaOptions
 from slipstream.core.drafts import MAX_DRAFT_TOKENS, row_depths, row_masks
 from slipstream.core.errors import ConfigError
 from slipstream.nn.heads.medusa import MedusaHeads
@@ -81,7 +82,8 @@ class MedusaDrafter(GraphedHead):
         folder = read_head(config, "medusa", lambda folder: folder)
         self._heads = MedusaHeads.load(target, folder)
         self._target = target
-        self._choices = _choices(config.speculation.medusa_choices, folder, self._heads.num_heads)
+        configured = config.speculation.options_of(MedusaOptions).medusa_choices
+        self._choices = _choices(configured, folder, self._heads.num_heads)
         self.num_drafts = min(config.speculation.num_draft_tokens or len(self._choices), len(self._choices))
         self.num_levels = max(map(len, self._choices))
         self._num_ranks = 1 + max(rank for path in self._choices for rank in path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slipstream.core.draft_methods import NgramOptions
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.request_state import RequestState
@@ -64,9 +65,10 @@ class NgramProposer:
 
     def __init__(self, context: SpeculatorContext) -> None:
         config = context.config.speculation
+        options = config.options_of(NgramOptions)
         self.num_drafts = config.num_draft_tokens or NUM_DRAFTS
-        self._longest = config.ngram_max
-        self._shortest = min(config.ngram_min, config.ngram_max)
+        self._longest = options.ngram_max
+        self._shortest = min(options.ngram_min, options.ngram_max)
         self._texts: dict[int, NgramIndex] = {}
         self._references: dict[int, NgramIndex] = {}
 
