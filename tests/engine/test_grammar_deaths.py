@@ -206,7 +206,8 @@ def test_a_trial_killed_from_outside_says_nothing_of_its_grammar(served: Engine,
 # ---------------------------------------------------------------- an engine that is gone
 
 
-def test_a_killed_engine_takes_its_grammar_processes_along(tiny_llama: Path) -> None:
+@pytest.mark.parametrize("state", ["running", "stopped"])
+def test_a_killed_engine_takes_its_grammar_processes_along(tiny_llama: Path, state: str) -> None:
     before = _shared_memory()
     code = ENGINE_OF_ITS_OWN.format(path=[place for place in sys.path if place], checkpoint=str(tiny_llama))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as engine:
@@ -215,6 +216,8 @@ def test_a_killed_engine_takes_its_grammar_processes_along(tiny_llama: Path) -> 
             process = int(engine.stdout.readline())
             pids = [process, *_children(process)]
             assert len(pids) == 2 and not any(map(_is_gone, pids))
+            if state == "stopped":  # it does not see that its socket is closed
+                os.kill(process, signal.SIGSTOP)
         finally:
             engine.kill()
     _wait_until_gone(pids)

@@ -198,7 +198,7 @@ class GrammarProcess:
 
 def _end_with(parent: int) -> None:
     """Have the kernel kill this process when its parent ends, even if threads are stuck. The kernel does so when the
-    thread that forked ends, which here is the parent's only thread."""
+    thread that forked ends: the only one of the forking process, the main one of an engine."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended already
         os._exit(1)
@@ -228,8 +228,11 @@ def _virtual_bytes() -> int:
 
 
 def main() -> NoReturn:
+    """Arguments: descriptor of the engine's socket, setup, and the engine's process id if this process must not outlive it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for engine in sys.argv[3:]:
+        _end_with(int(engine))
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), is_blocking=True)
     process, status = None, 0
     try:
