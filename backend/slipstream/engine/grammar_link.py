@@ -187,8 +187,8 @@ class GrammarLink:
         ours, theirs = socket.socketpair()
         path = [place for place in sys.path if place]  # without the current directory, for safety
         arguments = ["-c", _START.format(path=path), str(theirs.fileno()), pickle.dumps(self._setup).hex()]
-        # A stopped process does not see that its socket is closed. The kernel can end it with the thread that started it:
-        # only the main thread surely lasts as long as the engine. The backend kills an engine's whole process group.
+        # A stopped process does not see that its socket is closed. The kernel can end it with the thread that starts
+        # it, but only the main thread lasts as long as the engine. The backend kills an engine's process group.
         if threading.current_thread() is threading.main_thread():
             arguments.append(str(os.getpid()))
         # one malloc arena: each takes 64 MiB of address space, which is limited

@@ -228,7 +228,7 @@ def _virtual_bytes() -> int:
 
 
 def main() -> NoReturn:
-    """Arguments: descriptor of the engine's socket, setup, and the engine's process id if this process must not outlive it."""
+    """Arguments: the socket to the engine, the setup, and the engine's process id to end with the thread that calls."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for engine in sys.argv[3:]:
