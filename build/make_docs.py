@@ -60,9 +60,12 @@ def outputs(specs: Iterable[OutputSpec]) -> str:
     return table(("output", "type", "sent with", "of", "meaning"), rows)
 
 
-def parameters() -> str:
+def parameters(*sections: str) -> str:
+    """Parameters of these sections of EngineConfig."""
     rows = []
     for parameter in PARAMETERS:
+        if parameter.path.partition(".")[0] not in sections:
+            continue
         default = parameter_default(parameter)
         shown = (
             "unset" if default in ("", None) else f"`{str(default).lower() if isinstance(default, bool) else default}`"
@@ -150,7 +153,12 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "tokenize outputs": lambda: outputs(TOKENIZE.outputs),
     "detokenize inputs": lambda: inputs(DETOKENIZE.inputs),
     "detokenize outputs": lambda: outputs(DETOKENIZE.outputs),
-    "parameters": parameters,
+    "model parameters": lambda: parameters("task", "model"),
+    "cache parameters": lambda: parameters("cache"),
+    "scheduler parameters": lambda: parameters("scheduler"),
+    "serving parameters": lambda: parameters("serving"),
+    "speculation parameters": lambda: parameters("speculation"),
+    "guided parameters": lambda: parameters("guided"),
     "foreign parameters": foreign,
     "metrics": metrics,
     "gateway metrics": gateway_metrics,

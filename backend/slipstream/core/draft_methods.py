@@ -54,23 +54,23 @@ def option(default: Any, doc: str, aliases: tuple[str, ...] = (), **bounds: Any)
 class NgramOptions:
     ngram_max: int = option(
         4,
-        "Longest ending of the text that `ngram` looks for in prompt, output and reference.",
+        "For `ngram`: longest suffix of the text to look for in prompt, output and reference.",
         ("prompt_lookup_max", "speculate_max_ngram_size"),
         **at_least(1),
     )
-    ngram_min: int = option(2, "Shortest such ending.", ("prompt_lookup_min",), **at_least(1))
+    ngram_min: int = option(2, "For `ngram`: shortest such suffix.", ("prompt_lookup_min",), **at_least(1))
 
 
 @dataclass(frozen=True)
 class DraftModelOptions:
     draft_model: str = option(
         "",
-        "For `draft_model`: a checkpoint folder, a hub id, or the name of a model beside this one in the repository (its `model` parameter is read).",
+        "For `draft_model`: a checkpoint folder, a hub id, or the name of another model of the repository.",
         ("tensorrt_llm_draft_model_name",),
     )
     draft_sampling: str = option(
         "greedy",
-        "For `draft_model`: draft the likeliest tokens, or draw them with the request's temperature.",
+        "For `draft_model`: draft the likeliest tokens, or sample them with the request's temperature.",
         accepted=DRAFT_SAMPLINGS,
     )
 
@@ -80,14 +80,14 @@ class MedusaOptions:
     medusa_heads: str = option("", "For `medusa`: the folder of the heads.")
     medusa_choices: str = option(
         "",
-        "The tree of `medusa`, like `{0},{0,0},{1}` or `[[0],[0,0],[1]]`: each entry names a node by the rank taken at each head. Empty: the tree beside the heads, or a built-in one.",
+        "The tree of `medusa`, like `{0},{0,0},{1}` or `[[0],[0,0],[1]]`: each entry is a node, by the rank taken at each head. Empty: the tree beside the heads, or a built-in one.",
     )
 
 
 @dataclass(frozen=True)
 class MTPOptions:
     mtp_module: str = option(
-        "", "For `mtp`: the folder of the module; empty: the layers after the last one in the checkpoint itself."
+        "", "For `mtp`: the folder of the module; empty: the extra layers of the checkpoint itself."
     )
 
 
@@ -95,7 +95,7 @@ class MTPOptions:
 class EagleOptions:
     eagle_head: str = option("", "For `eagle`: the folder of an EAGLE or EAGLE-3 head.", ("eagle_model",))
     eagle_top_k: int = option(4, "Branches per node of the `eagle` tree; 1 is a chain.", **between(1, 16))
-    eagle_depth: int = option(5, "Most levels of the `eagle` tree.", **between(1, 16))
+    eagle_depth: int = option(5, "Largest depth of the `eagle` tree.", **between(1, 16))
 
 
 DRAFT_METHODS: Registry[DraftMethod] = Registry("speculative_method")  # in the order of their metrics
