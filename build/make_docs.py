@@ -42,7 +42,7 @@ def _origins(spec: InputSpec | OutputSpec) -> str:
 
 def inputs(specs: Iterable[InputSpec]) -> str:
     served = [spec for spec in specs if spec.use is not Use.NEUTRAL_ONLY]
-    return table(("input", "type", "of", "meaning"), [(*_tensor(s), _origins(s), s.doc) for s in served])
+    return table(("input", "type", "from", "meaning"), [(*_tensor(s), _origins(s), s.doc) for s in served])
 
 
 def unserved(specs: Iterable[InputSpec]) -> str:
@@ -52,12 +52,12 @@ def unserved(specs: Iterable[InputSpec]) -> str:
             accepted = ", ".join(f"`{value!r}`" for value in spec.neutral)
             accepted = f"{accepted}, or empty" if accepted and -1 in spec.dims else accepted or "empty"
             rows.append((*_tensor(spec), accepted, spec.reason))
-    return table(("input", "type", "accepted", "because"), rows)
+    return table(("input", "type", "accepted", "reason"), rows)
 
 
 def outputs(specs: Iterable[OutputSpec]) -> str:
     rows = [(*_tensor(s), f"`{s.flag}`" if s.flag else "", _origins(s), s.doc) for s in specs]
-    return table(("output", "type", "sent with", "of", "meaning"), rows)
+    return table(("output", "type", "sent with", "from", "meaning"), rows)
 
 
 def parameters(*sections: str) -> str:
@@ -117,7 +117,7 @@ def _default(setting: Setting) -> str:
 
 
 def _openai(setting: Setting) -> str:
-    return {PASSED_ON: "the same", IN_SPECULATION: "in `speculation`"}.get(setting.openai, setting.openai)
+    return {PASSED_ON: "same name", IN_SPECULATION: "in `speculation`"}.get(setting.openai, setting.openai)
 
 
 def openai_names(rows: Iterable[Setting]) -> str:

@@ -90,7 +90,7 @@ def test_a_new_row_is_documented() -> None:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     row = next(line for line in module.settings((*SETTINGS, NEW)).splitlines() if "`top_n_sigma`" in line)
-    assert "| `top_n_sigma`, `n_sigma`, `runtime_top_n_sigma` | a number from 0 to 9 | `0.0` | the same |" in row
+    assert "| `top_n_sigma`, `n_sigma`, `runtime_top_n_sigma` | a number from 0 to 9 | `0.0` | same name |" in row
     assert NEW.doc in row and "`top_n_sigma`" in module.openai_names((NEW,))
 
 
