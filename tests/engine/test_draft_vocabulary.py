@@ -131,3 +131,19 @@ def test_models_of_one_tokenizer_may_have_unused_rows(model: Path, tmp_path: Pat
         run_steps(engine, {})
         assert engine.error is None and request.output_token_ids == expected.token_ids
         assert request.num_drafted_tokens > 0
+
+
+def test_a_draft_without_a_tokenizer_has_the_models(model: Path, tmp_path: Path) -> None:
+    """Such a draft may be of a few megabytes, of which a tokenizer would be the most."""
+    make_tiny_llama(tmp_path, num_layers=3)
+    LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(tmp_path)
+    for file in tmp_path.glob("*token*"):
+        file.unlink()
+    engine = make_engine(model, speculation=SpeculationConfig("draft_model", throttle="off", draft_model=str(tmp_path)))
+    prompt = [*range(40, 60)]
+    (expected,) = run_all(make_engine(model), [prompt], GREEDY)
+    request = Request(list(prompt), GREEDY)
+    engine.submit(request)
+    run_steps(engine, {})
+    assert engine.error is None and request.output_token_ids == expected.token_ids
+    assert request.num_accepted_tokens == request.num_drafted_tokens > 0  # it is the model itself

@@ -10,6 +10,7 @@ from pathlib import Path
 from slipstream.core.errors import ConfigError
 
 _TOKENIZER_FILES = ("*.json", "tokenizer*", "*.model", "*.txt", "*.jinja")
+_TOKENIZER_NAMES = ("*token*", "vocab.*", "*.model", "*.tiktoken")
 _CHECKPOINT_FILES = (*_TOKENIZER_FILES, "*.safetensors")
 _HEAD_FILES = ("*.json", "*.safetensors")
 _PICKLED_FILES = ("*.bin", "*.pt")  # many heads are published only as pickled state dicts
@@ -45,6 +46,11 @@ def resolve_tokenizer(tokenizer: str) -> Path:
     if _is_gguf(path):
         return _converted(path)
     return path if path.exists() else _fetch("tokenizer", tokenizer, _TOKENIZER_FILES)
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Whether the file is a tokenizer, or the folder has files of one."""
+    return not path.is_dir() or any(file for pattern in _TOKENIZER_NAMES for file in path.glob(pattern))
 
 
 def _is_gguf(path: Path) -> bool:

@@ -11,7 +11,7 @@ import torch
 
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
-from slipstream.nn.checkpoint_path import resolve_tokenizer
+from slipstream.nn.checkpoint_path import has_tokenizer, resolve_tokenizer
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -41,9 +41,13 @@ class VocabularyMap:
     ) -> VocabularyMap:
         """The sizes are rows of each model's matrices, which may be fewer than its tokenizer's tokens.
 
-        Raises ConfigError if the draft knows too few of the model's tokens."""
+        A draft without a tokenizer of its own has the model's.
+        Raises ConfigError if the draft knows too few of the model's tokens.
+        """
         theirs = TextTokenizer.load(resolve_tokenizer(target.tokenizer or target.model)).backend.get_vocab()
-        own = TextTokenizer.load(resolve_tokenizer(draft.model)).backend.get_vocab()
+        if not has_tokenizer(folder := resolve_tokenizer(draft.model)):
+            return cls(vocab_size, draft_vocab_size)
+        own = TextTokenizer.load(folder).backend.get_vocab()
         if own == theirs:
             return cls(vocab_size, draft_vocab_size)
         shared = {
