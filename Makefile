@@ -19,6 +19,8 @@ SETUP := $(VENV)/.setup-done
 # an extra package index for torch, such as PyTorch's own of CPU builds: without a GPU that saves some GB of CUDA libraries
 TORCH_INDEX ?=
 MODEL ?=
+# make serve SPECULATE=medusa (mtp, eagle, draft_model, ngram): with a drafter of models/; make demo: its conversation
+SPECULATE ?=
 # make serve ENCODERS=1 also loads safety, quality, embedding and the guarded pipelines
 ENCODERS ?=
 ENCODERS_SETUP := $(VENV)/.encoders-done
@@ -28,10 +30,10 @@ ARGS ?=
 
 demo: assemble
 	@$(PY) build/demo.py $(ARGS)
-	$(PY) build/demo_chat.py install/demo_chat.log
+	$(PY) build/demo_chat.py install/demo_chat.log $(SPECULATE)
 
 serve: assemble $(if $(ENCODERS),encoders)
-	@$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(if $(ENCODERS),--encoders) $(ARGS)
+	@$(PY) build/serve.py $(if $(MODEL),--model '$(MODEL)') $(if $(SPECULATE),--speculate '$(SPECULATE)') $(if $(ENCODERS),--encoders) $(ARGS)
 
 # Without ARGS the tests that start no server run first, a file a core; the others then have the machine to themselves,
 # as their deadlines want. Both parts always run.

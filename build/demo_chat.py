@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from chat_model import PACKAGE, chat_model
+from drafters import CHAT_DRAFTERS, drafter_parameters
 from free_ports import free_ports
 from slipstream.core.errors import SlipstreamError
 
@@ -36,12 +37,16 @@ Message = dict[str, str]
 
 
 @contextmanager
-def gateway(model: Path, log: Path) -> Iterator[str]:
-    """`slipstream serve` with the gateway; gives its base URL once it answers, and stops it."""
+def gateway(model: Path, log: Path, parameters: dict[str, str]) -> Iterator[str]:
+    """`slipstream serve` with the gateway; gives its base URL once it answers, and stops it.
+
+    parameters: of config.pbtxt.
+    """
     http, grpc, metrics, openai = free_ports(4)
     ports = ["--http-port", str(http), "--grpc-port", str(grpc), "--metrics-port", str(metrics)]
     command = [sys.executable, "-m", "slipstream.cli", "serve", "--model", str(model), *ports]
     command += ["--openai-port", str(openai), "--set", "max_model_len=2048"]
+    command += [word for key, value in parameters.items() for word in ("--set", f"{key}={value}")]
     url = f"http://127.0.0.1:{openai}/v1"
     with log.open("wb") as output:
         server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
@@ -116,14 +121,20 @@ def problems(answers: list[str], structured: str) -> list[str]:
     return found
 
 
-def main(log: Path) -> int:
+def main(log: Path, method: str = "") -> int:
+    """method: of speculation, with the drafter of models/."""
+    try:
+        parameters = drafter_parameters(method, CHAT_DRAFTERS) if method else {}
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
     try:
         model = chat_model()
     except (OSError, SlipstreamError) as error:
         print(f"\nno conversation is shown: {error}\n(the model comes in the package {PACKAGE}; the rest is complete)")
         return 0
     print(f"\nstarting tritonserver and the OpenAI gateway with {model.name} ...", flush=True)
-    with gateway(model, log) as url:
+    with gateway(model, log, parameters) as url:
         answers = converse(url)
         form = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
         structured = say(url, [{"role": "user", "content": QUESTION}], response_format=form)
@@ -133,4 +144,4 @@ def main(log: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("/dev/null")))
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("/dev/null"), *sys.argv[2:3]))

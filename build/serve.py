@@ -3,6 +3,7 @@
 python build/serve.py                          # SmolLM2-135M-Instruct; ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics)
 python build/serve.py --model /path/or/hub-id  # the same model_repository with another checkpoint
 python build/serve.py --model code             # the repository as it is: the small code model that it names
+python build/serve.py --speculate medusa       # with a drafter of models/: medusa, mtp, eagle, draft_model; or ngram
 python build/serve.py --encoders               # also safety, quality, embedding and the guarded pipelines
 
 `slipstream serve`, which starts the server for both, serves a checkpoint by itself: `llm` and nothing beside it.
@@ -25,7 +26,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from chat_model import chat_model
+from chat_model import FOLDER, chat_model
+from drafters import CHAT_DRAFTERS, CODE_DRAFTERS, drafter_parameters
 from free_ports import free_ports
 from slipstream.commands.serve import OWN_MODELS, exit_timeout_s, server_command, supervise
 from slipstream.core.draft_methods import DRAFT_METHODS
@@ -45,6 +47,8 @@ ENCODER_MODELS = (
 CODE_MODEL = "code"  # the one that model_repository names
 CODE_PROMPT, TEXT_PROMPT = "def fibonacci(n):\\n", "The capital of France is"
 CHECKPOINT_PARAMETERS = ("model", "tokenizer_dir")
+
+_PARAMETER = r'parameters \{{ key: "{key}"\s+value \{{ string_value: "[^"]*" \}} \}}\n?'
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,13 @@ def is_ready(address: Address) -> bool:
         return False
 
 
+def copied_repository(folder: Path) -> Path:
+    """A copy of model_repository whose relative paths still lead to models/."""
+    shutil.copytree(REPOSITORY, folder / "model_repository")
+    (folder / "models").symlink_to(ROOT / "models")
+    return folder / "model_repository"
+
+
 def repository_for(model: str, folder: Path) -> Path:
     """A copy of model_repository whose language models have another checkpoint: a folder, or a hub id (downloaded here,
     and once). Encoders and the draft keep theirs; `llm` no longer names what drafts for the checkpoint it had.
@@ -117,9 +128,7 @@ def repository_for(model: str, folder: Path) -> Path:
         named = str(resolve_checkpoint(model).resolve())
     except ConfigError as error:
         raise SystemExit(str(error)) from None
-    repository = folder / "model_repository"
-    shutil.copytree(REPOSITORY, repository)
-    (folder / "models").symlink_to(ROOT / "models")  # where the relative paths of the others lead
+    repository = copied_repository(folder)
     for path in (repository / name / "config.pbtxt" for name in OWN_MODELS):
         path.write_text(with_checkpoint(path.read_text(), named))
     return repository
@@ -130,7 +139,7 @@ def with_checkpoint(config: str, checkpoint: str) -> str:
     these were trained for, or share the tokenizer of, the checkpoint that the config named."""
     trained = [method for method in DRAFT_METHODS.values() if method.checkpoint]
     for key in (parameter.name for method in trained for parameter in method.parameters):
-        config = re.sub(rf'parameters \{{ key: "{key}"\s+value \{{ string_value: "[^"]*" \}} \}}\n?', "", config)
+        config = re.sub(_PARAMETER.format(key=key), "", config)
     for key in CHECKPOINT_PARAMETERS:
         config = _with_value(config, key, lambda _: checkpoint)
     trained_names = {method.name for method in trained}
@@ -155,14 +164,52 @@ def default_model() -> str:
         return CODE_MODEL
 
 
-def prepare_repository(model: str, scratch: Path) -> Path:
-    """The model repository to serve: a copy in `scratch`, but for the code model."""
+def prepare_repository(model: str, scratch: Path, method: str = "") -> Path:
+    """The model repository to serve: a copy in `scratch`, but for the code model as it is. method: of speculation.
+
+    Raises SystemExit if the repository has no drafter of that method for the model.
+    """
     model = model or default_model()
-    return REPOSITORY if model == CODE_MODEL else repository_for(model, scratch)
+    if model == CODE_MODEL and not method:
+        return REPOSITORY
+    repository = copied_repository(scratch) if model == CODE_MODEL else repository_for(model, scratch)
+    if method:
+        path = repository / "llm" / "config.pbtxt"
+        try:
+            path.write_text(with_parameters(path.read_text(), drafter_parameters(method, drafters_of(model))))
+        except ValueError as error:
+            raise SystemExit(str(error)) from None
+    return repository
+
+
+def drafters_of(model: str) -> str:
+    """Whose drafters of models/ a model has: "" for any but the code model and the chat model."""
+    if model == CODE_MODEL:
+        return CODE_DRAFTERS
+    return CHAT_DRAFTERS if Path(model).resolve() == FOLDER.resolve() else ""
+
+
+def with_parameters(config: str, parameters: dict[str, str]) -> str:
+    """A config.pbtxt with these parameters, in place of those of the same names."""
+    for key, value in parameters.items():
+        config = re.sub(_PARAMETER.format(key=key), "", config).rstrip() + "\n"
+        config += f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+    return config
+
+
+def serves_code(repository: Path) -> bool:
+    """Whether `llm` has the checkpoint that model_repository names."""
+    return _checkpoint_line(repository) == _checkpoint_line(REPOSITORY)
+
+
+def _checkpoint_line(repository: Path) -> str:
+    found = re.search(_PARAMETER.format(key="model"), (repository / "llm" / "config.pbtxt").read_text())
+    assert found is not None
+    return found.group().strip()
 
 
 def banner(address: Address, repository: Path) -> str:
-    prompt = CODE_PROMPT if repository == REPOSITORY else TEXT_PROMPT
+    prompt = CODE_PROMPT if serves_code(repository) else TEXT_PROMPT
     metrics = f"http://{address.host}:{address.metrics}/metrics"
     gateway = f"--triton {address.grpc_url} --model-repository model_repository --metrics-url {metrics}"
     http = f"http://{address.http_url}"
@@ -184,6 +231,7 @@ def banner(address: Address, repository: Path) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="folder of a checkpoint, a Hugging Face id, or `code`")
+    parser.add_argument("--speculate", default="", help="medusa, mtp, eagle, draft_model or ngram")
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface")
     parser.add_argument("--http-port", type=int, default=8000)
     parser.add_argument("--grpc-port", type=int, default=8001)
@@ -194,7 +242,7 @@ def main() -> int:
     arguments.server_arguments, arguments.openai_port = extra, None
     address = Address(arguments.host, arguments.http_port, arguments.grpc_port, arguments.metrics_port)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        repository = prepare_repository(arguments.model, Path(folder))
+        repository = prepare_repository(arguments.model, Path(folder), arguments.speculate)
         print(banner(address, repository), flush=True)
         return supervise(server_command(LAUNCHER, repository, arguments), repository, arguments)
 

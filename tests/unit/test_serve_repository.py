@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 from slipstream.core.config_parse import parse_parameters
-from slipstream.core.draft_methods import DraftModelOptions
+from slipstream.core.draft_methods import DraftModelOptions, EagleOptions
 
 ROOT = Path(__file__).resolve().parents[2]
 PARAMETER = re.compile(r'^parameters \{ key: "(\w+)" value \{ string_value: "([^"]*)" \} \}$', re.M)
@@ -95,3 +95,49 @@ def test_where_it_cannot_be_fetched_the_code_model_is_served_and_that_is_said(
 
 def test_the_code_model_can_be_asked_for(serve: ModuleType, tmp_path: Path) -> None:
     assert serve.prepare_repository("code", tmp_path) == serve.REPOSITORY
+
+
+def test_a_drafter_of_the_repository_is_served(serve: ModuleType, tmp_path: Path) -> None:
+    repository = serve.prepare_repository("code", tmp_path, "eagle")
+    found = parameters(repository, "llm")
+    assert found["speculative_method"] == "eagle" and found["model"] == parameters(serve.REPOSITORY, "llm")["model"]
+    speculation = parse_parameters(found, repository / "llm").speculation
+    assert Path(speculation.options_of(EagleOptions).eagle_head) == ROOT / "models/slipstream-demo-eagle"
+    assert "--code" in serve.banner(serve.Address("127.0.0.1", 1, 2, 3), repository)
+
+
+def test_the_chat_model_has_drafters_of_its_own(
+    serve: ModuleType, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of models/, once they are there; another model has none."""
+    folder = tmp_path / "models" / "smollm2-135m-medusa"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").touch()
+    monkeypatch.setattr(sys.modules["drafters"], "MODELS", folder.parent)
+    monkeypatch.setattr(sys.modules["drafters"], "ROOT", tmp_path)
+    monkeypatch.setattr(serve, "FOLDER", checkpoint)
+    monkeypatch.setattr(serve, "chat_model", lambda: checkpoint)
+    found = parameters(serve.prepare_repository("", tmp_path / "a", "medusa"), "llm")
+    assert (found["speculative_method"], found["medusa_heads"]) == ("medusa", str(folder))
+    assert "draft_model" not in found
+    with pytest.raises(SystemExit, match=r"SPECULATE=mtp: models/smollm2-135m-mtp is not there; train it"):
+        serve.prepare_repository("", tmp_path / "b", "mtp")
+
+
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        ("medusa", "SPECULATE=medusa: no drafter was trained for this model; SPECULATE=ngram needs none"),
+        ("magic", "SPECULATE=magic: accepted are ngram, draft_model, medusa, mtp, eagle"),
+    ],
+)
+def test_what_cannot_draft_for_a_model_is_refused(
+    serve: ModuleType, checkpoint: Path, tmp_path: Path, method: str, told: str
+) -> None:
+    with pytest.raises(SystemExit, match=told):
+        serve.prepare_repository(str(checkpoint), tmp_path, method)
+
+
+def test_ngram_drafts_for_any_model(serve: ModuleType, checkpoint: Path, tmp_path: Path) -> None:
+    repository = serve.prepare_repository(str(checkpoint), tmp_path, "ngram")
+    assert parameters(repository, "llm")["speculative_method"] == "ngram"
