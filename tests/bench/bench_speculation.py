@@ -2,13 +2,16 @@
 """Speed of speculation against plain decoding on the same engine build: tokens per step, acceptance, speed-up.
 
     python tests/bench/bench_speculation.py --model models/slipstream-demo-code --methods ngram --texts held_out.jsonl
+    python tests/bench/bench_speculation.py --model MODEL --methods medusa:HEADS --texts texts.jsonl --task answer
     python tests/bench/bench_speculation.py --shape llama3-8b --methods medusa mtp --concurrency 1 2 4
 
-With a checkpoint, acceptance is real: prompts are the beginnings of held-out texts, or texts to repeat with small edits
-(--task edit). With --shape, weights are random and acceptance is simulated: drafts cost what they cost, and of each
-verification as many are taken as the method's rates (profiles.py) say. One JSON object per line, then a table. by_rows
-says what decode steps took: [rows a request, how many, median ms, longest ms, tokens a request]; costs, of an engine
-with CUDA graphs, is what its planner was told at start, in ms (verified: by rows/requests).
+With a checkpoint, acceptance is real: prompts are the beginnings of held-out texts, texts to repeat with small edits
+(--task edit), or the questions of conversations by build/generate_texts.py (--task answer; those whose answer had more
+than output-len tokens, as the end of an answer is ignored). With --shape, weights are random and acceptance is
+simulated: drafts cost what they cost, and of each verification as many are taken as the method's rates (profiles.py)
+say. One JSON object per line, then a table. by_rows says what decode steps took: [rows a request, how many, median ms,
+longest ms, tokens a request]; costs, of an engine with CUDA graphs, is what its planner was told at start, in ms
+(verified: by rows/requests).
 """
 
 from __future__ import annotations
@@ -124,7 +127,10 @@ def read_prompts(arguments: argparse.Namespace, engine: Engine, count: int) -> t
         prompts = [[dice.randrange(10, top) for _ in range(arguments.input_len)] for _ in range(count)]
         return prompts, [arguments.output_len] * count
     with arguments.texts.open() as lines:
-        texts = [json.loads(line)["text"] for line in lines]
+        records = [json.loads(line) for line in lines]
+    if arguments.task == "answer":
+        return questions(records, arguments.output_len, count), [arguments.output_len] * count
+    texts = [record["text"] for record in records]
     encoded = [engine.tokenizer.encode(text) for text in texts if len(text) > 4 * arguments.input_len]
     chosen = [encoded[(7 * place) % len(encoded)] for place in range(count)]
     if arguments.task == "edit":
@@ -132,6 +138,15 @@ def read_prompts(arguments: argparse.Namespace, engine: Engine, count: int) -> t
             min(arguments.output_len, arguments.input_len - 32)
         ] * count
     return [ids[: arguments.input_len] for ids in chosen], [arguments.output_len] * count
+
+
+def questions(records: list[dict[str, Any]], output_len: int, count: int) -> list[list[int]]:
+    """Prompts of conversations with long answers. Raises SystemExit if there are none."""
+    asked = [record["token_ids"][: record["num_prompt_tokens"]] for record in records
+             if len(record["token_ids"]) - record["num_prompt_tokens"] > output_len]  # fmt: skip
+    if not asked:
+        raise SystemExit(f"no answer of the texts has more than {output_len} tokens")
+    return [asked[place % len(asked)] for place in range(count)]
 
 
 def edit_prompt(token_ids: list[int], seed: int) -> list[int]:
@@ -231,7 +246,7 @@ def parse_args(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=tuple(SHAPES), help="random weights of this shape, acceptance simulated")
     parser.add_argument("--methods", nargs="+", default=["ngram"], help="method[:folder[:num_draft_tokens]]")
     parser.add_argument("--texts", type=Path, help='JSON lines with a "text" each')
-    parser.add_argument("--task", choices=("continue", "edit"), default="continue")
+    parser.add_argument("--task", choices=("continue", "edit", "answer"), default="continue")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--input-len", type=int, default=256)
