@@ -56,13 +56,28 @@ def learning_rate_factor(progress: float, warmup: float, decay: float) -> float:
 
 
 class Windows:
-    """Every window of the corpus once per epoch, in an order and at a shift that depend on seed and epoch alone."""
+    """Every window of the corpus once per epoch, in an order and at a shift that depend on seed and epoch alone.
 
-    def __init__(self, ids: np.ndarray, window_tokens: int, device: torch.device, seed: int) -> None:
-        self.ids = torch.from_numpy(ids.astype(np.int16)).to(device)  # ids < 32768: int16 gathers everywhere
+    starts: where texts begin; windows then begin there instead of every window_tokens, without a shift.
+    Raises ValueError if not one window fits.
+    """
+
+    def __init__(
+        self, ids: np.ndarray, window_tokens: int, device: torch.device, seed: int, starts: np.ndarray | None = None
+    ) -> None:
+        is_short = int(ids.max(initial=0)) < 1 << 15  # uint16 and uint32 have no gather on every device
+        self.ids = torch.from_numpy(ids.astype(np.int16 if is_short else np.int32)).to(device)
         self.window_tokens = window_tokens
-        self.num_windows = (len(ids) - 1) // window_tokens - 1
         self.seed = seed
+        if starts is None:
+            self.has_shift = True
+            self.starts = torch.arange((len(ids) - 1) // window_tokens - 1) * window_tokens
+        else:
+            self.has_shift = False
+            self.starts = torch.from_numpy(starts[starts + window_tokens < len(ids)].astype(np.int64))
+        self.num_windows = len(self.starts)
+        if not self.num_windows:
+            raise ValueError(f"the text has {len(ids)} tokens: too few for windows of {window_tokens}")
 
     def at(self, starts: Tensor) -> tuple[Tensor, Tensor]:
         """(inputs, targets), each [len(starts), window_tokens] int64, of the windows that begin at `starts`."""
@@ -76,8 +91,8 @@ class Windows:
         epoch, skip = divmod(first_step, per_epoch)
         while True:
             order = torch.Generator().manual_seed(self.seed * 1000 + epoch)
-            shift = int(torch.randint(self.window_tokens, (1,), generator=order))
-            starts = torch.randperm(self.num_windows, generator=order) * self.window_tokens + shift
+            shift = int(torch.randint(self.window_tokens, (1,), generator=order)) if self.has_shift else 0
+            starts = self.starts[torch.randperm(self.num_windows, generator=order)] + shift
             for index in range(skip, per_epoch):
                 yield self.at(starts[index * batch_windows : (index + 1) * batch_windows])
             epoch, skip = epoch + 1, 0
@@ -138,7 +153,7 @@ class Trainer:
         count = min(self.config.eval_windows, windows.num_windows) // micro
         losses = []
         for part in range(max(1, count)):
-            starts = torch.arange(part * micro, (part + 1) * micro) * windows.window_tokens
+            starts = windows.starts[part * micro : (part + 1) * micro]
             with self.autocast():
                 losses.append(float(self.network(*windows.at(starts))))  # uncompiled: not worth a second compilation
         return sum(losses) / len(losses)

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from draft_heads.heads import MTP, Eagle, Medusa
+from draft_heads.heads import Medusa
+from draft_heads.kinds import Head
 
 CHOICES_FILE = "medusa_choices.json"
 
 
-def export(head: Medusa | MTP | Eagle, record: dict[str, Any], out_dir: Path, model_dir: Path) -> Path:
+def export(head: Head, record: dict[str, Any], out_dir: Path, model_dir: Path) -> Path:
     """bf16 tensors, a config.json, training.json and, for Medusa, the tree for the accuracies measured."""
     out_dir.mkdir(parents=True, exist_ok=True)
     tensors = {
@@ -24,7 +25,7 @@ def export(head: Medusa | MTP | Eagle, record: dict[str, Any], out_dir: Path, mo
     path = out_dir / "model.safetensors"
     save_file(tensors, str(path), metadata={"format": "pt"})
     path.chmod(0o644)
-    _write(out_dir / "config.json", _config(head, model_dir))
+    _write(out_dir / "config.json", head.config(json.loads((model_dir / "config.json").read_text())))
     _write(out_dir / "training.json", record)
     if isinstance(head, Medusa):
         (out_dir / CHOICES_FILE).write_text(json.dumps(best_choices(record["ranks"], 63)) + "\n")
@@ -46,16 +47,6 @@ def best_choices(ranks: list[list[float]], num_nodes: int) -> list[list[int]]:
         if len(path) < len(ranks):
             frontier += [(value * rate, [*path, rank]) for rank, rate in enumerate(ranks[len(path)])]
     return chosen
-
-
-def _config(head: Medusa | MTP | Eagle, model_dir: Path) -> dict[str, Any]:
-    if isinstance(head, Medusa):
-        return {"medusa_num_heads": len(head.heads), "medusa_num_layers": len(head.heads[0].blocks)}
-    config = json.loads((model_dir / "config.json").read_text())
-    config["num_hidden_layers"] = 1
-    if isinstance(head, Eagle):
-        config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(head.vocabulary)}
-    return config
 
 
 def _write(path: Path, values: dict[str, Any]) -> None:

@@ -70,9 +70,9 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: object, inner: int) -> None:
         super().__init__()
-        size, inner = config.hidden_size, config.intermediate_size  # type: ignore[attr-defined]
+        size = config.hidden_size  # type: ignore[attr-defined]
         self.gate_proj = nn.Linear(size, inner, bias=False)
         self.up_proj = nn.Linear(size, inner, bias=False)
         self.down_proj = nn.Linear(inner, size, bias=False)

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,67 +17,43 @@ from demo_model.train import Windows, learning_rate_factor
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from draft_heads.heads import MTP, Eagle, Medusa
+from draft_heads.kinds import HeadsConfig, build_head
 from draft_heads.teacher import Lesson, Teacher
+from draft_heads.text import Text
 
 SYNC_STEPS = 10
+_OWN_KEYS = {
+    "medusa": ("num_heads", "num_blocks"),
+    "mtp": ("num_steps",),
+    "eagle": ("num_steps", "draft_vocab_size", "intermediate_size"),
+    "draft": ("draft_vocab_size", "hidden_size", "intermediate_size", "num_layers"),
+}
 STEP_WEIGHT = 0.8  # weight of each draft position relative to the one before it
-
-
-@dataclass(frozen=True)
-class HeadsConfig:
-    """kind: medusa, mtp or eagle. Ends at max_steps or max_seconds, whichever is first; the rates follow the nearer."""
-
-    kind: str
-    model_dir: Path
-    out_dir: Path
-    state_path: Path | None = None
-    max_seconds: float = 150.0
-    max_steps: int = 1_000_000
-    batch_windows: int = 64
-    window_tokens: int = 512
-    muon_lr: float = 0.01
-    adam_lr: float = 0.001
-    num_heads: int = 5
-    num_blocks: int = 2
-    num_steps: int = 4
-    draft_vocab_size: int = 2048
-    eval_windows: int = 256
-    seed: int = 0
-    tensorboard: Path | None = None
-
-
-def build_head(config: HeadsConfig, teacher: Teacher, token_ids: Tensor) -> Medusa | MTP | Eagle:
-    """token_ids: of the training text, whose most frequent tokens an EAGLE head can draft."""
-    if config.kind == "medusa":
-        return Medusa(teacher, config.num_heads, config.num_blocks)
-    if config.kind == "mtp":
-        return MTP(teacher)
-    counts = torch.bincount(token_ids.long(), minlength=teacher.config.vocab_size)
-    size = min(config.draft_vocab_size, teacher.config.vocab_size)
-    return Eagle(teacher, counts.topk(size).indices.sort().values.cpu())
 
 
 class Trainer:
     """A head, its optimizers and counters; one thread."""
 
-    def __init__(self, config: HeadsConfig, token_ids: Any, held_out_ids: Any) -> None:
+    def __init__(self, config: HeadsConfig, text: Text, held_out: Text) -> None:
         torch.manual_seed(config.seed)
         torch.set_float32_matmul_precision("high")
         self.config = config
         self.started = time.monotonic()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.teacher = Teacher(config.model_dir, self.device)
-        self.windows = Windows(token_ids, config.window_tokens, self.device, config.seed)
-        self.held_out = Windows(held_out_ids, config.window_tokens, self.device, config.seed)
+        self.windows = self._windows(text)
+        self.held_out = self._windows(held_out)
         self.head = build_head(config, self.teacher, self.windows.ids).to(self.device)
-        self.num_positions = config.num_heads if config.kind == "medusa" else config.num_steps
+        self.num_positions = config.num_positions
         self.optimizers = _optimizers(self.head, config)
         self.step = 0
         self.earlier_seconds = 0.0
         self.history: list[dict[str, float]] = []
         if config.state_path is not None and config.state_path.exists():
             self._load_state(config.state_path)
+
+    def _windows(self, text: Text) -> Windows:
+        return Windows(text.ids, self.config.window_tokens, self.device, self.config.seed, text.starts)
 
     def seconds(self) -> float:
         return self.earlier_seconds + time.monotonic() - self.started
@@ -105,9 +81,9 @@ class Trainer:
 
     def _targets(self, lesson: Lesson) -> Tensor:
         """The model's probabilities after each token, over the tokens that the head can draft."""
-        logits = lesson.logits
-        if isinstance(self.head, Eagle) and len(self.head.vocabulary) < logits.shape[-1]:
-            logits = logits[..., self.head.vocabulary.to(self.device)]
+        logits, vocabulary = lesson.logits, self.head.vocabulary
+        if vocabulary is not None and len(vocabulary) < logits.shape[-1]:
+            logits = logits[..., vocabulary.to(self.device)]
         return logits.float().softmax(-1)
 
     @torch.no_grad()
@@ -126,7 +102,7 @@ class Trainer:
             last = choice.shape[1] - self.num_positions - 1
             for position, found in enumerate(logits):
                 best = found.topk(10, dim=-1).indices
-                if isinstance(self.head, Eagle):
+                if self.head.vocabulary is not None:
                     best = self.head.vocabulary.to(self.device)[best]
                 hits = best[:, :last] == choice[:, position + 1 : position + 1 + last, None]
                 ranks[position] += hits.sum((0, 1))
@@ -152,8 +128,7 @@ class Trainer:
     def _held_out_lessons(self) -> Iterator[Lesson]:
         size = min(self.config.batch_windows, self.held_out.num_windows)
         for part in range(self._num_batches()):
-            starts = torch.arange(part * size, (part + 1) * size) * self.config.window_tokens
-            yield self.teacher.read(self.held_out.at(starts)[0])
+            yield self.teacher.read(self.held_out.at(self.held_out.starts[part * size : (part + 1) * size])[0])
 
     def save_state(self) -> None:
         path = self.config.state_path
@@ -174,9 +149,9 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda")
 
 
-def train(config: HeadsConfig, token_ids: Any, held_out_ids: Any) -> Trainer:
+def train(config: HeadsConfig, text: Text, held_out: Text) -> Trainer:
     """Run the training. Saves the state before the learning rates fall, so that a longer training can resume there."""
-    trainer = Trainer(config, token_ids, held_out_ids)
+    trainer = Trainer(config, text, held_out)
     batches = trainer.windows.batches(config.batch_windows, trainer.step)
     log = _Log(trainer)
     saved = False
@@ -202,9 +177,7 @@ def summary(trainer: Trainer) -> dict[str, Any]:
         "window_tokens",
         "muon_lr",
         "adam_lr",
-        "num_heads",
-        "num_blocks",
-        "num_steps",
+        *_OWN_KEYS[trainer.config.kind],
         "seed",
     )
     return {
@@ -220,7 +193,7 @@ def summary(trainer: Trainer) -> dict[str, Any]:
 def _loss(probs: Tensor, logits: Tensor, position: int) -> Tensor:
     """Cross-entropy at a draft position: row i against the model's probabilities after token i + 1 + position."""
     ahead = position + 1
-    return F.cross_entropy(logits[:, : logits.shape[1] - ahead].float().flatten(0, 1), probs[:, ahead:].flatten(0, 1))
+    return F.cross_entropy(logits[:, : probs.shape[1] - ahead].float().flatten(0, 1), probs[:, ahead:].flatten(0, 1))
 
 
 class _Log:
@@ -256,9 +229,10 @@ class _Log:
 
 def _optimizers(head: nn.Module, config: HeadsConfig) -> list[torch.optim.Optimizer]:
     """Muon for matrices, AdamW for vocabulary, norms and biases."""
+    vocabulary = ("lm_head", "embed_tokens")
     named = dict(head.named_parameters())
-    matrices = [p for name, p in named.items() if p.dim() == 2 and not name.startswith("lm_head")]
-    others = [p for name, p in named.items() if p.dim() < 2 or name.startswith("lm_head")]
+    matrices = [p for name, p in named.items() if p.dim() == 2 and not name.startswith(vocabulary)]
+    others = [p for name, p in named.items() if p.dim() < 2 or name.startswith(vocabulary)]
     optimizers: list[torch.optim.Optimizer] = [
         Muon(matrices, lr=config.muon_lr, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(others, lr=config.adam_lr, betas=(0.9, 0.95), weight_decay=0.0),

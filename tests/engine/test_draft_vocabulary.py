@@ -139,7 +139,9 @@ def test_a_draft_without_a_tokenizer_has_the_models(model: Path, tmp_path: Path)
     LlamaForCausalLM.from_pretrained(model, dtype=torch.float32).save_pretrained(tmp_path)
     for file in tmp_path.glob("*token*"):
         file.unlink()
-    engine = make_engine(model, speculation=SpeculationConfig("draft_model", throttle="off", draft_model=str(tmp_path)))
+    engine = make_engine(
+        model, speculation=speculation_config("draft_model", throttle="off", draft_model=str(tmp_path))
+    )
     prompt = [*range(40, 60)]
     (expected,) = run_all(make_engine(model), [prompt], GREEDY)
     request = Request(list(prompt), GREEDY)
