@@ -158,7 +158,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "scheduler parameters": lambda: parameters("scheduler"),
     "serving parameters": lambda: parameters("serving"),
     "speculation parameters": lambda: parameters("speculation"),
-    "guided parameters": lambda: parameters("guided"),
+    "guided parameters": lambda: parameters("structured_output"),
     "foreign parameters": foreign,
     "metrics": metrics,
     "gateway metrics": gateway_metrics,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from slipstream.core.config import GuidedConfig
+from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.finish import StopConditions
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import Request
@@ -23,7 +23,7 @@ from slipstream.engine.step_inputs import new_request
 from slipstream.protocol.request_parser import ClientRequest
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from slipstream.worker.request_state import RequestState
-from slipstream.worker.sample.logit_bias import LogitEdits
+from slipstream.worker.sample.logit_bias import LogitsProcessors
 from slipstream.worker.sample.penalties import TokenHistory
 
 VOCAB = 4096
@@ -62,7 +62,7 @@ LISTS: dict[str, Callable[[int], dict[str, object]]] = {
 
 
 def prepared(params: SamplingParams) -> Request:
-    (request,) = InputProcessor(Spec(), TOKENIZER, GuidedConfig()).prepare(Request([5] * 20, params))  # type: ignore[arg-type]
+    (request,) = InputProcessor(Spec(), TOKENIZER, StructuredOutputConfig()).prepare(Request([5] * 20, params))  # type: ignore[arg-type]
     request.stop_conditions = StopConditions(request, 10_000)
     return request
 
@@ -70,7 +70,7 @@ def prepared(params: SamplingParams) -> Request:
 def seconds(params: SamplingParams) -> dict[str, float]:
     """Of NUM_TOKENS tokens: changing logits and looking for the end (engine thread), making text (output thread)."""
     request = prepared(params)
-    edits = LogitEdits(VOCAB, torch.device("cpu"))
+    edits = LogitsProcessors(VOCAB, torch.device("cpu"))
     state = RequestState(new_request(request))
     edits.compose([state])
     processor = OutputProcessor(TOKENIZER, lambda request, stop: None, lambda handle: None)

@@ -17,7 +17,7 @@ from slipstream.engine.engine import Engine
 from slipstream.worker.cuda_graphs import StaticTensors, StepGraphs
 from slipstream.worker.graph_shapes import (
     DEFAULT_SIZES,
-    DraftForms,
+    DraftLayout,
     GraphShape,
     graph_shapes,
     graph_sizes,
@@ -58,11 +58,11 @@ def test_shapes_are_of_decodes_of_drafts_and_of_short_prompts() -> None:
     assert {(shape.num_tokens, shape.num_requests) for shape in plain if shape.max_query_len == 64} == {
         (16, 1), (32, 1), (64, 1), (16, 8), (32, 8), (64, 8), (128, 8), (256, 8), (512, 8),
     }  # fmt: skip
-    drafted = set(graph_shapes((1, 100), DraftForms(5, has_trees=True))) - set(graph_shapes((1, 100)))
+    drafted = set(graph_shapes((1, 100), DraftLayout(5, has_trees=True))) - set(graph_shapes((1, 100)))
     sizes = {(shape.num_tokens, shape.num_requests) for shape in drafted}
     assert sizes == {(2, 1), (4, 1), (6, 1), (200, 100), (400, 100)}
     assert all(shape.is_tree and shape.max_query_len == 6 for shape in drafted)
-    alike = graph_shapes((1, 100), DraftForms(5, are_ragged=False))
+    alike = graph_shapes((1, 100), DraftLayout(5, are_ragged=False))
     assert {GraphShape(200, 2, 100), GraphShape(400, 4, 100), GraphShape(6, 6, 1)} <= set(alike), "no longer than it is"
     assert graph_shapes(()) == []
 
@@ -72,7 +72,7 @@ def _graphs(shapes: list[GraphShape]) -> StepGraphs:
 
 
 def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
-    graphs = _graphs(graph_shapes((1, 4, 8), DraftForms(3, has_trees=True)))
+    graphs = _graphs(graph_shapes((1, 4, 8), DraftLayout(3, has_trees=True)))
     found = [graphs.shape_for(step_of([1] * count)) for count in (1, 2, 4, 5, 8, 9)]
     assert found == [GraphShape(n, 1, n) for n in (1, 4, 4, 8, 8)] + [None]
     assert graphs.shape_for(step_of([3, 1])) == GraphShape(8, 4, 4, True)  # two drafts and none
@@ -106,7 +106,7 @@ def test_steps_are_timed_with_no_more_tokens_than_fit(max_blocks: int, seq_len: 
 
 
 def test_padding_writes_nothing_and_sees_nothing() -> None:
-    graphs = _graphs(graph_shapes((1, 4), DraftForms(3, has_trees=True)))
+    graphs = _graphs(graph_shapes((1, 4), DraftLayout(3, has_trees=True)))
     graphs.load(GraphShape(16, 4, 4, True), step_of([4, 4, 4, 4]))  # leaves something everywhere
     batch = graphs.load(GraphShape(8, 4, 4, True), step_of([3, 1]))
     assert batch.token_ids.tolist() == [100, 101, 102, 103, 0, 0, 0, 0]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from engine_driver import Told, make_engine, run_steps
 from slipstream import LLM
-from slipstream.core.config import CacheConfig, EngineConfig, GuidedConfig, ModelConfig
+from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, StructuredOutputConfig
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
@@ -120,7 +120,7 @@ def test_a_process_that_never_starts_ends_who_waits_for_it(tiny_llama: Path) -> 
 @pytest.fixture(scope="module")
 def served(tiny_llama: Path) -> Iterator[Engine]:
     """Whose grammar processes run."""
-    engine = make_engine(tiny_llama, guided=GuidedConfig(max_compile_ms=1500))
+    engine = make_engine(tiny_llama, structured_output=StructuredOutputConfig(max_compile_ms=1500))
     run_steps(engine, dict([_start(engine)]))
     yield engine
     engine.close()
@@ -129,7 +129,7 @@ def served(tiny_llama: Path) -> Iterator[Engine]:
 def _end_worker_in_a_call(engine: Engine, told: dict[Request, Told], signal_number: int) -> None:
     """While it has a call of the request, which it does not answer."""
     (request,) = told
-    state, link = request.guide_state, engine._structured._host._link
+    state, link = request.grammar_state, engine._structured._host._link
     _step_until(engine, told, lambda: state.is_open and _children(_process(engine)))
     (worker,) = _children(_process(engine))
     os.kill(worker, signal.SIGSTOP)

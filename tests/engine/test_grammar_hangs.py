@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from engine_driver import GREEDY, Told, make_engine, run_steps
 from patience import wait_until
-from slipstream.core.config import GuidedConfig
+from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
@@ -93,7 +93,7 @@ def _little_patience(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterato
     with monkeypatch.context() as patience:
         patience.setattr(grammar_link, "MAX_GRAMMAR_SILENCE_S", 0.5, raising=False)
         yield
-    engine._structured._host._link._look_due += GONE_S
+    engine._structured._host._link._check_due += GONE_S
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def engine(tiny_llama: Path) -> Iterator[Engine]:
 @pytest.fixture(scope="module")
 def served(tiny_llama: Path) -> Iterator[Engine]:
     """Whose grammar processes run."""
-    engine = make_engine(tiny_llama, guided=GuidedConfig(max_compile_ms=200))
+    engine = make_engine(tiny_llama, structured_output=StructuredOutputConfig(max_compile_ms=200))
     run_steps(engine, dict([_start(engine)]))
     yield engine
     engine.close()
@@ -187,7 +187,7 @@ def test_a_trial_that_is_stopped_is_not_the_doing_of_its_grammar(served: Engine)
 
 
 def test_a_process_that_gets_little_time_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    link = GrammarLink(Setup("", 32, [], GuidedConfig()), num_rows=1)
+    link = GrammarLink(Setup("", 32, [], StructuredOutputConfig()), num_rows=1)
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
         try:
             link._process = busy
@@ -247,7 +247,7 @@ def test_a_stopped_process_holds_up_no_step(served: Engine, monkeypatch: pytest.
     def start_behind_others() -> None:
         os.kill(process, signal.SIGSTOP)
         for _ in range(40):
-            link.say("forget", b"a key that it does not know" * 1000)
+            link.send_to_process("forget", b"a key that it does not know" * 1000)
         start_worker()
 
     told = dict([_start(served), _start(served, replace(GREEDY, max_tokens=200))])

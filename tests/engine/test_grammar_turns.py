@@ -15,7 +15,7 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.grammar_messages import Answer
 from slipstream.engine.grammar_worker import GrammarCache, GrammarWorker, _Job
-from slipstream.engine.trial_queue import MAX_LONG_TRIALS, NUM_TRIAL_SEATS, TRIAL_CHARS_PER_S, Trial, TrialQueue
+from slipstream.engine.trial_queue import MAX_LONG_TRIALS, NUM_TRIAL_SLOTS, TRIAL_CHARS_PER_S, Trial, TrialQueue
 
 PROMPT = [70, 201, 33]
 ENDLESS = SamplingParams(max_tokens=400, temperature=1.0, seed=1, guide=Guide("regex", "[a-z]{9000}"))
@@ -29,7 +29,7 @@ def _trial(length: int, arrived: float, is_long: bool = False) -> Trial:
 def _next(queue: TrialQueue) -> Trial:
     """The one that begins when a seat becomes free; those that run have ended before."""
     queue.running.clear()
-    queue.running.extend([_trial(0, 0.0)] * (NUM_TRIAL_SEATS - 1))
+    queue.running.extend([_trial(0, 0.0)] * (NUM_TRIAL_SLOTS - 1))
     (trial,) = queue.take()
     return trial
 
@@ -59,7 +59,7 @@ def test_costly_texts_keep_no_other_waiting_and_only_so_many_wait() -> None:
     assert accepted == [True] * MAX_LONG_TRIALS + [False]
     for trial in queue.take():
         queue.running.append(trial)
-    assert len(queue.running) == NUM_TRIAL_SEATS and not queue.add(_trial(10, 99.0, is_long=True))
+    assert len(queue.running) == NUM_TRIAL_SLOTS and not queue.add(_trial(10, 99.0, is_long=True))
     queue.add(_trial(10, arrived=99.0))
     assert [trial.is_long for trial in queue.take()] == [False]
     (running,) = queue.remove(queue.running[0].key)

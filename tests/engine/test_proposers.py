@@ -99,7 +99,7 @@ def test_verifications_launched_ahead_say_the_same(
 
     def note(ahead: AheadStep, step: ScheduledStep) -> InFlightStep | None:
         in_flight = match(ahead, step)
-        found["dropped" if in_flight is None else "whole" if in_flight.places is None else "part"] += 1
+        found["dropped" if in_flight is None else "whole" if in_flight.indices is None else "part"] += 1
         return in_flight
 
     monkeypatch.setattr(AheadStep, "match", note)

@@ -16,7 +16,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.step_inputs import new_request
 from slipstream.worker.request_state import RequestState
-from slipstream.worker.sample.logit_bias import BANNED, LogitEdits
+from slipstream.worker.sample.logit_bias import BANNED, LogitsProcessors
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 PROMPT = [70, 201, 33, 90, 14]
@@ -293,7 +293,7 @@ def test_edits_are_added_as_asked_and_a_bias_per_token_is_read_once() -> None:
     for request in (one, two, plain):
         request.stop_conditions = StopConditions(request, 100)
     one, two, plain = (RequestState(new_request(request)) for request in (one, two, plain))
-    edits = LogitEdits(vocab, torch.device("cpu"))
+    edits = LogitsProcessors(vocab, torch.device("cpu"))
     assert not edits.compose([plain])
     _Counted.num_read = 0
     for batch in ([one], [two, plain, one], [one, two]):
@@ -320,7 +320,7 @@ def test_a_bias_per_token_is_added_and_shared_by_the_sequences_of_a_request() ->
     biases = tuple(index / 4 for index in range(vocab - 2))  # may be shorter than the vocabulary, or padded with zeros
     params = SamplingParams(embedding_bias=(*biases, 0.0, 0.0, 0.0), logit_bias=((3, 1.0),), bad_words_ids=((4,),))
     requests = [RequestState(new_request(Request([1], one))) for one in (params, SamplingParams(), params)]
-    edits = LogitEdits(vocab, torch.device("cpu"))
+    edits = LogitsProcessors(vocab, torch.device("cpu"))
     assert edits.compose(requests)
     logits = torch.zeros(3, vocab)
     edits.apply(logits, requests)
@@ -347,7 +347,8 @@ def test_no_end_token_leaves_every_token_free(engine: Engine) -> None:
 def test_end_tokens_that_the_checkpoint_does_not_have_are_dropped(engine: Engine) -> None:
     spec = replace(engine.spec, eos_token_ids=(1, -1, engine.spec.vocab_size))
     request = Request(list(PROMPT), replace(GREEDY, ignore_eos=False))
-    assert InputProcessor(spec, engine.tokenizer, engine.config.guided).prepare(request)[0].eos_token_ids == {1}
+    processor = InputProcessor(spec, engine.tokenizer, engine.config.structured_output)
+    assert processor.prepare(request)[0].eos_token_ids == {1}
 
 
 @pytest.mark.parametrize(

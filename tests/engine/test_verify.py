@@ -10,8 +10,8 @@ import pytest
 import torch
 from engine_driver import make_engine, run_steps
 from slipstream.core.config import EngineConfig, ModelConfig, SpeculationConfig
-from slipstream.core.drafts import Verdict, row_depths, row_masks, row_paths
-from slipstream.core.drafts import verdict as verdict_of
+from slipstream.core.drafts import AcceptedTokens, row_depths, row_masks, row_paths
+from slipstream.core.drafts import accepted_tokens as accepted_tokens_of
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import DraftGains, DraftPlanner, MeasuredStep, Speculation
@@ -42,14 +42,14 @@ def scheduled(acceptance: str, parents: list[int], tokens: list[int], temperatur
 
 def verdict(
     drawn: list[int], parents: list[int] = TREE, tokens: list[int] = TOKENS, dead: tuple[int, ...] = ()
-) -> Verdict:
+) -> AcceptedTokens:
     verification = Verification([scheduled("exact", parents, tokens)], SpeculationConfig())
     return accepted(verification, parents, tokens, torch.tensor(drawn), dead)
 
 
 def accepted(
     verification: Verification, parents: list[int], tokens: list[int], drawn: torch.Tensor, dead: tuple[int, ...] = ()
-) -> Verdict:
+) -> AcceptedTokens:
     """What is taken of one request's drafts in a step of their own."""
     rows = torch.arange(1 + len(tokens))
     batch = ForwardBatch(
@@ -68,7 +68,7 @@ def accepted(
         tree_mask=torch.tensor(row_masks(parents, len(tokens))) if parents else None,
     )
     kept = verification.accept(batch, torch.tensor([len(tokens)], dtype=torch.int32), drawn, dead)
-    return verdict_of(int(kept.paths.item()), tokens, len(tokens), drawn.tolist())
+    return accepted_tokens_of(int(kept.paths.item()), tokens, len(tokens), drawn.tolist())
 
 
 def test_shapes_of_a_tree() -> None:
@@ -89,12 +89,12 @@ def test_shapes_of_a_tree() -> None:
     ],
 )
 def test_the_walk_follows_what_was_drawn(drawn: list[int], token_ids: list[int], rows: list[int]) -> None:
-    assert verdict(drawn) == Verdict(token_ids, rows)
+    assert verdict(drawn) == AcceptedTokens(token_ids, rows)
 
 
 def test_a_dead_row_is_not_entered() -> None:
     """A guide says that nothing may follow the draft: its token is the last one then."""
-    assert verdict([10, 12, 0, 13, 7, 0, 0], dead=(3,)) == Verdict([10, 12], [0, 1])
+    assert verdict([10, 12, 0, 13, 7, 0, 0], dead=(3,)) == AcceptedTokens([10, 12], [0, 1])
 
 
 def judged(mode: str, probs: list[list[float]], parents: list[int], tokens: list[int], drawn: list[int]) -> list[int]:

@@ -8,10 +8,10 @@ from pathlib import Path
 from slipstream.core.config import (
     CacheConfig,
     EngineConfig,
-    GuidedConfig,
     ModelConfig,
     SchedulerConfig,
     SpeculationConfig,
+    StructuredOutputConfig,
 )
 from slipstream.core.errors import SlipstreamError
 from slipstream.core.outputs import StepOutput, TokenLogprobs
@@ -34,7 +34,7 @@ def make_engine(
     cache: dict[str, object] | None = None,
     scheduler: dict[str, object] | None = None,
     speculation: SpeculationConfig | None = None,
-    guided: GuidedConfig | None = None,
+    structured_output: StructuredOutputConfig | None = None,
     make_worker: MakeWorker = local_worker,
 ) -> Engine:
     """A small engine on the CPU with blocks of 8 tokens, large enough for all tests by default."""
@@ -43,7 +43,7 @@ def make_engine(
         cache=replace(CacheConfig(block_size=8, num_blocks=512), **(cache or {})),
         scheduler=replace(SchedulerConfig(max_num_seqs=64), **(scheduler or {})),
         speculation=speculation or SpeculationConfig(),
-        guided=guided or GuidedConfig(),
+        structured_output=structured_output or StructuredOutputConfig(),
     )
     return Engine(config, make_worker)
 

@@ -44,8 +44,8 @@ from slipstream.worker.spec_decode.draft_graphs import GraphedHead
 from slipstream.worker.spec_decode.interface import (
     PROPOSERS,
     DraftOutput,
+    DraftReadiness,
     DraftRequest,
-    NoteResult,
     SpeculatorContext,
     read_head,
 )
@@ -80,14 +80,14 @@ class ProjectedHead(GraphedHead):
         size = planning.target.spec.hidden_size
         return planning.memory_of([torch.empty(size, size, device="meta", dtype=planning.target.context.dtype)])
 
-    def follow(self, rows: ComputedRows) -> None:
+    def update_kv(self, rows: ComputedRows) -> None:
         pass
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         pass
 
-    def note(self, request: RequestState, start: int, count: int, is_followed: bool) -> NoteResult:
-        return NoteResult(can_draft=is_followed)
+    def after_step(self, request: RequestState, start: int, count: int, is_updated: bool) -> DraftReadiness:
+        return DraftReadiness(can_draft=is_updated)
 
     def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
         return DraftOutput(tokens[: min(wanted.num_drafts, wanted.depth)])

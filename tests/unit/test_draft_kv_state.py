@@ -15,36 +15,36 @@ def held(blocks: list[int], *hashes: bytes) -> RequestState:
     return RequestState(new_request(Request([1], SamplingParams(), block_ids=blocks, block_hashes=list(hashes))))
 
 
-def followed(seen: DraftKVState, request: RequestState, count: int) -> None:
-    assert seen.follow(request, 0, count)
+def record(seen: DraftKVState, request: RequestState, count: int) -> None:
+    assert seen.record(request, 0, count)
     seen.forget([request.sequence_id])
 
 
 def test_a_full_block_is_known_by_its_content() -> None:
     seen = DraftKVState(4, BLOCK_SIZE)
-    followed(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
+    record(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
     assert seen.seen(held([0, 1, 2], b"x", b"y", b"z")) == 2 * BLOCK_SIZE
     assert seen.seen(held([0, 1], b"x", b"other")) == BLOCK_SIZE
 
 
 def test_a_block_written_in_part_is_no_longer_what_it_was() -> None:
     seen = DraftKVState(4, BLOCK_SIZE)
-    followed(seen, held([0], b"x"), BLOCK_SIZE)
-    followed(seen, held([0]), 2)
+    record(seen, held([0], b"x"), BLOCK_SIZE)
+    record(seen, held([0]), 2)
     assert seen.seen(held([0], b"x")) == 0
 
 
 def test_a_block_for_drafts_is_no_longer_what_it_was() -> None:
     """Drafts are fed behind the last token, maybe in a block of which no token is followed yet."""
     seen = DraftKVState(4, BLOCK_SIZE)
-    followed(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
-    followed(seen, held([2, 1], b"z"), BLOCK_SIZE)
+    record(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
+    record(seen, held([2, 1], b"z"), BLOCK_SIZE)
     assert seen.seen(held([0, 1], b"x", b"y")) == BLOCK_SIZE
 
 
 def test_a_block_shared_with_others_stays_what_it_is() -> None:
     """Of a prompt whose last block is in the prefix cache, only a token may be computed again."""
     seen = DraftKVState(4, BLOCK_SIZE)
-    followed(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
-    followed(seen, held([0, 1, 2], b"x", b"y"), 2 * BLOCK_SIZE - 1)
+    record(seen, held([0, 1], b"x", b"y"), 2 * BLOCK_SIZE)
+    record(seen, held([0, 1, 2], b"x", b"y"), 2 * BLOCK_SIZE - 1)
     assert seen.seen(held([0, 1], b"x", b"y")) == 2 * BLOCK_SIZE

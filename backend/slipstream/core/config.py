@@ -111,7 +111,7 @@ class SpeculationConfig:
 
 
 @dataclass(frozen=True)
-class GuidedConfig:
+class StructuredOutputConfig:
     """Limits of structured output: the size of a grammar, and the cost of compiling and matching it.
 
     max_*_ms: CPU time of the grammar process, except max_step_ms: wall time of one call."""
@@ -163,5 +163,5 @@ class EngineConfig:
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    guided: GuidedConfig = field(default_factory=GuidedConfig)
+    structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)

@@ -55,7 +55,7 @@ def _row_masks(parents: tuple[int, ...], num_drafts: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AcceptedTokens:
     """token_ids: accepted drafts and the token after them. rows: those of the last token and of the accepted drafts,
     counted from the request's first row that was sampled; rows[i] predicted token_ids[i]."""
 
@@ -63,7 +63,9 @@ class Verdict:
     rows: list[int]
 
 
-def verdict(accepted: int, draft_token_ids: Sequence[int], num_drafts: int, drawn: Sequence[int]) -> Verdict:
+def accepted_tokens(
+    accepted: int, draft_token_ids: Sequence[int], num_drafts: int, drawn: Sequence[int]
+) -> AcceptedTokens:
     """accepted: of one request, bit r: row r holds. drawn: the token after each of its 1 + num_drafts rows."""
     rows = [row for row in range(1 + num_drafts) if accepted >> row & 1]
-    return Verdict([*(draft_token_ids[row - 1] for row in rows[1:]), drawn[rows[-1]]], rows)
+    return AcceptedTokens([*(draft_token_ids[row - 1] for row in rows[1:]), drawn[rows[-1]]], rows)

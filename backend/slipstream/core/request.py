@@ -92,7 +92,7 @@ class Request:
     sort_key: tuple[float, int] = (0.0, 0)  # the scheduler's order, core/queue_order.py
     queue_deadline: float | None = None  # time.monotonic() by which its first step must be scheduled
     stop_conditions: StopConditions = None  # type: ignore[assignment]  # derived from params by Scheduler.add
-    guide_state: Any = None  # owned by engine/grammar_host.py
+    grammar_state: Any = None  # owned by engine/grammar_host.py
     is_held: bool = False  # not scheduled while its grammar is being compiled or matched
     times: RequestTimes = field(default_factory=RequestTimes)
 

@@ -1,4 +1,4 @@
-"""What is drafted, when, and for which requests: decided here, computed by the worker. Engine thread, but `resolve`."""
+"""Decides which requests draft, when and how; the worker drafts. Engine thread, except `resolve`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from slipstream.worker.memory_plan import Hardware
 from slipstream.worker.request_state import draws_by_itself
 from slipstream.worker.spec_decode import PROPOSERS
 
-# For a dozen of verifications launched one ahead of the other.
+# Spare slots per request: enough for about twelve verifications launched ahead.
 SPARE_SLOTS = 64
 
 
 class Drafting:
-    """One per engine. drafters: those that the worker has loaded; with none no request speculates."""
+    """One per engine. drafters: those that the worker has loaded, perhaps none."""
 
     def __init__(self, config: EngineConfig, drafters: Sequence[DrafterInfo], scheduler: Scheduler) -> None:
         self._config = config.speculation
@@ -44,7 +44,7 @@ class Drafting:
         return not self._drafters
 
     def resolve(self, params: SamplingParams) -> Speculation | None:
-        """How a request speculates. Raises RequestError for a method that is not loaded or cannot serve it."""
+        """The speculation settings of a request. Raises RequestError if the method is not loaded or refuses it."""
         if not self._drafters or params.num_draft_tokens == 0 or params.speculative_method == NO_SPECULATION:
             self._check_off(params)
             return None
@@ -66,11 +66,11 @@ class Drafting:
         return Speculation(method, min(asked or self._drafters[method].num_drafts, MAX_DRAFT_TOKENS), acceptance)
 
     def prepare(self, step: ScheduledStep, is_ahead: bool) -> None:
-        """Find blocks for what drafting writes behind a step's requests, as far as there are any.
+        """Allocate the blocks that drafting writes after a step, if there are free ones.
 
-        is_ahead: the next verifications may be launched before this step is read and before block tables are copied
-        again, so they need blocks now. While no request waits for blocks, some spare ones are taken too: with many
-        requests one would otherwise run out of blocks at nearly every step."""
+        is_ahead: the next verifications may be launched before this step is read and block tables are copied again, so
+        they need their blocks now. If no request waits, spare blocks are allocated too: with many requests, one would
+        otherwise run out of blocks at nearly every step."""
         if not self._drafters:
             return
         scheduler, cache = self._scheduler, self._scheduler.cache
@@ -84,19 +84,20 @@ class Drafting:
                     cache.allocate(row.request, min(num_slots, most))
 
     def methods_behind(self, step: ScheduledStep) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Heads that draft behind a step, and heads that only bring their caches along."""
+        """Heads that draft after a step, and heads that only update their KV caches."""
         if not self._heads:
             return (), ()
         rows = step.rows
         after = [self._drafter_after(row) for row in rows]
         has_prompts = any(row.num_scheduled_tokens > 1 + row.num_drafts for row in rows)
         drafting = tuple(head.method for head in self._heads if any(drafter is head for drafter in after))
-        followed = [head.method for head in self._heads if head.reads_all_rows and has_prompts]  # others share blocks
-        return drafting, tuple(method for method in followed if method not in drafting)
+        # a prompt's blocks may be shared with requests that draft, so heads compute all prompts
+        updating = [head.method for head in self._heads if head.reads_all_rows and has_prompts]
+        return drafting, tuple(method for method in updating if method not in drafting)
 
     def method_ahead(self, step: ScheduledStep, draft_methods: Sequence[str]) -> str:
-        """The head whose drafts the next step verifies, if that is certain before this step is read: the same requests
-        with the same number of drafts of that head, and nothing that could cut them. "": it is not certain."""
+        """The head whose drafts the next step verifies, if this is certain before the step is read: its requests will
+        have the same numbers of drafts of that head again, and nothing can truncate them. "" if not certain."""
         rows = step.rows
         speculation = rows[0].request.speculation
         if speculation is None or speculation.method not in draft_methods or not rows[0].num_drafts:
@@ -108,7 +109,7 @@ class Drafting:
         return head.method
 
     def method_after(self, step: ScheduledStep) -> str:
-        """How the first that may draft after a step does; "" if none may."""
+        """The method of the first request that may draft after a step; "" if none may."""
         planner = self._scheduler.planner
         for request, num_drafts, samples in zip(step.requests, step.num_drafts, step.samples):
             speculation = request.speculation
@@ -119,14 +120,14 @@ class Drafting:
     def input_after(
         self, in_flight: InFlightStep, token_ids: Sequence[list[int]], inputs: StepInputs
     ) -> DraftInput | None:
-        """Which requests may draft once a step has been committed. token_ids: those that the step brought each request.
-        None: nothing to do."""
+        """The worker's draft input after a committed step; None if no request drafts. token_ids: the new tokens of each
+        request."""
         budgets, concerned, computed = [], [], []
-        for place, (row, new_token_ids) in enumerate(zip(in_flight.step.rows, token_ids)):
+        for index, (row, new_token_ids) in enumerate(zip(in_flight.step.rows, token_ids)):
             request = row.request
             if request.status is not RequestStatus.RUNNING:
                 continue
-            launched = place if in_flight.places is None else in_flight.places[place]
+            launched = index if in_flight.indices is None else in_flight.indices[index]
             budget = self._budget(row, launched)
             if budget is not None:
                 budgets.append(budget)
@@ -139,8 +140,8 @@ class Drafting:
             return None
         return DraftInput(in_flight.step_id, budgets, computed, inputs.updates(concerned))
 
-    def give(self, step: ScheduledStep, drafts: DraftInput, result: DraftResult) -> None:
-        """Give requests the drafts that the worker made."""
+    def assign(self, step: ScheduledStep, drafts: DraftInput, result: DraftResult) -> None:
+        """Store the worker's drafts in the requests."""
         by_id = {request.sequence_id: request for request in step.requests}
         for sequence_id in result.lost_ids:
             by_id[sequence_id].speculation = None
@@ -151,13 +152,13 @@ class Drafting:
     # ---- parts
 
     def _goes_on_alike(self, row: ScheduledRequest, head: DrafterInfo) -> bool:
-        """Whether a request will have the same number of drafts of this head again, verified exactly."""
+        """Whether the next step of a request certainly has the same number of drafts of this head, verified exactly."""
         request, count = row.request, row.num_drafts
         if self._drafter_after(row) is not head or self._scheduler.planner.num_drafts(request) != count:
             return False
         speculation = request.speculation
         is_exact = request.params.is_greedy or (speculation is not None and speculation.acceptance == "exact")
-        has_grammar = request.guide_state is not None
+        has_grammar = request.grammar_state is not None
         if row.num_scheduled_tokens != 1 + count or not is_exact or not draws_by_itself(request.params, has_grammar):
             return False
         num_left = request.stop_conditions.max_len - request.num_tokens
@@ -165,14 +166,14 @@ class Drafting:
         return num_left > 2 * head.num_levels + 2 and num_slots >= _most_slots_after(row, head, 1 + count)
 
     def _drafter_after(self, row: ScheduledRequest) -> DrafterInfo | None:
-        """The drafter of a request after this row, as far as that is known before the row is computed."""
+        """The drafter that a request uses after this row, or None; known before the row is computed."""
         speculation = row.request.speculation
         if speculation is None or not row.samples or not self._scheduler.planner.num_drafts(row.request):
             return None
         return self._drafters[speculation.method]
 
     def _budget(self, row: ScheduledRequest, launched: int) -> DraftBudget | None:
-        """What a running request may draft after this row, which has been committed."""
+        """The draft budget of a running request after a committed row, or None."""
         request, drafter = row.request, self._drafter_after(row)
         if drafter is None or request.num_computed_tokens != request.num_tokens - 1:
             return None
@@ -186,13 +187,13 @@ class Drafting:
         return DraftBudget(request.sequence_id, drafter.method, num_drafts, num_left, launched, has_scratch)
 
     def _check_off(self, params: SamplingParams) -> None:
-        """A request may name a method on a server that has none only to be told so."""
+        """Refuse a request that names a method if none is loaded."""
         if not self._drafters and params.speculative_method not in (None, NO_SPECULATION):
             raise RequestError("speculative_method", f"got {params.speculative_method!r}, loaded: none")
 
 
 def _most_slots_after(row: ScheduledRequest, drafter: DrafterInfo, num_ahead: int) -> int:
-    """Slots that a request may need behind a row: for its drafts, the token after them, num_ahead rows and scratch."""
+    """Slots that a request may need after a row: of its drafts, the token after them, num_ahead rows and scratch."""
     return row.num_computed_tokens + row.num_scheduled_tokens + 1 + num_ahead + drafter.num_scratch_slots
 
 
@@ -202,8 +203,8 @@ _FREE_TOKENS_OF_FLOAT32 = 28  # its products do not run on tensor cores
 def make_planner(
     config: EngineConfig, spec: DecoderSpec, hardware: Hardware, costs: StepCosts | None = None
 ) -> DraftPlanner:
-    """costs: what was measured at start, by which rows are worth it or not. Where nothing was, free rows are known by
-    how the weights are held. A CPU has none, and none are held back there: it is for development."""
+    """costs: step times measured at start, or None. Without them the number of free rows follows from the weights'
+    format. On a CPU, which is for development, there is no limit."""
     if config.speculation.throttle == "off":
         return DraftPlanner()
     free_tokens = config.speculation.free_tokens

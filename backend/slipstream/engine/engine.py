@@ -1,9 +1,9 @@
 """The engine: requests in, tokens out, one step at a time. The order of a step is here and nowhere else.
 
-With overlapped scheduling a step is launched before the one before it has been read: the device goes on from tokens
-that the host learns one step later. What a request that has ended meanwhile got too much is dropped by the scheduler.
-`submit`, `cancel`, `finish` and `has_work` may be called from any thread (they meet the engine in one inbox); `step`
-and `wait` belong to one thread, the engine thread. Knows token ids only: text is the output thread's.
+With overlapped scheduling a step is launched before the previous one is read: the device continues from tokens that
+the host learns one step later. The scheduler drops tokens of requests that have ended meanwhile. `submit`, `cancel`,
+`finish` and `has_work` may be called from any thread, through one inbox; `step` and `wait` belong to the engine thread.
+Knows token ids only: the output thread makes text.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Finish:
 class Engine:
     """Loads a model and serves it. Raises ConfigError, before weights are read, if the configuration cannot work.
 
-    error: why the engine is dead, or None. A dead engine has answered everything and takes nothing more.
+    error: why the engine is dead, or None. A dead engine has answered all requests and refuses new ones.
     """
 
     def __init__(self, config: EngineConfig, make_worker: MakeWorker = local_worker) -> None:
@@ -98,7 +98,8 @@ class Engine:
         self.error: EngineError | None = None
         self._drafting = Drafting(config, self.worker.info.drafters, self.scheduler)
         self._inputs = StepInputs(self._drafting.proposers, not self._drafting.is_empty)
-        self._input_processor = InputProcessor(self.spec, self.tokenizer, config.guided, self._drafting.resolve)
+        limits = config.structured_output
+        self._input_processor = InputProcessor(self.spec, self.tokenizer, limits, self._drafting.resolve)
         self._structured = StructuredOutputs(self._grammar_host(tokenizer_path), self.scheduler, self._fail)
         self._inbox: deque[_Add | _Finish] = deque()
         self._num_arriving = 0  # sequences in the inbox
@@ -109,7 +110,7 @@ class Engine:
     # ---- any thread
 
     def submit(self, request: Request) -> list[Request]:
-        """Take a request; returns its n sequences, whose outputs come from `step`.
+        """Add a request. Returns its n sequences, whose outputs come from `step`.
 
         Raises RequestError (it can never run here), CapacityError (too many wait), EngineError (the engine is dead).
         """
@@ -144,7 +145,7 @@ class Engine:
 
     def wait(self, timeout: float) -> bool:
         """Sleep until there is work, at most `timeout` seconds. Returns has_work."""
-        self._structured.poll([])  # grammars of requests that have ended may still be worked on
+        self._structured.poll([])  # calls for ended requests may still run
         self.stats.last_step_time = 0.0
         self.stats.publish()
         with self._wake:
@@ -152,7 +153,7 @@ class Engine:
         return self.has_work
 
     def step(self) -> list[StepOutput]:
-        """One engine step; returns the news of the step it read, which may be the one before that it launched, or none.
+        """Run one engine step. Returns the outputs of the step that it read, perhaps the previous one, perhaps none.
 
         Never raises: a bug ends every request with an error and sets `error`.
         """
@@ -167,14 +168,14 @@ class Engine:
             self._structured.poll(outputs)
             outputs += self.scheduler.expire(start)
             if self._in_flight and self._drafting.method_after(self._in_flight[-1].step):
-                self._read_all(outputs)  # what comes next hangs on what it accepts
+                self._read_all(outputs)  # the next step depends on the accepted drafts
             ahead, self._ahead = self._ahead, None
             step = self.scheduler.schedule(admits=ahead is None)
             if step.requests:
                 self._in_flight.append((ahead and ahead.match(step)) or self._launch(step))
                 self._ahead = self._launch_ahead(self._in_flight[-1])
             self._read_all(outputs, self._num_ahead if step.requests else 0)
-            if not step.requests and not outputs:  # all that there is may be waiting for grammars
+            if not step.requests and not outputs:  # all requests may wait for grammars
                 self._structured.poll(outputs, _HELD_WAIT_S)
             self._forget([output.request for output in outputs if output.finish_reason is not None])
             self._measure(step, start)
@@ -183,7 +184,7 @@ class Engine:
         return outputs
 
     def close(self) -> None:
-        """Refuse further requests and let go of weights and KV pool; what still runs gets no answer."""
+        """Refuse new requests and free weights and KV pool; running requests get no answer."""
         with self._wake:
             self.error = self.error or EngineError("the engine is closed")
             self._wake.notify_all()
@@ -196,18 +197,17 @@ class Engine:
     # ---- parts
 
     def _grammar_host(self, tokenizer_path: Path) -> GrammarHost:
-        setup = Setup(
-            str(tokenizer_path), self.spec.vocab_size, self._input_processor.eos_token_ids, self.config.guided
-        )
+        eos_token_ids, limits = self._input_processor.eos_token_ids, self.config.structured_output
+        setup = Setup(str(tokenizer_path), self.spec.vocab_size, eos_token_ids, limits)
         num_states = 2 * self.config.scheduler.max_num_seqs
         return GrammarHost(setup, num_states, 1 if self._drafting.is_empty else 1 + MAX_DRAFT_TOKENS)
 
     def _check_capacity(self, num_sequences: int) -> None:
-        """The admission limit, said to the submitter at once; counts what the engine thread has not seen yet."""
+        """Raise CapacityError above the admission limit; requests in the inbox count."""
         limits, scheduler = self.config.scheduler, self.scheduler
         num_waiting = scheduler.num_waiting + self._num_arriving
-        num_seats = max(0, min(limits.max_num_seqs, limits.max_num_batched_tokens) - scheduler.num_running)
-        if num_waiting + num_sequences > limits.max_waiting_requests + num_seats:
+        num_free = max(0, min(limits.max_num_seqs, limits.max_num_batched_tokens) - scheduler.num_running)
+        if num_waiting + num_sequences > limits.max_waiting_requests + num_free:
             raise CapacityError(
                 f"{scheduler.num_running} requests are running and {num_waiting} waiting; "
                 f"max_num_seqs={limits.max_num_seqs}, max_waiting_requests={limits.max_waiting_requests}"
@@ -215,10 +215,10 @@ class Engine:
 
     def _launch(self, step: ScheduledStep) -> InFlightStep:
         self._drafting.prepare(step, is_ahead=self._num_ahead > 0)
-        draft_methods, follow_methods = self._drafting.methods_behind(step)
-        waits_for_masks = self._structured.concerns(step)
+        draft_methods, kv_update_methods = self._drafting.methods_behind(step)
+        waits_for_masks = self._structured.needs_masks(step)
         self._num_steps = step_id = self._num_steps + 1
-        self.worker.execute(self._inputs.build(step_id, step, draft_methods, follow_methods, waits_for_masks))
+        self.worker.execute(self._inputs.build(step_id, step, draft_methods, kv_update_methods, waits_for_masks))
         if not waits_for_masks:
             return InFlightStep(step_id, step, draft_methods)
         found = self._structured.masks(step)
@@ -226,22 +226,22 @@ class Engine:
         return InFlightStep(step_id, step, draft_methods, found.failures, found.late)
 
     def _launch_ahead(self, in_flight: InFlightStep) -> AheadStep | None:
-        """Launch the verification after one that was just launched, if it can be told what that will be."""
+        """Launch the verification after the step just launched, if its requests and drafts are certain."""
         step = in_flight.step
-        if not self._num_ahead or in_flight.places is not None or self._inbox or self.scheduler.may_admit:
+        if not self._num_ahead or in_flight.indices is not None or self._inbox or self.scheduler.may_admit:
             return None
         method = self._drafting.method_ahead(step, in_flight.draft_methods)
         if not method:
             return None
-        draft_methods, follow_methods = self._drafting.methods_behind(step)
+        draft_methods, kv_update_methods = self._drafting.methods_behind(step)
         self._num_steps = step_id = self._num_steps + 1
-        self.worker.execute_ahead(AheadInput(step_id, in_flight.step_id, method, draft_methods, follow_methods))
+        self.worker.execute_ahead(AheadInput(step_id, in_flight.step_id, method, draft_methods, kv_update_methods))
         num_slots = [len(request.block_ids) * self.scheduler.cache.block_size for request in step.requests]
-        lives = [request.num_preemptions for request in step.requests]
-        return AheadStep(InFlightStep(step_id, step, draft_methods), num_slots, lives)
+        preemption_counts = [request.num_preemptions for request in step.requests]
+        return AheadStep(InFlightStep(step_id, step, draft_methods), num_slots, preemption_counts)
 
     def _read_all(self, outputs: list[StepOutput], num_kept: int = 0) -> None:
-        """Read the steps that were launched, but for the last few."""
+        """Read the launched steps, except the last num_kept."""
         while len(self._in_flight) > num_kept:
             self._read(self._in_flight[0], outputs)
             self._in_flight.popleft()
@@ -261,7 +261,7 @@ class Engine:
             self._measure_decode(in_flight.step, sampled)
             drafts = self._drafting.input_after(in_flight, sampled.token_ids, self._inputs)
             if drafts is not None:
-                self._drafting.give(in_flight.step, drafts, self.worker.draft(drafts))
+                self._drafting.assign(in_flight.step, drafts, self.worker.draft(drafts))
 
     def _forget(self, ended: list[Request]) -> None:
         if ended:
@@ -271,11 +271,11 @@ class Engine:
             self._structured.forget(ended)
 
     def _measure_decode(self, step: ScheduledStep, sampled: SampledStep) -> None:
-        """Tell the planner what drafts were worth, and how long a step of decodes took since the one before it."""
+        """Report accepted drafts, and the time since the previous decode step, to the planner."""
         now, planner, count = time.monotonic(), self.scheduler.planner, len(step.requests)
-        for place, kept in sampled.kept_rows.items():
-            if (speculation := step.requests[place].speculation) is not None:
-                planner.observe(speculation.method, step.num_drafts[place], kept)
+        for index, rows in sampled.accepted_rows.items():
+            if (speculation := step.requests[index].speculation) is not None:
+                planner.observe(speculation.method, step.num_drafts[index], rows)
         is_decode = step.total_num_scheduled_tokens == count + sum(step.num_drafts)
         num_tokens = sum(map(len, sampled.token_ids))  # none if all have ended meanwhile
         if is_decode and self._decoded_at and num_tokens:
@@ -300,7 +300,7 @@ class Engine:
         try:
             self.scheduler.add_all(requests)
             self._structured.start(requests)
-        except (RequestError, CapacityError) as error:  # submit has checked both; a race may still lose
+        except (RequestError, CapacityError) as error:  # checked by submit; may be outdated
             for request in requests:
                 self._fail(request, error, outputs)
 
@@ -319,7 +319,7 @@ class Engine:
             output.prompt_logprobs = result.prompt_logprobs.get(request.sequence_id)
             entries = sampled.logprobs.get(request.sequence_id)
             if entries is not None:
-                output.logprobs = entries[: len(output.new_token_ids)]  # a stop may have cut the step's tokens
+                output.logprobs = entries[: len(output.new_token_ids)]  # a stop may have truncated the step's tokens
                 request.cumulative_logprob += sum(entry.logprob for entry in output.logprobs)
 
     def _measure(self, step: ScheduledStep, start: float) -> None:
@@ -339,14 +339,14 @@ class Engine:
             self._wake.notify()
 
     def _die(self, error: EngineError, step: ScheduledStep, outputs: list[StepOutput]) -> None:
-        """Answer every request there is with an error, without trusting the scheduler any more."""
+        """Answer every request with an error; the scheduler's state is no longer trusted."""
         text = str(error)
         with self._wake:
             self.error = error
             arriving = [request for message in self._inbox if isinstance(message, _Add) for request in message.requests]
             self._inbox.clear()
         answered = {id(output.request) for output in outputs if output.finish_reason is not None}
-        # a commit that broke off may have ended some without a word
+        # an interrupted commit may have ended requests without an output
         in_step = [request for in_flight in self._in_flight for request in in_flight.step.requests]
         in_step += step.requests
         self._in_flight.clear()
@@ -359,5 +359,5 @@ class Engine:
 
 
 def overlaps(wanted: str, device_type: str) -> bool:
-    """Whether steps are launched ahead. A CPU computes while it is being told to: nothing to gain there."""
+    """Whether steps are launched ahead. Not on a CPU, where a launch computes the step."""
     return device_type == "cuda" if wanted == "auto" else wanted == "on"

@@ -1,6 +1,6 @@
-"""How the engine reaches its worker: in this process, by plain calls. Engine thread.
+"""Makes the engine's worker, which runs in this process and is called directly. Engine thread.
 
-SerializedWorker is the same behind serialised messages: what a worker in another process would receive.
+SerializedWorker pickles every message, as for a worker in another process.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def local_worker(
 
 
 class SerializedWorker:
-    """Every message and every answer goes through bytes."""
+    """A worker whose messages and answers are pickled and unpickled."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker = worker

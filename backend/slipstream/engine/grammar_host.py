@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
-from slipstream.core.guide_limits import FIELD
+from slipstream.core.grammar_limits import FIELD
 from slipstream.engine.grammar_link import GrammarLink
 from slipstream.engine.grammar_messages import MAX_KILLS, Answer, Setup
 from slipstream.engine.grammar_rows import MaskRows
-from slipstream.engine.grammar_state import GuideState
+from slipstream.engine.grammar_state import GrammarState
 from slipstream.engine.grammar_verdicts import MAX_KNOWN_GRAMMARS, Verdicts, key_of
 
 logger = logging.getLogger(__name__)
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 DEAD_END = "the grammar admits neither another token nor the end after the text so far"
 _SLOW_TOKEN_S = 0.005  # steps do not wait for a grammar that takes longer per token
 _NUM_QUICK = 32  # consecutive quick answers after which it counts as quick again
-_MERCY_S = 2.0  # time beyond its limit for a call of an ended request, before its worker is killed
+_KILL_DELAY_S = 2.0  # time beyond its limit for a call of an ended request, before its worker is killed
 _CHECK_S = 0.02  # interval of checking time limits
 
 
@@ -43,12 +43,12 @@ class GrammarHost:
         self._verdicts = Verdicts(setup.limits, self._link)
         self._rows = MaskRows(num_states, rows_per_state)
         self._is_ready = False  # a worker may be started: the process runs and has reported the last worker's end
-        self._suspects: list[GuideState] = []  # with calls in the worker that ended, longest call first
-        self._states: dict[int, GuideState] = {}  # started, not forgotten
+        self._suspects: list[GrammarState] = []  # with calls in the worker that ended, longest call first
+        self._states: dict[int, GrammarState] = {}  # started, not forgotten
         self._num_started = 0
-        self._compiled: OrderedDict[bytes, list[GuideState] | None] = OrderedDict()  # list: waiting for compilation
-        self._stuck: dict[int, GuideState] = {}  # by id: forgotten during a call
-        self._news: list[GuideState] = []
+        self._compiled: OrderedDict[bytes, list[GrammarState] | None] = OrderedDict()  # list: waiting for compilation
+        self._stuck: dict[int, GrammarState] = {}  # by id: forgotten during a call
+        self._changed: list[GrammarState] = []
         self._check_due = 0.0
         self._importing: threading.Thread | None = None
 
@@ -61,7 +61,7 @@ class GrammarHost:
         """[rows, vocab_size / 32] int32, written by the worker."""
         return self._link.masks
 
-    def start(self, states: Sequence[GuideState]) -> None:
+    def start(self, states: Sequence[GrammarState]) -> None:
         """Compile the grammar that the states share, if needed, and create a matcher for each."""
         guide = states[0].guide
         if self._importing is None:  # the code that applies masks takes 1 s to import: do it outside of steps
@@ -81,7 +81,7 @@ class GrammarHost:
         else:
             self._open(states)
 
-    def advance(self, state: GuideState, token_ids: list[int]) -> None:
+    def advance(self, state: GrammarState, token_ids: list[int]) -> None:
         """Accept sampled tokens and compute the next mask."""
         state.token_ids += token_ids
         state.wants_walk = state.has_walked = False
@@ -89,12 +89,12 @@ class GrammarHost:
         if state.is_open and not state.asked_at:
             self._send_rest(state)
 
-    def walk(self, state: GuideState, paths: list[tuple[int, ...]]) -> None:
+    def walk(self, state: GrammarState, paths: list[tuple[int, ...]]) -> None:
         """Compute the masks after drafts too. The state must have no pending call."""
         state.wants_walk, state.has_walked, state.dead = True, False, ()
         self._ask(state, self._limits.max_step_ms / 1e3, "walk", paths)
 
-    def forget(self, state: GuideState) -> None:
+    def forget(self, state: GrammarState) -> None:
         """The sequence has ended."""
         if self._states.pop(state.state_id, None) is None:
             return
@@ -105,29 +105,29 @@ class GrammarHost:
                 self._stuck[state.state_id] = state
             else:
                 self._give_back(state.row)
-            self._link.tell("close", state.state_id, False)
+            self._link.send_to_worker("close", state.state_id, False)
 
-    def poll(self, timeout: float = 0.0) -> list[GuideState]:
+    def poll(self, timeout: float = 0.0) -> list[GrammarState]:
         """Handle received messages, waiting at most `timeout` seconds; returns the states that changed."""
         self._link.reap()
         if self.is_idle:
             return []
-        self._hear(timeout)
+        self._receive(timeout)
         now = time.monotonic()
         if now >= self._check_due:
             self._check_due = now + _CHECK_S
             self._check_times(now)
-        news, self._news = self._news, []
-        return news
+        changed, self._changed = self._changed, []
+        return changed
 
-    def collect(self, states: Sequence[GuideState], timeout: float) -> None:
+    def collect(self, states: Sequence[GrammarState], timeout: float) -> None:
         """Wait until none of the states has a pending call, at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while not all(state.is_settled for state in states):
             left = deadline - time.monotonic()
             if left <= 0:
                 return
-            self._hear(left)
+            self._receive(left)
 
     def close(self) -> None:
         """End the processes without waiting for them."""
@@ -136,15 +136,15 @@ class GrammarHost:
 
     # ---- parts
 
-    def _hear(self, timeout: float) -> None:
-        self._link.hear(timeout, self._take_notice, self._take_answer)
+    def _receive(self, timeout: float) -> None:
+        self._link.receive(timeout, self._take_notice, self._take_answer)
         if self._link.process_is_lost:
             self._restart_process()
         elif self._link.worker_is_lost:
             self._restart_worker()
 
     def _take_notice(self, kind: str, *arguments: Any) -> None:
-        """Handle a notice of `GrammarLink.hear`."""
+        """Handle a notice of `GrammarLink.receive`."""
         if kind == "verdict":
             self._take_verdict(*arguments)
         elif kind == "worker":
@@ -163,7 +163,7 @@ class GrammarHost:
         for state in states:
             self._end(state, error)
 
-    def _open(self, states: Sequence[GuideState]) -> None:
+    def _open(self, states: Sequence[GrammarState]) -> None:
         """Open states whose grammar has passed its trial, when a worker has free rows."""
         if not states:
             return
@@ -185,20 +185,20 @@ class GrammarHost:
                 continue
             self._ask_to_open(state)
 
-    def _ask_to_open(self, state: GuideState) -> None:
+    def _ask_to_open(self, state: GrammarState) -> None:
         state.num_sent = len(state.token_ids)
         seconds = 4 * self._limits.max_compile_ms / 1e3 + self._limits.max_request_ms / 1e3
         self._ask(state, seconds, "open", state.key, state.guide, state.end_token_ids, state.row, list(state.token_ids))
 
-    def _send_rest(self, state: GuideState) -> None:
+    def _send_rest(self, state: GrammarState) -> None:
         token_ids = state.token_ids[state.num_sent :]
         state.num_sent = len(state.token_ids)
         self._ask(state, self._limits.max_step_ms / 1e3, "advance", token_ids)
 
-    def _ask(self, state: GuideState, seconds: float, kind: str, *arguments: Any) -> None:
+    def _ask(self, state: GrammarState, seconds: float, kind: str, *arguments: Any) -> None:
         state.is_ready = state.is_ready and kind == "walk"
         state.asked_at, state.asked_s = time.monotonic(), seconds
-        self._link.tell(kind, state.state_id, state.is_slow, *arguments)
+        self._link.send_to_worker(kind, state.state_id, state.is_slow, *arguments)
 
     def _take_answer(self, state_id: int, answer: Answer) -> None:
         forgotten = self._stuck.pop(state_id, None)
@@ -212,7 +212,7 @@ class GrammarHost:
         state.asked_at, state.is_open = 0.0, True
         self._let_others_open(state.key)
         if state.error is None:
-            self._judge(state, answer)
+            self._handle_answer(state, answer)
 
     def _let_others_open(self, key: bytes) -> None:
         waiting = self._compiled.get(key)
@@ -230,8 +230,8 @@ class GrammarHost:
         if len(self._compiled) > MAX_KNOWN_GRAMMARS and self._compiled[oldest] is None:
             del self._compiled[oldest]
 
-    def _judge(self, state: GuideState, answer: Answer) -> None:
-        self._news.append(state)
+    def _handle_answer(self, state: GrammarState, answer: Answer) -> None:
+        self._changed.append(state)
         state.cpu_s += answer.cpu_s
         limit, name = self._limits.max_request_ms, state.guide.type
         if answer.error:
@@ -254,9 +254,9 @@ class GrammarHost:
             state.num_quick = state.num_quick + 1 if is_quick else 0
             state.is_slow = not is_quick or (state.is_slow and state.num_quick < _NUM_QUICK)
 
-    def _end(self, state: GuideState, error: SlipstreamError) -> None:
+    def _end(self, state: GrammarState, error: SlipstreamError) -> None:
         state.error, state.is_ready = error, False
-        self._news.append(state)
+        self._changed.append(state)
 
     def _give_back(self, row: int) -> None:
         self._rows.give_back(row)
@@ -269,7 +269,7 @@ class GrammarHost:
                 text = f"this {state.guide.type} takes more than {state.asked_s:g} s for one token"
                 limit = f"accepted: guided_max_step_ms={self._limits.max_step_ms}"
                 self._end(state, RequestError(FIELD, f"{text} after {len(state.token_ids)}, {limit}"))
-        if any(now > state.asked_at + state.asked_s + _MERCY_S for state in self._stuck.values()):
+        if any(now > state.asked_at + state.asked_s + _KILL_DELAY_S for state in self._stuck.values()):
             logger.warning("a grammar is stuck: its process is killed, other guided requests go on in a new one")
             self._restart_worker()
 
@@ -301,7 +301,7 @@ class GrammarHost:
         self._verdicts.try_again()
         self._reopen()
 
-    def _count_death(self, state: GuideState, is_crash: bool = False) -> None:
+    def _count_death(self, state: GrammarState, is_crash: bool = False) -> None:
         """Fail the request at its second crash without a new token in between."""
         if state.error is not None or state.state_id not in self._states:
             return

@@ -1,5 +1,5 @@
 """The engine's handle on the grammar processes: a forking process, started on first use, and one worker of it at a
-time, with the shared mask matrix. Engine thread; waits only in `hear`.
+time, with the shared mask matrix. Engine thread; waits only in `receive`.
 
 Both must become ready, and the forking process must answer each message, within a time limit; otherwise it counts as
 lost and is killed, because a stopped process never notices its closed socket. The limits count CPU time where a busy
@@ -45,7 +45,7 @@ class GrammarLink:
         self._worker: Channel | None = None
         self._generation = 0
         self._num_unanswered = 0  # messages to the forking process; its start counts as one
-        self._said_at = self._look_due = self._worker_due = 0.0  # time.monotonic()
+        self._sent_at = self._check_due = self._worker_due = 0.0  # time.monotonic()
         self._cpu_s = self._cpu_s_asked = 0.0  # of the forking process: at the last look, when it was asked
         self.process_is_lost = self.worker_is_lost = False
         self.worker_is_ready = False
@@ -55,15 +55,15 @@ class GrammarLink:
     def has_worker(self) -> bool:
         return self._worker is not None
 
-    def say(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
+    def send_to_process(self, *message: Any, fds: tuple[int, ...] = ()) -> None:
         """Send a message to the forking process."""
         self.start_process()
         if self._control is None:
             return
         now = time.monotonic()
-        self._said_at = now
+        self._sent_at = now
         if not self._num_unanswered:
-            self._look_due = now + MAX_GRAMMAR_SILENCE_S
+            self._check_due = now + MAX_GRAMMAR_SILENCE_S
             self._cpu_s = self._cpu_s_asked = _cpu_seconds(self._process)
         self._num_unanswered += 1
         try:
@@ -71,7 +71,7 @@ class GrammarLink:
         except OSError:
             self.process_is_lost = True
 
-    def tell(self, *message: Any) -> None:
+    def send_to_worker(self, *message: Any) -> None:
         """Send a message to the worker."""
         if self._worker is None:
             return  # none could be started: the process counts as lost
@@ -80,7 +80,7 @@ class GrammarLink:
         except OSError:
             self.worker_is_lost = True
 
-    def hear(self, timeout: float, on_notice: Callable[..., None], on_answer: Callable[..., None]) -> None:
+    def receive(self, timeout: float, on_notice: Callable[..., None], on_answer: Callable[..., None]) -> None:
         """Dispatch received messages; waits at most `timeout` seconds for the first one.
 
         on_notice: the process is "ready", the "worker" is ready, the "verdict" of a trial, a worker has "ended".
@@ -105,10 +105,10 @@ class GrammarLink:
             except OSError:
                 messages, self.process_is_lost = [], True
             for message in messages:
-                if message[0] in ("ready", "heard"):
+                if message[0] in ("ready", "received"):
                     self._num_unanswered -= 1
-                    self._look_due = time.monotonic() + MAX_GRAMMAR_SILENCE_S
-                if message[0] != "heard":
+                    self._check_due = time.monotonic() + MAX_GRAMMAR_SILENCE_S
+                if message[0] != "received":
                     on_notice(*message)
 
     def check(self, now: float, is_awaited: bool) -> None:
@@ -118,16 +118,16 @@ class GrammarLink:
             self.worker_is_lost = True
         if self._control is None:
             return
-        if self._num_unanswered and now > self._look_due and self._hangs(now):
+        if self._num_unanswered and now > self._check_due and self._hangs(now):
             logger.warning("the process of structured output does not answer: it is killed")
             self.process_is_lost = True
-        elif is_awaited and not self._num_unanswered and now > self._said_at + _PING_S:
-            self.say("ping")
+        elif is_awaited and not self._num_unanswered and now > self._sent_at + _PING_S:
+            self.send_to_process("ping")
 
     def _hangs(self, now: float) -> bool:
         """Whether the forking process had no CPU time since the last look, or too much since it was asked."""
         cpu_s, before = _cpu_seconds(self._process), self._cpu_s
-        self._look_due, self._cpu_s = now + MAX_GRAMMAR_SILENCE_S, cpu_s
+        self._check_due, self._cpu_s = now + MAX_GRAMMAR_SILENCE_S, cpu_s
         return cpu_s <= before or cpu_s > self._cpu_s_asked + MAX_GRAMMAR_START_S
 
     def reap(self) -> None:
@@ -147,7 +147,7 @@ class GrammarLink:
                 self.masks = torch.frombuffer(mmap.mmap(masks.fileno(), 0), dtype=torch.int32)
                 self.masks = self.masks.view(self._num_rows, words)
                 self._generation += 1
-                self.say("worker", self._generation, fds=(theirs.fileno(), masks.fileno()))
+                self.send_to_process("worker", self._generation, fds=(theirs.fileno(), masks.fileno()))
         except OSError as error:
             logger.error("structured output: no worker can be made: %s", error)
             self.process_is_lost = True
@@ -158,7 +158,7 @@ class GrammarLink:
         if self._worker is not None:
             self._worker.close()
             self._worker = None
-            self.say("kill", self._generation)
+            self.send_to_process("kill", self._generation)
 
     def drop_process(self) -> None:
         """Kill the forking process. The kernel ends its children with it."""
@@ -198,7 +198,7 @@ class GrammarLink:
                 [sys.executable, *arguments], pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
             )
         self._control = Channel(ours, is_blocking=False)
-        self._num_unanswered, self._look_due = 1, time.monotonic() + MAX_GRAMMAR_SILENCE_S
+        self._num_unanswered, self._check_due = 1, time.monotonic() + MAX_GRAMMAR_SILENCE_S
         self._cpu_s = self._cpu_s_asked = 0.0
 
 

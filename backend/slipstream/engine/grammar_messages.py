@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from slipstream.core.config import GuidedConfig
+from slipstream.core.config import StructuredOutputConfig
 
 MAX_KILLS = 5  # consecutive kills of processes, from outside or before they were ready, that a request survives
 
@@ -15,7 +15,7 @@ class Setup(NamedTuple):
     tokenizer_path: str
     vocab_size: int
     eos_token_ids: list[int]
-    limits: GuidedConfig
+    limits: StructuredOutputConfig
 
 
 class Answer(NamedTuple):

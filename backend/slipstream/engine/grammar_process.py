@@ -28,7 +28,7 @@ from slipstream.engine.grammar_worker import GrammarCache, GrammarWorker, lower_
 from slipstream.engine.trial_queue import Trial, TrialQueue
 
 _SHORT_TRIAL_S = 0.3  # CPU time in the first lane
-_PATIENCE = 6  # wall time between two looks at a trial, as a multiple of its CPU time
+_PATIENCE = 6  # wall time between two checks of a trial, as a multiple of its CPU time
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 _STACKS_BYTES = 512 << 20  # address space for the stacks of a worker's threads
 _PR_SET_PDEATHSIG = 1
@@ -56,11 +56,11 @@ class GrammarProcess:
             for trial in [trial for trial in self._trials.running if trial.result_fd in found]:
                 self._end(trial)
             for trial in [trial for trial in self._trials.running if trial.deadline <= time.monotonic()]:
-                self._look_after(trial)
+                self._check_overdue(trial)
             if self._channel.socket.fileno() in found:
                 for message in self._channel.receive():
                     self._take(*message)
-                    self._channel.send(("heard",))
+                    self._channel.send(("received",))
             for trial in self._trials.take():
                 self._start(trial)
 
@@ -123,7 +123,7 @@ class GrammarProcess:
             verdict = ("bug", f"{type(error).__name__}: {error}")
         os.write(write_fd, pickle.dumps(verdict))
 
-    def _look_after(self, trial: Trial) -> None:
+    def _check_overdue(self, trial: Trial) -> None:
         """Let a trial in the last lane continue while it gets CPU time, whose total is limited: a busy machine says
         nothing about its grammar. A trial without CPU time is stopped or hangs, and ends."""
         num_ticks = _cpu_ticks(trial.pid)

@@ -1,4 +1,4 @@
-"""The state of one sequence in its grammar. Engine thread; written by grammar_host.py, read by the step (guided.py)."""
+"""The state of one sequence in its grammar. Engine thread; written by grammar_host.py, read by structured_output.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class GuideState:
+class GrammarState:
     """is_ready: the mask of the next token is in `row` of the matrix, masks of a walk's paths in the rows after it.
     error: why the sequence must end. is_slow: left out of steps until ready. is_terminated: the text is complete and
     there is no end token to sample."""

@@ -8,13 +8,13 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from slipstream.core.config import GuidedConfig
+from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
-from slipstream.core.guide_limits import FIELD
+from slipstream.core.grammar_limits import FIELD
 from slipstream.core.sampling_params import Guide
 from slipstream.engine.grammar_link import GrammarLink
 from slipstream.engine.grammar_messages import MAX_KILLS
-from slipstream.engine.grammar_state import GuideState
+from slipstream.engine.grammar_state import GrammarState
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +28,10 @@ def key_of(guide: Guide) -> bytes:
 class Verdicts:
     """Verdicts by key of the text. A trial is cancelled when no state waits for it any more."""
 
-    def __init__(self, limits: GuidedConfig, link: GrammarLink) -> None:
+    def __init__(self, limits: StructuredOutputConfig, link: GrammarLink) -> None:
         self._limits, self._link = limits, link
         self._known: OrderedDict[bytes, str] = OrderedDict()  # "" or why the text is refused
-        self._trying: dict[bytes, list[GuideState]] = {}  # states that wait for a verdict
+        self._trying: dict[bytes, list[GrammarState]] = {}  # states that wait for a verdict
 
     @property
     def is_trying(self) -> bool:
@@ -43,24 +43,24 @@ class Verdicts:
             self._known.move_to_end(key)
         return self._known.get(key)
 
-    def wait(self, key: bytes, states: Sequence[GuideState]) -> None:
+    def wait(self, key: bytes, states: Sequence[GrammarState]) -> None:
         """Start or join the trial of the grammar that these states share."""
         if key not in self._trying:
             self._trying[key] = []
-            self._link.say("try", key, states[0].guide)
+            self._link.send_to_process("try", key, states[0].guide)
         self._trying[key] += states
 
-    def is_waiting(self, state: GuideState) -> bool:
+    def is_waiting(self, state: GrammarState) -> bool:
         return state in self._trying.get(state.key, ())
 
-    def leave(self, state: GuideState) -> bool:
+    def leave(self, state: GrammarState) -> bool:
         """Stop waiting for a verdict. Returns whether the state was waiting."""
         if not self.is_waiting(state):
             return False
         self._trying[state.key].remove(state)
         if not self._trying[state.key]:
             del self._trying[state.key]
-            self._link.say("forget", state.key)
+            self._link.send_to_process("forget", state.key)
         return True
 
     def try_again(self) -> None:
@@ -68,11 +68,11 @@ class Verdicts:
         for key, states in list(self._trying.items()):
             self._trying[key] = [state for state in states if state.error is None]
             if self._trying[key]:
-                self._link.say("try", key, states[0].guide)
+                self._link.send_to_process("try", key, states[0].guide)
             else:
                 del self._trying[key]
 
-    def take(self, key: bytes, verdict: str, text: str) -> tuple[list[GuideState], SlipstreamError | None]:
+    def take(self, key: bytes, verdict: str, text: str) -> tuple[list[GrammarState], SlipstreamError | None]:
         """Store a verdict. Returns the states that waited for it, and their error if the text is refused."""
         states = self._trying.pop(key, [])
         if not states:

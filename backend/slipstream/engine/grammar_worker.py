@@ -200,9 +200,9 @@ class GrammarWorker:
         if sequence is None:
             return Answer()
         walk, dead = _Walk(sequence.matcher), []
-        for place, path in enumerate(paths):
-            if not (walk.go(path) and self._fill(sequence.matcher, sequence.row + 1 + place)):
-                dead.append(place)
+        for index, path in enumerate(paths):
+            if not (walk.go(path) and self._fill(sequence.matcher, sequence.row + 1 + index)):
+                dead.append(index)
         walk.go(())
         return Answer(dead=tuple(dead))
 

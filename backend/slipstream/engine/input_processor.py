@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
-from slipstream.core.config import GuidedConfig
+from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.finish import end_token_ids
-from slipstream.core.guide_limits import check_guide
+from slipstream.core.grammar_limits import check_grammar
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import Speculation
-from slipstream.engine.grammar_state import GuideState
+from slipstream.engine.grammar_state import GrammarState
 from slipstream.nn.spec import DecoderSpec
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
@@ -33,7 +33,7 @@ class InputProcessor:
         self,
         spec: DecoderSpec,
         tokenizer: TextTokenizer,
-        guided: GuidedConfig,
+        grammar_limits: StructuredOutputConfig,
         speculation_of: Callable[[SamplingParams], Speculation | None] = lambda params: None,
     ) -> None:
         self._speculation_of = speculation_of
@@ -41,7 +41,7 @@ class InputProcessor:
         # a generation_config.json may name tokens that the checkpoint does not have
         self._eos_token_ids = frozenset(token_id for token_id in spec.eos_token_ids if 0 <= token_id < spec.vocab_size)
         self._tokenizer = tokenizer
-        self._guided = guided
+        self._grammar_limits = grammar_limits
 
     @property
     def eos_token_ids(self) -> list[int]:
@@ -67,12 +67,12 @@ class InputProcessor:
             request.times.arrival_ns = time.time_ns()
         guide = request.params.guide
         if guide is not None:
-            check_guide(guide, self._guided)
+            check_grammar(guide, self._grammar_limits)
         sequences = expand(request)
         if guide is not None:
             ends = sorted(end_token_ids(request))
             for sequence in sequences:
-                sequence.guide_state, sequence.is_held = GuideState(guide, ends, sequence), True
+                sequence.grammar_state, sequence.is_held = GrammarState(guide, ends, sequence), True
         return sequences
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:

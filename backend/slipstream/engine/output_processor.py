@@ -1,4 +1,4 @@
-"""From the engine's token ids to what clients read: text, stop strings, coalescing, the end of n sequences.
+"""Turns the engine's token ids into client outputs: text, stop strings, coalescing, the end of n sequences.
 
 Belongs to the output thread; only `add` and `discard` may be called from others. Knows nothing of sockets or tensors:
 `protocol/responses.py` turns a RequestOutput into bytes. Target: 12 us per token of a simple stream.
@@ -38,7 +38,7 @@ class OutputProcessor:
         self._clients[client.handle] = _Client(client)
 
     def discard(self, handle: int) -> None:
-        """Forget a request: what the engine still says of it is dropped. Any thread; an unknown handle is no error."""
+        """Drop a request and its further outputs. Any thread; an unknown handle is ignored."""
         self._clients.pop(handle, None)
 
     @property
@@ -46,7 +46,7 @@ class OutputProcessor:
         return len(self._clients)
 
     def process(self, step_outputs: Iterable[StepOutput]) -> list[RequestOutput]:
-        """The news of one engine step as text, in the same order; a sequence with nothing to say yet has none."""
+        """The outputs of one engine step as text, in the same order; sequences without decided text have none."""
         outputs = []
         for step in step_outputs:
             client = self._clients.get(step.request.handle)
@@ -81,7 +81,7 @@ class OutputProcessor:
 
 
 class _Start(NamedTuple):
-    """Where a prompt ends. context: its tokens that a stateless decoder must be given."""
+    """Detokenizer state at the end of a prompt. context: the prompt tokens that a stateless decoder needs."""
 
     detokenizer: IncrementalDetokenizer
     context: list[int]
@@ -97,7 +97,7 @@ class _Client:
         self.num_unfinished = client.request.params.n if client.request is not None else 1
 
     def start(self, tokenizer: Tokenizer, request: Request) -> _Start:
-        """For one of the n sequences, each with a copy: a long prompt is gone through once."""
+        """The state for one of the n sequences: copies of one, so that a long prompt is read once."""
         if self._start is None:
             prompt, skip_special_tokens = request.prompt_token_ids, request.params.skip_special_tokens
             context: list[int] = []
@@ -110,8 +110,8 @@ class _Client:
 
 
 class _Sequence:
-    """One sequence's text. A token leaves when all of its text is decided: no incomplete character, no possible stop
-    string in it; its log-probabilities leave with it."""
+    """One sequence's text. A token is sent when all of its text is decided: it has no incomplete character and cannot
+    be part of a stop string. Its log-probabilities are sent with it."""
 
     def __init__(self, tokenizer: Tokenizer, start: _Start, client: ClientRequest, request: Request) -> None:
         params = request.params
@@ -136,7 +136,7 @@ class _Sequence:
         self.stopped_by: str | None = None
 
     def take(self, step: StepOutput) -> RequestOutput | None:
-        """One step's tokens; the output that is due, if any. is_final is left to the caller."""
+        """Add one step's tokens. Returns the output that is due, or None. The caller sets is_final."""
         if step.prompt_logprobs is not None:
             self._prompt_logprobs = step.prompt_logprobs
         if step.logprobs:
@@ -163,7 +163,7 @@ class _Sequence:
         return not self._has_sent or len(self._token_ids) >= self._interval
 
     def _shown(self, step: StepOutput) -> list[int]:
-        """The step's tokens without the one that ended the sequence: an end or stop token is counted, never shown."""
+        """The step's tokens without an end or stop token, which is counted but not shown."""
         if step.finish_reason is not FinishReason.STOP or not step.new_token_ids:
             return step.new_token_ids
         params, reason = step.request.params, step.request.stop_reason
@@ -185,7 +185,7 @@ class _Sequence:
             self._release()
 
     def _release(self) -> None:
-        """Let go of the oldest held tokens whose text is decided."""
+        """Release the oldest held tokens whose text is decided."""
         num_released, at = 0, 0
         for _, length, _ in self._held:
             if at + length > len(self._decided):

@@ -1,8 +1,8 @@
 """Large requests are read on a thread of their own: encoding a megabyte of text takes about half a second.
 
-The reading thread of the socket puts them in and goes on; a small request never comes here. One worker reads in the
-order of arrival; encoding releases Python's lock, so that engine and output threads run beside it. Cancels and
-deadlines are heard while a request waits, a cancel also while it is read.
+The input thread queues large requests here and continues; small requests it reads itself. One worker thread reads them
+in the order of arrival; encoding releases the GIL, so that engine and output threads run meanwhile. A waiting request
+can be cancelled or expire; one that is being read can be cancelled.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_INLINE_BYTES = 8192  # of a request that the socket's own thread reads: at m
 
 
 def num_bytes(raw: wire.Request) -> int:
-    """What reading a request costs grows with this."""
+    """Size of a request's tensors and texts; the cost of reading it grows with this."""
     texts = sum(len(value) for value in raw.parameters.values() if isinstance(value, str))
     return sum(len(tensor.data) for tensor in raw.inputs) + texts
 
 
-class Steps(Protocol):
-    """What is done with a request; see RequestPool."""
+class RequestHandler(Protocol):
+    """Callbacks of RequestPool."""
 
     def parse(self, raw: wire.Request) -> Any: ...
 
@@ -49,15 +49,13 @@ class _Entry:
 
 
 class RequestPool:
-    """parse(request) and deliver(handle, parsed) run on the worker; end(handle, known, reason) answers a request that
-    is never delivered, on the thread that notices; known is what `put` was told of it. They raise nothing but OSError,
-    when the backend is gone.
-
-    cancelled(handle): a cancel came while the request was being read or delivered.
+    """parse(request) and deliver(handle, parsed) run on the worker thread. end(handle, known, reason) answers a request
+    that is not delivered, on the thread that cancels or expires it; known is the argument of `put`. cancelled(handle):
+    a cancel came while the request was being read or delivered. They raise only OSError, when the backend is gone.
     """
 
-    def __init__(self, steps: Steps, max_requests: int, max_bytes: int) -> None:
-        self._steps = steps
+    def __init__(self, handler: RequestHandler, max_requests: int, max_bytes: int) -> None:
+        self._handler = handler
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self._num_bytes = 0
@@ -68,7 +66,7 @@ class RequestPool:
         self._worker: threading.Thread | None = None
 
     def put(self, raw: wire.Request, deadline: float | None, known: Any = None) -> None:
-        """Raises CapacityError when too many wait, or too large ones. deadline: on the monotonic clock."""
+        """Queue a request. deadline: time.monotonic(). Raises CapacityError if too many requests or bytes wait."""
         size = num_bytes(raw)
         with self._changed:
             if self._is_closed:
@@ -86,7 +84,7 @@ class RequestPool:
             self._changed.notify_all()
 
     def cancel(self, handle: int) -> bool:
-        """Whether the request is here; then it is dropped, or cancelled as soon as it is read."""
+        """Cancel a request: now, or as soon as it is read. Returns whether it was here."""
         with self._changed:
             entry = self._entries.get(handle)
             if entry is None:
@@ -95,11 +93,11 @@ class RequestPool:
             if handle == self._reading:
                 return True
             self._remove(handle)
-        self._steps.end(handle, entry.known, FinishReason.CANCELLED)
+        self._handler.end(handle, entry.known, FinishReason.CANCELLED)
         return True
 
     def expire(self) -> None:
-        """Drop what has waited beyond its deadline."""
+        """Drop requests that have waited beyond their deadline."""
         if not self._entries:
             return
         now = time.monotonic()
@@ -109,7 +107,7 @@ class RequestPool:
             for entry in late:
                 self._remove(entry.raw.handle)
         for entry in late:
-            self._steps.end(entry.raw.handle, entry.known, FinishReason.TIMEOUT)
+            self._handler.end(entry.raw.handle, entry.known, FinishReason.TIMEOUT)
 
     @property
     def is_empty(self) -> bool:
@@ -120,7 +118,7 @@ class RequestPool:
             return self._changed.wait_for(lambda: not self._entries, timeout)
 
     def close(self) -> list[int]:
-        """Read nothing more; returns the handles that are still here; the caller answers them."""
+        """Stop reading. Returns the handles of the waiting requests, which the caller answers."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -143,7 +141,7 @@ class RequestPool:
             self.close()  # the backend is gone: so are the clients
 
     def _read_next(self) -> bool:
-        """False: the pool is closed."""
+        """Read one request. Returns False when the pool is closed."""
         self.expire()
         with self._changed:
             self._changed.wait_for(lambda: self._entries or self._is_closed)
@@ -153,20 +151,20 @@ class RequestPool:
             if entry.deadline <= time.monotonic():
                 return True
             self._reading = handle
-        parsed = self._steps.parse(entry.raw)
+        parsed = self._handler.parse(entry.raw)
         self._finish(handle, entry, parsed)
         return True
 
     def _finish(self, handle: int, entry: _Entry, parsed: object) -> None:
-        """The entry stays until it is delivered, so that a cancel is never lost between here and the engine."""
+        """Deliver a read request. Its entry stays until then, so that no cancel is lost on the way to the engine."""
         was_cancelled = entry.is_cancelled
         if handle in self._entries and not was_cancelled:
-            self._steps.deliver(handle, parsed)
+            self._handler.deliver(handle, parsed)
         with self._changed:
             is_here = handle in self._entries
             self._remove(handle)
             self._reading = -1
         if was_cancelled and is_here:
-            self._steps.end(handle, entry.known, FinishReason.CANCELLED)
+            self._handler.end(handle, entry.known, FinishReason.CANCELLED)
         elif entry.is_cancelled:
-            self._steps.cancelled(handle)
+            self._handler.cancelled(handle)

@@ -1,8 +1,8 @@
 """Serving one generating model: four threads between the socket and the engine.
 
-input thread (the main one): frames -> requests -> `Engine.submit`; answers bad requests itself. Large requests it
-leaves to the pool's thread.
-engine thread: `Engine.step` while there is work; hands each step's outputs over in one piece.
+input thread (the main one): frames -> requests -> `Engine.submit`; answers invalid requests itself. Large requests go
+to the pool's thread.
+engine thread: `Engine.step` while there is work; passes each step's outputs on as one list.
 output thread: text, answers, one frame per step; metrics a few times a second and when work ends.
 Knows nothing of tensors: protocol/request_parser.py reads requests and output_processor.py writes text.
 """
@@ -39,8 +39,8 @@ from slipstream.protocol.unread_request import encode_unread, peek
 logger = logging.getLogger(__name__)
 
 _METRICS_PERIOD_S = 0.25
-_IDLE_WAIT_S = 0.1  # the idle engine publishes what it had to keep back so often
-_SETTLE_S = (0.02, 0.12)  # metrics after the last answer: at once, and when the engine has surely published the rest
+_IDLE_WAIT_S = 0.1  # an idle engine publishes pending metrics at this interval
+_SETTLE_S = (0.02, 0.12)  # metrics are sent so long after the last answer; by the second the engine has published all
 _TEXT_OUTPUT = next(i for i, output in enumerate(contract.OUTPUTS["generate"]) if output.name == "text_output")
 _MAX_STEPS_AHEAD = 4  # steps that the engine may be ahead of the output thread
 
@@ -57,7 +57,7 @@ class GenerateServer:
         self._pool = RequestPool(self, config.scheduler.max_waiting_requests, config.serving.max_tokenizing_bytes)
         self._live: dict[int, ClientRequest] = {}  # filled by the input and pool threads, emptied by the output thread
         self._handles_by_id: dict[str, int] = {}
-        self._gathered: dict[int, list[RequestOutput]] = {}  # sequences that wait for the others of their request
+        self._gathered: dict[int, list[RequestOutput]] = {}  # outputs of requests with unfinished sequences
         self._drain_deadline: float | None = None
         self._is_stopping = False
         self._exit_status = 0
@@ -72,7 +72,7 @@ class GenerateServer:
     def serve(self) -> int:
         """Announce READY, serve until the backend closes the socket, a drain has ended or the engine has failed."""
         gc.collect()
-        gc.freeze()  # what was made while loading lives for ever: do not walk it again
+        gc.freeze()  # objects made while loading live for ever: do not scan them again
         self._link.send(self.ready_frame())
         threads = [
             threading.Thread(target=self._engine_loop, name="engine", daemon=True),
@@ -107,7 +107,7 @@ class GenerateServer:
                 raise CapacityError("the model is being unloaded")
             if is_large:
                 client = peek(raw, self._config, self._engine.tokenizer)
-                self._note_id(raw.handle, client.request_id)  # before the pool's thread can be done with it
+                self._note_id(raw.handle, client.request_id)  # before the pool's thread can finish it
                 self._pool.put(raw, self._unread_deadline(client), client)
             else:
                 client = parse_request(raw, self._config, self._engine.tokenizer)
@@ -117,7 +117,7 @@ class GenerateServer:
             self._refuse(raw.handle, error)
 
     def _unread_deadline(self, client: ClientRequest) -> float | None:
-        """The client's, or the limit of the queue: waiting to be tokenised is waiting for the first step."""
+        """The client's deadline, or the queue's limit: waiting to be tokenised counts as waiting in the queue."""
         deadline = client.request.deadline if client.request is not None else None
         max_queue_ms = self._config.scheduler.default_max_queue_ms
         if not max_queue_ms:
@@ -264,7 +264,7 @@ class GenerateServer:
                 self._link.send(frame)
 
     def _encode(self, client: ClientRequest, output: RequestOutput) -> bytes:
-        """The response that is due, or b"" while other sequences are to go into it."""
+        """The response that is due, or b"" while it waits for other sequences."""
         if not is_gathered(client) or output.finish_reason is FinishReason.ERROR:
             return encode_response(client, output)
         outputs = self._gathered.setdefault(client.handle, [])
@@ -272,7 +272,7 @@ class GenerateServer:
         return encode_gathered(client, outputs) if output.is_final else b""
 
     def _is_drained(self) -> bool:
-        """After DRAIN: true when nothing runs any more or its time is over; then everybody has been answered."""
+        """After DRAIN: whether nothing runs any more or the time is over. Then all requests have been answered."""
         deadline = self._drain_deadline
         is_busy = bool(self._live) or not self._pool.is_empty
         if deadline is None or (is_busy and time.monotonic() < deadline):
@@ -282,7 +282,7 @@ class GenerateServer:
         return True
 
     def _fail_everything(self) -> None:
-        """Everybody in flight gets an answer; the backend starts a new process when this one has ended."""
+        """Answer all requests with an error; the backend starts a new process when this one ends."""
         self._exit_status = 1
         self._answer_all(self._engine.error or EngineError("the engine failed"))
 

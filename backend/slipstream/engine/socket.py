@@ -15,11 +15,11 @@ from slipstream.protocol import wire
 from slipstream.protocol.responses import error_code
 
 _RECEIVE_BYTES = 1 << 18
-_SOCKET_BUFFER_BYTES = 1 << 20  # a burst of answers should not wait for the peer's thread to wake up
+_SOCKET_BUFFER_BYTES = 1 << 20  # so that a burst of answers does not wait for the peer's thread
 
 
 class EngineLink:
-    """A connected, greeted socket. path: a file, or "@name" for an abstract address (Linux).
+    """A connected socket after the handshake. path: a file, or "@name" for an abstract address (Linux).
 
     Raises OSError from the constructor if no process listens.
     """
@@ -38,11 +38,11 @@ class EngineLink:
             self._socket.sendall(frame)
 
     def frames(self) -> Iterator[tuple[wire.FrameType, bytes]]:
-        """Every frame from the backend until it closes the connection. Raises wire.ProtocolError."""
+        """Yield every frame of the backend until it closes the connection. Raises wire.ProtocolError."""
         return self._frames
 
     def receive_config(self) -> wire.Config:
-        """The first frame. Raises wire.ProtocolError when it is something else or never comes."""
+        """Receive the first frame. Raises wire.ProtocolError if it is no CONFIG or the connection ends."""
         for kind, payload in self._frames:
             if kind is not wire.FrameType.CONFIG:
                 raise wire.ProtocolError(f"expected CONFIG first, got {kind.name}")
@@ -70,13 +70,13 @@ def error_answer(handle: int, error: Exception) -> bytes:
 
 
 def too_large(handle: int, response: bytes) -> bytes:
-    """The error that a request ends with because no frame should hold its response."""
+    """The error response for a response that exceeds MAX_RESPONSE_BYTES."""
     message = f"response: has {len(response)} bytes, accepted: at most {wire.MAX_RESPONSE_BYTES}; stream it"
     return wire.error_response(handle, wire.ErrorCode.INVALID_ARG, message)
 
 
 def read_request(payload: bytes, answer: Callable[[bytes], None]) -> wire.Request | None:
-    """The request of a REQUEST frame; None when it cannot be read and has been answered with an error.
+    """Decode a REQUEST frame. If it cannot be read, answer it with an error and return None.
 
     Raises wire.ProtocolError only for a payload without a handle, which cannot be answered.
     """

@@ -1,4 +1,4 @@
-"""A scheduled step -> what the worker is told of it: plain lists, and only what it does not know yet. Engine thread."""
+"""Makes a StepInput of a scheduled step: plain lists, with only what the worker does not know yet. Engine thread."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slipstream.worker.interface import NewRequest, StepInput, Updates
 
 
 class StepInputs:
-    """Keeps track of what the worker knows of each request.
+    """Tracks what the worker knows of each request.
 
-    proposers: methods that read a request's text. makes_drafts: drafters' caches go by the hashes of blocks.
+    proposers: methods that read a request's text. makes_drafts: drafters are loaded, which need block hashes.
     """
 
     def __init__(self, proposers: Iterable[str] = (), makes_drafts: bool = False) -> None:
@@ -27,7 +27,7 @@ class StepInputs:
         step_id: int,
         step: ScheduledStep,
         draft_methods: tuple[str, ...] = (),
-        follow_methods: tuple[str, ...] = (),
+        kv_update_methods: tuple[str, ...] = (),
         waits_for_masks: bool = False,
     ) -> StepInput:
         requests = step.requests
@@ -50,12 +50,12 @@ class StepInputs:
             draft_parents=_draft_parents(step) if total_num_drafts else {},
             copies=step.copies,
             draft_methods=draft_methods,
-            follow_methods=follow_methods,
+            kv_update_methods=kv_update_methods,
             waits_for_masks=waits_for_masks,
         )
 
     def updates(self, requests: Sequence[Request]) -> Updates:
-        """What these have got since the last message; the worker knows all of them."""
+        """Changes of known requests since the last message."""
         hashes = {}
         for request in requests if self._makes_drafts else ():
             num_sent = self._num_sent_hashes.get(request.sequence_id, 0)
@@ -73,7 +73,7 @@ class StepInputs:
     # ---- parts
 
     def _new_blocks(self, requests: Sequence[Request], new_requests: list[NewRequest]) -> dict[int, list[int]]:
-        """By request id, of those that the worker knows; the others are added to new_requests."""
+        """New blocks of known requests, by sequence id; the others are added to new_requests."""
         changed = [request for request in requests if len(request.block_ids) != request.num_sent_blocks]
         found = {}
         for request in changed:
@@ -105,7 +105,7 @@ class StepInputs:
 
 
 def new_request(request: Request, with_hashes: bool = True) -> NewRequest:
-    """All that the worker must know of a request."""
+    """The NewRequest of a request."""
     params, speculation = request.params, request.speculation
     has_minimum = params.min_tokens > 0 and request.stop_conditions is not None
     return NewRequest(
@@ -120,12 +120,12 @@ def new_request(request: Request, with_hashes: bool = True) -> NewRequest:
         early_token_ids=request.stop_conditions.token_ids if has_minimum else frozenset(),
         draft_method="" if speculation is None else speculation.method,
         acceptance="exact" if speculation is None else speculation.acceptance,
-        has_grammar=request.guide_state is not None,
+        has_grammar=request.grammar_state is not None,
     )
 
 
 def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:
-    """Token ids of all rows, and the places of the requests whose token is not known yet, which stands as 0."""
+    """Token ids of all rows, and the indices of requests whose token is not known yet (its id is 0)."""
     starts, counts = step.num_computed_tokens, step.num_scheduled_tokens
     if step.total_num_scheduled_tokens == len(counts):  # one token per request
         token_ids = [
@@ -134,13 +134,13 @@ def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:
         ]
         if min(token_ids) >= 0:
             return token_ids, []
-        pending = [place for place, token_id in enumerate(token_ids) if token_id < 0]
+        pending = [index for index, token_id in enumerate(token_ids) if token_id < 0]
         return [max(0, token_id) for token_id in token_ids], pending
     token_ids, pending = [], []
-    for place, (request, start, count) in enumerate(zip(step.requests, starts, counts)):
+    for index, (request, start, count) in enumerate(zip(step.requests, starts, counts)):
         known, end = request.token_ids, start + count
         if start >= len(known):
-            pending.append(place)
+            pending.append(index)
             token_ids.append(0)
         else:
             token_ids += known[start:end]
@@ -150,7 +150,7 @@ def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:
 
 
 def _draft_parents(step: ScheduledStep) -> dict[int, list[int]]:
-    """Trees alone: a chain has no parents."""
+    """Parents of draft trees; a chain has none."""
     return {
         request.sequence_id: request.draft_parents[:num_drafts]
         for request, num_drafts in zip(step.requests, step.num_drafts)

@@ -1,7 +1,7 @@
-"""Serving a `tokenize` or `detokenize` model: each request answered as it comes, large prompts by the pool's thread.
+"""Serves a `tokenize` or `detokenize` model: answers each request on arrival, large prompts on the pool's thread.
 
-The order of `detokenize` matters: through an ensemble the pieces of one stream pass here one after another. So one
-thread does them all. No torch in this process.
+`detokenize` requests stay in order, on one thread: through an ensemble the pieces of a stream arrive one after another.
+No torch in this process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TokenizeServer:
         self._pool = RequestPool(self, config.scheduler.max_waiting_requests, config.serving.max_tokenizing_bytes)
 
     def serve(self) -> int:
-        """Answer until the backend closes the socket or drains: whatever was asked before is answered by then."""
+        """Answer until the backend closes the socket or drains; all earlier requests are answered by then."""
         self._link.send(wire.encode_ready(self._outputs, ()))
         for kind, payload in self._link.frames():
             if kind is wire.FrameType.REQUEST:
@@ -66,7 +66,7 @@ class TokenizeServer:
         self._link.send(parsed)
 
     def end(self, handle: int, known: None, reason: FinishReason) -> None:
-        """As an error, since the outputs of this task have no finish reason."""
+        """Answer with an error, because the outputs of this task have no finish reason."""
         if reason is FinishReason.CANCELLED:
             text = "cancelled while it waited to be tokenised"
             self._link.send(wire.encode_responses([wire.error_response(handle, wire.ErrorCode.CANCELLED, text)]))
@@ -74,7 +74,7 @@ class TokenizeServer:
             self._refuse(handle, CapacityError("timed out while it waited to be tokenised"))
 
     def cancelled(self, handle: int) -> None:
-        """It has been answered."""
+        """Nothing to do: the request is answered."""
 
     def parse(self, request: wire.Request) -> bytes:
         try:

@@ -16,14 +16,14 @@ from dataclasses import dataclass, field
 from slipstream.core.sampling_params import Guide
 
 MAX_LONG_TRIALS = 32  # waiting or running in the second lane; beyond it a grammar is refused with UNAVAILABLE
-NUM_TRIAL_SEATS = 2  # concurrent trials per lane
+NUM_TRIAL_SLOTS = 2  # concurrent trials per lane
 TRIAL_CHARS_PER_S = 10_000
 
 
 @dataclass(slots=True, eq=False)
 class Trial:
     """arrived: time.monotonic(). pid, result_fd, deadline, num_ticks: while it runs; num_ticks is its CPU time at the
-    last look, deadline the next look. num_kills: kills from outside (the OOM killer, or by hand)."""
+    last check, deadline the time of the next check. num_kills: kills from outside (the OOM killer, or by hand)."""
 
     key: bytes
     guide: Guide
@@ -64,7 +64,7 @@ class TrialQueue:
         """Dequeue the next trials while lanes have capacity."""
         for is_long, lane in enumerate(self._lanes):
             num_running = sum(trial.is_long == bool(is_long) for trial in self.running)
-            for _ in range(min(len(lane), NUM_TRIAL_SEATS - num_running)):
+            for _ in range(min(len(lane), NUM_TRIAL_SLOTS - num_running)):
                 yield lane.pop(0)
 
 

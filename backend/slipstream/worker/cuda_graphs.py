@@ -1,9 +1,8 @@
 """Steps captured as CUDA graphs at start: one launch in place of some hundred. Engine thread.
 
-A graph has room for a number of tokens and of requests, and takes every step that fits: decode, verification of drafts,
-short prompts among them. Lengths are data; what is left over is padded with tokens that write nothing (slot -1) and
-requests that see nothing (seq_len 0). All graphs read the same static tensors. Knows tensors only: no requests, no
-model.
+A graph has a capacity of tokens and requests and runs every step that fits: decodes, verifications, short prompts.
+Lengths are data. Steps are padded with tokens that write nothing (slot -1) and requests that attend to nothing
+(seq_len 0). All graphs read the same static tensors. Knows tensors only: no requests, no model.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from slipstream.worker.memory_plan import MemoryPlan
 
 logger = logging.getLogger(__name__)
 
-# Kernels that take up to so many times as long as their launches are worth a graph: it also spares the engine's thread.
+# A step is captured if its kernels take at most this many times as long as their launches.
 LAUNCH_BOUND = 1.3
-# Tokens of each request in the cache where steps are timed.
+# Cached tokens per request while steps are timed.
 TIMED_CONTEXT = 1024
 
 Shape = TypeVar("Shape", bound=StepShape)
 
 
 class StaticTensors:
-    """What the graphs read. They arrive by one copy from the host; block tables, which it brings as wide as the step
-    needs them, are spread by one on the device."""
+    """The inputs of the graphs. One copy from the host brings them; a second copy, on the device, widens the block
+    tables, which arrive as wide as the step needs."""
 
     def __init__(self, shapes: Sequence[StepShape], max_blocks: int, device: torch.device) -> None:
         self._num_tokens = max((shape.num_tokens for shape in shapes), default=0)
@@ -52,29 +51,29 @@ class StaticTensors:
         self.tree_mask.fill_(1)
         halves = self._arriving[self._num_words * 8 :].view(torch.int32)
         self.query_start_loc = halves[: self._num_requests + 1]
-        torch.arange(self._num_requests + 1, out=self.query_start_loc)  # before a first step all requests pad
+        torch.arange(self._num_requests + 1, out=self.query_start_loc)  # before the first step all requests are padding
         self.seq_lens = halves[self._num_requests + 1 : 2 * self._num_requests + 1]
         self._arriving_tables = halves[2 * self._num_requests + 1 :]
         self.block_tables = torch.zeros(self._num_requests, max_blocks, dtype=torch.int32, device=device)
 
     def pretend(self, shape: StepShape, context: int, plan: MemoryPlan) -> None:
-        """Fill the tensors as if each request of a shape had `context` tokens in the cache, or the most that fit, and
-        an equal share of the rows."""
+        """Fill the tensors for timing: each request of a shape has `context` cached tokens, or as many as fit, and the
+        same number of rows."""
         count, rows = shape.num_requests, shape.num_tokens // shape.num_requests
         most, device = plan.max_model_len, self.block_tables.device
         context = max(0, min(context, most - rows))
-        seq_len = min(context + rows, most)  # a very short model's last place is for several rows
+        seq_len = min(context + rows, most)  # rows share the last position if max_model_len is very short
         width = -(-seq_len // plan.block_size)
         torch.arange(0, count * rows + 1, rows, out=self.query_start_loc[: count + 1])
-        places = context + torch.arange(count * rows, device=device) % rows
-        self.positions[: count * rows] = places.clamp(max=seq_len - 1)
+        positions = context + torch.arange(count * rows, device=device) % rows
+        self.positions[: count * rows] = positions.clamp(max=seq_len - 1)
         self.seq_lens[:count] = seq_len
         self.block_tables[:count, :width] = (torch.arange(count * width, device=device) % plan.num_blocks).view(
             count, -1
         )
 
     def clear(self) -> None:
-        """All requests pad, as before a first step."""
+        """Make all requests padding, as before the first step."""
         torch.arange(self._num_requests + 1, out=self.query_start_loc)
         for tensor in (self.positions, self.seq_lens, self.block_tables):
             tensor.zero_()
@@ -100,7 +99,7 @@ class StaticTensors:
         halves = view[self._num_words * 8 :].view(np.int32)
         starts, seq_lens = halves[: self._num_requests + 1], halves[self._num_requests + 1 : 2 * self._num_requests + 1]
         starts[: count + 1] = step.query_start_loc
-        # Requests that pad have a token each, as long as there are any, and see nothing.
+        # Padding requests have one token each, while tokens are left, and attend to nothing.
         padding_starts = step.query_start_loc[-1] + np.arange(1, self._num_requests - count + 1)
         starts[count + 1 :] = np.minimum(padding_starts, shape.num_tokens)
         seq_lens[:count] = step.seq_lens
@@ -111,14 +110,14 @@ class StaticTensors:
 
 
 def _chain_masks(step: StepArrays) -> np.ndarray:
-    """The mask words of rows that see all rows before them."""
+    """Mask words of rows that attend to all earlier rows of their request."""
     starts = step.query_start_loc.astype(np.int64)
     rows = np.arange(starts[-1]) - np.repeat(starts[:-1], np.diff(starts))
     return (~np.uint64(0) >> (np.uint64(63) - rows.astype(np.uint64))).view(np.int64)
 
 
 class StepGraphs(Generic[Shape]):
-    """forward: a batch of static tensors -> hidden states, whose kernels depend on the shape alone."""
+    """forward: a batch of static tensors -> hidden states; its kernels must depend on the shape only."""
 
     def __init__(
         self,
@@ -140,20 +139,20 @@ class StepGraphs(Generic[Shape]):
         return self._shapes
 
     def tensors(self, shape: Shape) -> tuple[ForwardBatch, torch.Tensor]:
-        """What a captured graph reads, and the hidden states that it writes."""
+        """The input and output tensors of a captured graph."""
         return self._batch(shape, shape.num_tokens), self._graphs[shape][1]
 
     def shape_for(self, step: StepArrays) -> Shape | None:
-        """The first graph, that is the smallest, that takes such a step, or None."""
+        """The smallest graph that fits the step, or None."""
         return next((shape for shape in self._shapes if shape.holds(step)), None)
 
     def warm_up(self) -> None:
-        """Each shape once without a graph: compiles kernels, lets libraries choose theirs."""
+        """Run each shape once without a graph, to compile kernels and initialise libraries."""
         for shape in reversed(self._shapes):
             self._forward(self._batch(shape, shape.num_logits))
 
     def keep_launch_bound(self) -> None:
-        """Warm up; drop the shapes of so many tokens that their kernels take longer than it takes to launch them."""
+        """Warm up, and drop the shapes whose kernels take longer than LAUNCH_BOUND times their launches."""
         kept: list[Shape] = []
         for _, group in groupby(self._shapes, lambda shape: shape.num_tokens):
             shapes = list(group)
@@ -172,7 +171,7 @@ class StepGraphs(Generic[Shape]):
     def capture(self, beside: StepGraphs[Any] | None = None) -> None:
         """Record all graphs, the largest first, in one memory pool. The caller holds inference_mode.
 
-        beside: other graphs, in whose pool these have room as well, because no two run at once.
+        beside: other graphs, whose memory pool is shared, because no two graphs run at once.
         """
         if not self._shapes:
             return
@@ -196,9 +195,9 @@ class StepGraphs(Generic[Shape]):
     def time_steps(
         self, shapes: Sequence[Shape], plan: MemoryPlan, after: Callable[[torch.Tensor], object]
     ) -> dict[Shape, float]:
-        """Seconds of steps by shape, each request with TIMED_CONTEXT tokens in the cache, if there may be so many.
+        """Seconds of steps by shape, with TIMED_CONTEXT cached tokens per request, or as many as fit.
 
-        after: what is done with the output of every step. No block may hold anything yet."""
+        after: called with the output of every step, and timed with it. The KV pool must still be empty."""
         seconds = {}
         for shape in shapes:
             self._static.pretend(shape, TIMED_CONTEXT, plan)
@@ -215,13 +214,13 @@ class StepGraphs(Generic[Shape]):
             del self._graphs[shape]
 
     def load(self, shape: Shape, step: StepArrays) -> ForwardBatch:
-        """Copy a step into the static tensors. The batch is of the shape, but for its logits_indices, which are the
-        step's; it is good until the next `load`."""
+        """Copy a step into the static tensors. The batch has the graph's shape, except logits_indices, which has the
+        step's. Valid until the next `load`."""
         self._static.load(shape, shape.spread(step))
         return self._batch(shape, len(step.logits_indices))
 
     def replay(self, shape: Shape) -> torch.Tensor:
-        """What `forward` returned in the capture: good until the next replay of any shape."""
+        """The output of `forward`; valid until the next replay of any shape."""
         graph, hidden = self._graphs[shape]
         graph.replay()
         return hidden
@@ -246,7 +245,7 @@ class StepGraphs(Generic[Shape]):
 
 
 def seconds_of(run: Callable[[], object]) -> float:
-    """What running something once more takes on the device."""
+    """Device time of a second run."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     run()
     start.record()
@@ -258,7 +257,7 @@ def seconds_of(run: Callable[[], object]) -> float:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Collect no garbage meanwhile: destroying an engine's graphs and pinned memory ends a capture with an error."""
+    """Disable garbage collection: freeing another engine's graphs or pinned memory makes a capture fail."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

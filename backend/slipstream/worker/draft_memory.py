@@ -1,5 +1,5 @@
-"""What the loaded ways to draft will take of the device, for the memory plan: the sum over their tensors, made on
-torch's meta device by the code that makes the real ones. Engine thread, once at load.
+"""Device memory of the loaded speculation methods, for the memory plan: the sum over their tensors, which the code that
+makes the real ones makes on torch's meta device. Engine thread, once at load.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.nn.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class DraftMemory:
-    """kv_bytes_per_token: of the drafters' own caches, whose number of blocks is the model's."""
+    """kv_bytes_per_token: of the drafters' own caches, which have as many blocks as the model's."""
 
     weight_bytes: int = 0
     kv_bytes_per_token: int = 0
@@ -29,14 +29,14 @@ class DraftMemory:
 
 @dataclass(frozen=True)
 class Planning:
-    """What a drafter's memory is planned from. target: the model on the meta device."""
+    """Arguments of DrafterType.planned. target: the model on the meta device."""
 
     config: EngineConfig
     target: Decoder
     kv_dtype: torch.dtype
 
     def memory_of(self, tensors: Iterable[Tensor], spec: DecoderSpec | None = None) -> DraftMemory:
-        """spec: of the layers that a drafter keeps a cache for, in the type of the model's."""
+        """spec: of the drafter's layers with a KV cache, which has the model's type; None if it has none."""
         per_token = 0 if spec is None else spec.kv_bytes_per_token(self.kv_dtype)
         return DraftMemory(sum(tensor.nbytes for tensor in tensors), per_token)
 

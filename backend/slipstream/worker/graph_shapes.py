@@ -1,8 +1,8 @@
-"""What CUDA graphs have room for, and which are made; cuda_graphs.py captures and replays them. Knows arrays only.
+"""The capacities of CUDA graphs, and which graphs are made; cuda_graphs.py captures and replays them. Arrays only.
 
-A graph of decodes takes every step of short queries that fits: decodes, verifications, short prompts. A graph of
-prompts has room for some decodes and, behind them, for prompts: their attention is two kernels over different rows. Its
-last layer computes only the rows that are sampled.
+A decode graph runs every step of short queries that fits: decodes, verifications, short prompts. A prompt graph has a
+capacity of decodes and, after them, of prompts: their attention is two kernels over different rows. Its last layer
+computes only the sampled rows.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from slipstream.worker.input_batch import StepArrays
 
 logger = logging.getLogger(__name__)
 
-# Tokens of the largest graph of more than one token a request: above, the products take longer than their launches.
+# Tokens of the largest graph with several tokens per request: above, GEMMs take longer than their launches.
 MAX_DECODE_ROWS = 512
-# Numbers of requests to capture for. Up to 64 a row costs little beside the weights; above, steps of 32 at most.
+# Numbers of requests to capture for: at most 16 apart up to 128, 32 up to 256, then 64. A padding row costs little.
 DEFAULT_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# The fewest tokens of a step with a prompt that is worth a graph of its own.
+# Tokens of the smallest graph for steps with short prompts.
 MIN_PROMPT_TOKENS = 16
 # A larger graph replaces a smaller one if it takes less than this share of its time.
 LEAST_GAIN = 0.95
-# Tokens of the largest graph: eager launches of a layer's kernels take as long as its products of so many tokens.
+# Tokens of the largest prompt graph: with more, a layer's GEMMs take longer than its kernel launches.
 MAX_TOKENS = 1280
 TOKEN_STEP = 128  # whole tiles of products: a step pads to the next multiple
 MAX_PROMPTS = 16
-DECODE_ROOMS = (0, 32, 128, 256, 512)
+DECODE_CAPACITIES = (0, 32, 128, 256, 512)
 
 
 class StepShape(Protocol):
-    """What a graph has room for, and how a step is laid out in it."""
+    """The capacity of a graph, and the layout of a step in it."""
 
     @property
     def num_tokens(self) -> int: ...
@@ -67,7 +67,7 @@ class StepShape(Protocol):
 
 @dataclass(frozen=True, order=True)
 class GraphShape:
-    """What a graph has room for. max_query_len: tokens of one request; is_tree: drafts may be trees."""
+    """The capacity of a decode graph. max_query_len: tokens of one request. is_tree: drafts may be trees."""
 
     num_tokens: int
     max_query_len: int
@@ -76,11 +76,11 @@ class GraphShape:
 
     @property
     def is_verification(self) -> bool:
-        """Made for drafts, though short prompts may fit in as well."""
+        """Whether it is made for drafts; short prompts may fit too."""
         return self.is_tree or 1 < self.max_query_len < MAX_DECODE_QUERY_LEN
 
     def holds(self, step: StepArrays) -> bool:
-        """Prompts of more than MAX_DECODE_QUERY_LEN tokens never fit: they take a PromptShape."""
+        """Whether a step fits. Prompts of more than MAX_DECODE_QUERY_LEN tokens never do: they need a PromptShape."""
         return (
             len(step.token_ids) <= self.num_tokens
             and len(step.seq_lens) <= self.num_requests
@@ -90,7 +90,7 @@ class GraphShape:
         )
 
     def covers(self, other: GraphShape) -> bool:
-        """Whether every step that fits into another fits into this one."""
+        """Whether every step that fits `other` fits this shape."""
         sides = zip(astuple(self), astuple(other))
         return all(own >= its for own, its in sides)
 
@@ -115,9 +115,10 @@ class GraphShape:
 
 
 def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: str | None = None) -> tuple[int, ...]:
-    """Numbers of requests to capture for, ascending. wanted: "auto", "off" or a list like "1,2,4"; a CPU has none.
+    """Numbers of requests to capture for, ascending; none on a CPU. wanted: "auto", "off" or a list like "1,2,4".
 
-    refusal: why this model's steps cannot be captured; then "auto" has none, and a list raises ConfigError.
+    refusal: why this model's steps cannot be captured, or None. With one, "auto" gives none and a list raises
+    ConfigError.
     """
     if wanted == "off" or device.type != "cuda":
         return ()
@@ -133,10 +134,9 @@ def graph_sizes(wanted: str, max_num_seqs: int, device: torch.device, refusal: s
 
 
 @dataclass(frozen=True)
-class DraftForms:
-    """num_drafts: the most of a request, 0 without speculation. has_trees: they may be trees. are_ragged: the requests
-    of a step may have different numbers of drafts. reads_all_rows: a drafter
-    reads the hidden states of all tokens of a prompt."""
+class DraftLayout:
+    """num_drafts: maximum per request, 0 without speculation. has_trees: drafts may be trees. are_ragged: requests of a
+    step may have different numbers of drafts. reads_all_rows: a head reads the hidden states of all prompt tokens."""
 
     num_drafts: int = 0
     has_trees: bool = False
@@ -144,16 +144,16 @@ class DraftForms:
     reads_all_rows: bool = False
 
 
-NO_DRAFTS = DraftForms()
+NO_DRAFTS = DraftLayout()
 
 
-def graph_shapes(sizes: Sequence[int], drafts: DraftForms = NO_DRAFTS) -> list[GraphShape]:
-    """The graphs for these numbers of requests, ascending: decode, verification, and steps with short prompts."""
+def graph_shapes(sizes: Sequence[int], drafts: DraftLayout = NO_DRAFTS) -> list[GraphShape]:
+    """Shapes for these numbers of requests, ascending: of decodes, verifications, and steps with short prompts."""
     num_drafts = drafts.num_drafts
     shapes = {GraphShape(size, 1, size) for size in sizes}
     lengths = {1 + num_drafts, *(length for length in (2, 4, 8, 16, 32) if length <= num_drafts)} if num_drafts else ()
     for size in sizes:
-        for length in lengths:  # ragged ones: on average
+        for length in lengths:  # an average, if ragged
             if size * length <= MAX_DECODE_ROWS:
                 longest = 1 + num_drafts if drafts.are_ragged else length
                 shapes.add(GraphShape(size * length, longest, size, drafts.has_trees))
@@ -167,8 +167,8 @@ def graph_shapes(sizes: Sequence[int], drafts: DraftForms = NO_DRAFTS) -> list[G
 
 
 def slower_than_larger(seconds: Mapping[GraphShape, float]) -> list[GraphShape]:
-    """Verifications for which a larger graph takes less time: of 448 rows one took 15.7 ms on one H200, of 512 11.8,
-    because a library chose badly for a product."""
+    """Verification shapes that a larger graph runs faster. On one H200 448 rows took 15.7 ms and 512 rows 11.8 ms,
+    because a library chose a slow GEMM kernel."""
     return [
         shape
         for shape, took in seconds.items()
@@ -178,7 +178,7 @@ def slower_than_larger(seconds: Mapping[GraphShape, float]) -> list[GraphShape]:
 
 
 def _thinned(sizes: Sequence[int]) -> list[int]:
-    """The sizes that are at least four times the one before, and the largest."""
+    """A subset of the sizes: each at least four times the one before, and the largest."""
     kept: list[int] = []
     for size in sizes:
         if not kept or size >= 4 * kept[-1] or size == sizes[-1]:
@@ -188,7 +188,7 @@ def _thinned(sizes: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, order=True)
 class PromptShape:
-    """num_tokens: of all; the first num_decodes of them are those of requests of one token each."""
+    """The capacity of a prompt graph. num_tokens: in all; the first num_decodes are for requests of one token."""
 
     num_tokens: int
     num_decodes: int
@@ -219,7 +219,7 @@ class PromptShape:
         return False
 
     def holds(self, step: StepArrays) -> bool:
-        """Steps without drafts only: a request samples one token at most."""
+        """Whether a step fits. Steps with drafts never do: here a request samples one token at most."""
         if len(step.token_ids) > self.num_tokens or step.tree_mask is not None:
             return False
         num_singles, num_requests = _num_singles(step), len(step.seq_lens)
@@ -228,11 +228,11 @@ class PromptShape:
             and 0 < num_requests - num_singles <= self.num_prompts
             and len(step.token_ids) - num_singles <= self.max_query_len
             and len(step.logits_indices) <= num_requests
-            and all(place < num_singles for place, _ in step.pending[-1:])
+            and all(index < num_singles for index, _ in step.pending[-1:])
         )
 
     def spread(self, step: StepArrays) -> StepArrays:
-        """The step with its prompts moved behind the room for decodes; padding requests read and write nothing."""
+        """Insert padding requests, which read and write nothing, between the step's decodes and its prompts."""
         first = _num_singles(step)
         gap = self.num_decodes - first
         if not gap:
@@ -254,17 +254,17 @@ class PromptShape:
 
 
 def prompt_shapes(decode_sizes: Sequence[int], max_num_tokens: int) -> list[PromptShape]:
-    """The graphs for engines that have such graphs of decodes, ascending; none where decodes have none."""
+    """Shapes of prompt graphs beside decode graphs of these sizes, ascending; none if there are no decode graphs."""
     if not decode_sizes:
         return []
     most = max(decode_sizes)
-    rooms = sorted({min(room, most) for room in DECODE_ROOMS})
+    capacities = sorted({min(capacity, most) for capacity in DECODE_CAPACITIES})
     sizes = range(TOKEN_STEP, min(MAX_TOKENS, -(-max_num_tokens // TOKEN_STEP) * TOKEN_STEP) + 1, TOKEN_STEP)
-    return sorted(PromptShape(size, room) for size in sizes for room in rooms if room < size)
+    return sorted(PromptShape(size, decodes) for size in sizes for decodes in capacities if decodes < size)
 
 
 def _num_singles(step: StepArrays) -> int:
-    """How many requests at the head of a step have one token."""
+    """Number of leading requests with one token."""
     is_longer = np.diff(step.query_start_loc) > 1
     return int(is_longer.argmax()) if is_longer.any() else len(is_longer)
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-_ALIGNMENT = 16  # bytes: what kernels assume of a pointer
+_ALIGNMENT = 16  # bytes; kernels assume aligned pointers
 
 
 class HostCopy:
-    """Tensors on their way to the host. `lists` waits for them alone, not for what was launched after them.
+    """An asynchronous copy of tensors to the host. `lists` waits for the copy, not for work launched after it.
 
-    is_urgent: the device stands still until they are read, so the wait spins instead of sleeping.
+    is_urgent: the device idles until the copy is read, so the wait spins instead of sleeping.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], is_urgent: bool = False) -> None:

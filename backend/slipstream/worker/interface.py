@@ -1,8 +1,8 @@
-"""The border between engine and worker: what a step is told and what comes back. Plain data only.
+"""The messages between engine and worker. Plain data only.
 
-The engine keeps `core.request.Request`s and decides; a worker keeps what it needs of each request by request id and
-computes. Every message here survives pickling, so that a worker may be another process. Lists are aligned by request.
-In one process messages are handed over as they are: neither side changes a list after that.
+The engine owns the `core.request.Request`s and decides. A worker computes, and keeps its own state of each request by
+sequence id. Every message can be pickled, so that a worker may be another process. Lists are aligned by request. In one
+process messages are passed by reference: neither side changes a list after that.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from slipstream.worker.sample.structured_output import GrammarMasks
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """A request before its first step, and again after a preemption, which voids what the worker knew of its blocks.
+    """Sent before a request's first step, and again after a preemption, which frees its blocks.
 
-    output_token_ids, block_ids, block_hashes: those so far. early_token_ids: would end the request, so that none may
-    come among its first min_tokens. draft_method: if it may draft; acceptance: how its drafts are verified.
-    has_grammar: its rows wait for masks.
+    output_token_ids, block_ids, block_hashes: those so far. early_token_ids: end tokens, banned for the first
+    min_tokens. draft_method: "" if it does not speculate. acceptance: how its drafts are verified. has_grammar: its
+    rows need masks.
     """
 
     sequence_id: int
@@ -43,10 +43,10 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """What requests that the worker knows have got since the last message, by request id.
+    """Changes of known requests since the last message, by sequence id.
 
-    output_token_ids: of requests whose text the worker reads (penalties, bad words, proposers). block_hashes: only
-    where drafts are made.
+    output_token_ids: only of requests whose text the worker reads (penalties, bad words, proposers). block_hashes: only
+    if a speculation method is loaded.
     """
 
     block_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -58,10 +58,10 @@ class Updates:
 class StepInput:
     """One step. The last num_drafts of a request's num_scheduled_tokens are drafts to verify.
 
-    token_ids: of all rows, request by request. pending: places among the requests whose one token the step before this
-    one samples; it stands as 0. draft_parents: of trees of drafts, by request id. copies: to be made before anything
-    is computed. draft_methods: heads that draft behind this step; follow_methods: heads that only bring their caches
-    along. waits_for_masks: nothing is sampled before `Worker.sample` gives the masks.
+    token_ids: of all rows, request by request. pending: indices of the requests whose single token is sampled by the
+    step before; its id is 0 here. draft_parents: of draft trees, by sequence id. copies: of blocks, made before the
+    step. draft_methods: heads that draft after this step; kv_update_methods: heads that only update their KV caches.
+    waits_for_masks: the step samples only when `Worker.sample` brings the masks.
     """
 
     step_id: int
@@ -78,30 +78,30 @@ class StepInput:
     draft_parents: dict[int, list[int]] = field(default_factory=dict)
     copies: BlockCopies = field(default_factory=BlockCopies)
     draft_methods: tuple[str, ...] = ()
-    follow_methods: tuple[str, ...] = ()
+    kv_update_methods: tuple[str, ...] = ()
     waits_for_masks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AheadInput:
-    """Verify what the head `method` drafts behind the step `behind_id`, before anything of that step is read: the same
-    requests, with the same number of drafts."""
+    """Verify the drafts that the head `method` makes after the step `behind_id`, before that step is read. The requests
+    and their numbers of drafts are those of that step."""
 
     step_id: int
     behind_id: int
     method: str
     draft_methods: tuple[str, ...] = ()
-    follow_methods: tuple[str, ...] = ()
+    kv_update_methods: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step has sampled.
+    """The tokens that a step sampled.
 
-    token_ids: of every sampled row: one per request that samples, and one per draft of it behind that.
-    accepted: by request, which rows hold: bit 0 its last token, bit 1 + i draft i; None without drafts to verify.
-    logprobs: by request id, one entry per sampled row, of those that asked. prompt_logprobs: likewise, one entry per
-    prompt token; once, with the first token.
+    token_ids: one per sampled row: per request that samples, its last token's row and one row per draft.
+    accepted: per request a bit mask of accepted rows: bit 0 the last token, bit 1 + i draft i; None without drafts.
+    logprobs: by sequence id, one entry per sampled row. prompt_logprobs: by sequence id, one entry per prompt token,
+    sent once with the first token.
     """
 
     token_ids: list[int]
@@ -112,24 +112,25 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True)
 class DraftBudget:
-    """A request that may draft now: all its tokens but the last are computed. num_drafts: most; depth: most levels.
+    """A request that may draft now: all its tokens but the last are computed. num_drafts, depth: limits of drafts and
+    levels.
 
-    place: of the request in the step as it was launched. has_scratch: there are blocks for all slots that drafting
-    writes; if not, for those up to the request's longest length.
+    index: of the request in the launched step. has_scratch: there are blocks for all slots that drafting writes; if
+    not, only for slots up to the request's maximum length.
     """
 
     sequence_id: int
     method: str
     num_drafts: int
     depth: int
-    place: int
+    index: int
     has_scratch: bool
 
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """After a step was read. computed: (request id, first token, number of tokens) of its requests that go on, for the
-    caches of heads. budgets: which requests may draft."""
+    """Sent after a step was read. computed: (sequence id, first token, number of tokens) of its running requests, for
+    the KV caches of heads. budgets: which requests may draft."""
 
     step_id: int
     budgets: list[DraftBudget]
@@ -139,7 +140,7 @@ class DraftInput:
 
 @dataclass(frozen=True, slots=True)
 class DraftTokens:
-    """token_ids and parents as core/drafts.py has them."""
+    """token_ids, parents: see core/drafts.py."""
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -147,7 +148,7 @@ class DraftTokens:
 
 @dataclass(frozen=True, slots=True)
 class DraftResult:
-    """drafts: one entry per budget. lost_ids: requests that cannot draft any more."""
+    """drafts: one entry per budget. lost_ids: sequence ids of requests that can no longer draft."""
 
     drafts: list[DraftTokens]
     lost_ids: list[int] = field(default_factory=list)
@@ -155,11 +156,11 @@ class DraftResult:
 
 @dataclass(frozen=True, slots=True)
 class DrafterInfo:
-    """A way to draft that the worker has loaded.
+    """A loaded speculation method.
 
-    num_drafts: per step, unless a request asks for another number. num_levels: the deepest draft. num_scratch_slots:
-    cache slots past a request's tokens that drafting writes, for which there must be blocks. is_head: it drafts on the
-    device behind the step, not after it was read. reads_all_rows: as DraftHead has it.
+    num_drafts: default per step and request. num_levels: the deepest draft. num_scratch_slots: cache slots past a
+    request's tokens that drafting writes and that need blocks. is_head: it drafts on the device after the step, before
+    it is read. reads_all_rows: see DraftHead.
     """
 
     method: str
@@ -172,7 +173,7 @@ class DrafterInfo:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """costs: what steps and drafting take, if that was measured at start."""
+    """costs: times of steps and drafting, or None if not measured at start."""
 
     drafters: tuple[DrafterInfo, ...] = ()
     costs: StepCosts | None = None
@@ -181,33 +182,33 @@ class WorkerInfo:
 class Worker(Protocol):
     """One model on one device. `execute`, `sample` and `execute_ahead` do not wait for the device.
 
-    Steps are read in the order in which they were launched. One that is never read (it was launched ahead of another
-    that came) is dropped when a later one is.
+    Steps are read in the order in which they were launched. A step launched ahead that does not match what the
+    scheduler orders is never read; it is dropped when a later one is read.
     """
 
     @property
     def info(self) -> WorkerInfo: ...
 
     def execute(self, step: StepInput) -> None:
-        """Launch a step; without waits_for_masks its sampling too, and what heads draft behind it."""
+        """Launch a step; unless it waits for masks, also its sampling and the heads after it."""
         ...
 
     def sample(self, masks: GrammarMasks) -> None:
-        """The rest of the step that was executed last and waits for masks."""
+        """Launch the sampling of the last executed step, which waits for masks."""
         ...
 
     def execute_ahead(self, ahead: AheadInput) -> None: ...
 
     def result(self, step_id: int) -> StepResult:
-        """Wait for a step, not for those launched since."""
+        """Wait for a step, but not for those launched after it."""
         ...
 
     def draft(self, drafts: DraftInput) -> DraftResult: ...
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
-        """These have ended: drop what is kept for them. Ids that the worker does not know are no error."""
+        """Drop the state of ended requests; unknown ids are ignored."""
         ...
 
     def close(self) -> None:
-        """Let go of weights and KV pool."""
+        """Free weights and KV pool."""
         ...

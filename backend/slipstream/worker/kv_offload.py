@@ -1,7 +1,7 @@
 """Copies KV blocks between the pool and host memory, as core/host_cache.py orders them. Engine thread.
 
-On a GPU the host never waits: blocks about to be overwritten are gathered on the step's stream, in microseconds, and
-travel on a stream of their own; blocks that come back travel there too, while earlier steps still run, and their step
+On a GPU the host never waits. Blocks about to be overwritten are gathered on the step's stream, in microseconds, and
+copied on another stream; blocks that are loaded back are copied there too, while earlier steps run, and their step
 waits for them on the device. Knows tensors only: neither requests nor hashes.
 """
 
@@ -35,20 +35,24 @@ class HostBlocks:
         if device.type == "cuda":
             _pin(self._host)
             weakref.finalize(self, _unpin, self._host)
-        self._road: _DirectRoad | _CudaRoad
-        self._road = _CudaRoad(self._host, self._chunk_size, device) if device.type == "cuda" else _DirectRoad()
+        self._transfer: _DirectTransfer | _CudaTransfer
+        self._transfer = (
+            _CudaTransfer(self._host, self._chunk_size, device) if device.type == "cuda" else _DirectTransfer()
+        )
 
     def run(self, copies: BlockCopies) -> None:
         """Make a step's copies: before its kernels are launched, and after those of all earlier steps."""
         for chunk in self._chunks(copies.stores):
             blocks = self._blocks(chunk)
-            self._road.store([part.transpose(0, 1).index_select(0, blocks) for part in self._parts], self._host, chunk)
+            self._transfer.store(
+                [part.transpose(0, 1).index_select(0, blocks) for part in self._parts], self._host, chunk
+            )
         for chunk in self._chunks(copies.loads):
-            arrived = self._road.load(self._host, chunk)
+            arrived = self._transfer.load(self._host, chunk)
             blocks = self._blocks(chunk)
             for part, rows in zip(self._parts, arrived):
                 part.index_copy_(1, blocks, rows.transpose(0, 1))
-            self._road.release()
+            self._transfer.release()
 
     def _chunks(self, pairs: Pairs) -> Iterator[Pairs]:
         for start in range(0, len(pairs), self._chunk_size):
@@ -73,52 +77,53 @@ def _unpin(tensors: Sequence[Tensor]) -> None:
         torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
 
-class _DirectRoad:
-    """On a CPU both sides are the same memory."""
+class _DirectTransfer:
+    """Copies in host memory, for a pool on the CPU."""
 
     def store(self, gathered: list[Tensor], host: list[Tensor], pairs: Pairs) -> None:
-        for rows, kept in zip(gathered, host):
-            for row, (_, host_block) in zip(rows, pairs):  # one by one: a later pair may reuse an earlier one's place
-                kept[host_block].copy_(row)
+        for rows, stored in zip(gathered, host):
+            for row, (_, host_block) in zip(rows, pairs):  # one by one: a later pair may reuse an earlier one's block
+                stored[host_block].copy_(row)
 
     def load(self, host: list[Tensor], pairs: Pairs) -> list[Tensor]:
-        return [kept[[host_block for _, host_block in pairs]] for kept in host]
+        return [stored[[host_block for _, host_block in pairs]] for stored in host]
 
     def release(self) -> None:
         pass
 
 
-class _CudaRoad:
-    """A stream of its own. Arriving chunks alternate between two buffers, so that one travels while one is put away."""
+class _CudaTransfer:
+    """Copies on a stream of its own. Loaded chunks alternate between two buffers: one is filled while one is read."""
 
     def __init__(self, host: list[Tensor], chunk_size: int, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._buffers = [
-            [torch.empty((chunk_size, *kept.shape[1:]), dtype=kept.dtype, device=device) for kept in host] for _ in "ab"
+            [torch.empty((chunk_size, *one.shape[1:]), dtype=one.dtype, device=device) for one in host]
+            for _ in range(2)
         ]
         self._is_free = [torch.cuda.Event() for _ in self._buffers]
-        self._turn = 0
+        self._next_buffer = 0
 
     def store(self, gathered: list[Tensor], host: list[Tensor], pairs: Pairs) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            for rows, kept in zip(gathered, host):
+            for rows, stored in zip(gathered, host):
                 rows.record_stream(self._stream)
                 for row, (_, host_block) in zip(rows, pairs):
-                    kept[host_block].copy_(row, non_blocking=True)
+                    stored[host_block].copy_(row, non_blocking=True)
 
     def load(self, host: list[Tensor], pairs: Pairs) -> list[Tensor]:
-        arrived = [buffer[: len(pairs)] for buffer in self._buffers[self._turn]]
-        self._stream.wait_event(self._is_free[self._turn])
+        arrived = [buffer[: len(pairs)] for buffer in self._buffers[self._next_buffer]]
+        self._stream.wait_event(self._is_free[self._next_buffer])
         with torch.cuda.stream(self._stream):
-            for rows, kept in zip(arrived, host):
+            for rows, stored in zip(arrived, host):
                 for row, (_, host_block) in zip(rows, pairs):
-                    row.copy_(kept[host_block], non_blocking=True)
+                    row.copy_(stored[host_block], non_blocking=True)
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         return arrived
 
     def release(self) -> None:
-        """The chunk of the last `load` has been read by what was launched so far."""
-        self._is_free[self._turn].record(torch.cuda.current_stream(self._device))
-        self._turn = 1 - self._turn
+        """Release the buffer of the last `load`, once the work launched so far has read it."""
+        self._is_free[self._next_buffer].record(torch.cuda.current_stream(self._device))
+        self._next_buffer = 1 - self._next_buffer

@@ -1,4 +1,4 @@
-"""A step from its tensors to what it has sampled, while it is on the device. Engine thread."""
+"""The state of a step on the device, from its tensors to its sampled tokens. Engine thread."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from slipstream.worker.sample.sampler import PendingTokens
 
 @dataclass(frozen=True)
 class StepTensors:
-    """graph: the shape of the CUDA graph whose tensors they are, padded to it; None: run eagerly.
+    """graph: the shape of the CUDA graph that the tensors belong to and are padded to; None: the step runs eagerly.
 
-    is_last_only: hidden states are computed of the rows that sample alone, by the graph of prompt_graph if any.
+    is_last_only: the last layer computes only the sampled rows, in the graph prompt_graph if there is one.
     """
 
     batch: ForwardBatch
@@ -31,28 +31,28 @@ class StepTensors:
 
 @dataclass(frozen=True)
 class ComputedRows:
-    """What a step has computed and drawn, on the device alone: from the runner to heads that draft from it.
+    """A step's hidden states and tokens on the device, the input of draft heads.
 
-    hidden: [T, width of Decoder.forward]. next_ids: [T] int64, the token after each row: drawn or the prompt's next.
-    last: [R] int64, of each request the last row that holds. kept: None if no request of the step had drafts.
-    graph: whose static tensors all of these are; None: they are this step's own.
+    hidden: [T, width of Decoder.forward]. next_ids: [T] int64, the token after each row: sampled or the prompt's next.
+    last: [R] int64, each request's last accepted row. accepted: None if no request of the step had drafts.
+    graph: the CUDA graph that these static tensors belong to; None: they are this step's own.
 
-    Of a step with prompts hidden, next_ids and last are of the rows that sample alone, where no head reads all rows.
+    In a step with prompts hidden, next_ids and last cover only the sampled rows, unless a head reads all rows.
     """
 
     batch: ForwardBatch
     hidden: torch.Tensor
     next_ids: torch.Tensor
     last: torch.Tensor
-    kept: ops.AcceptedRows | None
+    accepted: ops.AcceptedRows | None
     graph: GraphShape | None = None
 
 
 @dataclass(frozen=True)
 class LaunchedSample:
-    """What a step samples, on its way to the host. tokens: None if nothing is sampled.
+    """The sampled tokens of a launched step, being copied to the host. tokens: None if nothing is sampled.
 
-    accepted: of a verification, a word of AcceptedRows per request. rows: of a verification, on the device.
+    accepted: of a verification: per request the bit mask of accepted rows. rows: of a verification, on the device.
     """
 
     tokens: PendingTokens | None = None
@@ -61,7 +61,7 @@ class LaunchedSample:
     rows: ComputedRows | None = None
 
     def result(self) -> StepResult:
-        """Wait for the step, not for those launched since. Call it once."""
+        """Wait for the step, but not for those launched after it. Call it once."""
         if self.tokens is None:
             return StepResult([])
         accepted = None if self.accepted is None else self.accepted.lists()[0]  # first: it spins, tokens were before it
@@ -71,7 +71,7 @@ class LaunchedSample:
 
 @dataclass(frozen=True)
 class RunningStep:
-    """A step whose forward pass was launched. asks_prompt_logprobs: some request known to the worker does."""
+    """A step whose forward pass is launched. asks_prompt_logprobs: a known request wants prompt log-probabilities."""
 
     step: StepInput
     states: list[RequestState]

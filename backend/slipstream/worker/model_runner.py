@@ -1,4 +1,4 @@
-"""What turns a step into tokens: weights, KV pool, batches, CUDA graphs and sampling of one model on one device.
+"""Runs the steps of one model on one device: weights, KV pool, batches, CUDA graphs, sampling.
 
 Engine thread. A runner owns device memory and decides nothing about requests. `build`, `forward` and `sample` do not
 wait for the device, so that the next step can be built and launched while this one runs. Only the result of `sample`
@@ -23,7 +23,7 @@ from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_shapes import (
     NO_DRAFTS,
-    DraftForms,
+    DraftLayout,
     GraphShape,
     graph_shapes,
     graph_sizes,
@@ -67,7 +67,7 @@ def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, pha
 
 
 class ModelRunner:
-    """tables: block tables of all requests. drafts: what drafts look like, for which graphs are captured."""
+    """tables: block tables of all requests. drafts: the layout of drafts, for which graphs are captured."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class ModelRunner:
         plan: MemoryPlan,
         tables: BlockTables,
         phases: StartUp,
-        drafts: DraftForms = NO_DRAFTS,
+        drafts: DraftLayout = NO_DRAFTS,
     ) -> None:
         device, spec = hardware.device, model.spec
         self._model = model
@@ -95,14 +95,14 @@ class ModelRunner:
         refusal = model.backend.graph_refusal(plan.block_size, drafts.has_trees)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         shapes = graph_shapes(sizes, drafts)
-        room = (tables.max_blocks, plan.max_model_len)
-        self._graphs = StepGraphs(shapes, *room, self._run_model, device)
+        limits = (tables.max_blocks, plan.max_model_len)
+        self._graphs = StepGraphs(shapes, *limits, self._run_model, device)
         prompts = [] if drafts.reads_all_rows else prompt_shapes(sizes, self._max_num_tokens)
-        self._prompt_graphs = StepGraphs(prompts, *room, self._run_last, device)
+        self._prompt_graphs = StepGraphs(prompts, *limits, self._run_last, device)
         most = max((shape.num_tokens for shape in shapes), default=0)
-        seats = most, max(config.scheduler.max_num_seqs, *sizes, 1)
+        capacity = most, max(config.scheduler.max_num_seqs, *sizes, 1)
         compaction = Compaction(pool, device)
-        self._verifier = Verifier(model, self._sampler, compaction, config.speculation, plan, seats)
+        self._verifier = Verifier(model, self._sampler, compaction, config.speculation, plan, capacity)
         self._capture(config, phases)
         self.step_seconds = self._time_steps(plan) if drafts.num_drafts else {}  # where it was measured
 
@@ -156,7 +156,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, tensors: StepTensors) -> torch.Tensor:
-        """Final hidden states, [T, hidden_size] or of those that sample; the pool has all keys and values then."""
+        """Run the model. Returns the last hidden states of all rows, or of the sampled ones: [rows, hidden_size]."""
         if tensors.graph is not None:
             return self._graphs.replay(tensors.graph)
         if tensors.prompt_graph is not None:
@@ -175,7 +175,7 @@ class ModelRunner:
         if running.asks_prompt_logprobs:
             self._prompt_logprobs.collect(step, states, hidden, self._model.logits)
         if step.total_num_drafts:
-            previous, self._sampled = self._sampled, None  # nothing runs ahead of it in the plain way
+            previous, self._sampled = self._sampled, None  # a verification keeps its tokens in AcceptedRows
             drafted = drafted_requests(running, draft_probs)
             return self._verifier.verify(running, drafted, self._prompt_logprobs, previous, masks)
         sampling = [state for state, samples in zip(states, step.samples) if samples]
@@ -197,7 +197,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def computed_rows(self, running: RunningStep, sample: LaunchedSample) -> ComputedRows:
-        """What heads may draft from after `sample`; good until the next `build`."""
+        """The input of draft heads after `sample`; valid until the next `build`."""
         if sample.rows is not None:
             return sample.rows
         tensors, drawn = running.tensors, None if sample.tokens is None else sample.tokens.token_ids
@@ -221,10 +221,10 @@ class ModelRunner:
         self._prompt_logprobs.forget(sequence_ids)
 
     def _last_rows(self, running: RunningStep, drawn: torch.Tensor | None) -> ComputedRows:
-        """hidden: of the rows that sample alone. A request that does not sample stands with the first of them."""
+        """hidden: of the sampled rows only. A request that does not sample refers to the first of them."""
         assert drawn is not None, "no head drafts behind a step that samples nothing"
-        places = iter(range(len(running.hidden)))
-        numbers = [next(places) if samples else 0 for samples in running.step.samples]
+        rows = iter(range(len(running.hidden)))
+        numbers = [next(rows) if samples else 0 for samples in running.step.samples]
         last = to_device(numbers, torch.int64, self._device)
         return ComputedRows(running.tensors.batch, running.hidden, drawn, last, None)
 
@@ -245,19 +245,18 @@ class ModelRunner:
         self._sampler.greedy(self._model.lm_head(self._model.final(hidden)))
 
     def _warm_up(self, config: EngineConfig) -> None:
-        """What libraries prepare once and what is compiled is prepared now; nothing is written to the pool.
+        """Compile kernels and initialise libraries. Writes nothing to the pool.
 
-        On a GPU a prompt of the largest step, a shorter one and one of a few tokens (their attention kernels differ),
-        a draw with filters, then every size of decode; on a CPU one token. Weights that are no numbers, which would
-        make the end of every text without a word, are refused by the first row: it sees one slot of zeros. Dummy ones
-        are not: their text does not matter.
+        On a GPU: prompts of the largest step, of medium and of short length (their attention kernels differ), a draw
+        with all filters, then every decode size. On a CPU: one token. NaN weights are refused here, by the logits of
+        the first row; dummy weights are not checked.
         """
-        looks = config.model.load_format != "dummy"
+        checks_weights = config.model.load_format != "dummy"
         is_gpu = self._device.type == "cuda"
         for num_tokens in (self._max_num_tokens, 2 * MAX_DECODE_QUERY_LEN, 32) if is_gpu else (1,):
             batch = padding_batch(num_tokens, self._builder.max_blocks if is_gpu else 1, self._device)
             logits = self._model.logits(self._run_model(batch)[:1])
-            if looks and not logits.isfinite().all():
+            if checks_weights and not logits.isfinite().all():
                 raise refuse_without_numbers(config.model, self._model.context.dtype)
         if is_gpu:
             logits.argmax(dim=-1)
@@ -273,24 +272,24 @@ def finish_phase(phases: StartUp, name: str, device: torch.device) -> None:
 
 
 def _draw_once(logits: torch.Tensor) -> None:
-    """With every filter: what is built for the draw is built now."""
+    """Draw with every filter, to compile the sampling kernels."""
     one = torch.ones(logits.shape[0], device=logits.device)
     ops.sample(logits, one, one.int(), 0.5 * one, 0.5 * one, one.long(), one.long())
 
 
 def enter_device(device: torch.device) -> None:
-    """Kernels and events go to the thread's current device, which is the first GPU in every new thread."""
+    """Make the device current for this thread: in a new thread the current device is the first GPU."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 def _prefer_cublaslt() -> None:
-    """The interface of cuBLAS that chooses the faster kernels for 17 to 64 rows of 16 bits (docs/measurements)."""
+    """Use cuBLASLt, which chooses faster kernels for 17 to 64 rows of 16 bits (docs/measurements)."""
     torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 def _leave_a_core() -> None:
-    """One thread fewer than cores, for the server, the output thread and the clients of this machine.
+    """Compute with one thread fewer than cores; the last core is for the server, the output thread and clients.
 
     OpenMP's threads spin at their barriers: with as many as cores and anything else running, a step of 64 decodes of a
     14 M model took 800 ms instead of 35 ms (two cores, load 5).

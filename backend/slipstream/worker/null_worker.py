@@ -1,4 +1,4 @@
-"""A worker without a model: every sampled token is the same. For what everything around a model costs."""
+"""A worker without a model: every sampled token is the same. Used to measure the cost of everything else."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from slipstream.worker.sample.structured_output import GrammarMasks
 
 
 class NullWorker:
-    """No weights and no computing. Log-probabilities and grammars are not served."""
+    """No weights and no computation. Serves neither log-probabilities nor grammars."""
 
     def __init__(self, token_id: int) -> None:
         self._token_id = token_id

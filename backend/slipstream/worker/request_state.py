@@ -1,4 +1,4 @@
-"""What the worker keeps of each request, by request id, between a NewRequest and `forget`. Engine thread."""
+"""The worker's state of each request, from NewRequest to `forget`. Engine thread."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from slipstream.worker.interface import NewRequest, StepInput, Updates
 
 
 class RequestState:
-    """One request. token_ids: prompt and output as far as the engine has sent them, which it does without gaps only
-    for requests whose text is read here. num_drawn_tokens: output tokens, the one that the step draws included; kept
-    up for requests whose logits are edited."""
+    """One request. token_ids: prompt and output, complete only for requests whose text the worker reads.
+    num_drawn_tokens: output tokens including the one that the current step draws; only for requests with
+    counts_tokens."""
 
     def __init__(self, new: NewRequest) -> None:
         self.sequence_id = new.sequence_id
@@ -47,7 +47,7 @@ class RequestState:
 
     @cached_property
     def counts_tokens(self) -> bool:
-        """Whether what is drawn depends on how many tokens were drawn before."""
+        """Whether a draw depends on the number of tokens drawn before."""
         return self.has_edits or self.params.has_penalties
 
     @cached_property
@@ -56,7 +56,7 @@ class RequestState:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Greedy, and nothing else asked: the largest of the logits as they are."""
+        """Whether the next token is the argmax of the unchanged logits."""
         return self.params.is_greedy and self.draws_by_itself
 
 
@@ -67,7 +67,7 @@ def has_edits(params: SamplingParams) -> bool:
 
 
 def draws_by_itself(params: SamplingParams, has_grammar: bool) -> bool:
-    """Whether tokens depend on logits, parameters and positions alone, and no log-probabilities are asked for."""
+    """Whether tokens depend only on logits, parameters and positions, and no log-probabilities are wanted."""
     return not (params.has_penalties or has_edits(params) or params.logprobs is not None or has_grammar)
 
 
@@ -76,7 +76,7 @@ class RequestStates:
 
     def __init__(self) -> None:
         self._states: dict[int, RequestState] = {}
-        self._counting: set[int] = set()  # whose counts_tokens holds
+        self._counting: set[int] = set()  # requests with counts_tokens
         self._with_prompt_logprobs: set[int] = set()
 
     def add(self, new: NewRequest) -> RequestState:
@@ -88,7 +88,7 @@ class RequestStates:
         return state
 
     def update(self, updates: Updates) -> None:
-        """Requests that have been forgotten meanwhile are left out."""
+        """Apply changes; those of forgotten requests are ignored."""
         for sequence_id, block_ids in updates.block_ids.items():
             if (state := self._states.get(sequence_id)) is not None:
                 state.block_ids += block_ids
@@ -107,12 +107,12 @@ class RequestStates:
         return self._states.get(sequence_id)
 
     def count_drawn(self, step: StepInput, states: Sequence[RequestState]) -> None:
-        """Note how many tokens each request has once this step has drawn."""
+        """Set num_drawn_tokens for a step that is about to draw."""
         if not self._counting:
             return
-        for place, state in enumerate(states):
+        for index, state in enumerate(states):
             if state.counts_tokens:
-                end = step.num_computed_tokens[place] + step.num_scheduled_tokens[place] - step.num_drafts[place]
+                end = step.num_computed_tokens[index] + step.num_scheduled_tokens[index] - step.num_drafts[index]
                 state.num_drawn_tokens = end + 1 - state.num_prompt_tokens
 
     @property

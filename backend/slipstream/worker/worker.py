@@ -1,7 +1,7 @@
-"""The worker: one model on one device, behind the messages of interface.py. Engine thread.
+"""The worker: runs one model on one device by the messages of interface.py. Engine thread.
 
-A step that was launched is kept until its result is read, and the last one that was read until the next is, because
-drafts are asked for after it. What was launched ahead of another step than the one that came is dropped then.
+A launched step is kept until its result is read, and the last read step until the next one is read, because the engine
+asks for drafts in between. Steps that were launched ahead and never matched are dropped then.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class _Launched:
 
 
 class ModelWorker:
-    """Whole once constructed: weights, drafters, KV pool, graphs. See interface.Worker."""
+    """Fully loaded once constructed: weights, drafters, KV pool, graphs. See interface.Worker."""
 
     def __init__(
         self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan, phases: StartUp
@@ -53,7 +53,7 @@ class ModelWorker:
         self.speculator = Speculator(config.speculation.loaded, context)
         if config.speculation.loaded:
             finish_phase(phases, "drafters", hardware.device)
-        self.runner = ModelRunner(config, target, hardware, plan, self._tables, phases, self.speculator.forms)
+        self.runner = ModelRunner(config, target, hardware, plan, self._tables, phases, self.speculator.layout)
         draft_seconds = self.speculator.capture(self.runner.verified_rows())
         finish_phase(phases, "drafting", hardware.device)
         self._info = WorkerInfo(self.speculator.infos, measured_costs(self.runner.step_seconds, draft_seconds))
@@ -91,7 +91,7 @@ class ModelWorker:
             behind.running.step,
             step_id=ahead.step_id,
             draft_methods=ahead.draft_methods,
-            follow_methods=ahead.follow_methods,
+            kv_update_methods=ahead.kv_update_methods,
         )
         drafts = self.speculator.rows_ahead(behind.heads, ahead.method, step.num_drafts[0])
         running, sample = self.runner.run_ahead(step, behind.running, behind.sample.rows, drafts)
@@ -134,5 +134,5 @@ class ModelWorker:
 
     def _launch_heads(self, running: RunningStep, sample: LaunchedSample) -> None:
         step, rows = running.step, lambda: self.runner.computed_rows(running, sample)
-        heads = self.speculator.run_heads(step.draft_methods, step.follow_methods, rows)
+        heads = self.speculator.run_heads(step.draft_methods, step.kv_update_methods, rows)
         self._launched[step.step_id] = _Launched(running, sample, heads)

@@ -1,8 +1,8 @@
-"""What changes logits before a token is drawn: biases, bans of words, and of whatever would stop a text too early.
+"""Logits processors: biases, allowed tokens, bans of bad words, and of end tokens before min_tokens. Engine thread.
 
-Engine thread. What a request asks once for all (up to a bias per token of the vocabulary) is made a tensor when the
-request first samples, what depends on its text is worked out every step, at a cost that the number of words does not
-change. Everything is per row and depends on that row's request alone: never on its neighbours.
+Fixed biases of a request (up to one per token of the vocabulary) become tensors when it first samples. Bans that depend
+on its text are computed every step, at a cost that does not depend on the number of words. Each row depends on its own
+request only.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from slipstream.worker.host_copy import to_device
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.penalties import Paths
 
-# Finite, unlike a guide's -inf: where a guide leaves nothing but banned tokens (the text must end, min_tokens says not
-# yet), the guide wins and there still is something to draw.
+# Finite, unlike a grammar's -inf: if a grammar allows only banned tokens (the text must end, but min_tokens bans that),
+# the grammar wins and a token can still be drawn.
 BANNED = -1e30
-NOT_ALLOWED = 2 * BANNED  # where all allowed tokens are banned, one of them is drawn all the same
+NOT_ALLOWED = 2 * BANNED  # below BANNED: if all allowed tokens are banned, one of them is drawn
 _MAX_KEPT_BANS = 64  # tensors of one request, each of the tokens that complete a bad word
 
 Columns = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # rows, token ids, what is added there
 
 
 class _Asked(NamedTuple):
-    """Of one SamplingParams, on the device. token_ids, values: what is added for all tokens. dense: a bias per token of
-    the vocabulary, if there is one. early: the tokens that would stop the request. allowed: the only ones, if any."""
+    """Tensors of one SamplingParams, on the device. token_ids, values: fixed biases. dense: a bias per token of the
+    vocabulary, or None. early: end tokens, banned before min_tokens. allowed: the allowed tokens, empty for all."""
 
     token_ids: torch.Tensor
     values: torch.Tensor
@@ -43,8 +43,8 @@ class _Asked(NamedTuple):
 
 @dataclass(slots=True)
 class _Edits:
-    """The edits of one request. asked: shared by the n sequences of a client. state: of words after num_seen output
-    tokens."""
+    """Edits of one request. asked: shared by the n sequences of a client request. state: of the bad words' automaton
+    after num_seen output tokens."""
 
     asked: _Asked
     words: BadWords
@@ -53,10 +53,10 @@ class _Edits:
     bans: dict[int, torch.Tensor] = field(default_factory=dict)  # by state
 
 
-class LogitEdits:
-    """One per sampler: the edits of the requests that sample together, kept while they do.
+class LogitsProcessors:
+    """One per sampler: edits of the requests that sample together, kept while the composition is unchanged.
 
-    vocab_size: the width of the logits. Raises AssertionError for a token outside it, which intake.py has refused.
+    vocab_size: the width of the logits. Raises AssertionError for a token outside it, which input_processor.py refuses.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -71,7 +71,7 @@ class LogitEdits:
         self._early: Columns | None = None
 
     def compose(self, requests: list[RequestState]) -> bool:
-        """Take the requests of the steps to come, in row order; returns whether any asks for edits."""
+        """Set the requests of the following steps, in row order. Returns whether any has edits."""
         self._rows = [row for row, request in enumerate(requests) if request.has_edits]
         known, self._edits = self._edits, {}
         asked: dict[tuple[int, frozenset[int]], _Asked] = {}
@@ -90,9 +90,9 @@ class LogitEdits:
         return bool(self._rows)
 
     def apply(self, logits: torch.Tensor, requests: list[RequestState], paths: Paths | None = None) -> None:
-        """Edit in place. logits: [num_rows, vocab] fp32; requests: those of the last `compose`.
+        """Edit logits in place: [num_rows, vocab] fp32. requests: those of the last `compose`.
 
-        paths: the drafts that each row has beyond its request's tokens.
+        paths: per row, the drafts after its request's tokens.
         """
         early_rows: list[int] = []
         ban_rows: list[int] = []
@@ -163,7 +163,7 @@ class LogitEdits:
         return padded.to(self._device)
 
     def _banned_after(self, request: RequestState, edits: _Edits, path: tuple[int, ...]) -> torch.Tensor:
-        """Tokens that would complete a bad word after the request's own and the drafts of `path`."""
+        """Tokens that would complete a bad word after the request's tokens and the drafts of `path`."""
         if request.num_output_tokens < edits.num_seen:
             edits.state, edits.num_seen = ROOT, 0
         for token_id in request.token_ids[request.num_prompt_tokens + edits.num_seen :]:
@@ -180,12 +180,12 @@ class LogitEdits:
         return banned
 
     def _ids(self, token_ids: list[int]) -> torch.Tensor:
-        """Looked at here, because the kernel cannot say it without being waited for."""
+        """Token ids on the device; checked on the host, because a kernel's check would have to be waited for."""
         if token_ids:
             assert min(token_ids) >= 0 and max(token_ids) < self._vocab_size, "an edit outside the vocabulary"
         return to_device(token_ids, torch.int64, self._device)
 
 
 def _key(request: RequestState) -> tuple[int, frozenset[int]]:
-    """Requests of one key want the same."""
+    """Requests with the same key share their tensors."""
     return id(request.params), request.early_token_ids

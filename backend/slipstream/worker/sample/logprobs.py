@@ -33,7 +33,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[
 
 
 def logprob_columns(logits: torch.Tensor, token_ids: torch.Tensor, max_top: int) -> tuple[torch.Tensor, ...]:
-    """What `read_columns` reads once it is on the host: token ids, logprobs, ranks, likeliest ids and logprobs."""
+    """Columns for `read_columns`: token ids, logprobs, ranks, and the ids and logprobs of the most probable tokens."""
     found = ops.top_logprobs(logits, max_top, token_ids)
     return (token_ids, found.chosen, found.rank, found.token_ids, found.values)
 
@@ -64,7 +64,7 @@ class PromptLogprobs:
     def collect(
         self, step: StepInput, states: Sequence[RequestState], hidden: torch.Tensor, logits_of: LogitsOf
     ) -> None:
-        """Take in this step's part of each prompt. hidden: [T, H], rows in the order of the step."""
+        """Add the entries of this step's prompt rows. hidden: [T, H], rows in the order of the step."""
         first_row = 0
         for state, start, count in zip(states, step.num_computed_tokens, step.num_scheduled_tokens):
             if state.params.prompt_logprobs is not None and state.num_output_tokens == 0:
@@ -74,15 +74,15 @@ class PromptLogprobs:
             first_row += count
 
     def take(self, step: StepInput, states: Sequence[RequestState]) -> dict[int, list[TokenLogprobs | None]]:
-        """By request id, the entries of those that draw their first token; each is handed out once."""
+        """The entries of requests that sample their first token in this step, by sequence id; removed here."""
         taken = {}
-        for place, state in enumerate(states):
-            if state.params.prompt_logprobs is None or not step.samples[place]:
+        for index, state in enumerate(states):
+            if state.params.prompt_logprobs is None or not step.samples[index]:
                 continue
-            end = step.num_computed_tokens[place] + step.num_scheduled_tokens[place] - step.num_drafts[place]
+            end = step.num_computed_tokens[index] + step.num_scheduled_tokens[index] - step.num_drafts[index]
             if end == state.num_prompt_tokens:
                 entries = self._entries.pop(state.sequence_id, None)
-                taken[state.sequence_id] = entries or [None]  # a prompt of one token has nothing to predict
+                taken[state.sequence_id] = entries or [None]  # a prompt of one token has no predicted token
         return taken
 
     def forget(self, sequence_ids: Iterable[int]) -> None:

@@ -1,6 +1,6 @@
-"""What penalised requests have said so far, as a device table kept between steps: a step adds its new tokens only.
+"""Token history of penalised requests: a device table kept between steps, to which a step adds its new tokens.
 
-Engine thread. A request that comes back after its row was reclaimed is copied anew from its token ids.
+Engine thread. If the row of a request was reclaimed meanwhile, its tokens are copied again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from slipstream.worker.host_copy import to_device
 from slipstream.worker.input_batch import SampledTokens
 from slipstream.worker.request_state import RequestState
 
-_FEW = 16  # tokens that are put into the table with those of others
+_FEW = 16  # up to this many new tokens of a request are written in one operation with those of others
 Paths = Sequence[tuple[int, ...]]  # per row: the drafts that lead to it
 
 
@@ -35,10 +35,10 @@ class TokenHistory:
     def update(
         self, requests: list[RequestState], sampled: SampledTokens | None = None, paths: Paths | None = None
     ) -> tuple[torch.Tensor, list[int]]:
-        """[len(requests), longest] int32: prompt and output of each request, and how many tokens each has; what follows
-        them is of no meaning. sampled: of the step before, for those that are not known to the host yet.
+        """Returns [len(requests), longest] int32, prompt and output of each request, and their lengths; entries past a
+        length are undefined. sampled: the step before, for tokens that the host does not know yet.
 
-        paths: the drafts that each row (a request may have several) has beyond its request's tokens.
+        paths: per row (a request may have several), the drafts after its request's tokens.
         """
         rows = [self._row(request, requests) for request in requests]
         known: list[tuple[int, int, int]] = []
@@ -48,7 +48,7 @@ class TokenHistory:
             self._catch_up(request, row, copied)
             start, end = row.num_tokens, request.num_tokens
             known += [(row.index, start + i, token_id) for i, token_id in enumerate(request.token_ids[start:])]
-            row.num_tokens = request.num_prompt_tokens + request.num_drawn_tokens - 1  # but the one about to be drawn
+            row.num_tokens = request.num_prompt_tokens + request.num_drawn_tokens - 1  # not yet the one being drawn
             if row.num_tokens > end:
                 assert sampled is not None, "a token that is not known, and no step that samples it"
                 pending.append((row.index, end, sampled.rows[request.sequence_id]))
@@ -56,8 +56,8 @@ class TokenHistory:
             self._put(*self._columns(known))
         if pending:
             assert sampled is not None
-            row_of, column_of, place = self._columns(pending)
-            self._put(row_of, column_of, sampled.token_ids[place])
+            row_of, column_of, index = self._columns(pending)
+            self._put(row_of, column_of, sampled.token_ids[index])
         order = to_device([row.index for row in rows], torch.int64, self._table.device)
         num_tokens = [row.num_tokens for row in rows]
         if paths is None:
@@ -75,8 +75,9 @@ class TokenHistory:
         return history, lengths
 
     def _catch_up(self, request: RequestState, row: _Row, copied: dict[int, int]) -> None:
-        """A prompt, or an output that comes back, as one tensor: a hundred thousand tokens one by one would hold up
-        everybody's step. copied: id of a prompt's list, which the n sequences of a client share -> the row that has it.
+        """Copy a prompt or a long output as one tensor: 100,000 tokens one by one would delay the step of all requests.
+
+        copied: id of a prompt's list, which the n sequences of a client request share -> the row that holds it.
         """
         device, prompt = self._table.device, request.prompt_token_ids
         if row.num_tokens == 0:
@@ -89,8 +90,8 @@ class TokenHistory:
             self._table[row.index, row.num_tokens : request.num_tokens] = tokens
             row.num_tokens = request.num_tokens
 
-    def _columns(self, places: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
-        flat = [number for column in zip(*places) for number in column]
+    def _columns(self, indices: list[tuple[int, int, int]]) -> tuple[torch.Tensor, ...]:
+        flat = [number for column in zip(*indices) for number in column]
         return tuple(to_device(flat, torch.int64, self._table.device).view(3, -1))
 
     def _put(self, rows: torch.Tensor, columns: torch.Tensor, token_ids: torch.Tensor) -> None:

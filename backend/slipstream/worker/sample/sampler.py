@@ -2,7 +2,7 @@
 
 A token depends on its own request alone (its logits, parameters, seed and position), so the same seed gives the same
 text whatever the batch. Tensors of parameters are kept while the batch's composition is unchanged, and every feature
-costs only the rows that asked for it. Nothing here waits for the device but `PendingTokens.result`.
+costs only the rows that use it. Only `PendingTokens.result` waits for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slipstream.core.outputs import TokenLogprobs
 from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import SampledTokens
 from slipstream.worker.request_state import RequestState
-from slipstream.worker.sample.logit_bias import LogitEdits
+from slipstream.worker.sample.logit_bias import LogitsProcessors
 from slipstream.worker.sample.logprobs import logprob_columns, read_columns
 from slipstream.worker.sample.penalties import Paths, TokenHistory
 from slipstream.worker.sample.structured_output import GrammarMasks, MaskApplier
@@ -35,7 +35,7 @@ class Sampled:
 
 
 class PendingTokens:
-    """Drawn on the device and on their way to the host. token_ids: [number of rows] int64, on the device."""
+    """Tokens drawn on the device, being copied to the host. token_ids: [number of rows] int64, on the device."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class PendingTokens:
         self._copy = HostCopy((token_ids, *logprobs))
 
     def result(self) -> Sampled:
-        """Wait for this step, not for those launched since."""
+        """Wait for this step, but not for those launched after it."""
         token_ids, *columns = self._copy.lists()
         found = read_columns([state.params.logprobs or 0 for state in self._asked], columns) if columns else []
         logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -82,11 +82,11 @@ class _Penalties(NamedTuple):
 
 @dataclass(slots=True)
 class _Composition:
-    """What is the same in every step that samples the same requests in the same order: which rows need what."""
+    """Everything that stays the same while the same requests sample in the same order."""
 
     sequence_ids: list[int]
     is_greedy: bool
-    is_plain: bool  # greedy, and nothing else asked
+    is_plain: bool  # argmax of the unchanged logits
     is_edited: bool
     penalised: list[int]
     penalised_rows: torch.Tensor
@@ -102,7 +102,7 @@ class Sampler:
     def __init__(self, vocab_size: int, max_model_len: int, device: torch.device) -> None:
         self._device = device
         self._history = TokenHistory(max_model_len, device)
-        self._edits = LogitEdits(vocab_size, device)
+        self._edits = LogitsProcessors(vocab_size, device)
         self._masks = MaskApplier(vocab_size, device)
         self._composition: _Composition | None = None
 
@@ -116,13 +116,12 @@ class Sampler:
         judge: Judge | None = None,
         masks: GrammarMasks | None = None,
     ) -> PendingTokens:
-        """Draw one token per row. logits: [len(requests), vocab] in the model's dtype, perhaps changed in place.
+        """Draw one token per row. logits: [len(requests), vocab] in the model's dtype; may be changed in place.
 
-        requests: of each row; one with drafts has a row for its last token and one per draft, next to each other.
-        positions: [len(requests)] int64, of each row's own token. Log-probabilities are of the unchanged logits.
-        previous: the tokens of the step before, if the host may not know them yet.
-        paths: the drafts that lead to each row. judge: has the last word on the tokens drawn. masks: of rows with a
-        grammar.
+        requests: per row; a request with drafts has consecutive rows, one for its last token and one per draft.
+        positions: [len(requests)] int64, of each row's own token. Log-probabilities are those of the unchanged logits.
+        previous: the tokens of the step before, if the host may not know them yet. paths: per row, the drafts before
+        it. judge: may replace the drawn tokens. masks: of rows with a grammar.
         """
         rows = self._compose(requests)
         if rows.is_plain:  # the largest is the largest in any dtype
@@ -142,7 +141,7 @@ class Sampler:
         return PendingTokens(token_ids, rows.with_logprobs, logprobs)
 
     def greedy(self, logits: torch.Tensor) -> PendingTokens:
-        """The same for rows of requests that all are plain."""
+        """`sample` for rows whose requests are all plain."""
         return PendingTokens(ops.greedy(logits))
 
     def _compose(self, requests: list[RequestState]) -> _Composition:
@@ -167,7 +166,7 @@ class Sampler:
         return self._composition
 
     def _draw_parameters(self, requests: list[RequestState]) -> Draws:
-        """A filter that no request uses is None, which spares its work for all."""
+        """A filter that no request uses is None, so that the kernel skips it."""
         params = [request.params for request in requests]
         top_k, top_p, min_p = [max(0, p.top_k) for p in params], [p.top_p for p in params], [p.min_p for p in params]
         return Draws(
@@ -195,7 +194,7 @@ class Sampler:
         previous: SampledTokens | None,
         paths: Paths | None,
     ) -> None:
-        """Penalties, then biases and bans, each on its rows only, in place. Grammar masks come last."""
+        """Apply penalties, then biases and bans, each to its rows only, in place. Grammar masks come last."""
         if rows.penalised:
             penalised = [requests[row] for row in rows.penalised]
             penalised_paths = [paths[row] for row in rows.penalised] if paths else None
@@ -226,6 +225,6 @@ def _where(requests: list[T], wanted: Callable[[T], bool]) -> list[int]:
 
 
 def _signed(seed: int) -> int:
-    """The same 64 bits as a signed number."""
+    """The same 64 bits as a signed integer."""
     seed &= (1 << 64) - 1
     return seed - (1 << 64) if seed >= 1 << 63 else seed

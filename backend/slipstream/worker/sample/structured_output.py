@@ -1,4 +1,4 @@
-"""Grammar masks in the step: bits of the tokens that a row may draw, put on the logits in one go. Engine thread."""
+"""Grammar masks: a bit per token of the vocabulary and row, applied to the logits in one call. Engine thread."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class GrammarMasks:
-    """rows: sampled rows with a mask; bits: [len(rows), vocab / 32] int32. A row without one is left alone.
+    """rows: sampled rows with a mask. bits: [len(rows), vocab / 32] int32. Other rows are not changed.
 
-    dead_rows: of drafts that the grammar forbids, or after which nothing may come.
+    dead_rows: rows of drafts that the grammar forbids, or after which it allows no token.
     """
 
     rows: list[int] = field(default_factory=list)
@@ -38,5 +38,5 @@ class MaskApplier:
             bitmask = xgrammar.allocate_token_bitmask(max(8, 2 * logits.shape[0]), self._vocab_size)
             self._bitmask = bitmask.pin_memory() if self._device.type == "cuda" else bitmask
         self._bitmask[torch.tensor(masks.rows)] = torch.from_numpy(masks.bits)
-        bitmask = self._bitmask[: logits.shape[0]].to(self._device)  # `indices` skips the rows that hold old bits
+        bitmask = self._bitmask[: logits.shape[0]].to(self._device)  # `indices` skips rows with stale bits
         xgrammar.apply_token_bitmask_inplace(logits, bitmask, vocab_size=self._vocab_size, indices=masks.rows)

@@ -1,8 +1,8 @@
-"""Heads with a cache of their own, one token behind the model's: EAGLE's and MTP's. Engine thread.
+"""Draft heads with a KV cache of their own, one token behind the model's: EAGLE and MTP. Engine thread.
 
-The cache holds at slot i what the head made of token i + 1 and the model's hidden state at i. The head passes over the
-rows of a step as they are: rows of drafts that were rejected are written over by the next, those of branches that were
-taken move as the model's own do.
+Slot i of the cache holds the head's keys and values for token i + 1 and the model's hidden state at i. The head
+computes all rows of a step: the next step overwrites the slots of rejected drafts, and the slots of accepted branches
+are compacted as the model's are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.draft_batch import RowsAfter
 from slipstream.worker.spec_decode.draft_graphs import GraphedHead
 from slipstream.worker.spec_decode.draft_kv_state import DraftKVState
-from slipstream.worker.spec_decode.interface import DraftOutput, DraftRequest, NoteResult, SpeculatorContext
+from slipstream.worker.spec_decode.interface import DraftOutput, DraftReadiness, DraftRequest, SpeculatorContext
 
 
 class AutoregressiveHead(GraphedHead):
@@ -56,22 +56,22 @@ class AutoregressiveHead(GraphedHead):
 
     @abstractmethod
     def _first_pass(self, batch: ForwardBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """batch: token i + 1 at the place of token i. hidden: the model's, at i. Returns the head's own states."""
+        """batch: token i + 1 in the slot of token i. hidden: the model's, at i. Returns the head's own states."""
 
     @abstractmethod
     def _levels(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         """Draft tokens after the rows `last` of batch, one a request, whose states are the head's, [R, size]."""
 
     @torch.inference_mode()
-    def follow(self, rows: ComputedRows) -> None:
+    def update_kv(self, rows: ComputedRows) -> None:
         self._pass(rows)
 
-    def note(self, request: RequestState, start: int, count: int, is_followed: bool) -> NoteResult:
-        if not is_followed:
+    def after_step(self, request: RequestState, start: int, count: int, is_updated: bool) -> DraftReadiness:
+        if not is_updated:
             self._kv_state.lose(request, start, count)
-            return NoteResult(can_draft=False)
-        is_lost = self._kv_state.seen(request) < start  # it would draft blindly from now on
-        return NoteResult(self._kv_state.follow(request, start, count), is_lost)
+            return DraftReadiness(can_draft=False)
+        is_lost = self._kv_state.seen(request) < start  # the head cannot fill the gap
+        return DraftReadiness(self._kv_state.record(request, start, count), is_lost)
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         self._kv_state.forget(sequence_ids)
@@ -80,9 +80,9 @@ class AutoregressiveHead(GraphedHead):
         return self._levels(rows.batch, rows.last, self._pass(rows)[rows.last])
 
     def _pass(self, rows: ComputedRows) -> torch.Tensor:
-        # rows that pad may say anything, even what is no token
+        # padding rows may hold any number, also one that is no token id
         batch = replace(rows.batch, token_ids=rows.next_ids.clamp(0, self._num_tokens - 1))
         states = self._first_pass(batch, rows.hidden)
-        if rows.kept is not None and rows.batch.tree_mask is not None:
-            self._compaction.keep(rows.kept)
+        if rows.accepted is not None and rows.batch.tree_mask is not None:
+            self._compaction.keep(rows.accepted)
         return states

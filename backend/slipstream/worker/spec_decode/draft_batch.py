@@ -1,8 +1,8 @@
 """Batches for a draft model or head, over the block tables of the requests it drafts for. Engine thread.
 
-A drafter's cache has the same number of blocks as the model's, addressed by the same tables, so that growing, sharing
-and freeing blocks is decided once, by core/kv_cache.py. The first batch of a draft is built on the host; the rows of
-further levels follow from it on the device, so that a whole draft can be one CUDA graph.
+A drafter's cache has as many blocks as the model's and uses the same block tables, so core/kv_cache.py alone decides
+about blocks. The first batch of a draft is built on the host, the rows of further levels on the device, so that a
+whole draft can be one CUDA graph.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class DraftBatches:
         tables = self._wide(self._tables.gather(sequence_ids, self._table_step), starts + counts)
         ends = np.cumsum(counts)
         of_row = np.repeat(np.arange(len(spans)), counts)
-        places = np.arange(ends[-1]) - (ends - counts)[of_row] + starts[of_row]
-        blocks = tables[of_row, places // self.block_size].astype(np.int64)
+        positions = np.arange(ends[-1]) - (ends - counts)[of_row] + starts[of_row]
+        blocks = tables[of_row, positions // self.block_size].astype(np.int64)
         num_decodes = num_short_queries(counts)
         return StepArrays(
             token_ids=np.array(token_ids, dtype=np.int64),
-            positions=places,
+            positions=positions,
             query_start_loc=np.concatenate([[0], ends]).astype(np.int32),
             seq_lens=(starts + counts).astype(np.int32),
             block_tables=tables,
-            slot_mapping=blocks * self.block_size + places % self.block_size,
+            slot_mapping=blocks * self.block_size + positions % self.block_size,
             logits_indices=np.empty(0, dtype=np.int64),
             max_query_len=int(counts.max()),
             max_seq_len=int((starts + counts).max()),
@@ -71,14 +71,14 @@ class DraftBatches:
         )
 
     def _wide(self, tables: np.ndarray, ends: np.ndarray) -> np.ndarray:
-        """Tables as wide as the slots of further levels reach: what is not there must read -1, not an old entry."""
+        """Widen tables for the slots of further levels; missing entries are -1, not stale."""
         needed = min(self.max_blocks, -(-(int(ends.max()) + self._num_more) // self.block_size))
         missing = needed - tables.shape[1]
         return tables if missing <= 0 else np.pad(tables, ((0, 0), (0, missing)), constant_values=-1)
 
 
 class RowsAfter:
-    """Batches of the rows of further levels, worked out on the device. num_positions: the longest sequence."""
+    """Builds the batches of further draft levels on the device. num_positions: the longest sequence."""
 
     def __init__(self, block_size: int, num_positions: int) -> None:
         self._block_size = block_size
@@ -93,10 +93,10 @@ class RowsAfter:
         rows_per_level: int = 1,
         tree_mask: torch.Tensor | None = None,
     ) -> ForwardBatch:
-        """Rows behind the row `last` of each request of `batch`, in slots `first`, … after it.
+        """Rows after the row `last` of each request of `batch`, in slots `first`, … after it.
 
-        token_ids, tree_mask: [num_requests * n], of n rows each, rows_per_level of a level. A request whose blocks
-        end before its last row, and one that pads, has no rows: it computes nothing that counts.
+        token_ids, tree_mask: [num_requests * n], n rows each, rows_per_level per level. Padding requests, and requests
+        whose blocks end before the last row, write nothing; their rows are ignored.
         """
         num_requests = len(last)
         num_rows = len(token_ids) // num_requests
@@ -131,5 +131,5 @@ class RowsAfter:
 
 
 def last_rows(batch: ForwardBatch) -> torch.Tensor:
-    """The last row of each request, [num_requests] int64; of one that pads, any row."""
+    """The last row of each request, [num_requests] int64; any row for a padding request."""
     return (batch.query_start_loc[1:].long() - 1).clamp(min=0)

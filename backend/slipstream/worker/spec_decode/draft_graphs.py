@@ -1,4 +1,4 @@
-"""Whole drafts as CUDA graphs: a draft model's, what it missed and all levels, and a head's behind each verification.
+"""Whole drafts as CUDA graphs: all levels of a draft model, and of a head after each verification.
 
 Engine thread.
 """
@@ -21,10 +21,9 @@ from slipstream.worker.spec_decode.interface import SpeculatorContext
 
 
 class DraftGraphs:
-    """draft: a batch -> what is drafted behind it, by tensor work alone.
+    """draft: a batch -> draft tokens after it, without host work.
 
-    num_rows: tokens of one request that a graph has room for: those of one verification. refusal: why it cannot be
-    captured.
+    num_rows: tokens per request in a graph: those of one verification. refusal: why it cannot be captured, or None.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class DraftGraphs:
             self._seconds = self._graphs.time_steps(shapes, context.plan, lambda tokens: None)
 
     def run(self, arrays: StepArrays) -> torch.Tensor:
-        """Good until the next `run`."""
+        """Valid until the next `run`."""
         shape = self._graphs.shape_for(arrays)
         if shape is None:
             return self._draft(self.tensors(arrays))
@@ -55,16 +54,16 @@ class DraftGraphs:
         return self._graphs.replay(shape)
 
     def seconds(self) -> dict[int, float]:
-        """What a draft takes, by number of requests."""
+        """Seconds of a draft by number of requests."""
         return {shape.num_requests: took for shape, took in self._seconds.items()}
 
     def tensors(self, arrays: StepArrays) -> ForwardBatch:
-        """For a draft that is no graph's."""
+        """The tensors of a draft that runs without a graph."""
         return batch_tensors(arrays, self._device)
 
 
 class HeadGraphs:
-    """draft: draft tokens behind rows, by tensor work alone. Steps that no graph was captured for run eagerly."""
+    """draft: rows -> draft tokens after them, without host work. Steps without a graph run eagerly."""
 
     def __init__(self, draft: Callable[[ComputedRows], torch.Tensor]) -> None:
         self._draft = draft
@@ -72,7 +71,7 @@ class HeadGraphs:
 
     @torch.inference_mode()
     def capture(self, rows: Sequence[ComputedRows]) -> None:
-        """rows: the static tensors of graphs, which a step's own are afterwards."""
+        """rows: the static tensors of the verification graphs."""
         if not rows:
             return
         for one in rows:
@@ -89,13 +88,13 @@ class HeadGraphs:
         torch.cuda.synchronize()
 
     def seconds(self) -> dict[int, float]:
-        """What drafting takes, by number of requests: behind the largest verification of so many."""
+        """Seconds of drafting by number of requests, after the largest verification of that many."""
         largest = {shape.num_requests: graph for shape, (graph, _) in reversed(self._graphs.items())}
         return {num_requests: seconds_of(graph.replay) for num_requests, graph in largest.items()}
 
     def run(self, rows: ComputedRows) -> torch.Tensor:
-        """Good until the next `run`."""
-        captured = None if rows.graph is None or rows.kept is None else self._graphs.get(rows.graph)
+        """Valid until the next `run`."""
+        captured = None if rows.graph is None or rows.accepted is None else self._graphs.get(rows.graph)
         if captured is None:
             return self._draft(rows)
         graph, tokens = captured
@@ -104,7 +103,7 @@ class HeadGraphs:
 
 
 class GraphedHead(ABC):
-    """The parts of a DraftHead whose drafting is tensor work alone, captured where there are graphs."""
+    """Base of a DraftHead that drafts without host work, so that drafting can be captured."""
 
     def __init__(self) -> None:
         self._graphs = HeadGraphs(self._draft)

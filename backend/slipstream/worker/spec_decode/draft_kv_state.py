@@ -16,24 +16,24 @@ LOST = -1
 
 
 @dataclass(slots=True)
-class _Followed:
-    life: int  # the request's number of preemptions when it was followed
+class _Recorded:
+    num_preemptions: int  # the request's number of preemptions when it was recorded
     end: int  # tokens seen, from the first on; LOST: there is a gap
-    num_noted: int = 0  # blocks whose content is known to be this request's
+    num_recorded: int = 0  # blocks whose content is known to be this request's
 
 
 class DraftKVState:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self._block_size = block_size
         self._contents: list[bytes | None] = [None] * num_blocks
-        self._followed: dict[int, _Followed] = {}
+        self._recorded: dict[int, _Recorded] = {}
 
     def seen(self, request: RequestState) -> int:
         """Tokens seen; of a request that is new here, those in blocks that others have filled with the same."""
-        followed = self._of(request)
-        return self._num_filled(request) * self._block_size if followed is None else followed.end
+        recorded = self._of(request)
+        return self._num_filled(request) * self._block_size if recorded is None else recorded.end
 
-    def follow(self, request: RequestState, start: int, count: int) -> bool:
+    def record(self, request: RequestState, start: int, count: int) -> bool:
         """Take note that tokens start to start + count are being computed; False: there is a gap before them.
 
         A gap is for good: a drafter that cannot compute the tokens in it has lost the request.
@@ -41,40 +41,40 @@ class DraftKVState:
         if self.seen(request) < start:
             self.lose(request, start, count)
             return False
-        followed = self._of(request)
-        if followed is None:
-            followed = self._followed[request.sequence_id] = _Followed(request.num_preemptions, 0)
-        followed.end = start + count
-        num_full = min(followed.end // self._block_size, len(request.block_hashes))  # the last may have no hash yet
-        for place in range(followed.num_noted, num_full):
-            self._contents[request.block_ids[place]] = request.block_hashes[place]
-        followed.num_noted = max(followed.num_noted, num_full)
+        recorded = self._of(request)
+        if recorded is None:
+            recorded = self._recorded[request.sequence_id] = _Recorded(request.num_preemptions, 0)
+        recorded.end = start + count
+        num_full = min(recorded.end // self._block_size, len(request.block_hashes))  # the last may have no hash yet
+        for index in range(recorded.num_recorded, num_full):
+            self._contents[request.block_ids[index]] = request.block_hashes[index]
+        recorded.num_recorded = max(recorded.num_recorded, num_full)
         self._forget_others(request, num_full)
         return True
 
     def lose(self, request: RequestState, start: int, count: int) -> None:
         """The model computed tokens that the drafter did not."""
-        self._followed[request.sequence_id] = _Followed(request.num_preemptions, LOST)
+        self._recorded[request.sequence_id] = _Recorded(request.num_preemptions, LOST)
         for block in request.block_ids[start // self._block_size : -(-(start + count) // self._block_size)]:
             self._contents[block] = None
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         for sequence_id in sequence_ids:
-            self._followed.pop(sequence_id, None)
+            self._recorded.pop(sequence_id, None)
 
     def _forget_others(self, request: RequestState, first: int) -> None:
-        """What others left in the request's blocks from place `first` on, which are written in part, or by its drafts.
+        """What others left in the request's blocks from index `first` on, which are written in part, or by its drafts.
 
         Without this a block would go on as what its last user filled it with, though its first slots hold other keys.
         """
-        for place in range(first, len(request.block_ids)):
-            block, own = request.block_ids[place], request.block_hashes[place : place + 1]
+        for index in range(first, len(request.block_ids)):
+            block, own = request.block_ids[index], request.block_hashes[index : index + 1]
             if [self._contents[block]] != own:
                 self._contents[block] = None
 
-    def _of(self, request: RequestState) -> _Followed | None:
-        followed = self._followed.get(request.sequence_id)
-        return followed if followed is not None and followed.life == request.num_preemptions else None
+    def _of(self, request: RequestState) -> _Recorded | None:
+        recorded = self._recorded.get(request.sequence_id)
+        return recorded if recorded is not None and recorded.num_preemptions == request.num_preemptions else None
 
     def _num_filled(self, request: RequestState) -> int:
         """Leading blocks that hold this request's tokens here too. Without a prefix cache there are no hashes: none."""

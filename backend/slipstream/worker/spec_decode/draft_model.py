@@ -1,8 +1,8 @@
-"""A smaller model drafts a chain: in this process, with a cache of its own over the same block tables.
+"""Draft model: a smaller model drafts a chain in this process, with its own KV cache over the same block tables.
 
-It needs token ids only, so it catches up with whatever it has not seen, also after a pause. Drafts are its likeliest
-tokens, or drawn as the request draws (`draft_sampling`): with the noise of the token's own position under `exact`, so
-that model and draft tend to draw the same, and with noise of its own under `rejection`, which needs the probabilities.
+It reads token ids only, so after a pause it computes the tokens that it missed. Drafts are its most probable tokens, or
+drawn with the request's parameters (`draft_sampling`): under `exact` with the noise of the token's position, so that
+model and draft tend to draw the same token; under `rejection` with independent noise, and the probabilities are kept.
 Sources: arXiv:2211.17192, arXiv:2302.01318; common noise: arXiv:2408.07978.
 """
 
@@ -58,7 +58,7 @@ class DraftModelProposer:
         sizes = context.target.spec.vocab_size, spec.vocab_size
         self._words = VocabularyMap.between(config.model, model, *sizes, hardware.device)
         self._kv_state = DraftKVState(plan.num_blocks, plan.block_size)
-        self._fed: dict[int, tuple[int, list[int]]] = {}  # by request: drafts that were fed, and from which place on
+        self._fed: dict[int, tuple[int, list[int]]] = {}  # by request: first position of fed drafts, the drafts
         self._max_tokens = config.scheduler.max_num_batched_tokens
         self._is_sampled = config.speculation.options_of(DraftModelOptions).draft_sampling == "sampled"
         self.num_drafts = config.speculation.num_draft_tokens or NUM_DRAFTS
@@ -73,7 +73,7 @@ class DraftModelProposer:
 
     @staticmethod
     def planned(planning: Planning) -> DraftMemory:
-        """Its cache is of its own type."""
+        """The draft's KV cache has the draft's own type."""
         model, device = draft_config(planning.config), planning.target.context.computes_on
         with naming(FIELD):
             spec = read_spec(resolve_checkpoint(model.model))
@@ -112,26 +112,26 @@ class DraftModelProposer:
     # ---- parts
 
     def _catch_up(self, requests: Sequence[DraftRequest]) -> StepArrays:
-        """Compute what the draft has not seen of each request, but for one batch that reaches the last token of all."""
+        """Compute the tokens that the draft has not seen, except a last batch, which reaches every request's end."""
         states = [one.request for one in requests]
         missing = [Span(state, start := self._known(state), state.num_tokens - start) for state in states]
         budget = max(self._max_tokens, len(requests))
         while sum(span.count for span in missing) > budget:
-            place = max(range(len(missing)), key=lambda place: missing[place].count)
-            span = missing[place]
+            index = max(range(len(missing)), key=lambda index: missing[index].count)
+            span = missing[index]
             part = Span(span.request, span.start, min(span.count - 1, budget))
             self._forward(self._graphs.tensors(self._arrays([part])))
-            missing[place] = Span(span.request, span.start + part.count, span.count - part.count)
+            missing[index] = Span(span.request, span.start + part.count, span.count - part.count)
         return self._arrays(missing)
 
     def _arrays(self, spans: Sequence[Span]) -> StepArrays:
         for span in spans:
-            self._kv_state.follow(span.request, span.start, span.count)
+            self._kv_state.record(span.request, span.start, span.count)
         tokens = [token for span in spans for token in span.request.token_ids[span.start : span.start + span.count]]
         return self._batches.arrays(spans, tokens)
 
     def _known(self, request: RequestState) -> int:
-        """Tokens whose cache is right; those drafts that were fed and taken are among them."""
+        """The number of tokens whose cache entries are valid, accepted drafts that were fed included."""
         seen = end = self._kv_state.seen(request)
         start, fed = self._fed.pop(request.sequence_id, (0, []))
         for token_id in fed if start == end else ():
@@ -139,11 +139,11 @@ class DraftModelProposer:
                 break
             end += 1
         if end > seen:
-            self._kv_state.follow(request, seen, end - seen)
+            self._kv_state.record(request, seen, end - seen)
         return min(end, request.num_tokens - 1)
 
     def _draft(self, batch: ForwardBatch) -> torch.Tensor:
-        """The likeliest chain of each request, [num_requests, num_drafts]."""
+        """The greedy chain of each request, [num_requests, num_drafts]."""
         return self._chain(batch, lambda logits, level: ops.greedy(logits))
 
     def _chain(self, batch: ForwardBatch, choose: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
@@ -166,7 +166,7 @@ class DraftModelProposer:
     def _choose(
         self, requests: Sequence[DraftRequest], logits: torch.Tensor, level: int, probs: list[torch.Tensor]
     ) -> torch.Tensor:
-        """A token drawn per request; to `probs` goes what they were drawn from, where that is needed."""
+        """Draw a token per request; append the distributions to `probs` if a request uses rejection."""
         states = [one.request for one in requests]
         params = [state.params for state in states]
         floats = lambda values: to_device(values, torch.float32, self._device)  # noqa: E731
@@ -190,7 +190,7 @@ class DraftModelProposer:
 
 
 def draft_config(config: EngineConfig) -> ModelConfig:
-    """The draft's model settings: the served model's, with its own checkpoint and without its quantisation."""
+    """The draft's model settings: the served model's, but its own checkpoint and no quantisation."""
     checkpoint = config.speculation.options_of(DraftModelOptions).draft_model
     if not checkpoint:
         raise DRAFT_METHODS.get("draft_model").missing()

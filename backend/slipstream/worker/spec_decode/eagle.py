@@ -1,9 +1,9 @@
-"""EAGLE: a head of one layer drafts a tree that grows where it is surest of itself (EAGLE-2), from EAGLE-1 or -3 heads.
+"""EAGLE: a head of one layer drafts a tree that grows at its most probable nodes (EAGLE-2); heads are EAGLE-1 or -3.
 
-Level by level the eagle_top_k likeliest nodes are fed to the head, each seeing its own branch; of all candidates the
-likeliest num_draft_tokens are verified. The tree is built on the device and read once. What is fed is fed again at each
-level, one layer over a few rows, so that a branch needs no cache of its own. With eagle_top_k=1 there is one branch: a
-chain, each token of which is fed once. Source: arXiv:2406.16858.
+At each level the eagle_top_k most probable nodes are fed to the head, each attending to its own branch. The most
+probable num_draft_tokens of all candidates are verified. The tree is built on the device and read once. Each level
+feeds all earlier rows again (one layer, a few rows), so that a branch needs no KV cache. With eagle_top_k=1 the tree is
+a chain, and each token is fed once. Source: arXiv:2406.16858.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from slipstream.worker.spec_decode.autoregressive_head import AutoregressiveHead
 from slipstream.worker.spec_decode.interface import PROPOSERS, DraftOutput, DraftRequest, SpeculatorContext, read_head
 
 NUM_DRAFTS = 15
-_LEVEL_STEP = 1e-4  # by which a node counts less than its parent, however sure the head is of it
+_LEVEL_STEP = 1e-4  # penalty per level, so that a node of probability 1 still ranks below its parent
 
 
 class _Tree:
     """The nodes of all requests' trees, on the device. A node is a candidate token; those fed to the head are `beams`.
 
-    All [num_requests, number of nodes]: tokens, scores (log-probability of the whole branch), parents (place of a node,
+    All [num_requests, number of nodes]: tokens, scores (log-probability of the whole branch), parents (index of a node,
     -1 the root). Nodes stand in the order of their levels.
     """
 
@@ -44,7 +44,7 @@ class _Tree:
     def grow(self, tokens: torch.Tensor, log_probs: torch.Tensor) -> torch.Tensor:
         """Give each beam its candidates, [num_requests, num_beams, top_k], and take the best of all as the next beams.
 
-        Returns of each new beam the place of its parent among the old ones, [num_requests, top_k].
+        Returns of each new beam the index of its parent among the old ones, [num_requests, top_k].
         """
         top_k = self._top_k
         self._num_levels += 1
@@ -58,7 +58,7 @@ class _Tree:
         return best // top_k
 
     def best(self, num_nodes: int) -> torch.Tensor:
-        """[num_requests, 5, up to num_nodes]: of the likeliest nodes, the likeliest first, their places, tokens,
+        """[num_requests, 5, up to num_nodes]: of the likeliest nodes, the likeliest first, their indices, tokens,
         parents, mask words as rows of a verification, and depths. A parent stands before its children."""
         levels = torch.arange(self.scores.shape[1], device=self.scores.device)
         levels = torch.where(levels < self._top_k, 0, (levels - self._top_k) // self._top_k**2 + 1)
@@ -129,7 +129,7 @@ class EagleDrafter(AutoregressiveHead):
 
     def _likeliest(self, features: torch.Tensor) -> torch.Tensor:
         logits = self._head.logits(features)
-        known = ops.greedy(logits).clamp(0, logits.shape[1] - 1)  # rows that pad may say anything
+        known = ops.greedy(logits).clamp(0, logits.shape[1] - 1)  # padding rows may hold any number
         return self._head.token_ids(known)
 
     def _tree(self, batch: ForwardBatch, last: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -149,8 +149,8 @@ class EagleDrafter(AutoregressiveHead):
                 part.unflatten(0, (num_requests, top_k)) for part in self._candidates(out.flatten(0, 1))
             )
             parents = tree.grow(tokens, log_probs)
-            places = level * top_k + bits
-            own = torch.ones_like(places) << places
+            indices = level * top_k + bits
+            own = torch.ones_like(indices) << indices
             masks = torch.cat([masks, masks[:, -top_k:].gather(1, parents) | own], dim=1)
             fed_tokens = torch.cat([fed_tokens, tree.tokens.gather(1, tree.beams)], dim=1)
             of_parents = out.gather(1, parents[..., None].expand(-1, -1, out.shape[2]))
@@ -162,7 +162,7 @@ class EagleDrafter(AutoregressiveHead):
         logits = self._head.logits(features)
         any_token = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
         best = ops.top_logprobs(logits, self._top_k, any_token)
-        known = best.token_ids.clamp(0, logits.shape[1] - 1)  # rows that pad may say anything
+        known = best.token_ids.clamp(0, logits.shape[1] - 1)  # padding rows may hold any number
         return self._head.token_ids(known), best.values
 
 
@@ -172,15 +172,15 @@ def _load(context: SpeculatorContext, target: Decoder) -> EagleHead:
     return EagleHead.load(target, folder, num_positions)
 
 
-def _cut(wanted: DraftRequest, places: list[int], tokens: list[int], parents: list[int]) -> DraftOutput:
-    """Nodes, the likeliest first, cut to what the request may have; a node without its parent falls away."""
+def _cut(wanted: DraftRequest, indices: list[int], tokens: list[int], parents: list[int]) -> DraftOutput:
+    """Cut the nodes (most probable first) to the request's budget and depth. A node without its parent is dropped."""
     rows: dict[int, int] = {}
     depths: dict[int, int] = {-1: 0}
     drafts = DraftOutput()
-    for place, token_id, parent in zip(places, tokens, parents):
+    for index, token_id, parent in zip(indices, tokens, parents):
         if parent in depths and depths[parent] < wanted.depth and len(drafts.token_ids) < wanted.num_drafts:
-            depths[place] = depths[parent] + 1
-            rows[place] = len(drafts.token_ids)
+            depths[index] = depths[parent] + 1
+            rows[index] = len(drafts.token_ids)
             drafts.token_ids.append(token_id)
             drafts.parents.append(rows.get(parent, -1))
     return drafts

@@ -1,9 +1,8 @@
-"""Where drafts come from: proposers, which read the text, and heads, which read the model's hidden states.
+"""Protocols of speculation methods: proposers, which read the text, and heads, which read the model's hidden states.
 
-Engine thread. A proposer answers once a step has been read, with a chain or a tree for each request. A head drafts on
-the device right behind the step, from what was just accepted, so that the host reads step and drafts without the device
-standing still between them; the engine gets its output once it has committed the step. Neither decides what is
-accepted, so both may be wrong.
+Engine thread. A proposer drafts on the host after a step was read: a chain or a tree per request. A head drafts on the
+device directly after the step, from the tokens just accepted, so that the device does not wait for the host; the engine
+gets its drafts after it has committed the step. The verifier alone accepts drafts, so a drafter may be wrong.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A request that may draft now, as DraftBudget has it."""
+    """A request that may draft now; the fields are those of DraftBudget."""
 
     request: RequestState
     num_drafts: int
     depth: int
-    place: int
+    index: int
     has_scratch: bool
 
 
 @dataclass(frozen=True)
 class DraftOutput:
-    """token_ids and parents as core/drafts.py has them. probs: what each was drawn from, [n, vocab], if it was."""
+    """token_ids, parents: see core/drafts.py. probs: the distributions of drawn drafts, [n, vocab]; else None."""
 
     token_ids: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -54,8 +53,8 @@ class DraftOutput:
 
 @dataclass(frozen=True)
 class SpeculatorContext:
-    """What a drafter is built from. target: the model that it drafts for. tables: the model's block tables, which also
-    address the drafter's cache."""
+    """Arguments of a drafter's constructor. target: the model that it drafts for. tables: the block tables of model and
+    drafter."""
 
     config: EngineConfig
     hardware: Hardware
@@ -65,9 +64,8 @@ class SpeculatorContext:
 
 
 class Drafter(Protocol):
-    """num_drafts: per step, unless a request asks for another number. num_scratch_slots: cache slots past a request's
-    tokens that drafting writes, and that the engine must have found blocks for. drafts_trees: whether some drafts are
-    trees.
+    """num_drafts: default per step and request. num_scratch_slots: cache slots past a request's tokens that drafting
+    writes; the engine allocates blocks for them. drafts_trees: whether some drafts are trees.
     """
 
     drafts_trees: bool
@@ -75,7 +73,7 @@ class Drafter(Protocol):
     num_scratch_slots: int
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
-        """These have ended: drop what was kept for them."""
+        """Drop the state of ended requests."""
         ...
 
 
@@ -86,13 +84,13 @@ class Proposer(Drafter, Protocol):
         ...
 
     def seconds(self) -> dict[int, float]:
-        """What drafting takes on the device, by number of requests, as far as that was measured."""
+        """Seconds of drafting on the device by number of requests; empty if not measured."""
         ...
 
 
 @dataclass(frozen=True)
-class NoteResult:
-    """can_draft: drafts after these tokens are worth something. is_lost: the head's cache has a gap for good."""
+class DraftReadiness:
+    """can_draft: the head has read these tokens, so it may draft after them. is_lost: its cache has a permanent gap."""
 
     can_draft: bool
     is_lost: bool = False
@@ -100,8 +98,8 @@ class NoteResult:
 
 @runtime_checkable
 class DraftHead(Drafter, Protocol):
-    """reads_all_rows: of every prompt, and of every step of a request that drafts, it reads the hidden states of all
-    tokens, which its own cache follows; if not, of each request's last token alone.
+    """reads_all_rows: the head has a KV cache of its own, so it reads the hidden states of all tokens of every prompt
+    and of every step of a request that drafts. If not, it reads those of each request's last token only.
 
     num_levels: the deepest draft.
     """
@@ -110,43 +108,45 @@ class DraftHead(Drafter, Protocol):
     num_levels: int
 
     def capture(self, rows: Sequence[ComputedRows]) -> dict[int, float]:
-        """Make CUDA graphs of drafting behind these; once, before the first step.
+        """Capture drafting after these rows as CUDA graphs; called once, before the first step.
 
-        Returns the seconds that drafting takes by number of requests, as far as there are graphs."""
+        Returns the seconds that drafting takes, by number of requests; empty without graphs."""
         ...
 
     def draft(self, rows: ComputedRows) -> torch.Tensor:
-        """Draft tokens of each request, [R, …]: after rows.last. Good until the next call."""
+        """Draft tokens of each request after rows.last: [R, …]. Valid until the next call."""
         ...
 
-    def follow(self, rows: ComputedRows) -> None:
-        """What `draft` does to the cache, without drafting."""
+    def update_kv(self, rows: ComputedRows) -> None:
+        """Write the head's KV cache as `draft` does, without drafting."""
         ...
 
-    def note(self, request: RequestState, start: int, count: int, is_followed: bool) -> NoteResult:
-        """A step computed tokens start to start + count of a running request, with or without this head behind it."""
+    def after_step(self, request: RequestState, start: int, count: int, is_updated: bool) -> DraftReadiness:
+        """Record that a step computed tokens start to start + count of a running request.
+
+        is_updated: this head ran after the step."""
         ...
 
     def drafts(self, wanted: DraftRequest, tokens: list[Any]) -> DraftOutput:
-        """What a request gets of the tokens that `draft` made for it."""
+        """The drafts of one request from its row of `draft`, cut to what the request may use."""
         ...
 
     def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
-        """The same for all requests, as long as nothing but their number cuts them, on the device."""
+        """The rows that the next step verifies, on the device, when all requests have num_drafts drafts."""
         ...
 
 
 class DrafterType(Protocol):
-    """The class of a drafter, as it stands in the registry."""
+    """The class of a drafter, as registered."""
 
     def __call__(self, context: SpeculatorContext) -> Proposer | DraftHead: ...
 
     def refusal(self, params: SamplingParams) -> str | None:
-        """Why a request of such parameters cannot draft this way, or None."""
+        """Why a request with these parameters cannot use the method, or None."""
         ...
 
     def planned(self, planning: Planning) -> DraftMemory:
-        """What it will hold. Raises ConfigError for files that cannot be read."""
+        """The memory of its weights and cache. Raises ConfigError for files that cannot be read."""
         ...
 
 
@@ -154,9 +154,9 @@ PROPOSERS: Registry[DrafterType] = Registry("speculative_method")
 
 
 def read_head(config: EngineConfig, method: str, read: Callable[[Path | None], T]) -> T:
-    """What `read` makes of the folder that the method's parameter names, or of None: a head of dummy weights.
+    """Call `read` with the folder of the method's checkpoint, or with None for dummy weights.
 
-    Without one, the method may be in the model's own checkpoint. Raises ConfigError where there is no head.
+    If the parameter is empty and the method allows it, the folder is the model's. Raises ConfigError if there is none.
     """
     described = DRAFT_METHODS.get(method)
     folder = config.speculation.checkpoint_of(described)

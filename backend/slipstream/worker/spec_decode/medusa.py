@@ -1,4 +1,4 @@
-"""Medusa: all heads draft from the last hidden state; the likeliest tokens of each make a fixed tree of drafts.
+"""Medusa: all heads draft from the last hidden state; the most probable tokens of each form a fixed tree of drafts.
 
 The tree is data: `medusa_choices` of the configuration, or the file of that name beside the heads, in the reference
 syntax: each entry is a path of ranks, one per head. Source: arXiv:2401.10774.
@@ -26,8 +26,8 @@ from slipstream.worker.spec_decode.draft_graphs import GraphedHead
 from slipstream.worker.spec_decode.interface import (
     PROPOSERS,
     DraftOutput,
+    DraftReadiness,
     DraftRequest,
-    NoteResult,
     SpeculatorContext,
     read_head,
 )
@@ -42,7 +42,7 @@ Choices = list[tuple[int, ...]]
 
 
 def default_choices(num_heads: int) -> Choices:
-    """The published tree, as far as there are heads for it."""
+    """The published tree, cut to the number of heads."""
     paths = [tuple(map(int, entry)) for entry in _DEFAULT.split()]
     return [path for path in paths if len(path) <= num_heads]
 
@@ -87,8 +87,8 @@ class MedusaDrafter(GraphedHead):
         self.num_drafts = min(config.speculation.num_draft_tokens or len(self._choices), len(self._choices))
         self.num_levels = max(map(len, self._choices))
         self._num_ranks = 1 + max(rank for path in self._choices for rank in path)
-        places = {path: place for place, path in enumerate(self._choices)}
-        self._parents = [places.get(path[:-1], -1) for path in self._choices]
+        indices = {path: index for index, path in enumerate(self._choices)}
+        self._parents = [indices.get(path[:-1], -1) for path in self._choices]
         words, depths = row_masks(self._parents, len(self._choices)), row_depths(self._parents, len(self._choices))
         self._tree = to_device([*words[1:], *depths[1:]], torch.int64, context.hardware.device).view(2, -1)
         ranks = [(len(path) - 1) * self._num_ranks + path[-1] for path in self._choices]
@@ -99,20 +99,20 @@ class MedusaDrafter(GraphedHead):
         heads = read_head(planning.config, "medusa", lambda folder: MedusaHeads.empty(planning.target, folder))
         return planning.memory_of(heads.tensors())
 
-    def follow(self, rows: ComputedRows) -> None:
+    def update_kv(self, rows: ComputedRows) -> None:
         pass
 
-    def note(self, request: RequestState, start: int, count: int, is_followed: bool) -> NoteResult:
-        return NoteResult(can_draft=is_followed)
+    def after_step(self, request: RequestState, start: int, count: int, is_updated: bool) -> DraftReadiness:
+        return DraftReadiness(can_draft=is_updated)
 
     def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
-        """tokens: of each choice. The first choices that fit: a parent comes before its children."""
+        """tokens: one per choice. Takes the first choices that fit; a parent precedes its children."""
         count = min(wanted.num_drafts, len(self._choices))
         if wanted.depth >= self._heads.num_heads:
             return DraftOutput(tokens[:count], self._parents[:count])
-        chosen = [place for place, path in enumerate(self._choices[:count]) if len(path) <= wanted.depth]
-        row_of = {-1: -1, **{place: row for row, place in enumerate(chosen)}}  # the end is near: fewer levels
-        return DraftOutput([tokens[place] for place in chosen], [row_of[self._parents[place]] for place in chosen])
+        chosen = [index for index, path in enumerate(self._choices[:count]) if len(path) <= wanted.depth]
+        row_of = {-1: -1, **{index: row for row, index in enumerate(chosen)}}  # the end is near: fewer levels
+        return DraftOutput([tokens[index] for index in chosen], [row_of[self._parents[index]] for index in chosen])
 
     def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
         words, depths = self._tree[:, None, :num_drafts].expand(-1, len(tokens), -1)

@@ -1,7 +1,7 @@
-"""MTP: a module of one layer follows the model over every token, and drafts a chain from its own tokens.
+"""MTP: a module of one decoder layer reads every token after the model and drafts a chain from its own tokens.
 
-Its cache holds at slot i what it made of token i + 1 and the model's hidden state at i, for all tokens, so prompts pass
-through it too. A request that it has not followed from its beginning (speculation paused meanwhile) stops speculating.
+Slot i of its KV cache is made from token i + 1 and the model's hidden state at i, so the module runs over prompts too.
+A request with a gap in this cache (speculation was paused) stops speculating.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MTPHead(AutoregressiveHead):
         """A chain of each request, [num_requests, num_drafts]."""
         levels = [ops.greedy(self._module.logits(states))]
         for level in range(1, self.num_drafts):
-            known = levels[-1].clamp(0, self._num_tokens - 1)  # rows that pad may say anything
+            known = levels[-1].clamp(0, self._num_tokens - 1)  # padding rows may hold any number
             rows = self._after(batch, last, known, level - 1)
             states = self._module.forward(rows, states, self._cache)
             levels.append(ops.greedy(self._module.logits(states)))

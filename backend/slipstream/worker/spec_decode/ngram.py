@@ -1,6 +1,6 @@
-"""Prompt lookup: what followed the last few tokens when they were said before, in the text or in a given reference.
+"""Prompt lookup: drafts the tokens that followed the last n-gram earlier in the text or in a given reference.
 
-No model and no device. Every ending of up to ngram_max tokens is indexed as the text grows, so a look-up costs a few
+No model and no device. Every n-gram of up to ngram_max tokens is indexed as the text grows, so a look-up costs a few
 dictionary accesses however long the text is. Sources: arXiv:2304.04487 (inference with reference), prompt lookup.
 """
 
@@ -19,7 +19,7 @@ MAX_INDEXED_TOKENS = 1024  # of a request's text, and of its reference, in one s
 
 
 class NgramIndex:
-    """Where each ending of `shortest` to `longest` tokens was last seen in a text that only grows."""
+    """The last position of each n-gram of `shortest` to `longest` tokens in a text that only grows."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._sizes = range(shortest, longest + 1)
@@ -27,7 +27,7 @@ class NgramIndex:
         self.token_ids: list[int] = []
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Append tokens. What ends with the very last token is not indexed yet: nothing has followed it."""
+        """Append tokens. N-grams that end with the last token are not indexed yet: no token follows them."""
         start = len(self.token_ids)
         self.token_ids += token_ids
         for end in range(max(1, start), len(self.token_ids)):
@@ -46,7 +46,7 @@ class NgramIndex:
         return None
 
     def continuation(self, ending: Sequence[int], num_tokens: int) -> list[int]:
-        """What followed `ending`; where that runs into the text's own end, it goes on from its beginning."""
+        """The tokens after the last occurrence of `ending`; past the end of the text they repeat from there."""
         found = self.find(ending)
         if found is None:
             return []
@@ -78,7 +78,7 @@ class NgramProposer:
 
     @staticmethod
     def planned(planning: Planning) -> DraftMemory:
-        """Its indices are on the host."""
+        """Nothing: the indices are on the host."""
         return DraftMemory()
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[DraftOutput]:
@@ -93,7 +93,7 @@ class NgramProposer:
             self._references.pop(sequence_id, None)
 
     def _continue(self, request: RequestState, num_drafts: int) -> list[int]:
-        """From the reference first: it was given because the output is expected to follow it."""
+        """Look up the reference first: it is given because the output is expected to repeat it."""
         text = self._grown(self._texts, request, request.token_ids)
         ending = request.token_ids[-self._longest :]
         drafts: list[int] = []
@@ -103,7 +103,7 @@ class NgramProposer:
         return drafts or text.continuation(ending, num_drafts)
 
     def _grown(self, indices: dict[int, NgramIndex], request: RequestState, token_ids: Sequence[int]) -> NgramIndex:
-        """The request's index of these tokens, a piece longer than before if there is more of them."""
+        """The request's index of these tokens, extended by at most MAX_INDEXED_TOKENS."""
         index = indices.get(request.sequence_id)
         if index is None:
             index = indices[request.sequence_id] = NgramIndex(self._shortest, self._longest)

@@ -1,6 +1,6 @@
-"""The drafters that are loaded: heads behind a step, proposers after it. Engine thread.
+"""Runs the loaded drafters: heads directly after a step on the device, proposers after it was read. Engine thread.
 
-What is drafted when, and for whom, is the engine's decision: it comes with StepInput and DraftInput.
+The engine decides which requests draft, and when; its decisions come with StepInput and DraftInput.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from slipstream_kernels import ops
 
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.step_costs import StepCosts
-from slipstream.worker.graph_shapes import DraftForms, GraphShape
+from slipstream.worker.graph_shapes import DraftLayout, GraphShape
 from slipstream.worker.host_copy import HostCopy
 from slipstream.worker.interface import DrafterInfo, DraftInput, DraftResult, DraftTokens
 from slipstream.worker.launched_step import ComputedRows
@@ -27,35 +27,35 @@ from slipstream.worker.spec_decode.interface import (
     SpeculatorContext,
 )
 
-# Beside its device time, of a draft model, which the host starts once it has read a verification and reads before the
-# next: about what it took on a host with an H200, for a planner to start from.
+# Host time of a draft model beside its device time: the host starts it after reading a verification and reads it before
+# the next. Measured on a host with an H200; the planner starts from it.
 HOST_SECONDS, HOST_SECONDS_OF_REQUEST = 1.5e-3, 40e-6
 
 
 @dataclass(frozen=True)
 class HeadOutputs:
-    """What heads did behind a step, by method. tokens: drafted for each request, on the device; copies: the same on
-    its way to the host. followed: methods whose caches were brought along without drafting."""
+    """Results of heads after a step, by method. tokens: drafts of each request, on the device; copies: the same, being
+    copied to the host. updated: methods that wrote their caches without drafting."""
 
     tokens: dict[str, torch.Tensor] = field(default_factory=dict)
     copies: dict[str, HostCopy] = field(default_factory=dict)
-    followed: set[str] = field(default_factory=set)
+    updated: set[str] = field(default_factory=set)
 
 
 class Speculator:
-    """One per worker. With no method loaded nothing is drafted."""
+    """One per worker, also when no method is loaded."""
 
     def __init__(self, methods: Sequence[str], context: SpeculatorContext) -> None:
         self._drafters = {method: PROPOSERS.get(method)(context) for method in methods}
         self._proposers = {name: one for name, one in self._drafters.items() if isinstance(one, Proposer)}
         self._heads = {name: one for name, one in self._drafters.items() if isinstance(one, DraftHead)}
-        self.draft_probs: dict[int, torch.Tensor] = {}  # by request id, what its drafts were drawn from
+        self.draft_probs: dict[int, torch.Tensor] = {}  # distributions of drawn drafts, by request id
 
     @property
-    def forms(self) -> DraftForms:
-        """What drafts look like, of requests that ask for no number."""
+    def layout(self) -> DraftLayout:
+        """The layout of drafts of requests that set no number."""
         drafters = self._drafters.values()
-        return DraftForms(
+        return DraftLayout(
             num_drafts=min(max((drafter.num_drafts for drafter in drafters), default=0), MAX_DRAFT_TOKENS),
             has_trees=any(drafter.drafts_trees for drafter in drafters),
             are_ragged=bool(self._proposers) or len(self._heads) > 1,
@@ -73,48 +73,48 @@ class Speculator:
         return tuple(found)
 
     def capture(self, rows: Sequence[ComputedRows]) -> dict[str, dict[int, float]]:
-        """Make graphs of what heads do behind verifications; rows: the tensors of each graph of one.
+        """Capture drafting after verifications. rows: the tensors of each verification graph.
 
-        Returns the seconds that drafting takes, by method and number of requests."""
+        Returns the seconds of drafting, by method and number of requests."""
         seconds = {method: head.capture(rows) for method, head in self._heads.items()}
         return seconds | {method: _with_host(proposer.seconds()) for method, proposer in self._proposers.items()}
 
     def run_heads(
-        self, draft_methods: Sequence[str], follow_methods: Sequence[str], rows: Callable[[], ComputedRows]
+        self, draft_methods: Sequence[str], kv_update_methods: Sequence[str], rows: Callable[[], ComputedRows]
     ) -> HeadOutputs:
-        """Let heads draft right behind a step. rows: what it computed, asked for only if a head wants it."""
+        """Run heads after a step. rows: makes the step's rows, called only if a head needs them."""
         outputs = HeadOutputs()
         for method in draft_methods:
             outputs.tokens[method] = self._heads[method].draft(rows())
             outputs.copies[method] = HostCopy((outputs.tokens[method],), is_urgent=True)
-        for method in follow_methods:
-            self._heads[method].follow(rows())
-            outputs.followed.add(method)
+        for method in kv_update_methods:
+            self._heads[method].update_kv(rows())
+            outputs.updated.add(method)
         return outputs
 
     def rows_ahead(self, outputs: HeadOutputs, method: str, num_drafts: int) -> ops.DraftRows:
-        """What the next step verifies, before this one is read."""
+        """The rows that the next step verifies, when it is launched before this one is read."""
         return self._heads[method].rows_of(outputs.tokens[method], num_drafts)
 
     def draft(self, drafts: DraftInput, outputs: HeadOutputs, states: RequestStates) -> DraftResult:
-        """Drafts of requests of a step that was read. outputs: of heads behind it."""
+        """The drafts of a step's requests, after it was read. outputs: of its heads."""
         result = DraftResult([DraftTokens()] * len(drafts.budgets))
-        unsound = self._note(drafts, outputs, states, result.lost_ids)
-        wanted: dict[str, list[tuple[int, DraftRequest]]] = {}
+        invalid = self._record_step(drafts, outputs, states, result.lost_ids)
+        by_method: dict[str, list[tuple[int, DraftRequest]]] = {}
         for index, budget in enumerate(drafts.budgets):
             state, method = states.get(budget.sequence_id), budget.method
             self.draft_probs.pop(budget.sequence_id, None)
-            is_unread = method in self._heads and (
-                method not in outputs.copies or (budget.sequence_id, method) in unsound
+            is_missing = method in self._heads and (
+                method not in outputs.copies or (budget.sequence_id, method) in invalid
             )
-            if state is not None and not is_unread:
-                request = DraftRequest(state, budget.num_drafts, budget.depth, budget.place, budget.has_scratch)
-                wanted.setdefault(method, []).append((index, request))
-        for method, some in wanted.items():
+            if state is not None and not is_missing:
+                request = DraftRequest(state, budget.num_drafts, budget.depth, budget.index, budget.has_scratch)
+                by_method.setdefault(method, []).append((index, request))
+        for method, some in by_method.items():
             requests = [request for _, request in some]
             if method in self._heads:
                 (found,) = outputs.copies[method].lists()
-                answers = [self._heads[method].drafts(one, found[one.place]) for one in requests]
+                answers = [self._heads[method].drafts(one, found[one.index]) for one in requests]
             else:
                 answers = self._proposers[method].propose(requests)
             for (index, request), answer in zip(some, answers, strict=True):
@@ -127,22 +127,22 @@ class Speculator:
         for sequence_id in sequence_ids:
             self.draft_probs.pop(sequence_id, None)
 
-    def _note(
+    def _record_step(
         self, drafts: DraftInput, outputs: HeadOutputs, states: RequestStates, lost_ids: list[int]
     ) -> set[tuple[int, str]]:
-        """Tell the heads what the step computed; returns whose tokens, by which head, are worth nothing."""
-        unsound = set()
+        """Tell the heads what the step computed. Returns (request id, method) of invalid drafts."""
+        invalid = set()
         for sequence_id, start, count in drafts.computed:
             state = states.get(sequence_id)
             if state is None:
                 continue
             for method, head in self._heads.items():
-                noted = head.note(state, start, count, method in outputs.copies or method in outputs.followed)
-                if not noted.can_draft:
-                    unsound.add((sequence_id, method))
-                if noted.is_lost and state.draft_method == method:
+                readiness = head.after_step(state, start, count, method in outputs.copies or method in outputs.updated)
+                if not readiness.can_draft:
+                    invalid.add((sequence_id, method))
+                if readiness.is_lost and state.draft_method == method:
                     lost_ids.append(sequence_id)
-        return unsound
+        return invalid
 
     def _keep(self, request: DraftRequest, answer: DraftOutput) -> DraftTokens:
         assert len(answer.token_ids) <= request.num_drafts, "more drafts than asked for"
@@ -154,7 +154,7 @@ class Speculator:
 def measured_costs(
     step_seconds: Mapping[GraphShape, float], draft_seconds: Mapping[str, Mapping[int, float]]
 ) -> StepCosts | None:
-    """What was measured at start; None where nothing was."""
+    """The times measured at start, or None if none were measured."""
     if not step_seconds:
         return None
     plain: dict[int, float] = {}
@@ -169,5 +169,5 @@ def measured_costs(
 
 
 def _with_host(seconds: Mapping[int, float]) -> dict[int, float]:
-    """What a proposer that has work for the device takes while that stands still, by number of requests."""
+    """Add the host time during which the device waits for a proposer. By number of requests."""
     return {count: took + HOST_SECONDS + count * HOST_SECONDS_OF_REQUEST for count, took in seconds.items()}

@@ -1,11 +1,11 @@
-"""Verification: which drafts of a step's requests are taken, and the token that follows them. Engine thread.
+"""Verification: decides which drafts of a step are accepted, and the token after them. Engine thread.
 
-Every draft is a row of the step, so the sampler has drawn what the model itself would say after each of them; what is
-left is to go from the last token along drafts that agree. That happens on the device, so that heads may draft from
-what holds before the host has read anything. `exact` does no more: a token is drawn with the noise of its position,
-whatever was drafted, so text and seeds are those of plain decoding. `rejection` compares the model's probabilities with
-those a draft was drawn from (arXiv:2302.01318), for drafts that were drawn. Lossy, by request: `typical` (Medusa,
-arXiv:2401.10774) and `top_p_window` (PaddleNLP). Greedy requests are always exact.
+Every draft is a row of the step, so the sampler draws the model's own token after each of them. The verifier then
+follows the drafts that equal these tokens, from the last token on. It does so on the device, so that heads can draft
+again before the host has read anything. Modes: `exact` needs nothing else: a token is drawn with the noise of its
+position, so text and seeds are those of plain decoding. `rejection` compares the model's probabilities with those that
+a draft was drawn from (arXiv:2302.01318). Lossy, by request: `typical` (Medusa, arXiv:2401.10774) and `top_p_window`
+(PaddleNLP). Greedy requests are always exact.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class DraftedRequest:
 def drafted_requests(running: RunningStep, draft_probs: Mapping[int, torch.Tensor]) -> list[DraftedRequest]:
     """The requests of a step that sample. draft_probs: by request id, of the drafts that it was last given."""
     step, found, end = running.step, [], 0
-    for place, state in enumerate(running.states):
-        end += step.num_scheduled_tokens[place]
-        if not step.samples[place]:
+    for index, state in enumerate(running.states):
+        end += step.num_scheduled_tokens[index]
+        if not step.samples[index]:
             continue
-        num_drafts = step.num_drafts[place]
+        num_drafts = step.num_drafts[index]
         drafts = step.token_ids[end - num_drafts : end] if num_drafts else ()
         probs = draft_probs.get(state.sequence_id) if num_drafts else None
         parents = step.draft_parents.get(state.sequence_id, ())
@@ -75,16 +75,16 @@ class Verification:
         self._drafted = drafted
         self.first_rows: list[int] = []
         self.num_rows = 0
-        self._judged: list[int] = []  # places in `drafted` of requests with drafts judged by probabilities
+        self._judged: list[int] = []  # indices in `drafted` of requests with drafts judged by probabilities
         self._rejection: list[int] = []
-        for place, one in enumerate(drafted):
+        for index, one in enumerate(drafted):
             self.first_rows.append(self.num_rows)
             self.num_rows += 1 + one.num_drafts
             mode = _mode(one)
             if mode == "rejection":
-                self._rejection.append(place)
+                self._rejection.append(index)
             elif mode != "exact":
-                self._judged.append(place)
+                self._judged.append(index)
         self._marks: torch.Tensor | None = None  # by sampled row, as in ops.accept_drafts
         self._scores: torch.Tensor | None = None
 
@@ -120,8 +120,8 @@ class Verification:
         dead_rows: Sequence[int] = (),
         out: ops.AcceptedRows | None = None,
     ) -> ops.AcceptedRows:
-        """Decide, once the rows are drawn. next_ids: [T], what follows each row of the batch. dead_rows: sampled rows
-        of drafts that must not be taken. num_drafts: [R] int32, of all requests of the batch."""
+        """Accept drafts, once the rows are drawn. next_ids: [T], the token after each row of the batch. dead_rows:
+        sampled rows of drafts that must not be accepted. num_drafts: [R] int32, of all requests of the batch."""
         if dead_rows:
             dead = to_device(list(dead_rows), torch.int64, next_ids.device)
             if self._marks is None:
@@ -142,12 +142,12 @@ class Verification:
     # ---- parts
 
     def _measure(self, logits: torch.Tensor, draws: Draws) -> None:
-        """Marks of drafts that the lossy modes let pass, and how likely the way to each is."""
+        """Mark the drafts that the lossy modes accept, and score each by the log-probability of its path."""
         device = logits.device
         marks = torch.zeros(self.num_rows, dtype=torch.int8, device=device)
         scores = torch.zeros(self.num_rows, dtype=torch.float32, device=device)
-        for place in self._judged:
-            one, first = self._drafted[place], self.first_rows[place]
+        for index in self._judged:
+            one, first = self._drafted[index], self.first_rows[index]
             parents, num_drafts = one.draft_parents, one.num_drafts
             after = [first + 1 + parent for parent in parents_of(parents, num_drafts)]
             row_of = to_device(after, torch.int64, device)
@@ -163,7 +163,7 @@ class Verification:
     def _passes(
         self, state: RequestState, probs: torch.Tensor, chosen: torch.Tensor, sees: torch.Tensor
     ) -> torch.Tensor:
-        """[num_drafts]: whether the request's mode lets a draft pass, of probability `chosen` [num_drafts, 1]."""
+        """[num_drafts]: whether the request's mode accepts a draft, whose probability is `chosen` [num_drafts, 1]."""
         config = self._config
         if state.acceptance == "typical":
             entropy = -(probs * probs.clamp(min=1e-30).log()).sum(dim=-1)
@@ -178,14 +178,14 @@ class Verification:
     def _reject(
         self, logits: torch.Tensor, draws: Draws, positions: torch.Tensor, token_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Rejection sampling of chains that were drawn: a draft d of q is taken with probability min(1, p(d) / q(d)),
-        else a token is drawn of max(p - q, 0). Rows without a draft after them keep the token drawn."""
+        """Rejection sampling of drawn chains: a draft d from q is accepted with probability min(1, p(d) / q(d)), else a
+        token is drawn from max(p - q, 0). Rows without a draft after them keep their token."""
         device = logits.device
         rows: list[int] = []
         tokens: list[int] = []
         drawn_from: list[torch.Tensor] = []
-        for place in self._rejection:
-            one, first = self._drafted[place], self.first_rows[place]
+        for index in self._rejection:
+            one, first = self._drafted[index], self.first_rows[index]
             rows += range(first, first + one.num_drafts)
             tokens += one.draft_token_ids
             assert one.draft_probs is not None
@@ -205,7 +205,10 @@ class Verification:
 
 
 class Verifier:
-    """num_tokens, num_requests: room for the largest graph and step. What it returns is good until its next call."""
+    """capacity: number of tokens of the largest graph and number of requests of the largest step.
+
+    Returned tensors are valid until the next call.
+    """
 
     def __init__(
         self,
@@ -214,13 +217,13 @@ class Verifier:
         compaction: Compaction,
         config: SpeculationConfig,
         plan: MemoryPlan,
-        room: tuple[int, int],
+        capacity: tuple[int, int],
     ) -> None:
-        num_tokens, num_requests = room
+        num_tokens, num_requests = capacity
         self._model, self._sampler, self._compaction, self._config = model, sampler, compaction, config
         self._plan, self._device = plan, model.context.device
         self._next_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
-        self._kept = ops.empty_accepted_rows(num_requests, self._device)
+        self._accepted = ops.empty_accepted_rows(num_requests, self._device)
 
     def rows_of_graphs(self, graphs: StepGraphs[GraphShape]) -> list[ComputedRows]:
         """The static tensors of every graph of a verification, for drafting to be captured behind it."""
@@ -228,8 +231,8 @@ class Verifier:
         for shape in graphs.shapes:
             if shape.is_verification:
                 batch, hidden = graphs.tensors(shape)
-                kept, next_ids = self._kept.first(shape.num_requests), self._next_ids[: shape.num_tokens]
-                found.append(ComputedRows(batch, hidden, next_ids, kept.last, kept, shape))
+                accepted, next_ids = self._accepted.first(shape.num_requests), self._next_ids[: shape.num_tokens]
+                found.append(ComputedRows(batch, hidden, next_ids, accepted.last, accepted, shape))
         return found
 
     def warm_up(self, rows: Sequence[ComputedRows]) -> None:
@@ -238,14 +241,14 @@ class Verifier:
             batch, count = one.batch, one.batch.seq_lens.shape[0]
             none = torch.zeros(count, dtype=torch.int32, device=self._device)
             verification = Verification([], self._config)
-            kept = verification.accept(batch, none, one.next_ids)
-            self._compaction.keep(kept)
+            accepted = verification.accept(batch, none, one.next_ids)
+            self._compaction.keep(accepted)
             if batch.token_ids.shape[0] >= 2 * count:
                 clones = copy.deepcopy(_step_rows(one))
                 ids = torch.zeros(count, 1, dtype=torch.int64, device=self._device)
                 tree = (None, None) if batch.tree_mask is None else (ids + 3, ids + 1)
                 drafts = ops.DraftRows(ids, *tree)
-                ops.update_step_inputs(clones, count, one.next_ids, kept.last, drafts, self._plan.block_size)
+                ops.update_step_inputs(clones, count, one.next_ids, accepted.last, drafts, self._plan.block_size)
 
     def verify(
         self,
@@ -256,10 +259,10 @@ class Verifier:
         masks: GrammarMasks | None = None,
         is_ahead: bool = False,
     ) -> LaunchedSample:
-        """Draw a token for every draft and last token of the step, and judge the drafts by them.
+        """Draw a token for every draft and last token of the step, and accept drafts by them.
 
-        drafted: the requests that sample. previous: of requests that do not draft, whose last token may still be on the
-        device alone. is_ahead: the drafts are on the device alone, so nothing that is drawn may depend on them.
+        drafted: the requests that sample. previous: the step before, whose tokens the host may not know yet, for
+        requests without drafts. is_ahead: only the device knows the drafts, so no draw may depend on them.
         """
         step, batch = running.step, running.tensors.batch
         verification = Verification(drafted, self._config)
@@ -282,13 +285,13 @@ class Verifier:
         num_drafts = [*step.num_drafts, *[0] * (batch.seq_lens.shape[0] - len(step.num_drafts))]
         counts = to_device(num_drafts, torch.int32, self._device)
         dead_rows = () if masks is None else masks.dead_rows
-        kept = verification.accept(batch, counts, next_ids, dead_rows, self._kept.first(len(num_drafts)))
+        accepted = verification.accept(batch, counts, next_ids, dead_rows, self._accepted.first(len(num_drafts)))
         if step.draft_parents:
-            self._compaction.keep(kept)
-        accepted = HostCopy((kept.paths,), is_urgent=True)
+            self._compaction.keep(accepted)
+        paths = HostCopy((accepted.paths,), is_urgent=True)
         taken = prompt_logprobs.take(step, running.states) if running.asks_prompt_logprobs else {}
-        computed = ComputedRows(batch, running.hidden, next_ids, kept.last, kept, running.tensors.graph)
-        return LaunchedSample(tokens, taken, accepted, computed)
+        computed = ComputedRows(batch, running.hidden, next_ids, accepted.last, accepted, running.tensors.graph)
+        return LaunchedSample(tokens, taken, paths, computed)
 
     def advance(
         self, num_requests: int, tensors: StepTensors, rows: ComputedRows, drafts: ops.DraftRows
@@ -326,12 +329,12 @@ def _step_rows(rows: ComputedRows) -> ops.StepRows:
 
 
 def _mode(one: DraftedRequest) -> str:
-    """How a request's drafts are judged in this step."""
+    """The acceptance mode of a request's drafts in this step."""
     if not one.num_drafts or one.state.params.is_greedy:
         return "exact"
     mode = one.state.acceptance
     if mode == "rejection" and (one.draft_probs is None or one.draft_parents):
-        return "exact"  # what was not drawn needs no rejection: agreeing with the model's own draw is the same thing
+        return "exact"  # for a draft that was not drawn, equality with the model's own draw has the same distribution
     return mode
 
 
@@ -343,15 +346,15 @@ def _at_rows(batch: ForwardBatch, values: torch.Tensor | None) -> torch.Tensor |
 
 
 def _ancestors(parents: Sequence[int], num_drafts: int, device: torch.device) -> torch.Tensor:
-    """[num_drafts, num_drafts] bool: whether a draft's way leads through another; its own is on it."""
+    """[num_drafts, num_drafts] bool: whether a draft has another as ancestor; it counts as its own."""
     words = to_device(list(row_masks(parents, num_drafts)[1:]), torch.int64, device)
     bits = torch.arange(1, num_drafts + 1, device=device)
     return (words[:, None] >> bits & 1).bool()
 
 
 def _longest_runs(sees: torch.Tensor, is_wanted: torch.Tensor) -> torch.Tensor:
-    """Per draft, the most wanted drafts in a row below it. sees: as of _ancestors."""
-    # below[i, j, k]: k lies on the way from i, itself left out, to j
+    """Per draft, the longest run of wanted drafts directly below it. sees: the result of _ancestors."""
+    # below[i, j, k]: k lies on the path from i (exclusive) to j
     below = sees[None, :, :] & ~sees[:, None, :] & sees.T[:, :, None]
     is_run = ~(below & ~is_wanted).any(dim=2)
     return torch.where(is_run, below.sum(dim=2), 0).amax(dim=1)

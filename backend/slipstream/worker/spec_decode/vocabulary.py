@@ -1,6 +1,6 @@
-"""Between the vocabularies of a model and its draft: nothing to do if they are the same, else a map by text.
+"""Maps token ids between the vocabularies of a model and its draft model, by text; the identity if they are equal.
 
-A draft of another tokenizer is of use only where its tokens are the model's too; how many are is checked at load.
+A draft model with another tokenizer can draft only the tokens that both have; their share is checked at load.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from slipstream.tokenizer.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
-LEAST_SHARE = 0.5  # of the model's tokens that the draft must have
+LEAST_SHARE = 0.5  # of the model's tokens, that the draft must have
 
 
 class VocabularyMap:
@@ -62,21 +62,21 @@ class VocabularyMap:
         logger.info("the draft has another tokenizer: %.0f %% of the model's tokens are in it", 100 * share)
         draft_of = torch.zeros(vocab_size, dtype=torch.int64)
         is_shared = torch.zeros(vocab_size, dtype=torch.bool)
-        places = torch.tensor(list(shared))
-        draft_of[places] = torch.tensor(list(shared.values()))
-        is_shared[places] = True
+        indices = torch.tensor(list(shared))
+        draft_of[indices] = torch.tensor(list(shared.values()))
+        is_shared[indices] = True
         return cls(vocab_size, draft_vocab_size, draft_of.to(device), is_shared.to(device))
 
     def to_draft(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """What the draft reads in place of the model's tokens."""
+        """The draft's token ids for the model's."""
         if self._draft_of is not None:
             return self._draft_of[token_ids]
-        if self._draft_vocab_size < self._vocab_size:  # the model may say a token of one of its rows more
+        if self._draft_vocab_size < self._vocab_size:  # the model has more rows and may sample one of them
             return token_ids.clamp(max=self._draft_vocab_size - 1)
         return token_ids
 
     def logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The draft's logits over the target's vocabulary; what it lacks it never drafts."""
+        """The draft's logits over the target's vocabulary, -inf for tokens that the draft lacks."""
         if self._draft_of is not None and self._is_shared is not None:
             return logits[:, self._draft_of].masked_fill(~self._is_shared, float("-inf"))
         missing = self._vocab_size - logits.shape[1]

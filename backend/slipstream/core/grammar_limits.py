@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 
-from slipstream.core.config import GuidedConfig
+from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.sampling_params import Guide
 
@@ -22,7 +22,7 @@ _EBNF_LITERALS = re.compile(r"\"(?:\\.|[^\"\\])*\"|\[(?:\\.|[^\]\\])*\]|\#[^\n]*
 _REPEAT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
 
 
-def check_guide(guide: Guide, limits: GuidedConfig) -> None:
+def check_grammar(guide: Guide, limits: StructuredOutputConfig) -> None:
     """Raises RequestError that names the guide, its size and the limit."""
     text = guide.text
     if guide.type == "regex":
@@ -46,7 +46,7 @@ def _num_bytes(text: str) -> int:
     return len(text.encode("utf-8", "surrogatepass"))
 
 
-def _check_expression(text: str, limits: GuidedConfig) -> None:
+def _check_expression(text: str, limits: StructuredOutputConfig) -> None:
     """text: without literals and classes, in which brackets and braces mean themselves."""
     depth = deepest = 0
     for character in text:
@@ -62,7 +62,7 @@ def _number(digits: str) -> int:
     return int(digits[:19] or 0)  # no longer: int() refuses thousands of digits, and these are too many anyway
 
 
-def _check_schema(text: str, limits: GuidedConfig) -> None:
+def _check_schema(text: str, limits: StructuredOutputConfig) -> None:
     try:
         schema = json.loads(text)
     except ValueError as error:
@@ -84,7 +84,7 @@ def _check_schema(text: str, limits: GuidedConfig) -> None:
     _check("properties", num_properties, limits.max_properties, "guided_max_properties")
 
 
-def _check_object(node: dict[str, object], limits: GuidedConfig) -> int:
+def _check_object(node: dict[str, object], limits: StructuredOutputConfig) -> int:
     """Returns how many properties it declares."""
     for name in _COUNTS & node.keys():
         value = node[name]

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from slipstream.core.config import GuidedConfig
+from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
-from slipstream.core.guide_limits import check_guide
+from slipstream.core.grammar_limits import check_grammar
 from slipstream.core.sampling_params import Guide
 
-LIMITS = GuidedConfig()
+LIMITS = StructuredOutputConfig()
 
 
 def _nested(depth: int) -> str:
@@ -39,7 +39,7 @@ def _nested(depth: int) -> str:
 )
 def test_what_is_too_large_is_refused_by_name(guide: Guide, parameter: str) -> None:
     with pytest.raises(RequestError, match=parameter) as caught:
-        check_guide(guide, LIMITS)
+        check_grammar(guide, LIMITS)
     assert caught.value.field == "guided_decoding_guide"
 
 
@@ -57,9 +57,9 @@ def test_what_is_too_large_is_refused_by_name(guide: Guide, parameter: str) -> N
     ids=lambda guide: guide.type,
 )
 def test_what_fits_passes(guide: Guide) -> None:
-    check_guide(guide, LIMITS)
+    check_grammar(guide, LIMITS)
 
 
 def test_text_that_is_no_json_is_no_schema() -> None:
     with pytest.raises(RequestError, match="not a usable json_schema"):
-        check_guide(Guide("json_schema", "{not json"), LIMITS)
+        check_grammar(Guide("json_schema", "{not json"), LIMITS)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from engine_driver import GREEDY, Told, make_engine, run_steps
-from slipstream.core.config import GuidedConfig
+from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
@@ -42,8 +42,8 @@ TOO_LONG = Guide("regex", "|".join(f"([a-z]{{{n},9999}}x){{1,9999}}" for n in ra
 @pytest.fixture(scope="module")
 def limited(tiny_llama: Path) -> Engine:
     """Whose grammars have little time."""
-    limits = GuidedConfig(max_compile_ms=1000, max_request_ms=400, cache_bytes=1 << 20)
-    engine = make_engine(tiny_llama, guided=limits)
+    limits = StructuredOutputConfig(max_compile_ms=1000, max_request_ms=400, cache_bytes=1 << 20)
+    engine = make_engine(tiny_llama, structured_output=limits)
     run_steps(engine, _submit(engine, Guide("json")))  # the process has started
     return engine
 
@@ -169,7 +169,7 @@ def test_a_killed_process_loses_no_text(limited: Engine, victim: str) -> None:
 
 
 def test_a_stuck_process_is_killed_and_others_go_on(tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama, guided=GuidedConfig(max_step_ms=300))
+    engine = make_engine(tiny_llama, structured_output=StructuredOutputConfig(max_step_ms=300))
     run_steps(engine, _submit(engine, LETTERS))
     expected, _ = _victim(engine, {})
     (worker,) = _workers(engine)
