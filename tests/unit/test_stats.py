@@ -16,7 +16,6 @@ from slipstream.core.stats import (
     MetricKind,
     Stats,
     accepted_metric,
-    declarations,
 )
 
 
@@ -38,13 +37,6 @@ def test_declarations_are_what_prometheus_accepts() -> None:
     assert {spec.help for spec in METRICS if spec.family == "slipstream_requests_finished_total"} == {
         METRICS[Metric.FINISHED_STOP].help
     }
-
-
-def test_labels_are_added_to_each_metric() -> None:
-    specs = declarations({"model": "llm", "version": "1"})
-    assert [spec.family for spec in specs] == [spec.family for spec in METRICS]
-    assert specs[Metric.FINISHED_STOP].labels == {"model": "llm", "version": "1", "reason": "stop"}
-    assert METRICS[Metric.FINISHED_STOP].labels == {"reason": "stop"}
 
 
 def test_every_finish_reason_has_its_counter() -> None:

@@ -161,11 +161,6 @@ def accepted_metric(method: str, position: int) -> int:
     return drafted_metric(method, position) + len(_METHODS) * _NUM_POSITIONS
 
 
-def declarations(labels: dict[str, str]) -> list[MetricSpec]:
-    """All metrics, in the order of their indices, with `labels` (model, version) added to each."""
-    return [MetricSpec(m.family, m.kind, m.help, {**labels, **m.labels}, m.buckets) for m in METRICS]
-
-
 class _Values:
     """Values since the last `publish`."""
 

@@ -232,6 +232,3 @@ class ErrorBody(BaseModel):
     """Every status from 400 on."""
 
     error: ErrorDetail
-
-
-Json = dict[str, Any]

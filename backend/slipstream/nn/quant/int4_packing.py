@@ -42,11 +42,6 @@ def _along_groups(stored: StoredFormat, axis: int) -> tuple[int | None, int]:
     return (axis, stored.group_size) if stored.group_size else (None, 1)
 
 
-def _group_index(stored: StoredFormat, columns: int) -> StoredTensor:
-    """The group of each input feature."""
-    return StoredTensor((columns,), INDICES, None, 0, names_groups_of=stored.group_size, is_index=True)
-
-
 def _column_words(stored: StoredFormat, rows: int, columns: int, num_groups: int) -> CheckpointTensors:
     """AWQ: everything transposed, words along output features."""
     words = rows // CODES_PER_WORD
