@@ -65,7 +65,7 @@ def records(models: list[str], tokens: list[int]) -> Iterator[dict[str, object]]
             w4a16, w4a8 = (int4_weights(out_features, in_features, for_fp8_rows=is_fp8) for is_fp8 in (False, True))
             for num_tokens in tokens:
                 x = torch.randn(num_tokens, in_features, device="cuda", dtype=torch.bfloat16)
-                rows = ops.quantize_fp8(x, ops.Fp8Scheme(total_columns=GROUP))
+                rows = ops.quantize_fp8(x, ops.Fp8Scheme(sum_columns=GROUP))
                 calls: dict[str, Calls] = {
                     "bf16": [partial(F.linear, x, weight) for weight in dense],
                     "fp8": [partial(ops.scaled_mm, rows, *weight[:2], counters=weight[2]) for weight in fp8],

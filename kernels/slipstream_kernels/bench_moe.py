@@ -97,7 +97,7 @@ class Product:
         count, size = self.num_experts, self.size
         copies = max(2, COLD_BYTES // (count * size[0] * size[1] // 2))
         kinds: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
-            "records": lambda: [(weight,) for weight in int4_weights(count, size, copies, True)],
+            "grouped_w4a8": lambda: [(weight,) for weight in int4_weights(count, size, copies, True)],
             "int4": lambda: [(weight,) for weight in int4_weights(count, size, copies, False)],
             "fp8": lambda: fp8_weights(count, size, 2),
             "int8": lambda: [(values.view(torch.int8), scales) for values, scales in fp8_weights(count, size, 2)],
@@ -124,12 +124,12 @@ class Product:
             yield name, [partial(op, weight, routing, *scales) for weight, *scales in self.weights[KINDS[name]]]
         for variant in grouped_w4a8_gemm.VARIANTS if variants else ():
             call = partial(grouped_w4a8_gemm.grouped_int4_mm, fp8, by_token=False, gated=self.gated, variant=variant)
-            weights = self.weights["records"]
+            weights = self.weights["grouped_w4a8"]
             yield f"{variant.columns}/{variant.warpgroups_m}", [partial(call, weight, routing) for (weight,) in weights]
 
 
 KINDS = {
-    "w4a8": "records", "w4a16": "int4", "fp8": "fp8", "torch fp8": "fp8", "wint8": "int8", "w8a8": "int8",
+    "w4a8": "grouped_w4a8", "w4a16": "int4", "fp8": "fp8", "torch fp8": "fp8", "wint8": "int8", "w8a8": "int8",
     "bf16": "dense", "torch bf16": "dense", "block fp8": "blocks",
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 BLOCK = 128  # columns of a group of activations, rows and columns of a block of weights
-MOST_TOTALLED = 128  # rows of which products take sums
+MAX_SUMMED_ROWS = 128  # more rows have no activation sums: the kernels of so many take none
 SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
 
 
@@ -18,13 +18,13 @@ class Fp8Scheme:
     """One scale per group of `group_size` columns of a row; 0: one per row.
 
     group_size: 0 or 128.  scale: one fp32 number on the device (static quantisation), only with group_size 0.
-    total_columns: 64 or 128: also sum each group of so many columns, which products with zero-points need (up to
-    MOST_TOTALLED rows, only with group_size 0); 0: no sums.
+    sum_columns: 64 or 128: also sum each group of so many columns, which W4A8 products with zero points need (up to
+    MAX_SUMMED_ROWS rows, only with group_size 0); 0: no sums.
     """
 
     group_size: int = 0
     scale: torch.Tensor | None = None
-    total_columns: int = 0
+    sum_columns: int = 0
 
     def num_groups(self, size: int) -> int:
         """Scales per row of `size` columns."""
@@ -38,10 +38,10 @@ class Fp8Scheme:
             raise ValueError(f"group_size: {self.group_size} does not divide rows of {size}")
         if self.scale is not None and (self.group_size or self.scale.numel() != 1):
             raise ValueError("scale: a static scale is one number, and for whole rows")
-        if self.total_columns not in (0, BLOCK // 2, BLOCK):
-            raise ValueError(f"total_columns: {self.total_columns}, expected 0, {BLOCK // 2} or {BLOCK}")
-        if self.total_columns and (self.group_size or size % self.total_columns):
-            raise ValueError(f"total_columns: {self.total_columns} does not divide rows of {size} with one scale each")
+        if self.sum_columns not in (0, BLOCK // 2, BLOCK):
+            raise ValueError(f"sum_columns: {self.sum_columns}, expected 0, {BLOCK // 2} or {BLOCK}")
+        if self.sum_columns and (self.group_size or size % self.sum_columns):
+            raise ValueError(f"sum_columns: {self.sum_columns} does not divide rows of {size} with one scale each")
 
 
 PER_ROW = Fp8Scheme()
@@ -55,15 +55,15 @@ class Fp8Rows:
     read them.  dtype: of the unquantised rows and of products.
     num_rows is num_tokens; with groups it is padded to a multiple of 4 (cuBLAS reads 16 bytes of scales), and the
     padding is undefined.
-    totals: activation sums, [size / total_columns, MOST_TOTALLED] fp32: of each group of each row's values, undefined
-    from num_rows on; None if not requested or if there are more rows.
+    activation_sums: [size / sum_columns, MAX_SUMMED_ROWS] fp32: the sum of the values of each group of columns of each
+    row, undefined from num_rows on; None if not requested or if there are more rows.
     """
 
     values: torch.Tensor
     scales: torch.Tensor
     dtype: torch.dtype
     num_tokens: int
-    totals: torch.Tensor | None = None
+    activation_sums: torch.Tensor | None = None
 
 
 def padded_rows(num_tokens: int, scheme: Fp8Scheme) -> int:
@@ -77,7 +77,7 @@ def empty_rows(num_tokens: int, size: int, scheme: Fp8Scheme, like: torch.Tensor
     values = torch.empty((num_rows, size), dtype=E4M3, device=like.device)
     scales = torch.empty((scheme.num_groups(size), num_rows), dtype=torch.float32, device=like.device)
     columns = scales.view(num_rows, 1) if scales.shape[0] == 1 else scales.t()
-    totals = None
-    if scheme.total_columns and num_tokens <= MOST_TOTALLED:
-        totals = torch.empty((size // scheme.total_columns, MOST_TOTALLED), dtype=torch.float32, device=like.device)
-    return Fp8Rows(values, columns, like.dtype, num_tokens, totals)
+    sums = None
+    if scheme.sum_columns and num_tokens <= MAX_SUMMED_ROWS:
+        sums = torch.empty((size // scheme.sum_columns, MAX_SUMMED_ROWS), dtype=torch.float32, device=like.device)
+    return Fp8Rows(values, columns, like.dtype, num_tokens, sums)

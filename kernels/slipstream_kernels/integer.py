@@ -9,7 +9,7 @@ import torch
 INT8_MAX = 127.0
 SYMMETRIC_ZERO = 8  # the zero-point of 4-bit weights without zero-points
 MAX_CODE = 15
-RECORDS = torch.int64  # dtype of weights packed in the order of the tensor cores' registers
+W4A8_DTYPE = torch.int64  # dtype of weights that are prepacked for FP8 rows
 SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
 
 
@@ -21,11 +21,11 @@ class Int4Weight:
       packed uint8 [out_features, in_features / 2], q in 0..15, low nibble = even input feature;
       scales float32 [out_features, in_features / group_size];
       zeros uint8 of that shape (0..16: GPTQ stores zero - 1), or None: 8 throughout.
-    Prepacked (ops.repack_int4) for a device's kernels: `packed` has another dtype than uint8 and as many bytes (no
-    padding); the kernel defines scales and zeros.  group_size is in_features for one group a row.
-    For FP8 rows `packed` is int64 [in_features / 128, out_features / 16, 128].
-    Prepacked for experts (ops.repack_expert_int4): `packed` is int64 [in_features / 128, out_features / 16, record],
-    with the group scales and zero-points inside; scales is [out_features], zeros is None.
+    Prepacked (ops.repack_int4) for a device's kernels: `packed` has another dtype than uint8 and the same number of
+    bytes; the kernel defines scales and zeros.  group_size is in_features for one group a row.
+    W4A8: `packed` is int64 [in_features / 128, out_features / 16, 128].
+    Grouped W4A8 (ops.repack_expert_int4 for FP8 rows): `packed` is int64 [in_features / 128, out_features / 16, 136],
+    with the group scales and zero points behind each tile's weights; scales is [out_features], zeros is None.
     """
 
     packed: torch.Tensor
@@ -41,11 +41,11 @@ class Int4Weight:
 
     @property
     def is_for_fp8_rows(self) -> bool:
-        return self.packed.dtype == RECORDS and self.zeros is not None
+        return self.packed.dtype == W4A8_DTYPE and self.zeros is not None
 
     @property
-    def has_records(self) -> bool:
-        return self.packed.dtype == RECORDS and self.zeros is None
+    def is_grouped_w4a8(self) -> bool:
+        return self.packed.dtype == W4A8_DTYPE and self.zeros is None
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors by field name."""
@@ -57,8 +57,10 @@ def int4_weight(
     packed: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group_size: int, in_features: int
 ) -> Int4Weight:
     """An Int4Weight from its tensors, canonical or repacked.  group_size 0: one group a row."""
-    is_record = packed.dtype == RECORDS
-    out_features = 16 * packed.shape[1] if is_record else 2 * packed.numel() * packed.element_size() // in_features
+    is_for_fp8_rows = packed.dtype == W4A8_DTYPE
+    out_features = (
+        16 * packed.shape[1] if is_for_fp8_rows else 2 * packed.numel() * packed.element_size() // in_features
+    )
     return Int4Weight(packed, scales, zeros, group_size or in_features, out_features, in_features)
 
 

@@ -33,7 +33,7 @@ from slipstream_kernels.gemm.quantize_int4 import (
     unpack_int4,
 )
 from slipstream_kernels.gemm.quantize_int8 import quantize_int8
-from slipstream_kernels.gemm.repack_int4 import int4_total_columns, repack_int4
+from slipstream_kernels.gemm.repack_int4 import activation_sum_columns, repack_int4
 from slipstream_kernels.gemm.repack_plain import repack_plain
 from slipstream_kernels.gemm.scaled_mm import block_scales, scaled_mm, scaled_mm_counters
 from slipstream_kernels.gemm.skinny_gemm import skinny_gemm
@@ -91,6 +91,7 @@ __all__ = [
     "StepRows",
     "TopLogprobs",
     "accept_drafts",
+    "activation_sum_columns",
     "apply_bias",
     "apply_penalties",
     "block_scales",
@@ -113,7 +114,6 @@ __all__ = [
     "grouped_mm",
     "int4_linear_weight",
     "int4_mm",
-    "int4_total_columns",
     "int4_weight",
     "int8_mm",
     "int8_weight",

@@ -19,11 +19,11 @@ struct Bits8 {
 };
 
 template <typename SHAPE>
-bool covers(const SkinnyGemmParams& p, int out_features, const std::vector<slipstream::UnitRange>& passes) {
+bool covers(const SkinnyGemmParams& p, int out_features, const std::vector<slipstream::WorkRange>& passes) {
   const long row_bytes = p.in_features * 16L / SHAPE::Format::kElements;
   std::vector<int> brought(out_features * (row_bytes / 16));
   for (const auto& pass : passes) {
-    for (slipstream::SlotWalk<SHAPE> walk(p, pass); !walk.is_done(); walk.advance()) {
+    for (slipstream::StageWalk<SHAPE> walk(p, pass); !walk.is_done(); walk.advance()) {
       for (int row = 0; row < walk.num_rows(); ++row) {
         const long first = walk.offset(row) / 16;
         for (unsigned i = 0; i < walk.chunk_bytes() / 16; ++i) ++brought[first + i];
@@ -38,18 +38,18 @@ bool covers(const SkinnyGemmParams& p, int out_features, const std::vector<slips
   return true;
 }
 
-template <typename FORMAT, int TILES, int COLUMNS, bool IS_GATED, bool IS_HELD>
+template <typename FORMAT, int TILES, int COLUMNS, bool IS_GATED, bool IS_RESIDENT>
 void check(int out_features, int in_features, int num_ctas) {
-  using Shape = slipstream::SkinnyGemmShape<FORMAT, TILES, COLUMNS, IS_GATED, IS_HELD>;
+  using Shape = slipstream::SkinnyGemmShape<FORMAT, TILES, COLUMNS, IS_GATED, IS_RESIDENT>;
   SkinnyGemmParams p{};
-  p.num_units = IS_GATED ? out_features / 2 : out_features;
+  p.num_outputs = IS_GATED ? out_features / 2 : out_features;
   p.in_features = in_features;
   p.num_ctas = num_ctas;
-  std::vector<slipstream::UnitRange> shares, queued;
+  std::vector<slipstream::WorkRange> shares, queued;
   for (int cta = 0; cta < num_ctas; ++cta) {
-    const slipstream::UnitRange units = slipstream::units_of_cta(p, cta);
-    for (int begin = units.begin; begin < units.end; begin += Shape::kUnitsPerPass) {
-      shares.push_back(slipstream::pass_at<Shape>(begin, units));
+    const slipstream::WorkRange outputs = slipstream::outputs_of_cta(p, cta);
+    for (int begin = outputs.begin; begin < outputs.end; begin += Shape::kOutputsPerPass) {
+      shares.push_back(slipstream::pass_at<Shape>(begin, outputs));
     }
   }
   for (int index = 0; index < slipstream::num_passes<Shape>(p); ++index) {
@@ -58,7 +58,7 @@ void check(int out_features, int in_features, int num_ctas) {
   for (const auto& passes : {shares, queued}) {
     if (!covers<Shape>(p, out_features, passes)) return;
   }
-  std::printf("tiles %d columns %d gated %d held %d\n", TILES, COLUMNS, IS_GATED, IS_HELD);
+  std::printf("tiles %d columns %d gated %d resident %d\n", TILES, COLUMNS, IS_GATED, IS_RESIDENT);
 }
 
 template <typename FORMAT>

@@ -8,10 +8,10 @@ from expert_cases import check, int4_of, logits_of, rows_of
 from hopper import assert_compiles_well, needs_hopper
 from slipstream_kernels import ops
 from slipstream_kernels.gemm import int4_layout
-from slipstream_kernels.moe import expert_records
+from slipstream_kernels.moe import grouped_w4a8_layout
 from slipstream_kernels.moe.cuda import grouped_w4a8_gemm, grouped_w4a16_gemm
-from slipstream_kernels.moe.triton.expert_weights import expert_weights
-from slipstream_kernels.moe.triton.record_weights import record_weights
+from slipstream_kernels.moe.triton.dequantise_w4a8 import dequantise_w4a8
+from slipstream_kernels.moe.triton.dequantise_w4a16 import dequantise_w4a16
 from tolerances import INT_MM
 
 BACKENDS = ["reference", "triton"]
@@ -82,7 +82,7 @@ def test_records(variant, gated, shape) -> None:
     weight = int4_of(num_experts * out_features, in_features, group_size, gated, device)
     exact_w = ops.dequantize_int4(weight).double().view(num_experts, out_features, in_features)
     repacked = ops.repack_expert_int4(weight, num_experts, fp8_rows=True)
-    assert repacked.has_records and repacked.out_features == weight.out_features
+    assert repacked.is_grouped_w4a8 and repacked.out_features == weight.out_features
     y = grouped_w4a8_gemm.grouped_int4_mm(x, repacked, routing, by_token, gated, variant)
     check(y, exact_x, exact_w, routing, by_token, gated, INT_MM["cuda", torch.bfloat16])
     again = grouped_w4a8_gemm.grouped_int4_mm(x, repacked, routing, by_token, gated, variant)
@@ -148,7 +148,7 @@ def test_experts_weights_as_fp8(device, blocks, group_size) -> None:
     weight = int4_of(48, 128 * blocks, group_size, True, device)
     repacked = int4_layout.repack_experts(weight)
     assert repacked.zeros is not None
-    y, expected = expert_weights(repacked).float() * repacked.zeros[:, None], ops.dequantize_int4(weight)
+    y, expected = dequantise_w4a16(repacked).float() * repacked.zeros[:, None], ops.dequantize_int4(weight)
     assert ((y - expected).abs() <= 1.01 * 2**-4 * expected.abs()).all()
 
 
@@ -156,11 +156,11 @@ def test_experts_weights_as_fp8(device, blocks, group_size) -> None:
 def test_records_as_fp8(device, blocks, group_size) -> None:
     """The same of records, whose strips are 8 rows of either half of an expert's."""
     weight = int4_of(3 * 64, 128 * blocks, group_size, True, device)
-    records = expert_records.pack_experts(weight, 3)
-    assert records.packed.shape == (blocks, 12, (1024 + 64) // 8) and records.has_records
+    records = grouped_w4a8_layout.repack_experts(weight, 3)
+    assert records.packed.shape == (blocks, 12, (1024 + 64) // 8) and records.is_grouped_w4a8
     held = ops.int4_weight(*records.tensors().values(), None, group_size, 128 * blocks)
     assert (held.out_features, held.zeros) == (192, None)
-    y, expected = record_weights(records, 3).float() * records.scales[:, None], ops.dequantize_int4(weight)
+    y, expected = dequantise_w4a8(records, 3).float() * records.scales[:, None], ops.dequantize_int4(weight)
     assert ((y - expected).abs() <= 1.01 * 2**-4 * expected.abs()).all()
 
 

@@ -126,7 +126,7 @@ def test_few_rows_get_sums_of_their_values(device, backend, num_rows: int, size:
     if num_rows > 100 and backend == "triton" and str(device) == "cpu":
         pytest.skip("Triton's interpreter takes 30 ms a row")
     x = torch.randn(num_rows, 2 * size, device=device).bfloat16()
-    scheme, weight = Fp8Scheme(total_columns=columns), torch.ones(size, device=device).bfloat16()
+    scheme, weight = Fp8Scheme(sum_columns=columns), torch.ones(size, device=device).bfloat16()
     some = x[:, :size]
     for rows in (
         ops.quantize_fp8(some, scheme, backend=backend),
@@ -134,15 +134,15 @@ def test_few_rows_get_sums_of_their_values(device, backend, num_rows: int, size:
         ops.rms_norm_fp8(some, weight, 1e-5, some, scheme, backend=backend)[0],
     ):
         if num_rows > 128:
-            assert rows.totals is None
+            assert rows.activation_sums is None
             continue
-        assert rows.totals is not None
+        assert rows.activation_sums is not None
         sums = rows.values.float().unflatten(1, (-1, columns)).sum(2)
-        torch.testing.assert_close(rows.totals[:, :num_rows].t(), sums, rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(rows.activation_sums[:, :num_rows].t(), sums, rtol=1e-5, atol=1e-3)
 
 
 def test_sums_of_runs_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match="total_columns: 128 does not divide rows of 192"):
-        ops.quantize_fp8(torch.zeros(2, 192), Fp8Scheme(total_columns=128))
-    with pytest.raises(ValueError, match="total_columns: 32, expected 0, 64 or 128"):
-        ops.quantize_fp8(torch.zeros(2, 192), Fp8Scheme(total_columns=32))
+    with pytest.raises(ValueError, match="sum_columns: 128 does not divide rows of 192"):
+        ops.quantize_fp8(torch.zeros(2, 192), Fp8Scheme(sum_columns=128))
+    with pytest.raises(ValueError, match="sum_columns: 32, expected 0, 64 or 128"):
+        ops.quantize_fp8(torch.zeros(2, 192), Fp8Scheme(sum_columns=32))

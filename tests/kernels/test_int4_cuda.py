@@ -13,7 +13,7 @@ from slipstream_kernels.cuda import cutlass
 from slipstream_kernels.cuda.build import build, find_nvcc
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm import int4_layout
-from slipstream_kernels.gemm.cuda import cutlass_gemm, int4_mm, int4_rows, int8_gemm, w4a8_gemm
+from slipstream_kernels.gemm.cuda import cutlass_gemm, int4_mm, int8_gemm, skinny_gemm_w4a16, w4a8_gemm
 from slipstream_kernels.integer import Int4Weight
 
 GROUPS = [64, 128, 0]  # 0: whole rows
@@ -55,7 +55,7 @@ def test_few_tokens(sizes, group_size, kind) -> None:
             x = operand_of(kind, num_tokens, sizes[1])
             bias = torch.randn(sizes[0], device="cuda").to(x.dtype) if has_zeros else None
             out = torch.full((num_tokens, sizes[0]), torch.nan, dtype=x.dtype, device="cuda")
-            int4_rows.int4_rows(x, repacked, bias, out)
+            skinny_gemm_w4a16.skinny_gemm_w4a16(x, repacked, bias, out)
             assert relative_error(out, x, dense, bias) < 3e-3, num_tokens
 
 
@@ -152,11 +152,11 @@ def test_weights_of_a_cpu_stay_canonical() -> None:
     assert ops.repack_int4(weight) is weight and "cpu" in str(int4_mm.refusal(weight))
 
 
-@pytest.mark.parametrize("source", [int4_rows.SOURCE, int4_mm.DEQUANTISE])
+@pytest.mark.parametrize("source", [skinny_gemm_w4a16.SOURCE, int4_mm.DEQUANTISE])
 def test_sources_compile(source, tmp_path) -> None:
     if find_nvcc() is None:
         pytest.skip("nvcc is not installed")
-    defines = int4_rows.defines(torch.bfloat16) if source == int4_rows.SOURCE else ()
+    defines = skinny_gemm_w4a16.defines(torch.bfloat16) if source == skinny_gemm_w4a16.SOURCE else ()
     assert build(source, defines, tmp_path).stat().st_size > 0
 
 

@@ -24,9 +24,9 @@ def weight_of(out_features: int, in_features: int, group_size: int, has_zeros: b
 @pytest.mark.parametrize("sizes", [(16, 128), (48, 384), (128, 1024)])
 def test_codes_are_kept(sizes) -> None:
     packed = torch.randint(256, (sizes[0], sizes[1] // 2), dtype=torch.uint8)
-    blocks = int4_layout.pack_codes(packed)
+    blocks = int4_layout.pack_qweight(packed)
     assert blocks.shape == (sizes[0] // 16, sizes[1] // 128, 256) and blocks.nbytes == packed.nbytes
-    assert torch.equal(int4_layout.unpack_codes(blocks), packed)
+    assert torch.equal(int4_layout.unpack_qweight(blocks), packed)
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -120,7 +120,7 @@ def test_a_gated_int4_product_is_two_ops_in_one(device) -> None:
     assert torch.equal(ops.int4_mm(x, weight, gated=True), ops.silu_mul(ops.int4_mm(x, weight)))
     with pytest.raises(ValueError, match="weight: 3 output features"):
         ops.int4_mm(x, ops.quantize_int4(torch.randn(3, 128, device=device), 64), gated=True)
-    assert device.type != "cpu" or ops.int4_total_columns(weight) == 0
+    assert device.type != "cpu" or ops.activation_sum_columns(weight) == 0
 
 
 def test_a_gated_int8_product_is_two_ops_in_one(device) -> None:

@@ -14,10 +14,10 @@ from slipstream_kernels.attention.cuda import decode_attention, prefill_attentio
 from slipstream_kernels.cuda import build, launch
 from slipstream_kernels.fused_decode.cuda import decode_layers
 from slipstream_kernels.gemm.cuda import (
-    int4_rows,
     int8_gemm,
     mixed_gemm,
     skinny_gemm,
+    skinny_gemm_w4a16,
     swap_ab_gemm,
     w4a8_gemm,
 )
@@ -27,9 +27,9 @@ from slipstream_kernels.sample.cuda import sample
 MIRRORS = {
     "swap_ab_params.h": swap_ab_gemm.SwapAbParams,
     "decode_params.h": decode_attention.DecodeParams,
-    "expert_params.h": grouped_gemm.GroupedGemmParams,
+    "grouped_gemm_params.h": grouped_gemm.GroupedGemmParams,
     "mixed_gemm_params.h": mixed_gemm.MixedGemmParams,
-    "int4_rows_params.h": int4_rows.Int4RowsParams,
+    "skinny_gemm_w4a16_params.h": skinny_gemm_w4a16.SkinnyGemmW4A16Params,
     "int8_gemm_params.h": int8_gemm.Int8GemmParams,
     "layers_params.h": decode_layers.LayersParams,
     "prefill_params.h": prefill_attention.PrefillParams,

@@ -50,7 +50,7 @@ def test_registers_hold_the_weights_numbers() -> None:
 def test_nibbles_and_permuted_tokens_meet() -> None:
     """W4A16: a lane's nibbles become pairs of operands; permute_features of mixed_gemm_load.cuh orders tokens alike."""
     codes = torch.randint(16, (16, 128), dtype=torch.uint8)
-    words = int4_layout.pack_codes(codes[:, 0::2] | codes[:, 1::2] << 4).view(4, 32, 2).long() & 0xFFFFFFFF
+    words = int4_layout.pack_qweight(codes[:, 0::2] | codes[:, 1::2] << 4).view(4, 32, 2).long() & 0xFFFFFFFF
     found = torch.full((16, 128), -1)  # by row of weights and place in the products' order of features
     for phase, half, i, e in product(range(4), range(2), range(4), range(2)):  # e: of the pair in register 2 i + half
         column = 32 * phase + 16 * (i // 2) + 8 * (i % 2) + 2 * (LANES % 4) + e

@@ -55,10 +55,10 @@ def test_cuda_is_right_for_every_variant(
 
 def variants(num_tokens: int, in_features: int, is_queued: bool) -> Iterator[cuda_stream.Variant]:
     """All that can serve such a product."""
-    for tiles in cuda_stream.SHARED_TILES:
+    for tiles in cuda_stream.RELOADED_TILES:
         yield cuda_stream.Variant(tiles, -(-num_tokens // 8), False, is_queued)
-    if num_tokens <= cuda_stream.MAX_HELD_TOKENS and in_features <= cuda_stream.MAX_HELD_FEATURES:
-        for tiles in cuda_stream.HELD_TILES:
+    if num_tokens <= cuda_stream.MAX_RESIDENT_TOKENS and in_features <= cuda_stream.MAX_RESIDENT_FEATURES:
+        for tiles in cuda_stream.RESIDENT_TILES:
             yield cuda_stream.Variant(tiles, 1, True, is_queued)
 
 
@@ -159,12 +159,12 @@ def test_is_chosen_on_hopper_only() -> None:
 
 
 def test_choice_is_compiled_and_in_one_pass_where_it_can_be() -> None:
-    for num_tokens, num_units, in_features, gated in itertools.product(
+    for num_tokens, num_outputs, in_features, gated in itertools.product(
         (1, 8, 9, 16), (16, 4096, 6144, 14336, 128256), (1024, 4096, 14336), (False, True)
     ):
-        variant = cuda_stream.choose(num_tokens, num_units, in_features, gated, 132)
+        variant = cuda_stream.choose(num_tokens, num_outputs, in_features, gated, 132)
         assert variant in variants(num_tokens, in_features, variant.is_queued)
-        makes_one_pass = variant.tiles * (8 if gated else 16) * 132 >= num_units
+        makes_one_pass = variant.tiles * (8 if gated else 16) * 132 >= num_outputs
         assert makes_one_pass or variant.tiles == cuda_stream.TILES_OF_PASSES
         assert not (makes_one_pass and variant.is_queued)
 

@@ -30,7 +30,7 @@ def weight_of(out_features: int, in_features: int, group_size: int, has_zeros: b
 
 def rows_of(num_tokens: int, weight: Int4Weight, dtype: torch.dtype = torch.bfloat16) -> Fp8Rows:
     x = torch.randn(num_tokens, weight.in_features, device="cuda").to(dtype)
-    return ops.quantize_fp8(x, Fp8Scheme(total_columns=w4a8_layout.total_columns(weight.group_size)))
+    return ops.quantize_fp8(x, Fp8Scheme(sum_columns=w4a8_layout.sum_columns(weight.group_size)))
 
 
 def relative_error(y: torch.Tensor, rows: Fp8Rows, dense: torch.Tensor, bias: torch.Tensor | None) -> float:
@@ -51,10 +51,12 @@ def test_every_variant_of_few_tokens(sizes: tuple[int, int], group_size: int) ->
         for num_tokens in (1, 8, 15, 31, 33, 48, 64, 65, 97, 128):
             rows = rows_of(num_tokens, weight, dtype)
             found = list(mixed_gemm_w4a8.candidates(num_tokens, repacked, rows.values.device))
-            assert rows.totals is not None
+            assert rows.activation_sums is not None
             for variant in (*found, None) if num_tokens <= 64 else found:
                 out = torch.full((num_tokens, sizes[0]), torch.nan, dtype=dtype, device="cuda")
-                mixed_gemm_w4a8.mixed_gemm_w4a8(rows, repacked, bias, out, totals=rows.totals, variant=variant)
+                mixed_gemm_w4a8.mixed_gemm_w4a8(
+                    rows, repacked, bias, out, activation_sums=rows.activation_sums, variant=variant
+                )
                 assert relative_error(out, rows, dense, bias) < 4e-3, (num_tokens, variant)
 
 
@@ -110,9 +112,11 @@ def test_up_to_128_rows_of_narrow_outputs_are_exact(out_features: int, in_featur
 def test_rows_bring_their_sums_or_get_them(group_size: int) -> None:
     weight = weight_of(512, 1024, group_size, True)
     repacked = ops.repack_int4(weight, for_fp8_rows=True)
-    assert ops.int4_total_columns(weight) == ops.int4_total_columns(repacked) == (64 if group_size == 64 else 128)
+    assert (
+        ops.activation_sum_columns(weight) == ops.activation_sum_columns(repacked) == (64 if group_size == 64 else 128)
+    )
     x = torch.randn(17, 1024, device="cuda").bfloat16()
-    with_sums = ops.quantize_fp8(x, Fp8Scheme(total_columns=ops.int4_total_columns(weight)))
+    with_sums = ops.quantize_fp8(x, Fp8Scheme(sum_columns=ops.activation_sum_columns(weight)))
     assert torch.equal(ops.int4_mm(with_sums, repacked), ops.int4_mm(ops.quantize_fp8(x), repacked))
 
 

@@ -23,7 +23,7 @@ def weight_of(out_features: int, in_features: int, group_size: int, has_zeros: b
 
 
 def rows_of(num_tokens: int, weight: Int4Weight) -> Fp8Rows:
-    scheme = Fp8Scheme(total_columns=64 if weight.group_size == 64 else 128)
+    scheme = Fp8Scheme(sum_columns=64 if weight.group_size == 64 else 128)
     return ops.quantize_fp8(torch.randn(num_tokens, weight.in_features).bfloat16() + 0.2, scheme)
 
 
@@ -112,4 +112,4 @@ def test_rows_and_weights_of_different_kinds_are_refused() -> None:
         ops.int4_mm(torch.zeros(1, 256).bfloat16(), w4a8_layout.repack(weight))
     with pytest.raises(ValueError, match="weight: repacked for FP8 rows"):
         ops.int4_mm(rows_of(1, weight), w4a8_layout.repack(weight), backend="reference")
-    assert ops.int4_total_columns(weight) == 0 and ops.repack_int4(weight, for_fp8_rows=True) is weight
+    assert ops.activation_sum_columns(weight) == 0 and ops.repack_int4(weight, for_fp8_rows=True) is weight

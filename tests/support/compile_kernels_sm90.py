@@ -62,14 +62,14 @@ MOVES = {"addresses": "*i64", "sources": "*i64", "targets": "*i64", "counts": "*
 
 FP8_ROWS = {
     "x_ptr": "*bf16", "residual_ptr": "*bf16", "weight_ptr": "*bf16", "summed_ptr": "*bf16", "values_ptr": "*fp8e4nv",
-    "scales_ptr": "*fp32", "scale_ptr": "*fp32", "totals_ptr": "*fp32", "x_row_stride": "i32",
+    "scales_ptr": "*fp32", "scale_ptr": "*fp32", "sums_ptr": "*fp32", "x_row_stride": "i32",
     "residual_row_stride": "i32", "num_rows": "i32", "eps": "fp32",
 }  # fmt: skip
 FP8_TILE = {
     "SIZE": 3584, "NUM_GROUPS": 28, "GROUPS": 32, "COLUMNS": 128, "IS_STATIC": False, "HAS_RESIDUAL": True,
-    "TOTAL_COLUMNS": 0,
+    "SUM_COLUMNS": 0,
 }  # fmt: skip
-FP8_TOTALLED = {**FP8_TILE, "NUM_GROUPS": 1, "GROUPS": 1, "COLUMNS": 4096, "TOTAL_COLUMNS": 128}
+FP8_TOTALLED = {**FP8_TILE, "NUM_GROUPS": 1, "GROUPS": 1, "COLUMNS": 4096, "SUM_COLUMNS": 128}
 SCALED_MM = {
     "x_ptr": "*fp8e4nv", "x_scales_ptr": "*fp32", "weight_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "bias_ptr": "*bf16",
     "out_ptr": "*bf16", "partial_ptr": "*fp32", "counters_ptr": "*i32", "num_tokens": "i32", "num_rows": "i32",
@@ -257,14 +257,14 @@ KERNELS = [
     ),
     ("grouped_int4_mm", "_grouped_int4_mm_kernel", GROUPED, GROUPED_TILE, 4),
     (
-        "expert_weights", "_expert_weights_kernel",
-        {"codes_ptr": "*u8", "words_ptr": "*i32", "out_ptr": "*fp8e4nv", "num_strips": "i32"},
+        "dequantise_w4a16", "_dequantise_w4a16_kernel",
+        {"qweight_ptr": "*u8", "scales_ptr": "*i32", "out_ptr": "*fp8e4nv", "num_tiles": "i32"},
         {"IN_FEATURES": 1408, "GROUPS": 2, "IS_CHANNELWISE": False}, 4,
     ),
     (
-        "record_weights", "_record_weights_kernel",
-        {"records_ptr": "*u8", "out_ptr": "*fp8e4nv", "num_strips": "i32", "half_features": "i32"},
-        {"IN_FEATURES": 1408, "RECORD_BYTES": 1088}, 4,
+        "dequantise_w4a8", "_dequantise_w4a8_kernel",
+        {"qweight_ptr": "*u8", "out_ptr": "*fp8e4nv", "num_tiles": "i32", "half_features": "i32"},
+        {"IN_FEATURES": 1408, "TILE_BYTES": 1088}, 4,
     ),
     ("quantize_int8", "_quantize_int8_kernel", {**FP8_ROWS, "values_ptr": "*i8"}, FP8_TILE, 8),
     (

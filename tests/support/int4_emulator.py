@@ -1,5 +1,5 @@
-"""Emulates CUDA kernels of 4-bit weights on the CPU, instruction by instruction: bit-exact codecs, sums in the order
-of groups and CTAs.  CPU tests compare it with the reference, GPU tests compare the kernels with it."""
+"""Emulates CUDA kernels of 4-bit weights on the CPU, instruction by instruction: bit-exact converters, sums in the
+order of groups and CTAs.  CPU tests compare it with the reference, GPU tests compare the kernels with it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bf16_of(bits: torch.Tensor) -> torch.Tensor:
 
 
 def expand_fp16(word: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Codec<__half>::expand of int4_codec.cuh: the eight code - zero of a word, nibble by nibble, as fp32."""
+    """Int4Converter<__half>::expand of int4_converter.cuh: the eight q - zero of a word, nibble by nibble, as fp32."""
     low, high = 0xE400 + zero, 0xD400 + 16 * zero
     out = []
     for i in range(8):
@@ -45,7 +45,7 @@ def expand_fp16(word: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
 
 
 def expand_bf16(word: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
-    """Codec<__nv_bfloat16>::expand: the same in bf16."""
+    """Int4Converter<__nv_bfloat16>::expand: the same in bf16."""
     low = bf16_of(0xC300 + zero)
     out = [bf16_of(((word >> (4 * i)) & 0xF) | 0x4300) + low for i in range(8)]
     return torch.stack(out, dim=-1).float()
@@ -59,7 +59,7 @@ def table_words(word: torch.Tensor) -> list[torch.Tensor]:
 
 
 def look_up(word: torch.Tensor, table: list[torch.Tensor]) -> torch.Tensor:
-    """The eight e4m3 numbers of a word of codes, as the main loop's byte permutations find them; fp32 [..., 8]."""
+    """The eight e4m3 numbers of a word, as the main loop's byte permutations find them; fp32 [..., 8]."""
     index, choice = word & 0x77777777, ((word & 0x88888888) | 0x64206420) >> 1
     out = []
     for shift in (0, 16):
@@ -70,43 +70,43 @@ def look_up(word: torch.Tensor, table: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(out, dim=-1)
 
 
-def words_of_codes(weight: Int4Weight) -> torch.Tensor:
-    """A repacked weight's words [strips of 16, blocks, 4 x 32 columns, lane, row half] as int64."""
-    strips, blocks = weight.packed.shape[:2]
-    return weight.packed.view(strips, blocks, 4, 32, 2).long() & 0xFFFFFFFF
+def packed_qweight(weight: Int4Weight) -> torch.Tensor:
+    """A repacked weight's 32-bit words [tiles of 16, blocks, 4 x 32 columns, lane, row half] as int64."""
+    tiles, blocks = weight.packed.shape[:2]
+    return weight.packed.view(tiles, blocks, 4, 32, 2).long() & 0xFFFFFFFF
 
 
 def in_rows(values: torch.Tensor) -> torch.Tensor:
-    """Values of the words of codes, [.., 8 nibbles], back in rows and columns: [out_features, in_features]."""
-    strips, blocks = values.shape[:2]
-    axes = values.view(strips, blocks, 4, 8, 4, 2, 2, 4)  # c32, row, c4, r8, c16, c
-    return axes.permute(0, 5, 3, 1, 2, 6, 4, 7).reshape(16 * strips, 128 * blocks)
+    """Values of packed_qweight, [.., 8 nibbles], back in rows and columns: [out_features, in_features]."""
+    tiles, blocks = values.shape[:2]
+    axes = values.view(tiles, blocks, 4, 8, 4, 2, 2, 4)  # c32, row, c4, r8, c16, c
+    return axes.permute(0, 5, 3, 1, 2, 6, 4, 7).reshape(16 * tiles, 128 * blocks)
 
 
-def words_of_groups(weight: Int4Weight) -> torch.Tensor:
-    """The scale word of each row and column of 32, in the order of words_of_codes: [.., lane, row half]."""
+def packed_scales(weight: Int4Weight) -> torch.Tensor:
+    """The packed scale of each row and column of 32, in the order of packed_qweight: [.., lane, row half]."""
     rows = weight.scales[0].transpose(0, 1).flatten(1).long() & 0xFFFFFFFF
     columns = rows.repeat_interleave(weight.in_features // 32 // rows.shape[1], dim=1)
-    strips, blocks = weight.packed.shape[:2]
-    axes = columns.view(strips, 2, 8, blocks, 4).permute(0, 3, 4, 2, 1)  # strip, block, c32, row, r8
+    tiles, blocks = weight.packed.shape[:2]
+    axes = columns.view(tiles, 2, 8, blocks, 4).permute(0, 3, 4, 2, 1)  # tile, block, c32, row, r8
     return axes[..., :, None, :].expand(-1, -1, -1, -1, 4, -1).flatten(3, 4)
 
 
-def codec_operand(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    """code - zero of each weight, [out_features, in_features] fp32, as the codec of `dtype` makes it."""
+def converted_operand(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    """code - zero of each weight, [out_features, in_features] fp32, as the converter of `dtype` makes it."""
     expand = expand_bf16 if dtype == torch.bfloat16 else expand_fp16
-    return in_rows(expand(words_of_codes(weight), words_of_groups(weight) >> 16))
+    return in_rows(expand(packed_qweight(weight), packed_scales(weight) >> 16))
 
 
 def scaled_operand(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
-    """ScaledCodec of int4_codec.cuh: the same times the group's scale, both in `dtype`, rounded once."""
-    scale = fp16_of(words_of_groups(weight)).to(dtype)[..., None].expand(*words_of_codes(weight).shape, 8)
-    return (codec_operand(weight, dtype).to(dtype) * in_rows(scale.float()).to(dtype)).float()
+    """ScaledInt4Converter of int4_converter.cuh: the same times the group's scale, both in `dtype`, rounded once."""
+    scale = fp16_of(packed_scales(weight)).to(dtype)[..., None].expand(*packed_qweight(weight).shape, 8)
+    return (converted_operand(weight, dtype).to(dtype) * in_rows(scale.float()).to(dtype)).float()
 
 
 def rows(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """int4_rows: sums of half a block in fp32, times the group's scale, added in turns to the sums of 8 warps."""
-    values, operand = x.float(), codec_operand(weight, x.dtype)
+    """skinny_gemm_w4a16: sums of half a block in fp32, times the group's scale, added to the sums of 8 warps."""
+    values, operand = x.float(), converted_operand(weight, x.dtype)
     scales = _relative_scales(weight)
     warps = torch.zeros(8, values.shape[0], weight.out_features)
     for start in range(0, weight.in_features, BLOCK // 2):

@@ -121,15 +121,15 @@ E4M3 = torch.float8_e4m3fn
 FORMS = {
     "bf16": Form("plain", torch.bfloat16),
     "fp8": Form("fp8", E4M3, FP8_ROWS, tuning.PLAIN_ROWS_OF_FP8),
-    "wint4": Form("int4_strips", torch.int32, group_size=128),
-    "wint8": Form("int8_words", torch.int32),
-    "w4a8_fp8": Form("int4_fp8", torch.int64, FP8_ROWS, group_size=128),
+    "wint4": Form("w4a16", torch.int32, group_size=128),
+    "wint8": Form("w8a16", torch.int32),
+    "w4a8_fp8": Form("w4a8", torch.int64, FP8_ROWS, group_size=128),
     "block_wise_fp8": Form("fp8_block", E4M3, FP8_ROWS, tuning.PLAIN_ROWS_OF_FP8, 128),
     "w8a8_int8": Form("int8", torch.int8, INT8_ROWS, tuning.PLAIN_ROWS_OF_INT8),
 }
 EXPERT_FORMS = {
-    "w4a8_fp8": FORMS["w4a8_fp8"]._replace(weight="int4_records"),
-    "wint4": FORMS["wint4"]._replace(weight="int4_pairs"),
+    "w4a8_fp8": FORMS["w4a8_fp8"]._replace(weight="grouped_w4a8"),
+    "wint4": FORMS["wint4"]._replace(weight="grouped_w4a16"),
     "bf16": FORMS["bf16"],
     "fp8": FORMS["fp8"],
 }

@@ -6,12 +6,12 @@ from slipstream_kernels.attention.cuda import decode_attention, prefill_attentio
 from slipstream_kernels.fused_decode.cuda import decode_layers
 from slipstream_kernels.gemm.cuda import (
     int4_mm,
-    int4_rows,
     int8_gemm,
     mixed_gemm,
     mixed_gemm_w4a8,
     mixed_gemm_w4a16,
     skinny_gemm,
+    skinny_gemm_w4a16,
     swap_ab_gemm,
     w4a8_gemm,
 )
@@ -35,7 +35,7 @@ def variants() -> list[Variant]:
         sample,
         mixed_gemm_w4a8,
         mixed_gemm_w4a16,
-        int4_rows,
+        skinny_gemm_w4a16,
         grouped_w4a16_gemm,
         grouped_w4a8_gemm,
     )

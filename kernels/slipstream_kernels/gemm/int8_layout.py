@@ -10,15 +10,15 @@ from __future__ import annotations
 import torch
 
 RUN = 16  # columns that are interleaved
-DEPTH = 128  # columns of a block
-STRIP = 16  # rows of a strip
+BLOCK = 128  # columns of a block
+TILE = 16  # rows of a tile
 
 
 def refusal(out_features: int, in_features: int) -> str | None:
     """Why a weight of these sizes has no such order; None if it has."""
-    if out_features % STRIP:
-        return f"out_features: {out_features} is not a multiple of {STRIP}"
-    return f"in_features: {in_features} is not a multiple of {DEPTH}" if in_features % DEPTH else None
+    if out_features % TILE:
+        return f"out_features: {out_features} is not a multiple of {TILE}"
+    return f"in_features: {in_features} is not a multiple of {BLOCK}" if in_features % BLOCK else None
 
 
 def repack(values: torch.Tensor) -> torch.Tensor:
@@ -27,8 +27,8 @@ def repack(values: torch.Tensor) -> torch.Tensor:
     return runs.permute(0, 1, 3, 4, 2).reshape(values.shape).contiguous().view(torch.int32)
 
 
-def unpack(words: torch.Tensor) -> torch.Tensor:
+def unpack(qweight: torch.Tensor) -> torch.Tensor:
     """The inverse of repack."""
-    values = words.view(torch.int8)
+    values = qweight.view(torch.int8)
     runs = values.unflatten(1, (-1, RUN // 4, 2, 2))  # pair, column % 2, column / 8
     return runs.permute(0, 1, 4, 2, 3).reshape(values.shape).contiguous()

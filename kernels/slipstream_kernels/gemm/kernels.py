@@ -295,7 +295,7 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "int8_gemm": Kernel(_int8_gemm, _int8_gemm_refusal, _tile_config("int8_gemm")),
     "mixed_gemm": _mixed_gemm("mixed_gemm", _mixed, _in_pairs_of_strips),
     "int8_dequantise+library": Kernel(_int8_written_out),
-    "int4_rows": Kernel(_int4_by("rows"), _needs_16_bits, gates=_in_pairs_of_strips),
+    "skinny_gemm_w4a16": Kernel(_int4_by("rows"), _needs_16_bits, gates=_in_pairs_of_strips),
     "mixed_gemm_w4a16": _mixed_gemm("mixed_gemm_w4a16", _int4_by("mixed")),
     "int4_dequantise+library": Kernel(_int4_by("written_out"), _needs_16_bits),
     "mixed_gemm_w4a8": _mixed_gemm("mixed_gemm_w4a8", _w4a8_by("few")),

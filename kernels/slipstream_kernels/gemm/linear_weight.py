@@ -12,10 +12,10 @@ from slipstream_kernels.gemm import tuning
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant, Fp8, Int8
 from slipstream_kernels.gemm.choose import plain_rows_of
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, WeightKind
-from slipstream_kernels.gemm.repack_int4 import int4_total_columns
+from slipstream_kernels.gemm.repack_int4 import activation_sum_columns
 from slipstream_kernels.integer import Int4Weight
 
-FORMATS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.int32: "int8_words"}
+FORMATS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.int32: "w8a16"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ def int4_linear_weight(
         FP8_ROWS if fp8_rows else PLAIN_ROWS,
         num_experts,
     )
-    scheme = PER_ROW if num_experts or not fp8_rows else Fp8Scheme(total_columns=int4_total_columns(weight))
+    scheme = PER_ROW if num_experts or not fp8_rows else Fp8Scheme(sum_columns=activation_sum_columns(weight))
     quant: ActivationQuant[Activation] = Fp8(scheme) if fp8_rows else PLAIN
     return LinearWeight(kind, weight, bias=bias, quant=quant, order=order)
 
@@ -144,11 +144,11 @@ def deterministic_weight(values: Tensor, scales: Tensor | None = None, bias: Ten
 def _format_of(weight: Int4Weight, num_experts: int) -> str:
     if not weight.is_repacked:
         return "int4"
-    if weight.has_records:
-        return "int4_records"
+    if weight.is_grouped_w4a8:
+        return "grouped_w4a8"
     if num_experts:
-        return "int4_pairs"
-    return "int4_fp8" if weight.is_for_fp8_rows else "int4_strips"
+        return "grouped_w4a16"
+    return "w4a8" if weight.is_for_fp8_rows else "w4a16"
 
 
 def _by_expert(values: Tensor, scales: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

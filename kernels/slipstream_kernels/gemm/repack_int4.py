@@ -1,4 +1,4 @@
-"""repack_int4, int4_total_columns: contract.  4-bit weights in the order of a device's kernels."""
+"""repack_int4, activation_sum_columns: contract.  4-bit weights in the order of a device's kernels."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slipstream_kernels.select import load_module
 LOG = logging.getLogger(__name__)
 
 
-def int4_total_columns(weight: Int4Weight) -> int:
-    """Of what runs of columns FP8 rows are to have sums (Fp8Scheme.total_columns) for its products; 0: of none.
+def activation_sum_columns(weight: Int4Weight) -> int:
+    """How many columns share an activation sum in FP8 rows for the weight (Fp8Scheme.sum_columns); 0: no sums.
 
     weight: canonical, or repacked for FP8 rows.
     """
     is_served = weight.is_for_fp8_rows or (weight.packed.is_cuda and _cuda("w4a8_mm").refusal(weight) is None)
-    return w4a8_layout.total_columns(weight.group_size) if is_served else 0
+    return w4a8_layout.sum_columns(weight.group_size) if is_served else 0
 
 
 def repack_int4(weight: Int4Weight, *, for_fp8_rows: bool = False) -> Int4Weight:

@@ -131,19 +131,19 @@ _USES_OF_H200: Table = {
     ("fp8_block", FP8_ROWS): (swap_ab(gated=((17, 64),)), *_SCALED),
     ("int8", PLAIN_ROWS): (up_to("skinny_gemm", 16), Use("int8_mm"), _ANY),
     ("int8", INT8_ROWS): (at_least("int8_gemm", 65), Use("int8_mm"), _ANY),
-    ("int8_words", PLAIN_ROWS): (
+    ("w8a16", PLAIN_ROWS): (
         up_to("skinny_gemm", 8),
         up_to("mixed_gemm", 256),
         Use("int8_dequantise+library"),
     ),
     ("int4", PLAIN_ROWS): _INT4,
     ("int4", FP8_ROWS): _INT4,
-    ("int4_strips", PLAIN_ROWS): (
-        up_to("int4_rows", 16),
+    ("w4a16", PLAIN_ROWS): (
+        up_to("skinny_gemm_w4a16", 16),
         up_to("mixed_gemm_w4a16", 256),
         Use("int4_dequantise+library"),
     ),
-    ("int4_fp8", FP8_ROWS): (Use("mixed_gemm_w4a8"), Use("w4a8_gemm"), Use("mixed_gemm_w4a8_parts")),
+    ("w4a8", FP8_ROWS): (Use("mixed_gemm_w4a8"), Use("w4a8_gemm"), Use("mixed_gemm_w4a8_parts")),
 }
 MANY_BLOCKS = 1 << 16
 H200 = Tuning(

@@ -11,7 +11,7 @@ from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.int4_checks import check_int4, group_refusal
 from slipstream_kernels.gemm.linear_weight import int4_linear_weight
 from slipstream_kernels.integer import Int4Weight
-from slipstream_kernels.moe import expert_records
+from slipstream_kernels.moe import grouped_w4a8_layout
 from slipstream_kernels.moe.grouped_linear import grouped_linear
 from slipstream_kernels.moe.grouped_mm import check_rows
 from slipstream_kernels.routing import Routing
@@ -33,11 +33,11 @@ def grouped_int4_mm(
 
     weight: of all experts, one below the other: [num_experts * out_features, in_features]; canonical, or as
     repack_expert_int4 made it for x's device.
-    x, by_token, gated: as ops.grouped_mm.  Beside records (repack_expert_int4, fp8_rows) 16-bit rows are quantised on
-    their way, as ops.quantize_fp8 does.
-    Accuracy: as ops.int4_mm; codes of a repacked weight are multiplied as they are, zero points and scales are applied
-    to the sums of a group in fp32.  Except: from 128 FP8 rows an expert on, on average, (code - zero) * scale is e4m3,
-    of a weight stored as records from 512 on.
+    x, by_token, gated: as ops.grouped_mm.  Beside a weight that is repacked for FP8 rows, the kernel
+    quantises 16-bit rows as ops.quantize_fp8 does.
+    Accuracy: as ops.int4_mm; 4-bit values of a repacked weight are multiplied exactly, zero points and scales are
+    applied to the sums of a group in fp32.  Except: from an average of 128 FP8 rows an expert on (512 if the weight is
+    repacked for FP8 rows), (q - zero point) * scale is rounded to e4m3.
     backend: "cuda" is what a repacked weight is multiplied by.
     """
     rows = x.values if isinstance(x, Fp8Rows) else x
@@ -48,11 +48,11 @@ def grouped_int4_mm(
     if weight.out_features % unit:
         raise ValueError(f"weight: {weight.out_features} output features, expected a multiple of {unit}")
     if backend == "auto":
-        fp8_rows = isinstance(x, Fp8Rows) or weight.has_records
+        fp8_rows = isinstance(x, Fp8Rows) or weight.is_grouped_w4a8
         held = int4_linear_weight(weight, fp8_rows=fp8_rows, num_experts=routing.num_experts)
         return grouped_linear(x, held, routing, by_token=by_token, gated=gated)
     if weight.is_repacked and backend == "cuda":
-        module = load_module("cuda", "moe.grouped_w4a8_gemm" if weight.has_records else "moe.grouped_w4a16_gemm")
+        module = load_module("cuda", "moe.grouped_w4a8_gemm" if weight.is_grouped_w4a8 else "moe.grouped_w4a16_gemm")
     elif weight.is_repacked or backend == "cuda":
         wanted = "a weight of repack_expert_int4" if backend == "cuda" else "a canonical weight"
         raise ValueError(f"backend: {backend!r} takes {wanted}")
@@ -66,14 +66,14 @@ def grouped_int4_mm(
 def repack_expert_int4(weight: Int4Weight, num_experts: int, *, fp8_rows: bool = False) -> Int4Weight:
     """The weight of all experts in the layout of its device's kernel, made once at load.
 
-    fp8_rows: it is multiplied by FP8 rows alone, which have a faster kernel (records) for groups of 128 and whole rows.
+    fp8_rows: it is multiplied by FP8 rows alone, which have a faster kernel for groups of 128 and whole rows.
     A shape or device that the kernel does not serve stays canonical.  Raises ValueError for a weight that is not.
     """
     check_int4(weight)
     if not weight.packed.is_cuda:
         return weight
     if fp8_rows and load_module("cuda", "moe.grouped_w4a8_gemm").refusal(weight, num_experts) is None:
-        return expert_records.pack_experts(weight, num_experts)
+        return grouped_w4a8_layout.repack_experts(weight, num_experts)
     reason = load_module("cuda", "moe.grouped_w4a16_gemm").refusal(weight, num_experts)
     if reason is not None:
         LOG.info("weight of %d experts stays canonical: %s", num_experts, reason)

@@ -98,14 +98,14 @@ def _written_out_by(expand: Callable[[Int4Weight, int], tuple[Tensor, Tensor]]) 
     return run
 
 
-def _record_weights(weight: Int4Weight, num_experts: int) -> tuple[Tensor, Tensor]:
+def _dequantise_w4a8(weight: Int4Weight, num_experts: int) -> tuple[Tensor, Tensor]:
     """(e4m3 [out_features of all experts, in_features], scales of its rows)"""
-    return _module("triton", "record_weights").record_weights(weight, num_experts), weight.scales
+    return _module("triton", "dequantise_w4a8").dequantise_w4a8(weight, num_experts), weight.scales
 
 
-def _expert_weights(weight: Int4Weight, num_experts: int) -> tuple[Tensor, Tensor]:
+def _dequantise_w4a16(weight: Int4Weight, num_experts: int) -> tuple[Tensor, Tensor]:
     assert weight.zeros is not None
-    return _module("triton", "expert_weights").expert_weights(weight), weight.zeros
+    return _module("triton", "dequantise_w4a16").dequantise_w4a16(weight), weight.zeros
 
 
 def _grouped_gemm(name: str) -> Kernel[Product, Run]:
@@ -134,6 +134,6 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "reference": Kernel(_grouped_by("reference")),
     "grouped_w4a16_gemm": _grouped_gemm("grouped_w4a16_gemm"),
     "grouped_w4a8_gemm": _grouped_gemm("grouped_w4a8_gemm"),
-    "expert_weights+grouped_mm": Kernel(_written_out_by(_expert_weights), _needs_bf16),
-    "record_weights+grouped_mm": Kernel(_written_out_by(_record_weights), _needs_bf16),
+    "dequantise_w4a16+grouped_mm": Kernel(_written_out_by(_dequantise_w4a16), _needs_bf16),
+    "dequantise_w4a8+grouped_mm": Kernel(_written_out_by(_dequantise_w4a8), _needs_bf16),
 }

@@ -58,15 +58,15 @@ H200 = Tuning(
         ("int8", INT8_ROWS): _GROUPED_FP8,
         ("int4", PLAIN_ROWS): _GROUPED_INT4,
         ("int4", FP8_ROWS): _GROUPED_INT4_FP8,
-        ("int4_pairs", PLAIN_ROWS): (Use("grouped_w4a16_gemm"),),
-        ("int4_pairs", FP8_ROWS): (
-            Use("expert_weights+grouped_mm", least_rows=128, quantises=True),
+        ("grouped_w4a16", PLAIN_ROWS): (Use("grouped_w4a16_gemm"),),
+        ("grouped_w4a16", FP8_ROWS): (
+            Use("dequantise_w4a16+grouped_mm", least_rows=128, quantises=True),
             Use("grouped_w4a16_gemm", most_tokens=16),
             Use("grouped_w4a16_gemm", quantises=True),
         ),
-        # the kernel quantises rows on their way
-        ("int4_records", FP8_ROWS): (
-            Use("record_weights+grouped_mm", least_rows=512, quantises=True),
+        # the kernel of few rows quantises them
+        ("grouped_w4a8", FP8_ROWS): (
+            Use("dequantise_w4a8+grouped_mm", least_rows=512, quantises=True),
             Use("grouped_w4a8_gemm"),
         ),
     },

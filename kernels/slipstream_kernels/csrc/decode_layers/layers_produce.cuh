@@ -15,7 +15,7 @@ struct Producer {
   const LayersParams& p;
   const LayersMemory<FORMAT>& memory;
   uint64_t policy = evict_first_policy();
-  RingPlace<Shape::kSlots> place, behind;   // behind: of the slot that must have arrived before the next is asked for
+  PipelineState<Shape::kSlots> place, behind;   // behind: of the slot that must have arrived before the next is asked for
   int under_way = 0;
   int lane = threadIdx.x % 32, turn = threadIdx.x / 32 - Shape::kWarps;   // turn 0: this warp's slot
 

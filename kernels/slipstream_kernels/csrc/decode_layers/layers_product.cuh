@@ -14,7 +14,7 @@ struct Consumer {
   const LayersParams& p;
   const LayersMemory<FORMAT>& memory;
   const KeyShare& keys;
-  RingPlace<Shape::kSlots> place;
+  PipelineState<Shape::kSlots> place;
   uint32_t num_phases = 0;   // that this CTA has ended
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 

@@ -1,4 +1,4 @@
-// The end of a pass: the warps' sums are added through shared memory, scaled, biased, gated and written.
+// The end of a pass: adds the warps' sums through shared memory, scales, biases, gates and writes them.
 #pragma once
 
 #include "mma/skinny_gemm_consumer.cuh"
@@ -13,7 +13,7 @@ struct Epilogue {
   float4* exchange;   // shared: [warp][fragment of the round][lane]
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  __device__ __forceinline__ void write(const UnitRange& pass, const Sums<SHAPE>& sums) const {
+  __device__ __forceinline__ void write(const WorkRange& pass, const Sums<SHAPE>& sums) const {
 #pragma unroll
     for (int first = 0; first < SHAPE::kFragments; first += SHAPE::kRound) {
       sync_threads(1, 32 * SHAPE::kWarps);   // of the consumers only: what the round before left is read
@@ -30,7 +30,7 @@ struct Epilogue {
   }
 
  private:
-  __device__ __forceinline__ void finish_fragment(const UnitRange& pass, int fragment) const {
+  __device__ __forceinline__ void finish_fragment(const WorkRange& pass, int fragment) const {
     float sum[4] = {};
 #pragma unroll
     for (int source = 0; source < SHAPE::kWarps; ++source) {
@@ -38,7 +38,7 @@ struct Epilogue {
       sum[0] += part.x, sum[1] += part.y, sum[2] += part.z, sum[3] += part.w;
     }
     const int tile = fragment / SHAPE::kColumns, token = fragment % SHAPE::kColumns * 8 + lane % 4 * 2;
-    const int low = unit_of<SHAPE>(pass, tile, 0, lane / 4), high = unit_of<SHAPE>(pass, tile, 1, lane / 4);
+    const int low = output_of<SHAPE>(pass, tile, 0, lane / 4), high = output_of<SHAPE>(pass, tile, 1, lane / 4);
 #pragma unroll
     for (int e = 0; e < 4; ++e) sum[e] = scaled(e < 2 ? low : high, e / 2, pass, sum[e]);
 #pragma unroll
@@ -54,9 +54,9 @@ struct Epilogue {
     }
   }
 
-  __device__ __forceinline__ float scaled(int unit, int half, const UnitRange& pass, float sum) const {
-    if (unit >= pass.end) return 0.0f;
-    const int weight = weight_row<SHAPE>(p, unit, half);
+  __device__ __forceinline__ float scaled(int output, int half, const WorkRange& pass, float sum) const {
+    if (output >= pass.end) return 0.0f;
+    const int weight = weight_row<SHAPE>(p, output, half);
     if constexpr (SHAPE::Format::kIsScaled) sum *= __ldg(static_cast<const float*>(p.scale) + weight);
     if (p.bias != nullptr) sum += to_float(static_cast<const T*>(p.bias)[weight]);
     return sum;

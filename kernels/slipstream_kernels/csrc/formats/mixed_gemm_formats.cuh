@@ -14,7 +14,7 @@
 
 #include <cstdint>
 
-#include "formats/int4_codec.cuh"
+#include "formats/int4_converter.cuh"
 
 namespace slipstream {
 
@@ -166,8 +166,8 @@ struct W4A16 {
   __device__ __forceinline__ void expand(int phase, uint32_t (&a)[8]) const {
     uint32_t upper[4], lower[4];
     const auto& of_rows = words[phase * GROUPS / kPhases];
-    ScaledCodec<T>(of_rows[0]).expand(raw[phase].x, upper);
-    ScaledCodec<T>(of_rows[1]).expand(raw[phase].y, lower);
+    ScaledInt4Converter<T>(of_rows[0]).expand(raw[phase].x, upper);
+    ScaledInt4Converter<T>(of_rows[1]).expand(raw[phase].y, lower);
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[2 * i] = upper[i], a[2 * i + 1] = lower[i];
   }

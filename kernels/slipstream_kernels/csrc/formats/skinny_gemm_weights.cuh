@@ -1,13 +1,13 @@
-// Weight formats of the streaming product: how 16 bytes of one weight row become operands.
+// Weight formats of the skinny GEMM: how 16 bytes of one weight row become operands.
 //
-// The unit is a span: 64 bytes of a row, 16 for each of the 4 lanes that hold this row of an operand. Its weights fill
-// kSteps products of 16; which of them form one product is free as long as the activations are arranged alike, so a
-// lane's 16 bytes and its kElements activations are both contiguous in memory.
+// A span is 64 bytes of a row, 16 for each of the 4 lanes that hold this row of an operand. Its weights fill kSteps
+// products of 16. Any of them may form one product if the activations are permuted alike, so a lane's 16 bytes and its
+// kElements activations are both contiguous in memory.
 //
 // A format has: Operand, the type of activations and results; Product, that of operands; kElements (weights in 16
-// bytes); kSteps = kElements / 4; kGroupSpans, how many spans are multiplied at once; expand(); arrange(); kIsScaled:
-// by one fp32 number per row, at the end; kIsScaledInside: by load_scale(), one per row and group of spans;
-// kIsRescaled: activations are multiplied by powers of two to fit Product.
+// bytes); kSteps = kElements / 4; kGroupSpans, the spans that are multiplied together; expand(); arrange(); kIsScaled: one
+// fp32 scale a row, applied at the end; kIsScaledInside: load_scale(), one scale a row and group of spans; kIsRescaled:
+// activations are multiplied by powers of two to fit Product.
 #pragma once
 
 #include "params/skinny_gemm_params.h"

@@ -1,7 +1,7 @@
-// 4-bit weights back to 16 bits, row by row, for products of many 16-bit rows: a library multiplies them then.
-// One thread expands the 8 bytes that a lane of the products holds: two output features, eight input features of each.
-#include "formats/int4_codec.cuh"
-#include "params/int4_rows_params.h"
+// Writes 4-bit weights out in 16 bits, row by row, for a library's products of many 16-bit rows. A thread expands the 8 bytes
+// of a lane: eight input features of two output features.
+#include "formats/int4_converter.cuh"
+#include "params/skinny_gemm_w4a16_params.h"
 #include "host/library.h"
 
 namespace slipstream {
@@ -13,24 +13,24 @@ __device__ __forceinline__ uint32_t scaled_pair(uint32_t pair, float scale) {
   return pack<T>(to_float(values[0]) * scale, to_float(values[1]) * scale);
 }
 
-// codes: in the order of w4a8_layout.cuh.
+// p.qweight: in the order of int4_layout.py.
 template <typename T>
-__global__ void dequantise_kernel(const Int4RowsParams p) {
+__global__ void dequantise_kernel(const SkinnyGemmW4A16Params p) {
   const int64_t index = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   if (index >= int64_t{p.out_features} * p.in_features / 16) return;
   const int lane = index % 32, fragments = p.in_features / 32;
   const int64_t fragment = index / 32;
   const int row = static_cast<int>(fragment / fragments) * 16 + lane / 4;
   const int column = static_cast<int>(fragment % fragments) * 32 + lane % 4 * 4;
-  const uint2 codes = reinterpret_cast<const uint2*>(p.codes)[index];
+  const uint2 qweight = reinterpret_cast<const uint2*>(p.qweight)[index];
   const int groups = p.groups_per_block, group = p.is_channelwise ? 0 : column / 128;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int r = row + 8 * half;
-    const uint32_t word = p.words[(int64_t{group} * p.out_features + r) * groups + (groups == 2 ? column / 64 % 2 : 0)];
-    const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(word))) * p.channel_scale[r];
+    const uint32_t packed = p.group_scales[(int64_t{group} * p.out_features + r) * groups + (groups == 2 ? column / 64 % 2 : 0)];
+    const float scale = __half2float(__ushort_as_half(static_cast<unsigned short>(packed))) * p.channel_scale[r];
     uint32_t pairs[4];   // input features i and i + 16
-    Codec<T>(word >> 16).expand(half ? codes.y : codes.x, pairs);
+    Int4Converter<T>(packed >> 16).expand(half ? qweight.y : qweight.x, pairs);
     uint32_t out[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) out[i] = scaled_pair<T>(pairs[i], scale);
@@ -43,7 +43,7 @@ __global__ void dequantise_kernel(const Int4RowsParams p) {
 }  // namespace slipstream
 
 // out: [out_features, in_features] bf16, or fp16 if out_is_half. Returns a cudaError_t.
-SLIPSTREAM_API int slipstream_int4_dequantise(const slipstream::Int4RowsParams* params, void* stream) {
+SLIPSTREAM_API int slipstream_int4_dequantise(const slipstream::SkinnyGemmW4A16Params* params, void* stream) {
   const int64_t threads = int64_t{params->out_features} * params->in_features / 16;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   const auto blocks = static_cast<unsigned>((threads + 255) / 256);

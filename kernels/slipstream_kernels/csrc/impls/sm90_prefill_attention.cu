@@ -39,9 +39,9 @@ struct Multiplier {
   const PrefillParams& p;
   PrefillMemory<SHAPE> memory;
   int warpgroup;
-  RingPlace<SHAPE::kStages> key_place, value_place;
-  RingPlace<2> slot;
-  RingPlace<1> query_place;
+  PipelineState<SHAPE::kStages> key_place, value_place;
+  PipelineState<2> slot;
+  PipelineState<1> query_place;
   int begin_tile, end_tile;
   RowFacts facts;
   RowState state;

@@ -1,13 +1,13 @@
 // Products of some tens to hundreds of tokens with large weights, for Hopper (sm_90a): y = x W^T.
 // Contract: gemm/swap_ab_gemm.py.
 //
-// Weights are the tall operand (64 rows a tensor core instruction), tokens the other, so few of them waste little. One
-// persistent CTA an SM: a loading warp fills a ring with weights and activations by tensor copies (swap_ab_load.cuh),
-// two warpgroups multiply out of it (swap_ab_multiply.cuh). Where outputs are narrow, CTAs of a cluster share the
-// summed dimension, so that each still reads activations for many weight rows, and add their sums through each other's
-// shared memory (swap_ab_epilogue.cuh). The kernel starts while the one before it still runs, and fills its ring with
-// weights before it waits for that one's results. Built once per SLIPSTREAM_OUTPUT (__half, __nv_bfloat16),
-// SLIPSTREAM_TILES (a format of swap_ab_shape.cuh) and SLIPSTREAM_COLUMNS (tokens of a tile: 16, 32, 64, 128, 256).
+// Weights are the A operand (64 rows a wgmma) and tokens the B operand, so that few tokens waste little. One persistent
+// CTA an SM: producer warps fill a ring with weights and activations by TMA (swap_ab_load.cuh), two consumer warpgroups
+// multiply (swap_ab_multiply.cuh). Where outputs are narrow, the CTAs of a cluster split the summed dimension, so that each
+// still reads activations for many weight rows, and add their sums through each other's shared memory
+// (swap_ab_epilogue.cuh). The kernel starts while the one before it still runs, and fills its ring with weights before it
+// waits for that kernel's results. Built once per SLIPSTREAM_OUTPUT (__half, __nv_bfloat16), SLIPSTREAM_TILES (a format of
+// swap_ab_shape.cuh) and SLIPSTREAM_COLUMNS (tokens of a tile: 16, 32, 64, 128, 256).
 
 #include <cuda.h>
 #include <cuda_runtime.h>
@@ -20,27 +20,27 @@
 
 namespace slipstream {
 
-constexpr int kLoaderRegisters = 40, kMultiplierRegisters = 232;
+constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
 template <typename SHAPE>
-__device__ __forceinline__ void run_multiplier(const SwapAbParams& p, const SwapAbMemory<SHAPE>& memory,
-                                               const SwapAbShare<SHAPE>& share, int warpgroup) {
-  SwapAbConsumer<SHAPE> multiplier{p, memory, share, warpgroup};
-  SwapAbEpilogue<SHAPE> epilogue{p, memory, share, warpgroup};
-  if (threadIdx.x == 128) epilogue.expect_parts();
-  UnitRange units = share.units_of(0);
+__device__ __forceinline__ void run_consumer(const SwapAbParams& p, const SwapAbMemory<SHAPE>& memory,
+                                             const SwapAbWork<SHAPE>& work, int warpgroup) {
+  SwapAbConsumer<SHAPE> consumer{p, memory, work, warpgroup};
+  SwapAbEpilogue<SHAPE> epilogue{p, memory, work, warpgroup};
+  if (threadIdx.x == 128) epilogue.expect_partial_sums();
+  WorkRange units = work.units_of(0);
   epilogue.load_constants(units);
   if constexpr (SHAPE::kSplits > 1) wait_for_cluster();
   await_previous();
   epilogue.load_token_scales();
 #pragma unroll 1
-  for (int pass = 0; pass < share.num_passes; ++pass) {
+  for (int pass = 0; pass < work.num_passes; ++pass) {
     if (pass > 0) {
-      units = share.units_of(pass);
+      units = work.units_of(pass);
       epilogue.load_constants(units);
     }
     SwapAbSums<SHAPE> sums;
-    multiplier.multiply_pass(units, sums);
+    consumer.multiply_pass(units, sums);
     epilogue.write(units, sums);
   }
 }
@@ -50,20 +50,20 @@ __global__ void __launch_bounds__(SHAPE::kThreads, 1)
     swap_ab_gemm_kernel(const __grid_constant__ SwapAbParams p, const __grid_constant__ SwapAbMaps maps) {
   extern __shared__ char shared[];
   start_dependents();
-  const SwapAbShare<SHAPE> share(p);
-  const SwapAbMemory<SHAPE> memory(shared_address(shared), share.max_units);
+  const SwapAbWork<SHAPE> work(p);
+  const SwapAbMemory<SHAPE> memory(shared_address(shared), work.max_units);
   if (threadIdx.x == 0) memory.init();
   __syncthreads();
   if constexpr (SHAPE::kSplits > 1) arrive_in_cluster();
   // One value for the whole warp, so that the branch below is seen to be uniform.
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
   if (warpgroup == 0) {
-    lower_registers<kLoaderRegisters>();
-    if (threadIdx.x % 32 == 0) SwapAbProducer<SHAPE>{p, maps, memory, share, static_cast<int>(threadIdx.x / 32)}.run();
+    lower_registers<kProducerRegisters>();
+    if (threadIdx.x % 32 == 0) SwapAbProducer<SHAPE>{p, maps, memory, work, static_cast<int>(threadIdx.x / 32)}.run();
     if constexpr (SHAPE::kSplits > 1) wait_for_cluster();
   } else {
-    raise_registers<kMultiplierRegisters>();
-    run_multiplier<SHAPE>(p, memory, share, warpgroup - 1);
+    raise_registers<kConsumerRegisters>();
+    run_consumer<SHAPE>(p, memory, work, warpgroup - 1);
   }
   // No CTA ends while others may still write to it.
   if constexpr (SHAPE::kSplits > 1) {
@@ -77,7 +77,7 @@ bool encode_maps(const SwapAbParams& p, SwapAbMaps* maps) {
   constexpr uint64_t kSize = sizeof(typename SHAPE::Product);
   constexpr auto kType = SHAPE::kIsFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16;
   const uint64_t columns = p.in_features, units = p.num_units, row = columns * kSize;
-  // Strides of a unit: to its upper half, to the next unit.
+  // Strides: from a unit to its upper half, and to the next unit.
   const uint64_t half = SHAPE::kIsGated ? 8 * units * row : 8 * row, next = SHAPE::kIsGated ? 8 * row : 16 * row;
   Extent<4> weights{{columns, 8, 2, units}, {row, half, next}, {SHAPE::kChunk, 8, 2, 4}};
   if (!encode_tensor_map(&maps->weights, kType, CU_TENSOR_MAP_SWIZZLE_128B, p.weight, weights)) return false;
@@ -89,7 +89,7 @@ bool encode_maps(const SwapAbParams& p, SwapAbMaps* maps) {
          encode_tensor_map(&maps->tokens, kType, CU_TENSOR_MAP_SWIZZLE_128B, p.x, tokens);
 }
 
-// Clusters that run at once, as many as are launched; asked of the driver once.
+// Clusters that run at once; so many are launched. Asks the driver once.
 template <typename SHAPE>
 cudaError_t count_clusters_at_once(int* num_clusters) {
   static int counted = 0;
@@ -98,7 +98,7 @@ cudaError_t count_clusters_at_once(int* num_clusters) {
   return error;
 }
 
-// A cluster that shares sums has one pass; two stages at least, or nothing overlaps.
+// A cluster with splits has one pass. With fewer than two stages nothing would overlap.
 template <typename SHAPE>
 bool fits(int num_units, int num_clusters) {
   const int units = (num_units + num_clusters - 1) / num_clusters;
@@ -131,7 +131,7 @@ template <typename... VARIANTS>
 struct Variants {
   static cudaError_t launch_wanted(const SwapAbParams& p, cudaStream_t stream) {
     cudaError_t error = cudaErrorInvalidValue;
-    // Ends with the first that is wanted.
+    // Launches the first variant that is wanted.
     (void)((VARIANTS::is_wanted(p) && (error = launch<typename VARIANTS::Shape>(p, stream), true)) || ...);
     return error;
   }

@@ -44,9 +44,9 @@ typename Gemm::Arguments arguments_of(W4a8Params const& p) {
   get<1>(out_stride) = p.out_features;
   return {cutlass::gemm::GemmUniversalMode::kGemm,
           {p.out_features, p.num_tokens, p.in_features, 1},
-          {static_cast<cutlass::int4b_t const*>(p.codes), int4_layout(p.out_features, p.in_features),
+          {static_cast<cutlass::int4b_t const*>(p.qweight), int4_layout(p.out_features, p.in_features),
            static_cast<E4m3 const*>(p.x), Stride<int64_t, Int<1>, int64_t>{p.in_features, {}, 0},
-           static_cast<Word const*>(p.words), word_stride, p.tiled_group},
+           static_cast<Word const*>(p.group_scales), word_stride, p.tiled_group},
           {Scaling::arguments(p), nullptr, typename Kernel::StrideC{}, static_cast<Out*>(p.out), out_stride}};
 }
 

@@ -16,7 +16,7 @@ struct MixedGemmConsumer {
   MixedGemmMemory<SHAPE> memory;
   const MixedGemmWork<SHAPE>& work;
   int warpgroup_m, warpgroup_k;
-  RingPlace<SHAPE::kStages> place;
+  PipelineState<SHAPE::kStages> state;
   int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   Format weights;
   uint32_t a[2][8];   // operands of two phases
@@ -32,26 +32,26 @@ struct MixedGemmConsumer {
  private:
   static constexpr int kOwnBlocks = SHAPE::kBlocks / SHAPE::kWarpgroupsK;   // of a stage
 
-  __device__ __forceinline__ void await() const { wait_barrier(memory.full(place.stage), place.parity); }
+  __device__ __forceinline__ void await() const { wait_barrier(memory.full(state.stage), state.parity); }
 
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (lane == 0) arrive(memory.empty(place.stage));
-    place.advance();
+    if (lane == 0) arrive(memory.empty(state.stage));
+    state.advance();
   }
 
   // Returns how many stages were passed.
   __device__ __forceinline__ int multiply_blocks(int count, float (&sums)[kSums]) {
     int own = 0, stages = 0;   // of the stage's blocks
     await();
-    load(place.stage, block_of(0));
+    load(state.stage, block_of(0));
     weights.expand(0, a[0]);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       const bool is_last = i + 1 == count, is_end = is_last || own + 1 == kOwnBlocks;
-      multiply_block(place.stage, block_of(own), i > 0, sums, [&] {
+      multiply_block(state.stage, block_of(own), i > 0, sums, [&] {
         if (is_last) return;
-        RingPlace<SHAPE::kStages> next = place;
+        PipelineState<SHAPE::kStages> next = state;
         if (is_end) next.advance(), wait_barrier(memory.full(next.stage), next.parity);
         load(next.stage, block_of(is_end ? 0 : own + 1));
         wait_for_products<1>();

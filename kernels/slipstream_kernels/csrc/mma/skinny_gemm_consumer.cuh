@@ -1,5 +1,5 @@
-// The consumer warps: each multiplies its own columns of every slot by all tokens; their sums are added at the end of a
-// pass, in a fixed order.
+// The consumer warps: each multiplies its own columns of every stage by all tokens; their sums are added in a fixed order at
+// the end of a pass.
 #pragma once
 
 #include "ptx/hopper_copy.cuh"
@@ -8,21 +8,21 @@
 
 namespace slipstream {
 
-// One warp's activations of a chunk as operands: lane l holds those of token l / 4 of each column.
+// One warp's activations of a chunk as B operands: lane l holds those of token l / 4 of each column.
 template <typename SHAPE>
 struct Operands {
   uint32_t pairs[SHAPE::kSpans][SHAPE::kColumns][SHAPE::Format::kSteps][2];
-  float factors[SHAPE::kColumns][2];   // for sums of tokens 2 (l % 4) + 0, 1
+  float factors[SHAPE::kColumns][2];   // of the sums of tokens 2 (l % 4) + 0, 1
 };
 
-// The same as they lie in memory, on their way.
+// The same as loaded from memory.
 template <typename SHAPE>
 struct Activations {
   using Format = typename SHAPE::Format;
   static constexpr int kVectors = Format::kElements / 8;
   uint4 raw[SHAPE::kSpans][SHAPE::kColumns][kVectors];
 
-  // first: the warp's first column. Tokens and columns that do not exist are zero.
+  // first: the warp's first column. Missing tokens and columns are zero.
   __device__ __forceinline__ void load(const SkinnyGemmParams& p, int first) {
     const int lane = threadIdx.x % 32;
     using T = typename SHAPE::Operand;
@@ -101,18 +101,18 @@ template <typename SHAPE>
 struct RowScales {
   float of[2];
 
-  // column: the first of the group of spans. Not read ahead: a row's scales of many groups share a line of L1.
-  __device__ __forceinline__ void load(const SkinnyGemmParams& p, const UnitRange& pass, int tile, int column) {
+  // column: the first of the group of spans. Not prefetched: a row's scales of many groups share a line of L1.
+  __device__ __forceinline__ void load(const SkinnyGemmParams& p, const WorkRange& pass, int tile, int column) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int unit = unit_of<SHAPE>(pass, tile, half, threadIdx.x % 32 / 4);
-      const bool exists = unit < pass.end && column < p.in_features;
-      of[half] = exists ? SHAPE::Format::load_scale(p, weight_row<SHAPE>(p, unit, half), column) : 0.0f;
+      const int output = output_of<SHAPE>(pass, tile, half, threadIdx.x % 32 / 4);
+      const bool exists = output < pass.end && column < p.in_features;
+      of[half] = exists ? SHAPE::Format::load_scale(p, weight_row<SHAPE>(p, output, half), column) : 0.0f;
     }
   }
 };
 
-// The products of kGroup spans: of 16 rows of weights that lie in two slots, and all tokens.
+// The products of kGroup spans of 16 weight rows, which lie in two stages, with all tokens.
 // from: shared addresses of the first span in rows l / 4 of the halves, plus 16 (l % 4).
 template <typename SHAPE>
 __device__ __forceinline__ void multiply_group(const uint32_t (&from)[2], int num_spans,
@@ -136,7 +136,7 @@ __device__ __forceinline__ void multiply_group(const uint32_t (&from)[2], int nu
       const uint32_t operand[4] = {rows[0][step][0], rows[1][step][0], rows[0][step][1], rows[1][step][1]};
 #pragma unroll
       for (int column = 0; column < SHAPE::kColumns; ++column) {
-        // Two sums for even and odd steps halve the chain of dependent products.
+        // Separate sums for even and odd steps halve the chain of dependent products.
         multiply_add<typename Format::Product>(sums[step % 2][column], operand, x[span][column][step][0],
                                               x[span][column][step][1]);
       }
@@ -148,54 +148,54 @@ template <typename SHAPE>
 struct Consumer {
   const SkinnyGemmParams& p;
   uint32_t ring, barriers;   // shared addresses
-  RingPlace<SHAPE::kSlots> place;
-  Activations<SHAPE> coming;   // unless they are held: the next chunk's
-  Operands<SHAPE> held[SHAPE::kHeldChunks];
+  PipelineState<SHAPE::kStages> state;
+  Activations<SHAPE> next_activations;   // of the next chunk, unless activations are resident
+  Operands<SHAPE> operands[SHAPE::kResidentChunks];   // of all chunks, or of one
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   __device__ __forceinline__ int first_column(int chunk) const {
     return chunk * SHAPE::kChunkElements + warp * SHAPE::kSliceElements;
   }
 
-  // Call once, when the activations can be read.
+  // Call once, after the kernel that writes the activations has ended.
   __device__ __forceinline__ void load() {
-    if constexpr (SHAPE::kIsHeld) {
-      Activations<SHAPE> all[SHAPE::kHeldChunks];
+    if constexpr (SHAPE::kIsResident) {
+      Activations<SHAPE> all[SHAPE::kResidentChunks];
 #pragma unroll
-      for (int chunk = 0; chunk < SHAPE::kHeldChunks; ++chunk) all[chunk].load(p, first_column(chunk));
+      for (int chunk = 0; chunk < SHAPE::kResidentChunks; ++chunk) all[chunk].load(p, first_column(chunk));
 #pragma unroll
-      for (int chunk = 0; chunk < SHAPE::kHeldChunks; ++chunk) all[chunk].arrange(held[chunk]);
+      for (int chunk = 0; chunk < SHAPE::kResidentChunks; ++chunk) all[chunk].arrange(operands[chunk]);
     } else {
-      coming.load(p, first_column(0));
+      next_activations.load(p, first_column(0));
     }
   }
 
-  __device__ __forceinline__ void consume_pass(const UnitRange& pass, Sums<SHAPE>& sums) {
+  __device__ __forceinline__ void consume_pass(const WorkRange& pass, Sums<SHAPE>& sums) {
     const int chunks = num_chunks<SHAPE>(p);
-    if constexpr (SHAPE::kIsHeld) {
+    if constexpr (SHAPE::kIsResident) {
 #pragma unroll
-      for (int chunk = 0; chunk < SHAPE::kHeldChunks; ++chunk) {
-        if (chunk < chunks) consume_chunk(pass, chunk, held[chunk], sums);
+      for (int chunk = 0; chunk < SHAPE::kResidentChunks; ++chunk) {
+        if (chunk < chunks) consume_chunk(pass, chunk, operands[chunk], sums);
       }
     } else {
 #pragma unroll 1
       for (int chunk = 0; chunk < chunks; ++chunk) {
-        coming.arrange(held[0]);
-        // One chunk ahead: the latency of L2 passes while this chunk is multiplied.
-        coming.load(p, first_column(chunk + 1 == chunks ? 0 : chunk + 1));
-        consume_chunk(pass, chunk, held[0], sums);
+        next_activations.arrange(operands[0]);
+        // Loads one chunk ahead, to hide the latency of L2.
+        next_activations.load(p, first_column(chunk + 1 == chunks ? 0 : chunk + 1));
+        consume_chunk(pass, chunk, operands[0], sums);
       }
     }
   }
 
  private:
-  __device__ __forceinline__ uint32_t await_slot() const {
-    wait_barrier(barriers + 8 * place.stage, place.parity);
-    return ring + place.stage * SHAPE::kSlotBytes + lane / 4 * SHAPE::kRowPitch +
+  __device__ __forceinline__ uint32_t wait_for_stage() const {
+    wait_barrier(barriers + 8 * state.stage, state.parity);
+    return ring + state.stage * SHAPE::kStageBytes + lane / 4 * SHAPE::kRowPitch +
            warp * SHAPE::kSpans * SHAPE::kSpanBytes + lane % 4 * 16;
   }
 
-  __device__ __forceinline__ void consume_chunk(const UnitRange& pass, int chunk, const Operands<SHAPE>& x,
+  __device__ __forceinline__ void consume_chunk(const WorkRange& pass, int chunk, const Operands<SHAPE>& x,
                                                 Sums<SHAPE>& sums) {
     const int tiles = tiles_of_pass<SHAPE>(pass);
 #pragma unroll
@@ -204,12 +204,12 @@ struct Consumer {
     }
   }
 
-  __device__ __forceinline__ void consume_tile(const UnitRange& pass, int tile, int column, const Operands<SHAPE>& x,
+  __device__ __forceinline__ void consume_tile(const WorkRange& pass, int tile, int column, const Operands<SHAPE>& x,
                                                float (&sums)[SHAPE::kColumns][4]) {
-    const uint32_t low = await_slot(), first = barriers + 8 * (place.stage + SHAPE::kSlots);
-    place.advance();
-    const uint32_t high = await_slot(), second = barriers + 8 * (place.stage + SHAPE::kSlots);
-    place.advance();
+    const uint32_t low = wait_for_stage(), first = barriers + 8 * (state.stage + SHAPE::kStages);
+    state.advance();
+    const uint32_t high = wait_for_stage(), second = barriers + 8 * (state.stage + SHAPE::kStages);
+    state.advance();
     const int num_spans = (p.in_features - column) / SHAPE::kSpanElements;
 #pragma unroll
     for (int span = 0; span < SHAPE::kSpans; span += SHAPE::kGroup) {

@@ -1,8 +1,7 @@
-// The multiplying warpgroups of a product by clusters: 64 weight rows times all tokens at a time, weights as the tall
-// side.
+// The consumer warpgroups: 64 weight rows times all tokens at a time, with weights as the A operand.
 //
-// 16-bit sums stay in the tensor cores' fp32 accumulators. Those of e4m3 have about 14 bits of fraction, so its sums
-// move to fp32 registers every 128 columns (arXiv:2412.19437, 3.3.2), where scales of blocks are applied.
+// Sums of 16-bit products stay in the tensor cores' fp32 accumulators. Those of e4m3 have about 14 bits of fraction: they
+// are promoted to fp32 registers every 128 columns (arXiv:2412.19437, 3.3.2), where scales of blocks are applied.
 #pragma once
 
 #include "schedule/swap_ab_shape.cuh"
@@ -24,11 +23,11 @@ struct SwapAbConsumer {
 
   const SwapAbParams& p;
   const SwapAbMemory<SHAPE> memory;
-  const SwapAbShare<SHAPE> share;
+  const SwapAbWork<SHAPE> work;
   const int warpgroup;
-  StagePlace place = {};
+  DynamicPipelineState state = {};
 
-  __device__ __forceinline__ void multiply_pass(const UnitRange& units, SwapAbSums<SHAPE>& sums) {
+  __device__ __forceinline__ void multiply_pass(const WorkRange& units, SwapAbSums<SHAPE>& sums) {
     if constexpr (SHAPE::kIsFp8) add_chunks(units, sums);
     else multiply_chunks(sums);
   }
@@ -46,7 +45,7 @@ struct SwapAbConsumer {
     }
   }
 
-  // The sum of a block's sets, in the first.
+  // Adds a block's sets of sums to the first.
   template <int SETS>
   static __device__ __forceinline__ void fold(float (&sums)[SETS][SHAPE::kBlockSums]) {
 #pragma unroll
@@ -56,7 +55,7 @@ struct SwapAbConsumer {
     }
   }
 
-  // A chunk's products of BLOCKS blocks from `first` on, neighbours being of different sums.
+  // A chunk's products of BLOCKS blocks from `first` on, interleaved so that neighbours add to different sums.
   template <int BLOCKS, int SETS, bool ADDS>
   __device__ __forceinline__ void multiply_chunk(int first, Sums<BLOCKS, SETS>& sums) const {
 #pragma unroll
@@ -69,35 +68,35 @@ struct SwapAbConsumer {
     }
   }
 
-  // Weight rows of a block; consecutive tiles go to different warpgroups, so that both have rows of a short pass.
+  // Weight rows of a block. Consecutive tiles go to different warpgroups, so that both have rows in a short pass.
   __device__ __forceinline__ uint64_t weights(int block) const {
     const int tile = block / SHAPE::kHalves * SHAPE::kWarpgroups + warpgroup;
-    return rows_operand(memory.weights(place.stage) + tile * 64 * 128);
+    return rows_operand(memory.weights(state.stage) + tile * 64 * 128);
   }
 
   __device__ __forceinline__ uint64_t tokens(int block) const {
-    return rows_operand(memory.tokens(place.stage) + block % SHAPE::kHalves * SHAPE::kBlockColumns * 128);
+    return rows_operand(memory.tokens(state.stage) + block % SHAPE::kHalves * SHAPE::kBlockColumns * 128);
   }
 
   __device__ __forceinline__ void release(int stage) const {
     if (threadIdx.x % 32 == 0) arrive(memory.empty(stage));
   }
 
-  // A stage is released once the products of the next one are under way.
+  // Releases a stage when the products of the next one have been issued.
   __device__ __forceinline__ void multiply_chunks(SwapAbSums<SHAPE>& result) {
     Sums<kBlocks, SHAPE::kSets> sums = {};
     int last = -1;
 #pragma unroll 1
-    for (int chunk = share.begin_chunk; chunk < share.end_chunk; ++chunk) {
-      wait_barrier(memory.full(place.stage), place.parity);
+    for (int chunk = work.begin_chunk; chunk < work.end_chunk; ++chunk) {
+      wait_barrier(memory.full(state.stage), state.parity);
       pin_all<kBlocks, SHAPE::kSets>(sums);
       begin_products();
       multiply_chunk<kBlocks, SHAPE::kSets, true>(0, sums);
       commit_products();
       wait_for_products<1>();
       if (last >= 0) release(last);
-      last = place.stage;
-      place.advance(memory.num_stages);
+      last = state.stage;
+      state.advance(memory.num_stages);
     }
     wait_for_products<0>();
     pin_all<kBlocks, SHAPE::kSets>(sums);
@@ -110,45 +109,45 @@ struct SwapAbConsumer {
     }
   }
 
-  __device__ __forceinline__ void add_chunks(const UnitRange& units, SwapAbSums<SHAPE>& sums) {
+  __device__ __forceinline__ void add_chunks(const WorkRange& units, SwapAbSums<SHAPE>& sums) {
     sums = {};
 #pragma unroll 1
-    for (int chunk = share.begin_chunk; chunk < share.end_chunk; ++chunk) {
+    for (int chunk = work.begin_chunk; chunk < work.end_chunk; ++chunk) {
       float weight_scales[SHAPE::kTiles][2];
       if constexpr (SHAPE::Format::kIsByBlocks) load_weight_scales(units, chunk, weight_scales);
-      wait_barrier(memory.full(place.stage), place.parity);
+      wait_barrier(memory.full(state.stage), state.parity);
 #pragma unroll
-      for (int first = 0; first < kBlocks; first += SHAPE::kFresh) {
-        Sums<SHAPE::kFresh, SHAPE::kFreshSets> fresh;
-        pin_all<SHAPE::kFresh, SHAPE::kFreshSets>(fresh);
+      for (int first = 0; first < kBlocks; first += SHAPE::kPartialBlocks) {
+        Sums<SHAPE::kPartialBlocks, SHAPE::kPartialSets> partial;
+        pin_all<SHAPE::kPartialBlocks, SHAPE::kPartialSets>(partial);
         begin_products();
-        multiply_chunk<SHAPE::kFresh, SHAPE::kFreshSets, false>(first, fresh);
+        multiply_chunk<SHAPE::kPartialBlocks, SHAPE::kPartialSets, false>(first, partial);
         commit_products();
         wait_for_products<0>();
-        pin_all<SHAPE::kFresh, SHAPE::kFreshSets>(fresh);
+        pin_all<SHAPE::kPartialBlocks, SHAPE::kPartialSets>(partial);
         if constexpr (!SHAPE::Format::kIsByBlocks) {
-          if (first + SHAPE::kFresh == kBlocks) release(place.stage);
+          if (first + SHAPE::kPartialBlocks == kBlocks) release(state.stage);
         }
 #pragma unroll
-        for (int i = 0; i < SHAPE::kFresh; ++i) {
-          fold(fresh[i]);
-          add(first + i, fresh[i][0], weight_scales, sums.of[first + i]);
+        for (int i = 0; i < SHAPE::kPartialBlocks; ++i) {
+          fold(partial[i]);
+          add(first + i, partial[i][0], weight_scales, sums.of[first + i]);
         }
       }
       if constexpr (SHAPE::Format::kIsByBlocks) {
         __syncwarp();
-        release(place.stage);   // its scales have been read
+        release(state.stage);   // its scales have been read
       }
-      place.advance(memory.num_stages);
+      state.advance(memory.num_stages);
     }
   }
 
-  __device__ __forceinline__ void add(int block, const float (&fresh)[SHAPE::kBlockSums],
+  __device__ __forceinline__ void add(int block, const float (&partial)[SHAPE::kBlockSums],
                                       const float (&weight_scales)[SHAPE::kTiles][2],
                                       float (&sums)[SHAPE::kBlockSums]) const {
     if constexpr (!SHAPE::Format::kIsByBlocks) {
 #pragma unroll
-      for (int i = 0; i < SHAPE::kBlockSums; ++i) sums[i] += fresh[i];
+      for (int i = 0; i < SHAPE::kBlockSums; ++i) sums[i] += partial[i];
       return;
     }
     const int first = block % SHAPE::kHalves * SHAPE::kBlockColumns + threadIdx.x % 4 * 2;
@@ -156,16 +155,16 @@ struct SwapAbConsumer {
     for (int group = 0; group < SHAPE::kBlockGroups; ++group) {
       float token[2];
       asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(token[0]), "=f"(token[1])
-                   : "r"(memory.stage_scales(place.stage) + 4 * (first + 8 * group)));
+                   : "r"(memory.stage_scales(state.stage) + 4 * (first + 8 * group)));
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        sums[4 * group + i] += fresh[4 * group + i] * (token[i % 2] * weight_scales[block / SHAPE::kHalves][i / 2]);
+        sums[4 * group + i] += partial[4 * group + i] * (token[i % 2] * weight_scales[block / SHAPE::kHalves][i / 2]);
       }
     }
   }
 
   // Scales of this thread's two rows of each tile.
-  __device__ __forceinline__ void load_weight_scales(const UnitRange& units, int chunk,
+  __device__ __forceinline__ void load_weight_scales(const WorkRange& units, int chunk,
                                                      float (&scales)[SHAPE::kTiles][2]) const {
 #pragma unroll
     for (int tile = 0; tile < SHAPE::kTiles; ++tile) {

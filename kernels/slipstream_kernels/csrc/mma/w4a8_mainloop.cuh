@@ -1,7 +1,7 @@
 // The consumer's main loop of the W4A8 GEMM: CUTLASS's collective for mixed inputs brings the tiles (TMA, pipeline,
 // shared-memory layouts) and is derived from; only what the multiplying warps do is replaced.
 //
-// Each code is looked up in a table of 16 e4m3 numbers, round((code - zero) * scale), of its row and group.  Tables are
+// Each 4-bit value q is looked up in a table of 16 e4m3 numbers, round((q - zero point) * scale), of its row and group.  Tables are
 // built in registers from one 32-bit word per row and group (fp16 512 * scale, fp16 -zero / 512 above it), by four lanes
 // that share a row: so zero points cost nothing, and 4 bytes per group travel where CUTLASS's own table needs 8 and takes
 // none.
@@ -54,32 +54,32 @@ struct TableMainloop : Base {
     Tensor shared_a = as_position_independent_swizzle_tensor(
         make_tensor(make_smem_ptr(shared.smem_A.begin()), typename Base::SmemLayoutA{}));
     Tensor shared_b = make_tensor(make_smem_ptr(shared.smem_B.begin()), typename Base::SmemLayoutB{});
-    Tensor words = make_tensor(make_smem_ptr(shared.smem_scale.begin()), typename Base::SmemLayoutScale{});
+    Tensor scales = make_tensor(make_smem_ptr(shared.smem_scale.begin()), typename Base::SmemLayoutScale{});
 
     TiledMma mma;
     auto slice = mma.get_thread_slice(thread);
-    Tensor codes_in = slice.partition_A(shared_a);
+    Tensor qweight_in = slice.partition_A(shared_a);
     const int warpgroup = __shfl_sync(~0u, thread / 128, 0);
     auto group_slice = mma.get_slice(make_layout(Int<size(TiledMma{}) / 128>{}, Int<128>{})(warpgroup));
     Tensor b = group_slice.make_fragment_B(group_slice.partition_B(shared_b));
     auto copy_a = make_tiled_copy_A(typename Base::SwappedSmemCopyAtomA{}, mma);
     auto copy_slice = copy_a.get_thread_slice(thread % 128);
 
-    Tensor codes = make_tensor_like<typename Base::RealSwappedElementA>(codes_in(_, _, _, _0{}));
-    Tensor codes_out = copy_slice.retile_D(codes);
+    Tensor qweight = make_tensor_like<typename Base::RealSwappedElementA>(qweight_in(_, _, _, _0{}));
+    Tensor qweight_out = copy_slice.retile_D(qweight);
     Tensor a = slice.partition_fragment_A(shared_a(_, _, _0{}));
-    constexpr int STEPS = size<2>(codes), ROWS = size<1>(codes);
-    static_assert(STEPS == 4 && size<0>(codes) == 16);
+    constexpr int STEPS = size<2>(qweight), ROWS = size<1>(qweight);
+    static_assert(STEPS == 4 && size<0>(qweight) == 16);
 
     Tensor where = slice.partition_C(make_identity_tensor(select<0, 1>(TileShape{})));
-    uint4 tables[ROWS][2], following[ROWS][2];   // of the codes that are converted now, and next
+    uint4 tables[ROWS][2], following[ROWS][2];   // of the values that are converted now, and next
 
     auto build_tables = [&](int group, int stage) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < ROWS; ++i)
         CUTLASS_PRAGMA_UNROLL
         for (int half = 0; half < 2; ++half) {
-          const auto word = words(get<0>(where(make_coord(0, half, 0), i, 0)), _0{}, stage);
+          const auto word = scales(get<0>(where(make_coord(0, half, 0), i, 0)), _0{}, stage);
           following[i][half] = table_of(uint32_t(word >> (GROUPS > 1 ? 32 * group : 0)));
         }
     };
@@ -87,11 +87,11 @@ struct TableMainloop : Base {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < ROWS; ++i) tables[i][0] = following[i][0], tables[i][1] = following[i][1];
     };
-    auto load = [&](int step, int stage) { copy(copy_a, codes_in(_, _, step, stage), codes_out(_, _, step)); };
+    auto load = [&](int step, int stage) { copy(copy_a, qweight_in(_, _, step, stage), qweight_out(_, _, step)); };
     auto convert = [&](int step) {
       CUTLASS_PRAGMA_UNROLL
       for (int i = 0; i < ROWS; ++i) {
-        Tensor q = recast<uint32_t>(codes(_, i, step));
+        Tensor q = recast<uint32_t>(qweight(_, i, step));
         Tensor out = recast<uint32_t>(a(_, i, step));
         static_assert(size(q) == 2 && size(out) == 4);
         CUTLASS_PRAGMA_UNROLL
@@ -113,7 +113,7 @@ struct TableMainloop : Base {
     convert(0);
     warpgroup_fence_operand(sums);
 
-    // The next tile's tables and first codes are fetched while this one is multiplied: their latency would be the
+    // The next tile's tables and first weights are fetched while this one is multiplied: their latency would be the
     // loop's.
     auto multiply_tile = [&](bool is_first, bool is_last) {
       const int stage = read.index();

@@ -1,4 +1,4 @@
-// Arguments of the products by clusters, as they cross the C ABI (mirrored in swap_ab_gemm.py).
+// Arguments of slipstream_swap_ab_gemm, as gemm/cuda/swap_ab_gemm.py fills them.
 // Pointers first, then 64-bit, then 32-bit fields: no padding on either side.
 #pragma once
 
@@ -20,6 +20,6 @@ struct SwapAbParams {
   int32_t in_features;
   int32_t is_dependent;   // launch before the kernel before it has ended
   int32_t tiles;          // the variant: 64 x columns sums that each of two warpgroups holds
-  int32_t splits;         // the variant: CTAs of a cluster that share the summed dimension
+  int32_t splits;         // the variant: CTAs of a cluster that split the summed dimension
   int32_t is_gated;       // the variant: out = silu(gate) * up
 };

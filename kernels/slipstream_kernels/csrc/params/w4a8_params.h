@@ -8,8 +8,8 @@ namespace slipstream {
 struct W4a8Params {
   const void* x;                // [num_tokens, in_features] e4m3
   const float* token_scale;     // [num_tokens]
-  const void* codes;            // in the order of w4a8_layout.cuh
-  const void* words;            // [in_features / tiled_group][out_features] of 1 or 2 words: fp16 scale | zero << 16
+  const void* qweight;          // in the order of w4a8_layout.cuh
+  const void* group_scales;     // [in_features / tiled_group][out_features] of 1 or 2: fp16 512 * scale | fp16 -zero / 512 << 16
   const float* channel_scale;   // [out_features]
   const void* bias;             // [out_features] of the result's type, or null
   void* out;                    // [num_tokens, out_features]

@@ -1,5 +1,5 @@
-// The producer warp: brings weights of all tiles of a pass in the copies that the format's order allows, and the tokens of
-// a stage by one tensor copy. W4A16's tokens are permuted by a small kernel before.
+// The producer warp: copies the weights of a pass as the order of the format allows, and the tokens of a stage by one tensor
+// copy. A small kernel permutes the tokens of W4A16 before.
 #pragma once
 
 #include "ptx/bulk_copy.cuh"
@@ -16,12 +16,12 @@ __device__ __forceinline__ void copy_slabs(uint32_t to, const CUtensorMap* map, 
       : "memory");
 }
 
-// permuted_x[32 i + 8 j + 2 q + h] = x[32 i + 16 h + 4 q + j]: in the order in which a word's nibbles become pairs. A thread
-// takes 32 features of a token.
+// permuted_x[32 i + 8 j + 2 q + h] = x[32 i + 16 h + 4 q + j]: the order in which the nibbles of a word become pairs. A
+// thread takes 32 features of a token.
 __device__ __forceinline__ void permute_features(const MixedGemmParams& p) {
-  const int parts = p.in_features / 32, item = blockIdx.x * blockDim.x + threadIdx.x, token = item / parts;
+  const int chunks = p.in_features / 32, item = blockIdx.x * blockDim.x + threadIdx.x, token = item / chunks;
   if (token >= p.num_tokens) return;
-  const char* from = static_cast<const char*>(p.x) + token * p.x_row_stride + item % parts * 64;
+  const char* from = static_cast<const char*>(p.x) + token * p.x_row_stride + item % chunks * 64;
   uint4* to = static_cast<uint4*>(p.permuted_x) + int64_t{item} * 4;
   uint32_t words[16];
 #pragma unroll
@@ -56,17 +56,17 @@ struct MixedGemmProducer {
 
   __device__ __forceinline__ void run() const {
     Walk ahead{work}, walk{work};
-    int filled = 0;
-    for (; filled < SHAPE::kStages && !ahead.is_done(); ++filled, ahead.advance()) copy_weights(filled, ahead);
+    int num_ahead = 0;
+    for (; num_ahead < SHAPE::kStages && !ahead.is_done(); ++num_ahead, ahead.advance()) copy_weights(num_ahead, ahead);
     await_previous();
-    for (int stage = 0; stage < filled; ++stage, walk.advance()) copy_tokens(stage, walk);
-    RingPlace<SHAPE::kStages> place;
-    place.parity = 1;   // the second time around
+    for (int stage = 0; stage < num_ahead; ++stage, walk.advance()) copy_tokens(stage, walk);
+    PipelineState<SHAPE::kStages> state;
+    state.parity = 1;   // the second time around
 #pragma unroll 1
-    for (; !ahead.is_done(); ahead.advance(), place.advance()) {
-      wait_barrier(memory.empty(place.stage), place.parity ^ 1);
-      copy_weights(place.stage, ahead);
-      copy_tokens(place.stage, ahead);
+    for (; !ahead.is_done(); ahead.advance(), state.advance()) {
+      wait_barrier(memory.empty(state.stage), state.parity ^ 1);
+      copy_weights(state.stage, ahead);
+      copy_tokens(state.stage, ahead);
     }
   }
 
@@ -91,7 +91,7 @@ struct MixedGemmProducer {
     else return p.token_tiles > 1 ? kReadNormally : kReadOnce;   // clusters of other tokens read weights, too
   }
 
-  // Tokens are announced too: whole boxes, also beyond the last block.
+  // Announces the bytes of tokens, too: whole boxes, also beyond the last block.
   __device__ __forceinline__ void copy_weights(int stage, const Walk& walk) const {
     const uint32_t barrier = memory.full(stage);
     if (lane == 0) {
@@ -104,7 +104,7 @@ struct MixedGemmProducer {
     else copy_tiles(stage, walk, barrier);
   }
 
-  // A lane each box of a block: of four tiles or one.
+  // One lane for each box of a block, of four tiles or one.
   __device__ __forceinline__ void copy_rows(int stage, const Walk& walk, uint32_t barrier) const {
     const int fours = walk.tiles / 4, ones = walk.tiles % 4, tile = lane < fours ? 4 * lane : 3 * fours + lane;
     if (lane >= fours + ones) return;
@@ -116,7 +116,7 @@ struct MixedGemmProducer {
     }
   }
 
-  // A lane each block's tiles, a lane each block's scale words.
+  // One lane for each block's tiles, one for each block's scales.
   __device__ __forceinline__ void copy_blocks(int stage, const Walk& walk, uint32_t barrier) const {
     const int tiles = p.out_features / 16, block = lane % SHAPE::kBlocks;
     if (lane >= 2 * SHAPE::kBlocks || block >= walk.blocks()) return;
@@ -129,7 +129,7 @@ struct MixedGemmProducer {
     }
   }
 
-  // A lane each tile's blocks, a lane each block's scale words.
+  // One lane for each tile's blocks, one for each block's scales.
   __device__ __forceinline__ void copy_tiles(int stage, const Walk& walk, uint32_t barrier) const {
     if (lane < walk.tiles) {
       const int64_t block = int64_t{walk.tile + lane} * (p.in_features / 128) + walk.block;
@@ -140,7 +140,7 @@ struct MixedGemmProducer {
     if (block >= 0 && block < walk.blocks()) copy_scales(stage, walk, block, barrier);
   }
 
-  // Of a block of the stage; words of whole rows are the same for all.
+  // Copies a block's scales. Scales of whole rows are the same for all blocks.
   __device__ __forceinline__ void copy_scales(int stage, const Walk& walk, int block, uint32_t barrier) const {
     const int64_t tile = int64_t{p.is_channelwise != 0 ? 0 : walk.block + block} * (p.out_features / 16) + walk.tile;
     copy_bulk(memory.scales(stage, block, 0), static_cast<const char*>(p.group_scales) + tile * Format::kScaleBytes,

@@ -57,9 +57,9 @@ struct PrefillConverter {
   static constexpr int kRounds = SHAPE::kKeys / 8 / SHAPE::kConverterWarps;
 
   PrefillMemory<SHAPE> memory;
-  RingPlace<SHAPE::kStages> key_place, value_place;
-  RingPlace<SHAPE::kRawStages> raw_place;
-  RingPlace<2> slot;
+  PipelineState<SHAPE::kStages> key_place, value_place;
+  PipelineState<SHAPE::kRawStages> raw_place;
+  PipelineState<2> slot;
 
   // Follows the loading warp, tile by tile in its order.
   __device__ __forceinline__ void run() {

@@ -24,10 +24,10 @@ struct PrefillLoader {
   const PrefillParams& p;
   const PrefillMaps& maps;
   PrefillMemory<SHAPE> memory;
-  RingPlace<SHAPE::kStages> key_place, value_place;
-  RingPlace<SHAPE::kRawStages> raw_place;
-  RingPlace<2> slot;
-  RingPlace<1> query_place;
+  PipelineState<SHAPE::kStages> key_place, value_place;
+  PipelineState<SHAPE::kRawStages> raw_place;
+  PipelineState<2> slot;
+  PipelineState<1> query_place;
 
   // Runs until no work is left; one warp. Work is found where the other warps read it: 24 registers would not hold it.
   __device__ __forceinline__ void run() {

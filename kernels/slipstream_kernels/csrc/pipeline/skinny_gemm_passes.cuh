@@ -1,5 +1,5 @@
-// The passes of a CTA: an equal part of all, or those that it takes from a queue, so that SMs which memory serves faster do
-// more. Producers and consumers each walk the same passes.
+// The passes of a CTA: an equal part of all, or those that it draws from a queue, so that SMs which memory serves faster do
+// more. Producers and consumers walk the same passes.
 #pragma once
 
 #include "ptx/dependent_launch.cuh"
@@ -9,19 +9,19 @@
 
 namespace slipstream {
 
-// From the queue: the first two passes follow from the CTA's number, so that the ring fills before the kernel before
-// has ended; the others are drawn after that, as the queue is that kernel's too. One lane of the CTA draws and posts
-// them.
+// With a queue, the first two passes follow from the CTA's number, so that the ring fills while the kernel before still
+// runs; that kernel uses the queue too, so further passes are drawn after its end. One lane of the CTA draws a pass and
+// stores it for all warps.
 template <typename SHAPE>
 struct PassSource {
   const SkinnyGemmParams& p;
-  uint32_t barriers;         // shared address, one for each of kMail entries
+  uint32_t barriers;         // shared address, one for each of kQueueEntries entries
   volatile int* entries;     // shared
-  bool draws = false;        // this lane
+  bool draws = false;        // whether this lane draws
   int count = 0;
 
-  __device__ __forceinline__ bool next(UnitRange& pass) {
-    if (p.queue == nullptr) return next_of_share(pass);
+  __device__ __forceinline__ bool next(WorkRange& pass) {
+    if (p.queue == nullptr) return next_of_split(pass);
     const int index = count < 2 ? blockIdx.x + count * p.num_ctas : next_index();
     ++count;
     if (index >= num_passes<SHAPE>(p)) return false;
@@ -29,7 +29,7 @@ struct PassSource {
     return true;
   }
 
-  // Once per CTA, after the last draw: the last CTA leaves the queue as it was.
+  // Once a CTA, after its last draw: the last CTA resets the queue.
   __device__ __forceinline__ void close() const {
     if (p.queue == nullptr || !draws) return;
     __threadfence();
@@ -39,9 +39,9 @@ struct PassSource {
   }
 
  private:
-  __device__ __forceinline__ bool next_of_share(UnitRange& pass) {
-    const UnitRange cta = units_of_cta(p, blockIdx.x);
-    const int begin = cta.begin + count * SHAPE::kUnitsPerPass;
+  __device__ __forceinline__ bool next_of_split(WorkRange& pass) {
+    const WorkRange cta = outputs_of_cta(p, blockIdx.x);
+    const int begin = cta.begin + count * SHAPE::kOutputsPerPass;
     ++count;
     if (begin >= cta.end) return false;
     pass = pass_at<SHAPE>(begin, cta);
@@ -49,13 +49,13 @@ struct PassSource {
   }
 
   __device__ __forceinline__ int next_index() {
-    const int letter = count - 2, entry = letter % SHAPE::kMail;
+    const int drawn = count - 2, entry = drawn % SHAPE::kQueueEntries;
     if (draws) {
-      if (letter == 0) await_previous();
+      if (drawn == 0) await_previous();
       entries[entry] = 2 * p.num_ctas + atomicAdd(p.queue, 1);
       arrive(barriers + 8 * entry);
     }
-    wait_barrier(barriers + 8 * entry, letter / SHAPE::kMail % 2);
+    wait_barrier(barriers + 8 * entry, drawn / SHAPE::kQueueEntries % 2);
     return entries[entry];
   }
 };

@@ -72,9 +72,9 @@ __device__ __forceinline__ void sync_threads(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
-// A place in a ring of STAGES buffers and the parity of its current pass.
+// A position in a ring of STAGES buffers, and the parity of its current round.
 template <int STAGES>
-struct RingPlace {
+struct PipelineState {
   int stage = 0;
   uint32_t parity = 0;
 

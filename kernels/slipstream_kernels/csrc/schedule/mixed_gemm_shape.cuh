@@ -1,13 +1,13 @@
-// Sizes of one variant of the mixed-input product (weights of 4 or 8 bits that become register operands), who does what,
-// and where things lie in shared memory.
+// Sizes of one variant of the mixed-input GEMM (weights of 4 or 8 bits become register operands), the work of a CTA, and where
+// things lie in shared memory.
 //
-// A cluster owns consecutive tiles of 16 output features and goes through them in passes of up to 64 for each of
-// WARPGROUPS_M warpgroups. Its CTAs have a part of the input features each; inside a CTA the warpgroups divide the blocks
-// of 128 among them where they outnumber WARPGROUPS_M. So narrow outputs need no sums that cross CTAs.
+// A cluster owns consecutive tiles of 16 output features. A pass has up to 64 output features for each of WARPGROUPS_M
+// warpgroups. The CTAs of the cluster split the input features; inside a CTA, warpgroups beyond WARPGROUPS_M divide the
+// blocks of 128, so that narrow outputs need no sums that cross CTAs.
 #pragma once
 
 #include "ptx/cluster.cuh"
-#include "ptx/cluster_parts.cuh"
+#include "ptx/cluster_splits.cuh"
 #include "formats/mixed_gemm_formats.cuh"
 #include "params/mixed_gemm_params.h"
 #include "ptx/hopper_copy.cuh"
@@ -112,20 +112,20 @@ struct MixedGemmWork {
   __device__ __forceinline__ explicit MixedGemmWork(const MixedGemmParams& p) : rank(blockIdx.x % p.splits) {
     const int tiles = p.out_features / 16, blocks = p.in_features / 128, cluster = blockIdx.x / p.splits;
     if constexpr (SHAPE::kIsW4A8) {
-      begin_tile = part_of(tiles, cluster, p.num_clusters), end_tile = part_of(tiles, cluster + 1, p.num_clusters);
+      begin_tile = split_begin(tiles, cluster, p.num_clusters), end_tile = split_begin(tiles, cluster + 1, p.num_clusters);
       first_token = 0, num_tokens = p.num_tokens;
     } else {
-      const int part = cluster / p.token_tiles, parts = p.num_clusters / p.token_tiles;
-      begin_tile = part_of(tiles, part, parts), end_tile = part_of(tiles, part + 1, parts);
+      const int index = cluster / p.token_tiles, count = p.num_clusters / p.token_tiles;
+      begin_tile = split_begin(tiles, index, count), end_tile = split_begin(tiles, index + 1, count);
       first_token = cluster % p.token_tiles * SHAPE::kColumns;
       num_tokens = min(SHAPE::kColumns, p.num_tokens - first_token);
     }
-    begin_block = part_of(blocks, rank, p.splits), end_block = part_of(blocks, rank + 1, p.splits);
+    begin_block = split_begin(blocks, rank, p.splits), end_block = split_begin(blocks, rank + 1, p.splits);
     num_passes = (end_tile - begin_tile + SHAPE::kTiles - 1) / SHAPE::kTiles;
   }
 
   __device__ __forceinline__ int pass_begin(int pass) const {
-    return begin_tile + part_of(end_tile - begin_tile, pass, num_passes);
+    return begin_tile + split_begin(end_tile - begin_tile, pass, num_passes);
   }
   __device__ __forceinline__ int num_blocks() const { return end_block - begin_block; }
   __device__ __forceinline__ int num_stages() const { return (num_blocks() + SHAPE::kBlocks - 1) / SHAPE::kBlocks; }

@@ -135,17 +135,17 @@ struct PrefillMemory {
   }
 
   // The whole warp: work lies at a slot until it is given back.
-  __device__ __forceinline__ void await(const RingPlace<2>& slot) const {
+  __device__ __forceinline__ void await(const PipelineState<2>& slot) const {
     wait_barrier(work_filled(slot.stage), slot.parity);
   }
 
-  __device__ __forceinline__ void give_back(RingPlace<2>& slot) const {
+  __device__ __forceinline__ void give_back(PipelineState<2>& slot) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(work_emptied(slot.stage));
     slot.advance();
   }
 
-  __device__ __forceinline__ Work receive(RingPlace<2>& slot) const {
+  __device__ __forceinline__ Work receive(PipelineState<2>& slot) const {
     await(slot);
     const Work received = *work(slot.stage);
     give_back(slot);

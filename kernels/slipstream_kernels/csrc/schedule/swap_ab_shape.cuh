@@ -1,7 +1,7 @@
-// Sizes of a product by clusters, who does what in a cluster, and where things lie in shared memory.
+// Sizes of one variant of the swap-AB GEMM, the work of a CTA in its cluster, and where things lie in shared memory.
 //
-// Weight rows go by units of 16: neighbours, or 8 rows of gate and the 8 of up that belong to them. A pass of a CTA
-// multiplies up to kRows weight rows with all tokens, over its share of the summed dimension.
+// A unit is 16 weight rows: neighbours, or 8 rows of gate and the same 8 of up. A pass of a CTA multiplies up to kRows
+// weight rows with all tokens, over its split of the summed dimension.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -9,13 +9,11 @@
 #include "ptx/cluster.cuh"
 #include "params/swap_ab_params.h"
 #include "ptx/hopper_copy.cuh"
-#include "schedule/unit_range.cuh"
+#include "schedule/work_range.cuh"
 
 namespace slipstream {
 
-// Weight formats. Product: the type that tensor cores multiply. A format that is expanded on the way to it (int4) would
-// take a warpgroup between the loader and the multipliers: it waits for `filled`, writes kRows x 128 bytes of Product,
-// swizzled as the copies of the others do, into a second ring, and arrives on that ring's barrier.
+// Weight formats. Product: the type that tensor cores multiply.
 template <typename T>
 struct PlainTiles {
   using Output = T;
@@ -37,7 +35,7 @@ struct BlockTiles : ChannelTiles<T> {
   static constexpr bool kIsByBlocks = true;
 };
 
-// Less than all: small kernels that come early run beside this one, and the next product's CTAs come as these end.
+// Less than all: small kernels that start early run beside this one, and the next GEMM's CTAs start as these end.
 constexpr int kMaxSharedBytes = 200 * 1024;
 
 template <typename FORMAT, int COLUMNS, int TILES, int SPLITS, bool IS_GATED>
@@ -48,30 +46,31 @@ struct SwapAbShape {
   static constexpr bool kIsGated = IS_GATED;
   static constexpr bool kIsFp8 = sizeof(Product) == 1;
   static constexpr int kColumns = COLUMNS, kTiles = TILES, kSplits = SPLITS;
-  static constexpr int kWarpgroups = 2, kMultipliers = 128 * kWarpgroups, kLoaders = 4, kThreads = 128 + kMultipliers;
+  static constexpr int kWarpgroups = 2, kConsumerThreads = 128 * kWarpgroups, kProducerWarps = 4;
+  static constexpr int kThreads = 128 + kConsumerThreads;
   static constexpr int kRows = 64 * TILES * kWarpgroups, kUnits = kRows / 16;
   static constexpr int kChunk = 128 / sizeof(Product);   // of the summed dimension, 128 bytes
   static constexpr int kSteps = 4;                       // products of 32 bytes
-  // A tile of sums is made of blocks as wide as one instruction. Products that add to the same sums wait for each
-  // other, some 80 clocks whatever their size: small blocks have several sets of sums, which take turns.
+  // A tile of sums consists of blocks as wide as one instruction. Products that add to the same sums wait for each other,
+  // some 80 clocks for any size: small blocks alternate between several sets of sums.
   static constexpr int kBlockColumns = COLUMNS < 128 ? COLUMNS : 128, kHalves = COLUMNS / kBlockColumns;
   static constexpr int kBlockSums = kBlockColumns / 2, kBlockGroups = kBlockColumns / 8;
   static constexpr int kBlocks = TILES * kHalves, kSums = kBlocks * kBlockSums;
   static constexpr int at_most(int wanted, int limit) { return wanted < limit ? wanted : limit < 1 ? 1 : limit; }
   static constexpr int kSets = kIsFp8 ? 1 : at_most(kSteps / kBlocks, 128 / kSums);
-  // For e4m3: blocks whose sums of one chunk are held beside the long sums, and sets of these.
-  static constexpr int kFresh = kSums <= 64 ? kBlocks : 1;
-  static constexpr int kFreshSets = at_most(kSteps / kFresh, (192 - kSums) / (kFresh * kBlockSums));
-  static constexpr int kGroups = COLUMNS / 8, kOwnGroups = kGroups / SPLITS;   // of 8 tokens, that a CTA ends
+  // e4m3: blocks whose partial sums of one chunk are held beside the promoted sums, and sets of these.
+  static constexpr int kPartialBlocks = kSums <= 64 ? kBlocks : 1;
+  static constexpr int kPartialSets = at_most(kSteps / kPartialBlocks, (192 - kSums) / (kPartialBlocks * kBlockSums));
+  static constexpr int kGroups = COLUMNS / 8, kOwnGroups = kGroups / SPLITS;   // of 8 tokens: all, those a CTA finishes
   static_assert(kOwnGroups * SPLITS == kGroups);
 
   static constexpr int kUnitBytes = 16 * 128, kTokenBytes = COLUMNS * 128;
   static constexpr int kStageScaleBytes = FORMAT::kIsByBlocks ? 1024 : 0;   // COLUMNS floats
-  static constexpr int kExchangeBytes = (SPLITS - 1) * TILES * kOwnGroups * kMultipliers * 16;
+  static constexpr int kExchangeBytes = (SPLITS - 1) * TILES * kOwnGroups * kConsumerThreads * 16;
   static constexpr int kScaleBytes = COLUMNS * 4;
   static constexpr int kMaxStages = 16;
-  // In this order; the base is aligned by hand. A stage holds as many units as a pass may have: products of the tiles
-  // beyond read what follows, for sums that nobody uses.
+  // In this order; the base is aligned by hand. A stage holds the units of the largest pass; products of the tiles beyond
+  // them read what follows, and their sums are not written.
   static constexpr int kScaleOffset = kExchangeBytes;
   static constexpr int kBarrierOffset = kScaleOffset + kScaleBytes;
   static constexpr int kRingOffset = (kBarrierOffset + 8 * (2 * kMaxStages + 1) + 1023) / 1024 * 1024;
@@ -81,7 +80,7 @@ struct SwapAbShape {
   static __host__ __device__ constexpr int stage_bytes(int units) {
     return units * kUnitBytes + kTokenBytes + kStageScaleBytes;
   }
-  // Beyond the last stage's units.
+  // Bytes that such products read beyond the last stage.
   static __host__ __device__ constexpr int overrun_bytes(int units) {
     const int beyond = (kUnits - units) * kUnitBytes - kTokenBytes - kStageScaleBytes;
     return beyond > 0 ? beyond : 0;
@@ -100,34 +99,36 @@ struct SwapAbMaps {
   CUtensorMap tokens;
 };
 
-// This CTA's share of the product.
+// The work of this CTA.
 template <typename SHAPE>
-struct SwapAbShare {
-  int slice;                      // of the cluster: which part of the summed dimension
+struct SwapAbWork {
+  int rank;                       // in the cluster: the split of the summed dimension
   int begin_unit, end_unit;
   int begin_chunk, end_chunk;
   int num_passes;
   int max_units;                  // of a pass, of any CTA
 
-  __device__ __forceinline__ explicit SwapAbShare(const SwapAbParams& p) {
+  __device__ __forceinline__ explicit SwapAbWork(const SwapAbParams& p) {
     const int cluster = blockIdx.x / SHAPE::kSplits, num_clusters = gridDim.x / SHAPE::kSplits;
-    slice = blockIdx.x % SHAPE::kSplits;
-    begin_unit = part(p.num_units, cluster, num_clusters), end_unit = part(p.num_units, cluster + 1, num_clusters);
+    rank = blockIdx.x % SHAPE::kSplits;
+    begin_unit = split_begin(p.num_units, cluster, num_clusters);
+    end_unit = split_begin(p.num_units, cluster + 1, num_clusters);
     const int num_chunks = (p.in_features + SHAPE::kChunk - 1) / SHAPE::kChunk;
-    begin_chunk = part(num_chunks, slice, SHAPE::kSplits), end_chunk = part(num_chunks, slice + 1, SHAPE::kSplits);
+    begin_chunk = split_begin(num_chunks, rank, SHAPE::kSplits);
+    end_chunk = split_begin(num_chunks, rank + 1, SHAPE::kSplits);
     const int most = (p.num_units + num_clusters - 1) / num_clusters;
     num_passes = (most + SHAPE::kUnits - 1) / SHAPE::kUnits;
     max_units = (most + num_passes - 1) / num_passes;
   }
 
-  // Divisions: by one thread they take a tenth of a microsecond, so once a pass and not once a chunk.
-  __device__ __forceinline__ UnitRange units_of(int pass) const {
+  // Has divisions, 0.1 us for one thread: call it once a pass, not once a chunk.
+  __device__ __forceinline__ WorkRange units_of(int pass) const {
     const int count = end_unit - begin_unit;
-    return {begin_unit + part(count, pass, num_passes), begin_unit + part(count, pass + 1, num_passes)};
+    return {begin_unit + split_begin(count, pass, num_passes), begin_unit + split_begin(count, pass + 1, num_passes)};
   }
 
  private:
-  static __device__ __forceinline__ int part(uint32_t total, uint32_t index, uint32_t count) {
+  static __device__ __forceinline__ int split_begin(uint32_t total, uint32_t index, uint32_t count) {
     return static_cast<int>(total * index / count);
   }
 };
@@ -170,15 +171,15 @@ struct SwapAbMemory {
   __device__ __forceinline__ void init() const {
     for (int stage = 0; stage < num_stages; ++stage) {
       init_barrier(full(stage), 1);
-      init_barrier(empty(stage), SHAPE::kMultipliers / 32);
+      init_barrier(empty(stage), SHAPE::kConsumerThreads / 32);
     }
     init_barrier(received(), 1);
     publish_barriers();
   }
 };
 
-// A place in the ring and the parity of its current round.
-struct StagePlace {
+// A position in a ring of num_stages buffers, and the parity of its current round.
+struct DynamicPipelineState {
   int stage = 0;
   uint32_t parity = 0;
 

@@ -13,8 +13,8 @@ from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import launch
 from slipstream_kernels.gemm import int4_layout
-from slipstream_kernels.gemm.cuda import int4_rows, mixed_gemm, mixed_gemm_w4a16
-from slipstream_kernels.gemm.cuda.int4_rows import Int4RowsParams
+from slipstream_kernels.gemm.cuda import mixed_gemm, mixed_gemm_w4a16, skinny_gemm_w4a16
+from slipstream_kernels.gemm.cuda.skinny_gemm_w4a16 import SkinnyGemmW4A16Params
 from slipstream_kernels.integer import Int4Weight
 
 DEQUANTISE = "sm90_int4_dequantise.cu"
@@ -31,16 +31,16 @@ def refusal(weight: Int4Weight) -> str | None:
     mixed = missing(
         mixed_gemm.SOURCE, mixed_gemm_w4a16.format_of(torch.bfloat16, 1).defines(mixed_gemm_w4a16.COLUMNS[-1])
     )
-    return missing(int4_rows.SOURCE, int4_rows.defines(torch.bfloat16)) or mixed
+    return missing(skinny_gemm_w4a16.SOURCE, skinny_gemm_w4a16.defines(torch.bfloat16)) or mixed
 
 
 def rows(
     x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, gated: bool, config: tuple[int, ...]
 ) -> torch.Tensor:
-    """See ops.int4_mm; up to int4_rows.MAX_TOKENS rows; config says nothing.  One launch."""
+    """See ops.int4_mm; up to skinny_gemm_w4a16.MAX_TOKENS rows; config says nothing.  One launch."""
     width = weight.out_features // 2 if gated else weight.out_features
     out = torch.empty((x.shape[0], width), dtype=x.dtype, device=x.device)
-    int4_rows.int4_rows(x, weight, bias, out, gated)
+    skinny_gemm_w4a16.skinny_gemm_w4a16(x, weight, bias, out, gated)
     return out
 
 
@@ -64,8 +64,8 @@ def dequantise(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
     """[out_features, in_features] of bf16 or fp16 of a repacked weight."""
     device = weight.packed.device
     out = torch.empty((weight.out_features, weight.in_features), dtype=dtype, device=device)
-    params = Int4RowsParams(
-        **int4_rows.weight_arguments(weight), out=out.data_ptr(), out_is_half=dtype == torch.float16
+    params = SkinnyGemmW4A16Params(
+        **skinny_gemm_w4a16.weight_arguments(weight), out=out.data_ptr(), out_is_half=dtype == torch.float16
     )
     library = load(DEQUANTISE, ())
     launch("int4_dequantise", library, params, device)

@@ -22,8 +22,8 @@ SOURCE = "sm90_mixed_gemm.cu"
 COLUMNS = (16, 32, 48, 64, 96, 128)  # numbers of tokens of a tile that are compiled; others are rounded up
 MAX_TOKENS = 256  # in two tiles
 WARPGROUPS_M = (1, 2, 4)
-SPLITS = tuple(range(1, 9))  # CTAs of a cluster, which share the input features
-STRIP, BLOCK = 16, 128
+SPLITS = tuple(range(1, 9))  # CTAs of a cluster, which split the input features
+TILE, BLOCK = 16, 128
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 POINTERS = (
     "x", "qweight", "group_scales", "channel_scale", "token_scale", "activation_sums", "bias", "permuted_x",
@@ -44,7 +44,7 @@ class MixedGemmParams(ctypes.Structure):
 class Variant(NamedTuple):
     """columns: tokens of a tile.  warpgroups_m: 64 output features each, that a CTA has at once.
 
-    splits: CTAs of a cluster, that share the summed dimension.  token_tiles: tiles of tokens, that clusters share out.
+    splits: CTAs of a cluster, which split the summed dimension.  token_tiles: tiles of tokens, each of other clusters.
     """
 
     columns: int
@@ -82,33 +82,33 @@ def variants() -> list[tuple[str, ...]]:
 
 def mixed_gemm(
     x: torch.Tensor,
-    words: torch.Tensor,
+    qweight: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None,
     gated: bool,
     variant: Variant | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ (values * scales).T + bias, or silu(gate) * up of it; words: values as int8_layout.repack has them.
+    """x @ (values * scales).T + bias, or silu(gate) * up of it; qweight: of int8_layout.repack.
 
     x: bf16 or fp16, rows at multiples of 16 bytes.  gated: out_features is a multiple of 32.  variant: None: chosen.
     One launch.
     """
-    out_features, in_features = words.shape[0], x.shape[1]
+    out_features, in_features = qweight.shape[0], x.shape[1]
     if out is None:
         out = torch.empty((x.shape[0], out_features // 2 if gated else out_features), dtype=x.dtype, device=x.device)
     weight_format = format_of(x.dtype)
     at_once = partial(clusters_at_once, x.device, weight_format)
     variant = variant or choose(x.shape[0], (out_features, in_features), at_once)
     params = MixedGemmParams(
-        **addresses({"x": x, "qweight": words, "channel_scale": scales, "bias": bias, "out": out}),
+        **addresses({"x": x, "qweight": qweight, "channel_scale": scales, "bias": bias, "out": out}),
         x_row_stride=x.stride(0) * x.element_size(),
         num_tokens=x.shape[0],
         out_features=out_features,
         in_features=in_features,
         warpgroups_m=variant.warpgroups_m,
         splits=variant.splits,
-        num_clusters=parts_of(out_features, variant, at_once(variant)) * variant.token_tiles,
+        num_clusters=clusters_along_m(out_features, variant, at_once(variant)) * variant.token_tiles,
         token_tiles=variant.token_tiles,
         is_gated=gated,
         is_dependent=launches_dependently(x.device),
@@ -139,7 +139,7 @@ def candidates(num_tokens: int, sizes: tuple[int, int], count_clusters: Callable
         variant = Variant(columns, warpgroups_m, splits, token_tiles)
         at_once = count_clusters(variant)
         is_in_passes = warpgroups_m == WARPGROUPS_M[-1] and splits == 1
-        if fits(sizes, variant, at_once) or (is_in_passes and parts_of(sizes[0], variant, at_once)):
+        if fits(sizes, variant, at_once) or (is_in_passes and clusters_along_m(sizes[0], variant, at_once)):
             yield variant
 
 
@@ -151,15 +151,15 @@ def tiles_of(num_tokens: int) -> tuple[int, int]:
 
 def fits(sizes: tuple[int, int], variant: Variant, at_once: int) -> bool:
     """Whether the variant runs here, and its CTAs have all their output features at once."""
-    parts = parts_of(sizes[0], variant, at_once)
-    if not parts or variant.splits > sizes[1] // BLOCK:
+    clusters = clusters_along_m(sizes[0], variant, at_once)
+    if not clusters or variant.splits > sizes[1] // BLOCK:
         return False
-    return -(-sizes[0] // STRIP // parts) <= 4 * variant.warpgroups_m
+    return -(-sizes[0] // TILE // clusters) <= 4 * variant.warpgroups_m
 
 
-def parts_of(out_features: int, variant: Variant, at_once: int) -> int:
-    """Clusters that share out the output features; 0: the device cannot run the variant."""
-    return min(at_once // variant.token_tiles, out_features // STRIP)
+def clusters_along_m(out_features: int, variant: Variant, at_once: int) -> int:
+    """Clusters that divide the output features; 0: the device cannot run the variant."""
+    return min(at_once // variant.token_tiles, out_features // TILE)
 
 
 class Sizes(Protocol):

@@ -20,15 +20,15 @@ from slipstream_kernels.gemm.cuda.mixed_gemm import (
     Format,
     MixedGemmParams,
     Variant,
+    clusters_along_m,
     clusters_at_once,
     fits,
-    parts_of,
     tiles_of,
 )
 from slipstream_kernels.gemm.tuning import H200, Tuning
 from slipstream_kernels.integer import Int4Weight
 
-COLUMNS = mixed_gemm.COLUMNS[1:]  # int4_rows multiplies fewer
+COLUMNS = mixed_gemm.COLUMNS[1:]  # skinny_gemm_w4a16 multiplies fewer
 GROUPS = (1, 2)  # of 128 input features
 
 
@@ -52,14 +52,14 @@ def mixed_gemm_w4a16(
     out: [num_tokens, out_features], contiguous, x's dtype; bias too.
     """
     assert weight.zeros is not None
-    words, _ = weight.scales
-    weight_format = format_of(x.dtype, words.shape[2])
-    clusters = parts_of(weight.out_features, variant, clusters_at_once(x.device, weight_format, variant))
+    group_scales, _ = weight.scales
+    weight_format = format_of(x.dtype, group_scales.shape[2])
+    clusters = clusters_along_m(weight.out_features, variant, clusters_at_once(x.device, weight_format, variant))
     permuted_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tensors = {
         "x": x,
         "qweight": weight.packed,
-        "group_scales": words,
+        "group_scales": group_scales,
         "channel_scale": weight.zeros,
         "bias": bias,
         "permuted_x": permuted_x,
@@ -75,7 +75,7 @@ def mixed_gemm_w4a16(
         splits=variant.splits,
         num_clusters=clusters * variant.token_tiles,
         token_tiles=variant.token_tiles,
-        is_channelwise=words.shape[0] == 1,
+        is_channelwise=group_scales.shape[0] == 1,
         is_dependent=launches_dependently(x.device),
     )
     launch("mixed_gemm", load(SOURCE, weight_format.defines(variant.columns)), params, x.device)

@@ -1,4 +1,4 @@
-"""Products of few FP8 rows with 4-bit weights in the order of registers, in CUDA: arguments, launch.  Hopper only.
+"""Products of few FP8 rows with prepacked 4-bit weights in CUDA: arguments, launch.  Hopper only.
 
 No device value is read on the host and there is no workspace: CUDA-graph safe, on any stream.
 """
@@ -18,12 +18,12 @@ from slipstream_kernels.gemm.cuda.mixed_gemm import SOURCE, Format, MixedGemmPar
 from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import (
     BLOCK,
     COLUMNS,
-    GROUP_STRIPS,
+    GROUP_TILES,
     MAX_TOKENS,
-    MOST_MANY_WARPGROUPS_M,
-    MOST_WARPGROUPS_M,
+    MAX_WARPGROUPS_M,
+    MAX_WIDE_WARPGROUPS_M,
     SPLITS,
-    STRIP,
+    TILE,
     WARPGROUPS_M,
     Variant,
     choose,
@@ -50,13 +50,13 @@ def mixed_gemm_w4a8(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     *,
-    totals: torch.Tensor,
+    activation_sums: torch.Tensor,
     variant: Variant | None = None,
 ) -> None:
     """out = dequantised(rows) @ dequantised(weight).T + bias, of rows that it serves.  One launch.
 
-    rows: scaled per token, at multiples of 16 bytes.  totals: as Fp8Rows has them.  weight: repacked for FP8 rows.
-    out: [num_tokens, out_features], contiguous, bf16 or fp16; bias too.  variant: else chosen by the sizes.
+    rows: scaled per token, at multiples of 16 bytes.  activation_sums: as Fp8Rows has them.  weight: repacked for FP8
+    rows.  out: [num_tokens, out_features], contiguous, bf16 or fp16; bias too.  variant: None: chosen by the sizes.
     """
     assert weight.zeros is not None
     if not rows.num_tokens:
@@ -68,7 +68,7 @@ def mixed_gemm_w4a8(
     params = MixedGemmParams(
         x=rows.values.data_ptr(),
         token_scale=rows.scales.data_ptr(),
-        activation_sums=totals.data_ptr(),
+        activation_sums=activation_sums.data_ptr(),
         qweight=weight.packed.data_ptr(),
         group_scales=weight.scales.data_ptr(),
         channel_scale=weight.zeros.data_ptr(),
@@ -80,7 +80,7 @@ def mixed_gemm_w4a8(
         in_features=weight.in_features,
         warpgroups_m=variant.warpgroups_m,
         splits=variant.splits,
-        num_clusters=min(at_once(variant), weight.out_features // STRIP),
+        num_clusters=min(at_once(variant), weight.out_features // TILE),
         token_tiles=1,
         is_channelwise=weight.scales.shape[0] == 1,
         out_is_half=out.dtype == torch.float16,
@@ -98,15 +98,15 @@ def serves(num_tokens: int, weight: Int4Weight) -> bool:
 
 def candidates(num_tokens: int, weight: Int4Weight, device: torch.device) -> Iterator[Variant]:
     """The variants that can run."""
-    strips = weight.out_features // STRIP
+    tiles = weight.out_features // TILE
     columns, weight_format = columns_of(num_tokens), format_of(torch.bfloat16, weight.scales.shape[2])
-    most = MOST_WARPGROUPS_M if columns <= MAX_TOKENS else MOST_MANY_WARPGROUPS_M
-    for warpgroups_m in (count for count in WARPGROUPS_M if count <= most):
+    limit = MAX_WARPGROUPS_M if columns <= MAX_TOKENS else MAX_WIDE_WARPGROUPS_M
+    for warpgroups_m in (count for count in WARPGROUPS_M if count <= limit):
         for splits in SPLITS:
             variant = Variant(columns, warpgroups_m, splits)
             at_once = clusters_at_once(device, weight_format, variant)
             if not at_once or splits > weight.in_features // BLOCK:
                 continue
-            of_cluster = -(-strips // min(at_once, strips))
-            if of_cluster <= GROUP_STRIPS * warpgroups_m or (warpgroups_m == MOST_WARPGROUPS_M and splits == 1):
+            tiles_of_cluster = -(-tiles // min(at_once, tiles))
+            if tiles_of_cluster <= GROUP_TILES * warpgroups_m or (warpgroups_m == MAX_WARPGROUPS_M and splits == 1):
                 yield variant

@@ -7,20 +7,20 @@ from typing import NamedTuple
 
 from slipstream_kernels.gemm.tuning import H200, Tuning
 
-STRIP, BLOCK = 16, 128  # output features of a strip, input features of a block
+TILE, BLOCK = 16, 128  # output features of a tile, input features of a block
 COLUMNS = (8, 16, 32, 48, 64, 96, 128)  # numbers of tokens that are compiled; others are rounded up
 MAX_TOKENS = 64  # of every weight; more of those with few output features
 WARPGROUPS_M = (1, 2, 4)
-MOST_WARPGROUPS_M = WARPGROUPS_M[-1]
-MOST_MANY_WARPGROUPS_M = 2  # of more than MAX_TOKENS
-GROUP_STRIPS = 4  # of a row group
+MAX_WARPGROUPS_M = WARPGROUPS_M[-1]
+MAX_WIDE_WARPGROUPS_M = 2  # of more than MAX_TOKENS
+GROUP_TILES = 4  # tiles of a warpgroup
 SPLITS = tuple(range(1, 9))
 
 
 class Variant(NamedTuple):
     """columns: tokens of a tile.  warpgroups_m: 64 output features each, that a CTA has at once.
 
-    splits: CTAs of a cluster, which share the input features.
+    splits: CTAs of a cluster, which split the input features.
     """
 
     columns: int
@@ -43,10 +43,10 @@ def choose(
     """
     if num_tokens > MAX_TOKENS and (num_tokens > COLUMNS[-1] or sizes[0] > tuning.narrow_features):
         return None
-    columns, strips, blocks = columns_of(num_tokens), sizes[0] // STRIP, sizes[1] // BLOCK
+    columns, tiles, blocks = columns_of(num_tokens), sizes[0] // TILE, sizes[1] // BLOCK
     ordered = next(choices for count, choices in tuning.mixed_gemm_w4a8.items() if columns <= count)
     for warpgroups_m, splits, least, most in ordered:
         variant = Variant(columns, warpgroups_m, splits)
-        if max(splits, least) <= blocks <= most and strips <= count_clusters(variant) * GROUP_STRIPS * warpgroups_m:
+        if max(splits, least) <= blocks <= most and tiles <= count_clusters(variant) * GROUP_TILES * warpgroups_m:
             return variant
-    return Variant(columns, MOST_WARPGROUPS_M, 1) if columns <= MAX_TOKENS else None
+    return Variant(columns, MAX_WARPGROUPS_M, 1) if columns <= MAX_TOKENS else None

@@ -1,4 +1,4 @@
-"""The weight-streaming product in CUDA: chooses a variant, fills its arguments, launches it.  Hopper only.
+"""The skinny GEMM in CUDA: chooses a variant, fills its arguments, launches it.  Hopper only.
 
 No device value is read on the host: CUDA-graph safe.  Launches on one device must follow each other (one stream).
 """
@@ -21,27 +21,30 @@ from slipstream_kernels.fp8 import E4M3
 SOURCE = "sm90_skinny_gemm.cu"
 OPERANDS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half"}
 MAX_TOKENS = 16
-# Formats of weights that are not operands as they are.  int32: words of repack_int8.
+# Formats of weights that become operands in registers.  int32: of repack_int8.
 EXPANDED = {E4M3: "Fp8Weights", torch.int8: "Int8Weights", torch.int32: "InterleavedInt8Weights"}
 SPAN_BYTES = 64  # of a weight row, what one warp multiplies at once
-MAX_HELD_TOKENS, MAX_HELD_FEATURES = 8, 4096  # activations that fit in the registers of a CTA
-SHARED_TILES, HELD_TILES = (2, 3, 4), (2, 3)  # 16-row tiles of one pass, that are compiled
+MAX_RESIDENT_TOKENS, MAX_RESIDENT_FEATURES = 8, 4096  # activations that fit in the registers of a CTA
+RELOADED_TILES, RESIDENT_TILES = (2, 3, 4), (2, 3)  # 16-row tiles of one pass, that are compiled
 TILES_OF_PASSES = 2  # of several passes
-MIN_QUEUED_PASSES = 6  # of a CTA: fewer are too coarse to even out what memory serves unevenly
+MIN_QUEUED_PASSES = 6  # of a CTA: fewer are too coarse to even out uneven memory
 
 POINTERS = ("x", "weight", "scale", "bias", "out", "queue")
 STRIDES = ("x_row_stride", "out_row_stride", "scale_row_stride")
 COUNTS = (
-    "num_tokens", "num_units", "in_features", "num_ctas", "is_dependent", "tiles", "columns", "is_gated", "is_held",
+    "num_tokens", "num_outputs", "in_features", "num_ctas", "is_dependent", "tiles", "columns", "is_gated",
+    "is_resident",
 )  # fmt: skip
 
 
 class Variant(NamedTuple):
-    """tiles: of 16 rows, in a pass.  columns: of 8 tokens.  held: activations read once.  queued: passes are drawn."""
+    """tiles: of 16 rows, in a pass.  columns: of 8 tokens.  is_resident: activations stay in registers.
+
+    is_queued: CTAs draw passes from a queue."""
 
     tiles: int
     columns: int
-    is_held: bool
+    is_resident: bool
     is_queued: bool
 
 
@@ -89,13 +92,13 @@ def skinny_gemm(
     variant: Variant | None = None,
 ) -> torch.Tensor:
     """See ops.skinny_gemm.  One launch.  variant: None: chosen by the sizes."""
-    num_units = weight.shape[0] // 2 if gated else weight.shape[0]
-    out = torch.empty((x.shape[0], num_units), dtype=x.dtype, device=x.device)
+    num_outputs = weight.shape[0] // 2 if gated else weight.shape[0]
+    out = torch.empty((x.shape[0], num_outputs), dtype=x.dtype, device=x.device)
     if not x.shape[0]:
         return out
     library = load(SOURCE, defines(x.dtype, weight.dtype, _by_blocks(scales)))
     num_ctas = count_sms(x.device)  # one per SM
-    variant = variant or choose(x.shape[0], num_units, x.shape[1], gated, num_ctas)
+    variant = variant or choose(x.shape[0], num_outputs, x.shape[1], gated, num_ctas)
     params = SkinnyGemmParams(
         x=x.data_ptr(),
         weight=weight.data_ptr(),
@@ -107,29 +110,29 @@ def skinny_gemm(
         out_row_stride=out.stride(0),
         scale_row_stride=scales.stride(0) if scales is not None and _by_blocks(scales) else 0,
         num_tokens=x.shape[0],
-        num_units=num_units,
+        num_outputs=num_outputs,
         in_features=x.shape[1],
         num_ctas=num_ctas,
         is_dependent=launches_dependently(x.device),
         tiles=variant.tiles,
         columns=variant.columns,
         is_gated=gated,
-        is_held=variant.is_held,
+        is_resident=variant.is_resident,
     )
     launch("skinny_gemm", library, params, x.device)
     return out
 
 
-def choose(num_tokens: int, num_units: int, in_features: int, gated: bool, num_ctas: int) -> Variant:
-    """One pass of as few tiles as a CTA's units need; if too many, small passes from the queue, or shares."""
+def choose(num_tokens: int, num_outputs: int, in_features: int, gated: bool, num_ctas: int) -> Variant:
+    """One pass with the fewest tiles that a CTA's outputs need; if too many, small passes, of a queue if many."""
     columns = -(-num_tokens // 8)
-    is_held = num_tokens <= MAX_HELD_TOKENS and in_features <= MAX_HELD_FEATURES
-    compiled = HELD_TILES if is_held else SHARED_TILES
-    units_per_tile = 8 if gated else 16
-    needed = -(-num_units // (num_ctas * units_per_tile))
+    is_resident = num_tokens <= MAX_RESIDENT_TOKENS and in_features <= MAX_RESIDENT_FEATURES
+    compiled = RESIDENT_TILES if is_resident else RELOADED_TILES
+    outputs_per_tile = 8 if gated else 16
+    needed = -(-num_outputs // (num_ctas * outputs_per_tile))
     if needed <= compiled[-1]:
-        return Variant(max(needed, compiled[0]), columns, is_held, is_queued=False)
-    return Variant(TILES_OF_PASSES, columns, is_held, is_queued=needed >= TILES_OF_PASSES * MIN_QUEUED_PASSES)
+        return Variant(max(needed, compiled[0]), columns, is_resident, is_queued=False)
+    return Variant(TILES_OF_PASSES, columns, is_resident, is_queued=needed >= TILES_OF_PASSES * MIN_QUEUED_PASSES)
 
 
 def _by_blocks(scales: torch.Tensor | None) -> bool:

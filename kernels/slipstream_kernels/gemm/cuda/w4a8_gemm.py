@@ -23,7 +23,7 @@ BLOCK = 128
 WIDE, NARROW = Tile(256, 128, 2), Tile(128, 128, 2, cost=H200.narrow_tile_costs["w4a8_gemm"])
 TILES = (WIDE, NARROW)
 
-POINTERS = ("x", "token_scale", "codes", "words", "channel_scale", "bias", "out")
+POINTERS = ("x", "token_scale", "qweight", "group_scales", "channel_scale", "bias", "out")
 COUNTS = ("num_tokens", "out_features", "in_features", "tiled_group", *COMMON)
 
 
@@ -53,26 +53,26 @@ def refusal(dtype: torch.dtype) -> str | None:
 def w4a8_gemm(
     rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile | None = None
 ) -> None:
-    """out = dequantised(rows) @ table(weight).T + bias: weights are rounded to e4m3 of (code - zero) * scale.
+    """out = dequantised(rows) @ table(weight).T + bias: weights are (q - zero point) * scale rounded to e4m3.
 
     rows: scaled per token.  weight: repacked for FP8 rows.  out: [num_tokens, out_features], contiguous, bf16 or fp16;
     bias too.  tile: None: the fastest by the sizes.
     """
     assert weight.zeros is not None
-    words = weight.scales
+    group_scales = weight.scales
     tile = tile or cutlass_gemm.choose_tile(TILES, rows.num_tokens, weight.out_features, count_sms(out.device))
-    libraries = cutlass.load_all(SOURCE, tuple(defines(each, words.shape[2], out.dtype) for each in TILES))
+    libraries = cutlass.load_all(SOURCE, tuple(defines(each, group_scales.shape[2], out.dtype) for each in TILES))
     params = W4a8Params(
         x=rows.values.data_ptr(),
         token_scale=rows.scales.data_ptr(),
-        codes=weight.packed.data_ptr(),
-        words=words.data_ptr(),
+        qweight=weight.packed.data_ptr(),
+        group_scales=group_scales.data_ptr(),
         channel_scale=weight.zeros.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
         num_tokens=rows.num_tokens,
         out_features=weight.out_features,
         in_features=weight.in_features,
-        tiled_group=weight.in_features if words.shape[0] == 1 else BLOCK,
+        tiled_group=weight.in_features if group_scales.shape[0] == 1 else BLOCK,
     )
     cutlass_gemm.launch_gemm("w4a8_gemm", libraries[TILES.index(tile)], params, out.device)

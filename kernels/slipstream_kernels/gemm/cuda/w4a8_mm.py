@@ -1,7 +1,7 @@
 """Products of FP8 rows with 4-bit weights in CUDA, by each of their kernels.  Hopper only.
 
-Up to 64 rows the weights' bytes are the bound: mixed_gemm_w4a8; up to 128 where outputs are narrow, of which CUTLASS's
-tiles are too few.  Beyond, CUTLASS (w4a8_gemm); where its headers are missing, mixed_gemm_w4a8 of 64 rows at a time.
+Up to 64 rows, reading the weights takes the time: mixed_gemm_w4a8; up to 128 where outputs are so narrow that CUTLASS
+has too few tiles.  Beyond, CUTLASS (w4a8_gemm); without its headers, mixed_gemm_w4a8 with 64 rows at a time.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 
 from slipstream_kernels.cuda.build import missing
 from slipstream_kernels.cuda.device import refusal as device_refusal
-from slipstream_kernels.fp8 import MOST_TOTALLED, Fp8Rows
+from slipstream_kernels.fp8 import MAX_SUMMED_ROWS, Fp8Rows
 from slipstream_kernels.gemm import int4_layout, w4a8_layout
 from slipstream_kernels.gemm.cuda import mixed_gemm_w4a8, w4a8_gemm
 from slipstream_kernels.gemm.cuda.mixed_gemm_w4a8_choice import COLUMNS, MAX_TOKENS, Variant
 from slipstream_kernels.integer import Int4Weight
 
 LOG = logging.getLogger(__name__)
-assert COLUMNS[-1] == MOST_TOTALLED  # the stride of totals, kMaxTokens of mixed_gemm_shape.cuh
+assert COLUMNS[-1] == MAX_SUMMED_ROWS  # the stride of activation sums, kMaxTokens of mixed_gemm_shape.cuh
 
 
 def refusal(weight: Int4Weight) -> str | None:
@@ -35,7 +35,9 @@ def refusal(weight: Int4Weight) -> str | None:
 def few(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, config: tuple[int, ...]) -> torch.Tensor:
     """See ops.int4_mm, of rows that mixed_gemm_w4a8 serves.  config: of its Variant.  One launch."""
     rows, out = _prepared(rows, weight)
-    mixed_gemm_w4a8.mixed_gemm_w4a8(rows, weight, bias, out, totals=_totals(rows, weight), variant=Variant(*config))
+    mixed_gemm_w4a8.mixed_gemm_w4a8(
+        rows, weight, bias, out, activation_sums=_activation_sums(rows, weight), variant=Variant(*config)
+    )
     return out
 
 
@@ -53,8 +55,10 @@ def in_parts(rows: Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None, confi
     for start in range(0, rows.num_tokens, MAX_TOKENS):
         part = slice(start, start + MAX_TOKENS)
         num_tokens = len(out[part])
-        some = replace(rows, values=rows.values[part], scales=rows.scales[part], num_tokens=num_tokens, totals=None)
-        mixed_gemm_w4a8.mixed_gemm_w4a8(some, weight, bias, out[part], totals=_totals(some, weight))
+        some = replace(
+            rows, values=rows.values[part], scales=rows.scales[part], num_tokens=num_tokens, activation_sums=None
+        )
+        mixed_gemm_w4a8.mixed_gemm_w4a8(some, weight, bias, out[part], activation_sums=_activation_sums(some, weight))
     return out
 
 
@@ -66,12 +70,12 @@ def _prepared(rows: Fp8Rows, weight: Int4Weight) -> tuple[Fp8Rows, torch.Tensor]
     return rows, torch.empty((rows.num_tokens, weight.out_features), dtype=rows.dtype, device=values.device)
 
 
-def _totals(rows: Fp8Rows, weight: Int4Weight) -> torch.Tensor:
-    """Where rows come without sums, they are made here."""
-    if rows.totals is not None:
-        return rows.totals
-    runs = rows.values[: rows.num_tokens].float().unflatten(1, (-1, w4a8_layout.total_columns(weight.group_size)))
-    return torch.nn.functional.pad(runs.sum(2).t(), (0, MOST_TOTALLED - rows.num_tokens)).contiguous()
+def _activation_sums(rows: Fp8Rows, weight: Int4Weight) -> torch.Tensor:
+    """The activation sums of the rows, computed here if the rows come without."""
+    if rows.activation_sums is not None:
+        return rows.activation_sums
+    runs = rows.values[: rows.num_tokens].float().unflatten(1, (-1, w4a8_layout.sum_columns(weight.group_size)))
+    return torch.nn.functional.pad(runs.sum(2).t(), (0, MAX_SUMMED_ROWS - rows.num_tokens)).contiguous()
 
 
 @lru_cache

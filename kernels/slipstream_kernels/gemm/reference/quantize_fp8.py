@@ -27,9 +27,9 @@ def quantize_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
     rows = empty_rows(num_rows, size, scheme, x)
     rows.values[:num_rows] = values.view(num_rows, size)
     rows.scales[:num_rows] = scales
-    if rows.totals is not None:
-        runs = rows.values[:num_rows].float().unflatten(1, (-1, scheme.total_columns))
-        rows.totals[:, :num_rows] = runs.sum(2).t()
+    if rows.activation_sums is not None:
+        runs = rows.values[:num_rows].float().unflatten(1, (-1, scheme.sum_columns))
+        rows.activation_sums[:, :num_rows] = runs.sum(2).t()
     return rows
 
 

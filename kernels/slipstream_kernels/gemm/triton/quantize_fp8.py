@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from slipstream_kernels.fp8 import E4M3_MAX, MOST_TOTALLED, SMALLEST_AMAX, Fp8Rows, Fp8Scheme, empty_rows
+from slipstream_kernels.fp8 import E4M3_MAX, MAX_SUMMED_ROWS, SMALLEST_AMAX, Fp8Rows, Fp8Scheme, empty_rows
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 from slipstream_kernels.triton.interpreter import to_e4m3
 
 _MAX = tl.constexpr(E4M3_MAX)
 _SMALLEST = tl.constexpr(SMALLEST_AMAX)
-_MOST_TOTALLED = tl.constexpr(MOST_TOTALLED)
+_MAX_SUMMED_ROWS = tl.constexpr(MAX_SUMMED_ROWS)
 # Groups need nothing of each other: programs of 2048 columns, so that a few rows spread over the chip too.
 GROUPS_PER_PROGRAM = 16
 
@@ -48,22 +48,22 @@ def store_rows(
     values_ptr,
     scales_ptr,
     scale_ptr,
-    totals_ptr,
+    sums_ptr,
     num_rows,
     SIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     IS_STATIC: tl.constexpr,
-    TOTAL_COLUMNS: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
 ):
-    """Quantise a row and write its values, and its scales and sums of runs with the rows of a group side by side."""
+    """Quantise a row; write its values, scales and activation sums, the latter two column-major."""
     values, scales = quantize_tile(y, scale_ptr, IS_STATIC)
     tl.store(values_ptr + row * SIZE + columns, values, mask=mask)
     groups = chunk * y.shape[0] + tl.arange(0, y.shape[0])
     tl.store(scales_ptr + groups.to(tl.int64) * num_rows + row, scales, mask=groups < NUM_GROUPS)
-    if TOTAL_COLUMNS:
-        runs = tl.reshape(values.to(tl.float32), (y.shape[0] * y.shape[1] // TOTAL_COLUMNS, TOTAL_COLUMNS))
-        places = tl.arange(0, y.shape[0] * y.shape[1] // TOTAL_COLUMNS)
-        tl.store(totals_ptr + places * _MOST_TOTALLED + row, tl.sum(runs, axis=1), mask=places < SIZE // TOTAL_COLUMNS)
+    if SUM_COLUMNS:
+        runs = tl.reshape(values.to(tl.float32), (y.shape[0] * y.shape[1] // SUM_COLUMNS, SUM_COLUMNS))
+        groups = tl.arange(0, y.shape[0] * y.shape[1] // SUM_COLUMNS)
+        tl.store(sums_ptr + groups * _MAX_SUMMED_ROWS + row, tl.sum(runs, axis=1), mask=groups < SIZE // SUM_COLUMNS)
 
 
 @triton.jit
@@ -72,7 +72,7 @@ def _quantize_fp8_kernel(
     values_ptr,
     scales_ptr,
     scale_ptr,
-    totals_ptr,
+    sums_ptr,
     x_row_stride,
     num_rows,
     SIZE: tl.constexpr,
@@ -80,7 +80,7 @@ def _quantize_fp8_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_STATIC: tl.constexpr,
-    TOTAL_COLUMNS: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     start_dependents(DEPENDENT)
@@ -89,17 +89,17 @@ def _quantize_fp8_kernel(
     columns, mask = tile_columns(chunk, SIZE, GROUPS, COLUMNS)
     x = tl.load(x_ptr + row * x_row_stride + columns, mask=mask, other=0.0).to(tl.float32)
     store_rows(
-        x, row, chunk, columns, mask, values_ptr, scales_ptr, scale_ptr, totals_ptr, num_rows, SIZE, NUM_GROUPS,
-        IS_STATIC, TOTAL_COLUMNS,
+        x, row, chunk, columns, mask, values_ptr, scales_ptr, scale_ptr, sums_ptr, num_rows, SIZE, NUM_GROUPS,
+        IS_STATIC, SUM_COLUMNS,
     )  # fmt: skip
 
 
-def totals_of(rows: Fp8Rows) -> torch.Tensor:
-    """Where sums go, if anywhere."""
-    return rows.values if rows.totals is None else rows.totals
+def activation_sums_of(rows: Fp8Rows) -> torch.Tensor:
+    """Where a kernel writes sums; any tensor if it writes none."""
+    return rows.values if rows.activation_sums is None else rows.activation_sums
 
 
-def tile_of(size: int, scheme: Fp8Scheme, rows: Fp8Rows, max_groups: int) -> dict[str, int | bool]:
+def tile_constants(size: int, scheme: Fp8Scheme, rows: Fp8Rows, max_groups: int) -> dict[str, int | bool]:
     """The constants of a kernel that quantises rows of `size` columns, and its number of warps."""
     num_groups = scheme.num_groups(size)
     columns = scheme.group_size or triton.next_power_of_2(size)
@@ -110,7 +110,7 @@ def tile_of(size: int, scheme: Fp8Scheme, rows: Fp8Rows, max_groups: int) -> dic
         "GROUPS": groups,
         "COLUMNS": columns,
         "IS_STATIC": scheme.scale is not None,
-        "TOTAL_COLUMNS": 0 if rows.totals is None else scheme.total_columns,
+        "SUM_COLUMNS": 0 if rows.activation_sums is None else scheme.sum_columns,
         "num_warps": min(max(groups * columns // 512, 1), 32),
     }
 
@@ -121,9 +121,9 @@ def quantize_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
     rows = empty_rows(num_tokens, size, scheme, x)
     if x.numel():
         scale = x if scheme.scale is None else scheme.scale
-        tile = tile_of(size, scheme, rows, GROUPS_PER_PROGRAM)
+        tile = tile_constants(size, scheme, rows, GROUPS_PER_PROGRAM)
         grid = (num_tokens, triton.cdiv(tile["NUM_GROUPS"], tile["GROUPS"]))
         options = {**tile, **dependent_launch(x.device)}
-        out = rows.values, rows.scales, scale, totals_of(rows)
+        out = rows.values, rows.scales, scale, activation_sums_of(rows)
         _quantize_fp8_kernel[grid](x, *out, x.stride(0), rows.values.shape[0], **options)
     return rows

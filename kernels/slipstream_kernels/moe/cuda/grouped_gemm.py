@@ -20,20 +20,20 @@ from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe.tuning import Tuning
 from slipstream_kernels.routing import Routing
 
-TILE, BLOCK = 16, 128  # output features of a tile, input features of a block: csrc/schedule/expert_walk.cuh
+TILE, BLOCK = 16, 128  # output features of a tile, input features of a block: csrc/schedule/grouped_gemm_schedule.cuh
 MAX_EXPERTS = 1024
 
 POINTERS = (
-    "x", "x_scale", "tokens", "offsets", "codes", "words", "channel_scale", "out", "arranged", "tile_scale",
+    "x", "x_scale", "tokens", "offsets", "qweight", "group_scales", "channel_scale", "out", "permuted_x", "row_scale",
 )  # fmt: skip
 COUNTS = (
-    "num_experts", "out_features", "in_features", "most_tiles", "is_channelwise", "out_is_half", "num_ctas",
+    "num_experts", "out_features", "in_features", "max_token_tiles", "is_channelwise", "out_is_half", "num_ctas",
     "is_dependent", "warpgroups_m", "num_rows", "x_bytes",
 )  # fmt: skip
 
 
 class GroupedGemmParams(ctypes.Structure):
-    """csrc/params/expert_params.h, field by field."""
+    """csrc/params/grouped_gemm_params.h, field by field."""
 
     _fields_ = fields(POINTERS, ("x_row_stride",), COUNTS)
 
@@ -96,12 +96,12 @@ def multiply(
         "x_scale": scales,
         "tokens": routing.tokens if by_token else None,
         "offsets": routing.offsets,
-        "codes": weight.packed,
-        "words": kernel.group_scales,
+        "qweight": weight.packed,
+        "group_scales": kernel.group_scales,
         "channel_scale": kernel.channel_scale,
         "out": out,
-        "arranged": torch.empty(tiles * kernel.tile_rows * kernel.row_bytes, dtype=torch.uint8, device=device),
-        "tile_scale": torch.empty(tiles * kernel.tile_rows, dtype=torch.float32, device=device),
+        "permuted_x": torch.empty(tiles * kernel.tile_rows * kernel.row_bytes, dtype=torch.uint8, device=device),
+        "row_scale": torch.empty(tiles * kernel.tile_rows, dtype=torch.float32, device=device),
     }
     group_scales = kernel.group_scales
     params = GroupedGemmParams(
@@ -110,7 +110,7 @@ def multiply(
         num_experts=routing.num_experts,
         out_features=out_features,
         in_features=weight.in_features,
-        most_tiles=tiles,
+        max_token_tiles=tiles,
         is_channelwise=group_scales is not None and group_scales.numel() == weight.out_features,
         out_is_half=x.dtype == torch.float16,
         num_ctas=count_sms(device),

@@ -12,14 +12,14 @@ import torch
 from slipstream_kernels.cuda.build import missing
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm import int4_layout
-from slipstream_kernels.gemm.cuda.int4_rows import INPUTS
+from slipstream_kernels.gemm.cuda.skinny_gemm_w4a16 import INPUTS
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe.cuda import grouped_gemm
 from slipstream_kernels.moe.cuda.grouped_gemm import BLOCK, TILE, Kernel, likely_rows
 from slipstream_kernels.moe.tuning import H200, Tuning
 from slipstream_kernels.routing import Routing
 
-SOURCE = "sm90_int4_experts.cu"
+SOURCE = "sm90_grouped_w4a16_gemm.cu"
 COLUMNS = (2, 6)  # of 8 rows, of the tiles of tokens that are compiled
 
 
@@ -75,7 +75,7 @@ def grouped_int4_mm(
     pairs = -(-weight.in_features // (2 * BLOCK))  # of blocks
     dtype = x.values.dtype if isinstance(x, Fp8Rows) else x.dtype
     kernel = Kernel(
-        entry="int4_experts",
+        entry="grouped_w4a16_gemm",
         source=SOURCE,
         defines=defines(dtype, columns, groups, gated),
         tile_rows=8 * columns,

@@ -13,13 +13,13 @@ from slipstream_kernels.cuda.build import missing
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
-from slipstream_kernels.moe import expert_records
+from slipstream_kernels.moe import grouped_w4a8_layout
 from slipstream_kernels.moe.cuda import grouped_gemm
 from slipstream_kernels.moe.cuda.grouped_gemm import BLOCK, TILE, Kernel, likely_rows
 from slipstream_kernels.moe.tuning import H200, Tuning
 from slipstream_kernels.routing import Routing
 
-SOURCE = "sm90_record_experts.cu"
+SOURCE = "sm90_grouped_w4a8_gemm.cu"
 COLUMNS = (16, 32, 48, 64)  # rows of the tiles of tokens that are compiled
 SUM_BYTES = 32  # of a row and eight blocks: two fp16 each
 
@@ -46,7 +46,7 @@ def variants() -> list[tuple[str, ...]]:
 
 def refusal(weight: Int4Weight, num_experts: int) -> str | None:
     """Why this format cannot hold a canonical weight of so many experts; None if it can."""
-    reason = grouped_gemm.refusal(weight, num_experts) or expert_records.refusal(weight, num_experts)
+    reason = grouped_gemm.refusal(weight, num_experts) or grouped_w4a8_layout.refusal(weight, num_experts)
     return reason or missing(SOURCE, defines(COLUMNS[0], True))
 
 
@@ -73,12 +73,12 @@ def grouped_int4_mm(
     gated: bool,
     variant: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """See ops.grouped_int4_mm; weight is of expert_records.pack_experts.  variant: None: chosen by the sizes."""
+    """See ops.grouped_int4_mm; weight is of grouped_w4a8_layout.repack_experts.  variant: None: chosen by the sizes."""
     grouped_gemm.check_rows(x)
     out_features, blocks = weight.out_features // routing.num_experts, weight.in_features // BLOCK
     columns, warpgroups_m = variant or choose(routing.sizes, out_features, count_sms(weight.packed.device))
     kernel = Kernel(
-        entry="record_experts",
+        entry="grouped_w4a8_gemm",
         source=SOURCE,
         defines=defines(columns, gated),
         tile_rows=columns,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme, empty_rows
-from slipstream_kernels.gemm.triton.quantize_fp8 import store_rows, tile_columns, tile_of, totals_of
+from slipstream_kernels.gemm.triton.quantize_fp8 import activation_sums_of, store_rows, tile_columns, tile_constants
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 
 
@@ -20,7 +20,7 @@ def _rms_norm_fp8_kernel(
     values_ptr,
     scales_ptr,
     scale_ptr,
-    totals_ptr,
+    sums_ptr,
     x_row_stride,
     residual_row_stride,
     num_rows,
@@ -30,7 +30,7 @@ def _rms_norm_fp8_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_STATIC: tl.constexpr,
-    TOTAL_COLUMNS: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -49,8 +49,8 @@ def _rms_norm_fp8_kernel(
     scaled = x * tl.rsqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / SIZE + eps)
     y = (scaled.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
     store_rows(
-        y, row, 0, columns, mask, values_ptr, scales_ptr, scale_ptr, totals_ptr, num_rows, SIZE, NUM_GROUPS,
-        IS_STATIC, TOTAL_COLUMNS,
+        y, row, 0, columns, mask, values_ptr, scales_ptr, scale_ptr, sums_ptr, num_rows, SIZE, NUM_GROUPS,
+        IS_STATIC, SUM_COLUMNS,
     )  # fmt: skip
 
 
@@ -71,13 +71,13 @@ def rms_norm_fp8(
             rows.values,
             rows.scales,
             x if scheme.scale is None else scheme.scale,
-            totals_of(rows),
+            activation_sums_of(rows),
             x.stride(0),
             added.stride(0),
             rows.values.shape[0],
             eps,
             HAS_RESIDUAL=residual is not None,
-            **tile_of(size, scheme, rows, max_groups=size),
+            **tile_constants(size, scheme, rows, max_groups=size),
             **dependent_launch(x.device),
         )
     return rows, summed

@@ -7,7 +7,13 @@ import triton
 import triton.language as tl
 
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme, empty_rows
-from slipstream_kernels.gemm.triton.quantize_fp8 import GROUPS_PER_PROGRAM, store_rows, tile_columns, tile_of, totals_of
+from slipstream_kernels.gemm.triton.quantize_fp8 import (
+    GROUPS_PER_PROGRAM,
+    activation_sums_of,
+    store_rows,
+    tile_columns,
+    tile_constants,
+)
 from slipstream_kernels.norm.triton.silu_mul import silu
 from slipstream_kernels.triton.dependent_launch import await_previous, dependent_launch, start_dependents
 
@@ -18,7 +24,7 @@ def _silu_mul_fp8_kernel(
     values_ptr,
     scales_ptr,
     scale_ptr,
-    totals_ptr,
+    sums_ptr,
     x_row_stride,
     num_rows,
     SIZE: tl.constexpr,
@@ -26,7 +32,7 @@ def _silu_mul_fp8_kernel(
     GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_STATIC: tl.constexpr,
-    TOTAL_COLUMNS: tl.constexpr,
+    SUM_COLUMNS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     start_dependents(DEPENDENT)
@@ -39,8 +45,8 @@ def _silu_mul_fp8_kernel(
     activated = silu(gate).to(dtype).to(tl.float32)
     y = (activated * up).to(dtype).to(tl.float32)
     store_rows(
-        y, row, chunk, columns, mask, values_ptr, scales_ptr, scale_ptr, totals_ptr, num_rows, SIZE, NUM_GROUPS,
-        IS_STATIC, TOTAL_COLUMNS,
+        y, row, chunk, columns, mask, values_ptr, scales_ptr, scale_ptr, sums_ptr, num_rows, SIZE, NUM_GROUPS,
+        IS_STATIC, SUM_COLUMNS,
     )  # fmt: skip
 
 
@@ -50,9 +56,9 @@ def silu_mul_fp8(x: torch.Tensor, scheme: Fp8Scheme) -> Fp8Rows:
     rows = empty_rows(num_tokens, size, scheme, x)
     if rows.values.numel():
         scale = x if scheme.scale is None else scheme.scale
-        tile = tile_of(size, scheme, rows, GROUPS_PER_PROGRAM)
+        tile = tile_constants(size, scheme, rows, GROUPS_PER_PROGRAM)
         grid = (num_tokens, triton.cdiv(tile["NUM_GROUPS"], tile["GROUPS"]))
         options = {**tile, **dependent_launch(x.device)}
-        out = rows.values, rows.scales, scale, totals_of(rows)
+        out = rows.values, rows.scales, scale, activation_sums_of(rows)
         _silu_mul_fp8_kernel[grid](x, *out, x.stride(0), rows.values.shape[0], **options)
     return rows

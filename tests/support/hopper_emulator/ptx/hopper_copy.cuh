@@ -47,7 +47,7 @@ void lower_registers() {}
 inline void sync_threads(int id, int num_threads) { emulator::sync(id, num_threads); }
 
 template <int STAGES>
-struct RingPlace {
+struct PipelineState {
   int stage = 0;
   uint32_t parity = 0;
 

@@ -1,4 +1,4 @@
-// 4-bit codes in the order of w4a8_layout.cuh to 16-bit numbers, exactly.  Device code only; no framework header.
+// 4-bit values in the order of int4_layout.py to 16-bit numbers, exactly.  Device code only; no framework header.
 #pragma once
 
 #include "mma/warp_mma.cuh"
@@ -12,16 +12,16 @@ __device__ __forceinline__ uint32_t masked_or(uint32_t a, uint32_t mask, uint32_
   return d;
 }
 
-// code - zero of the eight codes of a word, as four pairs (nibbles i and i + 4).
+// q - zero point of the eight 4-bit values q of a word, as four pairs (nibbles i and i + 4).
 template <typename T>
-struct Codec;
+struct Int4Converter;
 
-// A nibble in the low bits of fp16 1024 makes 1024 + code; four bits higher, 1024 + 16 code: one shift for two pairs.
+// q in the low bits of fp16 1024 makes 1024 + q; four bits higher, 1024 + 16 q: one shift for two pairs.
 template <>
-struct Codec<__half> {
-  uint32_t low, high;   // -(1024 + zero), -(64 + zero), twice each
+struct Int4Converter<__half> {
+  uint32_t low, high;   // -(1024 + zero), -(64 + zero), each in both halves
 
-  __device__ __forceinline__ explicit Codec(uint32_t zero) {
+  __device__ __forceinline__ explicit Int4Converter(uint32_t zero) {
     low = 0xE400E400u + zero * 0x00010001u;
     high = 0xD400D400u + zero * 0x00100010u;
   }
@@ -37,12 +37,12 @@ struct Codec<__half> {
   }
 };
 
-// bf16 has 7 bits of fraction: 128 + code, one pair at a time.
+// bf16 has 7 bits of fraction: 128 + q, one pair at a time.
 template <>
-struct Codec<__nv_bfloat16> {
-  uint32_t low;   // -(128 + zero), twice
+struct Int4Converter<__nv_bfloat16> {
+  uint32_t low;   // -(128 + zero), in both halves
 
-  __device__ __forceinline__ explicit Codec(uint32_t zero) : low(0xC300C300u + zero * 0x00010001u) {}
+  __device__ __forceinline__ explicit Int4Converter(uint32_t zero) : low(0xC300C300u + zero * 0x00010001u) {}
 
   __device__ __forceinline__ void expand(uint32_t word, uint32_t (&pairs)[4]) const {
 #pragma unroll
@@ -53,18 +53,18 @@ struct Codec<__nv_bfloat16> {
   }
 };
 
-// The scale of a word of scale and zero point.
+// The scale of a packed scale and zero point.
 __device__ __forceinline__ float scale_of(uint32_t word) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(word)));
 }
 
-// (code - zero) * scale of a row's codes, rounded once.
+// (q - zero point) * scale of a row's values, rounded once.
 template <typename T>
-struct ScaledCodec {
-  Codec<T> codec;
-  uint32_t scale;   // twice
+struct ScaledInt4Converter {
+  Int4Converter<T> codec;
+  uint32_t scale;   // in both halves
 
-  __device__ __forceinline__ explicit ScaledCodec(uint32_t word) : codec(word >> 16) {
+  __device__ __forceinline__ explicit ScaledInt4Converter(uint32_t word) : codec(word >> 16) {
     const float value = scale_of(word);
     scale = pack<T>(value, value);
   }

@@ -1,19 +1,19 @@
-// The multiplying warps: each has its own block of 128 input features of every slot; activations stay in registers.
+// The consumer warps: each has its own block of 128 input features of every stage; activations stay in registers.
 #pragma once
 
 #include "ptx/hopper_copy.cuh"
-#include "formats/int4_codec.cuh"
-#include "schedule/int4_rows_shape.cuh"
+#include "formats/int4_converter.cuh"
+#include "schedule/skinny_gemm_w4a16_shape.cuh"
 
 namespace slipstream {
 
-// A warp's activations of its block, as they lie in memory: lane l has, of token l / 4 of each column and of each 32
-// input features, four from 4 (l % 4) on and the four that are 16 further.
+// A warp's activations of its block, as loaded from memory. For token l / 4 of each column, lane l has the four features
+// from 4 (l % 4) on in each 32, and the four that are 16 further.
 template <typename SHAPE>
 struct BlockActivations {
   uint32_t raw[SHAPE::kColumns][4][4];
 
-  __device__ __forceinline__ void load(const Int4RowsParams& p, int block) {
+  __device__ __forceinline__ void load(const SkinnyGemmW4A16Params& p, int block) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int column = 0; column < SHAPE::kColumns; ++column) {
@@ -41,7 +41,7 @@ struct BlockActivations {
   }
 };
 
-// The operands of a block's products, arranged once for all strips of a pass.
+// The B operands of a block's products, made once for all tiles of a pass.
 template <typename SHAPE>
 struct BlockOperands {
   uint32_t of[SHAPE::kColumns][4][4];
@@ -56,98 +56,98 @@ struct BlockOperands {
 };
 
 template <typename SHAPE>
-struct RowSums {
-  float of[SHAPE::kTiles][SHAPE::kColumns][4] = {};   // as mma has them: rows l / 4 and + 8, tokens 2 (l % 4) + 0, 1
+struct SkinnyGemmW4A16Sums {
+  float of[SHAPE::kTiles][SHAPE::kColumns][4] = {};   // mma's fragment: rows l / 4 and + 8, tokens 2 (l % 4) + 0, 1
 };
 
 template <typename SHAPE>
-struct RowsConsumer {
+struct SkinnyGemmW4A16Consumer {
   using T = typename SHAPE::Operand;
-  const Int4RowsParams& p;
+  const SkinnyGemmW4A16Params& p;
   uint32_t ring, barriers;   // shared addresses
-  RingPlace<SHAPE::kSlots> place;
+  PipelineState<SHAPE::kStages> state;
   BlockActivations<SHAPE> x;   // of the next chunk
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  __device__ __forceinline__ void consume_pass(int num_strips, RowSums<SHAPE>& sums) {
+  __device__ __forceinline__ void consume_pass(int num_tiles, SkinnyGemmW4A16Sums<SHAPE>& sums) {
     const int chunks = num_chunks<SHAPE>(p);
 #pragma unroll 1
     for (int chunk = 0; chunk < chunks; ++chunk) {
       const int block = chunk * SHAPE::kWarps + warp;
       const BlockOperands<SHAPE> now(x);
-      // Read one chunk ahead: the latency of L2 passes while this chunk is multiplied.
+      // Loads one chunk ahead, to hide the latency of L2.
       x.load(p, chunk + 1 == chunks ? warp : block + SHAPE::kWarps);
-      multiply_chunk(num_strips, block < num_blocks(p), now, sums);
+      multiply_chunk(num_tiles, block < num_blocks(p), now, sums);
     }
   }
 
  private:
-  // The warp's block of a slot, in registers: the slot is free at once.
-  struct Codes {
-    uint2 eights[4];
-    uint32_t words[SHAPE::kGroups][2];
+  // The warp's block of a stage, copied to registers so that the stage is released at once.
+  struct Weights {
+    uint2 qweight[4];
+    uint32_t packed_scales[SHAPE::kGroups][2];
   };
 
-  __device__ __forceinline__ void multiply_chunk(int num_strips, bool has_block, const BlockOperands<SHAPE>& now,
-                                                 RowSums<SHAPE>& sums) {
-    Codes codes[2];   // of a slot, and of the next
-    codes[0] = take_slot();
+  __device__ __forceinline__ void multiply_chunk(int num_tiles, bool has_block, const BlockOperands<SHAPE>& now,
+                                                 SkinnyGemmW4A16Sums<SHAPE>& sums) {
+    Weights weights[2];   // of a stage, and of the next
+    weights[0] = take_stage();
 #pragma unroll
     for (int tile = 0; tile < SHAPE::kTiles; ++tile) {
-      if (tile >= num_strips) break;
-      if (tile + 1 < num_strips) codes[(tile + 1) % 2] = take_slot();
-      if (has_block) multiply(codes[tile % 2], now, sums.of[tile]);
+      if (tile >= num_tiles) break;
+      if (tile + 1 < num_tiles) weights[(tile + 1) % 2] = take_stage();
+      if (has_block) multiply(weights[tile % 2], now, sums.of[tile]);
     }
   }
 
-  __device__ __forceinline__ Codes take_slot() {
-    const uint32_t filled = barriers + 16 * place.stage, slot = ring + place.stage * SHAPE::kSlotBytes;
-    const uint32_t words = slot + SHAPE::kWordOffset + (p.is_channelwise != 0 ? 0 : warp * SHAPE::kWordBytes);
-    wait_barrier(filled, place.parity);
-    Codes codes;
+  __device__ __forceinline__ Weights take_stage() {
+    const uint32_t full = barriers + 16 * state.stage, stage = ring + state.stage * SHAPE::kStageBytes;
+    const uint32_t scales = stage + SHAPE::kScaleOffset + (p.is_channelwise != 0 ? 0 : warp * SHAPE::kScaleBytes);
+    wait_barrier(full, state.parity);
+    Weights weights;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
-      codes.eights[step] = load_shared_8(slot + warp * SHAPE::kBlockBytes + step * 256 + lane * 8);
+      weights.qweight[step] = load_shared_8(stage + warp * SHAPE::kBlockBytes + step * 256 + lane * 8);
     }
 #pragma unroll
     for (int group = 0; group < SHAPE::kGroups; ++group) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        codes.words[group][half] = load_shared_4(words + ((lane / 4 + 8 * half) * SHAPE::kGroups + group) * 4);
+        weights.packed_scales[group][half] = load_shared_4(scales + ((lane / 4 + 8 * half) * SHAPE::kGroups + group) * 4);
       }
     }
     __syncwarp();
-    if (lane == 0) arrive(filled + 8);
-    place.advance();
-    return codes;
+    if (lane == 0) arrive(full + 8);
+    state.advance();
+    return weights;
   }
 
-  // Two halves of the block have sums of their own: the chains of products are shorter, and groups of 64 need them.
-  __device__ __forceinline__ void multiply(const Codes& codes, const BlockOperands<SHAPE>& now,
+  // The two halves of the block have separate sums: shorter chains of products, and groups of 64 have separate scales.
+  __device__ __forceinline__ void multiply(const Weights& weights, const BlockOperands<SHAPE>& now,
                                            float (&sums)[SHAPE::kColumns][4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float parts[SHAPE::kColumns][4] = {};
-      const auto& words = codes.words[half * (SHAPE::kGroups - 1)];
-      const Codec<T> upper(words[0] >> 16), lower(words[1] >> 16);
+      const auto& scales = weights.packed_scales[half * (SHAPE::kGroups - 1)];
+      const Int4Converter<T> upper(scales[0] >> 16), lower(scales[1] >> 16);
 #pragma unroll
       for (int step = 2 * half; step < 2 * half + 2; ++step) {
-        multiply_step(codes.eights[step], upper, lower, step, now, parts);
+        multiply_step(weights.qweight[step], upper, lower, step, now, parts);
       }
 #pragma unroll
       for (int column = 0; column < SHAPE::kColumns; ++column) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sums[column][e] += scale_of(words[e / 2]) * parts[column][e];
+        for (int e = 0; e < 4; ++e) sums[column][e] += scale_of(scales[e / 2]) * parts[column][e];
       }
     }
   }
 
-  static __device__ __forceinline__ void multiply_step(const uint2& eight, const Codec<T>& upper, const Codec<T>& lower,
+  static __device__ __forceinline__ void multiply_step(const uint2& qweight, const Int4Converter<T>& upper, const Int4Converter<T>& lower,
                                                        int step, const BlockOperands<SHAPE>& now,
                                                        float (&parts)[SHAPE::kColumns][4]) {
     uint32_t top[4], bottom[4];
-    upper.expand(eight.x, top);
-    lower.expand(eight.y, bottom);
+    upper.expand(qweight.x, top);
+    lower.expand(qweight.y, bottom);
 #pragma unroll
     for (int product = 0; product < 2; ++product) {
       const uint32_t a[4] = {top[2 * product], bottom[2 * product], top[2 * product + 1], bottom[2 * product + 1]};

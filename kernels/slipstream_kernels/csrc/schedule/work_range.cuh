@@ -1,4 +1,4 @@
-// A share of the output. Also compiled for the host, by tests.
+// A range of work items. Tests compile it for the host, too.
 #pragma once
 
 #ifndef __CUDACC__
@@ -8,8 +8,8 @@
 
 namespace slipstream {
 
-// Consecutive units of the output.
-struct UnitRange {
+// Consecutive outputs, tiles or units.
+struct WorkRange {
   int begin, end;
 
   __device__ __forceinline__ int size() const { return end - begin; }

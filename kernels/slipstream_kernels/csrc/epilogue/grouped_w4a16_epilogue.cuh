@@ -1,23 +1,23 @@
-// The end of a pass: the sums of the two halves of the input features are added, scaled, gated and written.
+// The end of a pass: adds the sums of the two blocks of a stage, scales, gates and writes them.
 #pragma once
 
-#include "mma/expert_multiply.cuh"
+#include "mma/grouped_w4a16_multiply.cuh"
 
 namespace slipstream {
 
 template <typename SHAPE, typename OUT>
-struct ExpertEpilogue {
-  const ExpertParams& p;
-  float4* exchange;   // shared: sums of the second half
+struct GroupedW4A16Epilogue {
+  const GroupedGemmParams& p;
+  float4* exchange;   // shared: sums of the warps that multiply the second block
   int warp, half, lane;
 
-  __device__ __forceinline__ void finish(const Pass& pass, ExpertSums<SHAPE>& sums) const {
+  __device__ __forceinline__ void finish(const Pass& pass, GroupedW4A16Sums<SHAPE>& sums) const {
     const int used = (pass.rows.num_rows + 7) / 8;
     float4* mine = exchange + warp * 32 + lane;
 #pragma unroll
-    for (int first = 0; first < SHAPE::kWarpStrips; first += SHAPE::kRound) {
-      sync_threads(1, 32 * SHAPE::kWarps);   // what the round before left is read
-      if (half == 1) leave(mine, first, used, sums);
+    for (int first = 0; first < SHAPE::kWarpTiles; first += SHAPE::kRound) {
+      sync_threads(1, 32 * SHAPE::kWarps);   // the sums of the round before have been read
+      if (half == 1) store(mine, first, used, sums);
       sync_threads(1, 32 * SHAPE::kWarps);
       if (half == 0) add(mine, first, used, sums);
     }
@@ -27,7 +27,7 @@ struct ExpertEpilogue {
  private:
   static constexpr int kStride = 32 * SHAPE::kRowWarps;
 
-  static __device__ __forceinline__ void leave(float4* to, int first, int used, const ExpertSums<SHAPE>& sums) {
+  static __device__ __forceinline__ void store(float4* to, int first, int used, const GroupedW4A16Sums<SHAPE>& sums) {
 #pragma unroll
     for (int column = 0; column < SHAPE::kColumns; ++column) {
       if (column >= used) break;
@@ -39,7 +39,7 @@ struct ExpertEpilogue {
     }
   }
 
-  static __device__ __forceinline__ void add(const float4* from, int first, int used, ExpertSums<SHAPE>& sums) {
+  static __device__ __forceinline__ void add(const float4* from, int first, int used, GroupedW4A16Sums<SHAPE>& sums) {
 #pragma unroll
     for (int column = 0; column < SHAPE::kColumns; ++column) {
       if (column >= used) break;
@@ -52,34 +52,34 @@ struct ExpertEpilogue {
     }
   }
 
-  __device__ __forceinline__ void write(const Pass& pass, int used, ExpertSums<SHAPE>& sums) const {
-    const int width = p.out_features / SHAPE::kUnit;
+  __device__ __forceinline__ void write(const Pass& pass, int used, GroupedW4A16Sums<SHAPE>& sums) const {
+    const int width = p.out_features / SHAPE::kItemTiles;
     const float* channel = p.channel_scale + int64_t{pass.rows.expert} * p.out_features;
 #pragma unroll
-    for (int i = 0; i < SHAPE::kWarpStrips; i += SHAPE::kUnit) {
-      const int unit = unit_of<SHAPE>(warp, i);
-      if (unit >= pass.num_units) break;
-      const int row = (pass.unit + unit) * 16 + lane / 4;
-      float scale[SHAPE::kUnit][2];
+    for (int i = 0; i < SHAPE::kWarpTiles; i += SHAPE::kItemTiles) {
+      const int item = item_of<SHAPE>(warp, i);
+      if (item >= pass.num_items) break;
+      const int row = (pass.item + item) * 16 + lane / 4;
+      float scale[SHAPE::kItemTiles][2];
 #pragma unroll
-      for (int part = 0; part < SHAPE::kUnit; ++part) {
+      for (int part = 0; part < SHAPE::kItemTiles; ++part) {
         scale[part][0] = __ldg(channel + part * width + row), scale[part][1] = __ldg(channel + part * width + row + 8);
       }
 #pragma unroll
       for (int column = 0; column < SHAPE::kColumns; ++column) {
         if (column >= used) break;
-        write_column(pass, column, (pass.unit + unit) * 16, scale, i, sums);
+        write_column(pass, column, (pass.item + item) * 16, scale, i, sums);
       }
     }
   }
 
-  // A thread has rows l / 4 and + 8 of the strip, tokens 2 (l % 4) + 0, 1 of the column.
+  // A thread has rows l / 4 and + 8 of the tile, tokens 2 (l % 4) + 0, 1 of the column.
   __device__ __forceinline__ void write_column(const Pass& pass, int column, int first_feature,
-                                               const float (&scale)[SHAPE::kUnit][2], int i,
-                                               const ExpertSums<SHAPE>& sums) const {
-    const float* token_scale = p.tile_scale + pass.tile * SHAPE::kTileRows + 8 * column + lane % 4 * 2;
+                                               const float (&scale)[SHAPE::kItemTiles][2], int i,
+                                               const GroupedW4A16Sums<SHAPE>& sums) const {
+    const float* token_scale = p.row_scale + pass.token_tile * SHAPE::kTileRows + 8 * column + lane % 4 * 2;
     const float2 tokens = __ldcg(reinterpret_cast<const float2*>(token_scale));
-    const int token = 8 * column + lane / 4, width = p.out_features / SHAPE::kUnit;
+    const int token = 8 * column + lane / 4, width = p.out_features / SHAPE::kItemTiles;
     OUT* out = static_cast<OUT*>(p.out) + int64_t{pass.rows.first_row + token} * width + first_feature + lane % 4 * 2;
 #pragma unroll
     for (int part = 0; part < 2; ++part) {   // rows l / 4, rows l / 4 + 8

@@ -17,22 +17,22 @@ from slipstream_kernels.dependent_launch import launches_dependently
 from slipstream_kernels.fp8 import E4M3
 from slipstream_kernels.integer import Int4Weight
 
-SOURCE = "sm90_int4_rows.cu"
+SOURCE = "sm90_skinny_gemm_w4a16.cu"
 INPUTS = {torch.bfloat16: "__nv_bfloat16", torch.float16: "__half", E4M3: "__nv_fp8_e4m3"}
 COLUMNS = (8, 16)  # numbers of tokens that are compiled; others are rounded up
 MAX_TOKENS = COLUMNS[-1]
-STRIP = 16  # output features
-SHARED_STRIPS = 4  # of an SM, from which on two CTAs share them: below, the next launch's CTAs come up instead
+TILE = 16  # output features
+SHARED_TILES = 4  # of an SM: with more, two CTAs divide them; with fewer, CTAs of the next launch start beside one
 
-POINTERS = ("x", "codes", "words", "strip_words", "channel_scale", "bias", "out")
+POINTERS = ("x", "qweight", "group_scales", "tile_scales", "channel_scale", "bias", "out")
 COUNTS = (
     "num_tokens", "out_features", "in_features", "columns", "groups_per_block", "is_channelwise", "out_is_half",
     "num_ctas", "ctas_per_sm", "is_dependent", "is_gated",
 )  # fmt: skip
 
 
-class Int4RowsParams(ctypes.Structure):
-    """csrc/params/int4_rows_params.h, field by field."""
+class SkinnyGemmW4A16Params(ctypes.Structure):
+    """csrc/params/skinny_gemm_w4a16_params.h, field by field."""
 
     _fields_ = fields(POINTERS, ("x_row_stride",), COUNTS)
 
@@ -47,7 +47,7 @@ def variants() -> list[tuple[str, ...]]:
     return [defines(dtype) for dtype in (torch.bfloat16, torch.float16)]
 
 
-def int4_rows(
+def skinny_gemm_w4a16(
     x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None, out: torch.Tensor, gated: bool = False
 ) -> None:
     """out = x @ dequantised(weight).T + bias, of at most MAX_TOKENS rows.  One launch.
@@ -56,11 +56,11 @@ def int4_rows(
     out: [num_tokens, out_features], contiguous, x's dtype; bias too.
     gated: out = silu(first half) * second half of columns; then out_features is a multiple of 32.
     """
-    num_tokens, num_sms, strips = x.shape[0], count_sms(x.device), weight.out_features // STRIP
+    num_tokens, num_sms, tiles = x.shape[0], count_sms(x.device), weight.out_features // TILE
     if num_tokens == 0:
         return
-    ctas_per_sm = 2 if num_tokens <= COLUMNS[0] and strips > SHARED_STRIPS * num_sms else 1
-    params = Int4RowsParams(
+    ctas_per_sm = 2 if num_tokens <= COLUMNS[0] and tiles > SHARED_TILES * num_sms else 1
+    params = SkinnyGemmW4A16Params(
         **weight_arguments(weight),
         x=x.data_ptr(),
         bias=None if bias is None else bias.data_ptr(),
@@ -69,25 +69,25 @@ def int4_rows(
         num_tokens=num_tokens,
         columns=next(count for count in COLUMNS if count >= num_tokens),
         out_is_half=out.dtype == torch.float16,
-        num_ctas=ctas_per_sm * min(num_sms, strips),
+        num_ctas=ctas_per_sm * min(num_sms, tiles),
         ctas_per_sm=ctas_per_sm,
         is_dependent=launches_dependently(x.device),
         is_gated=gated,
     )
-    launch("int4_rows", load(SOURCE, defines(x.dtype)), params, x.device)
+    launch("skinny_gemm_w4a16", load(SOURCE, defines(x.dtype)), params, x.device)
 
 
 def weight_arguments(weight: Int4Weight) -> dict[str, int]:
     """The arguments that say what a repacked weight is and where."""
     assert weight.zeros is not None
-    words, strip_words = weight.scales
+    by_block, by_tile = weight.scales
     return {
-        "codes": weight.packed.data_ptr(),
-        "words": words.data_ptr(),
-        "strip_words": strip_words.data_ptr(),
+        "qweight": weight.packed.data_ptr(),
+        "group_scales": by_block.data_ptr(),
+        "tile_scales": by_tile.data_ptr(),
         "channel_scale": weight.zeros.data_ptr(),
         "out_features": weight.out_features,
         "in_features": weight.in_features,
-        "groups_per_block": words.shape[2],
-        "is_channelwise": words.shape[0] == 1,
+        "groups_per_block": by_block.shape[2],
+        "is_channelwise": by_block.shape[0] == 1,
     }
