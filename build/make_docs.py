@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def _openai(setting: Setting) -> str:
 
 
 def openai_names(rows: Iterable[Setting]) -> str:
-    return ", ".join(f"`{setting.name}`" for setting in rows if setting.openai == PASSED_ON)
+    return textwrap.fill(", ".join(f"`{setting.name}`" for setting in rows if setting.openai == PASSED_ON), 120)
 
 
 def metrics() -> str:
