@@ -1,4 +1,5 @@
-# make serve     serve SmolLM2-135M-Instruct until Ctrl-C; MODEL=folder, .gguf file, Hugging Face id or `code`; ENCODERS=1
+# make serve     serve SmolLM2-135M-Instruct until Ctrl-C; MODEL=folder, .gguf file, Hugging Face id or `code`;
+#                SPECULATE=ngram, medusa, mtp, eagle or draft_model; ENCODERS=1
 # make demo      start a server, call it over gRPC, HTTP, the ensemble and the OpenAI gateway, stop it
 # make test      all tests, as CI runs them; ARGS='tests/unit -k name' chooses
 # make test-gpu  the tests that need a GPU, and the speeds compared with the recorded ones
