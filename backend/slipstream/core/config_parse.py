@@ -202,7 +202,7 @@ def _resolve(name: str, value: str, model_dir: Path) -> str:
 
 
 def _with_drafters(speculation: SpeculationConfig, model_dir: Path) -> SpeculationConfig:
-    """With the checkpoints of the methods resolved; one that may be a served model only if its method is loaded."""
+    """Resolve the checkpoints of the methods; one that may be a served model only if its method is loaded."""
     for method in DRAFT_METHODS.values():
         if method.checkpoint and (not method.is_model or method.name in speculation.loaded):
             resolve = _resolve_served if method.is_model else _resolve

@@ -1,7 +1,8 @@
-"""What a schema, regular expression or grammar may be before anything is compiled. Any thread; standard library only.
+"""Size limits of schemas, regular expressions and grammars, checked before compilation. Any thread; standard library
+only.
 
-These limits turn away what is large on its face. What is small and costly all the same is bounded where it is compiled
-and matched, by time and memory (engine/grammar_process.py, engine/grammar_host.py).
+Small but costly grammars are bounded where they are compiled and matched, by time and memory
+(engine/grammar_process.py, engine/grammar_host.py).
 """
 
 from __future__ import annotations

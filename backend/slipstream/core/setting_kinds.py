@@ -24,7 +24,7 @@ class Kind(Protocol):
         """The accepted values in words: "an integer from 1 to 128"."""
 
     def read(self, name: str, value: object) -> Any:
-        """What a tensor, request parameter or JSON gave under `name`, as a checked value. Raises RequestError."""
+        """Read and check the value of a tensor, request parameter or JSON key `name`. Raises RequestError."""
 
     def check(self, name: str, value: Any) -> None:
         """Raises RequestError for a Python value that `read` could not have returned."""

@@ -1,4 +1,4 @@
-"""What a tensor, request parameter or JSON holds -> a Python value of the type that a setting has.
+"""Reads values of tensors, request parameters and JSON as Python values of a setting's type.
 
 Standard library only, no state. A reader takes (name, value) and returns the typed value; numbers may be strings, as
 the vLLM backend allows. Every refusal is a RequestError that names the setting as the client wrote it, the value and

@@ -58,13 +58,13 @@ class ScheduledStep:
         self.samples.append(samples)
         self.num_drafts.append(num_drafts)
 
-    def withdraw(self, place: int) -> None:
-        """Let a request sample nothing."""
-        self.samples[place], self._rows = False, None
+    def withdraw(self, index: int) -> None:
+        """Remove a request from those that sample."""
+        self.samples[index], self._rows = False, None
 
     @property
     def rows(self) -> list[ScheduledRequest]:
-        """The same by request, for a step that is complete. Made once: drafting reads it several times a step."""
+        """The rows of a complete step. Made once, because drafting reads them several times."""
         if self._rows is None:
             lists = self.requests, self.num_computed_tokens, self.num_scheduled_tokens, self.samples, self.num_drafts
             self._rows = list(map(ScheduledRequest._make, zip(*lists)))

@@ -1,4 +1,4 @@
-"""What the frames between the C++ backend and the engine process carry: numbers, names and plain records.
+"""Contents of the frames between the C++ backend and the engine process: numbers, names and plain records.
 
 Standard library only, no I/O; wire.py turns these into bytes and back and re-exports every name.
 """
@@ -84,7 +84,7 @@ class ResponseFlag(IntFlag):
 
 @dataclass(frozen=True)
 class Config:
-    """What a model is: sent once, right after HELLO.  config_json is Triton's whole model config."""
+    """The model's configuration, sent once after HELLO. config_json: Triton's whole model config."""
 
     model_name: str
     model_version: int

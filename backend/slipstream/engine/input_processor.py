@@ -1,4 +1,4 @@
-"""From what a client asked to requests that can run: checked against model and vocabulary, completed, expanded.
+"""Makes runnable requests of a client's: checks them against model and vocabulary, completes and expands them.
 
 Called from submitting threads; holds no state. Whatever is wrong with a request
 is said here, on its own thread, as a RequestError; the engine thread never sees it.

@@ -157,7 +157,7 @@ class LLM:
 
     @cached_property
     def _chat_tokenizer(self) -> PreTrainedTokenizerBase:
-        """For its chat template only; text is encoded as everywhere else."""
+        """Used for its chat template only; self.engine.tokenizer encodes the text."""
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(self.config.model.tokenizer or resolve_checkpoint(self.config.model.model))

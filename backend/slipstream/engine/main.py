@@ -37,7 +37,7 @@ def configure_logging() -> None:
 
 
 class Server(Protocol):
-    """What `load` gives: serves until the backend is done with it, returns the exit status of the process."""
+    """A loaded server: serves until the backend ends it. `serve` returns the exit status of the process."""
 
     def serve(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""What loading a model folder would say, without a server and without reading weights: `slipstream validate`.
+"""`slipstream validate`: checks a model folder as a load would, without a server and without reading weights.
 
 Reads config.pbtxt, the checkpoint's config, tokenizer and tensor headers, and works out the memory plan, with the code
 of a load, so that the two cannot disagree. Needs the protobuf classes of tritonclient to read config.pbtxt.
@@ -72,7 +72,7 @@ def newest_version(folder: Path) -> int:
 
 
 def check_declaration(declared: Any, folder: Path) -> None:
-    """What Triton and the C++ backend look at before the engine starts."""
+    """Check what Triton and the C++ backend check before the engine starts."""
     if declared.name and declared.name != folder.name:
         raise ConfigError("name", declared.name, f"accepted: the folder's name, {folder.name!r}, or leave it out")
     if declared.backend != BACKEND:

@@ -29,7 +29,7 @@ OUTPUTS: dict[str, tuple[WireOutputSpec, ...]] = {
 
 
 def declarations() -> dict[str, Any]:
-    """What the backend completes a model's configuration with: Triton's ModelConfig JSON of inputs and outputs by task.
+    """Inputs and outputs by task as Triton's ModelConfig JSON, with which the backend completes a configuration.
 
     max_batch_size is 0 and shapes are the vLLM backend's ([1], [n]). A config.pbtxt that says max_batch_size: 1
     keeps it and gets TensorRT-LLM's shapes ([1, 1], [1, n]) from the same dims: Triton then puts the batch in front.

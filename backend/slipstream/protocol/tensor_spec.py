@@ -11,7 +11,7 @@ TYPE_NAMES = {data_type: f"TYPE_{data_type.name}" for data_type in DataType} | {
 
 
 class Use(Enum):
-    """How an input is used: it sets a setting, it is accepted without effect, or only neutral values are accepted."""
+    """The use of an input: it sets a setting, it is accepted without effect, or only neutral values are accepted."""
 
     SERVED = "served"
     WITHOUT_EFFECT = "without effect"

@@ -30,7 +30,7 @@ _TOO_LONG = re.compile(r"the prompt has \d+ bytes|^prompt: has \d+ tokens")
 
 
 class ApiError(HTTPException):
-    """What a client is told. An HTTPException, because FastAPI passes nothing else through while it reads a body."""
+    """An error response. An HTTPException, because FastAPI passes no other exception through while it reads a body."""
 
     def __init__(
         self,

@@ -58,7 +58,7 @@ class Gateway:
     ) -> EventStream:
         """A streamed answer. Waits for the first responses, so that errors of a request set the HTTP status."""
         interval = max(self.pace.enter() for _ in generations)
-        try:  # whatever fails from here on, also while the requests are written, must leave the pace again
+        try:  # a failure from here on, also while the requests are written, must leave the pace again
             for generation in generations:
                 interval = generation.sampling.setdefault("stream_interval", interval)
             streams = self.link.generate(generations)

@@ -67,7 +67,7 @@ class Ledger:
     # ---- rates
 
     def used(self, kind: int, key: int, limit: int) -> float:
-        """How many of `limit` per minute are used now; may exceed it after a large answer."""
+        """The amount of `limit` per minute that is used now; may exceed it after a large answer."""
         return max(0.0, self._all[2 * key + kind] - time.monotonic()) * limit / MINUTE
 
     def use(self, kind: int, key: int, limit: int, count: int = 1) -> float:

@@ -1,4 +1,4 @@
-"""What clients may send: OpenAI's requests, with vLLM's sampling extensions. Checked strictly, once per request.
+"""Request schemas: OpenAI's, with vLLM's sampling extensions. Checked strictly, once per request.
 
 An unknown key is refused, as OpenAI does: a misspelt setting must not be ignored. The fields of settings that go to the
 engine unchanged are made from the rows of core/settings.py, bounds included. The engine checks what depends on the
@@ -84,7 +84,7 @@ else:
 
 
 class Sampling(PassedOn):
-    """What both kinds of generation have, beside the settings that are passed on. None means the model's default."""
+    """Fields of both kinds of generation, beside the settings that are passed on. None: the model's default."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     stream: bool | None = None

@@ -90,7 +90,7 @@ class ModelRunner:
         self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
-        self._reads_all_rows = drafts.reads_all_rows  # a head wants the hidden states of every token
+        self._reads_all_rows = drafts.reads_all_rows  # a head reads the hidden states of all tokens
         finish_phase(phases, "KV pool", device)
         refusal = model.backend.graph_refusal(plan.block_size, drafts.has_trees)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
@@ -291,7 +291,7 @@ def _prefer_cublaslt() -> None:
 def _leave_a_core() -> None:
     """Compute with one thread fewer than cores; the last core is for the server, the output thread and clients.
 
-    OpenMP's threads spin at their barriers: with as many as cores and anything else running, a step of 64 decodes of a
+    OpenMP's threads spin at their barriers: with a thread per core and other work running, a step of 64 decodes of a
     14 M model took 800 ms instead of 35 ms (two cores, load 5).
     """
     num_cores = len(os.sched_getaffinity(0))

@@ -18,18 +18,18 @@ from slipstream.nn.quant import QUANT_METHODS, QuantMethod
 
 
 def vocabulary_method(device: torch.device, dtype: torch.dtype) -> QuantMethod:
-    """How matrices of drafting are held on a device, beside activations of `dtype`."""
+    """The quantisation method of vocabulary matrices for drafting on a device, with activations of `dtype`."""
     is_fast = device.type == "cuda" and ops.fp8_refusal(device, dtype) is None
     return QUANT_METHODS.get("fp8" if is_fast else "none")
 
 
 def vocabulary_context(context: LayerContext) -> LayerContext:
-    """Of a head's own matrix."""
+    """The layer context of a head's own vocabulary matrix."""
     return replace(context, method=vocabulary_method(context.computes_on, context.dtype))
 
 
 def draft_vocabulary(target: Decoder) -> Callable[[Tensor], Tensor]:
-    """The model's own matrix for guesses: an FP8 copy of it, or the model's head as it is."""
+    """The model's vocabulary matrix for drafting: an FP8 copy of it, or the model's head itself."""
     head, context = target.lm_head, vocabulary_context(target.context)
     is_plain = isinstance(head, Linear) and head.method is QUANT_METHODS.get("none")
     if not is_plain or context.method is QUANT_METHODS.get("none"):

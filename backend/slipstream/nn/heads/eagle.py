@@ -49,7 +49,7 @@ def feature_layers(num_layers: int) -> tuple[int, int, int]:
 
 
 def own_names(stored: Mapping[str, T]) -> tuple[dict[str, T], bool]:
-    """What a head stores, by the names of EagleHead.slots, and whether it is EAGLE-3's."""
+    """A head's stored tensors by the names of EagleHead.slots, and whether it is an EAGLE-3 head."""
     plain = {name.removeprefix("model."): value for name, value in stored.items()}
     is_third = any(name.startswith("midlayer.") for name in plain)
     left_out = {"t2d"}  # the inverse of d2t
@@ -122,7 +122,7 @@ class EagleHead:
 
     @classmethod
     def empty(cls, target: Decoder, folder: Path | None, num_positions: int = 1) -> EagleHead:
-        """What the headers of its files imply; without a folder, EAGLE-3 with a quarter of the vocabulary."""
+        """An unloaded head of the files' shapes; without a folder, EAGLE-3 with a quarter of the vocabulary."""
         if folder is None:
             spec = dummy_spec(target.spec)
             return cls(target, spec, num_positions, True, draft_vocab_size=dummy_vocab_size(spec))
@@ -144,7 +144,7 @@ class EagleHead:
 
     @classmethod
     def load(cls, target: Decoder, folder: Path | None, num_positions: int) -> EagleHead:
-        """From the published layouts; `model.` may stand before every name. Without a folder the weights are drawn."""
+        """Load a published layout; every name may have the prefix `model.`. Without a folder the weights are random."""
         module = cls.empty(target, folder, num_positions)
         if folder is None:
             draw({name: slot for name, slot in module.slots().items() if name != "d2t"}, target.context)
@@ -215,5 +215,5 @@ class EagleHead:
         return self.head(self.norms["norm"](features))
 
     def token_ids(self, rows: Tensor) -> Tensor:
-        """The tokens that rows of the head stand for."""
+        """The token ids of rows of the head's vocabulary."""
         return rows if self.offsets is None else rows + self.offsets[rows]

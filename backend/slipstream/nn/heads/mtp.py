@@ -42,7 +42,7 @@ def is_wanted(name: str) -> bool:
 
 
 def own_names(folder: Path, stored: Mapping[str, T]) -> dict[str, T]:
-    """What the first module of a checkpoint stores, by name below `model.layers.N.`. Raises ConfigError without one."""
+    """Tensors of a checkpoint's first module, by name below `model.layers.N.`. Raises ConfigError if there is none."""
     modules = sorted({_layer_of(name) for name in stored if name.endswith(".eh_proj.weight")})
     if not modules:
         raise ConfigError(FIELD, str(folder), "holds no model.layers.N.eh_proj.weight: no MTP module")
@@ -82,15 +82,15 @@ class MTPModule:
 
     @classmethod
     def empty(cls, target: Decoder, folder: Path | None, num_positions: int = 1) -> MTPModule:
-        """What the files' headers imply; without a folder, a module that shares the model's embedding and head."""
+        """An unloaded module of the files' shapes; without a folder, one that shares the model's embedding and head."""
         own = {} if folder is None else own_names(folder, read_shapes(FIELD, folder, is_wanted))
         return cls(target, num_positions, "embed_tokens.weight" in own, "shared_head.head.weight" in own)
 
     @classmethod
     def load(cls, target: Decoder, folder: Path | None, num_positions: int) -> MTPModule:
-        """From `model.layers.N.{enorm,hnorm,eh_proj,shared_head…,self_attn…,mlp…}`, N at or past the model's layers.
+        """Load `model.layers.N.{enorm,hnorm,eh_proj,shared_head…,self_attn…,mlp…}`, N at or past the model's layers.
 
-        Of several modules the first is taken. Without a folder the weights are drawn.
+        If there are several modules, the first is loaded. Without a folder the weights are random.
         """
         module = cls.empty(target, folder, num_positions)
         if folder is None:

@@ -209,7 +209,7 @@ class MistralParser:
         return self._begin() if self._is_calling else self._read_content(events)
 
     def _begin(self) -> bool:
-        """After the mark: a list, or a name and then the arguments."""
+        """Read the text after the mark: a list, or a name and its arguments."""
         text = self._text.lstrip()
         if text.startswith("["):
             self._reader = CallList()

@@ -110,7 +110,7 @@ class GraphedHead(ABC):
 
     @abstractmethod
     def _draft(self, rows: ComputedRows) -> torch.Tensor:
-        """As DraftHead.draft."""
+        """See DraftHead.draft."""
 
     @staticmethod
     def refusal(params: SamplingParams) -> str | None:

@@ -1,8 +1,8 @@
-"""How many tokens of each request a drafter's cache holds, and which blocks hold them. Engine thread.
+"""The state of a drafter's KV cache: number of valid tokens per request, content of each block. Engine thread.
 
-A block that the model's prefix cache shares may be empty in the drafter's cache: its first user did not speculate, or
-its content came back from host memory. A reused block holds what the drafter computed for other tokens. So the drafter
-notes for each block the hash of the content that it computed into it, the same hash that the prefix cache uses.
+A block that the model's prefix cache shares may be empty in the drafter's cache, if its first user did not speculate or
+it was loaded back from host memory. A reused block holds keys and values of other tokens. So the drafter records for
+each block the hash of the tokens that it computed there, the same hash that the prefix cache uses.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ class DraftKVState:
         self._recorded: dict[int, _Recorded] = {}
 
     def seen(self, request: RequestState) -> int:
-        """Tokens seen; of a request that is new here, those in blocks that others have filled with the same."""
+        """Number of valid tokens; for a new request, the tokens of leading blocks that others filled alike."""
         recorded = self._of(request)
         return self._num_filled(request) * self._block_size if recorded is None else recorded.end
 
     def record(self, request: RequestState, start: int, count: int) -> bool:
-        """Take note that tokens start to start + count are being computed; False: there is a gap before them.
+        """Record that tokens start to start + count are being computed. Returns False if there is a gap before them.
 
-        A gap is for good: a drafter that cannot compute the tokens in it has lost the request.
+        A gap is permanent: the drafter cannot compute its tokens, so the request is lost.
         """
         if self.seen(request) < start:
             self.lose(request, start, count)
@@ -63,9 +63,9 @@ class DraftKVState:
             self._recorded.pop(sequence_id, None)
 
     def _forget_others(self, request: RequestState, first: int) -> None:
-        """What others left in the request's blocks from index `first` on, which are written in part, or by its drafts.
+        """Clear the recorded content of the request's blocks from `first` on, except its own.
 
-        Without this a block would go on as what its last user filled it with, though its first slots hold other keys.
+        These blocks are partly written, by tokens or drafts; without this they would still count as an earlier user's.
         """
         for index in range(first, len(request.block_ids)):
             block, own = request.block_ids[index], request.block_hashes[index : index + 1]
@@ -77,7 +77,7 @@ class DraftKVState:
         return recorded if recorded is not None and recorded.num_preemptions == request.num_preemptions else None
 
     def _num_filled(self, request: RequestState) -> int:
-        """Leading blocks that hold this request's tokens here too. Without a prefix cache there are no hashes: none."""
+        """Leading blocks that hold this request's tokens in the drafter's cache; 0 without a prefix cache."""
         pairs = zip(request.block_ids, request.block_hashes)
         count = 0
         for block, content in pairs:
