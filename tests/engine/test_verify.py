@@ -28,6 +28,7 @@ from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.sampler import Draws
 from slipstream.worker.spec_decode.speculator import measured_costs
 from slipstream.worker.spec_decode.verifier import DraftedRequest, Verification
+from speculation_config import speculation_config
 from tiny_model import make_tiny_llama
 
 TREE = [-1, -1, 0, 2, 0, 1]  # two first guesses; the first has two children, one of them a child; the second has one
@@ -137,7 +138,7 @@ def test_top_p_window() -> None:
 def test_lossless_modes_keep_the_distribution(tiny_llama: Path, tmp_path: Path, acceptance: str, sampling: str) -> None:
     """Two-sample χ² over the first three tokens of 1,500 seeds, against plain decoding with other seeds."""
     draft = make_tiny_llama(tmp_path / "draft", seed=0)  # the model's own weights, made a little different
-    config = SpeculationConfig(
+    config = speculation_config(
         "draft_model", throttle="off", draft_model=str(draft), draft_sampling=sampling, acceptance=acceptance
     )
     _disturb(draft)
