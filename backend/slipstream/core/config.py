@@ -17,6 +17,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 GROUP_SIZES = (0, -1, 32, 64, 128)
 TASKS = ("generate", "tokenize", "detokenize")
 OVERLAP_MODES = ("auto", "on", "off")
+GENERATION_CONFIGS = ("auto", "none")
 LOAD_FORMATS = ("auto", "safetensors", "dummy", "null")
 ACCEPTANCES = ("exact", "rejection", "typical", "top_p_window")
 THROTTLES = ("auto", "off")
@@ -41,6 +42,7 @@ class ModelConfig:
     attention_backend: str = ""
     cuda_graphs: str = "auto"  # or "off", or sizes like "1,2,4,8"
     deterministic: bool = False
+    generation_config: str = "auto"
     seed: int = 0
 
 
@@ -134,8 +136,14 @@ EXIT_RESERVE_S = 10  # server exit beyond drain_timeout_s: answers running reque
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """Defaults of request settings, and limits of the server process."""
+    """Defaults of request settings, and limits of the server process.
 
+    stated: the parameters that the configuration gives. generation_defaults: (setting, value) of the checkpoint's
+    generation_config.json, filled in at load.
+    """
+
+    stated: frozenset[str] = field(default=frozenset(), compare=False)
+    generation_defaults: tuple[tuple[str, Any], ...] = ()
     default_max_tokens: int = 16
     default_temperature: float = 1.0  # for requests without temperature, top_k and top_p
     stream_interval: int = 1

@@ -84,6 +84,9 @@ def config_from_values(values: Mapping[str, object], is_complete: bool = True) -
         given[parameter.path] = name
         config = _set(config, parameter.path, typed)
     config = _with_tokens(config, values.get(_TOKENS), given)
+    config = replace(
+        config, serving=replace(config.serving, stated=frozenset(_BY_NAME[name].name for name in given.values()))
+    )
     if is_complete:
         check(config)
     return config

@@ -20,6 +20,7 @@ from slipstream.core.admission import check_fits
 from slipstream.core.config import EngineConfig
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
+from slipstream.core.generation_config import with_generation_defaults
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request, RequestStatus
@@ -70,9 +71,9 @@ class Engine:
     """
 
     def __init__(self, config: EngineConfig, make_worker: MakeWorker = local_worker) -> None:
-        self.config = config
         self.start_up = StartUp()
         checkpoint = resolve_checkpoint(config.model.model)
+        self.config = config = with_generation_defaults(config, checkpoint)
         self.spec: DecoderSpec = read_spec(checkpoint)
         tokenizer_path = resolve_tokenizer(config.model.tokenizer or str(checkpoint))
         self.tokenizer = TextTokenizer.load(tokenizer_path)

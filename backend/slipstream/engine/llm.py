@@ -85,8 +85,8 @@ class LLM:
         return llm
 
     def _start(self, config: EngineConfig) -> None:
-        self.config = config
         self.engine = Engine(config)
+        self.config = self.engine.config
         self._outputs = OutputProcessor(self.engine.tokenizer, self.engine.finish, self.engine.cancel)
         self._pending: dict[int, _Pending] = {}
         self._handles = itertools.count(1)
@@ -97,11 +97,11 @@ class LLM:
     ) -> list[Completion]:
         """Complete every prompt in one in-flight batch; n completions per prompt, in order of prompt and sequence.
 
-        params: one for all, or one per prompt. Raises RequestError if a prompt cannot be served (none is then),
-        EngineError if the engine fails.
+        params: one for all, or one per prompt; without any, `default_params`. Raises RequestError if a prompt cannot
+        be served (none is then), EngineError if the engine fails.
         """
         token_ids = [self._encode(prompt) for prompt in _as_list(prompts)]
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(token_ids)
+        each = list(params) if isinstance(params, Sequence) else [params or self.default_params] * len(token_ids)
         if len(each) != len(token_ids):
             raise RequestError("params", f"{len(each)} for {len(token_ids)} prompts")
         handles: list[int] = []
@@ -117,7 +117,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """The pieces of one prompt's completion(s) as they are made. Leaving the loop cancels the request."""
-        handle = self._submit(Request(self._encode(prompt), params or SamplingParams()), stream=True)
+        handle = self._submit(Request(self._encode(prompt), params or self.default_params), stream=True)
         try:
             yield from self._follow(handle)
         finally:
@@ -130,6 +130,11 @@ class LLM:
         is_one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_one else messages
         return self.generate([self._encode_chat(conversation) for conversation in conversations], params)
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The settings' defaults, changed by the checkpoint's generation_config.json."""
+        return SamplingParams(**dict(self.config.serving.generation_defaults))
 
     def close(self) -> None:
         self.engine.close()

@@ -51,6 +51,7 @@ class GenerateServer:
     def __init__(self, link: EngineLink, config: EngineConfig) -> None:
         self._link = link
         self._engine = Engine(config)
+        config = self._engine.config
         self._config = replace(config, model=replace(config.model, max_model_len=self._engine.max_model_len))
         self._outputs = OutputProcessor(self._engine.tokenizer, self._engine.finish, self._engine.cancel)
         self._steps: queue.Queue[list[StepOutput] | None] = queue.Queue(_MAX_STEPS_AHEAD)

@@ -14,6 +14,7 @@ from typing import Any
 from slipstream.core.config import EXIT_RESERVE_S, EngineConfig, ServingConfig
 from slipstream.core.config_parse import parse_parameters
 from slipstream.core.errors import ConfigError
+from slipstream.core.generation_config import with_generation_defaults
 from slipstream.protocol.contract import TASKS
 from slipstream.protocol.tensor_spec import TYPE_NAMES, TaskContract
 
@@ -118,7 +119,7 @@ def _values(section: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, Mapping):
             for options in value.values():
                 yield from _values(options)
-        else:
+        elif field.compare:
             yield field.name, value
 
 
@@ -140,7 +141,10 @@ def _plan(config: EngineConfig) -> str:
     hardware = resolve_hardware(config, spec)
     if config.model.load_format != "null":
         check_model(config.model, spec, hardware.device, hardware.dtype, hardware.kv_dtype)
-    return str(plan_memory(spec, config, hardware, free_device_memory(hardware.device)))
+    plan = str(plan_memory(spec, config, hardware, free_device_memory(hardware.device)))
+    defaults = with_generation_defaults(config, checkpoint).serving.generation_defaults
+    told = ", ".join(f"{name}={value}" for name, value in defaults)
+    return f"{plan}\nsampling defaults of generation_config.json: {told}" if told else plan
 
 
 def _tokenizer(config: EngineConfig) -> str:

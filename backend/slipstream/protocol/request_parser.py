@@ -271,6 +271,7 @@ def _sampling_params(
     fields["skip_special_tokens"] = serving.skip_special_tokens
     if not ({"top_k", "top_p"} & settings.keys()):
         fields["temperature"] = serving.default_temperature
+    fields.update(serving.generation_defaults)
     fields.update({name: value for name, value in settings.items() if name in _FIELDS})
     n = fields.get("n", 1)
     if settings.get("best_of", n) not in (1, n):

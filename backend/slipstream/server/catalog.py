@@ -15,6 +15,7 @@ from typing import Any
 
 from slipstream.core.config import CacheConfig, ServingConfig
 from slipstream.core.errors import ConfigError
+from slipstream.core.generation_config import read_generation_config
 from slipstream.server.chat_template import ChatTemplate, load_template
 from slipstream.server.errors import ApiError, model_not_found
 from slipstream.server.options import GatewayOptions
@@ -35,7 +36,8 @@ _TOKENIZERS = ("tokenizer", "tokenizer_dir")
 
 @dataclass
 class Model:
-    """name: for clients. triton_name: in Triton. max_model_len: 0 if unknown.
+    """name: for clients. triton_name: in Triton. max_model_len: 0 if unknown. max_new_tokens: of the checkpoint's
+    generation_config.json for requests that name no `max_tokens`; 0 if it has none or config.pbtxt comes before it.
 
     template: None if there is none; no_template: the reason, for chat requests.
     """
@@ -44,6 +46,7 @@ class Model:
     triton_name: str
     created: int
     max_model_len: int = 0
+    max_new_tokens: int = 0
     template: ChatTemplate | None = None
     no_template: str = ""
     tool_format: ToolFormat | None = None
@@ -62,7 +65,7 @@ class Model:
     def default_max_tokens(self) -> int:
         """Tokens of a request that names no `max_tokens`."""
         named = self.settings.get(_DEFAULT_MAX_TOKENS, "")
-        return int(named) if named.isdecimal() else ServingConfig().default_max_tokens
+        return int(named) if named.isdecimal() else self.max_new_tokens or ServingConfig().default_max_tokens
 
     @property
     def block_size(self) -> int:
@@ -176,6 +179,8 @@ class Catalog:
         except ConfigError as error:
             model.no_template = f"its chat template cannot be used: {error.field}: {error}"
         model.max_model_len = _max_model_len(model.settings, folder)
+        checkpoint = self._folder(model.triton_name, model.settings, _CHECKPOINTS)
+        model.max_new_tokens = _max_new_tokens(model.settings, checkpoint) if checkpoint is not None else 0
         model.token_bytes = TokenBytes(folder)
         if model.template is not None:
             model.tool_format = select_format(self._options.tool_parser, model.template.source)
@@ -192,12 +197,14 @@ class Catalog:
             return None
         return self._folder(behind, {key: value.string_value for key, value in config.parameters.items()})
 
-    def _folder(self, name: str, settings: dict[str, str]) -> Path | None:
+    def _folder(
+        self, name: str, settings: dict[str, str], keys: tuple[str, ...] = (*_TOKENIZERS, *_CHECKPOINTS)
+    ) -> Path | None:
         """The folder with the tokenizer's files: from --checkpoint, config.pbtxt or the cache of the hub."""
         if name in self._options.checkpoints:
             return self._options.checkpoints[name]
         repository = self._options.model_repository
-        for key in (*_TOKENIZERS, *_CHECKPOINTS):
+        for key in keys:
             value = settings.get(key, "")
             path = Path(value)
             if value and not path.is_absolute() and repository is not None:
@@ -219,6 +226,15 @@ def _hub_folder(repository_id: str) -> Path | None:
     except (ImportError, ValueError):  # not installed; not an id
         return None
     return Path(found).parent if isinstance(found, str) else None
+
+
+def _max_new_tokens(settings: dict[str, str], checkpoint: Path) -> int:
+    if settings.get(_DEFAULT_MAX_TOKENS) or settings.get("generation_config") == "none":
+        return 0
+    try:
+        return int(read_generation_config(checkpoint).get("max_tokens", 0))
+    except ConfigError:  # the engine refuses to load with it
+        return 0
 
 
 def _max_model_len(settings: dict[str, str], folder: Path) -> int:

@@ -38,7 +38,8 @@ async def chat(gateway: Gateway, request: ChatRequest, http: HttpRequest) -> Htt
 
 
 def make_generation(request: ChatRequest, model: Model, tools: ToolUse) -> Generation:
-    max_tokens = request.max_completion_tokens or request.max_tokens or UNLIMITED_TOKENS
+    by_default = None if model.max_new_tokens else UNLIMITED_TOKENS  # None: the model's own
+    max_tokens = request.max_completion_tokens or request.max_tokens or by_default
     sampling = sampling_parameters(request, max_tokens, request.response_format)
     if tools.guide is not None:
         if "structured_outputs" in sampling:
