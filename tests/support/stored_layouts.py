@@ -70,7 +70,7 @@ def chatglm(path: Path, _: PreTrainedModel) -> None:
             "layernorm_epsilon": values["rms_norm_eps"],
             "rope_ratio": values["rope_parameters"]["rope_theta"] / 10_000,
             "add_qkv_bias": True,
-            "eos_token_id": 2,
+            "eos_token_id": values["eos_token_id"],
             "torch_dtype": "float32",
         }
 
@@ -80,7 +80,7 @@ def chatglm(path: Path, _: PreTrainedModel) -> None:
 class AlibiModel(LlamaForCausalLM):
     """Baichuan-13B's maths: rotations by no angle, and ALiBi as a mask; 2^(-8i/n) and every second one of twice n."""
 
-    def forward(self, input_ids: torch.Tensor) -> object:
+    def forward(self, input_ids: torch.Tensor, **_: object) -> object:
         self.model.rotary_emb.inv_freq.zero_()
         distance = torch.arange(input_ids.shape[1])[None] - torch.arange(input_ids.shape[1])[:, None]
         bias = torch.tensor(ALIBI_SLOPES[self.config.num_attention_heads]).view(1, -1, 1, 1) * distance

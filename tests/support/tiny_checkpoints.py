@@ -236,11 +236,11 @@ class TinyCheckpoint:
             return self.model(torch.tensor([token_ids])).logits[0]
 
 
-def make_model(variant: str) -> PreTrainedModel:
+def make_model(variant: str, **sizes: object) -> PreTrainedModel:
     family, changes = {**VARIANTS, **GPU_VARIANTS}[variant]
     config_class, model_class = CLASSES[family]
     torch.manual_seed(sum(variant.encode()))
-    return draw(model_class(config_class(**{**SIZES, **changes})).eval())
+    return draw(model_class(config_class(**{**SIZES, **changes, **sizes})).eval())
 
 
 def draw(model: PreTrainedModel) -> PreTrainedModel:
@@ -259,8 +259,9 @@ def selection_biases(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
     return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
-def make_checkpoint(variant: str, path: Path, max_shard_size: str = "1GB") -> TinyCheckpoint:
-    model = make_model(variant)
+def make_checkpoint(variant: str, path: Path, max_shard_size: str = "1GB", **sizes: object) -> TinyCheckpoint:
+    """sizes: fields of the config besides those of the variant."""
+    model = make_model(variant, **sizes)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     family = {**VARIANTS, **GPU_VARIANTS}[variant][0]
     if family in LAYOUTS:
