@@ -120,7 +120,7 @@ def _bad_index(folder: Path) -> None:
     [
         (_truncate, "model.safetensors.*not a whole safetensors file"),
         (_pointer_instead_of_weights, "model.safetensors.*not a whole safetensors file"),
-        (_pickle_only, "pytorch_model.bin: convert to safetensors"),
+        (_pickle_only, "pytorch_model.bin: `slipstream convert` writes"),
         (_missing_shard, "model-00002-of-00002.safetensors"),
         (_bad_index, "model.safetensors.index.json.*JSON"),
         (lambda folder: edit_tensors(folder, lambda t: t.pop(K_PROJ)), f"tensor {K_PROJ} missing"),

@@ -110,7 +110,7 @@ def checkpoint_files(checkpoint_dir: Path) -> list[Path]:
     if single.is_file():
         return [single]
     pickled = sorted(path.name for pattern in ("*.bin", "*.pth", "*.pt") for path in checkpoint_dir.glob(pattern))
-    found = f"; found {', '.join(pickled[:_NUM_NAMED])}: convert to safetensors" if pickled else ""
+    found = f"; found {', '.join(pickled[:_NUM_NAMED])}: `slipstream convert` writes safetensors" if pickled else ""
     raise ConfigError("model", str(checkpoint_dir), f"needs {SINGLE_FILE} or {INDEX_FILE}{found}")
 
 

@@ -1,7 +1,7 @@
 """The tokenizer of a checkpoint, through the `tokenizers` library: text to ids, ids to text, and its token table.
 
 Immutable once loaded; any thread may call it. Imports neither torch nor transformers, so that processes of the tokenize
-and detokenize tasks stay small, except for checkpoints with only sentencepiece's tokenizer.model.
+and detokenize tasks stay small, except for checkpoints with vocab.json and merges.txt alone.
 """
 
 from __future__ import annotations
@@ -120,10 +120,13 @@ class TextTokenizer:
 
 
 def _convert(path: Path) -> Tokenizer:
-    """Load a checkpoint without tokenizer.json (sentencepiece's tokenizer.model) through transformers."""
+    """Load a checkpoint without tokenizer.json (vocab.json and merges.txt) through transformers."""
     accepted = "a folder with tokenizer.json (or a tokenizer that transformers can convert), or the file itself"
     if not path.is_dir():
         raise ConfigError("tokenizer", str(path), f"not found; accepted: {accepted}")
+    if (path / "tokenizer.model").is_file() or any(path.glob("*.tiktoken")):
+        once = f"`slipstream convert {path} OUTPUT` writes tokenizer.json once"
+        raise ConfigError("tokenizer", str(path), f"the tokenizer is in the form of sentencepiece or tiktoken: {once}")
     if not any(path.glob("*token*")) and not any(path.glob("vocab.*")):
         raise ConfigError("tokenizer", str(path), f"the folder holds no tokenizer; accepted: {accepted}")
     try:

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import logging
 import os
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from slipstream.core.errors import ConfigError
+from slipstream.nn.convert.output import new_folder, write_json, write_shards
 from slipstream.nn.gguf.metadata import FIELD, ROPE_FACTORS, Metadata, config_json, heads_of_pairs, hf_name
 from slipstream.nn.gguf.tokenizer import write_tokenizer
 
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-SHARD_BYTES = 2 << 30
 
 
 def convert(file: Path, folder: Path, dtype: str = "bfloat16") -> None:
@@ -35,25 +31,19 @@ def convert(file: Path, folder: Path, dtype: str = "bfloat16") -> None:
 
     Raises ConfigError for a file that is no GGUF file, an unknown architecture, tensor or tokenizer.
     """
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError("output", str(folder), "the folder is not empty; accepted: a new or an empty folder")
     reader = _open(file)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     metadata = Metadata(str(file), {name: field.contents() for name, field in reader.fields.items()})
     factors = _rope_factors(tensors)
     config = {**config_json(metadata, tensors, factors), "dtype": dtype}
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as scratch:
-        built = Path(scratch) / "checkpoint"
-        built.mkdir()
+    with new_folder(folder) as built:
         write_tokenizer(metadata, built)
-        (built / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        write_json(built / "config.json", config)
         stored = [tensor for name, tensor in tensors.items() if name != ROPE_FACTORS]
-        named = ((hf_name(tensor.name, metadata), _dequantised(tensor, metadata, DTYPES[dtype])) for tensor in stored)
-        _write_shards(named, built)
-        if folder.exists():
-            folder.rmdir()
-        os.replace(built, folder)
+        write_shards(
+            ((hf_name(tensor.name, metadata), _dequantised(tensor, metadata, DTYPES[dtype])) for tensor in stored),
+            built,
+        )
 
 
 def converted(file: Path) -> Path:
@@ -105,28 +95,3 @@ def _rows_of_halves(rows: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Rows stored so that rotation turns neighbours (x0, x1) -> rows for rotation of halves (x0, x_half)."""
     half = rows.shape[0] // num_heads // 2
     return rows.view(num_heads, half, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def _write_shards(named: Iterator[tuple[str, torch.Tensor]], folder: Path) -> None:
-    """Files of at most SHARD_BYTES (or one tensor) and their index."""
-    shard: dict[str, torch.Tensor] = {}
-    files: dict[str, str] = {}
-    num_bytes = total = 0
-
-    def flush() -> None:
-        name = f"model-{len(set(files.values())) + 1:05d}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
-        files.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, tensor in named:
-        size = tensor.numel() * tensor.element_size()
-        if shard and num_bytes + size > SHARD_BYTES:
-            flush()
-            num_bytes = 0
-        shard[name] = tensor
-        num_bytes += size
-        total += size
-    flush()
-    index = {"metadata": {"total_size": total}, "weight_map": files}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")

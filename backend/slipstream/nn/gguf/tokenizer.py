@@ -7,15 +7,14 @@ Byte-level BPE is built from the file's pieces and merges; which pattern splits 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from slipstream.nn.convert.pieces import CONTROL, NORMAL, USER_DEFINED, Pieces, build
 from slipstream.nn.gguf.metadata import Metadata
 
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _MARKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3_SPLIT = rf"{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}"
@@ -84,8 +83,8 @@ def _add_tokens(metadata: Metadata, tokenizer: Tokenizer) -> None:
     """Declare the tokens that a text is never split inside; the special ones are left out of what clients read."""
     pieces, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type", ())
     for piece, kind in zip(pieces, kinds):
-        if kind in (_CONTROL, _USER_DEFINED):
-            tokenizer.add_tokens([AddedToken(piece, special=kind == _CONTROL, normalized=False)])
+        if kind in (CONTROL, USER_DEFINED):
+            tokenizer.add_tokens([AddedToken(piece, special=kind == CONTROL, normalized=False)])
 
 
 def _sentencepiece(metadata: Metadata) -> Tokenizer:
@@ -93,32 +92,18 @@ def _sentencepiece(metadata: Metadata) -> Tokenizer:
     pieces, scores = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.scores", ())
     if len(scores) != len(pieces):
         raise metadata.error(f"{len(scores)} scores for {len(pieces)} pieces of the tokenizer; accepted: one each")
-    vocab = {piece: token_id for token_id, piece in enumerate(pieces)}
-    unknown = pieces[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
-    merges = _merges(vocab, scores)
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-    marks: list[Any] = [normalizers.Prepend("▁")] if has_prefix else []
-    tokenizer.normalizer = normalizers.Sequence([*marks, normalizers.Replace(" ", "▁")])
-    strip = [decoders.Strip(" ", 1, 0)] if has_prefix else []
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    tokenizer = build(
+        Pieces(
+            pieces,
+            scores,
+            metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(pieces)),
+            unknown=pieces[metadata.get("tokenizer.ggml.unknown_token_id", 0)],
+            has_prefix=metadata.get("tokenizer.ggml.add_space_prefix", True),
+        )
     )
-    _add_tokens(metadata, tokenizer)
     if metadata.get("tokenizer.ggml.add_bos_token", True):
         tokenizer.post_processor = processors.Sequence(_bos_in_front(metadata))
     return tokenizer
-
-
-def _merges(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every pair of pieces that makes a third, the best scored third first, as sentencepiece joins them."""
-    best_first = sorted(vocab, key=lambda piece: -scores[vocab[piece]])
-    return [
-        (piece[:cut], piece[cut:])
-        for piece in best_first
-        for cut in range(1, len(piece))
-        if piece[:cut] in vocab and piece[cut:] in vocab
-    ]
 
 
 def _bos_in_front(metadata: Metadata) -> list[Any]:
