@@ -175,6 +175,11 @@ def _scaled_by(backend: str) -> Run:
     return run
 
 
+def _cpu_refusal(product: Product) -> str | None:
+    reason: str | None = load_module("cpu", "gemm.refusal").refusal(product.weight)
+    return reason
+
+
 def _int4_triton_refusal(product: Product) -> str | None:
     return _needs_gpu(product) or group_refusal(product.weight.group_size, product.weight.in_features)
 
@@ -290,6 +295,7 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "int8_mm": Kernel(_scaled_by("triton"), _needs_gpu),
     "int4_mm": Kernel(_scaled_by("triton"), _int4_triton_refusal),
     "reference": Kernel(_scaled_by("reference")),
+    "cpu": Kernel(_scaled_by("cpu"), _cpu_refusal),
     "dequantise": Kernel(_dequantise, gates=always),
     "invariant_mm": Kernel(_invariant),
     "int8_gemm": Kernel(_int8_gemm, _int8_gemm_refusal, _tile_config("int8_gemm")),

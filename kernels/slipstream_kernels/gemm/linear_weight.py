@@ -11,6 +11,7 @@ from slipstream_kernels.fp8 import BLOCK, PER_ROW, Fp8Scheme
 from slipstream_kernels.gemm import tuning
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant, Fp8, Int8
 from slipstream_kernels.gemm.choose import plain_rows_of
+from slipstream_kernels.gemm.cpu.scaled_mm import scales_with_nan
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, WeightKind
 from slipstream_kernels.gemm.repack_int4 import activation_sum_columns
 from slipstream_kernels.integer import Int4Weight
@@ -78,6 +79,8 @@ def fp8_weight(
     input_scale: fp32 [], a fixed one of all rows; None: they are scaled as they come.
     """
     by_blocks = scales.dim() == 2
+    if values.device.type == "cpu" and not num_experts:
+        scales = scales_with_nan(values, scales)
     out_features, in_features = values.shape[0] // max(num_experts, 1), values.shape[1]
     name, group = ("fp8_block", BLOCK) if by_blocks else ("fp8", 0)
     kind = WeightKind(name, out_features, in_features, values.dtype, values.device, group, FP8_ROWS, num_experts)

@@ -2,13 +2,13 @@
 
 A format's kernels are tried from the first to the last; the first that covers the product, and does not refuse it,
 makes it.  The last one of a format takes whatever is left.  All numbers were measured on one H200 (docs/measurements).
-A GPU without a table of its own takes the H200's: its kernels refuse what they cannot run.
+A GPU without a table of its own takes the H200's: its kernels refuse what they cannot run.  CPUs have one of their own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product
 
@@ -191,7 +191,21 @@ H200 = Tuning(
     narrow_tile_costs={"int8_gemm": 0.57, "w4a8_gemm": 0.75},
     swap_ab=SwapAbCosts(),
 )
-TUNINGS: Mapping[str, Tuning] = {"NVIDIA H200": H200}
+_CPU = (Use("cpu"), _ANY)
+_USES_OF_CPU: Table = {
+    ("plain", PLAIN_ROWS): (Use("library"),),
+    ("onednn", PLAIN_ROWS): (Use("onednn"),),
+    ("fp8", PLAIN_ROWS): (Use("cpu"), Use("dequantise")),
+    ("fp8", FP8_ROWS): _CPU,
+    ("fp8_block", PLAIN_ROWS): (Use("cpu"), Use("dequantise")),
+    ("fp8_block", FP8_ROWS): _CPU,
+    ("int8", PLAIN_ROWS): _CPU,
+    ("int8", INT8_ROWS): _CPU,
+    ("int4", PLAIN_ROWS): _CPU,
+    ("int4", FP8_ROWS): (_ANY,),
+}
+CPU = replace(H200, uses=_USES_OF_CPU)
+TUNINGS: Mapping[str, Tuning] = {"NVIDIA H200": H200, "cpu": CPU}
 
 # Of weights whose input is quantised: up to how many rows stay as they are.  Products of so few take the time of
 # reading the weight, and quantising would be a kernel more.

@@ -2,6 +2,7 @@
 
 # isort: off
 from slipstream.nn.attention import split_kv  # noqa: F401  (registers itself, first)
+from slipstream.nn.attention import cpu  # noqa: F401
 from slipstream.nn.attention import paged  # noqa: F401
 from slipstream.nn.attention.invariant import INVARIANT  # last: chosen in deterministic mode only
 

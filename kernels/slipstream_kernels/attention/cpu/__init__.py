@@ -1,0 +1,1 @@
+"""See slipstream_kernels.attention.  Attention on CPUs."""

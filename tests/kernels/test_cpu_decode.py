@@ -1,0 +1,66 @@
+"""A decode step on a CPU is the reference's rope_write_kv and paged_attention of one row per request."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from slipstream_kernels import ops
+from slipstream_kernels.attention.cpu.decode_step import DecodeStep
+from tolerances import ATTENTION
+
+KV_HEADS, GROUP, HEAD_DIM, BLOCK_SIZE = 3, 3, 32, 16
+LENS = [1, 17, 64, 65, 200, 5, 300]
+
+
+def drawn(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rotary_dim", "interleaved", "has_norms", "window"),
+    [(32, False, False, None), (16, True, True, None), (32, False, True, 40), (0, False, False, 7)],
+)
+def test_is_the_reference(
+    dtype: torch.dtype, rotary_dim: int, interleaved: bool, has_norms: bool, window: int | None
+) -> None:
+    torch.manual_seed(3)
+    num_blocks = [-(-length // BLOCK_SIZE) for length in LENS]
+    tables = torch.full((len(LENS), max(num_blocks)), -1, dtype=torch.int32)
+    free = iter(torch.randperm(sum(num_blocks) + 1).tolist())
+    for row, count in enumerate(num_blocks):
+        tables[row, :count] = torch.tensor([next(free) for _ in range(count)])
+    seq_lens = torch.tensor(LENS, dtype=torch.int32)
+    positions = seq_lens.long() - 1
+    last_blocks = tables[torch.arange(len(LENS)), positions // BLOCK_SIZE].long()
+    slots = last_blocks * BLOCK_SIZE + positions % BLOCK_SIZE
+    shape = (sum(num_blocks) + 1, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    stored = [drawn(*shape, dtype=dtype) for _ in range(2)]
+    for tensor in stored:  # what a former owner left behind the shortest request's key
+        tensor[tables[0, 0], :, 1:] = torch.nan
+    rope = ops.Rope(torch.randn(400, rotary_dim), interleaved) if rotary_dim else None
+    norms = ops.HeadNorms(drawn(HEAD_DIM, dtype=dtype), drawn(HEAD_DIM, dtype=dtype), 1e-5) if has_norms else None
+    qkv = drawn(len(LENS), (GROUP + 2) * KV_HEADS, HEAD_DIM, dtype=dtype)
+    q, k, v = qkv.split((GROUP * KV_HEADS, KV_HEADS, KV_HEADS), dim=1)
+
+    expected_cache = ops.KvCache(*(tensor.clone() for tensor in stored))
+    rotated = ops.rope_write_kv(q, k, v, positions, slots, rope, expected_cache, norms, backend="reference")
+    starts = torch.arange(len(LENS) + 1, dtype=torch.int32)
+    expected = ops.paged_attention(
+        rotated, expected_cache.key, expected_cache.value, tables, starts, seq_lens, max_query_len=1, scale=0.2,
+        sliding_window=window, backend="reference",
+    )  # fmt: skip
+
+    cache, step = ops.KvCache(*(tensor.clone() for tensor in stored)), DecodeStep(positions, slots, seq_lens, tables)
+    found = step.rotate_and_store(q, k, v, rope, cache, norms)
+    rtol, atol = ATTENTION[dtype]
+    torch.testing.assert_close(found, rotated, rtol=rtol, atol=atol)
+    torch.testing.assert_close(cache.key, expected_cache.key, rtol=rtol, atol=atol, equal_nan=True)
+    assert torch.equal(cache.value.nan_to_num(9.0), expected_cache.value.nan_to_num(9.0))
+    out = step.attend(rotated, expected_cache, 0.2, window)
+    assert out.dtype == dtype and out.isfinite().all()
+    torch.testing.assert_close(out, expected, rtol=rtol, atol=atol)
+    alone = DecodeStep(positions[4:5], slots[4:5], seq_lens[4:5], tables[4:5])
+    torch.testing.assert_close(
+        alone.attend(rotated[4:5].contiguous(), expected_cache, 0.2, window)[0], out[4], rtol=rtol, atol=atol
+    )
