@@ -11,6 +11,7 @@ from slipstream_kernels.gemm.cpu.int8_mm import ROWS_AT_ONCE, split_digits
 from slipstream_kernels.gemm.cpu.scaled_mm import MOVED, move_bits
 from slipstream_kernels.gemm.linear_weight import fp8_weight, int4_linear_weight, int8_weight
 from slipstream_kernels.gemm.product import Product
+from tolerances import INT4_PACKED_ON_CPU
 
 CPU = torch.device("cpu")
 
@@ -60,6 +61,25 @@ def test_weights_that_are_nan_stay_nan(weight: torch.Tensor) -> None:
     held[:, :2] = scales
     y = ops.linear(by_block, fp8_weight(values, held))
     assert y[:, 128:256].isnan().all() and not y[:, :128].isnan().any()
+
+
+@pytest.mark.parametrize("has_zeros", [False, True])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+def test_4_bits_packed_for_bf16_rows(weight: torch.Tensor, group_size: int, has_zeros: bool) -> None:
+    canonical = ops.quantize_int4(weight[:288], group_size, has_zeros=has_zeros)
+    packed = ops.repack_int4(canonical, dtype=torch.bfloat16)
+    if not packed.is_repacked:
+        pytest.skip("this CPU has neither AVX2 nor AVX512")
+    assert packed.packed.nbytes == canonical.packed.nbytes
+    assert ops.repack_int4(canonical, dtype=torch.float32) is canonical
+    assert ops.repack_int4(ops.quantize_int4(weight, group_size), dtype=torch.bfloat16).packed.dtype == torch.uint8
+    x, bias = torch.randn(70, 256).bfloat16(), torch.randn(288)
+    y = ops.linear(x, int4_linear_weight(packed, bias))
+    expected = ops.int4_mm(x.float(), canonical, bias, backend="reference")
+    size = (x.double().square() @ ops.dequantize_int4(canonical).double().square().t()).sqrt()
+    rtol, atol = INT4_PACKED_ON_CPU
+    assert ((y.double() - expected).abs() <= rtol * expected.abs() + atol * size).all()
+    assert torch.equal(ops.linear(x[40:41], int4_linear_weight(packed, bias))[0], y[40])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -37,3 +37,6 @@ INT_MM = {
     ("cuda", torch.float32): (1e-3, 2e-3),
     ("cuda", torch.bfloat16): (1e-2, 6e-3),
 }
+
+# 4-bit weights in a CPU's layout for bf16 rows: group scales and what zero-points add are rounded to bf16 (2^-9), too.
+INT4_PACKED_ON_CPU = (1e-2, 1.2e-2)

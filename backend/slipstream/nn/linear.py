@@ -20,7 +20,7 @@ class Linear:
     """y = x Wᵀ + b; x: [T, in_features] -> [T, out_features], the parts side by side in the spec's order."""
 
     def __init__(self, spec: LinearSpec, context: LayerContext) -> None:
-        self._whole, self._parallel = spec, context.parallel
+        self._whole, self._parallel, self._dtype = spec, context.parallel, context.dtype
         self.spec = spec.of_rank(context.parallel)
         self.method = context.method
         self.weights: Weights = self.method.create_weights(self.spec, context.device, context.dtype)
@@ -91,7 +91,7 @@ class Linear:
             self._finish()
 
     def _finish(self) -> None:
-        self._weight = self.method.finish(self.weights, self.spec.num_experts)
+        self._weight = self.method.finish(self.weights, self.spec.num_experts, self._dtype)
 
 
 class ExpertLinear(Linear):

@@ -11,6 +11,7 @@ from slipstream_kernels.fp8 import BLOCK, PER_ROW, Fp8Scheme
 from slipstream_kernels.gemm import tuning
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant, Fp8, Int8
 from slipstream_kernels.gemm.choose import plain_rows_of
+from slipstream_kernels.gemm.cpu.int4_packed import CPU_WORDS
 from slipstream_kernels.gemm.cpu.scaled_mm import scales_with_nan
 from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, WeightKind
 from slipstream_kernels.gemm.repack_int4 import activation_sum_columns
@@ -147,6 +148,8 @@ def deterministic_weight(values: Tensor, scales: Tensor | None = None, bias: Ten
 def _format_of(weight: Int4Weight, num_experts: int) -> str:
     if not weight.is_repacked:
         return "int4"
+    if weight.packed.dtype == CPU_WORDS:
+        return "int4_cpu"
     if weight.is_grouped_w4a8:
         return "grouped_w4a8"
     if num_experts:

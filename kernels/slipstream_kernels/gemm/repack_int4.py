@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from types import ModuleType
 
+import torch
+
 from slipstream_kernels.gemm import int4_layout, w4a8_layout
+from slipstream_kernels.gemm.cpu import int4_packed
 from slipstream_kernels.gemm.int4_checks import check_int4
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.select import load_module
@@ -22,13 +25,17 @@ def activation_sum_columns(weight: Int4Weight) -> int:
     return w4a8_layout.sum_columns(weight.group_size) if is_served else 0
 
 
-def repack_int4(weight: Int4Weight, *, for_fp8_rows: bool = False) -> Int4Weight:
+def repack_int4(weight: Int4Weight, *, for_fp8_rows: bool = False, dtype: torch.dtype | None = None) -> Int4Weight:
     """The weight in the layout of its device's kernels, made once at load; canonical where those take it as it is.
 
     for_fp8_rows: it will be multiplied by those alone; else by 16-bit rows alone.
+    dtype: of the rows, None for any; a CPU has a layout for bf16 rows.
     A shape that the device's kernels do not serve stays canonical.  Raises ValueError for a weight that is not.
     """
     check_int4(weight)
+    if weight.packed.device.type == "cpu":
+        is_served = not for_fp8_rows and dtype == torch.bfloat16 and int4_packed.refusal(weight) is None
+        return int4_packed.repack(weight) if is_served else weight
     if not weight.packed.is_cuda:
         return weight
     reason = _cuda("w4a8_mm" if for_fp8_rows else "int4_mm").refusal(weight)

@@ -203,6 +203,7 @@ _USES_OF_CPU: Table = {
     ("int8", INT8_ROWS): _CPU,
     ("int4", PLAIN_ROWS): _CPU,
     ("int4", FP8_ROWS): (_ANY,),
+    ("int4_cpu", PLAIN_ROWS): (Use("cpu"),),
 }
 CPU = replace(H200, uses=_USES_OF_CPU)
 TUNINGS: Mapping[str, Tuning] = {"NVIDIA H200": H200, "cpu": CPU}

@@ -94,7 +94,7 @@ class Fp8(QuantMethod):
             weights["weight"][rows].copy_(quantised.values)
             weights["scale"][rows].copy_(quantised.scales.view(-1))
 
-    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
+    def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         return held_weight(weights, num_experts)
 
 

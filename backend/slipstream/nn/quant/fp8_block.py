@@ -67,7 +67,7 @@ class BlockWiseFp8(QuantMethod):
             weights["weight"][rows].copy_(values)
             weights["scale"][blocks, : scales.shape[1]].copy_(scales)
 
-    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
+    def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         return held_weight(weights, num_experts)
 
 

@@ -93,14 +93,14 @@ class Int4(QuantMethod):
         rows = "fp8" if self.fp8_inputs else "plain"
         return spec.num_parameters * ops.written_out_bytes("int4", rows, spec.num_experts, dtype)
 
-    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
+    def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         self._sort_columns(weights)
         packed, zeros = weights["packed"], weights.pop("zeros", None)  # some layouts have none beside the codes
         weight = ops.int4_weight(packed, weights["scales"], zeros, self.group_size, 2 * packed.shape[1])
         if num_experts:
             weight = ops.repack_expert_int4(weight, num_experts, fp8_rows=self.fp8_inputs)
         else:
-            weight = ops.repack_int4(weight, for_fp8_rows=self.fp8_inputs)
+            weight = ops.repack_int4(weight, for_fp8_rows=self.fp8_inputs, dtype=dtype)
         weights.update(weight.tensors())
         return ops.int4_linear_weight(
             weight,

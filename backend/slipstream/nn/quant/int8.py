@@ -99,7 +99,7 @@ class Int8(QuantMethod):
         rows = "int8" if self.int8_inputs else "plain"
         return spec.num_parameters * ops.written_out_bytes("int8", rows, spec.num_experts, dtype)
 
-    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
+    def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         if not self.int8_inputs and not num_experts:
             weights["values"] = ops.repack_int8(weights["values"])
         return ops.int8_weight(

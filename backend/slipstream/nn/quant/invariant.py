@@ -39,7 +39,7 @@ class Invariant(QuantMethod):
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
         self.held.load(weights, suffix, rows, tensor)
 
-    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
+    def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         """Weights stay as they were loaded."""
         values = weights["values"] if "values" in weights else weights["weight"]
         return ops.deterministic_weight(values, weights.get("scales", weights.get("scale")), weights.get("bias"))

@@ -82,8 +82,11 @@ class QuantMethod(Protocol):
         """Bytes of a copy of the weights that a product of many rows on a GPU makes first, to read it whole."""
         return 0
 
-    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
-        """All tensors of the layer are loaded: repack them for the device. The largest temporary is one layer."""
+    def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
+        """All tensors of the layer are loaded: repack them for the device. The largest temporary is one layer.
+
+        dtype: of the activations, on which the layout may depend; None: any.
+        """
         ...
 
 

@@ -31,7 +31,7 @@ class Unquantized(QuantMethod):
         stored = weights[suffix]
         (stored.flatten(0, 1) if stored.dim() == 3 else stored)[rows].copy_(tensor)
 
-    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
+    def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         weight, bias = weights["weight"], weights.get("bias")
         packed = ops.repack_plain(weight)
         if packed is weight:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from slipstream_kernels.gemm.cpu import int4_packed
 from slipstream_kernels.integer import SYMMETRIC_ZERO, Int4Weight
 
 PIECE_ELEMENTS = 1 << 18  # written out at a time: stays in the second-level cache
@@ -15,6 +16,8 @@ PIECE_ELEMENTS = 1 << 18  # written out at a time: stays in the second-level cac
 
 def int4_mm(x: torch.Tensor, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
     """See ops.int4_mm."""
+    if weight.is_repacked:
+        return int4_packed.int4_mm(x, weight, bias)
     wide = x.float()
     halves = wide[:, 0::2].contiguous(), wide[:, 1::2].contiguous()
     step = max(1, PIECE_ELEMENTS // weight.in_features)
