@@ -208,7 +208,7 @@ def test_a_call_that_outlives_its_request_ends_though_nobody_else_comes(
 ) -> None:
     host = limited._structured._host
     monkeypatch.setattr(host, "_limits", replace(host._limits, max_step_ms=100))
-    monkeypatch.setattr(grammar_host, "_MERCY_S", 0.2)
+    monkeypatch.setattr(grammar_host, "_KILL_DELAY_S", 0.2)
     told = _submit(limited, LETTERS)
     while not next(iter(told.values())).token_ids:
         run_steps(limited, told, 1)

@@ -165,16 +165,16 @@ def test_workers_that_crash_twice_at_one_token_are(served: Engine, monkeypatch: 
     told = {request: one}
     _step_until(served, told, lambda: len(one.token_ids) >= 3)
     link = served._structured._host._link
-    tell = link.tell
+    send = link.send_to_worker
 
-    def crash_and_tell(kind: str, *arguments: object) -> None:
+    def crash_and_send(kind: str, *arguments: object) -> None:
         if kind == "open":
             (worker,) = _children(_process(served))
             os.kill(worker, CRASH)
             _wait_until_gone([worker])
-        tell(kind, *arguments)
+        send(kind, *arguments)
 
-    monkeypatch.setattr(link, "tell", crash_and_tell)
+    monkeypatch.setattr(link, "send_to_worker", crash_and_send)
     _end_worker_in_a_call(served, told, CRASH)
     run_steps(served, told)
     assert one.fault is RequestError and "guided_memory_bytes" in one.error and "cannot be done" in one.error
