@@ -106,7 +106,7 @@ _SPECS: dict[Metric, MetricSpec] = {
         "slipstream_prefix_cache_queries_tokens_total", "Tokens looked up in the prefix cache"
     ),
     Metric.PREFIX_HITS: _counter("slipstream_prefix_cache_hits_tokens_total", "Tokens found in the prefix cache"),
-    Metric.PREEMPTIONS: _counter("slipstream_preemptions_total", "Sequences put back for want of KV blocks"),
+    Metric.PREEMPTIONS: _counter("slipstream_preemptions_total", "Sequences preempted because KV blocks ran out"),
     Metric.PROMPT_TOKENS: _counter("slipstream_prompt_tokens_total", "Prompt tokens of sequences that were started"),
     Metric.GENERATION_TOKENS: _counter("slipstream_generation_tokens_total", "Tokens generated"),
     Metric.CANCELLATIONS: _counter("slipstream_cancellations_total", "Sequences cancelled by their client"),
