@@ -9,6 +9,8 @@ import torch
 INT8_MAX = 127.0
 SYMMETRIC_ZERO = 8  # the zero-point of 4-bit weights without zero-points
 MAX_CODE = 15
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)  # by their codes
+E8M0_BIAS = 127  # of the exponents of MX scales; 255 is no number
 W4A8_DTYPE = torch.int64  # dtype of weights that are prepacked for FP8 rows
 SMALLEST_AMAX = 1e-30  # rows of zeros get a scale too: its reciprocal must stay finite
 
@@ -26,6 +28,8 @@ class Int4Weight:
     W4A8: `packed` is int64 [in_features / 128, out_features / 16, 128].
     Grouped W4A8 (ops.repack_expert_int4 for FP8 rows): `packed` is int64 [in_features / 128, out_features / 16, 136],
     with the group scales and zero points behind each tile's weights; scales is [out_features], zeros is None.
+
+    is_e2m1: MXFP4.  w = E2M1[q] * 2^(scale - E8M0_BIAS), with scales uint8 and without zeros; canonical alone.
     """
 
     packed: torch.Tensor
@@ -34,6 +38,7 @@ class Int4Weight:
     group_size: int
     out_features: int
     in_features: int
+    is_e2m1: bool = False
 
     @property
     def is_repacked(self) -> bool:

@@ -88,6 +88,30 @@ GEMMA3 = {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
     },
 }
+GPT_OSS = {
+    "attention_bias": True,
+    "layer_types": 12 * ["sliding_attention", "full_attention"],
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 15e4,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+    },
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+    },
+}
 
 SHAPES = {
     "llama3-8b": Shape(4096, 32, 32, 8, 14336, 128256, 5e5, 131072),
@@ -100,6 +124,9 @@ SHAPES = {
     ),
     "gemma3-12b": Shape(
         *(3840, 48, 16, 8, 15360, 262208, 1e6, 131072, 256), family=("Gemma3ForCausalLM", "gemma3_text"), extra=GEMMA3
+    ),
+    "gpt-oss-20b": Shape(
+        *(2880, 24, 64, 8, 2880, 201088, 15e4, 131072, 64, 32, 4), ("GptOssForCausalLM", "gpt_oss"), GPT_OSS
     ),
     "tiny": Shape(1024, 2, 8, 2, 2048, 32000),
     "demo": Shape(384, 6, 6, 2, 1024, 8192, 1e4, 2048, 64),

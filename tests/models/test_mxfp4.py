@@ -14,6 +14,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.load import load_model
 from slipstream.nn.quant.mxfp4 import RoundedToMXFP4
 from slipstream.nn.spec import read_spec
+from slipstream_kernels.gemm.quantize_int4 import dequantize_int4
 from tiny_checkpoints import SIZES, VARIANTS, TinyCheckpoint, draw, relative_error
 from transformers import GptOssConfig, GptOssForCausalLM
 
@@ -53,7 +54,15 @@ def test_logits(checkpoint: TinyCheckpoint) -> None:
     for chunks in ([29], [1, 7]):
         (ours,) = PagedForward(decoder, [PROMPT]).run(chunks)
         assert relative_error(ours, checkpoint.logits(PROMPT)) <= 1e-4
-    assert not any(" " in name for layer in decoder.layers for linear in layer.linears() for name in linear.weights)
+
+
+def test_experts_stay_in_4_bits(checkpoint: TinyCheckpoint) -> None:
+    decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cpu"))
+    stored = load_file(checkpoint.path / "model.safetensors")
+    held = [linear.weights for layer in decoder.layers for linear in layer.linears() if "scales" in linear.weights]
+    num_bytes = sum(weights[name].nbytes for weights in held for name in ("packed", "scales"))
+    assert num_bytes == sum(tensor.nbytes for name, tensor in stored.items() if name.endswith(("_blocks", "_scales")))
+    assert all("weight" not in weights for weights in held)
 
 
 def test_formats_and_what_is_refused(checkpoint: TinyCheckpoint) -> None:
@@ -81,7 +90,8 @@ def test_rounding_is_to_the_nearest_value() -> None:
     weight = torch.randn(8, 64)
     weight[2, :32] = 0
     method.load(weights, "weight", slice(0, 8), weight)
-    for stored, wanted in zip(weights["weight"].unflatten(1, (2, 32)).flatten(0, 1), weight.view(16, 32)):
+    rounded = dequantize_int4(method.finish(weights).int4)
+    for stored, wanted in zip(rounded.unflatten(1, (2, 32)).flatten(0, 1), weight.view(16, 32)):
         scale = 2.0 ** (torch.frexp(wanted.abs().max()).exponent - 3)
         table = torch.tensor(VALUES) * scale
         nearest = table[(wanted[:, None] - table).abs().argmin(dim=1)]

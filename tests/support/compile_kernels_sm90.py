@@ -86,8 +86,9 @@ INT_MM = {
 }  # fmt: skip
 INT_MM_TILE = {
     "IN_FEATURES": 4096, "GROUP_SIZE": 128, "HAS_X_SCALES": False, "HAS_ZEROS": True, "HAS_BIAS": True, "BLOCK_M": 64,
-    "BLOCK_N": 64, "BLOCK_K": 128, "FACTOR": triton.language.bfloat16, "IS_INT8": False,
+    "BLOCK_N": 64, "BLOCK_K": 128, "FACTOR": triton.language.bfloat16, "IS_INT8": False, "IS_E2M1": False,
 }  # fmt: skip
+MXFP4 = {"IN_FEATURES": 2880, "GROUP_SIZE": 32, "HAS_ZEROS": False, "IS_E2M1": True}
 FP8_INPUTS = {"HAS_X_SCALES": True, "HAS_ZEROS": False, "BLOCK_M": 16}
 
 INVARIANT_MM = {
@@ -114,9 +115,10 @@ GROUPED_FP8 = {**GROUPED, "x_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
 GROUPED_TILE = {
     "IN_FEATURES": 4096, "NUM_EXPERTS": 60, "EXPERTS_PADDED": 64, "BY_TOKEN": True, "GATED": True, "BLOCK_M": 64,
     "BLOCK_N": 64, "BLOCK_K": 64, "NUM_STAGES": 4, "HAS_X_SCALES": False, "HAS_SCALES": False, "GROUP_SIZE": 64,
-    "HAS_ZEROS": True, "FACTOR": triton.language.bfloat16, "IS_BLOCKWISE": False, "IS_INT8": False,
+    "HAS_ZEROS": True, "IS_E2M1": False, "FACTOR": triton.language.bfloat16, "IS_BLOCKWISE": False, "IS_INT8": False,
 }  # fmt: skip
 GROUPED_FP8_TILE = {**GROUPED_TILE, "BLOCK_K": 128, "HAS_X_SCALES": True, "HAS_SCALES": True}
+GROUPED_MXFP4_TILE = {**GROUPED_TILE, **MXFP4, "BLOCK_K": 128}
 ROUTES = {
     "logits_ptr": "*bf16", "bias_ptr": "*fp32", "scale": "fp32",
     "experts_ptr": "*i32", "weights_ptr": "*fp32", "rows_ptr": "*i32", "tokens_ptr": "*i32",
@@ -210,6 +212,7 @@ KERNELS = [
      {**SCALED_MM_TILE, "IS_BLOCKWISE": False, "IS_INT8": True}, 4),
     ("int4_mm", "_int4_mm_kernel", INT_MM, INT_MM_TILE, 4),
     ("int4_mm", "_int4_mm_kernel", {**INT_MM, "x_ptr": "*fp8e4nv"}, {**INT_MM_TILE, **FP8_INPUTS}, 4),
+    ("int4_mm", "_int4_mm_kernel", {**INT_MM, "scales_ptr": "*u8"}, {**INT_MM_TILE, **MXFP4}, 4),
     ("int8_mm", "_int8_mm_kernel", INT_MM, INT_MM_TILE, 4),
     ("int8_mm", "_int8_mm_kernel", {**INT_MM, "x_ptr": "*i8"}, {**INT_MM_TILE, "IS_INT8": True}, 4),
     (
@@ -256,6 +259,7 @@ KERNELS = [
         {**GROUPED_FP8_TILE, "IS_INT8": True}, 4,
     ),
     ("grouped_int4_mm", "_grouped_int4_mm_kernel", GROUPED, GROUPED_TILE, 4),
+    ("grouped_int4_mm", "_grouped_int4_mm_kernel", {**GROUPED, "scales_ptr": "*u8"}, GROUPED_MXFP4_TILE, 4),
     (
         "dequantise_w4a16", "_dequantise_w4a16_kernel",
         {"qweight_ptr": "*u8", "scales_ptr": "*i32", "out_ptr": "*fp8e4nv", "num_tiles": "i32"},

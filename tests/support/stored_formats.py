@@ -25,6 +25,7 @@ STORED = {
     "int4-packed": StoredFormat("wint4", packing="compressed-tensors", has_zeros=True, **GROUPS),
     "int4-packed-act-order": StoredFormat("wint4", packing="compressed-tensors", act_order=True, **GROUPS),
     "int4-packed-rows": StoredFormat("wint4", "group", packing="compressed-tensors"),
+    "mxfp4": StoredFormat("mxfp4", "block", "scales"),
     "int4-bytes": StoredFormat("w4a8_fp8", packing="bytes", **GROUPS),
 }
 
@@ -47,6 +48,9 @@ def drawn(slot: WeightSlot, suffix: str, generator: torch.Generator) -> torch.Te
         return torch.full(shape, 0x77777777, dtype=torch.int32)
     if kind == "I32":
         return torch.randint(-(1 << 31), 1 << 31, shape, generator=generator).int()
+    if kind == "U8":  # of scales, exponents of small numbers
+        low, high = (120, 130) if "scale" in suffix else (0, 256)
+        return torch.randint(low, high, shape, generator=generator).to(torch.uint8)
     if kind == "I8":
         return torch.randint(-8, 8, shape, generator=generator).to(torch.int8)
     values = torch.randn(shape, generator=generator)

@@ -19,8 +19,11 @@ def check_int4(weight: Int4Weight) -> None:
         raise ValueError(f"packed: dtype {weight.packed.dtype}, expected uint8")
     require_shape("packed", weight.packed, (out_features, in_features // 2))
     require_shape("scales", weight.scales, (out_features, in_features // group_size))
-    if weight.scales.dtype != torch.float32:
-        raise ValueError(f"scales: dtype {weight.scales.dtype}, expected float32")
+    scale_dtype = torch.uint8 if weight.is_e2m1 else torch.float32
+    if weight.scales.dtype != scale_dtype:
+        raise ValueError(f"scales: dtype {weight.scales.dtype}, expected {scale_dtype}")
+    if weight.is_e2m1 and weight.zeros is not None:
+        raise ValueError("zeros: e2m1 weights have none")
     if weight.zeros is not None:
         require_shape("zeros", weight.zeros, tuple(weight.scales.shape))
         if weight.zeros.dtype != torch.uint8:

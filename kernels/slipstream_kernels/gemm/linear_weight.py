@@ -147,7 +147,7 @@ def deterministic_weight(values: Tensor, scales: Tensor | None = None, bias: Ten
 
 def _format_of(weight: Int4Weight, num_experts: int) -> str:
     if not weight.is_repacked:
-        return "int4"
+        return "mxfp4" if weight.is_e2m1 else "int4"
     if weight.packed.dtype == CPU_WORDS:
         return "int4_cpu"
     if weight.is_grouped_w4a8:

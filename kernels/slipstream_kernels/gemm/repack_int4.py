@@ -30,13 +30,14 @@ def repack_int4(weight: Int4Weight, *, for_fp8_rows: bool = False, dtype: torch.
 
     for_fp8_rows: it will be multiplied by those alone; else by 16-bit rows alone.
     dtype: of the rows, None for any; a CPU has a layout for bf16 rows.
-    A shape that the device's kernels do not serve stays canonical.  Raises ValueError for a weight that is not.
+    A shape that the device's kernels do not serve stays canonical, and so do e2m1 weights.  Raises ValueError for a
+    weight that is not canonical.
     """
     check_int4(weight)
-    if weight.packed.device.type == "cpu":
+    if weight.packed.device.type == "cpu" and not weight.is_e2m1:
         is_served = not for_fp8_rows and dtype == torch.bfloat16 and int4_packed.refusal(weight) is None
         return int4_packed.repack(weight) if is_served else weight
-    if not weight.packed.is_cuda:
+    if not weight.packed.is_cuda or weight.is_e2m1:
         return weight
     reason = _cuda("w4a8_mm" if for_fp8_rows else "int4_mm").refusal(weight)
     if reason is not None:

@@ -138,6 +138,7 @@ _USES_OF_H200: Table = {
     ),
     ("int4", PLAIN_ROWS): _INT4,
     ("int4", FP8_ROWS): _INT4,
+    ("mxfp4", PLAIN_ROWS): _INT4,
     ("w4a16", PLAIN_ROWS): (
         up_to("skinny_gemm_w4a16", 16),
         up_to("mixed_gemm_w4a16", 256),
@@ -203,6 +204,7 @@ _USES_OF_CPU: Table = {
     ("int8", INT8_ROWS): _CPU,
     ("int4", PLAIN_ROWS): _CPU,
     ("int4", FP8_ROWS): (_ANY,),
+    ("mxfp4", PLAIN_ROWS): (_ANY,),
     ("int4_cpu", PLAIN_ROWS): (Use("cpu"),),
 }
 CPU = replace(H200, uses=_USES_OF_CPU)

@@ -67,10 +67,11 @@ def repack_expert_int4(weight: Int4Weight, num_experts: int, *, fp8_rows: bool =
     """The weight of all experts in the layout of its device's kernel, made once at load.
 
     fp8_rows: it is multiplied by FP8 rows alone, which have a faster kernel for groups of 128 and whole rows.
-    A shape or device that the kernel does not serve stays canonical.  Raises ValueError for a weight that is not.
+    A shape or device that the kernel does not serve stays canonical, and so do e2m1 weights.  Raises ValueError for a
+    weight that is not canonical.
     """
     check_int4(weight)
-    if not weight.packed.is_cuda:
+    if not weight.packed.is_cuda or weight.is_e2m1:
         return weight
     if fp8_rows and load_module("cuda", "moe.grouped_w4a8_gemm").refusal(weight, num_experts) is None:
         return grouped_w4a8_layout.repack_experts(weight, num_experts)

@@ -58,6 +58,7 @@ H200 = Tuning(
         ("int8", INT8_ROWS): _GROUPED_FP8,
         ("int4", PLAIN_ROWS): _GROUPED_INT4,
         ("int4", FP8_ROWS): _GROUPED_INT4_FP8,
+        ("mxfp4", PLAIN_ROWS): _GROUPED_INT4,
         ("grouped_w4a16", PLAIN_ROWS): (Use("grouped_w4a16_gemm"),),
         ("grouped_w4a16", FP8_ROWS): (
             Use("dequantise_w4a16+grouped_mm", least_rows=128, quantises=True),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from slipstream_kernels.fp8 import Fp8Rows
-from slipstream_kernels.integer import SYMMETRIC_ZERO, Int4Weight
+from slipstream_kernels.integer import E2M1, E8M0_BIAS, SYMMETRIC_ZERO, Int4Weight
 
 
 def int4_mm(x: torch.Tensor | Fp8Rows, weight: Int4Weight, bias: torch.Tensor | None) -> torch.Tensor:
@@ -28,6 +28,9 @@ def pack_int4(codes: torch.Tensor) -> torch.Tensor:
 
 def dequantize_int4(weight: Int4Weight) -> torch.Tensor:
     """[out_features, in_features] fp32 of a canonical weight."""
-    codes = unpack_int4(weight.packed).float().unflatten(1, (-1, weight.group_size))
+    codes = unpack_int4(weight.packed).unflatten(1, (-1, weight.group_size))
+    if weight.is_e2m1:
+        values = torch.tensor(E2M1, device=codes.device)[codes.int()]
+        return torch.ldexp(values, weight.scales.int()[..., None] - E8M0_BIAS).flatten(1)
     zeros = SYMMETRIC_ZERO if weight.zeros is None else weight.zeros.float()[..., None]
-    return ((codes - zeros) * weight.scales[..., None]).flatten(1)
+    return ((codes.float() - zeros) * weight.scales[..., None]).flatten(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from slipstream_kernels.fp8 import Fp8Rows
@@ -20,9 +22,9 @@ def grouped_int4_mm(
     def weight_of(expert: int) -> torch.Tensor:
         rows = slice(expert * out_features, (expert + 1) * out_features)
         zeros = None if weight.zeros is None else weight.zeros[rows]
-        part = Int4Weight(
-            weight.packed[rows], weight.scales[rows], zeros, weight.group_size, out_features, weight.in_features
+        own = replace(
+            weight, packed=weight.packed[rows], scales=weight.scales[rows], zeros=zeros, out_features=out_features
         )
-        return dequantize_int4(part)
+        return dequantize_int4(own)
 
     return by_expert(x, out_features, weight_of, routing, by_token, gated)

@@ -1,0 +1,78 @@
+"""Products with MXFP4 weights, dense and of experts, against the format's definition number by number in fp64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_cases import check, logits_of
+from slipstream_kernels import ops
+from slipstream_kernels.gemm.int4_checks import check_int4
+from slipstream_kernels.integer import Int4Weight
+from tolerances import INT_MM
+
+MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def drawn(out_features: int, in_features: int, device: torch.device) -> tuple[Int4Weight, torch.Tensor]:
+    """(weight, its numbers in fp64): all codes, and scales from 2^-9 to 2^-2."""
+    codes = torch.randint(16, (out_features, in_features), dtype=torch.uint8, device=device)
+    scales = torch.randint(118, 126, (out_features, in_features // 32), dtype=torch.uint8, device=device)
+    weight = Int4Weight(ops.pack_int4(codes), scales, None, 32, out_features, in_features, is_e2m1=True)
+    values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=torch.float64, device=device)
+    factors = torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
+    return weight, values[codes.long()] * factors
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "auto"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(5, 80, 160), (17, 66, 2880)])
+def test_dense(device, shape, dtype, backend) -> None:
+    """2880: the last block of 128 input features has half of them."""
+    torch.manual_seed(0)
+    num_tokens, out_features, in_features = shape
+    weight, values = drawn(out_features, in_features, device)
+    x = torch.randn(num_tokens, in_features, device=device).to(dtype)
+    y = ops.int4_mm(x, weight, backend=backend).double()
+    expected = x.double() @ values.t()
+    # Only results are rounded; the interpreter truncates them to bf16, up to 2^-7.
+    limit = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}[dtype]
+    assert (y - expected).norm() / expected.norm() < limit
+
+
+@pytest.mark.parametrize("backend", ["reference", "triton", "auto"])
+@pytest.mark.parametrize(("by_token", "gated"), [(True, True), (False, False)])
+def test_experts(device, by_token, gated, backend) -> None:
+    torch.manual_seed(0)
+    num_experts, out_features, in_features = 5, 34, 160
+    routing = ops.route_experts(logits_of(9, num_experts, device), 2)
+    weight, values = drawn(num_experts * out_features, in_features, device)
+    x = torch.randn(9 if by_token else routing.num_rows, in_features, device=device).bfloat16()
+    y = ops.grouped_int4_mm(x, weight, routing, by_token=by_token, gated=gated, backend=backend)
+    limits = INT_MM[torch.device(device).type, torch.bfloat16]
+    check(y, x.double(), values.view(num_experts, out_features, in_features), routing, by_token, gated, limits)
+
+
+def test_the_least_scale_is_a_power_of_two(device) -> None:
+    """2^-127 is no normal fp32 number."""
+    weight, _ = drawn(16, 64, device)
+    weight.scales.zero_()
+    found = ops.dequantize_int4(weight).double()
+    assert found.abs().max() == 6 * 2.0**-127
+
+
+def test_what_is_refused(device) -> None:
+    weight, _ = drawn(16, 64, device)
+    for wrong, message in (
+        (Int4Weight(weight.packed, weight.scales.float(), None, 32, 16, 64, is_e2m1=True), "scales: dtype"),
+        (Int4Weight(weight.packed, weight.scales, weight.scales, 32, 16, 64, is_e2m1=True), "zeros: e2m1"),
+        (
+            Int4Weight(weight.packed, weight.scales, None, 32, 16, 64),
+            "scales: dtype torch.uint8, expected torch.float32",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_int4(wrong)
+    assert ops.repack_int4(weight) is weight and ops.repack_expert_int4(weight, 2) is weight
+    with pytest.raises(ValueError, match="is not multiplied by fp8 rows"):
+        ops.int4_mm(ops.quantize_fp8(torch.randn(2, 64, device=device).bfloat16()), weight)
