@@ -59,8 +59,8 @@ def test_repacked_weights_of_experts(kind, by_token, gated, shape) -> None:
     check(y, exact_x, exact_w, routing, by_token, gated, INT_MM["cuda", torch.bfloat16])
 
 
-# as above: one strip, shares of few strips, blocks that are no multiple of a stage or of eight, experts without rows
-RECORD_SHAPES = [
+# as above: one tile, CTAs with few tiles, blocks that are no multiple of a stage or of eight, experts without rows
+W4A8_SHAPES = [
     (9, 3, 1, 32, 128, 128), (1, 5, 2, 352, 640, 128), (7, 8, 2, 1024, 1152, 128), (60, 5, 2, 352, 640, 640),
     (300, 8, 2, 1024, 1152, 128), (33, 40, 4, 704, 512, 128), (16, 300, 8, 64, 256, 128), (2, 4, 2, 4096, 1408, 128),
 ]  # fmt: skip
@@ -69,8 +69,8 @@ RECORD_SHAPES = [
 @needs_hopper
 @pytest.mark.parametrize("variant", grouped_w4a8_gemm.VARIANTS, ids=str)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("shape", RECORD_SHAPES, ids=str)
-def test_records(variant, gated, shape) -> None:
+@pytest.mark.parametrize("shape", W4A8_SHAPES, ids=str)
+def test_prepacked_tiles(variant, gated, shape) -> None:
     """Of every variant, whatever the routing; the last expert has no rows, another many; twice the same."""
     num_tokens, num_experts, top_k, out_features, in_features, group_size = shape
     device = torch.device("cuda")
@@ -93,7 +93,7 @@ def test_records(variant, gated, shape) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "fp8"])
 @pytest.mark.parametrize("num_tokens", [1, 20, 50, 100, 1100])
-def test_the_op_takes_records(num_tokens, kind, dtype) -> None:
+def test_the_op_takes_prepacked_tiles(num_tokens, kind, dtype) -> None:
     """Of 16-bit rows, what ops.quantize_fp8 makes of them, to the bit."""
     device = torch.device("cuda")
     routing = ops.route_experts(logits_of(num_tokens, 4, device), 2)
@@ -153,26 +153,26 @@ def test_experts_weights_as_fp8(device, blocks, group_size) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "group_size"), [(3, 128), (2, 256)])
-def test_records_as_fp8(device, blocks, group_size) -> None:
-    """The same of records, whose strips are 8 rows of either half of an expert's."""
+def test_prepacked_tiles_as_fp8(device, blocks, group_size) -> None:
+    """The same for W4A8, whose tiles have 8 rows of either half of an expert's."""
     weight = int4_of(3 * 64, 128 * blocks, group_size, True, device)
-    records = grouped_w4a8_layout.repack_experts(weight, 3)
-    assert records.packed.shape == (blocks, 12, (1024 + 64) // 8) and records.is_grouped_w4a8
-    held = ops.int4_weight(*records.tensors().values(), None, group_size, 128 * blocks)
+    repacked = grouped_w4a8_layout.repack_experts(weight, 3)
+    assert repacked.packed.shape == (blocks, 12, (1024 + 64) // 8) and repacked.is_grouped_w4a8
+    held = ops.int4_weight(*repacked.tensors().values(), None, group_size, 128 * blocks)
     assert (held.out_features, held.zeros) == (192, None)
-    y, expected = dequantise_w4a8(records, 3).float() * records.scales[:, None], ops.dequantize_int4(weight)
+    y, expected = dequantise_w4a8(repacked, 3).float() * repacked.scales[:, None], ops.dequantize_int4(weight)
     assert ((y - expected).abs() <= 1.01 * 2**-4 * expected.abs()).all()
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_the_order_of_experts_weights(blocks) -> None:
-    """Any run of strips or rows of a pair of blocks lies together; a last block without a second follows."""
+    """Any run of tiles or rows of a pair of blocks lies together; a last block without a second follows."""
     weight = int4_of(48, 128 * blocks, 64, True, torch.device("cpu"))
     dense, experts = int4_layout.repack(weight), int4_layout.repack_experts(weight)
     position = 0
     for first in range(0, blocks, 2):
-        for strip in range(3):
-            run = dense.packed[strip, first : first + 2].flatten()
+        for tile in range(3):
+            run = dense.packed[tile, first : first + 2].flatten()
             assert torch.equal(experts.packed[position : position + run.numel()], run)
             position += run.numel()
     assert position == experts.packed.numel() == dense.packed.numel()
@@ -200,8 +200,8 @@ def test_tiles_have_room_for_the_rows_of_most_experts() -> None:
         assert routing.max_tiles(8 * columns) >= -(-num_tokens // (8 * columns)) * top_k
 
 
-def test_variants_of_records() -> None:
-    """Tiles by the rows of an expert; few strips a CTA go to warpgroups that share out the input features."""
+def test_variants_of_w4a8() -> None:
+    """Tiles by the rows of an expert; with few tiles a CTA, warpgroups divide the input features."""
     shapes = {
         (1, 8, 2, 4096): (16, 1),
         (2, 8, 2, 4096): (16, 2),

@@ -18,7 +18,7 @@ from slipstream_kernels.integer import Int4Weight
 
 GROUPS = [64, 128, 0]  # 0: whole rows
 KINDS = ["bf16", "fp16", "fp8"]
-# (out, in features): one strip and block; a tile that is not full; a chunk of blocks that is not full; many CTAs
+# (out, in features): one tile and block; a tile that is not full; a chunk of blocks that is not full; many CTAs
 SIZES = [(16, 256), (208, 384), (320, 13696), (6160, 1024)]
 
 

@@ -40,10 +40,10 @@ def test_scales_of_checkpoints_are_kept(group_size, has_zeros, scale_dtype) -> N
 
 
 def test_both_orders_of_words_hold_the_same() -> None:
-    by_block, by_strip = int4_layout.repack(weight_of(48, 384, 64, True)).scales
-    strips = by_strip.reshape(3, 3, 16, 2)
-    for strip in range(3):
-        assert torch.equal(strips[strip], by_block[:, 16 * strip : 16 * strip + 16])
+    by_block, by_tile = int4_layout.repack(weight_of(48, 384, 64, True)).scales
+    tiles = by_tile.reshape(3, 3, 16, 2)
+    for tile in range(3):
+        assert torch.equal(tiles[tile], by_block[:, 16 * tile : 16 * tile + 16])
 
 
 def test_a_row_of_zero_scales_stays_zero() -> None:

@@ -15,7 +15,7 @@ from slipstream_kernels.gemm.cuda import cutlass_gemm, mixed_gemm_w4a8, w4a8_gem
 from slipstream_kernels.integer import Int4Weight
 
 GROUPS = [64, 128, 0]  # 0: whole rows
-# (out, in features): one strip and block; CTAs with nothing to do; blocks that do not fill stages; several passes
+# (out, in features): one tile and block; CTAs with nothing to do; blocks that do not fill stages; several passes
 SIZES = [(16, 128), (208, 384), (320, 13696), (36864, 256)]
 
 

@@ -23,7 +23,7 @@ def invariant_mm(
     x: [num_tokens, in_features] fp32, bf16 or fp16, last dimension contiguous; the result has its dtype.
     weight: [out_features, in_features], contiguous, of x's dtype, or e4m3 or int8 with scales: fp32 [out_features].
     bias: [out_features], any float dtype.
-    The same row gives the same bits alone and in any company: sums are cut at fixed input features, whoever adds them.
+    The same row gives the same bits alone and in any company: sums are split at fixed input features.
     That is triton's; the reference's rows agree to fp32's rounding.  Source: "Defeating Nondeterminism in LLM
     Inference", Thinking Machines Lab, 2025.
     """

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Rows = Tensor | Fp8Rows | Int8Rows
 Run = Callable[[Rows, "LinearWeight", Config, bool], Tensor]  # of rows, weight, template arguments, whether gated
 LIBRARY_ALIGNMENT = 16  # features of an e4m3 weight that cuBLAS takes are multiples of it
-BOTH_HALVES = 32  # output features of a gated product in strips of 16 are multiples of it
+BOTH_HALVES = 32  # output features of a gated product in tiles of 16 are multiples of it
 
 
 def _cuda(name: str) -> ModuleType:
@@ -59,7 +59,7 @@ def _needs_16_bits(product: Product) -> str | None:
     return f"rows are {product.dtype}, not bfloat16 or float16"
 
 
-def _in_pairs_of_strips(product: Product) -> bool:
+def _in_pairs_of_tiles(product: Product) -> bool:
     return product.weight.out_features % BOTH_HALVES == 0
 
 
@@ -299,9 +299,9 @@ KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "dequantise": Kernel(_dequantise, gates=always),
     "invariant_mm": Kernel(_invariant),
     "int8_gemm": Kernel(_int8_gemm, _int8_gemm_refusal, _tile_config("int8_gemm")),
-    "mixed_gemm": _mixed_gemm("mixed_gemm", _mixed, _in_pairs_of_strips),
+    "mixed_gemm": _mixed_gemm("mixed_gemm", _mixed, _in_pairs_of_tiles),
     "int8_dequantise+library": Kernel(_int8_written_out),
-    "skinny_gemm_w4a16": Kernel(_int4_by("rows"), _needs_16_bits, gates=_in_pairs_of_strips),
+    "skinny_gemm_w4a16": Kernel(_int4_by("rows"), _needs_16_bits, gates=_in_pairs_of_tiles),
     "mixed_gemm_w4a16": _mixed_gemm("mixed_gemm_w4a16", _int4_by("mixed")),
     "int4_dequantise+library": Kernel(_int4_by("written_out"), _needs_16_bits),
     "mixed_gemm_w4a8": _mixed_gemm("mixed_gemm_w4a8", _w4a8_by("few")),

@@ -54,7 +54,7 @@ class LinearWeight:
 
 
 def plain_weight(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
-    """Of weights that are not quantised: [out, in], of experts [num_experts, out, in]."""
+    """The LinearWeight of weights that are not quantised: [out, in], or [num_experts, out, in]."""
     num_experts = weight.shape[0] if weight.dim() == 3 else 0
     out_features, in_features = weight.shape[-2:]
     kind = WeightKind("plain", out_features, in_features, weight.dtype, weight.device, num_experts=num_experts)
@@ -62,7 +62,7 @@ def plain_weight(weight: Tensor, bias: Tensor | None = None) -> LinearWeight:
 
 
 def onednn_weight(packed: Tensor, out_features: int, in_features: int, bias: Tensor | None = None) -> LinearWeight:
-    """Of weights that a CPU's library has packed for itself."""
+    """The LinearWeight of weights that a CPU's library has packed for itself."""
     return LinearWeight(WeightKind("onednn", out_features, in_features, packed.dtype, packed.device), packed, bias=bias)
 
 
@@ -75,7 +75,7 @@ def fp8_weight(
     input_scale: Tensor | None = None,
     num_experts: int = 0,
 ) -> LinearWeight:
-    """Of e4m3 values [out, in] with scales of rows or blocks (ops.scaled_mm); of experts one below the other.
+    """The LinearWeight of e4m3 values [out, in] with scales of rows or blocks (ops.scaled_mm); of all experts.
 
     input_scale: fp32 [], a fixed one of all rows; None: they are scaled as they come.
     """
@@ -100,7 +100,7 @@ def int8_weight(
     input_scale: Tensor | None = None,
     num_experts: int = 0,
 ) -> LinearWeight:
-    """Of int8 values [out, in], or as ops.repack_int8 made them, with scales of rows (ops.int8_mm).
+    """The LinearWeight of int8 values [out, in], or of ops.repack_int8, with scales of rows (ops.int8_mm).
 
     int8_rows: the input is quantised too; input_scale as in fp8_weight.
     """
@@ -139,7 +139,7 @@ def int4_linear_weight(
 
 
 def deterministic_weight(values: Tensor, scales: Tensor | None = None, bias: Tensor | None = None) -> LinearWeight:
-    """Of weights whose products treat each row alike, whatever the others are (ops.invariant_mm)."""
+    """The LinearWeight for products in which no row depends on the others (ops.invariant_mm)."""
     name = FORMATS.get(values.dtype, "plain")
     kind = WeightKind(name, values.shape[0], values.shape[1], values.dtype, values.device, deterministic=True)
     return LinearWeight(kind, values, scales, bias)

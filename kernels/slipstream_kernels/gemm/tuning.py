@@ -1,7 +1,7 @@
 """Which kernels are fastest for which products, by the name of the GPU.  Data only.
 
 A format's kernels are tried from the first to the last; the first that covers the product, and does not refuse it,
-makes it.  The last one of a format takes whatever is left.  All numbers were measured on one H200 (docs/measurements).
+makes it.  The last one of a format takes all other products.  Numbers were measured on one H200 (docs/measurements).
 A GPU without a table of its own takes the H200's: its kernels refuse what they cannot run.  CPUs have one of their own.
 """
 
@@ -71,7 +71,7 @@ class SwapAbCosts:
     """What the estimates of swap_ab_choice reckon with.  They order variants, to no better than a tenth of a time.
 
     bytes_per_us: of weights from memory; sm_bytes_per_us: of all operands into one SM.  chunk_us: of each 128 bytes of
-    a row, whatever its size.  sum_us, sum_bytes_per_us: of adding what the CTAs of a cluster hold.
+    a row, for any size.  sum_us, sum_bytes_per_us: adding the partial sums of a cluster's CTAs.
     """
 
     bytes_per_us: float = 4.1e6
@@ -210,8 +210,8 @@ _USES_OF_CPU: Table = {
 CPU = replace(H200, uses=_USES_OF_CPU)
 TUNINGS: Mapping[str, Tuning] = {"NVIDIA H200": H200, "cpu": CPU}
 
-# Of weights whose input is quantised: up to how many rows stay as they are.  Products of so few take the time of
-# reading the weight, and quantising would be a kernel more.
+# Up to so many rows stay in 16 bits where the input is quantised: their products take the time of reading the weight,
+# and quantising would be one more kernel.
 PLAIN_ROWS_OF_FP8, PLAIN_ROWS_OF_INT8 = 8, 8
 
 
@@ -227,5 +227,5 @@ def ranges_of(gpu: str, weight_format: str, kernel: str) -> list[tuple[int, int]
 
 
 # Bytes for each weight that kernels of many rows write out first, by its values, the form of the rows, and whether it
-# is of experts; 0: as many as a number of a row has.
+# is of experts; 0: the bytes of an element of the rows.
 WRITTEN_OUT_BYTES = {("int8", PLAIN_ROWS, False): 0, ("int4", PLAIN_ROWS, False): 0, ("int4", FP8_ROWS, True): 1}

@@ -1,15 +1,15 @@
 // Orders of 4-bit weights in memory.
 //
-// For 16-bit rows, and of experts (slipstream_kernels/int4_layout.py): a strip is 16 output features; its fragments of 32
-// input features follow each other, 256 bytes each, so that any run of them is one copy. Of a fragment lane l's 8 bytes are
-// a word for row l / 4 and one for row l / 4 + 8. Nibble i of a word is input feature 4 (l % 4) + i, nibble i + 4 the one 16
-// further: a pair that one mask takes out of the word, as two 16-bit numbers of the same row.
+// For 16-bit rows (slipstream_kernels/gemm/int4_layout.py): a tile is 16 output features. Its fragments of 32 input features
+// follow each other, 256 bytes each, so that one copy brings any run of them. A lane's 8 bytes of a fragment are a word for
+// row l / 4 and one for row l / 4 + 8. Nibble i of a word is input feature 4 (l % 4) + i, nibble i + 4 the one 16 further:
+// one mask takes this pair out of the word, as two 16-bit numbers of the same row.
 //
-// For FP8 rows (slipstream_kernels/w4a8_layout.py; mixed_gemm_formats.cuh reads it for few, and below CUTLASS for many):
-// blocks of 128 input features follow each other; in one, strips of 16 output features, 1 KB each: so any run of strips is
-// one copy. A strip's two halves of 64 input features hold 16 bytes for each lane: of two products of 32, a word for row
-// l / 4 and one for row l / 4 + 8. Nibble 2 i of a word is input feature 4 (l % 4) + i, nibble 2 i + 1 the one 16 further:
-// a mask makes of them the operands of products.
+// For FP8 rows (slipstream_kernels/gemm/w4a8_layout.py; the mixed GEMM reads it for few rows, CUTLASS with the layout below
+// for many): blocks of 128 input features follow each other; a block has its tiles of 16 output features, 1 KB each, so that
+// one copy brings any run of tiles. Each half of a tile's block (64 input features) holds 16 bytes for each lane: for each
+// of two products of 32, a word for row l / 4 and one for row l / 4 + 8. Nibble 2 i of a word is input feature
+// 4 (l % 4) + i, nibble 2 i + 1 the one 16 further: a mask makes the operands of products.
 #pragma once
 
 #include <cute/layout.hpp>

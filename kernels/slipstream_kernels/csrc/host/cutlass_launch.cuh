@@ -52,7 +52,7 @@ cudaError_t allow_shared_memory(int device) {
   return error;
 }
 
-// 0, a cudaError_t, or minus a cutlass::Status. Of params: device, num_sms, is_dependent. No kernel here has a
+// 0, a cudaError_t, or minus a cutlass::Status. params has device, num_sms and is_dependent. No kernel here has a
 // workspace.
 template <class GEMM, class PARAMS>
 int launch_gemm(typename GEMM::Arguments arguments, PARAMS const& params, cudaStream_t stream) {

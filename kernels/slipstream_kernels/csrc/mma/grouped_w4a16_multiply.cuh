@@ -81,7 +81,7 @@ struct GroupedW4A16Consumer {
     return load_shared_4(tile + ((row * num_blocks + (num_blocks - 1) * half) * SHAPE::kGroups + group) * 4);
   }
 
-  // num_blocks: of the stage. Of many rows, two tiles are multiplied at a time: `parts` takes as many registers as `sums`.
+  // num_blocks: of the stage. With many rows, two tiles are multiplied at a time: `parts` needs the registers of `sums`.
   template <int TILES, int COLUMNS>
   __device__ __forceinline__ void multiply_block(int num_blocks, GroupedW4A16Sums<SHAPE>& sums) const {
     constexpr int kTogether = COLUMNS <= 2 ? TILES : 2;

@@ -79,7 +79,7 @@ def estimate_us(product: Product, variant: Variant, num_clusters: int, costs: Sw
 
 
 def sum_us(variant: Variant, costs: SwapAbCosts) -> float:
-    """Of adding the sums of a cluster's CTAs."""
+    """Microseconds of adding the partial sums of a cluster's CTAs."""
     if variant.splits == 1:
         return 0.0
     sent = variant.tiles * 128 * variant.columns * 4 * (variant.splits - 1) / variant.splits

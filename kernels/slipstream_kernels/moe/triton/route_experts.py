@@ -1,6 +1,6 @@
 """route_experts in Triton-lang.
 
-The tokens of a decode step are one program's. Of more, choosing is one program per few tokens, and sorting one per
+One program routes the tokens of a decode step. For more tokens, a program chooses for a few tokens, and one sorts per
 expert, which counts the pairs of the experts before it and the ranks of its own: no atomics, so the order is always the
 same, and the ids of 8,192 tokens are 64 KB.
 """
@@ -82,7 +82,7 @@ def _in_best_groups(
 
 @triton.jit
 def _take_best(left, experts):
-    """Of each token the best expert that is left, where it is, and what is left without it."""
+    """For each token: the best expert left, its mask, and the ranks without it."""
     best = tl.argmax(left, axis=1)
     is_best = experts[None, :] == best[:, None]
     return best, is_best, tl.where(is_best, float("-inf"), left)
@@ -90,7 +90,7 @@ def _take_best(left, experts):
 
 @triton.jit
 def _score_of(scores, ranks, is_best, HAS_BIAS: tl.constexpr):
-    """Of the best of those ranks."""
+    """The score of the best of those ranks."""
     if HAS_BIAS:
         return tl.sum(tl.where(is_best, scores, 0.0), axis=1)
     return tl.max(ranks, axis=1)
