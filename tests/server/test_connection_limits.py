@@ -256,15 +256,19 @@ def test_connections(bounded: GatewayProcess) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_behind_an_answer_does_not_hide_that_the_client_leaves(
-    bounded: GatewayProcess, fake_triton: FakeTriton, stream: bool
+@pytest.mark.parametrize(("num_before", "num_behind"), [(0, 1), (1, 1), (0, 2), (2, 3)])
+def test_requests_behind_an_answer_do_not_hide_that_the_client_leaves(
+    bounded: GatewayProcess, fake_triton: FakeTriton, stream: bool, num_before: int, num_behind: int
 ) -> None:
+    """num_before: answered before it on the same connection, and sent with it."""
     fake_triton.cancelled.clear()
-    num_before = len(fake_triton.requests)
+    num_asked = len(fake_triton.requests)
     body = json.dumps({"model": "plain", "prompt": '{"pieces": ["a"], "hang": true}', "stream": stream}).encode()
+    small = HEAD + b"\r\n"
     with connect(bounded) as connection:
-        connection.sendall(POST + f"content-length: {len(body)}\r\n\r\n".encode() + body + HEAD + b"\r\n")
-        wait_until(lambda: len(fake_triton.requests) > num_before, "the generation")
+        generation = POST + f"content-length: {len(body)}\r\n\r\n".encode() + body
+        connection.sendall(num_before * small + generation + num_behind * small)
+        wait_until(lambda: len(fake_triton.requests) > num_asked, "the generation")
     assert fake_triton.cancelled.wait(PATIENCE_S), "it goes on for nobody"
 
 

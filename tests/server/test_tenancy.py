@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +35,7 @@ KEYS = {
         {"name": "settled", "key": "sk-settled", "tokens_per_minute": 600},
         {"name": "brief", "key": "sk-brief", "tokens_per_minute": 100, "default_max_tokens": 12},
         {"name": "alone", "key": "sk-alone", "tokens_per_minute": 20},
+        {"name": "gone", "key": "sk-gone", "tokens_per_minute": 1000},
     ]
 }
 
@@ -210,15 +213,33 @@ def test_a_request_pays_what_it_has_used(keyed: GatewayProcess) -> None:
     assert remaining_tokens(keyed, "sk-settled") > 500
 
 
+@pytest.mark.parametrize(("stream", "least", "most"), [(False, 400, 500), (True, 5, 100)])
+def test_who_leaves_before_the_answer_pays(
+    keyed: GatewayProcess, fake_triton: FakeTriton, stream: bool, least: int, most: int
+) -> None:
+    """A whole answer may have been generated to its end; of a stream nothing had come, so there was only the prompt."""
+    gone = 'slipstream_gateway_requests_total{endpoint="chat",status="499"}'
+    num_gone, before = keyed.metrics().get(gone, 0), remaining_tokens(keyed, "sk-gone")
+    started = time.monotonic()
+    with pytest.raises(openai.APITimeoutError):
+        ask(keyed, "sk-gone", {"pieces": [], "hang": True}, max_tokens=400, stream=stream, timeout=0.3)
+    wait_until(lambda: keyed.metrics().get(gone, 0) > num_gone, "the gateway to notice")
+    paid_back = (time.monotonic() - started) * 1000 / 60
+    paid = before - remaining_tokens(keyed, "sk-gone")
+    assert least - paid_back - 5 <= paid <= most
+
+
 def test_without_max_tokens(keyed: GatewayProcess, fake_triton: FakeTriton) -> None:
     ask(keyed, "sk-brief")
     assert fake_triton.sampling[-1]["max_tokens"] == 12, "the key's"
     ask(keyed, "sk-brief", max_tokens=13)
     assert fake_triton.sampling[-1]["max_tokens"] == 13
     assert remaining_tokens(keyed, "sk-brief") < 100 - 12, "its own 12 are set aside"
-    assert ask(keyed, "sk-alone").choices, "may cost the model's 512 tokens: let in, as the key has used none"
-    with pytest.raises(openai.RateLimitError, match=r"may cost 20 \(prompt about \d+, answer at most 512"):
+    assert ask(keyed, "sk-alone").choices, "may cost the model's length: let in, as the key has used none"
+    with pytest.raises(openai.RateLimitError, match=r"may cost 20 \(prompt about") as error:
         ask(keyed, "sk-alone")
+    prompt, answer = re.findall(r"prompt about (\d+), answer at most (\d+)", str(error.value))[0]
+    assert int(prompt) + int(answer) == 512, "what the model's length leaves behind the prompt"
 
 
 def test_nobody_sees_in_cached_tokens_what_another_key_asked(llm_server: LlmServer) -> None:

@@ -92,6 +92,7 @@ class Gateway:
             if not streams[0].is_cancelled:
                 raise  # the server is stopping
             self.pace.num_disconnects += 1
+            http.state.lease.abandon(is_streamed=keep)
             raise ApiError(CLIENT_GONE, "the client has gone") from None
         finally:
             watcher.cancel()

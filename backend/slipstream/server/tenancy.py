@@ -68,6 +68,7 @@ class Lease:
         self._num_sequences = 0
         self._num_uncharged = 0
         self._num_reserved = 0  # tokens reserved and not charged yet
+        self._num_prompt = 0  # tokens of it reserved for prompts
         self.is_refused = False
 
     def count_refusal(self, reason: str) -> None:
@@ -135,6 +136,12 @@ class Lease:
             )
             raise self._too_many("tokens", limit, wait_s, f"{about} beside {held} of requests that run. ")
         self._num_reserved += count
+        self._num_prompt = min(num_prompt, count)
+
+    def abandon(self, is_streamed: bool) -> None:
+        """Charge a request whose client left before the first response, which would have said what it cost: of a
+        stream the prompt alone, of a whole answer all that is reserved, since the engine may have been at its end."""
+        self.add_tokens(self._num_prompt if is_streamed else self._num_reserved)
 
     def end(self) -> None:
         self._charge()
@@ -220,9 +227,11 @@ def num_prompt_tokens(prompt: str | Sequence[int]) -> int:
 
 
 def most_output_tokens(generation: Generation, model: Model) -> int:
-    """Max output tokens over all sequences; without `max_tokens` the model's default, for chats the model's length."""
+    """Max output tokens over all sequences; without `max_tokens` the model's default, for chats what its length leaves
+    behind the prompt."""
     asked = generation.sampling.get("max_tokens", model.default_max_tokens)
-    return generation.sampling.get("n", 1) * min(asked, model.max_model_len or UNLIMITED_TOKENS)
+    fitting = (model.max_model_len or UNLIMITED_TOKENS) - num_prompt_tokens(generation.prompt)
+    return generation.sampling.get("n", 1) * min(asked, max(1, fitting))
 
 
 class Meter:
