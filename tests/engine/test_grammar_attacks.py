@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from engine_driver import GREEDY, Told, make_engine, run_steps
+from grammar_processes import LETTERS, PROMPT, process_of, workers_of
 from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
@@ -23,10 +24,8 @@ from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine import grammar_host, grammar_link, structured_output
 from slipstream.engine.engine import Engine
 
-PROMPT = [70, 201, 33]
 VICTIM = replace(GREEDY, max_tokens=150)
 GUIDED = SamplingParams(max_tokens=400, temperature=1.0, seed=1)
-LETTERS = Guide("regex", "[a-z]{40}")
 # Each time as long to match as the text before it squared, or more
 NESTED_LOOPS = Guide("regex", "((((([^0]*)*)*)*)*)*0")
 AMBIGUOUS = Guide("ebnf_grammar", 'root ::= s "0"\ns ::= s s s | s s | [^0] | ""')
@@ -34,6 +33,19 @@ HARMLESS = Guide("regex", "[a-z]{500}")
 MOST_SLOWER = 1.5
 GAP_FLOOR_S = 0.4  # a shorter gap may be a busy machine's
 ATTEMPTS = 5
+LATE_S = 3 * structured_output.GRACE_S
+WORKERS_THAT_ARE_LATE = """
+import sys, time
+sys.path[:] = {path!r}
+from slipstream.engine.grammar_process import main
+from slipstream.engine.grammar_worker import GrammarWorker
+advance = GrammarWorker._advance
+def late(worker, *arguments):
+    time.sleep({seconds})
+    return advance(worker, *arguments)
+GrammarWorker._advance = late
+main()
+"""
 MANY_PROPERTIES = {"properties": {f"property_{number}": {"type": "string"} for number in range(990)}}
 # Within all limits of size, and not to be compiled in any time or memory
 TOO_LONG = Guide("regex", "|".join(f"([a-z]{{{n},9999}}x){{1,9999}}" for n in range(9000, 9400)))
@@ -68,13 +80,6 @@ def _victim(engine: Engine, told: dict[Request, Told]) -> tuple[list[int], list[
 
 def _texts(told: dict[Request, Told]) -> dict[int, list[int]]:
     return {request.sequence_index: one.token_ids for request, one in told.items()}
-
-
-def _workers(engine: Engine) -> list[int]:
-    """Process ids of what the grammar process has forked."""
-    process = engine._structured._host._link._process
-    assert process is not None
-    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
 
 
 def _resident_bytes(pid: int) -> int:
@@ -158,9 +163,7 @@ def test_a_killed_process_loses_no_text(limited: Engine, victim: str) -> None:
     told = _submit(limited, LETTERS, params=params)
     while max(len(one.token_ids) for one in told.values()) < 8:
         run_steps(limited, told, 1)
-    process = limited._structured._host._link._process
-    assert process is not None
-    for pid in _workers(limited) if victim == "worker" else [process.pid]:
+    for pid in workers_of(limited) if victim == "worker" else [process_of(limited)]:
         os.kill(pid, signal.SIGKILL)
     run_steps(limited, told)
     assert [one.error for one in told.values()] == [""] * 3
@@ -172,7 +175,7 @@ def test_a_stuck_process_is_killed_and_others_go_on(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, structured_output=StructuredOutputConfig(max_step_ms=300))
     run_steps(engine, _submit(engine, LETTERS))
     expected, _ = _victim(engine, {})
-    (worker,) = _workers(engine)
+    (worker,) = workers_of(engine)
     told = _submit(engine, LETTERS)
     while not next(iter(told.values())).token_ids:
         run_steps(engine, told, 1)
@@ -189,13 +192,12 @@ def test_a_stuck_process_is_killed_and_others_go_on(tiny_llama: Path) -> None:
 
 def test_a_trial_that_somebody_kills_is_not_the_grammars_fault(limited: Engine) -> None:
     told = _submit(limited, Guide("regex", "|".join(f"[a-z]{{{n}}}" for n in range(1, 150))))
-    running = set(_workers(limited))
-    process = limited._structured._host._link._process
-    assert process is not None
-    os.kill(process.pid, signal.SIGSTOP)  # it forks when it goes on
+    running = set(workers_of(limited))
+    process = process_of(limited)
+    os.kill(process, signal.SIGSTOP)  # it forks when it goes on
     run_steps(limited, told, 2)
-    os.kill(process.pid, signal.SIGCONT)
-    while not (trials := set(_workers(limited)) - running):
+    os.kill(process, signal.SIGCONT)
+    while not (trials := set(workers_of(limited)) - running):
         assert not any(one.finish_reason for one in told.values())
     for pid in trials:
         os.kill(pid, signal.SIGKILL)
@@ -212,14 +214,14 @@ def test_a_call_that_outlives_its_request_ends_though_nobody_else_comes(
     told = _submit(limited, LETTERS)
     while not next(iter(told.values())).token_ids:
         run_steps(limited, told, 1)
-    (worker,) = _workers(limited)
+    (worker,) = workers_of(limited)
     os.kill(worker, signal.SIGSTOP)
     run_steps(limited, told)
     assert not limited.has_work and not host.is_idle
     deadline = time.monotonic() + 10
-    while worker in _workers(limited) and time.monotonic() < deadline:
+    while worker in workers_of(limited) and time.monotonic() < deadline:
         limited.wait(0.05)
-    assert worker not in _workers(limited) and host.is_idle
+    assert worker not in workers_of(limited) and host.is_idle
 
 
 def test_keys_of_grammars_are_not_kept_for_ever(limited: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,6 +287,24 @@ def test_late_masks_change_no_text(limited: Engine, monkeypatch: pytest.MonkeyPa
     assert [one.token_ids for one in told.values()] == [one.token_ids for one in patient.values()]
 
 
+def test_steps_wait_once_for_a_grammar_that_is_late_for_each_token(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its masks take no CPU time, so that no budget ends it: only the hold keeps it out of the steps of others."""
+    program = WORKERS_THAT_ARE_LATE.replace("{seconds}", str(LATE_S))
+    monkeypatch.setattr(grammar_link, "_START", program)
+    engine = make_engine(tiny_llama)
+    try:
+        expected, _ = _victim(engine, {})
+        told = _submit(engine, LETTERS, params=replace(GUIDED, max_tokens=12))
+        tokens, _ = _victim(engine, told)
+        ((request, late),) = told.items()
+        assert tokens == expected and late.error == "" and len(late.token_ids) == 12
+        assert request.num_preemptions <= 1  # withdrawn from a step that had waited for it
+    finally:
+        engine.close()
+
+
 def test_memory_stays_bounded_over_many_grammars(limited: Engine) -> None:
     """The engine holds none of them, the worker cache_bytes' worth."""
 
@@ -296,7 +316,7 @@ def test_memory_stays_bounded_over_many_grammars(limited: Engine) -> None:
             run_steps(limited, told)
 
     serve(range(20))
-    (worker,) = _workers(limited)
+    (worker,) = workers_of(limited)
     own, forked = _resident_bytes(os.getpid()), _resident_bytes(worker)
     serve(range(20, 80))
     assert _resident_bytes(os.getpid()) - own < 8 << 20

@@ -7,25 +7,22 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engine_driver import Told, make_engine, run_steps
+from grammar_processes import GUIDED, children, is_gone, process_of, served_engine, start, wait_until_gone
 from slipstream import LLM
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, StructuredOutputConfig
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason, Request
-from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.core.sampling_params import Guide
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar_messages import MAX_KILLS
 
-LETTERS = Guide("regex", "[a-z]{40}")
 SLOW_TO_COMPILE = Guide("regex", "|".join(f"([a-z]{{{n},9999}}x){{1,9999}}" for n in range(9000, 9400)))
-GUIDED = SamplingParams(max_tokens=60, temperature=1.0, seed=1, guide=LETTERS)
-GONE_S = 15.0
 CRASH = signal.SIGTRAP  # no library handles it, so that all threads end at once
 ENGINE_OF_ITS_OWN = """
 import sys, time
@@ -42,11 +39,6 @@ time.sleep(600)
 """
 
 
-def _start(engine: Engine, params: SamplingParams = GUIDED) -> tuple[Request, Told]:
-    (request,) = engine.submit(Request([70, 201, 33], params, handle=7))
-    return request, Told()
-
-
 def _step_until(engine: Engine, told: dict[Request, Told], is_true: Callable[[], object]) -> None:
     for _ in range(20_000):
         if is_true():
@@ -54,29 +46,6 @@ def _step_until(engine: Engine, told: dict[Request, Told], is_true: Callable[[],
         assert engine.has_work, [one.error for one in told.values()]
         run_steps(engine, told, 1)
     raise AssertionError("it does not come to that")
-
-
-def _process(engine: Engine) -> int:
-    process = engine._structured._host._link._process
-    return process.pid if process is not None else 0
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def _wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + GONE_S
-    while not all(map(_is_gone, pids)):
-        assert time.monotonic() < deadline, f"grammar processes go on: {pids}"
-        time.sleep(0.01)
 
 
 def _shared_memory() -> set[str]:
@@ -88,12 +57,12 @@ def _shared_memory() -> set[str]:
 
 def test_a_process_killed_at_its_start_is_started_again(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
-    request, one = _start(engine)
+    request, one = start(engine)
     told, killed = {request: one}, set()
     while len(killed) < MAX_KILLS - 1:
-        _step_until(engine, told, lambda: _process(engine) not in {0, *killed})
-        killed.add(_process(engine))
-        os.kill(_process(engine), signal.SIGKILL)
+        _step_until(engine, told, lambda: process_of(engine) not in {0, *killed})
+        killed.add(process_of(engine))
+        os.kill(process_of(engine), signal.SIGKILL)
     run_steps(engine, told)
     assert one.error == "" and one.finish_reason is FinishReason.STOP and len(one.token_ids) > 3
     engine.close()
@@ -101,17 +70,17 @@ def test_a_process_killed_at_its_start_is_started_again(tiny_llama: Path) -> Non
 
 def test_a_process_that_never_starts_ends_who_waits_for_it(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
-    request, one = _start(engine)
+    request, one = start(engine)
     told, killed = {request: one}, set()
     while one.finish_reason is None:
-        _step_until(engine, told, lambda: one.finish_reason or _process(engine) not in {0, *killed})
+        _step_until(engine, told, lambda: one.finish_reason or process_of(engine) not in {0, *killed})
         if one.finish_reason is None:
-            killed.add(_process(engine))
-            os.kill(_process(engine), signal.SIGKILL)
+            killed.add(process_of(engine))
+            os.kill(process_of(engine), signal.SIGKILL)
     assert len(killed) == MAX_KILLS
     assert one.fault is CapacityError and "structured output is not available" in one.error
     assert engine._structured._host.is_idle and engine.error is None
-    again, two = _start(engine)
+    again, two = start(engine)
     run_steps(engine, {again: two})
     assert two.error == "" and two.finish_reason is FinishReason.STOP
     engine.close()
@@ -119,32 +88,29 @@ def test_a_process_that_never_starts_ends_who_waits_for_it(tiny_llama: Path) -> 
 
 @pytest.fixture(scope="module")
 def served(tiny_llama: Path) -> Iterator[Engine]:
-    """Whose grammar processes run."""
-    engine = make_engine(tiny_llama, structured_output=StructuredOutputConfig(max_compile_ms=1500))
-    run_steps(engine, dict([_start(engine)]))
-    yield engine
-    engine.close()
+    with served_engine(tiny_llama, StructuredOutputConfig(max_compile_ms=1500)) as engine:
+        yield engine
 
 
 def _end_worker_in_a_call(engine: Engine, told: dict[Request, Told], signal_number: int) -> None:
     """While it has a call of the request, which it does not answer."""
     (request,) = told
     state, link = request.grammar_state, engine._structured._host._link
-    _step_until(engine, told, lambda: state.is_open and _children(_process(engine)))
-    (worker,) = _children(_process(engine))
+    _step_until(engine, told, lambda: state.is_open and children(process_of(engine)))
+    (worker,) = children(process_of(engine))
     os.kill(worker, signal.SIGSTOP)
     _step_until(engine, told, lambda: state.asked_at)
     generation = link._generation
     os.kill(worker, signal_number)
     os.kill(worker, signal.SIGCONT)
-    _wait_until_gone([worker])
+    wait_until_gone(worker)
     _step_until(engine, told, lambda: link._generation > generation)
 
 
 def test_workers_killed_from_outside_are_not_the_doing_of_a_request(served: Engine) -> None:
-    request, expected = _start(served)
+    request, expected = start(served)
     run_steps(served, {request: expected})
-    request, one = _start(served)
+    request, one = start(served)
     for _ in range(3):
         _end_worker_in_a_call(served, {request: one}, signal.SIGKILL)
     run_steps(served, {request: one})
@@ -152,7 +118,7 @@ def test_workers_killed_from_outside_are_not_the_doing_of_a_request(served: Engi
 
 
 def test_workers_that_crash_at_different_tokens_are_not_its_doing_either(served: Engine) -> None:
-    request, one = _start(served)
+    request, one = start(served)
     for num_tokens in (3, 8, 13):
         _step_until(served, {request: one}, lambda wanted=num_tokens: len(one.token_ids) >= wanted)
         _end_worker_in_a_call(served, {request: one}, CRASH)
@@ -161,7 +127,7 @@ def test_workers_that_crash_at_different_tokens_are_not_its_doing_either(served:
 
 
 def test_workers_that_crash_twice_at_one_token_are(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    request, one = _start(served)
+    request, one = start(served)
     told = {request: one}
     _step_until(served, told, lambda: len(one.token_ids) >= 3)
     link = served._structured._host._link
@@ -169,9 +135,9 @@ def test_workers_that_crash_twice_at_one_token_are(served: Engine, monkeypatch: 
 
     def crash_and_send(kind: str, *arguments: object) -> None:
         if kind == "open":
-            (worker,) = _children(_process(served))
+            (worker,) = children(process_of(served))
             os.kill(worker, CRASH)
-            _wait_until_gone([worker])
+            wait_until_gone(worker)
         send(kind, *arguments)
 
     monkeypatch.setattr(link, "send_to_worker", crash_and_send)
@@ -179,7 +145,7 @@ def test_workers_that_crash_twice_at_one_token_are(served: Engine, monkeypatch: 
     run_steps(served, told)
     assert one.fault is RequestError and "guided_memory_bytes" in one.error and "cannot be done" in one.error
     monkeypatch.undo()
-    again, two = _start(served)
+    again, two = start(served)
     run_steps(served, {again: two})
     assert two.error == "" and two.finish_reason is FinishReason.STOP
 
@@ -187,13 +153,13 @@ def test_workers_that_crash_twice_at_one_token_are(served: Engine, monkeypatch: 
 @pytest.mark.parametrize("num_kills", [2, MAX_KILLS])
 def test_a_trial_killed_from_outside_says_nothing_of_its_grammar(served: Engine, num_kills: int) -> None:
     guide = replace(SLOW_TO_COMPILE, text=f"{SLOW_TO_COMPILE.text}|{num_kills}")
-    request, one = _start(served, replace(GUIDED, guide=guide))
+    request, one = start(served, replace(GUIDED, guide=guide))
     run_steps(served, {request: one}, 1)
     killed: set[int] = set()
-    workers = set(_children(_process(served)))
+    workers = set(children(process_of(served)))
     for _ in range(num_kills):
-        _step_until(served, {request: one}, lambda: set(_children(_process(served))) - killed - workers)
-        (trial,) = set(_children(_process(served))) - killed - workers
+        _step_until(served, {request: one}, lambda: set(children(process_of(served))) - killed - workers)
+        (trial,) = set(children(process_of(served))) - killed - workers
         killed.add(trial)
         os.kill(trial, signal.SIGKILL)
     run_steps(served, {request: one})
@@ -214,13 +180,13 @@ def test_a_killed_engine_takes_its_grammar_processes_along(tiny_llama: Path, sta
         try:
             assert engine.stdout is not None
             process = int(engine.stdout.readline())
-            pids = [process, *_children(process)]
-            assert len(pids) == 2 and not any(map(_is_gone, pids))
+            pids = [process, *children(process)]
+            assert len(pids) == 2 and not any(map(is_gone, pids))
             if state == "stopped":  # it does not see that its socket is closed
                 os.kill(process, signal.SIGSTOP)
         finally:
             engine.kill()
-    _wait_until_gone(pids)
+    wait_until_gone(*pids)
     assert _shared_memory() == before
 
 
@@ -230,12 +196,12 @@ def test_an_engine_in_process_takes_them_along(tiny_llama: Path, way: str) -> No
     model = ModelConfig(model=str(tiny_llama), device="cpu")
     llm = LLM.from_config(EngineConfig(model=model, cache=CacheConfig(block_size=8, num_blocks=64)))
     llm.generate("a", GUIDED)
-    pids = [_process(llm.engine), *_children(_process(llm.engine))]
-    assert len(pids) == 2 and not any(map(_is_gone, pids))
+    pids = [process_of(llm.engine), *children(process_of(llm.engine))]
+    assert len(pids) == 2 and not any(map(is_gone, pids))
     if way == "closed":
         llm.close()
     else:
         del llm
         gc.collect()
-    _wait_until_gone(pids)
+    wait_until_gone(*pids)
     assert _shared_memory() == before

@@ -17,20 +17,18 @@ from pathlib import Path
 
 import pytest
 from engine_driver import GREEDY, Told, make_engine, run_steps
+from grammar_processes import GUIDED, children, process_of, served_engine, start, state_of, wait_until_gone
 from patience import wait_until
 from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason, Request
-from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.core.sampling_params import Guide
 from slipstream.engine import grammar_link
 from slipstream.engine.engine import Engine
 from slipstream.engine.grammar_channel import Channel
 from slipstream.engine.grammar_link import GrammarLink, _cpu_seconds
 from slipstream.engine.grammar_messages import MAX_KILLS, Setup
 
-PROMPT = [70, 201, 33]
-LETTERS = Guide("regex", "[a-z]{40}")
-GUIDED = SamplingParams(max_tokens=60, temperature=1.0, seed=1, guide=LETTERS)
 GONE_S = 60.0
 WORKERS_THAT_HANG = """
 import os, sys, time
@@ -47,34 +45,6 @@ def hang(process, *fds):
 GrammarProcess._work = hang
 main()
 """
-
-
-def _start(engine: Engine, params: SamplingParams = GUIDED, **named: int) -> tuple[Request, Told]:
-    (request,) = engine.submit(Request(list(PROMPT), params, handle=7, **named))
-    return request, Told()
-
-
-def _process(engine: Engine) -> int:
-    process = engine._structured._host._link._process
-    return process.pid if process is not None else 0
-
-
-def _children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _wait_until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + GONE_S
-    while any(Path(f"/proc/{pid}").exists() and _state(pid) not in "ZX" for pid in pids):
-        assert time.monotonic() < deadline, f"grammar processes go on: {pids}"
-        time.sleep(0.01)
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"
 
 
 def _steps(engine: Engine, told: dict[Request, Told], seconds: float = GONE_S) -> Iterator[None]:
@@ -105,44 +75,41 @@ def engine(tiny_llama: Path) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def served(tiny_llama: Path) -> Iterator[Engine]:
-    """Whose grammar processes run."""
-    engine = make_engine(tiny_llama, structured_output=StructuredOutputConfig(max_compile_ms=200))
-    run_steps(engine, dict([_start(engine)]))
-    yield engine
-    engine.close()
+    with served_engine(tiny_llama, StructuredOutputConfig(max_compile_ms=200)) as engine:
+        yield engine
 
 
 # ---------------------------------------------------------------- a deadline for each
 
 
 def test_a_process_that_is_stopped_at_its_start_is_replaced(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    request, one = _start(engine)
+    request, one = start(engine)
     told = {request: one}
     with _little_patience(engine, monkeypatch):
         for _ in _steps(engine, told):
-            if stopped := _process(engine):
+            if stopped := process_of(engine):
                 break
         os.kill(stopped, signal.SIGSTOP)
         for _ in _steps(engine, told):
-            if _process(engine) not in (0, stopped):
+            if process_of(engine) not in (0, stopped):
                 break
     run_steps(engine, told)
     assert one.error == "" and one.finish_reason is FinishReason.STOP
-    _wait_until_gone(stopped)
+    wait_until_gone(stopped)
 
 
 def test_a_process_that_is_stopped_with_a_trial_is_replaced(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped = [_process(served), *_children(_process(served))]
+    stopped = [process_of(served), *children(process_of(served))]
     os.kill(stopped[0], signal.SIGSTOP)
-    request, one = _start(served, replace(GUIDED, guide=Guide("regex", "[a-z]{41}")))
+    request, one = start(served, replace(GUIDED, guide=Guide("regex", "[a-z]{41}")))
     told = {request: one}
     with _little_patience(served, monkeypatch):
         for _ in _steps(served, told):
-            if _process(served) not in (0, stopped[0]):
+            if process_of(served) not in (0, stopped[0]):
                 break
     run_steps(served, told)
     assert one.error == "" and one.finish_reason is FinishReason.STOP
-    _wait_until_gone(*stopped)
+    wait_until_gone(*stopped)
 
 
 @pytest.mark.parametrize("num_hanging", [1, MAX_KILLS])
@@ -152,7 +119,7 @@ def test_a_worker_that_hangs_at_its_start_is_replaced(
     log = tmp_path / "workers"
     program = WORKERS_THAT_HANG.replace("{log!r}", repr(str(log))).replace("{num_hanging}", str(num_hanging))
     monkeypatch.setattr(grammar_link, "_START", program)
-    request, one = _start(engine)
+    request, one = start(engine)
     told = {request: one}
     for _ in _steps(engine, told):
         if log.exists():
@@ -167,23 +134,23 @@ def test_a_worker_that_hangs_at_its_start_is_replaced(
         assert one.error == "" and one.finish_reason is FinishReason.STOP
     else:
         assert one.fault is CapacityError and "structured output is not available" in one.error
-    _wait_until_gone(*map(int, log.read_text().split()[:num_hanging]))
+    wait_until_gone(*map(int, log.read_text().split()[:num_hanging]))
 
 
 def test_a_trial_that_is_stopped_is_not_the_doing_of_its_grammar(served: Engine) -> None:
-    workers = set(_children(_process(served)))
-    os.kill(_process(served), signal.SIGSTOP)  # it forks when it goes on
-    request, one = _start(served, replace(GUIDED, guide=Guide("regex", "|".join(f"[a-z]{{{n}}}" for n in range(90)))))
+    workers = set(children(process_of(served)))
+    os.kill(process_of(served), signal.SIGSTOP)  # it forks when it goes on
+    request, one = start(served, replace(GUIDED, guide=Guide("regex", "|".join(f"[a-z]{{{n}}}" for n in range(90)))))
     told = {request: one}
     run_steps(served, told, 2)
-    os.kill(_process(served), signal.SIGCONT)
-    while not (trials := set(_children(_process(served))) - workers):
+    os.kill(process_of(served), signal.SIGCONT)
+    while not (trials := set(children(process_of(served))) - workers):
         assert one.finish_reason is None
     for trial in trials:
         os.kill(trial, signal.SIGSTOP)
     run_steps(served, told)
     assert one.error == "" and one.finish_reason is not None
-    _wait_until_gone(*trials)
+    wait_until_gone(*trials)
 
 
 def test_a_process_that_gets_little_time_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,7 +162,7 @@ def test_a_process_that_gets_little_time_is_not_taken_for_one_that_hangs(monkeyp
                 wait_until(lambda: _cpu_seconds(busy) > link._cpu_s, "CPU time")
                 assert not link._hangs(0.0)
             os.kill(busy.pid, signal.SIGSTOP)
-            wait_until(lambda: _state(busy.pid) == "T", "the stop")
+            wait_until(lambda: state_of(busy.pid) == "T", "the stop")
             link._hangs(0.0)
             assert link._hangs(0.0)
             os.kill(busy.pid, signal.SIGCONT)
@@ -241,7 +208,7 @@ def test_descriptors_wait_for_a_peer_that_reads_nothing_and_nobody_else_does(tmp
 
 def test_a_stopped_process_holds_up_no_step(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Though a worker is to be forked, behind more messages than the socket has room for."""
-    process, link = _process(served), served._structured._host._link
+    process, link = process_of(served), served._structured._host._link
     start_worker = link.start_worker
 
     def start_behind_others() -> None:
@@ -250,30 +217,30 @@ def test_a_stopped_process_holds_up_no_step(served: Engine, monkeypatch: pytest.
             link.send_to_process("forget", b"a key that it does not know" * 1000)
         start_worker()
 
-    told = dict([_start(served), _start(served, replace(GREEDY, max_tokens=200))])
+    told = dict([start(served), start(served, replace(GREEDY, max_tokens=200))])
     with monkeypatch.context() as stopping:
         stopping.setattr(link, "start_worker", start_behind_others)
-        (worker,) = _children(process)
+        (worker,) = children(process)
         os.kill(worker, signal.SIGKILL)
         times = [time.monotonic()]
         for _ in itertools.takewhile(lambda _: len(times) < 150, _steps(served, told)):
             times.append(time.monotonic())
     assert max(after - before for before, after in itertools.pairwise(times)) < 1.0
-    assert _process(served) == process and _state(process) == "T"
+    assert process_of(served) == process and state_of(process) == "T"
     os.kill(process, signal.SIGCONT)
     run_steps(served, told)
-    assert _process(served) == process and {one.error for one in told.values()} == {""}
+    assert process_of(served) == process and {one.error for one in told.values()} == {""}
 
 
 # ---------------------------------------------------------------- nothing outlives the process that forks
 
 
 def test_what_hangs_in_a_worker_ends_with_the_process_that_forked_it(served: Engine) -> None:
-    process = _process(served)
-    (worker,) = _children(process)
+    process = process_of(served)
+    (worker,) = children(process)
     os.kill(worker, signal.SIGSTOP)  # none of its threads sees that a socket is closed
     os.kill(process, signal.SIGKILL)
-    _wait_until_gone(process, worker)
-    request, one = _start(served)
+    wait_until_gone(process, worker)
+    request, one = start(served)
     run_steps(served, {request: one})
     assert one.error == "" and one.finish_reason is FinishReason.STOP
