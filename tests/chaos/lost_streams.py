@@ -16,10 +16,29 @@ from pathlib import Path
 SYS_PIDFD_GETFD = 438  # x86-64 and arm64
 TCP_CLOSE = 7
 INODE_COLUMNS = {"tcp": 9, "tcp6": 9, "unix": 6}  # of /proc/net
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def refusal() -> str:
+    """Why sockets of a process cannot be looked at here; "" when they can."""
+    if not hasattr(os, "pidfd_open"):
+        return "this Python has no pidfd_open"
+    pidfd = os.pidfd_open(os.getpid())
+    copy = _copy_of(pidfd, pidfd)
+    os.close(pidfd)
+    if copy < 0:
+        return f"pidfd_getfd: {os.strerror(ctypes.get_errno())}"
+    os.close(copy)
+    return ""
+
+
+def _copy_of(pidfd: int, descriptor: int) -> int:
+    """A descriptor of a process's open file in this one; -1 when it is closed or the kernel refuses."""
+    return int(_libc.syscall(SYS_PIDFD_GETFD, pidfd, descriptor, 0))
 
 
 class LostStreams:
-    """Counts them in one server. The kernel must allow its parent to look at its sockets (pidfd_getfd)."""
+    """Counts them in one server, a child of this process. Where the kernel refuses a look, they count as a leak."""
 
     def __init__(self, pid: int, grpc_port: int) -> None:
         self._pid, self._port = pid, grpc_port
@@ -54,7 +73,7 @@ class LostStreams:
 
     def _is_lost(self, descriptor: int) -> bool:
         """Looks through a copy of the descriptor, which ends at once."""
-        copy = ctypes.CDLL(None, use_errno=True).syscall(SYS_PIDFD_GETFD, self._pidfd, descriptor, 0)
+        copy = _copy_of(self._pidfd, descriptor)
         if copy < 0:
             return False  # closed meanwhile, or not allowed: then it counts as a leak
         with socket.socket(fileno=copy) as seen:

@@ -30,6 +30,7 @@ from clock import Clock  # noqa: E402
 from failures import DISK_LIMIT, NEIGHBOUR, WEIGHTS, Downtimes, Failures, schedule  # noqa: E402
 from gateway import GatewayProcess  # noqa: E402
 from llm_server import LlmServer, missing_server  # noqa: E402
+from lost_streams import refusal  # noqa: E402
 from outcome import Texts  # noqa: E402
 from report import Report, RoundFigures  # noqa: E402
 from rounds import Round, make_rounds  # noqa: E402
@@ -101,6 +102,8 @@ class Run:
         allowed = tuple(name for name in WEIGHTS if name not in without)
         if clock.why_not:
             self.report.lines.append(f"no clock jumps: {clock.why_not}")
+        if why_not := refusal():
+            self.report.lines.append(f"streams lost by the server count as a leak: {why_not}")
         self._schedule = iter(schedule(options.seed, 100_000, allowed) if allowed else ())
 
     def run(self) -> None:

@@ -18,10 +18,11 @@ from triton_server import TritonServer
 
 sys.path.append(str(Path(__file__).parent))
 
-from lost_streams import LostStreams
+from lost_streams import LostStreams, refusal
 from watch import MAX_FDS_GROWTH, MIN_SAMPLES, THREADS_PER_HELD_MODEL, Life, too_many_lost
 
 NUM_CLIENTS, PAUSE_S, PATIENCE_S = 16, 0.3, 45.0
+looks_at_sockets = pytest.mark.skipif(bool(refusal()), reason=f"sockets cannot be looked at: {refusal()}")
 
 
 def life(*, fds: int = 0, threads: int = 0) -> Life:
@@ -57,6 +58,7 @@ def accepted() -> Iterator[tuple[socket.socket, socket.socket]]:
             yield client, connection
 
 
+@looks_at_sockets
 def test_a_socket_is_lost_when_its_client_reset_it_and_it_stays_open(
     accepted: tuple[socket.socket, socket.socket],
 ) -> None:
@@ -72,6 +74,7 @@ def test_a_socket_is_lost_when_its_client_reset_it_and_it_stays_open(
     assert of_grpc.count() == 0
 
 
+@looks_at_sockets
 @pytest.mark.skipif(bool(missing_server()), reason="tritonserver is not installed")
 def test_a_server_without_any_backend_loses_cancelled_streams(tmp_path: Path) -> None:
     """So it is not a backend that loses them. The requests are refused by the server itself: it has no model."""
