@@ -70,8 +70,8 @@ Engine::Engine(EngineSetup setup, Services& services)
   metrics_->engine_is_down();
   warn_of_short_exit();
   services_.exit_guard.watch(exit_, [&engines = services_.engines] { return engines.is_idle(); });
-  supervisor_ = std::thread([this] { supervise(); });
-  watcher_ = std::thread([this] { watch_cancellations(); });
+  supervisor_ = named_thread("slip-supervisor", [this] { supervise(); });
+  watcher_ = named_thread("slip-watcher", [this] { watch_cancellations(); });
   services_.engines.add(this);
 }
 
@@ -153,12 +153,12 @@ void Engine::watch_cancellations() {
   }
 }
 
-// The supervisor's thread.
+// The supervisor's thread.  The watcher ends with it: the server may hold the instance for good, its threads it may not.
 void Engine::supervise() {
   while (!stop_) {
     try {
       run_engine();
-      return;  // stopped in good order
+      break;  // stopped in good order
     } catch (const EngineEnded& error) {
       engine_ended(error, error.for_clients);
     } catch (const BackendError& error) {
@@ -166,8 +166,9 @@ void Engine::supervise() {
     } catch (const std::exception& error) {
       engine_ended(BackendError(TRITONSERVER_ERROR_INTERNAL, error.what()), "could not be started");
     }
-    if (!was_ever_up_ || !wait_for_restart()) return;
+    if (!was_ever_up_ || !wait_for_restart()) break;
   }
+  live_.stop_watching();
 }
 
 // One life of the engine process; returns when it was asked to stop.  Throws BackendError when it died.
@@ -380,7 +381,7 @@ void Engine::engine_ended(const BackendError& reason, const std::string& for_cli
   live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
 }
 
-// False when the server exits, or the model is being unloaded: by the reloader, or by the user.
+// False when the server exits, or the model is unloaded: by the reloader, which then loads it anew, or by the user.
 bool Engine::wait_for_restart() {
   const auto healthy_for = up_since_ == Clock::time_point{} ? Clock::duration{} : Clock::now() - up_since_;
   up_since_ = {};
@@ -388,8 +389,9 @@ bool Engine::wait_for_restart() {
   const auto due = Clock::now() + backoff_.next(healthy_for);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_ && !exit_->has_begun()) {
-    const bool may_restart = ticket == nullptr || *ticket == ModelReloader::Verdict::kRefused;
-    if (may_restart && Clock::now() >= due) return true;
+    const auto verdict = ticket == nullptr ? ModelReloader::Verdict::kRefused : ticket->load();
+    if (verdict == ModelReloader::Verdict::kUnloading) return false;
+    if (verdict == ModelReloader::Verdict::kRefused && Clock::now() >= due) return true;
     changed_.wait_for(lock, std::chrono::milliseconds(20));
   }
   return false;

@@ -87,7 +87,7 @@ EngineProcess::EngineProcess(const std::vector<std::string>& argv, std::string l
     close(output[0]);
     throw std::system_error(fork_errno, std::generic_category(), "fork");
   }
-  forwarder_ = std::thread([this, fd = output[0]] { forward_output(fd); });
+  forwarder_ = named_thread("slip-output", [this, fd = output[0]] { forward_output(fd); });
 }
 
 EngineProcess::~EngineProcess() {

@@ -59,7 +59,7 @@ ModelReloader::Ticket ModelReloader::reload(
   std::lock_guard<std::mutex> lock(mutex_);
   const auto due = std::chrono::steady_clock::now() + backoffs_[model].next(healthy_for);
   jobs_.push_back({std::move(exit), model, std::move(keep_alive), ticket, false, due});
-  if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
+  if (!thread_.joinable()) thread_ = named_thread("slip-reloader", [this] { run(); });
   changed_.notify_all();
   return ticket;
 }

@@ -1,8 +1,11 @@
-// Errors and log lines: exceptions inside, TRITONSERVER_Error* at the C border.
+// Errors and log lines: exceptions inside, TRITONSERVER_Error* at the C border.  Threads that the system can name.
 #pragma once
+
+#include <sys/prctl.h>
 
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "api.h"
 
@@ -56,6 +59,15 @@ inline bool log_if_failed(TRITONSERVER_Error* error, const char* what) {
   log_warning(std::string(what) + ": " + TRITONSERVER_ErrorMessage(error));
   TRITONSERVER_ErrorDelete(error);
   return false;
+}
+
+// The name, of at most 15 characters, is what `top -H` and /proc show, among the server's many threads.
+template <typename Body>
+std::thread named_thread(const char* name, Body body) {
+  return std::thread([name, body] {
+    prctl(PR_SET_NAME, name);
+    body();
+  });
 }
 
 // Run an entry point's body; no exception may cross into Triton.

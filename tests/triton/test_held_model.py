@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,12 @@ def loaded(server: TritonServer) -> TritonServer:
 
 def engines(server: TritonServer) -> list[int]:
     return [child.pid for child in psutil.Process(server.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+
+
+def own_threads(server: TritonServer) -> Counter[str]:
+    """The threads that the backend has for its engines, by name."""
+    names = [comm.read_text().strip() for comm in Path(f"/proc/{server.pid}/task").glob("*/comm")]
+    return Counter(name for name in names if name.startswith("slip-") and name != "slip-reloader")
 
 
 def ask(server: TritonServer, stream: GrpcStream) -> None:
@@ -79,3 +86,18 @@ def test_an_unloaded_model_finishes_what_it_has_begun(loaded: TritonServer) -> N
         stream.wait(num_ends=1)
         assert len(stream.texts) == 150 and not stream.errors
         wait_until(lambda: not engines(loaded), "the engine to end")
+
+
+def test_an_instance_whose_engine_died_keeps_no_threads_while_the_server_holds_it(loaded: TritonServer) -> None:
+    """Another instance has replaced it; after lost cancels the server holds such instances for good."""
+    with GrpcStream(loaded.grpc_url) as stream:
+        ask(loaded, stream)
+        wait_until(lambda: own_threads(loaded).total() == 3, "the threads of one engine")
+        before = own_threads(loaded)
+        [engine] = engines(loaded)
+        psutil.Process(engine).kill()
+        wait_until(lambda: engines(loaded) not in ([], [engine]), "another engine")
+        loaded.wait_model_ready("llm")
+        wait_until(lambda: own_threads(loaded) == before, "the threads of the dead engine's instance to end")
+    assert loaded.unload("llm")[0] == 200
+    wait_until(lambda: not own_threads(loaded), "its threads to end")
