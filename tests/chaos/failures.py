@@ -9,11 +9,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import psutil
+from backoff import FIRST_S, Backoff
 from clock import Clock
 from llm_client import GrpcStream
 from llm_server import LlmServer
@@ -102,6 +103,8 @@ class Failures:
         self.engines: dict[str, psutil.Process] = {}  # by model
         self.counts: Counter[str] = Counter()
         self.ready_again_s: list[float] = []
+        self._ready_since: dict[str, float] = {}  # by model
+        self._backoffs: defaultdict[str, Backoff] = defaultdict(Backoff)
 
     def run(self, failure: Failure) -> None:
         self.counts[failure.name] += 1
@@ -143,6 +146,7 @@ class Failures:
             new = [engine for engine in own_engines(self._server) if engine.pid not in before]
             if new and self._server.is_model_ready(model):
                 self.engines[model] = new[-1]
+                self._ready_since[model] = time.monotonic()
                 return
             if not self._server.is_alive():
                 raise RuntimeError("the server has ended")
@@ -155,14 +159,16 @@ class Failures:
         before = {engine.pid for engine in own_engines(self._server)}
         self._downtimes.begin(model)
         began = time.monotonic()
+        backoff_s = self._backoffs[model].next(began - self._ready_since[model])
         self.engines[model].send_signal(signal.SIGKILL)
         try:
             self._adopt(model, before, 6 * self._max_ready_s)
         finally:
             self._downtimes.end(model)
         self.ready_again_s.append(time.monotonic() - began)
-        if self.ready_again_s[-1] > self._max_ready_s:
-            bound = max(self._max_ready_s, IMPORTS_PER_START * seconds_to_import())
+        longer_s = backoff_s - FIRST_S  # than after a first kill
+        if self.ready_again_s[-1] > self._max_ready_s + longer_s:
+            bound = max(self._max_ready_s, IMPORTS_PER_START * seconds_to_import()) + longer_s
             if self.ready_again_s[-1] > bound:
                 self._ledger.fault(f"ready again {self.ready_again_s[-1]:.1f} s after a kill, not {bound:.0f}")
 

@@ -35,7 +35,7 @@ from outcome import Texts  # noqa: E402
 from report import Report, RoundFigures  # noqa: E402
 from rounds import Round, make_rounds  # noqa: E402
 from traffic import Doors, Ledger, Target, Traffic  # noqa: E402
-from watch import Watch, too_many_lost, zombies  # noqa: E402
+from watch import Watch, idle_engine_threads, too_many_lost, zombies  # noqa: E402
 
 QUIET_MODEL = "llm"
 LOAD_S, UNLOAD_S, EXIT_S = 120.0, 30.0, 25.0
@@ -173,7 +173,7 @@ class Run:
             figures.num_leaked = self._leaked_when_idle(name)
         figures.unload_s = self._failures.unload(name, UNLOAD_S)
         if figures.is_held(UNLOAD_S):
-            num_held = self._num_held
+            num_held = sum(others.is_held(UNLOAD_S) for others in self.report.rounds)
             if num_held > max(MAX_HELD, len(self.report.rounds) // 3):
                 self.ledger.fault(f"{num_held} models are there {UNLOAD_S:.0f} s after their unload")
         elif figures.num_leaked >= 0 and figures.unload_s > MAX_UNLOAD_S:
@@ -203,18 +203,17 @@ class Run:
         _, alive = psutil.wait_procs(known, timeout=5.0)
         return [process.pid for process in alive]
 
-    @property
-    def _num_held(self) -> int:
-        return sum(figures.is_held(UNLOAD_S) for figures in self.report.rounds)
-
     def _judge_processes(self) -> None:
         self._watch.stop()
+        num_lost, num_cancelled = self._watch.num_lost, self.ledger.num_cancelled_streams
+        num_gone = len(self._failures.ready_again_s) + len(self.report.rounds)  # instances: killed engines', unloaded
         for pid, life in self._watch.lives.items():
             if life.rss_mib:
                 self.report.lines.append(str(life))
-            for growth in life.growth(self._num_held if pid == self._server.pid else 0):
+            for growth in life.growth(min(num_lost, num_gone) if pid == self._server.pid else 0):
                 self.ledger.fault(growth)
-        num_lost, num_cancelled = self._watch.num_lost, self.ledger.num_cancelled_streams
+        if left := idle_engine_threads(self._server):
+            self.ledger.fault(left)
         self.report.lines.append(
             f"{num_lost} gRPC streams lost by the server, of {num_cancelled} that clients cancelled"
         )

@@ -18,8 +18,9 @@ from triton_server import TritonServer
 
 sys.path.append(str(Path(__file__).parent))
 
+from backoff import Backoff
 from lost_streams import LostStreams, refusal
-from watch import MAX_FDS_GROWTH, MIN_SAMPLES, THREADS_PER_HELD_MODEL, Life, too_many_lost
+from watch import MAX_FDS_GROWTH, MIN_SAMPLES, Life, too_many_lost
 
 NUM_CLIENTS, PAUSE_S, PATIENCE_S = 16, 0.3, 45.0
 looks_at_sockets = pytest.mark.skipif(bool(refusal()), reason=f"sockets cannot be looked at: {refusal()}")
@@ -36,10 +37,10 @@ def test_descriptors_that_grow_are_a_leak() -> None:
     assert life(fds=MAX_FDS_GROWTH + 1).growth() == ["file descriptors of server grew from 80 to 105"]
 
 
-def test_threads_may_grow_by_those_of_held_models_only() -> None:
-    grown = life(threads=8 + 2 * THREADS_PER_HELD_MODEL)
-    assert not grown.growth(num_held_models=2)
-    assert grown.growth(num_held_models=1) == ["threads of server grew from 60 to 78"]
+def test_threads_may_grow_by_one_for_each_instance_that_is_held() -> None:
+    grown = life(threads=8 + 2)
+    assert not grown.growth(num_held=2)
+    assert grown.growth(num_held=1) == ["threads of server grew from 60 to 70"]
 
 
 def test_lost_streams_are_bounded_by_the_cancelled_ones() -> None:
@@ -47,6 +48,11 @@ def test_lost_streams_are_bounded_by_the_cancelled_ones() -> None:
     assert "24: 0 were cancelled" in too_many_lost(MAX_FDS_GROWTH + 1, num_cancelled=0)
     assert not too_many_lost(MAX_FDS_GROWTH + 250, num_cancelled=1000)
     assert too_many_lost(MAX_FDS_GROWTH + 251, num_cancelled=1000)
+
+
+def test_kills_in_a_row_are_waited_for_as_long_as_the_backend_waits() -> None:
+    backoff = Backoff()
+    assert [backoff.next(healthy_s) for healthy_s in (100, 3, 3, 3, 60, 3)] == [0.5, 1, 2, 4, 0.5, 1]
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 import psutil
@@ -17,22 +19,24 @@ MIB = 1 << 20
 # growth from the second quarter of a process's life (its first is warm-up) to the last one, that is no leak yet
 MAX_RSS_GROWTH, MAX_RSS_GROWTH_MIB = 0.10, 64
 MAX_FDS_GROWTH, MAX_THREADS_GROWTH = 24, 8  # clients come and go: connections and stacks of the moment
-THREADS_PER_HELD_MODEL = 5  # of Triton and of the backend, in a model that the server holds after its unload
+ENGINE_THREADS = ("slip-supervisor", "slip-watcher", "slip-output")  # of the backend, one each for an engine
 MAX_LOST_SHARE = 0.25  # of the streams that clients cancelled: the server loses so many without any backend
-ZOMBIE_PATIENCE_S = 5.0
+ZOMBIE_PATIENCE_S, THREADS_PATIENCE_S = 5.0, 20.0
 
 
 @dataclass
 class Life:
-    """One process over time, an engine's with the processes that help it. fds: without the server's lost streams."""
+    """One process over time, an engine's with the processes that help it. Of the server, fds are without lost streams,
+    threads without the backend's own, which are counted by name."""
 
     name: str
     rss_mib: list[float] = field(default_factory=list)
     fds: list[int] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
 
-    def growth(self, num_held_models: int = 0) -> list[str]:
-        """What grew more than it may; nothing of a short life."""
+    def growth(self, num_held: int = 0) -> list[str]:
+        """What grew more than it may; nothing of a short life. num_held: instances of models that server 2.51 may hold,
+        each with a thread of its own."""
         if len(self.rss_mib) < MIN_SAMPLES:
             return []
         rss, fds, threads = (_quarters(values) for values in (self.rss_mib, self.fds, self.threads))
@@ -41,7 +45,7 @@ class Life:
             grown.append(f"RSS of {self.name} grew from {rss[0]:.0f} to {rss[1]:.0f} MiB")
         if fds[1] - fds[0] > MAX_FDS_GROWTH:
             grown.append(f"file descriptors of {self.name} grew from {fds[0]:.0f} to {fds[1]:.0f}")
-        if threads[1] - threads[0] > MAX_THREADS_GROWTH + THREADS_PER_HELD_MODEL * num_held_models:
+        if threads[1] - threads[0] > MAX_THREADS_GROWTH + num_held:
             grown.append(f"threads of {self.name} grew from {threads[0]:.0f} to {threads[1]:.0f}")
         return grown
 
@@ -91,10 +95,30 @@ class Watch:
                 if process.pid == self._server.pid:
                     self.num_lost = self._lost.count()
                     fds = (*fds, -self.num_lost)
+                    threads = (*threads, -num_engine_threads(process.pid))
                 life = self.lives.setdefault(process.pid, Life(f"process {process.pid}"))
                 life.rss_mib.append(sum(rss))
                 life.fds.append(sum(fds))
                 life.threads.append(sum(threads))
+
+
+def num_engine_threads(pid: int) -> int:
+    """Threads of the server that the backend has for its engines."""
+    names = []
+    for comm in Path(f"/proc/{pid}/task").glob("*/comm"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            names.append(comm.read_text().strip())
+    return sum(name in ENGINE_THREADS for name in names)
+
+
+def idle_engine_threads(server: LlmServer) -> str:
+    """Why threads of ended engines are left; "" when none are, at the latest after some seconds."""
+    deadline = time.monotonic() + THREADS_PATIENCE_S
+    while (found := num_engine_threads(server.pid)) > (most := len(ENGINE_THREADS) * len(own_engines(server))):
+        if time.monotonic() > deadline:
+            return f"{found} threads of engines, more than the {most} of those that run"
+        time.sleep(0.2)
+    return ""
 
 
 def too_many_lost(num_lost: int, num_cancelled: int) -> str:
