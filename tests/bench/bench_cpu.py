@@ -50,15 +50,14 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def engine_step_ms(model: str, name: str, num_requests: int, num_steps: int, num_threads: int) -> float:
-    import torch
     from slipstream.core.config_parse import config_from_values
     from slipstream.core.request import Request
     from slipstream.core.sampling_params import SamplingParams
     from slipstream.engine.engine import Engine
 
     values = {"model": model, "device": "cpu", "num_blocks": 64, "max_model_len": 1024, **FORMATS[name]}
+    values["num_threads"] = num_threads
     engine = Engine(config_from_values(values))
-    torch.set_num_threads(num_threads)  # the engine leaves one core to others
     params = SamplingParams(max_tokens=num_steps + 2, temperature=0.0, ignore_eos=True)
     for prompt in prompts(num_requests):
         engine.submit(Request(prompt, params))

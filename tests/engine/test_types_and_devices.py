@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import GREEDY, make_engine, run_all
+from engine_driver import GREEDY, make_engine, model_worker, run_all
 from exact_float32 import exact_float32
 from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
@@ -31,6 +32,31 @@ def test_dummy_weights(tiny_llama: Path, prompts: list[list[int]]) -> None:
         for model in ({"load_format": "dummy", "seed": 1}, {"load_format": "dummy", "seed": 1}, {"load_format": "auto"})
     ]
     assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_attention_of_a_cpu(tiny_llama: Path, prompts: list[list[int]], kv_dtype: str) -> None:
+    """Decodes have a backend of their own where keys have the model's type; the tokens are those of `paged`."""
+    engines = [
+        make_engine(tiny_llama, model={"attention_backend": name}, cache={"dtype": kv_dtype}) for name in ("", "paged")
+    ]
+    runner = model_worker(engines[0]).runner
+    assert type(runner.model.backend).__name__ == ("CpuAttention" if kv_dtype == "auto" else "PagedAttention")
+    texts = [[told.token_ids for told in run_all(engine, prompts[:4], GREEDY)] for engine in engines]
+    assert texts[0] == texts[1]
+
+
+def test_threads_of_a_cpu(tiny_llama: Path) -> None:
+    before, num_cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    try:
+        for asked in (3, 1):
+            make_engine(tiny_llama, model={"num_threads": asked})
+            assert torch.get_num_threads() == asked
+        torch.set_num_threads(num_cores)
+        make_engine(tiny_llama)
+        assert torch.get_num_threads() == max(1, num_cores - 1)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("before", [True, False])

@@ -42,6 +42,7 @@ class ModelConfig:
     attention_backend: str = ""
     cuda_graphs: str = "auto"  # or "off", or sizes like "1,2,4,8"
     deterministic: bool = False
+    num_threads: int = 0  # of a CPU; 0 = one fewer than cores
     generation_config: str = "auto"
     seed: int = 0
 

@@ -57,7 +57,7 @@ def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, pha
     """The model, on its device; heads are made for it before its runner, whose graphs depend on them."""
     device = hardware.device
     if device.type == "cpu":
-        _leave_a_core()
+        _set_threads(config.model.num_threads)
     else:
         _prefer_cublaslt()
     enter_device(device)
@@ -288,13 +288,15 @@ def _prefer_cublaslt() -> None:
     torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
-def _leave_a_core() -> None:
-    """Compute with one thread fewer than cores; the last core is for the server, the output thread and clients.
+def _set_threads(num_threads: int) -> None:
+    """Compute with so many threads; 0: one fewer than cores: the last is for the server, the output thread and clients.
 
     OpenMP's threads spin at their barriers: with a thread per core and other work running, a step of 64 decodes of a
     14 M model took 800 ms instead of 35 ms (two cores, load 5).
     """
     num_cores = len(os.sched_getaffinity(0))
-    if torch.get_num_threads() >= num_cores > 1:
+    if num_threads:
+        torch.set_num_threads(num_threads)
+    elif torch.get_num_threads() >= num_cores > 1:
         torch.set_num_threads(num_cores - 1)
     logger.info("computing with %d threads on %d cores", torch.get_num_threads(), num_cores)

@@ -9,7 +9,6 @@ from slipstream_kernels.attention.cpu.decode_step import DecodeStep
 from torch import Tensor
 
 from slipstream.nn.attention.backend import ATTENTION_BACKENDS, LayerAttention, LayerCache, StepAttention
-from slipstream.nn.attention.paged import PagedAttention
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import DecoderSpec
 
@@ -19,6 +18,8 @@ class CpuAttention:
     stacks_layers = False
 
     def __init__(self, spec: DecoderSpec) -> None:
+        from slipstream.nn.attention.paged import PagedAttention  # here, so that it is registered after this one
+
         self._paged = PagedAttention(spec)
 
     @staticmethod
