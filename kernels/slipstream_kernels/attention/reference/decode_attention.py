@@ -22,8 +22,10 @@ def decode_attention(call: DecodeCall) -> None:
 
 def _attend(call: DecodeCall, request: int, rows: slice, seq_len: int) -> torch.Tensor:
     """One request's rows: [query_len, num_q_heads, head_dim] fp32."""
-    k = _gather(call, call.key_cache, call.key_scale, request, seq_len)
-    v = _gather(call, call.value_cache, call.value_scale, request, seq_len)
+    first_key = 0 if call.sliding_window is None else seq_len - (rows.stop - rows.start) - call.sliding_window + 1
+    first_key = max(0, first_key)
+    k = _gather(call, call.key_cache, call.key_scale, request, seq_len, first_key)
+    v = _gather(call, call.value_cache, call.value_scale, request, seq_len, first_key)
     q = call.q[rows].float()
     num_kv_heads = k.shape[0]
     q = q.view(q.shape[0], num_kv_heads, -1, q.shape[2])
@@ -61,13 +63,19 @@ def _visible(call: DecodeCall, rows: slice, seq_len: int, distance: torch.Tensor
 
 
 def _gather(
-    call: DecodeCall, cache: torch.Tensor, scale: torch.Tensor | None, request: int, seq_len: int
+    call: DecodeCall, cache: torch.Tensor, scale: torch.Tensor | None, request: int, seq_len: int, first_key: int
 ) -> torch.Tensor:
-    """A request's cached rows, dequantised: [num_kv_heads, seq_len, head_dim] fp32."""
+    """A request's cached rows, dequantised: [num_kv_heads, seq_len, head_dim] fp32.  Zeros before first_key, where
+    blocks may be another request's by now.
+    """
     block_size = cache.shape[2]
-    blocks = call.block_tables[request, : -(-seq_len // block_size)].long()
+    blocks = call.block_tables[request, : -(-seq_len // block_size)].long().clamp(min=0)
     if scale is not None and cache.dtype in TOKEN_SCALED_DTYPES:
         rows = dequantize_rows(cache[blocks], scale[blocks])
     else:
         rows = dequantize_rows(cache[blocks], None if scale is None else scale[:, None])
-    return rows.transpose(0, 1).flatten(1, 2)[:, :seq_len]
+    rows = rows.transpose(0, 1).flatten(1, 2)[:, :seq_len]
+    if first_key:
+        rows = rows.clone()
+        rows[:, :first_key] = 0
+    return rows

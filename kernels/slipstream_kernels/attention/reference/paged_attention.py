@@ -2,7 +2,7 @@
 
 Short queries (decode and verify rows) are gathered and computed together, in groups whose padded length depends only
 on a request's own lengths, so that a request's result does not depend on who shares the step.  Long queries go one
-by one through SDPA.
+by one through SDPA.  Blocks that a window has passed are never read: they may be another request's by now.
 """
 
 from __future__ import annotations
@@ -26,9 +26,13 @@ MIN_BUCKET_TOKENS = 64
 
 @dataclass(frozen=True)
 class ShortPiece:
-    """Requests that are attended together: the same query_len, keys padded to num_blocks blocks."""
+    """Requests that are attended together: the same query_len, keys padded to num_blocks blocks.
+
+    first_blocks: of each request, the block that its keys begin with.
+    """
 
     requests: list[int]
+    first_blocks: list[int]
     query_len: int
     num_blocks: int
     workspace: torch.Tensor
@@ -45,7 +49,8 @@ def paged_attention(call: AttentionCall) -> None:
         if seq_len == 0:
             call.out[starts[request] : starts[request + 1]] = 0
         elif query_len <= SHORT_QUERY_LEN:
-            groups.setdefault((query_len, bucket_blocks(call.key_cache.shape[2], seq_len)), []).append(request)
+            num_keys = seq_len - _first_block(call, query_len, seq_len) * call.key_cache.shape[2]
+            groups.setdefault((query_len, bucket_blocks(call.key_cache.shape[2], num_keys)), []).append(request)
         else:
             _attend_long(call, request, starts[request], starts[request + 1], seq_len)
     row_size = call.key_cache[0].numel() * call.key_cache.element_size()
@@ -55,8 +60,17 @@ def paged_attention(call: AttentionCall) -> None:
     for (query_len, num_blocks), requests in groups.items():
         num_rows = rows_at_once[query_len, num_blocks]
         for first in range(0, len(requests), num_rows):
-            piece = ShortPiece(requests[first : first + num_rows], query_len, num_blocks, workspace)
+            some = requests[first : first + num_rows]
+            first_blocks = [_first_block(call, query_len, seq_lens[request]) for request in some]
+            piece = ShortPiece(some, first_blocks, query_len, num_blocks, workspace)
             _attend_short(call, piece, starts, seq_lens)
+
+
+def _first_block(call: AttentionCall, query_len: int, seq_len: int) -> int:
+    """The first block that a request's queries see any key of."""
+    if call.sliding_window is None:
+        return 0
+    return max(0, seq_len - query_len - call.sliding_window + 1) // call.key_cache.shape[2]
 
 
 def bucket_blocks(block_size: int, seq_len: int) -> int:
@@ -104,12 +118,19 @@ def _scales(cache: torch.Tensor, scale: torch.Tensor | None, rows: torch.Tensor,
     return scale.view(-1, block_size).index_select(0, rows).view(n * num_heads, -1)
 
 
-def _blocks_of(call: AttentionCall, requests: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """Block ids of the requests, [n, num_blocks] int64;
+def _blocks_of(call: AttentionCall, piece: ShortPiece) -> torch.Tensor:
+    """Block ids of the requests from their first blocks on, [n, num_blocks] int64;
     where a table is shorter or padded, any valid block stands in.
     """
-    table = call.block_tables[requests, :num_blocks].long().clamp_(min=0)
-    return F.pad(table, (0, num_blocks - table.shape[1])) if table.shape[1] < num_blocks else table
+    requests, num_blocks = torch.tensor(piece.requests, device=call.q.device), piece.num_blocks
+    if not any(piece.first_blocks):
+        table = call.block_tables[requests, :num_blocks].long().clamp_(min=0)
+        return F.pad(table, (0, num_blocks - table.shape[1])) if table.shape[1] < num_blocks else table
+    first = torch.tensor(piece.first_blocks, device=call.q.device)
+    columns = first[:, None] + torch.arange(num_blocks, device=call.q.device)
+    is_there = columns < call.block_tables.shape[1]
+    table = call.block_tables[requests[:, None], columns.clamp(max=call.block_tables.shape[1] - 1)].long()
+    return torch.where(is_there, table, 0).clamp_(min=0)
 
 
 @cache
@@ -131,7 +152,10 @@ def _attend_short(call: AttentionCall, piece: ShortPiece, starts: list[int], seq
     query_len, device = piece.query_len, call.q.device
     num_heads, head_dim = call.q.shape[1:]
     num_kv_heads, n = call.key_cache.shape[1], len(piece.requests)
-    lens = torch.tensor([seq_lens[r] for r in piece.requests], device=device)
+    block_size = call.key_cache.shape[2]
+    lens = torch.tensor(
+        [seq_lens[r] - first * block_size for r, first in zip(piece.requests, piece.first_blocks)], device=device
+    )
     first = torch.tensor([starts[r] for r in piece.requests], device=device)
     tokens = (first[:, None] + torch.arange(query_len, device=device)).view(-1)
     q = call.q.index_select(0, tokens).view(n, query_len, num_kv_heads, -1, head_dim).transpose(1, 2)
@@ -146,10 +170,12 @@ def _attend_short(call: AttentionCall, piece: ShortPiece, starts: list[int], seq
 def _attend_padded(
     call: AttentionCall, piece: ShortPiece, q: torch.Tensor, lens: torch.Tensor, is_clean: bool
 ) -> torch.Tensor:
-    """q: [n, num_kv_heads, query_len, group, head_dim], returned so.  Not is_clean: slots past lens are zeroed."""
+    """q: [n, num_kv_heads, query_len, group, head_dim], returned so.  lens: keys from the first blocks on.  Not
+    is_clean: slots past lens are zeroed.
+    """
     n, num_kv_heads, query_len, group, head_dim = q.shape
     dtype = matmul_dtype(q)
-    blocks = _blocks_of(call, torch.tensor(piece.requests, device=q.device), piece.num_blocks)
+    blocks = _blocks_of(call, piece)
     keys = torch.arange(blocks.shape[1] * call.key_cache.shape[2], device=q.device)
     unused = None if is_clean else (keys >= lens.repeat_interleave(num_kv_heads)[:, None])[:, :, None]
 
@@ -194,7 +220,9 @@ def _attend_long(call: AttentionCall, request: int, start: int, stop: int, seq_l
     num_kv_heads, block_size = call.key_cache.shape[1:3]
     query_len, group = stop - start, num_heads // num_kv_heads
     dtype = torch.float32 if call.q.dtype == torch.float16 and not call.q.is_cuda else call.q.dtype
-    blocks = call.block_tables[request : request + 1, : -(-seq_len // block_size)].long()
+    first_block = _first_block(call, query_len, seq_len)
+    blocks = call.block_tables[request : request + 1, first_block : -(-seq_len // block_size)].long()
+    seq_len -= first_block * block_size  # positions are counted from that block on: only distances matter
     k = _gather(call.key_cache, call.key_scale, blocks, dtype)[:, None, :seq_len]
     v = _gather(call.value_cache, call.value_scale, blocks, dtype)[:, None, :seq_len]
     q = call.q[start:stop].view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).to(dtype)

@@ -1,0 +1,38 @@
+"""Attention with a window reads no block that the window has passed: another request may hold it by now, or NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from slipstream_kernels import ops
+
+WINDOW, SIZE, HEADS, WIDTH = 9, 16, 2, 64
+
+
+@pytest.mark.parametrize("query_len", [1, 3, 20])
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("op", ["paged", "invariant", "decode"])
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_blocks_that_a_window_has_passed(backend: str, op: str, soft_cap: float | None, query_len: int) -> None:
+    if op == "decode" and backend == "triton":
+        pytest.skip("there is no decode attention in Triton-lang")
+    torch.manual_seed(0)
+    seq_len = 100
+    key, value = torch.randn(2, 9, HEADS, SIZE, WIDTH)
+    q = torch.randn(query_len, 2 * HEADS, WIDTH)
+    tables = torch.tensor([[3, 1, 4, 0, 5, 2, 6]], dtype=torch.int32)
+    starts, lens = torch.tensor([0, query_len], dtype=torch.int32), torch.tensor([seq_len], dtype=torch.int32)
+
+    def attend(block_tables: torch.Tensor) -> torch.Tensor:
+        options = {"max_query_len": query_len, "scale": 0.125, "sliding_window": WINDOW, "soft_cap": soft_cap}
+        if op != "decode":
+            options["max_seq_len"] = seq_len
+        run = {"paged": ops.paged_attention, "invariant": ops.invariant_attention, "decode": ops.decode_attention}[op]
+        return run(q, key, value, block_tables, starts, lens, backend=backend, **options)
+
+    expected = attend(tables)
+    passed = (seq_len - query_len - WINDOW + 1) // SIZE
+    key[8] = value[8] = float("nan")
+    reused = tables.clone()
+    reused[0, :passed] = 8
+    assert passed >= 4 and torch.equal(attend(reused), expected) and expected.isfinite().all()
