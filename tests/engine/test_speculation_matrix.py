@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 from engine_driver import Told, make_engine, run_steps
 from prompted_heads import Prompter
-from slipstream.core.config import SpeculationConfig
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.core.stats import Metric
 from slipstream.engine.llm import LLM
-from speculation_config import speculation_config
-from tiny_heads import make_eagle, make_eagle3, make_medusa, make_mtp
+from tiny_heads import speculation
 from tiny_model import make_tiny_llama
 
 PLAIN = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -43,7 +41,6 @@ CELLS = {
     "cancelled": replace(PLAIN, max_tokens=60),
     "allowed_token_ids": replace(PLAIN, allowed_token_ids=tuple(range(40, 80))),
 }
-EAGLE = {"eagle_top_k": 4, "eagle_depth": 3}
 NUM_HOGS = 2
 METHODS = ("ngram", "draft_model", "medusa", "mtp", "eagle", "eagle3")
 # other cells: 3 at least; what drafts does not know which tokens are allowed
@@ -53,19 +50,6 @@ FEW_ACCEPTED = {"no_drafts": 0, "json": 0, "guide": 1, "cancelled": 1, "allowed_
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("model"), num_layers=3)
-
-
-def speculation(method: str, model: Path, folder: Path) -> SpeculationConfig:
-    made = {
-        "ngram": lambda: ("ngram", {}),
-        "draft_model": lambda: ("draft_model", {"draft_model": str(model), "draft_sampling": "sampled"}),
-        "medusa": lambda: ("medusa", {"medusa_heads": str(make_medusa(model, folder))}),
-        "mtp": lambda: ("mtp", {"mtp_module": str(make_mtp(model, folder))}),
-        "eagle": lambda: ("eagle", {**EAGLE, "eagle_head": str(make_eagle(model, folder))}),
-        "eagle3": lambda: ("eagle", {**EAGLE, "eagle_head": str(make_eagle3(model, folder))}),
-    }
-    name, fields = made[method]()
-    return speculation_config(name, throttle="off", **fields)  # type: ignore[arg-type]
 
 
 def prompt_of(place: int) -> list[int]:

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from slipstream.core.config import SchedulerConfig
 from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
@@ -46,7 +47,7 @@ class FakeLLM:
         self.num_drafts, self.num_right, self.num_ahead = num_drafts, num_right, num_ahead
         self.flights: list[tuple[ScheduledStep, list[list[int]]]] = []  # computed, not committed
         cache = scheduler.cache
-        self._slots = [[0] * cache.block_size for _ in range(cache.num_blocks)]
+        self._slots = [[(0, 0)] * cache.block_size for _ in range(cache.num_blocks)]
         self.steps: list[ScheduledStep] = []
         self.emitted: dict[int, list[int]] = {}  # sequence_id -> token ids of its StepOutputs
         self.ended: dict[int, int] = {}  # sequence_id -> number of outputs with a finish_reason
@@ -98,11 +99,15 @@ class FakeLLM:
         token_ids = known + request.draft_token_ids
         end = row.num_computed_tokens + row.num_scheduled_tokens
         hashes = prefix_hashes(token_ids[:end])
-        for position in range(row.num_computed_tokens, end):
-            self._slots[request.block_ids[position // size]][position % size] = hashes[position]
-        for position in range(end):
-            seen = self._slots[request.block_ids[position // size]][position % size]
-            assert seen == hashes[position], f"request {request.sequence_id} lost the KV of position {position}"
+        groups = self.scheduler.cache.groups
+        first_seen = max(0, row.num_computed_tokens - groups.num_kept_tokens)
+        for group, (table, first) in enumerate(group_tables(request, groups, first_seen)):
+            for position in range(row.num_computed_tokens, end):
+                self._slots[table[position // size]][position % size] = (group, hashes[position])
+            for position in range(first, end):
+                seen = self._slots[table[position // size]][position % size]
+                lost = f"request {request.sequence_id} lost the KV of position {position} in group {group}"
+                assert seen == (group, hashes[position]), lost
         assert row.samples == (end >= len(known))
         return self._sample(request, known) if row.samples else []
 
@@ -124,8 +129,21 @@ class FakeLLM:
         return drafts
 
 
-def make_llm(num_blocks: int = 64, max_model_len: int = 200, caching: bool = True, **config: object) -> FakeLLM:
-    cache = KVCacheManager(num_blocks, SIZE, caching)
+def group_tables(request: Request, groups: KVGroups, first_seen: int) -> list[tuple[list[int], int]]:
+    """Of each group its block table and the first position that a step reads."""
+    full = [request.block_ids[group :: groups.num_full] for group in range(groups.num_full)]
+    windowed = [request.window_block_ids[group :: groups.num_windowed] for group in range(groups.num_windowed)]
+    return [(table, 0) for table in full] + [(table, first_seen) for table in windowed]
+
+
+def make_llm(
+    num_blocks: int = 64,
+    max_model_len: int = 200,
+    caching: bool = True,
+    groups: KVGroups = ONE_GROUP,
+    **config: object,
+) -> FakeLLM:
+    cache = KVCacheManager(num_blocks, SIZE, caching, groups=groups)
     return FakeLLM(Scheduler(SchedulerConfig(**config), cache, max_model_len))  # type: ignore[arg-type]
 
 
@@ -141,8 +159,10 @@ def check_blocks(scheduler: Scheduler) -> None:
     cache.pool.check()
     counts = [0] * cache.num_blocks
     for request in scheduler.live_requests:
-        assert len(set(request.block_ids)) == len(request.block_ids), "a block is twice in one table"
-        for block in request.block_ids:
+        held = request.block_ids + ([] if cache.windows is None else cache.windows.held(request))
+        assert len(set(held)) == len(held), "a block is twice in one table"
+        assert len(held) <= cache.num_blocks_for(request.stop_conditions.max_len)
+        for block in held:
             counts[block] += 1
     assert counts == [cache.pool.ref_count(block) for block in range(cache.num_blocks)]
     assert cache.leaked_blocks(scheduler.live_requests) == 0

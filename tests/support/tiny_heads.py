@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from slipstream.core.config import SpeculationConfig
+from speculation_config import speculation_config
 
 Tensors = dict[str, torch.Tensor]
+EAGLE = {"eagle_top_k": 4, "eagle_depth": 3}
 
 
 class _Draw:
@@ -19,12 +23,12 @@ class _Draw:
         return torch.randn(shape, generator=self._generator) * std
 
 
-def _config(model: Path) -> dict[str, int]:
-    config: dict[str, int] = json.loads((model / "config.json").read_text())
+def _config(model: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((model / "config.json").read_text())
     return config
 
 
-def _layer(config: dict[str, int], draw: _Draw, prefix: str, num_inputs: int) -> Tensors:
+def _layer(config: dict[str, Any], draw: _Draw, prefix: str, num_inputs: int) -> Tensors:
     """Attention, MLP and the norm between them, of a Llama layer."""
     size, inner, head = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     num_q, num_kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
@@ -69,6 +73,9 @@ def make_mtp(model: Path, folder: Path) -> Path:
     tensors[f"{prefix}eh_proj.weight"] = draw(size, 2 * size)
     tensors[f"{prefix}embed_tokens.weight"] = draw(config["vocab_size"], size)
     tensors[f"{prefix}shared_head.head.weight"] = draw(config["vocab_size"], size)
+    if config["model_type"] == "qwen2":  # whose layers have biases there
+        projections = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
+        tensors |= {f"{name}.bias": draw(len(tensors[f"{name}.weight"])) for name in projections}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")
     return folder
@@ -103,3 +110,17 @@ def make_eagle3(model: Path, folder: Path) -> Path:
     written = {**config, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLMEagle3"]}
     (folder / "config.json").write_text(json.dumps(written))
     return folder
+
+
+def speculation(method: str, model: Path, folder: Path) -> SpeculationConfig:
+    """A configuration of one method; its heads are made in the folder."""
+    made = {
+        "ngram": lambda: ("ngram", {}),
+        "draft_model": lambda: ("draft_model", {"draft_model": str(model), "draft_sampling": "sampled"}),
+        "medusa": lambda: ("medusa", {"medusa_heads": str(make_medusa(model, folder))}),
+        "mtp": lambda: ("mtp", {"mtp_module": str(make_mtp(model, folder))}),
+        "eagle": lambda: ("eagle", {**EAGLE, "eagle_head": str(make_eagle(model, folder))}),
+        "eagle3": lambda: ("eagle", {**EAGLE, "eagle_head": str(make_eagle3(model, folder))}),
+    }
+    name, fields = made[method]()
+    return speculation_config(name, throttle="off", **fields)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from toy_tokenizers import byte_level
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 CHAT_TEMPLATE = "{% for m in messages %}<|user|>{{ m['content'] }}\n{% endfor %}"
 
@@ -36,8 +36,34 @@ def make_tiny_llama(
         eos_token_id=tokenizer.token_to_id("</s>"),
     )
     LlamaForCausalLM(config).float().save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def make_tiny_windowed(folder: Path, window: int = 24) -> Path:
+    """Qwen2 with a full layer and three that see a window: the hybrid KV cache has four groups. Sizes as above."""
+    torch.manual_seed(5)
+    config = Qwen2Config(
+        vocab_size=byte_level().get_vocab_size() + 11,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        use_sliding_window=True,
+        sliding_window=window,
+        max_window_layers=1,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    save_tokenizer(folder)
+    return folder
+
+
+def save_tokenizer(folder: Path) -> None:
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
+        tokenizer_object=byte_level(), bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE
     )
     fast.save_pretrained(folder)
-    return folder

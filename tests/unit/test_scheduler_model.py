@@ -7,7 +7,7 @@ hit = miss, chunked = whole, batch = single, speculation = plain and scheduled a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fake_llm import FakeLLM, check_blocks, continuation
 from hypothesis import settings
@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
 from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.kv_groups import KVGroups
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
@@ -40,6 +41,7 @@ class Setting:
     num_drafts: int
     num_right: int
     num_ahead: int
+    kinds: tuple[int, int, int] = (1, 0, 0)  # full groups, windowed groups, tokens that these keep
 
 
 SETTINGS = st.builds(
@@ -54,6 +56,13 @@ SETTINGS = st.builds(
     num_drafts=st.sampled_from([0, 0, 3]),
     num_right=st.integers(0, 3),
     num_ahead=st.integers(0, 1),
+    kinds=st.just((1, 0, 0)),
+)
+GROUPED_SETTINGS = st.builds(
+    replace,
+    SETTINGS,
+    num_blocks=st.integers(12, 60),
+    kinds=st.sampled_from([(1, 1, 0), (1, 1, 3), (1, 1, 8), (1, 3, 5), (2, 1, 4)]),
 )
 # a piece of the common prompt, perhaps with a tail of its own: many prefixes are shared, some to the last token
 PROMPTS = st.builds(
@@ -77,6 +86,9 @@ def expected_output(request: Request) -> list[int]:
 class SchedulerWalk(RuleBasedStateMachine):
     @initialize(setting=SETTINGS)
     def start(self, setting: Setting) -> None:
+        self.start_with(setting)
+
+    def start_with(self, setting: Setting) -> None:
         config = SchedulerConfig(
             max_num_batched_tokens=setting.budget,
             max_num_seqs=setting.max_num_seqs,
@@ -84,7 +96,8 @@ class SchedulerWalk(RuleBasedStateMachine):
             max_waiting_requests=8,
             enable_chunked_prefill=setting.is_chunked,
         )
-        cache = KVCacheManager(setting.num_blocks, setting.block_size, setting.is_caching)
+        groups = KVGroups(*setting.kinds, max_step_tokens=min(setting.budget, MAX_MODEL_LEN))
+        cache = KVCacheManager(setting.num_blocks, setting.block_size, setting.is_caching, groups=groups)
         self.config = config
         self.scheduler = Scheduler(config, cache, MAX_MODEL_LEN)
         num_ahead = 0 if setting.num_drafts else setting.num_ahead  # drafts wait for the tokens before them
@@ -216,5 +229,15 @@ class SchedulerWalk(RuleBasedStateMachine):
         assert self.counters[Metric.ACCEPTED_TOKENS] == sum(request.num_accepted_tokens for request in self.requests)
 
 
+class GroupedWalk(SchedulerWalk):
+    """The same with full and windowed KV groups."""
+
+    @initialize(setting=GROUPED_SETTINGS)
+    def start(self, setting: Setting) -> None:
+        self.start_with(setting)
+
+
 TestSchedulerWalk = SchedulerWalk.TestCase
 TestSchedulerWalk.settings = settings(max_examples=150, stateful_step_count=40)
+TestGroupedWalk = GroupedWalk.TestCase
+TestGroupedWalk.settings = settings(max_examples=150, stateful_step_count=40)

@@ -26,7 +26,7 @@ def check_fits(request: Request, config: SchedulerConfig, cache: KVCacheManager,
     stop = StopConditions(request, max_model_len)
     num_blocks = cache.num_blocks_for(stop.max_len)
     if num_blocks > cache.num_blocks:
-        num_most = cache.num_blocks * cache.block_size - num_prompt
+        num_most = cache.max_tokens - num_prompt
         accepted = f"accepted: at most {num_most}" if num_most > 0 else "shorten the prompt"
         raise RequestError(
             "max_tokens",
@@ -34,3 +34,15 @@ def check_fits(request: Request, config: SchedulerConfig, cache: KVCacheManager,
             f"{num_blocks} KV blocks of {cache.block_size}, there are {cache.num_blocks}; {accepted}",
         )
     return stop
+
+
+def num_owed_blocks(request: Request, cache: KVCacheManager, num_promised: int, num_worst: int) -> int:
+    """guaranteed_no_evict: all blocks that the running requests and this one may still allocate once it is admitted.
+
+    num_promised: worst-case blocks of the running requests; num_worst: of this one. Promised minus held blocks is exact
+    under prefix sharing, because each sharer of a block promises and holds a reference of its own. Windows release
+    shared blocks that other sharers keep, so with windowed groups the promises alone must fit.
+    """
+    if cache.windows is not None:
+        return 0 if num_promised + num_worst <= cache.num_blocks else cache.num_blocks
+    return num_promised - cache.pool.num_references + num_worst - cache.num_blocks_for(request.num_tokens)

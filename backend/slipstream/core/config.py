@@ -51,7 +51,8 @@ class ModelConfig:
 class CacheConfig:
     """num_blocks: 0 = the number that fits `memory_fraction` of free device memory (GPU) or `memory_bytes` (CPU).
 
-    host_memory_bytes: for blocks evicted from the pool; 0 = evicted blocks are recomputed.
+    host_memory_bytes: for blocks evicted from the pool; 0 = evicted blocks are recomputed. enable_hybrid_kv_cache:
+    windowed layers release blocks that their window has passed.
     """
 
     block_size: int = 64
@@ -61,6 +62,7 @@ class CacheConfig:
     dtype: str = "auto"
     enable_prefix_caching: bool = True
     host_memory_bytes: int = 0
+    enable_hybrid_kv_cache: bool = True
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.host_cache import BlockCopies, HostCache
+from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 from slipstream.core.request import Request
+from slipstream.core.window_blocks import WindowBlocks, group_hash
 
 _HASH_BYTES = 16  # finding a collision takes about 2^64 blocks, also on purpose
 
@@ -29,14 +31,20 @@ def hash_root(prefix_key: bytes) -> bytes:
 
 
 class FoundBlock(NamedTuple):
-    """A cached full block of a request's prefix. device_block None: in host memory only."""
+    """A cached full block of a request's prefix. device_block None: in host memory only.
+
+    others, window: the same tokens' blocks of further full groups and of windowed groups, none where a window has
+    passed.
+    """
 
     block_hash: bytes
     device_block: int | None
+    others: tuple[int, ...] = ()
+    window: tuple[int, ...] = ()
 
 
 class KVCacheManager:
-    """Grows, shares and frees `request.block_ids`.
+    """Grows, shares and frees `request.block_ids` and `request.window_block_ids`.
 
     Only full blocks are shared and they are never written again, so there is no copy on write. A request always
     computes at least its last token, whose logits are needed. With host blocks, evicted content is stored in host
@@ -44,16 +52,24 @@ class KVCacheManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, num_host_blocks: int = 0
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+        groups: KVGroups = ONE_GROUP,
     ) -> None:
         assert num_blocks > 0 and block_size > 0
+        assert groups.num_groups == 1 or not num_host_blocks, "host memory holds blocks of one group"
         self.block_size = block_size
+        self.groups = groups
         self.enable_prefix_caching = enable_prefix_caching
         self.host = HostCache(num_host_blocks) if num_host_blocks and enable_prefix_caching else None
         self.pool = BlockPool(num_blocks, self.host.store if self.host is not None else None)
         self.num_prefix_queries = 0  # tokens looked up, over all admissions
         self.num_prefix_hits = 0  # tokens found
         self._computing: dict[bytes, Request] = {}  # prompt blocks that a running request will publish
+        self.windows = WindowBlocks(self.pool, groups, block_size) if groups.num_windowed else None
 
     @property
     def num_blocks(self) -> int:
@@ -68,7 +84,13 @@ class KVCacheManager:
         return self.pool.num_used_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """Most blocks that a request holds at once while it grows to num_tokens."""
+        return self.groups.max_blocks(num_tokens, self.block_size)
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the longest request that the pool can hold."""
+        return self.groups.max_tokens(self.num_blocks, self.block_size)
 
     # ---- admission: hash, find, check, allocate
 
@@ -91,7 +113,7 @@ class KVCacheManager:
             if block is None and (self.host is None or self.host.find(block_hash) is None):
                 break
             found.append(FoundBlock(block_hash, block))
-        return found
+        return found if self.groups.num_groups == 1 else self._found_in_all(found)
 
     def is_prefix_underway(self, request: Request, num_found: int) -> bool:
         """Whether a running request is computing the first block missing here; waiting avoids computing it twice."""
@@ -102,17 +124,21 @@ class KVCacheManager:
     def can_admit(self, request: Request, prefix: Sequence[FoundBlock], num_spare_blocks: int = 0) -> bool:
         """Whether blocks for all current tokens can be allocated after sharing `prefix`, with num_spare_blocks left."""
         shared = _on_device(prefix)
-        num_new = self.num_blocks_for(request.num_tokens) - len(shared)
+        num_blocks = -(-request.num_tokens // self.block_size)
+        num_new = self.groups.num_full * num_blocks - len(shared)
+        if self.windows is not None:
+            num_new += self.windows.num_admitted(num_blocks, len(prefix))
         num_left = self.pool.num_free_blocks - self.pool.count_unreferenced(shared) - num_new
         return num_left >= num_spare_blocks
 
     def admit(self, request: Request, prefix: list[FoundBlock]) -> int:
-        """Share `prefix` and allocate blocks for all current tokens; `can_admit` must hold.
+        """Share `prefix` and allocate blocks for all current tokens, in windowed groups for the first step's;
+        `can_admit` must hold.
 
         Returns the number of cached tokens; they count as computed.
         """
         num_cached = self._share(request, prefix)
-        is_allocated = self.allocate(request, request.num_tokens)
+        is_allocated = self._extend(request, -(-request.num_tokens // self.block_size))
         assert is_allocated, "admit without can_admit"
         if self.enable_prefix_caching:
             for block_hash in request.block_hashes[len(prefix) : request.num_tokens // self.block_size]:
@@ -130,16 +156,21 @@ class KVCacheManager:
     # ---- while a request runs
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
-        """Grow request.block_ids to hold `num_tokens`. Returns False, changing nothing, if blocks are short."""
-        num_new = self.num_blocks_for(num_tokens) - len(request.block_ids)
-        if num_new <= 0:
-            return True
-        blocks = self.pool.allocate(num_new)
-        if blocks is None:
+        """Hold blocks for `num_tokens`. Returns False, changing nothing, if blocks are short.
+
+        Windowed groups hold their window and a step at most, and return False beyond: see `advance`.
+        """
+        num_blocks = -(-num_tokens // self.block_size)
+        if self.windows is not None and not self.windows.may_hold(request, num_blocks):
             return False
-        request.block_ids.extend(blocks)
-        request.num_new_blocks += num_new
-        return True
+        return self._extend(request, num_blocks)
+
+    def advance(self, request: Request) -> None:
+        """Release the blocks that windows have passed, before a step from request.num_computed_tokens on is scheduled:
+        all earlier steps have been launched, and no later one reads before that step's windows."""
+        if self.windows is not None:
+            self.commit(request)
+            self.windows.release_passed(request)
 
     def commit(self, request: Request) -> None:
         """Publish the blocks filled with computed tokens to the prefix cache."""
@@ -149,7 +180,10 @@ class KVCacheManager:
         self._grow_hashes(request, num_full * self.block_size)
         for index in range(request.num_published_blocks, num_full):
             block_hash = request.block_hashes[index]
-            self.pool.publish(request.block_ids[index], block_hash)
+            if self.groups.num_groups == 1:
+                self.pool.publish(request.block_ids[index], block_hash)
+            else:
+                self._publish_all(request, index)
             self._computing.pop(block_hash, None)
         request.num_published_blocks = max(request.num_published_blocks, num_full)
 
@@ -157,8 +191,10 @@ class KVCacheManager:
         """Release all blocks, if any; published content can be found until it is evicted."""
         if not request.block_ids:
             return
+        if self.windows is not None:
+            self.windows.free(request)
         self.pool.release(request.block_ids)
-        request.block_ids = []
+        request.block_ids, request.num_slots = [], 0
         if self._computing:
             for block_hash in request.block_hashes[request.num_published_blocks :]:
                 if self._computing.get(block_hash) is request:
@@ -167,8 +203,54 @@ class KVCacheManager:
 
     def leaked_blocks(self, live_requests: Iterable[Request]) -> int:
         """Number of used blocks that no live request holds. Not 0: a bug."""
-        held = {block for request in live_requests for block in request.block_ids}
+        requests = list(live_requests)
+        held = {block for request in requests for block in request.block_ids}
+        if self.windows is not None:
+            held.update(block for request in requests for block in self.windows.held(request))
         return self.pool.num_used_blocks - len(held)
+
+    # ---- parts
+
+    def _extend(self, request: Request, num_blocks: int) -> bool:
+        """Hold num_blocks blocks in every full group, and as many of them as may be in windowed ones."""
+        num_new = max(0, num_blocks * self.groups.num_full - len(request.block_ids))
+        num_window = 0 if self.windows is None else self.windows.num_missing(request, num_blocks)
+        if num_new + num_window == 0:
+            return True
+        blocks = self.pool.allocate(num_new + num_window)
+        if blocks is None:
+            return False
+        request.block_ids += blocks[:num_new]
+        request.window_block_ids += blocks[num_new:]
+        request.num_new_blocks += len(blocks)
+        self._count_slots(request)
+        return True
+
+    def _count_slots(self, request: Request) -> None:
+        num_blocks = len(request.block_ids) // self.groups.num_full
+        if self.windows is not None:
+            num_blocks = min(num_blocks, len(request.window_block_ids) // self.groups.num_windowed)
+        request.num_slots = num_blocks * self.block_size
+
+    def _found_in_all(self, found: list[FoundBlock]) -> list[FoundBlock]:
+        """The longest prefix of these that every group has: full groups all of it, windowed ones its last window."""
+        whole = []
+        for one in found:
+            others = [self.pool.find(group_hash(one.block_hash, group)) for group in range(1, self.groups.num_full)]
+            if None in others:
+                break
+            whole.append(one._replace(others=tuple(block for block in others if block is not None)))
+        if self.windows is None:
+            return whole
+        window = self.windows.find([one.block_hash for one in whole])
+        return [one._replace(window=blocks) for one, blocks in zip(whole, window)]
+
+    def _publish_all(self, request: Request, index: int) -> None:
+        num_full, block_hash = self.groups.num_full, request.block_hashes[index]
+        for group, block in enumerate(request.block_ids[index * num_full : (index + 1) * num_full]):
+            self.pool.publish(block, group_hash(block_hash, group))
+        if self.windows is not None:
+            self.windows.publish(request, index)
 
     # ---- prefix hashes
 
@@ -190,6 +272,9 @@ class KVCacheManager:
         assert not request.block_ids, "a prefix is matched before anything is allocated"
         num_cached = len(prefix) * self.block_size
         request.block_ids = self._take(prefix)
+        if self.windows is not None:
+            self.windows.take(request, [found.window for found in prefix])
+        self._count_slots(request)
         request.num_published_blocks = len(prefix)
         request.num_reused_blocks += len(prefix)
         request.num_computed_tokens = num_cached
@@ -204,7 +289,7 @@ class KVCacheManager:
         """Reference each block of a prefix; allocate device blocks for those in host memory and queue their loads."""
         self.pool.share(_on_device(prefix))
         if self.host is None:
-            return _on_device(prefix)
+            return [block for found in prefix for block in (found.device_block, *found.others) if block is not None]
         # reserve all first: allocation may evict content into host memory
         host_blocks = [self.host.reserve(found.block_hash) for found in prefix if found.device_block is None]
         new_blocks = self.pool.allocate(len(host_blocks))
@@ -223,4 +308,5 @@ class KVCacheManager:
 
 
 def _on_device(prefix: Sequence[FoundBlock]) -> list[int]:
-    return [found.device_block for found in prefix if found.device_block is not None]
+    blocks = [found.device_block for found in prefix if found.device_block is not None]
+    return blocks + [block for found in prefix for block in (*found.others, *found.window)]

@@ -82,10 +82,14 @@ class Request:
     num_preemptions: int = 0
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)  # a block of each full KV group per block of the sequence
+    window_block_ids: list[int] = field(default_factory=list)  # likewise of windowed groups, core/window_blocks.py
+    first_window_block: int = 0  # the first block of the sequence that windowed groups hold
+    num_slots: int = 0  # tokens that fit into the blocks of every group
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks of token_ids, grown by the KV cache
     num_published_blocks: int = 0  # leading blocks that are in the prefix cache
     num_sent_blocks: int = -1  # of block_ids, that the worker knows; -1: it does not know the request (any more)
+    num_sent_window_blocks: int = 0
     num_new_blocks: int = 0  # allocated over the request's life
     num_reused_blocks: int = 0
     cumulative_logprob: float = 0.0

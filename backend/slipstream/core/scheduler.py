@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 
-from slipstream.core.admission import check_fits
+from slipstream.core.admission import check_fits, num_owed_blocks
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.kv_cache import FoundBlock, KVCacheManager
@@ -159,7 +159,7 @@ class Scheduler:
                 budget = self._schedule_waiting(step, budget, num_reserved > 0, before=_sort_key(prefills[0]))
             budget = self._schedule_prefills(step, budget, prefills)
         budget += num_reserved
-        if can_admit:
+        if can_admit and not step.preempted:
             budget = self._schedule_waiting(step, budget, num_reserved > 0)
         step.total_num_scheduled_tokens = self.config.max_num_batched_tokens - budget
         if step.requests:
@@ -170,7 +170,6 @@ class Scheduler:
         """Schedule one token plus drafts for each decoding request; append the others to `prefills`."""
         add_request, add_computed = step.requests.append, step.num_computed_tokens.append
         add_scheduled, add_drafts = step.num_scheduled_tokens.append, step.num_drafts.append
-        block_size = self.cache.block_size
         draft_budget = (budget - len(self._running)) // 2
         for request in self._running:  # a preemption pops from the end of this list and so shortens the loop
             num_computed, num_pending = request.num_computed_tokens, request.num_output_placeholders
@@ -184,7 +183,7 @@ class Scheduler:
             num_new = 1
             if request.draft_token_ids:
                 num_new += truncate_drafts(request, draft_budget)
-            if num_computed + num_new > len(request.block_ids) * block_size:
+            if num_computed + num_new > request.num_slots:
                 num_new = self._grow(request, num_new, step)
                 if num_new == 0:
                     break
@@ -200,12 +199,15 @@ class Scheduler:
         return budget
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
-        """Continue prompts that earlier steps started; their blocks are already allocated."""
+        """Continue prompts that earlier steps started; only windowed groups do not have all their blocks yet."""
         for request in prefills:
             num_missing = request.num_tokens - request.num_computed_tokens
             num_new = min(num_missing, budget)
             if num_new <= 0:
                 break
+            if self.cache.windows is not None and not self._move_window(request, num_new):
+                step.preempted.append(request)
+                continue
             _add_prefill(step, request, num_new, num_missing)
             budget -= num_new
         return budget
@@ -233,6 +235,14 @@ class Scheduler:
             _add_prefill(step, request, num_new, num_missing)
             budget -= num_new
         return budget
+
+    def _move_window(self, request: Request, num_new: int) -> bool:
+        """Find blocks for a prompt's next chunk. False: preempted, as others share what its window gave up."""
+        self.cache.advance(request)
+        if self.cache.allocate(request, request.num_computed_tokens + num_new):
+            return True
+        self._preempt(request)
+        return False
 
     def withdraw(self, step: ScheduledStep, requests: list[Request]) -> None:
         """Discard these requests' rows of a step before its `commit`; the requests wait as if preempted."""
@@ -310,14 +320,11 @@ class Scheduler:
     def _num_spare_blocks(self, request: Request) -> int:
         """Blocks that must stay free after this request is admitted.
 
-        guaranteed_no_evict: all blocks that the running requests and this one may still allocate. Promised minus held
-        blocks is exact under prefix sharing, because each sharer of a block promises and holds a reference of its own.
         max_utilization: one block per running request before a preempted one resumes, or it is preempted again at once.
         """
         if self._never_evicts:
-            num_owed = self._num_promised_blocks - self.cache.pool.num_references
-            return num_owed + self._worst_blocks(request) - self.cache.num_blocks_for(request.num_tokens)
-        return len(self._running) if request.num_preemptions else 0
+            return num_owed_blocks(request, self.cache, self._num_promised_blocks, self._worst_blocks(request))
+        return len(self._running) * self.cache.groups.num_groups if request.num_preemptions else 0
 
     def _start(self, request: Request, prefix: list[FoundBlock]) -> None:
         num_cached = self.cache.admit(request, prefix)
@@ -338,6 +345,7 @@ class Scheduler:
 
         Returns the number of tokens to compute, 0 if the request itself was preempted.
         """
+        self.cache.advance(request)
         while not self.cache.allocate(request, request.num_computed_tokens + num_new):
             if num_new > 1:
                 request.drop_drafts()

@@ -162,8 +162,7 @@ class Drafting:
         if row.num_scheduled_tokens != 1 + count or not is_exact or not draws_by_itself(request.params, has_grammar):
             return False
         num_left = request.stop_conditions.max_len - request.num_tokens
-        num_slots = len(request.block_ids) * self._scheduler.cache.block_size
-        return num_left > 2 * head.num_levels + 2 and num_slots >= _most_slots_after(row, head, 1 + count)
+        return num_left > 2 * head.num_levels + 2 and request.num_slots >= _most_slots_after(row, head, 1 + count)
 
     def _drafter_after(self, row: ScheduledRequest) -> DrafterInfo | None:
         """The drafter that a request uses after this row, or None; known before the row is computed."""
@@ -181,7 +180,7 @@ class Drafting:
         num_left = request.stop_conditions.max_len - request.num_tokens - 1
         num_drafts = min(scheduler.planner.num_drafts(request), num_left)
         num_slots, num_most = request.num_tokens + drafter.num_scratch_slots, scheduler.most_slots(request)
-        if num_drafts <= 0 or len(request.block_ids) * scheduler.cache.block_size < min(num_slots, num_most):
+        if num_drafts <= 0 or request.num_slots < min(num_slots, num_most):
             return None
         has_scratch = num_slots <= num_most
         return DraftBudget(request.sequence_id, drafter.method, num_drafts, num_left, launched, has_scratch)

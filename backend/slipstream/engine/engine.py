@@ -89,7 +89,7 @@ class Engine:
         self.stats = Stats()
         plan, settings = self.memory_plan, config.cache
         cache = KVCacheManager(
-            plan.num_blocks, settings.block_size, settings.enable_prefix_caching, plan.num_host_blocks
+            plan.num_blocks, settings.block_size, settings.enable_prefix_caching, plan.num_host_blocks, plan.groups
         )
         self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats, planner)
         self._num_ahead = 1 if overlaps(config.scheduler.overlap_scheduling, hardware.device.type) else 0
@@ -98,7 +98,7 @@ class Engine:
         self._num_steps = 0
         self.error: EngineError | None = None
         self._drafting = Drafting(config, self.worker.info.drafters, self.scheduler)
-        self._inputs = StepInputs(self._drafting.proposers, not self._drafting.is_empty)
+        self._inputs = StepInputs(self._drafting.proposers, not self._drafting.is_empty, cache.windows is not None)
         limits = config.structured_output
         self._input_processor = InputProcessor(self.spec, self.tokenizer, limits, self._drafting.resolve)
         self._structured = StructuredOutputs(self._grammar_host(tokenizer_path), self.scheduler, self._fail)
@@ -237,7 +237,7 @@ class Engine:
         draft_methods, kv_update_methods = self._drafting.methods_behind(step)
         self._num_steps = step_id = self._num_steps + 1
         self.worker.execute_ahead(AheadInput(step_id, in_flight.step_id, method, draft_methods, kv_update_methods))
-        num_slots = [len(request.block_ids) * self.scheduler.cache.block_size for request in step.requests]
+        num_slots = [request.num_slots for request in step.requests]
         preemption_counts = [request.num_preemptions for request in step.requests]
         return AheadStep(InFlightStep(step_id, step, draft_methods), num_slots, preemption_counts)
 

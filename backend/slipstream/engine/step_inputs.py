@@ -13,11 +13,13 @@ class StepInputs:
     """Tracks what the worker knows of each request.
 
     proposers: methods that read a request's text. makes_drafts: drafters are loaded, which need block hashes.
+    has_windows: some KV groups are windowed.
     """
 
-    def __init__(self, proposers: Iterable[str] = (), makes_drafts: bool = False) -> None:
+    def __init__(self, proposers: Iterable[str] = (), makes_drafts: bool = False, has_windows: bool = False) -> None:
         self._proposers = frozenset(proposers)
         self._makes_drafts = makes_drafts
+        self._has_windows = has_windows
         self._readers: dict[int, Request] = {}  # requests whose text the worker reads, by id
         self._num_sent_tokens: dict[int, int] = {}  # of these
         self._num_sent_hashes: dict[int, int] = {}
@@ -46,7 +48,7 @@ class StepInputs:
             total_num_drafts=total_num_drafts,
             pending=pending,
             new_requests=new_requests,
-            updates=Updates(block_ids, self._new_tokens()),
+            updates=Updates(block_ids, self._new_tokens(), window_block_ids=self._new_window_blocks(requests)),
             draft_parents=_draft_parents(step) if total_num_drafts else {},
             copies=step.copies,
             draft_methods=draft_methods,
@@ -62,7 +64,7 @@ class StepInputs:
             if len(request.block_hashes) > num_sent:
                 hashes[request.sequence_id] = request.block_hashes[num_sent:]
                 self._num_sent_hashes[request.sequence_id] = len(request.block_hashes)
-        return Updates(self._new_blocks(requests, []), self._new_tokens(), hashes)
+        return Updates(self._new_blocks(requests, []), self._new_tokens(), hashes, self._new_window_blocks(requests))
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
@@ -84,6 +86,16 @@ class StepInputs:
             request.num_sent_blocks = len(request.block_ids)
         return found
 
+    def _new_window_blocks(self, requests: Sequence[Request]) -> dict[int, list[int]]:
+        """Likewise, after _new_blocks, which has introduced the others."""
+        found = {}
+        for request in requests if self._has_windows else ():
+            num_sent = request.num_sent_window_blocks
+            if len(request.window_block_ids) > num_sent:
+                found[request.sequence_id] = request.window_block_ids[num_sent:]
+                request.num_sent_window_blocks = len(request.window_block_ids)
+        return found
+
     def _introduce(self, request: Request) -> NewRequest:
         params, speculation = request.params, request.speculation
         method = "" if speculation is None else speculation.method
@@ -92,6 +104,7 @@ class StepInputs:
             self._num_sent_tokens[request.sequence_id] = request.num_tokens
         if self._makes_drafts:
             self._num_sent_hashes[request.sequence_id] = len(request.block_hashes)
+        request.num_sent_window_blocks = len(request.window_block_ids)
         return new_request(request, with_hashes=self._makes_drafts)
 
     def _new_tokens(self) -> dict[int, list[int]]:
@@ -121,6 +134,7 @@ def new_request(request: Request, with_hashes: bool = True) -> NewRequest:
         draft_method="" if speculation is None else speculation.method,
         acceptance="exact" if speculation is None else speculation.acceptance,
         has_grammar=request.grammar_state is not None,
+        window_block_ids=list(request.window_block_ids),
     )
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 # Max rows of a decode or verify request: the bits of one row's tree mask.
 MAX_DECODE_QUERY_LEN = 64
+
+
+@dataclass(frozen=True)
+class GroupTensors:
+    """What differs between KV groups: as in ForwardBatch, which has the first group's."""
+
+    block_tables: Tensor
+    slot_mapping: Tensor
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,7 @@ class ForwardBatch:
     each) and their tokens; prompts of any length follow.
     tree_mask: [num_decode_tokens] int64, None if all drafts are chains: a word per decode row, whose bits are the rows
     of its request that it attends to (core/drafts.py). positions then count the depth in the tree.
+    other_groups: of further KV groups (core/kv_groups.py), whose layers' keys lie in other blocks.
     """
 
     token_ids: Tensor
@@ -38,3 +47,11 @@ class ForwardBatch:
     num_decode_tokens: int
     max_decode_query_len: int
     tree_mask: Tensor | None = None
+    other_groups: tuple[GroupTensors, ...] = ()
+
+    def of_group(self, group: int) -> ForwardBatch:
+        """The batch as the layers of one group see it."""
+        if group == 0:
+            return self
+        own = self.other_groups[group - 1]
+        return replace(self, block_tables=own.block_tables, slot_mapping=own.slot_mapping)

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 
-from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.batch import ForwardBatch, GroupTensors
 from slipstream.worker.graph_shapes import StepShape
 from slipstream.worker.input_batch import StepArrays
 from slipstream.worker.memory_plan import MemoryPlan
@@ -38,23 +38,26 @@ class StaticTensors:
     """The inputs of the graphs. One copy from the host brings them; a second copy, on the device, widens the block
     tables, which arrive as wide as the step needs."""
 
-    def __init__(self, shapes: Sequence[StepShape], max_blocks: int, device: torch.device) -> None:
+    def __init__(self, shapes: Sequence[StepShape], max_blocks: int, device: torch.device, num_groups: int = 1) -> None:
         self._num_tokens = max((shape.num_tokens for shape in shapes), default=0)
         self._num_requests = max((shape.num_requests for shape in shapes), default=0)
-        self._num_words = 5 * self._num_tokens  # of 64 bits; then 32-bit ones: starts and lengths, then tables
+        self._num_columns = 4 + num_groups
+        # of 64 bits; then 32-bit ones: starts and lengths, then tables
+        self._num_words = self._num_columns * self._num_tokens
         self._num_fixed_bytes = self._num_words * 8 + (2 * self._num_requests + 1) * 4
-        num_bytes = self._num_fixed_bytes + self._num_requests * max_blocks * 4
+        num_bytes = self._num_fixed_bytes + num_groups * self._num_requests * max_blocks * 4
         self._arriving = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        words = self._arriving[: self._num_words * 8].view(torch.int64).view(5, self._num_tokens)
-        self.token_ids, self.positions, self.slot_mapping, self.logits_indices, self.tree_mask = words
-        self.slot_mapping.fill_(-1)
+        words = self._arriving[: self._num_words * 8].view(torch.int64).view(self._num_columns, self._num_tokens)
+        self.token_ids, self.positions, self.logits_indices, self.tree_mask = words[:4]
+        self.slot_mappings = words[4:]  # of each KV group
+        self.slot_mappings.fill_(-1)
         self.tree_mask.fill_(1)
         halves = self._arriving[self._num_words * 8 :].view(torch.int32)
         self.query_start_loc = halves[: self._num_requests + 1]
         torch.arange(self._num_requests + 1, out=self.query_start_loc)  # before the first step all requests are padding
         self.seq_lens = halves[self._num_requests + 1 : 2 * self._num_requests + 1]
         self._arriving_tables = halves[2 * self._num_requests + 1 :]
-        self.block_tables = torch.zeros(self._num_requests, max_blocks, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros(num_groups, self._num_requests, max_blocks, dtype=torch.int32, device=device)
 
     def pretend(self, shape: StepShape, context: int, plan: MemoryPlan) -> None:
         """Fill the tensors for timing: each request of a shape has `context` cached tokens, or as many as fit, and the
@@ -68,9 +71,8 @@ class StaticTensors:
         positions = context + torch.arange(count * rows, device=device) % rows
         self.positions[: count * rows] = positions.clamp(max=seq_len - 1)
         self.seq_lens[:count] = seq_len
-        self.block_tables[:count, :width] = (torch.arange(count * width, device=device) % plan.num_blocks).view(
-            count, -1
-        )
+        blocks = torch.arange(count * width, device=device) % plan.num_blocks
+        self.block_tables[:, :count, :width] = blocks.view(count, -1)
 
     def clear(self) -> None:
         """Make all requests padding, as before the first step."""
@@ -80,18 +82,20 @@ class StaticTensors:
 
     def load(self, shape: StepShape, step: StepArrays) -> None:
         count, width = step.block_tables.shape
-        num_bytes = self._num_fixed_bytes + count * width * 4
+        num_groups, num_entries = len(self.block_tables), len(self.block_tables) * count * width
+        num_bytes = self._num_fixed_bytes + num_entries * 4
         staging = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._arriving.is_cuda)
         view = staging.numpy()
-        words = view[: self._num_words * 8].view(np.int64).reshape(5, self._num_tokens)
+        words = view[: self._num_words * 8].view(np.int64).reshape(self._num_columns, self._num_tokens)
         tree_mask = step.tree_mask if step.tree_mask is not None else _chain_masks(step) if shape.is_tree else None
         for row, (values, padding) in enumerate(
             (
                 (step.token_ids, 0),
                 (step.positions, 0),
-                (step.slot_mapping, -1),
                 (step.logits_indices, 0),
                 (() if tree_mask is None else tree_mask, 1),
+                (step.slot_mapping, -1),
+                *((slots, -1) for slots in (() if step.other_slots is None else step.other_slots)),
             )
         ):
             words[row, : len(values)] = values
@@ -104,9 +108,12 @@ class StaticTensors:
         starts[count + 1 :] = np.minimum(padding_starts, shape.num_tokens)
         seq_lens[:count] = step.seq_lens
         seq_lens[count:] = 0
-        halves[2 * self._num_requests + 1 :].reshape(count, width)[:] = step.block_tables
+        tables = halves[2 * self._num_requests + 1 :].reshape(num_groups, count, width)
+        tables[0] = step.block_tables
+        if step.other_tables is not None:
+            tables[1:] = step.other_tables
         self._arriving[:num_bytes].copy_(staging, non_blocking=True)
-        self.block_tables[:count, :width].copy_(self._arriving_tables[: count * width].view(count, width))
+        self.block_tables[:, :count, :width].copy_(self._arriving_tables[:num_entries].view(num_groups, count, width))
 
 
 def _chain_masks(step: StepArrays) -> np.ndarray:
@@ -126,11 +133,12 @@ class StepGraphs(Generic[Shape]):
         max_seq_len: int,
         forward: Callable[[ForwardBatch], torch.Tensor],
         device: torch.device,
+        num_groups: int = 1,
     ) -> None:
         self._shapes = list(shapes)
         self._forward = forward
         self._max_seq_len = max_seq_len
-        self._static = StaticTensors(self._shapes, max_blocks, device)
+        self._static = StaticTensors(self._shapes, max_blocks, device, num_groups)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if shapes and device.type == "cuda" else None
 
@@ -227,13 +235,14 @@ class StepGraphs(Generic[Shape]):
 
     def _batch(self, shape: Shape, num_logits: int) -> ForwardBatch:
         static, num_tokens, num_requests = self._static, shape.num_tokens, shape.num_requests
+        tables, slots = static.block_tables[:, :num_requests], static.slot_mappings[:, :num_tokens]
         return ForwardBatch(
             token_ids=static.token_ids[:num_tokens],
             positions=static.positions[:num_tokens],
             query_start_loc=static.query_start_loc[: num_requests + 1],
             seq_lens=static.seq_lens[:num_requests],
-            block_tables=static.block_tables[:num_requests],
-            slot_mapping=static.slot_mapping[:num_tokens],
+            block_tables=tables[0],
+            slot_mapping=slots[0],
             logits_indices=static.logits_indices[:num_logits],
             max_query_len=shape.max_query_len,
             max_seq_len=self._max_seq_len,
@@ -241,6 +250,7 @@ class StepGraphs(Generic[Shape]):
             num_decode_tokens=shape.num_decode_tokens,
             max_decode_query_len=shape.max_decode_query_len,
             tree_mask=static.tree_mask[:num_tokens] if shape.is_tree else None,
+            other_groups=tuple(map(GroupTensors, tables[1:], slots[1:])),
         )
 
 

@@ -246,9 +246,9 @@ class PromptShape:
             slot_mapping=_parted(step.slot_mapping, first, gap, -1),
             query_start_loc=np.concatenate([starts[: first + 1], filled, starts[first + 1 :] + gap]),
             seq_lens=_parted(step.seq_lens, first, gap),
-            block_tables=np.concatenate(
-                [tables[:first], np.zeros_like(tables, shape=(gap, tables.shape[1])), tables[first:]]
-            ),
+            block_tables=_parted(tables, first, gap),
+            other_tables=_parted_groups(step.other_tables, first, gap),
+            other_slots=_parted_groups(step.other_slots, first, gap, -1),
             logits_indices=step.logits_indices + gap * (step.logits_indices >= first),
         )
 
@@ -270,4 +270,9 @@ def _num_singles(step: StepArrays) -> int:
 
 
 def _parted(values: np.ndarray, first: int, gap: int, padding: int = 0) -> np.ndarray:
-    return np.concatenate([values[:first], np.full(gap, padding, dtype=values.dtype), values[first:]])
+    filled = np.full((gap, *values.shape[1:]), padding, dtype=values.dtype)
+    return np.concatenate([values[:first], filled, values[first:]])
+
+
+def _parted_groups(values: np.ndarray | None, first: int, gap: int, padding: int = 0) -> np.ndarray | None:
+    return None if values is None else np.stack([_parted(group, first, gap, padding) for group in values])

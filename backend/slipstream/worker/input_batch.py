@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from slipstream.core.drafts import row_depths, row_masks
-from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
+from slipstream.core.kv_groups import ONE_GROUP, KVGroups
+from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch, GroupTensors
 from slipstream.worker.host_copy import pack, to_device
 from slipstream.worker.interface import StepInput
 
@@ -23,53 +24,87 @@ TABLE_STEP = 16
 
 
 class BlockTables:
-    """Block tables kept between steps: a request's row grows by its new blocks instead of being rebuilt."""
+    """Block tables of all KV groups, kept between steps: a request's row grows by its new blocks instead of being
+    rebuilt. Windowed groups keep entries that their windows have passed: nothing reads those."""
 
-    def __init__(self, num_rows: int, max_blocks: int) -> None:
+    def __init__(self, num_rows: int, max_blocks: int, groups: KVGroups = ONE_GROUP) -> None:
         self.max_blocks = max_blocks
-        self._table = np.full((num_rows, max_blocks), -1, dtype=np.int32)
-        self._num_blocks = np.zeros(num_rows, dtype=np.int64)
+        self.groups = groups
+        self._table = np.full((groups.num_groups, num_rows, max_blocks), -1, dtype=np.int32)
+        self._num_blocks = np.zeros(num_rows, dtype=np.int64)  # of the full groups
+        self._num_window_blocks = np.zeros(num_rows, dtype=np.int64)
         self._rows: dict[int, int] = {}  # by request id
         self._free = list(range(num_rows))
 
     @classmethod
-    def sized(cls, num_rows: int, max_model_len: int, block_size: int) -> BlockTables:
+    def sized(cls, num_rows: int, max_model_len: int, block_size: int, groups: KVGroups = ONE_GROUP) -> BlockTables:
         """For sequences of max_model_len tokens and the token after them."""
-        return cls(num_rows, -(-(max_model_len // block_size + 1) // TABLE_STEP) * TABLE_STEP)
+        return cls(num_rows, -(-(max_model_len // block_size + 1) // TABLE_STEP) * TABLE_STEP, groups)
 
-    def put(self, sequence_id: int, block_ids: Sequence[int]) -> None:
+    def put(self, sequence_id: int, block_ids: Sequence[int], window_block_ids: Sequence[int] = ()) -> None:
         """These are all blocks of a request, whatever it had before."""
         row = self._rows.get(sequence_id)
         if row is None:
             row = self._rows[sequence_id] = self._new_row()
-        self._table[row] = -1
-        self._num_blocks[row] = 0
+        self._table[:, row] = -1
+        self._num_blocks[row] = self._num_window_blocks[row] = 0
         self.extend(sequence_id, block_ids)
+        self.extend_windows(sequence_id, window_block_ids)
 
     def extend(self, sequence_id: int, block_ids: Sequence[int]) -> None:
         row = self._rows.get(sequence_id)
         if row is not None:
-            start = int(self._num_blocks[row])
-            self._table[row, start : start + len(block_ids)] = block_ids
-            self._num_blocks[row] = start + len(block_ids)
+            self._num_blocks[row] += _append(
+                self._table[: self.groups.num_full, row], int(self._num_blocks[row]), block_ids
+            )
+
+    def extend_windows(self, sequence_id: int, window_block_ids: Sequence[int]) -> None:
+        row = self._rows.get(sequence_id)
+        if row is not None and len(window_block_ids):
+            table, start = self._table[self.groups.num_full :, row], int(self._num_window_blocks[row])
+            self._num_window_blocks[row] += _append(table, start, window_block_ids)
 
     def drop(self, sequence_ids: Iterable[int]) -> None:
         self._free += [self._rows.pop(sequence_id) for sequence_id in sequence_ids if sequence_id in self._rows]
 
     def gather(self, sequence_ids: Sequence[int], width_step: int = 1) -> np.ndarray:
-        """[num_requests, longest up to a multiple of width_step] int32, -1 pads: a copy that the caller may keep."""
+        """Of the first group: [num_requests, longest up to a multiple of width_step] int32, -1 pads: a copy that the
+        caller may keep."""
+        indices, width = self._rows_of(sequence_ids, width_step)
+        return self._table[0][indices, :width]
+
+    def gather_others(self, sequence_ids: Sequence[int], width_step: int = 1) -> np.ndarray | None:
+        """Of the other groups, as wide: [num_groups - 1, num_requests, width]; None if there are none."""
+        if self.groups.num_groups == 1:
+            return None
+        indices, width = self._rows_of(sequence_ids, width_step)
+        return np.stack([table[indices, :width] for table in self._table[1:]])
+
+    def _rows_of(self, sequence_ids: Sequence[int], width_step: int) -> tuple[np.ndarray, int]:
         rows = self._rows
         indices = np.array([rows[sequence_id] for sequence_id in sequence_ids], dtype=np.int64)
         longest = max(1, int(self._num_blocks[indices].max()))
-        return self._table[indices, : -(-longest // width_step) * width_step]
+        return indices, -(-longest // width_step) * width_step
 
     def _new_row(self) -> int:
         if not self._free:  # preempted requests keep theirs until they come back
-            size = len(self._table)
-            self._table = np.concatenate([self._table, np.full_like(self._table, -1)])
+            size = self._table.shape[1]
+            self._table = np.concatenate([self._table, np.full_like(self._table, -1)], axis=1)
             self._num_blocks = np.concatenate([self._num_blocks, np.zeros_like(self._num_blocks)])
+            self._num_window_blocks = np.concatenate([self._num_window_blocks, np.zeros_like(self._num_window_blocks)])
             self._free = list(range(size, 2 * size))
         return self._free.pop()
+
+
+def _append(table: np.ndarray, start: int, block_ids: Sequence[int]) -> int:
+    """Write blocks, in which the table's groups take turns, from place `start` on. Returns how many each got."""
+    num_groups = len(table)
+    if num_groups == 1:
+        table[0, start : start + len(block_ids)] = block_ids
+        return len(block_ids)
+    count = len(block_ids) // num_groups
+    table[:, start : start + count] = np.array(block_ids, dtype=np.int32).reshape(count, num_groups).T
+    return count
 
 
 @dataclass(frozen=True)
@@ -82,7 +117,10 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class StepArrays:
-    """ForwardBatch's fields on the host. pending: (token, place in SampledTokens) of those that only the device has."""
+    """ForwardBatch's fields on the host. pending: (token, place in SampledTokens) of those that only the device has.
+
+    other_tables, other_slots: of further KV groups, [num_groups - 1, R, max_blocks] and [num_groups - 1, T].
+    """
 
     token_ids: np.ndarray
     positions: np.ndarray
@@ -98,6 +136,8 @@ class StepArrays:
     max_decode_query_len: int
     pending: list[tuple[int, int]]
     tree_mask: np.ndarray | None = None
+    other_tables: np.ndarray | None = None
+    other_slots: np.ndarray | None = None
 
 
 class BatchBuilder:
@@ -137,8 +177,12 @@ class BatchBuilder:
         else:
             request_of_token = np.repeat(np.arange(num_requests), lengths)
             positions = np.arange(query_start_loc[-1]) + (computed - query_start_loc[:-1])[request_of_token]
-        blocks = tables[request_of_token, positions // self._block_size].astype(np.int64)
-        slots = blocks * self._block_size + positions % self._block_size
+        columns, offsets = positions // self._block_size, positions % self._block_size
+        slots = tables[request_of_token, columns].astype(np.int64) * self._block_size + offsets
+        other_slots, other_tables = None, self.tables.gather_others(step.sequence_ids, self._table_step)
+        if other_tables is not None:
+            blocks = np.stack([table[request_of_token, columns] for table in other_tables])
+            other_slots = blocks.astype(np.int64) * self._block_size + offsets
         num_logits = np.array(step.samples, dtype=np.int64)
         if step.total_num_drafts:
             num_logits *= 1 + np.array(step.num_drafts, dtype=np.int64)
@@ -161,6 +205,8 @@ class BatchBuilder:
             max_decode_query_len=int(lengths[:num_decodes].max(initial=0)),
             pending=_pending_tokens(step, query_start_loc, sampled),
             tree_mask=tree_mask,
+            other_tables=other_tables,
+            other_slots=other_slots,
         )
 
 
@@ -172,7 +218,11 @@ def batch_tensors(arrays: StepArrays, device: torch.device) -> ForwardBatch:
         field.name: getattr(arrays, field.name) for field in fields(StepArrays) if field.type == "int"
     }
     tree_mask = None if arrays.tree_mask is None else pack([arrays.tree_mask], device)[0]
-    return ForwardBatch(**tensors, **numbers, tree_mask=tree_mask)
+    groups: tuple[GroupTensors, ...] = ()
+    if arrays.other_tables is not None and arrays.other_slots is not None:
+        packed, count = pack([*arrays.other_tables, *arrays.other_slots], device), len(arrays.other_tables)
+        groups = tuple(map(GroupTensors, packed[:count], packed[count:]))
+    return ForwardBatch(**tensors, **numbers, tree_mask=tree_mask, other_groups=groups)
 
 
 def padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:

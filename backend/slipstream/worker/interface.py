@@ -22,9 +22,9 @@ from slipstream.worker.sample.structured_output import GrammarMasks
 class NewRequest:
     """Sent before a request's first step, and again after a preemption, which frees its blocks.
 
-    output_token_ids, block_ids, block_hashes: those so far. early_token_ids: end tokens, banned for the first
-    min_tokens. draft_method: "" if it does not speculate. acceptance: how its drafts are verified. has_grammar: its
-    rows need masks.
+    output_token_ids, block_ids, window_block_ids, block_hashes: those so far, as Request has them. early_token_ids: end
+    tokens, banned for the first min_tokens. draft_method: "" if it does not speculate. acceptance: how its drafts are
+    verified. has_grammar: its rows need masks.
     """
 
     sequence_id: int
@@ -39,6 +39,7 @@ class NewRequest:
     draft_method: str = ""
     acceptance: str = "exact"
     has_grammar: bool = False
+    window_block_ids: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Updates:
     block_ids: dict[int, list[int]] = field(default_factory=dict)
     output_token_ids: dict[int, list[int]] = field(default_factory=dict)
     block_hashes: dict[int, list[bytes]] = field(default_factory=dict)
+    window_block_ids: dict[int, list[int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

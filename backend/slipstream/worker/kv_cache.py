@@ -13,6 +13,7 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
+from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 from slipstream.nn.attention import LayerCache
 from slipstream.nn.kv_layout import KVLayout, KVPlane, key_value_cache
 from slipstream.nn.spec import DecoderSpec
@@ -55,6 +56,13 @@ def allocate_planes(layouts: Sequence[KVLayout], num_blocks: int, block_size: in
     return PlanePool(planes, parts)
 
 
+def compactions(pool: PlanePool, groups: KVGroups, device: torch.device) -> list[Compaction]:
+    """Of each group."""
+    if groups.num_groups == 1:
+        return [Compaction(pool, device)]
+    return [Compaction(pool, device, groups.layers_of(group)) for group in range(groups.num_groups)]
+
+
 def _words(store: Tensor) -> Tensor:
     """The same memory in the widest words that a block's part is whole in: [parts, num_blocks, words]."""
     parts = store.flatten(2)
@@ -63,14 +71,19 @@ def _words(store: Tensor) -> Tensor:
 
 
 def allocate_pool(
-    spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan, head_scales: Sequence[Mapping[str, Tensor]] = ()
+    spec: DecoderSpec,
+    hardware: Hardware,
+    plan: MemoryPlan,
+    head_scales: Sequence[Mapping[str, Tensor]] = (),
+    groups: KVGroups = ONE_GROUP,
 ) -> KVPool:
     """The plan's blocks for every layer, of the type that was resolved.
 
+    groups: layers of different groups share memory, because a block belongs to one group at a time.
     head_scales: of an FP8 cache, by plane and layer, empty where a checkpoint has none.
     """
     layouts = [layer.attention.kv_layout(hardware.kv_dtype) for layer in spec.layers]
-    pool = allocate_planes(layouts, plan.num_blocks, plan.block_size, hardware.device)
+    pool = _allocate(layouts, plan.num_blocks, plan.block_size, hardware.device, groups)
     given = [*head_scales, *({} for _ in layouts[len(head_scales) :])]
     num_given = sum(bool(scales) for scales in given)
     if hardware.kv_dtype != ops.QUANTIZED_KV_DTYPES["fp8_e4m3"]:
@@ -83,11 +96,21 @@ def allocate_pool(
     return KVPool(pool.planes, pool.parts, caches)
 
 
-class Compaction:
-    """pool: of the layers whose planes are moved."""
+def _allocate(
+    layouts: Sequence[KVLayout], num_blocks: int, block_size: int, device: torch.device, groups: KVGroups
+) -> PlanePool:
+    if groups.num_groups == 1:
+        return allocate_planes(layouts, num_blocks, block_size, device)
+    pool = allocate_planes(layouts[: groups.num_parts], num_blocks, block_size, device)
+    return PlanePool([pool.planes[part] for part in groups.parts], pool.parts)
 
-    def __init__(self, pool: PlanePool, device: torch.device) -> None:
-        self._table = ops.slot_table([tensor for planes in pool.planes for tensor in planes.values()])
+
+class Compaction:
+    """pool: of the layers whose planes are moved; layers: these only."""
+
+    def __init__(self, pool: PlanePool, device: torch.device, layers: Sequence[int] | None = None) -> None:
+        planes = pool.planes if layers is None else [pool.planes[layer] for layer in layers]
+        self._table = ops.slot_table([tensor for of_layer in planes for tensor in of_layer.values()])
         self._device = device
 
     def warm_up(self) -> None:

@@ -13,6 +13,7 @@ from slipstream.core.config import CacheConfig, EngineConfig
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
 from slipstream.core.host_memory import host_memory
+from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 from slipstream.nn.kv_layout import KVLayout
 from slipstream.nn.kv_types import gpu_geometry_refusal, resolve_kv_dtype
 from slipstream.nn.layer_spec import DenseSpec, ExpertsSpec
@@ -21,6 +22,7 @@ from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.draft_memory import draft_memory
 from slipstream.worker.graph_shapes import MAX_DECODE_ROWS, MAX_TOKENS
+from slipstream.worker.kv_groups import plan_groups
 from slipstream.worker.sample.logprobs import MAX_PROMPT_ROWS
 
 MIB = 1 << 20
@@ -80,6 +82,8 @@ class MemoryPlan:
     max_model_len: int
     num_host_blocks: int = 0
     draft_block_bytes: int = 0  # of the drafter's cache, per block of the pool
+    groups: KVGroups = ONE_GROUP
+    full_hold_reason: str = ""  # why windowed layers hold every token, if there are some that do
 
     @property
     def bytes_per_block(self) -> int:
@@ -92,12 +96,18 @@ class MemoryPlan:
 
     @property
     def pool_tokens(self) -> int:
-        return self.num_blocks * self.block_size
+        """Tokens that the pool holds, with several groups in sequences of max_model_len."""
+        num_blocks = -(-self.max_model_len // self.block_size)
+        return self.num_blocks * num_blocks // self._blocks_of_longest * self.block_size
 
     @property
     def num_full_sequences(self) -> int:
         """Sequences of max_model_len tokens that the pool holds at once."""
-        return self.num_blocks // -(-self.max_model_len // self.block_size)
+        return self.num_blocks // self._blocks_of_longest
+
+    @property
+    def _blocks_of_longest(self) -> int:
+        return self.groups.decode_blocks(self.max_model_len, self.block_size)
 
     def __str__(self) -> str:
         rows = [
@@ -105,7 +115,7 @@ class MemoryPlan:
             ("weights", self.weight_bytes, ""),
             ("workspace (activations, logits)", self.workspace_bytes, ""),
             ("KV pool", self.pool_bytes, f"{self.num_blocks} blocks x {self.block_size} tokens"),
-            ("  per token", self.bytes_per_block // self.block_size, ""),
+            ("  per token", self.pool_bytes // max(1, self.pool_tokens), self._windows_note),
         ]
         if self.draft_block_bytes:
             rows.append(("  of it the drafter's", self.num_blocks * self.draft_block_bytes, ""))
@@ -115,6 +125,16 @@ class MemoryPlan:
         lines = [f"  {name:<32}{_size(num_bytes):>12}  {note}".rstrip() for name, num_bytes, note in rows]
         held = f"holds {self.num_full_sequences} sequences of max_model_len={self.max_model_len} tokens"
         return "\n".join(["memory plan", *lines, f"  {held}"])
+
+    @property
+    def _windows_note(self) -> str:
+        if self.full_hold_reason:
+            return f"windowed layers hold every token: {self.full_hold_reason}"
+        groups = self.groups
+        if not groups.num_windowed:
+            return ""
+        kept = f"{groups.num_windowed} of {groups.num_groups} groups of layers hold {groups.num_kept_tokens} tokens"
+        return f"at max_model_len: {kept} and a step"
 
 
 def free_device_memory(device: torch.device) -> int:
@@ -142,14 +162,15 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     """Size the KV pool for a checkpoint. Raises ConfigError, with the arithmetic, if one sequence would not fit."""
     is_null = config.model.load_format == "null"
     max_model_len = resolve_max_model_len(config, spec)
-    block_bytes = cache_bytes_per_token(spec, hardware.kv_dtype) * config.cache.block_size
+    groups, full_hold_reason = plan_groups(spec, config, hardware.device, hardware.kv_dtype, max_model_len)
+    block_bytes = cache_bytes_per_token(spec, hardware.kv_dtype, groups) * config.cache.block_size
     held_bytes = 0 if is_null else weight_bytes(config.model, spec, hardware.dtype)
     drafting = draft_memory(config, spec, hardware.device, hardware.dtype, hardware.kv_dtype)
     draft_block_bytes = drafting.kv_bytes_per_token * config.cache.block_size
     held_bytes += drafting.weight_bytes
     workspace_bytes = 0 if is_null else _workspace_bytes(spec, config, hardware)
     budget = _pool_budget(config.cache, free_bytes - held_bytes - workspace_bytes, hardware.device)
-    blocks_per_sequence = -(-max_model_len // config.cache.block_size)
+    blocks_per_sequence = groups.max_blocks(max_model_len, config.cache.block_size)
     num_blocks = config.cache.num_blocks
     if not num_blocks:
         enough = 2 * config.scheduler.max_num_seqs * blocks_per_sequence  # every sequence, and as much prefix cache
@@ -164,6 +185,8 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
         max_model_len=max_model_len,
         num_host_blocks=0 if is_null else _num_host_blocks(config.cache, block_bytes),
         draft_block_bytes=draft_block_bytes,
+        groups=groups,
+        full_hold_reason=full_hold_reason,
     )
     if not is_null:
         _check_memory_bytes(plan, config.cache)
@@ -171,11 +194,15 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     return plan
 
 
-def cache_bytes_per_token(spec: DecoderSpec, kv_dtype: torch.dtype) -> int:
-    """Cache bytes of one token in all layers. Raises ConfigError for layers that keep anything but a row per token."""
-    for layer in spec.layers:
-        check_planes(spec.architecture, layer.attention.kv_layout(kv_dtype))
-    return spec.kv_bytes_per_token(kv_dtype)
+def cache_bytes_per_token(spec: DecoderSpec, kv_dtype: torch.dtype, groups: KVGroups = ONE_GROUP) -> int:
+    """Cache bytes of one token in a group's layers, unused parts included. Raises ConfigError for layers that keep
+    anything but a row per token."""
+    layouts = [layer.attention.kv_layout(kv_dtype) for layer in spec.layers]
+    for layout in layouts:
+        check_planes(spec.architecture, layout)
+    if groups.num_groups == 1:
+        return spec.kv_bytes_per_token(kv_dtype)
+    return groups.num_parts * layouts[0].bytes_per_token
 
 
 def check_planes(architecture: str, layout: KVLayout) -> None:
@@ -236,7 +263,7 @@ def _memory_field(cache: CacheConfig, plan: MemoryPlan) -> tuple[str, object]:
 
 
 def _advice(plan: MemoryPlan, cache: CacheConfig, blocks_per_sequence: int) -> str:
-    fits = plan.num_blocks * plan.block_size
+    fits = plan.groups.max_tokens(plan.num_blocks, plan.block_size)
     shorter = f"max_model_len at most {fits}" if fits else "a smaller model"
     if cache.num_blocks:
         return f"accepted: num_blocks at least {blocks_per_sequence}, or {shorter}"

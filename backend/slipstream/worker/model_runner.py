@@ -40,7 +40,7 @@ from slipstream.worker.input_batch import (
     padding_batch,
 )
 from slipstream.worker.interface import StepInput
-from slipstream.worker.kv_cache import Compaction, allocate_pool
+from slipstream.worker.kv_cache import allocate_pool, compactions
 from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
@@ -83,7 +83,9 @@ class ModelRunner:
         self._model = model
         self._device = device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
-        pool = allocate_pool(spec, hardware, plan, [layer.attention.kv_scales for layer in model.layers])
+        scales = [layer.attention.kv_scales for layer in model.layers]
+        pool = allocate_pool(spec, hardware, plan, scales, plan.groups)
+        model.kv_groups = plan.groups.of_layers
         self._kv_caches = pool.layers
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, tables, device)
@@ -95,14 +97,14 @@ class ModelRunner:
         refusal = model.backend.graph_refusal(plan.block_size, drafts.has_trees)
         sizes = graph_sizes(config.model.cuda_graphs, config.scheduler.max_num_seqs, device, refusal)
         shapes = graph_shapes(sizes, drafts)
-        limits = (tables.max_blocks, plan.max_model_len)
-        self._graphs = StepGraphs(shapes, *limits, self._run_model, device)
+        limits, num_groups = (tables.max_blocks, plan.max_model_len), plan.groups.num_groups
+        self._graphs = StepGraphs(shapes, *limits, self._run_model, device, num_groups)
         prompts = [] if drafts.reads_all_rows else prompt_shapes(sizes, self._max_num_tokens)
-        self._prompt_graphs = StepGraphs(prompts, *limits, self._run_last, device)
+        self._prompt_graphs = StepGraphs(prompts, *limits, self._run_last, device, num_groups)
         most = max((shape.num_tokens for shape in shapes), default=0)
         capacity = most, max(config.scheduler.max_num_seqs, *sizes, 1)
-        compaction = Compaction(pool, device)
-        self._verifier = Verifier(model, self._sampler, compaction, config.speculation, plan, capacity)
+        of_groups = compactions(pool, plan.groups, device)
+        self._verifier = Verifier(model, self._sampler, of_groups, config.speculation, plan, capacity)
         self._capture(config, phases)
         self.step_seconds = self._time_steps(plan) if drafts.num_drafts else {}  # where it was measured
 

@@ -12,15 +12,15 @@ from slipstream.worker.interface import NewRequest, StepInput, Updates
 class RequestState:
     """One request. token_ids: prompt and output, complete only for requests whose text the worker reads.
     num_drawn_tokens: output tokens including the one that the current step draws; only for requests with
-    counts_tokens."""
+    counts_tokens. block_ids: of the first KV group, which drafters' caches share."""
 
-    def __init__(self, new: NewRequest) -> None:
+    def __init__(self, new: NewRequest, num_full_groups: int = 1) -> None:
         self.sequence_id = new.sequence_id
         self.prompt_token_ids = new.prompt_token_ids  # shared by the sequences of one client request
         self.token_ids = [*new.prompt_token_ids, *new.output_token_ids]
         self.params = new.params
         self.seed = new.seed
-        self.block_ids = list(new.block_ids)
+        self.block_ids = new.block_ids[::num_full_groups]
         self.block_hashes = list(new.block_hashes)
         self.num_preemptions = new.num_preemptions
         self.early_token_ids = new.early_token_ids
@@ -72,15 +72,16 @@ def draws_by_itself(params: SamplingParams, has_grammar: bool) -> bool:
 
 
 class RequestStates:
-    """All requests that the worker knows."""
+    """All requests that the worker knows. num_full_groups: KV groups whose blocks take turns in block_ids."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_full_groups: int = 1) -> None:
+        self._num_full_groups = num_full_groups
         self._states: dict[int, RequestState] = {}
         self._counting: set[int] = set()  # requests with counts_tokens
         self._with_prompt_logprobs: set[int] = set()
 
     def add(self, new: NewRequest) -> RequestState:
-        state = self._states[new.sequence_id] = RequestState(new)
+        state = self._states[new.sequence_id] = RequestState(new, self._num_full_groups)
         if state.counts_tokens:
             self._counting.add(new.sequence_id)
         if new.params.prompt_logprobs is not None:
@@ -91,7 +92,7 @@ class RequestStates:
         """Apply changes; those of forgotten requests are ignored."""
         for sequence_id, block_ids in updates.block_ids.items():
             if (state := self._states.get(sequence_id)) is not None:
-                state.block_ids += block_ids
+                state.block_ids += block_ids[:: self._num_full_groups]
         for sequence_id, token_ids in updates.output_token_ids.items():
             if (state := self._states.get(sequence_id)) is not None:
                 state.token_ids += token_ids

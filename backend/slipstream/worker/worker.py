@@ -47,7 +47,8 @@ class ModelWorker:
     def __init__(
         self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan, phases: StartUp
     ) -> None:
-        self._tables = BlockTables.sized(2 * config.scheduler.max_num_seqs, plan.max_model_len, plan.block_size)
+        num_rows, groups = 2 * config.scheduler.max_num_seqs, plan.groups
+        self._tables = BlockTables.sized(num_rows, plan.max_model_len, plan.block_size, groups)
         target = load_target(config, spec, hardware, phases)
         context = SpeculatorContext(config, hardware, plan, target, self._tables)
         self.speculator = Speculator(config.speculation.loaded, context)
@@ -57,7 +58,7 @@ class ModelWorker:
         draft_seconds = self.speculator.capture(self.runner.verified_rows())
         finish_phase(phases, "drafting", hardware.device)
         self._info = WorkerInfo(self.speculator.infos, measured_costs(self.runner.step_seconds, draft_seconds))
-        self._states = RequestStates()
+        self._states = RequestStates(groups.num_full)
         self._waiting: RunningStep | None = None  # for its masks
         self._launched: dict[int, _Launched] = {}  # by step id, in order
 
@@ -122,12 +123,14 @@ class ModelWorker:
 
     def _add(self, new: NewRequest) -> None:
         self._states.add(new)
-        self._tables.put(new.sequence_id, new.block_ids)
+        self._tables.put(new.sequence_id, new.block_ids, new.window_block_ids)
 
     def _update(self, updates: Updates) -> None:
         self._states.update(updates)
         for sequence_id, block_ids in updates.block_ids.items():
             self._tables.extend(sequence_id, block_ids)
+        for sequence_id, block_ids in updates.window_block_ids.items():
+            self._tables.extend_windows(sequence_id, block_ids)
 
     def _sample(self, running: RunningStep, masks: GrammarMasks | None = None) -> None:
         self._launch_heads(running, self.runner.sample(running, self.speculator.draft_probs, masks))

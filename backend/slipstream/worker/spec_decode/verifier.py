@@ -205,7 +205,8 @@ class Verification:
 
 
 class Verifier:
-    """capacity: number of tokens of the largest graph and number of requests of the largest step.
+    """capacity: number of tokens of the largest graph and number of requests of the largest step. compactions: of each
+    KV group.
 
     Returned tensors are valid until the next call.
     """
@@ -214,13 +215,13 @@ class Verifier:
         self,
         model: Decoder,
         sampler: Sampler,
-        compaction: Compaction,
+        compactions: Sequence[Compaction],
         config: SpeculationConfig,
         plan: MemoryPlan,
         capacity: tuple[int, int],
     ) -> None:
         num_tokens, num_requests = capacity
-        self._model, self._sampler, self._compaction, self._config = model, sampler, compaction, config
+        self._model, self._sampler, self._compactions, self._config = model, sampler, compactions, config
         self._plan, self._device = plan, model.context.device
         self._next_ids = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
         self._accepted = ops.empty_accepted_rows(num_requests, self._device)
@@ -242,7 +243,7 @@ class Verifier:
             none = torch.zeros(count, dtype=torch.int32, device=self._device)
             verification = Verification([], self._config)
             accepted = verification.accept(batch, none, one.next_ids)
-            self._compaction.keep(accepted)
+            self._compact(verification, batch, none, one.next_ids, accepted)
             if batch.token_ids.shape[0] >= 2 * count:
                 clones = copy.deepcopy(_step_rows(one))
                 ids = torch.zeros(count, 1, dtype=torch.int64, device=self._device)
@@ -287,7 +288,7 @@ class Verifier:
         dead_rows = () if masks is None else masks.dead_rows
         accepted = verification.accept(batch, counts, next_ids, dead_rows, self._accepted.first(len(num_drafts)))
         if step.draft_parents:
-            self._compaction.keep(accepted)
+            self._compact(verification, batch, counts, next_ids, accepted)
         paths = HostCopy((accepted.paths,), is_urgent=True)
         taken = prompt_logprobs.take(step, running.states) if running.asks_prompt_logprobs else {}
         computed = ComputedRows(batch, running.hidden, next_ids, accepted.last, accepted, running.tensors.graph)
@@ -297,11 +298,39 @@ class Verifier:
         self, num_requests: int, tensors: StepTensors, rows: ComputedRows, drafts: ops.DraftRows
     ) -> StepTensors:
         """Make a verified step's tensors those of the next, of the same requests with these drafts."""
-        ops.update_step_inputs(_step_rows(rows), num_requests, rows.next_ids, rows.last, drafts, self._plan.block_size)
+        batch = rows.batch
+        for own in batch.other_groups:  # before the rows are overwritten: only their slots differ
+            copies = replace(
+                batch,
+                token_ids=batch.token_ids.clone(),
+                positions=batch.positions.clone(),
+                seq_lens=batch.seq_lens.clone(),
+                tree_mask=None if batch.tree_mask is None else batch.tree_mask.clone(),
+                block_tables=own.block_tables,
+                slot_mapping=own.slot_mapping,
+            )
+            self._update(replace(rows, batch=copies), num_requests, drafts)
+        self._update(rows, num_requests, drafts)
         if tensors.graph is not None:
             return tensors
         longest = min(tensors.batch.max_seq_len + tensors.batch.max_query_len, self._plan.max_model_len)
         return replace(tensors, batch=replace(tensors.batch, max_seq_len=longest))
+
+    def _update(self, rows: ComputedRows, num_requests: int, drafts: ops.DraftRows) -> None:
+        ops.update_step_inputs(_step_rows(rows), num_requests, rows.next_ids, rows.last, drafts, self._plan.block_size)
+
+    def _compact(
+        self,
+        verification: Verification,
+        batch: ForwardBatch,
+        num_drafts: torch.Tensor,
+        next_ids: torch.Tensor,
+        accepted: ops.AcceptedRows,
+    ) -> None:
+        """Move the keys of accepted rows in every KV group. accepted: of the first."""
+        self._compactions[0].keep(accepted)
+        for group in range(1, 1 + len(batch.other_groups)):
+            self._compactions[group].keep(verification.accept(batch.of_group(group), num_drafts, next_ids))
 
     def next_ids(self, running: RunningStep, drawn: torch.Tensor | None) -> torch.Tensor:
         """[T] int64: the token after each row, drawn or the prompt's next. drawn: after the rows that are sampled."""

@@ -1,0 +1,68 @@
+"""core/kv_groups.py: how layers share blocks, and what a request holds of them."""
+
+from __future__ import annotations
+
+import pytest
+from slipstream.core.kv_groups import ONE_GROUP, KVGroups, group_layers
+
+SIZE = 64
+GPT_OSS = [128, None] * 12
+GEMMA3_12B = ([1024] * 5 + [None]) * 8
+GEMMA3_27B = (([1024] * 5 + [None]) * 11)[:62]
+
+
+def groups_of(windows: list[int | None], num_step: int = 4096) -> KVGroups:
+    num_full, num_windowed, of_layers = group_layers(windows)
+    return KVGroups(num_full, num_windowed, max(filter(None, windows)) - 1, num_step, of_layers)
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_full", "num_windowed", "num_parts"),
+    [
+        (GPT_OSS, 1, 1, 12),
+        (GEMMA3_12B, 1, 5, 8),
+        (GEMMA3_27B, 1, 6, 10),
+        ([None, 7, 7, None, 7], 1, 2, 2),
+        ([None] * 9 + [7] * 3, 3, 1, 3),
+        ([None] * 11 + [7] * 10, 1, 1, 11),
+    ],
+)
+def test_groups_of_published_models(
+    windows: list[int | None], num_full: int, num_windowed: int, num_parts: int
+) -> None:
+    groups = groups_of(windows)
+    assert (groups.num_full, groups.num_windowed, groups.num_parts) == (num_full, num_windowed, num_parts)
+    kinds = [window is None for window in windows]
+    assert [group < num_full for group in groups.of_layers] == kinds
+    assert len(set(zip(groups.of_layers, groups.parts))) == len(windows), "two layers share a part of a group's blocks"
+    assert sum(len(groups.layers_of(group)) for group in range(groups.num_groups)) == len(windows)
+
+
+@pytest.mark.parametrize(("windows", "share"), [(GPT_OSS, 0.51), (GEMMA3_12B, 0.18), (GEMMA3_27B, 0.18)])
+def test_share_of_the_cache_in_long_contexts(windows: list[int | None], share: float) -> None:
+    """gpt-oss keeps half of what all layers would hold, Gemma 3 a fifth."""
+    groups, num_tokens = groups_of(windows), 131_072
+    held = groups.decode_blocks(num_tokens, SIZE) * groups.num_parts
+    everything = num_tokens // SIZE * len(windows)
+    assert held <= share * everything
+
+
+@pytest.mark.parametrize("groups", [ONE_GROUP, KVGroups(1, 1, 5, 7), KVGroups(2, 3, 0, 4), KVGroups(1, 6, 40, 3)])
+@pytest.mark.parametrize("block_size", [1, 4, 8])
+def test_the_longest_request_is_the_inverse_of_its_blocks(groups: KVGroups, block_size: int) -> None:
+    for num_blocks in range(groups.num_groups, 120):
+        longest = groups.max_tokens(num_blocks, block_size)
+        assert groups.max_blocks(longest, block_size) <= num_blocks < groups.max_blocks(longest + 1, block_size)
+        assert groups.decode_blocks(longest, block_size) <= groups.max_blocks(longest, block_size)
+
+
+def test_a_window_and_a_step_fit_at_any_offset() -> None:
+    for block_size in (1, 4, 8):
+        for kept in (0, 1, 5, 8, 17):
+            for step in (1, 4, 9):
+                groups = KVGroups(1, 1, kept, step)
+                most = max(
+                    -(-(start + step) // block_size) - groups.first_kept_block(start, block_size)
+                    for start in range(100, 140)
+                )
+                assert most == groups.max_window_blocks(block_size)
