@@ -127,8 +127,7 @@ class DecodeStep:
     def _mask(self, piece: _Piece, cache: KvCache, sliding_window: int | None) -> torch.Tensor:
         ages = self.seq_lens[piece.requests][:, None] - 1 - torch.arange(piece.num_keys)
         hidden = ages < 0 if sliding_window is None else (ages < 0) | (ages >= sliding_window)
-        dtype = matmul_dtype(cache.key)
-        bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        bias = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
         return bias.repeat_interleave(cache.key.shape[1], dim=0)[:, None]
 
 
@@ -152,7 +151,7 @@ def _rotate(heads: torch.Tensor, angles: Angles, rope: Rope) -> torch.Tensor:
 def _attend(q: torch.Tensor, piece: _Piece, mask: torch.Tensor, cache: KvCache, scale: float) -> torch.Tensor:
     """q: [requests, num_q_heads, head_dim].  The query heads of a kv head share one product."""
     k, v = (_gather(store, piece) for store in (cache.key, cache.value))
-    rows = q.view(mask.shape[0], -1, q.shape[2]).to(mask.dtype)
+    rows = q.view(mask.shape[0], -1, q.shape[2]).to(k.dtype)
     out = _attend_keys(rows, k, v, mask, scale)
     if not bool(out.isfinite().all()):
         # a slot past seq_len may hold a former owner's inf or NaN: 0 * NaN must not leak into this request
@@ -164,8 +163,8 @@ def _attend(q: torch.Tensor, piece: _Piece, mask: torch.Tensor, cache: KvCache, 
 def _attend_keys(
     rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    scores = torch.baddbmm(mask, rows, k.transpose(1, 2), alpha=scale)
-    return torch.bmm(torch.softmax(scores, dim=-1, dtype=torch.float32).to(rows.dtype), v)
+    scores = torch.bmm(rows, k.transpose(1, 2)).float()  # baddbmm of bf16 takes ten times as long
+    return torch.bmm(torch.softmax(scores.mul_(scale).add_(mask), dim=-1).to(rows.dtype), v)
 
 
 def _gather(store: torch.Tensor, piece: _Piece) -> torch.Tensor:
