@@ -126,5 +126,5 @@ for _method in (
 
 
 def default_options() -> Mapping[str, Any]:
-    """By method."""
+    """Default options by method."""
     return {method.name: method.options() for method in DRAFT_METHODS.values()}
