@@ -1,0 +1,112 @@
+"""quantization_config as published quantised variants have it: which method serves it, or the reason why none does.
+
+Configs alone; that the weights are read right is tested per format (test_checkpoints.py, test_expert_checkpoints.py).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slipstream.core.errors import ConfigError
+from slipstream.nn.spec import read_spec
+
+from tests.models.test_published_configs import PUBLISHED
+
+
+def compressed(
+    stored: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any
+) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    common = {"quant_method": "compressed-tensors", "format": stored, "config_groups": {"group_0": group}}
+    return {**common, "ignore": ["lm_head"], **more}
+
+
+TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+FP8 = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False, "symmetric": True}
+STATIC = {**TOKEN, "strategy": "tensor", "dynamic": False}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True, "dynamic": False}
+NVFP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+BLOCK = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False, "lm_head": False,
+        "checkpoint_format": "gptq", "pack_dtype": "int32", "true_sequential": True, "meta": {}}  # fmt: skip
+QWEN_ROUTERS = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(48))]
+GLM_ROUTERS = ["lm_head", *(f"model.layers.{layer}.mlp.gate" for layer in range(1, 46)), "model.layers.46.eh_proj"]
+R1 = "DeepSeek-R1-Distill-Llama-8B"
+
+# variant -> (the model that was quantised, its quantization_config, method)
+SERVED = {
+    "Qwen3-30B-A3B-FP8": ("Qwen3-30B-A3B", {**BLOCK, "modules_to_not_convert": QWEN_ROUTERS}, "block_wise_fp8"),
+    "Qwen3-30B-A3B-GPTQ-Int4": ("Qwen3-30B-A3B", GPTQ, "wint4"),
+    "Qwen3-30B-A3B-AWQ": ("Qwen3-30B-A3B", {**AWQ, "modules_to_not_convert": ["gate"]}, "wint4"),
+    "Qwen1.5-MoE-A2.7B-Chat-GPTQ-Int4": ("Qwen1.5-MoE-A2.7B", GPTQ, "wint4"),
+    "int4 of groups of 32, as Kimi K2.5's": (
+        "Qwen3-30B-A3B", compressed("pack-quantized", {**INT4, "group_size": 32}, ignore=["lm_head", "re:.*mlp.gate$"]),
+        "wint4",
+    ),
+    "GLM-4.5-Air-FP8": (
+        "GLM-4.5-Air", compressed("float-quantized", FP8, TOKEN, ignore=GLM_ROUTERS), "fp8"
+    ),
+    "MiniMax-M2": (
+        "MiniMax-M2", {**BLOCK, "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]},
+        "block_wise_fp8",
+    ),
+    "R1-Distill-Llama-8B w4a16": (R1, compressed("pack-quantized", {**INT4, "actorder": "weight"}), "wint4"),
+    "R1-Distill-Llama-8B FP8-dynamic": (R1, compressed("float-quantized", FP8, TOKEN), "fp8"),
+    "R1-Distill-Llama-8B w8a8": (
+        R1, compressed("int-quantized", {**FP8, "type": "int"}, {**TOKEN, "type": "int"}), "w8a8_int8"
+    ),
+    "R1-Distill-Llama-8B ModelOpt": (R1, {"quant_method": "modelopt", "quant_algo": "FP8"}, "fp8"),
+    "R1-Distill-Qwen-1.5B AWQ": ("DeepSeek-R1-Distill-Qwen-1.5B", AWQ, "wint4"),
+    "Mistral-Small-24B FP8": (
+        "Mistral-Small-24B-Instruct-2501", compressed("float-quantized", {**FP8, "strategy": "tensor"}, STATIC), "fp8"
+    ),
+    "phi-4 AWQ": ("phi-4", AWQ, "wint4"),
+    "phi-4 w4a16": ("phi-4", compressed("pack-quantized", INT4), "wint4"),
+    "GLM-4-9B-0414 GPTQ": ("GLM-4-9B-0414", GPTQ, "wint4"),
+    "gemma-2-9b FP8": ("gemma-2-9b", compressed("float-quantized", FP8, TOKEN), "fp8"),
+    "gemma-3-1b w4a16": ("gemma-3-1b-it", compressed("pack-quantized", INT4), "wint4"),
+    "Baichuan2-13B GPTQ, W_pack as one": ("Baichuan2-13B-Chat", GPTQ, "wint4"),
+    "chatglm3-6b GPTQ": ("chatglm3-6b", GPTQ, "wint4"),
+}  # fmt: skip
+REFUSED = {
+    "Baichuan2-13B-Chat-4bits": (
+        "Baichuan2-13B-Chat", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "quant_method=None: is missing"
+    ),
+    "bitsandbytes": (R1, {"quant_method": "bitsandbytes"}, "quant_method='bitsandbytes': not supported; accepted: awq"),
+    "NVFP4 by ModelOpt": (R1, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo='NVFP4'.*accepted: FP8"),
+    "NVFP4 by compressed-tensors": (R1, compressed("nvfp4-pack-quantized", NVFP4), "format='nvfp4-pack-quantized'"),
+    "W4AFP8": ("Qwen3-30B-A3B", {"quant_method": "w4afp8"}, "quant_method='w4afp8': not supported"),
+    "GPTQ-Int8": (R1, {**GPTQ, "bits": 8}, "bits=8: must be 4"),
+    "GPTQ-Int3": (R1, {**GPTQ, "bits": 3}, "bits=3: must be 4"),
+    "GPTQ with dynamic rules": ("Qwen3-30B-A3B", {**GPTQ, "dynamic": {"-:gate": {}}}, "dynamic=.*formats of their own"),
+    "AWQ for GEMV": (R1, {**AWQ, "version": "gemv"}, "version='gemv': not supported; accepted: gemm"),
+    "auto-round": (R1, {"quant_method": "auto-round", "bits": 4}, "quant_method='auto-round': not supported"),
+    "HQQ": (R1, {"quant_method": "hqq"}, "quant_method='hqq': not supported"),
+    "EXL2": (R1, {"quant_method": "exl2", "bits": 4.0}, "quant_method='exl2': not supported"),
+    "torchao": (R1, {"quant_method": "torchao"}, "quant_method='torchao': not supported"),
+}  # fmt: skip
+
+
+def write(folder: Path, model: str, quantization: dict[str, Any]) -> Path:
+    (folder / "config.json").write_text(json.dumps({**PUBLISHED[model][0], "quantization_config": quantization}))
+    return folder
+
+
+@pytest.mark.parametrize("variant", SERVED)
+def test_the_method_that_serves_it(variant: str, tmp_path: Path) -> None:
+    model, quantization, method = SERVED[variant]
+    spec = read_spec(write(tmp_path, model, quantization))
+    assert spec.stored_format is not None and spec.stored_format.method == method
+    assert not spec.stored_format.quantized_head
+    assert spec.num_parameters == PUBLISHED[model][1]
+
+
+@pytest.mark.parametrize("variant", REFUSED)
+def test_the_reason_why_none_does(variant: str, tmp_path: Path) -> None:
+    model, quantization, reason = REFUSED[variant]
+    with pytest.raises(ConfigError, match=reason):
+        read_spec(write(tmp_path, model, quantization))
