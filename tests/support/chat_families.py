@@ -178,6 +178,7 @@ FAMILIES: dict[str, ChatFamily] = {
                            is_sentencepiece=True),
     "glm-4.5": ChatFamily("glm4-moe", GLM45, _GLM_MARKERS, _GLM_ENDS, bos=""),
     "gemma-2": ChatFamily("gemma2", GEMMA, _GEMMA_MARKERS, ("<eos>", "<end_of_turn>"), bos="<bos>", front=("<bos>",)),
+    "gemma-3-1b": ChatFamily("gemma3", GEMMA, _GEMMA_MARKERS, ("<eos>", "<end_of_turn>"), bos="<bos>", front=("<bos>",)),
     "gemma-3": ChatFamily("gemma3-seeing", GEMMA, _GEMMA_MARKERS, ("<eos>", "<end_of_turn>"), bos="<bos>",
                           front=("<bos>",)),
     "phi-4": ChatFamily("phi3", PHI4, ("<|im_start|>", "<|im_sep|>", "<|im_end|>"), ("<|im_end|>",), bos=""),
