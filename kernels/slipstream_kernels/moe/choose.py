@@ -19,6 +19,8 @@ def choose(product: Product, device: Device[Product]) -> Variant:
     for use in tuning_of(device.name).uses.get((weight.format, weight.rows), ()):
         if product.num_rows < use.least_rows * weight.num_experts or product.num_tokens > use.most_tokens:
             continue
+        if weight.in_features < use.least_in_features:
+            continue
         reason = device.refusal(use.kernel, product)
         config = KERNELS[use.kernel].configure(product, device) if reason is None else None
         if config is not None:

@@ -21,4 +21,4 @@ def refusal(values: torch.Tensor) -> str | None:
     if (reason := int8_layout.refusal(*values.shape)) is not None:
         return reason
     streamed = missing(skinny_gemm.SOURCE, skinny_gemm.defines(torch.bfloat16, torch.int32, by_blocks=False))
-    return streamed or missing(mixed_gemm.SOURCE, mixed_gemm.defines(torch.bfloat16, mixed_gemm.COLUMNS[-1]))
+    return streamed or missing(mixed_gemm.SOURCE, mixed_gemm.format_of(torch.bfloat16).defines(mixed_gemm.COLUMNS[-1]))
