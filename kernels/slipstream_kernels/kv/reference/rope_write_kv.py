@@ -22,12 +22,18 @@ def rope_write_kv(
 ) -> torch.Tensor:
     """See ops.rope_write_kv."""
     if norms is not None:
-        q, k = (rms_norm(x.contiguous(), weight, norms.eps, None, None) for x, weight in ((q, norms.q), (k, norms.k)))
+        q, k = (_head_norm(x, weight, norms.eps) for x, weight in ((q, norms.q), (k, norms.k)))
     if rope is not None:
         cos, sin = rope.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
         q, k = (_rotate(x, cos, sin, rope) for x in (q, k))
     _append(k, v, cache, slot_mapping)
     return q
+
+
+def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    y = rms_norm(x.contiguous(), weight, eps, None, None)
+    assert isinstance(y, torch.Tensor)  # without a residual there is one result
+    return y
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rope: Rope) -> torch.Tensor:

@@ -35,7 +35,7 @@ def load_rows(cache_ptr, first_row, num_rows, dtype: tl.constexpr, FORMAT: tl.co
         WIDTH: tl.constexpr = D // 2
         elements = tl.arange(0, BLOCK_D // 2)
     else:
-        WIDTH: tl.constexpr = D
+        WIDTH: tl.constexpr = D  # type: ignore[no-redef]  # one of the two is compiled
         elements = tl.arange(0, BLOCK_D)
     pointers = cache_ptr + first_row * WIDTH + (columns[:, None] * WIDTH + elements[None, :])
     if MASKED:

@@ -24,7 +24,7 @@ def grouped_mm(
     if isinstance(x, Fp8Rows):
         rows = x.values.view(torch.uint8)[routing.tokens].view(x.values.dtype) if by_token else x.values
         row_scales = x.scales.view(-1)[routing.tokens] if by_token else x.scales.view(-1)
-        y = F.scaled_grouped_mm(
+        y = F.scaled_grouped_mm(  # type: ignore[attr-defined]  # newer than its stub
             rows,
             weight.transpose(1, 2),
             row_scales,

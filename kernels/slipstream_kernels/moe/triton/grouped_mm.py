@@ -194,7 +194,7 @@ def grouped_mm(
         out,
         rows.stride(0),
         0 if x_scales is None else x_scales.stride(-1),
-        scales.stride(1) if is_blockwise else 0,
+        0 if scales is None or not is_blockwise else scales.stride(1),
         out_features,
         num_tiles,
         IN_FEATURES=in_features,
