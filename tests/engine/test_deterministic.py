@@ -158,12 +158,14 @@ def test_so_it_is_with_other_weights_caches_and_blocks(
 
 
 @needs_cuda
-def test_the_text_is_nearly_that_of_the_fast_kernels(
-    demo_model: Path, texts: list[list[int]], alone: list[tuple]
-) -> None:
+def test_the_fast_kernels_say_nearly_the_same(demo_model: Path, texts: list[list[int]], alone: list[tuple]) -> None:
+    """Of the first token; drawn tokens may differ, as a draw near a border of two tokens needs one rounding only."""
     engine = make_demo_engine(demo_model, model={"deterministic": False})
-    fast = each_alone(engine, texts)
-    assert [tokens[:1] for tokens, _ in fast] == [tokens[:1] for tokens, _ in alone]
+    for (_, fast), (_, exact) in zip(each_alone(engine, texts), alone):
+        (_, fast_top), (_, exact_top) = fast[0], exact[0]
+        common = dict(fast_top).keys() & dict(exact_top).keys()
+        assert common  # the two most likely tokens, or one of them where others are as likely
+        assert all(abs(dict(fast_top)[token] - dict(exact_top)[token]) < 0.25 for token in common)  # bf16 logits
 
 
 def test_a_cpu_serves_it_in_float32(tiny_llama: Path, engine: Engine, prompts: list[list[int]]) -> None:

@@ -13,15 +13,18 @@ WINDOW, SIZE, HEADS, WIDTH = 9, 16, 2, 64
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("op", ["paged", "invariant", "decode"])
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_blocks_that_a_window_has_passed(backend: str, op: str, soft_cap: float | None, query_len: int) -> None:
+def test_blocks_that_a_window_has_passed(
+    device: torch.device, backend: str, op: str, soft_cap: float | None, query_len: int
+) -> None:
     if op == "decode" and backend == "triton":
         pytest.skip("there is no decode attention in Triton-lang")
     torch.manual_seed(0)
     seq_len = 100
-    key, value = torch.randn(2, 9, HEADS, SIZE, WIDTH)
-    q = torch.randn(query_len, 2 * HEADS, WIDTH)
-    tables = torch.tensor([[3, 1, 4, 0, 5, 2, 6]], dtype=torch.int32)
-    starts, lens = torch.tensor([0, query_len], dtype=torch.int32), torch.tensor([seq_len], dtype=torch.int32)
+    key, value = torch.randn(2, 9, HEADS, SIZE, WIDTH).to(device)
+    q = torch.randn(query_len, 2 * HEADS, WIDTH).to(device)
+    tables = torch.tensor([[3, 1, 4, 0, 5, 2, 6]], dtype=torch.int32, device=device)
+    starts = torch.tensor([0, query_len], dtype=torch.int32, device=device)
+    lens = torch.tensor([seq_len], dtype=torch.int32, device=device)
 
     def attend(block_tables: torch.Tensor) -> torch.Tensor:
         options = {"max_query_len": query_len, "scale": 0.125, "sliding_window": WINDOW, "soft_cap": soft_cap}
