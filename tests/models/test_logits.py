@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from paged_forward import PagedForward
 from slipstream.core.config import ModelConfig
 from slipstream.nn.attention.split_kv import SplitKVAttention, SplitKVFp8Attention
@@ -18,6 +20,8 @@ from transformers import DynamicCache
 
 TOLERANCE = {torch.float32: 1e-4}
 LENGTHS = (41, 17, 1, 28)
+NEW_IN_TRANSFORMERS = ("gpt-oss", "minimax-m2")  # their experts are computed otherwise before PINNED
+PINNED = Version("5.23")
 
 
 def prompts() -> list[list[int]]:
@@ -27,6 +31,8 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=list(VARIANTS))
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyCheckpoint, Decoder]:
+    if request.param in NEW_IN_TRANSFORMERS and Version(transformers.__version__) < PINNED:
+        pytest.skip(f"transformers {transformers.__version__} computes these experts otherwise; {PINNED} is pinned")
     checkpoint = make_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     return checkpoint, load_model(ModelConfig(model=str(checkpoint.path), device="cpu"))
 
