@@ -71,7 +71,7 @@ Seen = list[InputStatistics]  # of a linear; of experts one each
 class AsLoaded(Unquantized):
     """Unquantised weights that stay as they were loaded: they will be changed."""
 
-    def finish(self, weights: Weights, num_experts: int = 0) -> ops.LinearWeight:
+    def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         return ops.plain_weight(weights["weight"], weights.get("bias"))
 
 
