@@ -19,7 +19,7 @@ from llm_client import http_generate
 from llm_server import LlmServer
 from tiny_checkpoints import CLASSES, VARIANTS
 
-PARAMETERS = {"device": "cpu", "num_blocks": 16, "max_num_seqs": 4}
+PARAMETERS = {"device": "cpu", "num_blocks": 64, "max_num_seqs": 4}
 IN_CI = (
     "llama-2", "qwen3", "qwen3-moe", "mistral-small-3.1", "minimax-m2", "gpt-oss", "glm-4-0414", "chatglm3", "glm-4.5",
     "gemma-3", "phi-4", "granite-3", "olmo-3", "baichuan-13b",
