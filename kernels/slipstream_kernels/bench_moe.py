@@ -29,6 +29,7 @@ from slipstream_kernels.ops import Int4Weight, Routing
 MODELS = {
     "mixtral-8x7b": (8, 2, (28672, 4096), (4096, 14336)),
     "64-experts": (64, 8, (2816, 2048), (2048, 1408)),
+    "qwen3-30b-a3b": (128, 8, (1536, 2048), (2048, 768)),
     "256-experts": (256, 8, (4096, 7168), (7168, 2048)),
 }
 NUM_ROWS = (1, 4, 8, 16, 32, 48, 128)

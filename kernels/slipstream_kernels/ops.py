@@ -6,7 +6,11 @@ Importing this module does not import triton: that happens when a triton impleme
 
 from slipstream_kernels.attention.decode_attention import decode_attention
 from slipstream_kernels.attention.invariant_attention import invariant_attention
+from slipstream_kernels.attention.latent_attention import latent_attention
+from slipstream_kernels.attention.merge_attention import merge_attention
 from slipstream_kernels.attention.paged_attention import paged_attention
+from slipstream_kernels.attention.ragged_attention import ragged_attention
+from slipstream_kernels.attention.stage_fp8_keys import stage_fp8_keys
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
 from slipstream_kernels.fused_decode.decode_layers import decode_layers, decode_layers_refusal, max_stacked_tokens
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
@@ -40,13 +44,17 @@ from slipstream_kernels.gemm.skinny_gemm import skinny_gemm
 from slipstream_kernels.gemm.swap_ab_gemm import swap_ab_gemm
 from slipstream_kernels.integer import Int4Weight, Int8Rows, int4_weight
 from slipstream_kernels.kv.compact_kv import SlotTable, compact_kv, slot_table
+from slipstream_kernels.kv.gather_latent import gather_latent
 from slipstream_kernels.kv.rope_write_kv import rope_write_kv
+from slipstream_kernels.kv.write_latent import write_latent
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
+from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache, empty_latent_cache, latent_row
 from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight
 from slipstream_kernels.moe.combine_experts import combine_experts, gate_experts
 from slipstream_kernels.moe.grouped_int4_mm import grouped_int4_mm, repack_expert_int4
-from slipstream_kernels.moe.grouped_linear import grouped_linear
+from slipstream_kernels.moe.grouped_linear import grouped_gated_linear, grouped_linear
 from slipstream_kernels.moe.grouped_mm import grouped_mm
+from slipstream_kernels.moe.local_routing import local_routing, local_rows
 from slipstream_kernels.moe.route_experts import route_experts
 from slipstream_kernels.norm.rms_norm import rms_norm
 from slipstream_kernels.norm.rms_norm_fp8 import rms_norm_fp8
@@ -65,6 +73,7 @@ from slipstream_kernels.spec.update_step_inputs import DraftRows, StepRows, upda
 
 __all__ = [
     "BACKENDS",
+    "LATENT_GROUP",
     "PLAIN",
     "QUANTIZED_KV_DTYPES",
     "AcceptedRows",
@@ -77,6 +86,7 @@ __all__ = [
     "Int4Weight",
     "Int8Rows",
     "KvCache",
+    "LatentCache",
     "LayerStack",
     "LevelRows",
     "LinearWeight",
@@ -104,11 +114,14 @@ __all__ = [
     "deterministic_weight",
     "empty_accepted_rows",
     "empty_kv_cache",
+    "empty_latent_cache",
     "fp8_refusal",
     "fp8_weight",
     "gate_experts",
     "gated_linear",
+    "gather_latent",
     "greedy",
+    "grouped_gated_linear",
     "grouped_int4_mm",
     "grouped_linear",
     "grouped_mm",
@@ -120,8 +133,13 @@ __all__ = [
     "invariant_attention",
     "invariant_mm",
     "kv_row_bytes",
+    "latent_attention",
+    "latent_row",
     "linear",
+    "local_routing",
+    "local_rows",
     "max_stacked_tokens",
+    "merge_attention",
     "onednn_weight",
     "pack_int4",
     "paged_attention",
@@ -132,6 +150,7 @@ __all__ = [
     "quantize_int4",
     "quantize_int8",
     "quantize_int8_weight",
+    "ragged_attention",
     "reject_drafts",
     "repack_expert_int4",
     "repack_int4",
@@ -149,10 +168,12 @@ __all__ = [
     "silu_mul_fp8",
     "skinny_gemm",
     "slot_table",
+    "stage_fp8_keys",
     "swap_ab_gemm",
     "token_probs",
     "top_logprobs",
     "unpack_int4",
     "update_step_inputs",
+    "write_latent",
     "written_out_bytes",
 ]

@@ -14,10 +14,10 @@
 using namespace slipstream;
 
 struct Rows {
-  static constexpr bool kIsStrips = false;
+  static constexpr bool kIsTiled = false;
 };
 struct Strips {
-  static constexpr bool kIsStrips = true;
+  static constexpr bool kIsTiled = true;
 };
 
 template <typename FORMAT>
@@ -35,7 +35,7 @@ void check_product(const char* name, int out_features, bool is_gated, int num_ct
             const int unit = walk.unit_of(pass, tile, half, row);
             if (unit >= pass.end) continue;
             ++brought[walk.weight_row(unit, tile, half, row)];
-            const bool is_up = is_gated && (FORMAT::kIsStrips ? tile % 2 : half) == 1;
+            const bool is_up = is_gated && (FORMAT::kIsTiled ? tile % 2 : half) == 1;
             if (!is_up) ++written[walk.out_column(unit, half, row)];
           }
         }

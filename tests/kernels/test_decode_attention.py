@@ -29,13 +29,13 @@ OPTIONS = {
     "window": {"sliding_window": 9},
     "alibi": {"alibi_slopes": True},
     "soft_cap": {"soft_cap": 2.0},
-    "all": {"sliding_window": 20, "alibi_slopes": True, "soft_cap": 5.0},
+    "sinks": {"sinks": True},
+    "all": {"sliding_window": 20, "alibi_slopes": True, "soft_cap": 5.0, "sinks": True},
 }
-SINKS = {"sinks": {"sinks": True}, "all and sinks": {**OPTIONS["all"], "sinks": True}}  # of the reference alone
 
 
 def with_options(case: DecodeCase, name: str) -> DecodeCase:
-    options = dict({**OPTIONS, **SINKS}[name])
+    options = dict(OPTIONS[name])
     if "sinks" in options:
         options["sinks"] = torch.linspace(-1, 3, case.q.shape[1])
     if "alibi_slopes" in options:
@@ -50,7 +50,7 @@ def attend(case: DecodeCase, backend: str) -> torch.Tensor:
     return decode_attention(*case.tensors(), **case.keywords(), out=out, backend=backend)
 
 
-@pytest.mark.parametrize("option", [*OPTIONS, *SINKS])
+@pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("kv", KV_TYPES)
 def test_reference_is_right(kv, option) -> None:
     kv_dtype = torch.float32 if kv == "bf16" else KV_TYPES[kv]
@@ -165,6 +165,26 @@ def test_cuda_fp16_queries(hopper, kv) -> None:
 
 
 @pytest.mark.parametrize("kv", KV_TYPES)
+def test_cuda_heads_of_gpt_oss(hopper, kv) -> None:
+    """64 heads of 64, eight to a kv head, with sinks, and the window of 128 of every other layer: one row and several,
+    requests that one CTA has and such as share their keys."""
+    sinks = torch.linspace(-4, 6, 64)
+    for seed, lens in enumerate((([1] * 9, [3000, 1, 129, 128, 127, 700, 0, 64, 2000]), ([5, 3], [900, 3]))):
+        case = make_case(*lens, (64, 8, 64, 64), torch.bfloat16, KV_TYPES[kv], seed)
+        for window in ({}, {"sliding_window": 128}):
+            assert_cuda_right(replace(case, options={**case.options, **window, "sinks": sinks}), hopper)
+
+
+def test_cuda_sinks_far_from_the_scores(hopper) -> None:
+    """A sink above all scores takes everything; one below them takes nothing, not even as a NaN."""
+    case = make_case([1, 1], [700, 0], (8, 1, 64, 64), torch.bfloat16)
+    plain = attend(case.to(hopper), "cuda")
+    for sink, expected in ((-1e4, plain), (float("-inf"), plain), (1e4, torch.zeros_like(plain))):
+        sunk = replace(case, options={**case.options, "sinks": torch.full((8,), sink)})
+        torch.testing.assert_close(attend(sunk.to(hopper), "cuda"), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kv", KV_TYPES)
 def test_cuda_odd_batches(hopper, kv) -> None:
     """Random lengths from 1 to 3000 in batches of many sizes: every way that the line of tiles can be cut."""
     generator = torch.Generator().manual_seed(11)
@@ -231,7 +251,7 @@ def test_many_rows_are_taken_where_the_kernel_has_all_that_they_ask(monkeypatch)
     assert not takes([2]) and not takes([1] * 8, geometry=(32, 1, 128, 64)), "few rows, decodes"
     assert not takes([12], torch.int8) and not takes([64], geometry=(2, 2, 64, 16))
     assert not takes([64, *[1] * 20]), "a short prompt is not what the others have"
-    assert not any(takes([12], option=option) for option in ("window", "alibi", "soft_cap"))
+    assert not any(takes([12], option=option) for option in ("window", "alibi", "soft_cap", "sinks"))
 
 
 def test_keys_are_shared_by_as_many_as_there_is_room_for(monkeypatch) -> None:

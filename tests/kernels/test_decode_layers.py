@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import replace
 from pathlib import Path
 
-import layers_emulator
+import emulation
 import pytest
 import torch
 from layers_emulator import Sizes, draw_rows, draw_stack, emulate
@@ -54,7 +54,7 @@ def require_same_caches(stack: LayerStack, expected: LayerStack, before: LayerSt
             assert wrong.float().mean() < 1e-3
 
 
-@pytest.mark.skipif(layers_emulator.missing() is not None, reason=str(layers_emulator.missing()))
+@pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
 def test_device_code_equals_the_reference() -> None:
     """Emulated with memory that arrives late: CTAs of unlike shares, units of keys that several share, padding.
 

@@ -9,6 +9,11 @@ import torch
 from expert_cases import check, int4_of, logits_of, rows_of
 from hopper import needs_hopper
 from slipstream_kernels import ops
+from slipstream_kernels.fp8 import Fp8Rows
+from slipstream_kernels.kernel_choice import always, never
+from slipstream_kernels.moe import choose, grouped_linear
+from slipstream_kernels.moe.kernels import KERNELS
+from slipstream_kernels.moe.triton import grouped_mm as triton_grouped_mm
 from slipstream_kernels.ops import RoutingRule
 from tolerances import ELEMENTWISE, SCALED_MM
 
@@ -183,6 +188,16 @@ def test_grouped_mm(device, backend, kind, by_token, gated, shape, dtype) -> Non
     check(y, exact_x, exact_w, routing, by_token, gated, SCALED_MM[torch.device(device).type, dtype])
 
 
+def test_the_order_of_tiles_changes_nothing(device, monkeypatch) -> None:
+    """Groups of two tiles of rows, of which the last is alone, by three blocks of output features."""
+    routing = ops.route_experts(logits_of(70, 3, device), 2)
+    x, weight = torch.randn(70, 64, device=device).bfloat16(), torch.randn(3, 160, 64, device=device).bfloat16()
+    plain = ops.grouped_mm(x, weight, routing, by_token=True, backend="triton")
+    for key, tile in triton_grouped_mm.TILES.items():
+        monkeypatch.setitem(triton_grouped_mm.TILES, key, replace(tile, group_tiles=2))
+    assert torch.equal(ops.grouped_mm(x, weight, routing, by_token=True, backend="triton"), plain)
+
+
 # tokens, experts, top_k, out, in: an expert's last block of output features may end early, if it is alone
 BLOCK_SHAPES = [(1, 4, 2, 256, 128), (9, 3, 2, 128, 640), (5, 1, 1, 80, 256), (300, 3, 2, 512, 1024)]
 
@@ -222,6 +237,27 @@ def test_the_library_takes_the_same_operands(kind, gated, num_tokens, backend) -
         exact_w = weight.double() * scales.double()[..., None]
     y = ops.grouped_mm(x, weight, routing, scales, by_token=gated, gated=gated, backend=backend)
     check(y, exact_x, exact_w, routing, gated, gated, SCALED_MM["cuda", dtype])
+
+
+@pytest.mark.parametrize("gates", [False, True])
+def test_what_gates_writes_rows_as_the_next_product_reads_them(device, gates, monkeypatch) -> None:
+    """The same numbers as silu_mul, then quantize_fp8; a kernel that gates leaves rows plain."""
+    torch.manual_seed(0)
+    for name, kernel in KERNELS.items():
+        monkeypatch.setitem(KERNELS, name, replace(kernel, gates=always if gates else never))
+    monkeypatch.setattr(grouped_linear, "variant_of", choose.variant_of.__wrapped__)
+    routing = ops.route_experts(logits_of(9, 3, device), 2)
+    drawn = (torch.randn(3 * out, 64, device=device).bfloat16() / 8 for out in (128, 48))
+    stored = (ops.quantize_fp8(weight) for weight in drawn)
+    gate_up, down = (ops.fp8_weight(rows.values, rows.scales.flatten(), num_experts=3) for rows in stored)
+    x = torch.randn(9, 64, device=device).bfloat16()
+    inner = ops.grouped_gated_linear(x, gate_up, routing, down.input_quant, by_token=True)
+    plain = ops.grouped_linear(x, gate_up, routing, by_token=True, gated=True)
+    assert isinstance(inner, torch.Tensor if gates else Fp8Rows)
+    if not gates:
+        apart = ops.quantize_fp8(plain)
+        assert torch.equal(inner.values.float(), apart.values.float()) and torch.equal(inner.scales, apart.scales)
+    assert torch.equal(ops.grouped_linear(inner, down, routing), ops.grouped_linear(plain, down, routing))
 
 
 def test_wrong_operands_are_named(device) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hopper import needs_hopper
+from int4_weights import weight_of
 from slipstream_kernels import ops
 from slipstream_kernels.cuda import cutlass
 from slipstream_kernels.cuda.build import build, find_nvcc
@@ -20,15 +21,6 @@ GROUPS = [64, 128, 0]  # 0: whole rows
 KINDS = ["bf16", "fp16", "fp8"]
 # (out, in features): one tile and block; a tile that is not full; a chunk of blocks that is not full; many CTAs
 SIZES = [(16, 256), (208, 384), (320, 13696), (6160, 1024)]
-
-
-def weight_of(out_features: int, in_features: int, group_size: int, has_zeros: bool) -> Int4Weight:
-    group_size = group_size or in_features
-    groups = (out_features, in_features // group_size)
-    packed = torch.randint(256, (out_features, in_features // 2), dtype=torch.uint8, device="cuda")
-    scales = ((0.1 + torch.rand(groups, device="cuda")) * in_features**-0.5 / 4).bfloat16().float()
-    zeros = torch.randint(17, groups, dtype=torch.uint8, device="cuda") if has_zeros else None
-    return Int4Weight(packed, scales, zeros, group_size, out_features, in_features)
 
 
 def operand_of(kind: str, num_tokens: int, in_features: int) -> torch.Tensor | Fp8Rows:

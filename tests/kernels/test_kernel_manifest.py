@@ -15,6 +15,7 @@ from slipstream_kernels.cuda.variants import Variant, on_cutlass, variants
 SAMPLED = (
     "sm90_prefill_stage.cu",
     "sm90_verify_attention.cu",
+    "sm90_latent_attention.cu",
     "sm90_mixed_gemm.cu FORMAT=W8A16",
     "sm90_mixed_gemm.cu FORMAT=W4A8",
     "sm90_mixed_gemm.cu FORMAT=W4A16",

@@ -10,7 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from slipstream_kernels.attention.cuda import decode_attention, prefill_attention, prefill_stage, verify_attention
+from slipstream_kernels.attention.cuda import (
+    decode_attention,
+    latent_attention,
+    prefill_attention,
+    prefill_stage,
+    verify_attention,
+)
 from slipstream_kernels.cuda import build, launch
 from slipstream_kernels.fused_decode.cuda import decode_layers
 from slipstream_kernels.gemm.cuda import (
@@ -31,6 +37,7 @@ MIRRORS = {
     "mixed_gemm_params.h": mixed_gemm.MixedGemmParams,
     "skinny_gemm_w4a16_params.h": skinny_gemm_w4a16.SkinnyGemmW4A16Params,
     "int8_gemm_params.h": int8_gemm.Int8GemmParams,
+    "latent_params.h": latent_attention.LatentParams,
     "layers_params.h": decode_layers.LayersParams,
     "prefill_params.h": prefill_attention.PrefillParams,
     "prefill_stage_params.h": prefill_stage.PrefillStageParams,

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import emulation
 import pytest
 import torch
 from expert_cases import check, logits_of
+from hopper import assert_compiles_well
 from slipstream_kernels import ops
 from slipstream_kernels.gemm.int4_checks import check_int4
 from slipstream_kernels.integer import Int4Weight
+from slipstream_kernels.moe.cuda import grouped_mxfp4_gemm
+from slipstream_kernels.moe.triton.dequantise_mxfp4 import dequantise_mxfp4
 from tolerances import INT_MM
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def drawn(out_features: int, in_features: int, device: torch.device) -> tuple[Int4Weight, torch.Tensor]:
-    """(weight, its numbers in fp64): all codes, and scales from 2^-9 to 2^-2."""
+def drawn(
+    out_features: int, in_features: int, device: torch.device, extremes: tuple[int, ...] = ()
+) -> tuple[Int4Weight, torch.Tensor]:
+    """(weight, its numbers in fp64): all codes, and scales from 2^-9 to 2^-2.  extremes: scales of the first rows."""
     codes = torch.randint(16, (out_features, in_features), dtype=torch.uint8, device=device)
     scales = torch.randint(118, 126, (out_features, in_features // 32), dtype=torch.uint8, device=device)
+    scales[: len(extremes)] = torch.tensor(extremes, dtype=torch.uint8, device=device)[:, None]
     weight = Int4Weight(ops.pack_int4(codes), scales, None, 32, out_features, in_features, is_e2m1=True)
     values = torch.tensor([*MAGNITUDES, *(-value for value in MAGNITUDES)], dtype=torch.float64, device=device)
     factors = torch.exp2(scales.double() - 127).repeat_interleave(32, 1)
@@ -51,6 +58,52 @@ def test_experts(device, by_token, gated, backend) -> None:
     y = ops.grouped_int4_mm(x, weight, routing, by_token=by_token, gated=gated, backend=backend)
     limits = INT_MM[torch.device(device).type, torch.bfloat16]
     check(y, x.double(), values.view(num_experts, out_features, in_features), routing, by_token, gated, limits)
+
+
+# tokens, experts, top_k, out, in, columns: experts without rows and of several tiles, rows that end within a block
+GEMM_SHAPES = [(1, 4, 2, 32, 2880, 1), (30, 3, 2, 64, 160, 1), (45, 3, 2, 32, 544, 2)]
+
+
+def gemm_case(shape: tuple[int, ...], by_token: bool, device: torch.device):
+    """(rows of x, weight, its numbers of each expert, routing)"""
+    torch.manual_seed(sum(shape))
+    num_tokens, num_experts, top_k, out_features, in_features, _ = shape
+    routing = ops.route_experts(logits_of(num_tokens, num_experts, device), top_k)
+    weight, values = drawn(num_experts * out_features, in_features, device, extremes=(160, 40))
+    x = torch.randn(num_tokens if by_token else routing.num_rows, in_features, device=device).bfloat16()
+    return x, weight, values.view(num_experts, out_features, in_features), routing
+
+
+@pytest.mark.skipif(emulation.missing() is not None, reason=str(emulation.missing()))
+@pytest.mark.parametrize("shape", GEMM_SHAPES, ids=str)
+def test_the_kernel_of_few_rows_thread_by_thread(shape) -> None:
+    """Its device code on the CPU."""
+    by_token, columns = shape[0] != 30, shape[-1]
+    x, weight, values, routing = gemm_case(shape, by_token, torch.device("cpu"))
+    out = torch.full((routing.num_rows, shape[3]), float("nan"), dtype=torch.bfloat16)
+    params = grouped_mxfp4_gemm.arguments(x, weight, routing, out, columns, by_token=by_token)
+    emulation.run("emulate_grouped_mxfp4.cc", grouped_mxfp4_gemm.defines(columns), params, seed=sum(shape))
+    check(out, x.double(), values, routing, by_token, False, INT_MM["cpu", torch.bfloat16])
+
+
+@pytest.mark.parametrize("columns", grouped_mxfp4_gemm.COLUMNS)
+def test_the_kernel_of_few_rows_compiles_without_spills(columns) -> None:
+    assert_compiles_well(grouped_mxfp4_gemm.SOURCE, grouped_mxfp4_gemm.defines(columns))
+
+
+@pytest.mark.parametrize("columns", grouped_mxfp4_gemm.COLUMNS)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("shape", [*GEMM_SHAPES, (64, 32, 4, 512, 2880, 0), (5, 128, 4, 576, 2880, 0)], ids=str)
+def test_the_kernel_of_few_rows(hopper, shape, gated, columns) -> None:
+    x, weight, values, routing = gemm_case(shape, gated, hopper)
+    y = grouped_mxfp4_gemm.grouped_int4_mm(x, weight, routing, gated, gated, (columns,))
+    check(y, x.double(), values, routing, gated, gated, INT_MM["cuda", torch.bfloat16])
+    assert torch.equal(y, grouped_mxfp4_gemm.grouped_int4_mm(x, weight, routing, gated, gated, (columns,)))
+
+
+def test_weights_are_written_out_as_they_are(device) -> None:
+    weight, values = drawn(48, 96, device, extremes=(250, 2))
+    assert torch.equal(dequantise_mxfp4(weight).double(), values)
 
 
 def test_the_least_scale_is_a_power_of_two(device) -> None:

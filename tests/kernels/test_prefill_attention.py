@@ -27,7 +27,9 @@ OPTIONS = {
     "narrow window": {"sliding_window": 1},
     "alibi": {"alibi_slopes": True},
     "soft_cap": {"soft_cap": 2.0},
-    "all": {"sliding_window": 40, "alibi_slopes": True, "soft_cap": 5.0},
+    "sinks": {"sinks": True},
+    "sinks and window": {"sliding_window": 128, "sinks": True},
+    "all": {"sliding_window": 40, "alibi_slopes": True, "soft_cap": 5.0, "sinks": True},
 }
 
 
@@ -88,18 +90,19 @@ def stage_always(monkeypatch) -> None:
     monkeypatch.setattr(prefill_stage, "MAX_RATIO", 1 << 20)
 
 
-def with_slopes(options: dict, batch: PagedBatch) -> dict:
-    num_heads = batch.q.shape[1]
-    slopes = (2.0 ** (-8 * torch.arange(1, num_heads + 1, device=batch.q.device) / num_heads)).float()
-    return {**options, "alibi_slopes": slopes} if "alibi_slopes" in options else options
+def with_vectors(options: dict, batch: PagedBatch) -> dict:
+    num_heads, device = batch.q.shape[1], batch.q.device
+    slopes = (2.0 ** (-8 * torch.arange(1, num_heads + 1, device=device) / num_heads)).float()
+    vectors = {"alibi_slopes": slopes, "sinks": torch.linspace(-1, 3, num_heads, device=device)}
+    return options | {name: vector for name, vector in vectors.items() if name in options}
 
 
 def assert_right(batch: PagedBatch, options: dict) -> None:
-    call = call_of(batch, with_slopes(options, batch))
+    call = call_of(batch, with_vectors(options, batch))
     assert cuda_prefill.refusal(call) is None
     cuda_prefill.paged_attention(call)
     rtol, atol = ATTENTION[call.q.dtype]
-    expected = dense_attention(batch, call.scale, **with_slopes(options, batch))
+    expected = dense_attention(batch, call.scale, **with_vectors(options, batch))
     torch.testing.assert_close(call.out.cpu().double(), expected, rtol=rtol, atol=atol)
     again = replace(call, out=torch.full_like(call.out, float("nan")))
     cuda_prefill.paged_attention(again)
@@ -231,8 +234,9 @@ def test_split_keys_are_added_up(hopper, kv_dtype, option) -> None:
     case = make_case(queries, lengths, (8, 2, 128, 64), torch.bfloat16, kv_dtype, seed=11)
     moved = case.to(hopper)
     slopes = torch.full((8,), 0.01, device=hopper)
-    all_options = {"sliding_window": 4000, "alibi_slopes": slopes, "soft_cap": 5.0}
-    chosen = {"window": {"sliding_window": 3000}, "all": all_options, "none": {}}[option]
+    sinks = torch.linspace(-1, 3, 8, device=hopper)
+    all_options = {"sliding_window": 4000, "alibi_slopes": slopes, "soft_cap": 5.0, "sinks": sinks}
+    chosen = {"window": {"sliding_window": 3000, "sinks": sinks}, "all": all_options, "none": {}}[option]
     keywords = moved.keywords() | chosen | {"max_seq_len": 4700, "backend": "cuda"}
     assert cuda_prefill.splits_log2(4 * sum(queries), 4, 2, 4700, 132) == 3
     out = paged_attention(*moved.tensors(), **keywords)

@@ -6,6 +6,7 @@ import pytest
 import torch
 import w4a8_emulator
 from hopper import needs_hopper
+from int4_weights import weight_of
 from slipstream_kernels import ops
 from slipstream_kernels.cuda.build import build, find_nvcc
 from slipstream_kernels.fp8 import Fp8Rows, Fp8Scheme
@@ -17,15 +18,6 @@ from slipstream_kernels.integer import Int4Weight
 GROUPS = [64, 128, 0]  # 0: whole rows
 # (out, in features): one tile and block; CTAs with nothing to do; blocks that do not fill stages; several passes
 SIZES = [(16, 128), (208, 384), (320, 13696), (36864, 256)]
-
-
-def weight_of(out_features: int, in_features: int, group_size: int, has_zeros: bool) -> Int4Weight:
-    group_size = group_size or in_features
-    groups = (out_features, in_features // group_size)
-    packed = torch.randint(256, (out_features, in_features // 2), dtype=torch.uint8, device="cuda")
-    scales = ((0.1 + torch.rand(groups, device="cuda")) * in_features**-0.5 / 4).bfloat16().float()
-    zeros = torch.randint(17, groups, dtype=torch.uint8, device="cuda") if has_zeros else None
-    return Int4Weight(packed, scales, zeros, group_size, out_features, in_features)
 
 
 def rows_of(num_tokens: int, weight: Int4Weight, dtype: torch.dtype = torch.bfloat16) -> Fp8Rows:

@@ -22,16 +22,15 @@ ATTENTION = {
     "value_scale_ptr": "*fp32", "out_ptr": "*bf16", "partial_ptr": "*fp32", "lse_ptr": "*fp32", "tables_ptr": "*i32",
     "query_start_loc_ptr": "*i32", "seq_lens_ptr": "*i32",
     "num_requests": "i32", "slopes_ptr": "*fp32", "sinks_ptr": "*fp32", "scale": "fp32", "window": "i32",
-    "soft_cap": "fp32",
-    "token_stride": "i32", "head_stride": "i32", "table_stride": "i32",
+    "soft_cap": "fp32", "token_stride": "i32", "head_stride": "i32", "table_stride": "i32", "blocks_of_request": "i32",
+    "key_ptr": "*bf16", "value_ptr": "*bf16", "mean_ptr": "*fp32", "keys_ptr": "*fp8e4nv", "values_ptr": "*fp16",
 }  # fmt: skip
 TREE_ATTENTION = {
     **ATTENTION, "maxima_ptr": "*fp32", "normalisers_ptr": "*fp32", "tree_mask_ptr": "*i64", "positions_ptr": "*i64",
 }  # fmt: skip
 ATTENTION_SHAPE = {
     "GROUP": 4, "NUM_KV_HEADS": 8, "BLOCK_SIZE": 64, "D": 80, "BLOCK_D": 128, "BLOCK_N": 64, "FORMAT": 0,
-    "HAS_SCALE": False,
-    "HAS_WINDOW": True, "HAS_ALIBI": True, "HAS_SOFT_CAP": True, "HAS_SINKS": True,
+    "HAS_SCALE": False, "HAS_WINDOW": True, "HAS_ALIBI": True, "HAS_SOFT_CAP": True, "HAS_SINKS": True,
 }  # fmt: skip
 PLAIN = {
     "BLOCK_M": 128, "MIN_QUERY_LEN": 1, "HAS_WINDOW": False, "HAS_ALIBI": False, "HAS_SOFT_CAP": False,
@@ -114,10 +113,12 @@ GROUPED = {
 GROUPED_FP8 = {**GROUPED, "x_ptr": "*fp8e4nv", "weight_ptr": "*fp8e4nv"}
 GROUPED_TILE = {
     "IN_FEATURES": 4096, "NUM_EXPERTS": 60, "EXPERTS_PADDED": 64, "BY_TOKEN": True, "GATED": True, "BLOCK_M": 64,
-    "BLOCK_N": 64, "BLOCK_K": 64, "NUM_STAGES": 4, "HAS_X_SCALES": False, "HAS_SCALES": False, "GROUP_SIZE": 64,
-    "HAS_ZEROS": True, "IS_E2M1": False, "FACTOR": triton.language.bfloat16, "IS_BLOCKWISE": False, "IS_INT8": False,
+    "BLOCK_N": 64, "BLOCK_K": 64, "NUM_STAGES": 4, "GROUP_TILES": 16, "HAS_X_SCALES": False, "HAS_SCALES": False,
+    "GROUP_SIZE": 64, "HAS_ZEROS": True, "IS_E2M1": False, "FACTOR": triton.language.bfloat16, "IS_BLOCKWISE": False,
+    "IS_INT8": False,
 }  # fmt: skip
 GROUPED_FP8_TILE = {**GROUPED_TILE, "BLOCK_K": 128, "HAS_X_SCALES": True, "HAS_SCALES": True}
+MXFP4_BYTES = {"packed_ptr": "*u8", "scales_ptr": "*u8", "out_ptr": "*bf16", "num_bytes": "i32"}
 GROUPED_MXFP4_TILE = {**GROUPED_TILE, **MXFP4, "BLOCK_K": 128}
 ROUTES = {
     "logits_ptr": "*bf16", "bias_ptr": "*fp32", "scale": "fp32",
@@ -161,6 +162,38 @@ def stored(dtype: str) -> dict[str, str]:
     return {"key_cache_ptr": f"*{dtype}", "value_cache_ptr": f"*{dtype}"}
 
 
+LATENT_ROWS = {
+    "values_ptr": "*bf16", "scales_ptr": "*fp32", "rope_ptr": "*bf16", "values_stride": "i32", "scales_stride": "i32",
+    "rope_stride": "i32", "tables_ptr": "*i32", "num_requests": "i32", "table_stride": "i32", "out_ptr": "*bf16",
+}  # fmt: skip
+LATENT = {
+    **LATENT_ROWS,
+    **{f"{name}_ptr": "*i32" for name in ("first", "lens", "starts", "query_start_loc", "seq_lens")},
+    **{f"{name}_ptr": "*fp32" for name in ("partial", "lse", "other_lse", "cos_sin")},
+    **{f"{name}_ptr": "*i64" for name in ("tree_mask", "positions", "slot_mapping")},
+    **{f"{name}_ptr": "*bf16" for name in ("q", "q_out", "latent", "norm", "other")},
+    **{f"{name}_stride": "i32" for name in ("q_token", "q_head", "out_token", "out_head", "latent")},
+    "scale": "fp32", "eps": "fp32",
+}  # fmt: skip
+LATENT_FP8 = {**LATENT, "values_ptr": "*fp8e4nv"}
+LATENT_SHAPE = {
+    "HEADS": 16, "NUM_SPLITS": 8, "RANK": 512, "ROPE": 64, "BLOCK_SIZE": 64, "BLOCK_R": 512, "BLOCK_P": 64,
+    "BLOCK_M": 16, "BLOCK_N": 64, "IS_FP8": False, "HAS_TREE": False, "D": 128, "BLOCK_D": 128, "COLUMNS": 128,
+}  # fmt: skip
+WRITE_LATENT_SHAPE = {
+    **LATENT_SHAPE, "NUM_HEADS": 16, "GROUPS": 1, "COLUMNS": 512, "GROUP": 512, "HALF": 32, "HALF_PADDED": 32,
+    "INTERLEAVED": True,
+}  # fmt: skip
+RAGGED = {
+    **{f"{name}_ptr": "*bf16" for name in ("q", "k", "k_rope", "v", "out")}, "lse_ptr": "*fp32", "scale": "fp32",
+    **{f"{name}_ptr": "*i32" for name in ("query_start_loc", "key_start_loc", "key_lens")}, "num_requests": "i32",
+    **{f"{name}_stride": "i32" for name in ("q_token", "q_head", "k_token", "k_head", "k_rope", "v_token", "v_head")},
+}  # fmt: skip
+RAGGED_SHAPE = {
+    "HEADS": 16, "NOPE": 128, "ROPE": 64, "VALUE": 128, "BLOCK_D": 128, "BLOCK_P": 64, "BLOCK_V": 128, "BLOCK_M": 128,
+    "BLOCK_N": 64, "IS_CAUSAL": True,
+}  # fmt: skip
+
 LOGPROBS = {
     **STRIDES, "logits_ptr": "*bf16", "chosen_ptr": "*i64", "maxima_ptr": "*fp32", "sums_ptr": "*fp32",
     "num_better_ptr": "*i32", "group_maxima_ptr": "*bf16", "slots_ptr": "*i32", "log_normaliser_ptr": "*fp32",
@@ -182,6 +215,23 @@ KERNELS = [
             ("prefill_attention", "_prefill_kernel", 128, 8), ("paged_attention", "_short_kernel", 16, 4)
         )
     ),
+    ("latent_attention", "_latent_attention_kernel", LATENT, LATENT_SHAPE, 4),
+    ("latent_attention", "_latent_attention_kernel", LATENT, {**LATENT_SHAPE, "BLOCK_M": 64, "HAS_TREE": True}, 8),
+    ("latent_attention", "_latent_attention_kernel", LATENT_FP8, {**LATENT_SHAPE, "IS_FP8": True, "BLOCK_N": 32}, 4),
+    ("latent_attention", "_merge_splits_kernel", LATENT, {**LATENT_SHAPE, "NUM_SPLITS": 64}, 4),
+    ("merge_attention", "_merge_attention_kernel", LATENT, LATENT_SHAPE, 1),
+    ("write_latent", "_write_latent_kernel", LATENT, WRITE_LATENT_SHAPE, 2),
+    (
+        "write_latent", "_write_latent_kernel", LATENT_FP8,
+        {**WRITE_LATENT_SHAPE, "HEADS": 16, "GROUPS": 4, "COLUMNS": 128, "GROUP": 128, "IS_FP8": True}, 2,
+    ),
+    ("gather_latent", "_gather_latent_kernel", LATENT, LATENT_SHAPE, 1),
+    ("gather_latent", "_gather_latent_kernel", LATENT_FP8, {**LATENT_SHAPE, "IS_FP8": True}, 1),
+    ("ragged_attention", "_ragged_attention_kernel", RAGGED, RAGGED_SHAPE, 8),
+    (
+        "ragged_attention", "_ragged_attention_kernel", RAGGED,
+        {**RAGGED_SHAPE, "NOPE": 192, "VALUE": 256, "BLOCK_D": 256, "BLOCK_V": 256, "BLOCK_M": 64, "BLOCK_N": 32}, 4,
+    ),
     ("paged_attention", "_merge_kernel", ATTENTION, {**ATTENTION_SHAPE, **SHORT, "NUM_SPLITS": 8}, 4),
     (
         "rms_norm", "_rms_norm_kernel",
@@ -190,6 +240,7 @@ KERNELS = [
          "residual_head_stride": "i32", "eps": "fp32"},
         {"NUM_HEADS": 1, "SIZE": 4096, "SIZE_PADDED": 4096, "HAS_RESIDUAL": True}, 8,
     ),
+    ("stage_fp8_keys", "_stage_fp8_keys_kernel", ATTENTION, {**ATTENTION_SHAPE, "ROWS": 64}, 4),
     ("rope_write_kv", "_rope_write_kv_kernel", ROPE, {**ROPE_SHAPE, "FORMAT": 0}, 4),
     ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("fp8e4nv")}, {**ROPE_SHAPE, "FORMAT": 1}, 4),
     ("rope_write_kv", "_rope_write_kv_kernel", {**ROPE, **stored("i8")}, {**ROPE_SHAPE, "FORMAT": 2}, 4),
@@ -239,7 +290,7 @@ KERNELS = [
     ("invariant_attention", "_merge_parts_kernel", TREE_ATTENTION, {**ATTENTION_SHAPE, **INVARIANT_ATTENTION}, 4),
     ("route_experts", "_route_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("route_experts", "_choose_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
-    ("route_experts", "_route_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES}, 4),
+    ("route_experts", "_route_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES, "BLOCK_M": 8}, 4),
     ("route_experts", "_choose_experts_kernel", ROUTES, {**ROUTES_SHAPE, **GROUP_ROUTES}, 4),
     ("route_experts", "_sort_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
     ("combine_experts", "_combine_experts_kernel", ROUTES, ROUTES_SHAPE, 4),
@@ -270,6 +321,7 @@ KERNELS = [
         {"qweight_ptr": "*u8", "out_ptr": "*fp8e4nv", "num_tiles": "i32", "half_features": "i32"},
         {"IN_FEATURES": 1408, "TILE_BYTES": 1088}, 4,
     ),
+    ("dequantise_mxfp4", "_dequantise_mxfp4_kernel", MXFP4_BYTES, {"GROUP_BYTES": 16, "BLOCK": 2048}, 4),
     ("quantize_int8", "_quantize_int8_kernel", {**FP8_ROWS, "values_ptr": "*i8"}, FP8_TILE, 8),
     (
         "logprobs", "_logprob_chunk_kernel", LOGPROBS,

@@ -1,10 +1,11 @@
 """Records registers and spilled bytes of every CUDA kernel as nvcc compiles it.  No GPU needed.
 
-    python tests/support/kernel_manifest.py [--jobs N] [--keep DIR]
+    python tests/support/kernel_manifest.py [--jobs N] [--keep DIR] [--only SOURCE,...]
 
 rewrites tests/golden/cuda_kernels.json: per library the registers of its kernels, descending, and their spilled bytes.
 Takes 15 minutes on one core, and 10 more with CUTLASS's headers (python -m slipstream_kernels.cuda.cutlass), without
-which the lines of its kernels are kept.  --keep stores the cubins in DIR, to compare machine code before and after a
+which the lines of its kernels are kept.  --only compiles sources of these names, such as sm90_sample.cu, and keeps the
+other lines.  --keep stores the cubins in DIR, to compare machine code before and after a
 change.
 """
 
@@ -107,6 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--keep", type=Path)
+    parser.add_argument("--only", type=lambda text: text.split(","))
     arguments = parser.parse_args()
     if arguments.keep is not None:
         arguments.keep.mkdir(parents=True, exist_ok=True)
@@ -115,6 +117,8 @@ def main() -> None:
     if cutlass.missing() is None:
         flags = (*cutlass.FLAGS, f"-I{cutlass.include_folder()}")
         wanted = [*((variant, flags) for variant in on_cutlass()), *wanted]  # type: ignore[misc]
+    if arguments.only is not None:
+        wanted = [(variant, flags) for variant, flags in wanted if variant[0] in arguments.only]
     names = {name_of(variant) for variant in (*variants(), *on_cutlass())}
     with ThreadPoolExecutor(arguments.jobs) as pool:
         compiled = pool.map(lambda job: partial(compile_variant, keep=arguments.keep)(job[0], flags=job[1]), wanted)

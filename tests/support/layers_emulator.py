@@ -1,17 +1,11 @@
-"""The fused decode kernel on a CPU: its device code, compiled for the host over tests/support/hopper_emulator."""
+"""The fused decode kernel on a CPU (emulation.py), and its arguments drawn by chance."""
 
 from __future__ import annotations
 
-import ctypes
-import shutil
-import subprocess
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
-from tempfile import mkdtemp
 
+import emulation
 import torch
-from slipstream_kernels.cuda import build
 from slipstream_kernels.fp8 import Fp8Scheme
 from slipstream_kernels.fused_decode.cuda import decode_layers as cuda_layers
 from slipstream_kernels.gemm.int4_layout import repack
@@ -21,38 +15,6 @@ from slipstream_kernels.kv_cache import FP8_DTYPE, KvCache, empty_kv_cache
 from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight
 from slipstream_kernels.rotation import Rope
 
-SHIM = Path(__file__).parent / "hopper_emulator"
-MAX_SECONDS = 120
-
-
-def missing() -> str | None:
-    """Why nothing can be emulated here; None if it can."""
-    if shutil.which("g++") is None:
-        return "needs g++"
-    return None if cuda_include() else "needs CUDA's headers"
-
-
-@lru_cache
-def cuda_include() -> Path | None:
-    nvcc = build.find_nvcc()
-    roots = [] if nvcc is None else [nvcc.resolve().parents[1] / "include"]
-    roots += sorted(Path("/usr/local").glob("cuda*/include"))
-    return next((root for root in roots if (root / "cuda_bf16.h").exists()), None)
-
-
-@lru_cache
-def library(defines: tuple[str, ...]) -> ctypes.CDLL:
-    """Compile the kernel with the emulator's headers first in the include path."""
-    folder = Path(mkdtemp(prefix="layers-emulator-"))
-    for part in ("decode_layers", "params"):
-        shutil.copytree(build.DEVICE_CODE / part, folder / part)
-    shutil.copytree(SHIM, folder, dirs_exist_ok=True)
-    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-I{folder}", f"-I{cuda_include()}"]
-    command = ["g++", *options, *(f"-D{define}" for define in defines), "-o", str(folder / "emulator.so")]
-    sources = [str(folder / name) for name in ("emulate_layers.cc", "emulator.cc")]
-    subprocess.run([*command, *sources], check=True, timeout=MAX_SECONDS)
-    return ctypes.CDLL(str(folder / "emulator.so"))
-
 
 def emulate(
     hidden: torch.Tensor, stack: LayerStack, rows: StackRows, launch: cuda_layers.Launch, seed: int
@@ -60,8 +22,7 @@ def emulate(
     """What fused_decode/cuda/decode_layers.py launches, on the CPU.  Raises if the grid's threads deadlock."""
     residual = torch.full_like(hidden, float("nan"))
     params, _kept = cuda_layers.arguments(hidden, stack, rows, residual, launch)
-    if library(cuda_layers.defines(stack)).slipstream_emulate_layers(ctypes.byref(params), seed):
-        raise RuntimeError("deadlock")
+    emulation.run("emulate_layers.cc", cuda_layers.defines(stack), params, seed)
     return residual
 
 

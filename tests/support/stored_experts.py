@@ -16,7 +16,7 @@ import torch
 from quantized_checkpoints import Tensors
 from transformers import MixtralConfig, MixtralForCausalLM
 
-LINEARS = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+LINEARS = ("_proj.weight", ".kv_a_proj_with_mqa.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 ROUTERS = [f"model.layers.{layer}.block_sparse_moe.gate" for layer in range(2)]
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of each nibble of a word, lowest first
 E4M3 = torch.float8_e4m3fn

@@ -25,6 +25,12 @@ def check_tensors(
             f"key_cache: shape {tuple(cache.key.shape)}, expected [num_blocks, num_kv_heads, block_size, head_dim] "
             f"with kv heads that divide q's {q.shape[1]}"
         )
+    check_requests(block_tables, query_start_loc, seq_lens)
+    check_kv_cache(cache, cache.key.shape[1], q.shape[2], q.dtype)
+
+
+def check_requests(block_tables: torch.Tensor, query_start_loc: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Raise ValueError, naming the tensor, unless they describe the requests of one step."""
     if seq_lens.dim() != 1 or seq_lens.dtype != torch.int32:
         raise ValueError(f"seq_lens: {seq_lens.dtype} {tuple(seq_lens.shape)}, expected int32 [num_requests]")
     require_shape("query_start_loc", query_start_loc, (seq_lens.shape[0] + 1,))
@@ -36,7 +42,6 @@ def check_tensors(
             f"expected int32 [{seq_lens.shape[0]}, max_blocks]"
         )
     require_unit_stride("block_tables", block_tables)
-    check_kv_cache(cache, cache.key.shape[1], q.shape[2], q.dtype)
 
 
 def check_options(

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from slipstream_kernels.attention.cuda import decode_attention, prefill_attention, prefill_stage, verify_attention
+from slipstream_kernels.attention.cuda import (
+    decode_attention,
+    latent_attention,
+    prefill_attention,
+    prefill_stage,
+    verify_attention,
+)
 from slipstream_kernels.fused_decode.cuda import decode_layers
 from slipstream_kernels.gemm.cuda import (
     int4_mm,
@@ -15,7 +21,7 @@ from slipstream_kernels.gemm.cuda import (
     swap_ab_gemm,
     w4a8_gemm,
 )
-from slipstream_kernels.moe.cuda import grouped_w4a8_gemm, grouped_w4a16_gemm
+from slipstream_kernels.moe.cuda import grouped_mxfp4_gemm, grouped_w4a8_gemm, grouped_w4a16_gemm
 from slipstream_kernels.sample.cuda import sample
 
 Variant = tuple[str, tuple[str, ...]]
@@ -29,6 +35,7 @@ def variants() -> list[Variant]:
         decode_attention,
         decode_layers,
         verify_attention,
+        latent_attention,
         skinny_gemm,
         swap_ab_gemm,
         mixed_gemm,
@@ -38,6 +45,7 @@ def variants() -> list[Variant]:
         skinny_gemm_w4a16,
         grouped_w4a16_gemm,
         grouped_w4a8_gemm,
+        grouped_mxfp4_gemm,
     )
     found = [(kernel.SOURCE, defines) for kernel in kernels for defines in kernel.variants()]
     return [*found, (int4_mm.DEQUANTISE, ())]

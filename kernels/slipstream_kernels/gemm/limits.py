@@ -20,7 +20,7 @@ def fp8_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 def written_out_bytes(weight: str, rows: str, num_experts: int, dtype: torch.dtype) -> int:
     """Bytes for each weight of a copy that a product of many rows on a GPU makes first, to read it whole.
 
-    weight: "int4" or "int8".  rows: "plain" or "fp8".  dtype: of plain rows.
+    weight: "int4", "mxfp4" or "int8".  rows: "plain" or "fp8".  dtype: of plain rows.
     """
     size = WRITTEN_OUT_BYTES.get((weight, rows, num_experts > 0))
     return 0 if size is None else size or dtype.itemsize

@@ -228,4 +228,9 @@ def ranges_of(gpu: str, weight_format: str, kernel: str) -> list[tuple[int, int]
 
 # Bytes for each weight that kernels of many rows write out first, by its values, the form of the rows, and whether it
 # is of experts; 0: the bytes of an element of the rows.
-WRITTEN_OUT_BYTES = {("int8", PLAIN_ROWS, False): 0, ("int4", PLAIN_ROWS, False): 0, ("int4", FP8_ROWS, True): 1}
+WRITTEN_OUT_BYTES = {
+    ("int8", PLAIN_ROWS, False): 0,
+    ("int4", PLAIN_ROWS, False): 0,
+    ("int4", FP8_ROWS, True): 1,
+    ("mxfp4", PLAIN_ROWS, True): 0,
+}

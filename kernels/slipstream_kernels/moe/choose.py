@@ -24,7 +24,8 @@ def choose(product: Product, device: Device[Product]) -> Variant:
         reason = device.refusal(use.kernel, product)
         config = KERNELS[use.kernel].configure(product, device) if reason is None else None
         if config is not None:
-            return Variant(use.kernel, config, product.gated, use.quantises)
+            is_gated = product.gated and KERNELS[use.kernel].gates(product)
+            return Variant(use.kernel, config, is_gated, use.quantises)
         reasons.append(f"{use.kernel}: {reason or NO_VARIANT}")
     raise ValueError(f"experts of {weight.format}: {'; '.join(reasons) or f'not multiplied by {weight.rows} rows'}")
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slipstream_kernels.gemm.activation_quant import Activation
+from slipstream_kernels.gemm.activation_quant import Activation, ActivationQuant
 from slipstream_kernels.gemm.linear_weight import LinearWeight
 from slipstream_kernels.moe.choose import variant_of
 from slipstream_kernels.moe.kernels import KERNELS, Call
 from slipstream_kernels.moe.product import Product
+from slipstream_kernels.norm.silu_mul import silu_mul
 from slipstream_kernels.routing import Routing
 
 MOST_ORDERED = 1 << 22  # features that are put in order at a time: their places take 32 MiB
@@ -24,6 +25,30 @@ def grouped_linear(
     as the weight says, where the choice says so.
     gated: returns silu(first half of the columns) * second half.
     """
+    y, is_gated = _multiply(x, weight, routing, by_token, gated)
+    return silu_mul(y) if gated and not is_gated else y
+
+
+def grouped_gated_linear(
+    x: Activation,
+    weight: LinearWeight,
+    routing: Routing,
+    quant: ActivationQuant[Activation],
+    *,
+    by_token: bool = False,
+) -> Activation:
+    """silu(first half of the columns) * second half of that product, for layers that read rows as `quant` says.
+
+    Rows are plain where the product's kernel applies the gate: grouped_linear quantises them.
+    """
+    y, is_gated = _multiply(x, weight, routing, by_token, gated=True)
+    return y if is_gated else quant.silu_mul(y)
+
+
+def _multiply(
+    x: Activation, weight: LinearWeight, routing: Routing, by_token: bool, gated: bool
+) -> tuple[Tensor, bool]:
+    """(the product, whether it is gated already)"""
     kind = weight.kind
     if weight.order is not None:
         assert isinstance(x, Tensor)
@@ -35,7 +60,8 @@ def grouped_linear(
         raise ValueError(f"x: shape {found} of {experts}")
     variant = variant_of(Product(kind, routing.num_tokens, routing.num_rows, x.dtype, gated))
     rows = weight.quant.cast(x) if variant.quantises and isinstance(x, Tensor) else x
-    return KERNELS[variant.kernel].run(Call(rows, weight, routing, by_token, gated), variant.config)
+    call = Call(rows, weight, routing, by_token, variant.is_gated)
+    return KERNELS[variant.kernel].run(call, variant.config), variant.is_gated
 
 
 def _in_orders(x: Tensor, orders: Tensor, routing: Routing, by_token: bool) -> Tensor:

@@ -17,7 +17,7 @@ from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.gemm.int4_checks import group_refusal
 from slipstream_kernels.gemm.linear_weight import LinearWeight
 from slipstream_kernels.integer import Int4Weight, Int8Rows
-from slipstream_kernels.kernel_choice import Config, Device, Kernel
+from slipstream_kernels.kernel_choice import Config, Device, Kernel, always, no_refusal
 from slipstream_kernels.moe.product import Product
 from slipstream_kernels.moe.tuning import tuning_of
 from slipstream_kernels.routing import Routing
@@ -29,7 +29,10 @@ LIBRARY_ALIGNMENT = 16  # features of a weight that the library takes are multip
 
 @dataclass(frozen=True)
 class Call:
-    """by_token: a row of x for each token, else for each row of the routing.  gated: silu(gate) * up is wanted."""
+    """by_token: a row of x for each token, else for each row of the routing.  gated: silu(gate) * up is wanted.
+
+    Kernels that do not gate are never asked for it.
+    """
 
     x: Rows
     weight: LinearWeight
@@ -65,8 +68,17 @@ def _int4_triton_refusal(product: Product) -> str | None:
     return _needs_gpu(product) or group_refusal(product.weight.group_size, product.weight.in_features)
 
 
+def _mxfp4_refusal(product: Product) -> str | None:
+    reason: str | None = _module("cuda", "grouped_mxfp4_gemm").refusal(product)
+    return reason
+
+
 def _needs_bf16(product: Product) -> str | None:
     return None if product.dtype == torch.bfloat16 else f"rows are {product.dtype}, not bfloat16"
+
+
+def _needs_bf16_on_gpu(product: Product) -> str | None:
+    return _needs_gpu(product) or _needs_bf16(product)
 
 
 def _grouped_by(backend: str) -> Run:
@@ -108,7 +120,16 @@ def _dequantise_w4a16(weight: Int4Weight, num_experts: int) -> tuple[Tensor, Ten
     return _module("triton", "dequantise_w4a16").dequantise_w4a16(weight), weight.zeros
 
 
-def _grouped_gemm(name: str) -> Kernel[Product, Run]:
+def _mxfp4_written_out(call: Call, config: Config) -> Tensor:
+    """Weights are written as bf16 first, and read by what multiplies those."""
+    from slipstream_kernels.moe.grouped_mm import grouped_mm
+
+    values = _module("triton", "dequantise_mxfp4").dequantise_mxfp4(call.weight.int4)
+    experts = values.unflatten(0, (call.routing.num_experts, -1))
+    return grouped_mm(call.x, experts, call.routing, by_token=call.by_token, gated=call.gated)
+
+
+def _grouped_gemm(name: str, refusal: Callable[[Product], str | None] = no_refusal) -> Kernel[Product, Run]:
     """A format of the grouped GEMM; moe/cuda/<name>.py has its libraries and the choice of a variant."""
 
     def run(call: Call, config: Config) -> Tensor:
@@ -124,16 +145,18 @@ def _grouped_gemm(name: str) -> Kernel[Product, Run]:
         )
         return chosen
 
-    return Kernel(run, configure=configure)
+    return Kernel(run, refusal, configure, always)
 
 
 KERNELS: Mapping[str, Kernel[Product, Run]] = {
     "library": Kernel(_grouped_by("library"), _library_refusal),
-    "grouped_mm": Kernel(_grouped_by("triton"), _needs_gpu),
-    "grouped_int4_mm": Kernel(_grouped_by("triton"), _int4_triton_refusal),
-    "reference": Kernel(_grouped_by("reference")),
+    "grouped_mm": Kernel(_grouped_by("triton"), _needs_gpu, gates=always),
+    "grouped_int4_mm": Kernel(_grouped_by("triton"), _int4_triton_refusal, gates=always),
+    "reference": Kernel(_grouped_by("reference"), gates=always),
     "grouped_w4a16_gemm": _grouped_gemm("grouped_w4a16_gemm"),
     "grouped_w4a8_gemm": _grouped_gemm("grouped_w4a8_gemm"),
-    "dequantise_w4a16+grouped_mm": Kernel(_written_out_by(_dequantise_w4a16), _needs_bf16),
-    "dequantise_w4a8+grouped_mm": Kernel(_written_out_by(_dequantise_w4a8), _needs_bf16),
+    "grouped_mxfp4_gemm": _grouped_gemm("grouped_mxfp4_gemm", _mxfp4_refusal),
+    "dequantise_mxfp4+grouped_mm": Kernel(_mxfp4_written_out, _needs_bf16_on_gpu, gates=always),
+    "dequantise_w4a16+grouped_mm": Kernel(_written_out_by(_dequantise_w4a16), _needs_bf16, gates=always),
+    "dequantise_w4a8+grouped_mm": Kernel(_written_out_by(_dequantise_w4a8), _needs_bf16, gates=always),
 }

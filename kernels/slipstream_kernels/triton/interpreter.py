@@ -13,6 +13,12 @@ IS_INTERPRETING = not isinstance(tl.sum, triton.JITFunction)
 INTERPRETING = tl.constexpr(IS_INTERPRETING)
 
 
+def padded_width(num_features: int) -> int:
+    """The block that holds these features: a power of two, and at least the 16 that a compiled tl.dot sums over (the
+    interpreter takes fewer)."""
+    return max(triton.next_power_of_2(num_features), 16)
+
+
 @triton.jit
 def dot(a, b):
     """a @ b in fp32.  Upcasts in the interpreter, which multiplies bf16 as integers (silent errors of 1e10)."""

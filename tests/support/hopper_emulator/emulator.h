@@ -1,5 +1,5 @@
 // Runs CTAs of a Hopper kernel on a CPU, thread by thread: each CUDA thread is a fiber, warp operations, barriers and bulk
-// copies are done as the hardware defines them. Headers of the same names as the kernel's thin ones (warp_mma.cuh,
+// copies are done as the hardware defines them. Headers of the same names as the thin ones of csrc/{ptx,mma} (warp_mma.cuh,
 // hopper_copy.cuh, bulk_copy.cuh, layers_device.cuh) put this in their place. Warps and CTAs advance in a random order and
 // copies arrive late and in any order; a state in which nobody can go on ends the run. Memory is sequentially consistent
 // here: missing fences between CTAs do not show.
@@ -10,6 +10,7 @@
 #include <vector_functions.h>
 #include <vector_types.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -122,6 +123,15 @@ inline void sync(int id, int count) {
   }
 }
 
+// The same without waiting.
+inline void arrive_at(int id, int count) {
+  NamedBarrier& barrier = current->cta->barriers[id];
+  if (++barrier.arrived < count) return;
+  barrier.arrived = 0;
+  ++barrier.round;
+  ++progress;
+}
+
 inline MemoryBarrier& memory_barrier(uint32_t address) { return *reinterpret_cast<MemoryBarrier*>(shared(address)); }
 
 inline void settle(MemoryBarrier& barrier) {
@@ -148,10 +158,24 @@ T __shfl_sync(unsigned, T value, int source) {
     for (int i = 0; i < 32; ++i) taken[i] = given[given[i].source % 32].value;
   });
 }
+inline int __any_sync(unsigned, int value) {
+  return emulator::together<int, int>(value, [](const int* given, int* taken) {
+    int any = 0;
+    for (int i = 0; i < 32; ++i) any |= given[i] != 0;
+    for (int i = 0; i < 32; ++i) taken[i] = any;
+  });
+}
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int distance) {
   return __shfl_sync(mask, value, static_cast<int>(threadIdx.x % 32) ^ distance);
 }
+template <typename T>
+T __shfl_up_sync(unsigned mask, T value, int distance) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  return __shfl_sync(mask, value, lane < distance ? lane : lane - distance);
+}
+using std::max;
+using std::min;
 template <typename T>
 T __ldg(const T* from) { return *from; }
 template <typename T>
@@ -178,5 +202,6 @@ inline float __uint_as_float(unsigned bits) {
   std::memcpy(&value, &bits, 4);
   return value;
 }
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __expf(float x) { return std::exp(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

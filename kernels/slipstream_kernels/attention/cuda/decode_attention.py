@@ -33,7 +33,7 @@ MAX_CTAS_PER_SM = 2
 
 POINTERS = (
     "q", "key_cache", "value_cache", "out", "key_scale", "value_scale", "block_tables", "query_start_loc", "seq_lens",
-    "alibi_slopes", "tree_mask", "positions", "partial_out", "partial_state", "arrivals",
+    "alibi_slopes", "sinks", "tree_mask", "positions", "partial_out", "partial_state", "arrivals",
 )  # fmt: skip
 STRIDES = ("q_token_stride", "q_head_stride", "table_stride")
 COUNTS = ("num_requests", "num_kv_heads", "group", "block_size_log2", "sliding_window", "num_sms")
@@ -66,8 +66,6 @@ def refusal(call: DecodeCall) -> str | None:
     """Why this version cannot take the call; None if it can."""
     if (reason := device_refusal(call.q.device, "q is")) is not None:
         return reason
-    if call.sinks is not None:
-        return "scores have sinks"
     if call.q.dtype not in QUERY_TYPES:
         return f"q is {call.q.dtype}, not bfloat16 or float16"
     if call.q.shape[2] not in HEAD_DIMS:
@@ -131,8 +129,8 @@ def _params(call: DecodeCall, space: Workspace) -> DecodeParams:
         "q": call.q, "key_cache": call.key_cache, "value_cache": call.value_cache, "out": call.out,
         "key_scale": call.key_scale, "value_scale": call.value_scale, "block_tables": call.block_tables,
         "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "alibi_slopes": call.alibi_slopes,
-        "tree_mask": call.tree_mask, "positions": call.positions, "partial_out": space.partial_out,
-        "partial_state": space.partial_state, "arrivals": space.arrivals,
+        "sinks": call.sinks, "tree_mask": call.tree_mask, "positions": call.positions,
+        "partial_out": space.partial_out, "partial_state": space.partial_state, "arrivals": space.arrivals,
     }  # fmt: skip
     return DecodeParams(
         **addresses(tensors),

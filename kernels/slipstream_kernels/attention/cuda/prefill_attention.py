@@ -6,6 +6,7 @@ No device value is read on the host: work is found on the device, so a launch ma
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from slipstream_kernels.attention.attention_call import AttentionCall
 from slipstream_kernels.attention.cuda import prefill_stage
 from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
+from slipstream_kernels.attention.stage_fp8_keys import stage_fp8_keys
 from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import count_sms
 from slipstream_kernels.cuda.device import refusal as device_refusal
@@ -34,7 +36,7 @@ MIN_SPLIT_LEN, MAX_SPLITS, MAX_SPLIT_WARPS = 4096, 8, 1 << 14
 
 POINTERS = (
     "q", "key_cache", "value_cache", "key_scale", "value_scale", "out", "block_tables", "query_start_loc", "seq_lens",
-    "alibi_slopes", "counters", "parts",
+    "alibi_slopes", "sinks", "counters", "parts",
 )  # fmt: skip
 STRIDES = ("q_token_stride", "q_head_stride", "table_stride", "num_blocks")
 COUNTS = (
@@ -61,8 +63,6 @@ def refusal(call: AttentionCall) -> str | None:
     q = call.q
     if (reason := device_refusal(q.device, "q is")) is not None:
         return reason
-    if call.sinks is not None:
-        return "scores have sinks"
     if q.dtype not in TYPES:
         return f"q is {q.dtype}, not bfloat16 or float16"
     if q.shape[2] not in HEAD_DIMS:
@@ -90,9 +90,22 @@ def paged_attention(call: AttentionCall) -> None:
         return
     kv = source_of_keys_and_values(call)
     library = load(SOURCE, defines(call))
-    staged = _STAGERS[kv](call) if kv in _STAGERS else None
+    staged: prefill_stage.Staged | None
+    if kv == FP8_KEYS and call.key_mean is not None:
+        call, staged = _with_rounded_keys(call, call.key_mean)
+    else:
+        staged = _STAGERS[kv](call) if kv in _STAGERS else None
     params = _params(call, staged)
     launch("prefill_attention", library, params, call.q.device)
+
+
+def _with_rounded_keys(call: AttentionCall, key_mean: torch.Tensor) -> tuple[AttentionCall, prefill_stage.Staged]:
+    """The call over copies of its blocks: keys as a cache of e4m3 that lies in order, values as they are staged."""
+    tensors = call.key_cache, call.value_cache, call.block_tables, call.seq_lens, key_mean
+    keys, values = stage_fp8_keys(*tensors, max_seq_len=call.max_seq_len)
+    tables = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device).view(call.seq_lens.shape[0], -1)
+    staged = prefill_stage.Staged(None, values, tables.shape[1])
+    return replace(call, key_cache=keys, value_cache=values, block_tables=tables), staged
 
 
 _STAGERS = {STAGED: prefill_stage.stage_both, FP8_KEYS: prefill_stage.stage_values}
@@ -101,6 +114,8 @@ _STAGERS = {STAGED: prefill_stage.stage_both, FP8_KEYS: prefill_stage.stage_valu
 def source_of_keys_and_values(call: AttentionCall) -> int:
     """PrefillKv of a call."""
     may_round = call.fp8_queries and call.key_cache.dtype == FP8_DTYPE and call.q.shape[2] == FP8_QUERY_HEAD_DIM
+    if call.key_mean is not None and call.q.shape[2] == FP8_QUERY_HEAD_DIM and prefill_stage.pays_in_fp8(call):
+        return FP8_KEYS
     if may_round and prefill_stage.pays(call, with_keys=False):
         return FP8_KEYS
     return STAGED if prefill_stage.pays(call, with_keys=True) else KV_TYPES[call.key_cache.dtype]
@@ -178,7 +193,7 @@ def _params(call: AttentionCall, staged: prefill_stage.Staged | None) -> Prefill
         "q": call.q, "key_cache": key_cache, "value_cache": value_cache, "key_scale": key_scale,
         "value_scale": value_scale, "out": call.out, "block_tables": call.block_tables,
         "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "alibi_slopes": call.alibi_slopes,
-        "counters": _counters(call.q.device), "parts": parts,
+        "sinks": call.sinks, "counters": _counters(call.q.device), "parts": parts,
     }  # fmt: skip
     return PrefillParams(
         **addresses(tensors),

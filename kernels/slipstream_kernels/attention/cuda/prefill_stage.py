@@ -47,12 +47,21 @@ def variants() -> list[tuple[str, ...]]:
 
 def pays(call: AttentionCall, with_keys: bool) -> bool:
     """Whether the call's queries are so many that its blocks should be staged."""
-    num_tokens, num_q_heads = call.q.shape[:2]
-    num_requests = call.seq_lens.shape[0]
-    if call.key_cache.dtype not in KV_TYPES or num_tokens < MIN_QUERY_LEN * num_requests:
+    if call.key_cache.dtype not in KV_TYPES or call.q.shape[0] < MIN_QUERY_LEN * call.seq_lens.shape[0]:
         return False
-    rows = num_requests * call.max_seq_len * call.key_cache.shape[1]
-    return (2 if with_keys else 1) * rows <= MAX_RATIO * num_tokens * num_q_heads
+    return _fits(call, 2 if with_keys else 1)
+
+
+def pays_in_fp8(call: AttentionCall) -> bool:
+    """Whether keys of a 16-bit cache should be staged as e4m3, with its values."""
+    is_long = call.q.shape[0] >= MIN_QUERY_LEN * call.seq_lens.shape[0]
+    return is_long and call.key_cache.dtype not in KV_TYPES and _fits(call, 1.5)
+
+
+def _fits(call: AttentionCall, num_copies: float) -> bool:
+    """num_copies: of a cache of fp16."""
+    rows = call.seq_lens.shape[0] * call.max_seq_len * call.key_cache.shape[1]
+    return num_copies * rows <= MAX_RATIO * call.q.shape[0] * call.q.shape[1]
 
 
 def stage_both(call: AttentionCall) -> Staged:

@@ -54,7 +54,9 @@ def takes(call: DecodeCall) -> bool:
         return False
     if call.q.dtype not in TYPES or call.key_cache.dtype not in (call.q.dtype, FP8_DTYPE):
         return False
-    if call.q.shape[2] != HEAD_DIM or call.sliding_window or call.alibi_slopes is not None or call.soft_cap:
+    if call.q.shape[2] != HEAD_DIM or call.sliding_window or call.soft_cap:
+        return False
+    if call.alibi_slopes is not None or call.sinks is not None:
         return False
     if call.q.data_ptr() % 16 or call.q.stride(0) % 8 or call.q.stride(1) % 8:
         return False

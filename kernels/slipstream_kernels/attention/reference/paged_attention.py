@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from slipstream_kernels.attention.attention_call import AttentionCall
+from slipstream_kernels.attention.reference.stage_fp8_keys import round_keys, rounded_queries
 from slipstream_kernels.kv.reference.quantized_kv import dequantize_rows
 from slipstream_kernels.kv_cache import FP8_DTYPE, QUANTIZED_DTYPES
 
@@ -226,6 +227,8 @@ def _attend_long(call: AttentionCall, request: int, start: int, stop: int, seq_l
     k = _gather(call.key_cache, call.key_scale, blocks, dtype)[:, None, :seq_len]
     v = _gather(call.value_cache, call.value_scale, blocks, dtype)[:, None, :seq_len]
     q = call.q[start:stop].view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).to(dtype)
+    if call.key_mean is not None:
+        q, k = rounded_queries(q).to(dtype), round_keys(k.float(), call.key_mean[:, None, None]).to(dtype)
     if call.soft_cap is not None or call.alibi_slopes is not None or call.sinks is not None:
         out = _attend_unfused(call, q, k, v)
     else:

@@ -27,9 +27,9 @@ struct AttentionShape {
   static __device__ __forceinline__ int token_of(int run, int tile, int index) { return run * kRunTokens + 4 * tile + index; }
 };
 
-// Four elements of a head and the four that are 64 further, turned by the token's angles and rounded to bf16.
+// Four elements of a head and the four that are 64 further, rotated by the token's angles and rounded to bf16.
 // Source: RoFormer, arXiv:2104.09864.
-__device__ __forceinline__ void turn(const __nv_bfloat16* head, const float* angles, int dim, uint32_t (&low)[2],
+__device__ __forceinline__ void rotate(const __nv_bfloat16* head, const float* angles, int dim, uint32_t (&low)[2],
                                      uint32_t (&high)[2]) {
   const uint2 first = load_l2_8(head + dim), second = load_l2_8(head + dim + 64);
   const uint32_t a[2] = {first.x, first.y}, b[2] = {second.x, second.y};
@@ -57,7 +57,7 @@ struct Queries {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       uint32_t low[2] = {0, 0}, high[2] = {0, 0};
-      if (row < p.group) turn(head, angles, SHAPE::query_dim(step, j), low, high);
+      if (row < p.group) rotate(head, angles, SHAPE::query_dim(step, j), low, high);
 #pragma unroll
       for (int i = 0; i < 2; ++i) pairs[step][i] = operand(low[i]), pairs[step + 4][i] = operand(high[i]);
     }

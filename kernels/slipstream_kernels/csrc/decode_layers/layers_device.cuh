@@ -38,12 +38,6 @@ __device__ __forceinline__ void prefetch_line(const void* from) {
 // The largest of all lanes.
 __device__ __forceinline__ uint32_t warp_most(uint32_t value) { return __reduce_max_sync(0xffffffffu, value); }
 
-__device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
-  uint32_t product;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(factor));
-  return product;
-}
-
 __device__ __forceinline__ float2 floats_of(uint32_t pair) {
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }

@@ -4,7 +4,7 @@
 // A chunk of input features is split evenly over the 8 consumer warps; a warp's slice of it is held as operands of
 // 16x8x16 products, token l / 4 in lane l. Which features form one product is free as long as weights and activations
 // agree, so what a lane takes of either is contiguous. Slices are whole or empty: in_features are a multiple of them.
-// Row formats: a slot has 8 rows of a chunk, two slots are a tile of 16 rows. Strips: a slot has a strip of 16 rows.
+// Row formats: a slot has 8 rows of a chunk, two slots are a tile of 16 rows. Tiled: a slot has a tile of 16 rows.
 #pragma once
 
 #include "decode_layers/layers_shape.cuh"
@@ -69,7 +69,7 @@ struct RowWeights {
 
 // bf16 rows are operands already.
 struct PlainRows {
-  static constexpr bool kIsStrips = false, kIsScaled = false;
+  static constexpr bool kIsTiled = false, kIsScaled = false;
   static constexpr int kChunk = 1024, kSlice = kChunk / 8, kFeatureBits = 16;
   static constexpr int kRowPitch = 2048 + 64, kSlotBytes = 8 * kRowPitch;   // padding: two rows in other banks
   static constexpr int kVectors = 4, kVectorWords = 4;
@@ -170,7 +170,7 @@ __device__ __forceinline__ uint32_t to_half_pair(uint32_t pair, uint32_t factor)
 
 // e4m3 rows, expanded exactly to fp16: one instruction for two weights, and Hopper has none to bf16.
 struct Fp8Rows {
-  static constexpr bool kIsStrips = false, kIsScaled = true;
+  static constexpr bool kIsTiled = false, kIsScaled = true;
   static constexpr int kChunk = 2048, kSlice = kChunk / 8, kFeatureBits = 8;
   static constexpr int kRowPitch = 2048 + 64, kSlotBytes = 8 * kRowPitch;
   static constexpr int kVectors = 8, kVectorWords = 4;
@@ -239,8 +239,8 @@ struct Fp8Rows {
 // 4-bit codes in groups of 128, in the order of int4_layout.py. A nibble in the low bits of an fp16 is the subnormal
 // code * 2^-24, which the tensor cores multiply exactly; four bits higher it is 16 times as much, and its activation a
 // 16th: one logical operation for two codes. Zero points: (code - zero) x = code x - zero * (sum of x).
-struct Int4Strips {
-  static constexpr bool kIsStrips = true, kIsScaled = true;
+struct Int4Tiles {
+  static constexpr bool kIsTiled = true, kIsScaled = true;
   static constexpr int kChunk = 2048, kSlice = kChunk / 8;
   static constexpr int kBlocks = 16, kBlockBytes = 1024, kWordBytes = 64, kWordOffset = kBlocks * kBlockBytes;
   static constexpr int kSlotBytes = kBlocks * (kBlockBytes + kWordBytes);
@@ -292,7 +292,7 @@ struct Int4Strips {
       }
     }
 
-    __device__ __forceinline__ void arrange(const Slice<Int4Strips>& x) {
+    __device__ __forceinline__ void arrange(const Slice<Int4Tiles>& x) {
       const uint32_t factor = fit_to_half(x, factors), sixteenth = factor - 0x02000200u;
 #pragma unroll
       for (int step = 0; step < 8; ++step) {

@@ -1,4 +1,4 @@
-// This step's keys and values: turned, rounded to the cache's type, and stored both in the cache and in the slot of the
+// This step's keys and values: rotated, rounded to the cache's type, and stored both in the cache and in the slot of the
 // ring that holds the tokens around them, by the CTA that attends to the last piece of their unit.
 #pragma once
 
@@ -31,10 +31,10 @@ __device__ __forceinline__ void append_token(const LayersParams& p, const LayerT
   const int index = unit.seq_len - 1 - first_token, run = index / SHAPE::kRunTokens;
   char* to = slot + (warp == 0 ? 0 : SHAPE::Ring::kValueOffset) + run * SHAPE::Ring::kCopyPitch +
              index % SHAPE::kRunTokens * SHAPE::kRowBytes;
-  const int64_t place = p.slot_mapping[unit.request];
+  const int64_t cache_slot = p.slot_mapping[unit.request];
   char* cache = nullptr;
-  if (place >= 0) {
-    const int64_t block = place >> p.block_size_log2, within = place & ((1 << p.block_size_log2) - 1);
+  if (cache_slot >= 0) {
+    const int64_t block = cache_slot >> p.block_size_log2, within = cache_slot & ((1 << p.block_size_log2) - 1);
     const int64_t row = ((block * p.num_kv_heads + unit.head) << p.block_size_log2) + within;
     cache = static_cast<char*>(warp == 0 ? tensors.key_cache : tensors.value_cache) + row * SHAPE::kRowBytes;
   }
@@ -49,7 +49,7 @@ __device__ __forceinline__ void append_token(const LayersParams& p, const LayerT
     store_four<KV_BYTES>(pairs, scale, to + at, cache == nullptr ? nullptr : cache + at);
   } else if (lane < 16) {
     uint32_t low[2], high[2];
-    turn(head, angles, 4 * lane, low, high);
+    rotate(head, angles, 4 * lane, low, high);
     const int at = 4 * lane * KV_BYTES, beyond = at + 64 * KV_BYTES;
     store_four<KV_BYTES>(low, scale, to + at, cache == nullptr ? nullptr : cache + at);
     store_four<KV_BYTES>(high, scale, to + beyond, cache == nullptr ? nullptr : cache + beyond);

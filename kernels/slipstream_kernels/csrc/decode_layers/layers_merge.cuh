@@ -142,7 +142,7 @@ __device__ __forceinline__ void attend_keys(Consumer<FORMAT>& c, const LayerTens
   for (int piece = mine.begin; piece < mine.end;) {
     if (piece > mine.begin) unit = unit_of_piece<Shape::kPieceTokens>(p, piece);
     const int end = least(mine.end, unit.start + unit.num_pieces);
-    const float* angles = c.memory.turns() + unit.request * kHeadDim;
+    const float* angles = c.memory.angles() + unit.request * kHeadDim;
     Queries<Shape> queries;
     queries.load(p, unit, angles);
     float scale = p.scale * kLog2E;
@@ -151,9 +151,9 @@ __device__ __forceinline__ void attend_keys(Consumer<FORMAT>& c, const LayerTens
     state.clear();
 #pragma unroll 1
     for (; piece < end; ++piece) {
-      const int first = (piece - unit.start) * Shape::kPieceTokens, stage = c.place.stage;
+      const int first = (piece - unit.start) * Shape::kPieceTokens, stage = c.pipe.stage;
       c.await_slot();
-      c.place.advance();
+      c.pipe.advance();
       if (first + Shape::kPieceTokens >= unit.seq_len && unit.seq_len > 0) {
         append_token<Shape, KV_BYTES>(p, tensors, unit, angles, first, c.memory.slot_bytes(stage));
         c.sync();

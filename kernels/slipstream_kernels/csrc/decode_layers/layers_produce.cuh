@@ -15,7 +15,7 @@ struct Producer {
   const LayersParams& p;
   const LayersMemory<FORMAT>& memory;
   uint64_t policy = evict_first_policy();
-  PipelineState<Shape::kSlots> place, behind;   // behind: of the slot that must have arrived before the next is asked for
+  PipelineState<Shape::kSlots> pipe, behind;   // behind: of the slot that must have arrived before the next is asked for
   int under_way = 0;
   int lane = threadIdx.x % 32, turn = threadIdx.x / 32 - Shape::kWarps;   // turn 0: this warp's slot
 
@@ -44,13 +44,13 @@ struct Producer {
 #pragma unroll 1
     for (int begin = share.begin; begin < share.end; begin += walk.units_per_pass()) {
       const Range pass = walk.pass_at(begin, share);
-      const int parts = (FORMAT::kIsStrips ? 1 : 2) * walk.num_tiles(pass);
+      const int parts = (FORMAT::kIsTiled ? 1 : 2) * walk.num_tiles(pass);
 #pragma unroll 1
       for (int chunk = 0; chunk < chunks; ++chunk) {
 #pragma unroll 1
         for (int part = 0; part < parts; ++part, advance()) {
           if (!takes_slot()) continue;
-          if constexpr (FORMAT::kIsStrips) fill_strip(walk, weight, words, pass, part, chunk, features);
+          if constexpr (FORMAT::kIsTiled) fill_tile(walk, weight, words, pass, part, chunk, features);
           else fill_rows(walk, weight, pass, part, chunk, features);
         }
       }
@@ -58,16 +58,16 @@ struct Producer {
   }
 
   __device__ __forceinline__ void advance() {
-    place.advance();
+    pipe.advance();
     if (under_way < p.slots_under_way) ++under_way;
     else behind.advance();
   }
 
   // Requests that queue make every other request wait, too: no more of them at once than keep memory busy.
   __device__ __forceinline__ void await_slot() const {
-    wait_barrier(memory.emptied(place.stage), place.parity ^ 1);
+    wait_barrier(memory.empty(pipe.stage), pipe.parity ^ 1);
     if (under_way == p.slots_under_way) {
-      wait_barrier(memory.filled(behind.stage), behind.parity);
+      wait_barrier(memory.full(behind.stage), behind.parity);
     }
   }
 
@@ -78,27 +78,27 @@ struct Producer {
     const uint32_t bytes = static_cast<uint32_t>(least(row_bytes - first, int64_t{2048}));
     const int num_rows = most(0, least(pass.end - walk.unit_of(pass, half / 2, half % 2, 0), 8));
     await_slot();
-    if (lane == 0) arrive_expecting(memory.filled(place.stage), bytes * num_rows);
+    if (lane == 0) arrive_expecting(memory.full(pipe.stage), bytes * num_rows);
     __syncwarp();
     if (lane >= num_rows) return;
     const int64_t row = walk.weight_row(walk.unit_of(pass, half / 2, half % 2, lane), half / 2, half % 2, lane);
-    copy_bulk(memory.slot(place.stage) + lane * FORMAT::kRowPitch, static_cast<const char*>(weight) + row * row_bytes + first,
-              bytes, memory.filled(place.stage), policy);
+    copy_bulk(memory.slot(pipe.stage) + lane * FORMAT::kRowPitch, static_cast<const char*>(weight) + row * row_bytes + first,
+              bytes, memory.full(pipe.stage), policy);
   }
 
   // Codes by one lane, scales and zero points by another.
-  __device__ __forceinline__ void fill_strip(const ProductWalk<FORMAT>& walk, const void* codes, const void* words,
+  __device__ __forceinline__ void fill_tile(const ProductWalk<FORMAT>& walk, const void* codes, const void* words,
                                              const Range& pass, int tile, int chunk, int features) {
-    const int of_strip = features / 128, first = chunk * FORMAT::kBlocks, blocks = least(of_strip - first, FORMAT::kBlocks);
+    const int of_tile = features / 128, first = chunk * FORMAT::kBlocks, blocks = least(of_tile - first, FORMAT::kBlocks);
     const int row = walk.weight_row(walk.unit_of(pass, tile, 0, 0), tile, 0, 0);
-    const int64_t block = int64_t{row / 16} * of_strip + first;
+    const int64_t block = int64_t{row / 16} * of_tile + first;
     await_slot();
-    if (lane == 0) arrive_expecting(memory.filled(place.stage), blocks * (FORMAT::kBlockBytes + FORMAT::kWordBytes));
+    if (lane == 0) arrive_expecting(memory.full(pipe.stage), blocks * (FORMAT::kBlockBytes + FORMAT::kWordBytes));
     __syncwarp();
     if (lane >= 2) return;
     const int each = lane == 0 ? FORMAT::kBlockBytes : FORMAT::kWordBytes;
-    copy_bulk(memory.slot(place.stage) + (lane == 0 ? 0 : FORMAT::kWordOffset),
-              static_cast<const char*>(lane == 0 ? codes : words) + block * each, blocks * each, memory.filled(place.stage),
+    copy_bulk(memory.slot(pipe.stage) + (lane == 0 ? 0 : FORMAT::kWordOffset),
+              static_cast<const char*>(lane == 0 ? codes : words) + block * each, blocks * each, memory.full(pipe.stage),
               policy);
   }
 
@@ -124,11 +124,11 @@ struct Producer {
       from = static_cast<const char*>(lane < 4 ? tensors.key_cache : tensors.value_cache) + row * kHeadDim * KV_BYTES;
     }
     await_slot();
-    if (lane == 0) arrive_expecting(memory.filled(place.stage), 2 * runs * Shape::kCopyBytes);
+    if (lane == 0) arrive_expecting(memory.full(pipe.stage), 2 * runs * Shape::kCopyBytes);
     __syncwarp();
     if (from == nullptr) return;
-    const uint32_t to = memory.slot(place.stage) + lane / 4 * Shape::kValueOffset + lane % 4 * Shape::kCopyPitch;
-    copy_bytes(to, from, memory.filled(place.stage), Shape::kCopyBytes);
+    const uint32_t to = memory.slot(pipe.stage) + lane / 4 * Shape::kValueOffset + lane % 4 * Shape::kCopyPitch;
+    copy_bytes(to, from, memory.full(pipe.stage), Shape::kCopyBytes);
   }
 };
 

@@ -14,7 +14,7 @@ struct Consumer {
   const LayersParams& p;
   const LayersMemory<FORMAT>& memory;
   const KeyShare& keys;
-  PipelineState<Shape::kSlots> place;
+  PipelineState<Shape::kSlots> pipe;
   uint32_t num_phases = 0;   // that this CTA has ended
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
@@ -32,11 +32,11 @@ struct Consumer {
     ++num_phases;
   }
 
-  __device__ __forceinline__ void await_slot() const { wait_barrier(memory.filled(place.stage), place.parity); }
+  __device__ __forceinline__ void await_slot() const { wait_barrier(memory.full(pipe.stage), pipe.parity); }
 
   __device__ __forceinline__ void release(int stage) const {
     __syncwarp();
-    if (lane == 0) arrive(memory.emptied(stage));
+    if (lane == 0) arrive(memory.empty(stage));
   }
 };
 
@@ -130,7 +130,7 @@ struct Pass {
   Range pass;
   int features;
   float sums[Walk::kTiles][4];
-  float scale[FORMAT::kIsStrips ? 2 : 1][2];   // of the rows that this lane will write, on their way during the pass
+  float scale[FORMAT::kIsTiled ? 2 : 1][2];   // of the rows that this lane will write, on their way during the pass
   typename FORMAT::Weights coming;             // of the next tile: loaded from shared memory while one is multiplied
   int coming_tiles, first, second;             // how many the pass still has; slots of the next
 
@@ -146,7 +146,7 @@ struct Pass {
     }
     if constexpr (FORMAT::kIsScaled) {
 #pragma unroll
-      for (int i = 0; i < (FORMAT::kIsStrips ? 2 : 1); ++i) {
+      for (int i = 0; i < (FORMAT::kIsTiled ? 2 : 1); ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int at = unit(c.warp, half);
@@ -158,7 +158,7 @@ struct Pass {
   }
 
   __device__ __forceinline__ int unit(int tile, int half) const { return walk.unit_of(pass, tile, half, c.lane / 4); }
-  // Whether this warp writes a tile in the end (that of its number; a pair of strips in one).
+  // Whether this warp writes a tile in the end (that of its number; a pair of weight tiles in one).
   __device__ __forceinline__ bool writes() const {
     return c.warp < walk.num_tiles(pass) && c.warp % walk.tiles_per_unit() == 0;
   }
@@ -189,7 +189,7 @@ struct Pass {
     if (coming_tiles == 0) return;
     --coming_tiles;
     first = next_slot();
-    if constexpr (FORMAT::kIsStrips) {
+    if constexpr (FORMAT::kIsTiled) {
       const uint32_t slot = c.memory.slot(first), block = 2 * c.warp;
       coming.load(slot + block * FORMAT::kBlockBytes + c.lane * 8, 0,
                   slot + FORMAT::kWordOffset + block * FORMAT::kWordBytes + c.lane / 4 * 4);
@@ -201,9 +201,9 @@ struct Pass {
   }
 
   __device__ __forceinline__ int next_slot() {
-    const int stage = c.place.stage;
+    const int stage = c.pipe.stage;
     c.await_slot();
-    c.place.advance();
+    c.pipe.advance();
     return stage;
   }
 
@@ -213,7 +213,7 @@ struct Pass {
     load_next();
     if (has_slice) FORMAT::multiply(weights, x, tile_sums);
     c.release(done[0]);
-    if (!FORMAT::kIsStrips && c.lane == 0) arrive(c.memory.emptied(done[1]));
+    if (!FORMAT::kIsTiled && c.lane == 0) arrive(c.memory.empty(done[1]));
   }
 
   __device__ __forceinline__ void add_warps(int tile, float (&values)[4]) const {
@@ -238,7 +238,7 @@ struct Pass {
     add_warps(c.warp, values);
     scale_rows(0, values);
     if (walk.is_gated) {
-      if constexpr (FORMAT::kIsStrips) {
+      if constexpr (FORMAT::kIsTiled) {
         float up[4];
         add_warps(c.warp + 1, up);
         scale_rows(1, up);
@@ -248,7 +248,7 @@ struct Pass {
         values[0] = silu(values[0]) * values[2], values[1] = silu(values[1]) * values[3];
       }
     }
-    const int num_halves = walk.is_gated && !FORMAT::kIsStrips ? 1 : 2;
+    const int num_halves = walk.is_gated && !FORMAT::kIsTiled ? 1 : 2;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int half = e / 2, at = unit(c.warp, half), token = c.lane % 4 * 2 + e % 2;
@@ -261,7 +261,7 @@ struct Pass {
   __device__ __forceinline__ void store(const Destination& to, int column, int token, float value) const {
     __nv_bfloat16 rounded = from_float<__nv_bfloat16>(value);
     if (to.is_residual) {
-      const int first = share_of_units(walk.num_units, blockIdx.x, c.p.num_ctas).begin * (FORMAT::kIsStrips ? 16 : 1);
+      const int first = share_of_units(walk.num_units, blockIdx.x, c.p.num_ctas).begin * (FORMAT::kIsTiled ? 16 : 1);
       __nv_bfloat16& own = c.memory.own()[(column - first) * kMaxTokens + token];
       own = rounded = from_float<__nv_bfloat16>(to_float(own) + to_float(rounded));
     }

@@ -29,17 +29,17 @@ struct LayersShape {
   static constexpr int kStateBytes = 4 * 8 * 8, kNormBytes = kWarps * kMaxTokens * 4;
   static constexpr int kOwnBytes = kMaxOwnRows * kMaxTokens * 2;
   static constexpr int kTableBytes = kMaxLayers * static_cast<int>(sizeof(LayerTensors));
-  static constexpr int kTurnBytes = kMaxTokens * kHeadDim * 4;   // cosines and sines of each token's position
+  static constexpr int kAngleBytes = kMaxTokens * kHeadDim * 4;   // cosines and sines of each token's position
   static constexpr int kFixedBytes = kExchangeBytes + kStateBytes + kNormBytes + kOwnBytes + kTableBytes +
-                                     kTurnBytes + 16;
+                                     kAngleBytes + 16;
   static constexpr int kSlots = (232448 - kFixedBytes) / (kSlotBytes + 16);
   static constexpr int kExchangeOffset = kSlots * kSlotBytes;
   static constexpr int kStateOffset = kExchangeOffset + kExchangeBytes;
   static constexpr int kNormOffset = kStateOffset + kStateBytes;
   static constexpr int kOwnOffset = kNormOffset + kNormBytes;
   static constexpr int kTableOffset = kOwnOffset + kOwnBytes;
-  static constexpr int kTurnOffset = kTableOffset + kTableBytes;
-  static constexpr int kFlagOffset = kTurnOffset + kTurnBytes;
+  static constexpr int kAngleOffset = kTableOffset + kTableBytes;
+  static constexpr int kFlagOffset = kAngleOffset + kAngleBytes;
   static constexpr int kBarrierOffset = kFlagOffset + 16;
   static constexpr int kTotalBytes = kBarrierOffset + 16 * kSlots;
   static_assert(kTotalBytes <= 232448 && kSlotBytes % 16 == 0);
@@ -53,10 +53,10 @@ struct LayersMemory {
 
   __device__ __forceinline__ uint32_t slot(int stage) const { return shared_address(base) + stage * Shape::kSlotBytes; }
   __device__ __forceinline__ char* slot_bytes(int stage) const { return base + stage * Shape::kSlotBytes; }
-  __device__ __forceinline__ uint32_t filled(int stage) const {
+  __device__ __forceinline__ uint32_t full(int stage) const {
     return shared_address(base) + Shape::kBarrierOffset + 16 * stage;
   }
-  __device__ __forceinline__ uint32_t emptied(int stage) const { return filled(stage) + 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
   __device__ __forceinline__ float4* exchange() const { return reinterpret_cast<float4*>(base + Shape::kExchangeOffset); }
   __device__ __forceinline__ float2* states() const { return reinterpret_cast<float2*>(base + Shape::kStateOffset); }
   __device__ __forceinline__ float* norms() const { return reinterpret_cast<float*>(base + Shape::kNormOffset); }
@@ -67,7 +67,7 @@ struct LayersMemory {
     return reinterpret_cast<LayerTensors*>(base + Shape::kTableOffset);
   }
   // [kMaxTokens, 128]: 64 cosines, then 64 sines.
-  __device__ __forceinline__ float* turns() const { return reinterpret_cast<float*>(base + Shape::kTurnOffset); }
+  __device__ __forceinline__ float* angles() const { return reinterpret_cast<float*>(base + Shape::kAngleOffset); }
   __device__ __forceinline__ volatile int* flag() const {
     return reinterpret_cast<volatile int*>(base + Shape::kFlagOffset);
   }

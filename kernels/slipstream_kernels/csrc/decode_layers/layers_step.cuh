@@ -76,7 +76,7 @@ struct LayerConsumer {
 // The rows of the residual stream that this CTA adds to: its share of o's and down's outputs, the same of both.
 template <typename FORMAT>
 __device__ __forceinline__ void load_own_rows(const LayersParams& p, const LayersMemory<FORMAT>& memory) {
-  constexpr int kRows = FORMAT::kIsStrips ? 16 : 1;
+  constexpr int kRows = FORMAT::kIsTiled ? 16 : 1;
   const Range share = share_of_units(p.hidden_size / kRows, blockIdx.x, p.num_ctas);
   const auto* embedded = static_cast<const __nv_bfloat16*>(p.embedded);
 #pragma unroll 1
@@ -92,8 +92,8 @@ __device__ __forceinline__ void begin_step(const LayersParams& p, const LayersMe
   if (threadIdx.x == 0) {
 #pragma unroll 1
     for (int stage = 0; stage < Shape::kSlots; ++stage) {
-      init_barrier(memory.filled(stage), 1);
-      init_barrier(memory.emptied(stage), Shape::kWarps);
+      init_barrier(memory.full(stage), 1);
+      init_barrier(memory.empty(stage), Shape::kWarps);
     }
     publish_barriers();
   }
@@ -105,7 +105,7 @@ __device__ __forceinline__ void begin_step(const LayersParams& p, const LayersMe
   load_own_rows(p, memory);
 #pragma unroll 1
   for (int item = threadIdx.x; item < p.num_tokens * kHeadDim; item += Shape::kThreads) {
-    memory.turns()[item] = p.cos_sin[p.positions[item / kHeadDim] * kHeadDim + item % kHeadDim];
+    memory.angles()[item] = p.cos_sin[p.positions[item / kHeadDim] * kHeadDim + item % kHeadDim];
   }
   __syncthreads();
 }

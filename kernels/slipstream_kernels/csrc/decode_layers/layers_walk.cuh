@@ -12,7 +12,7 @@ struct Range {
   __device__ __forceinline__ int size() const { return end - begin; }
 };
 
-// Even to one unit: rows of weights, pairs of gate and up rows, strips of 16 rows or pairs of them.
+// Even to one unit: rows of weights, pairs of gate and up rows, weight tiles of 16 rows or pairs of them.
 __device__ __forceinline__ Range share_of_units(int units, int cta, int num_ctas) {
   const unsigned u = units, c = cta, n = num_ctas;   // products stay below 2^32: a division of 64 bits takes a while
   return {static_cast<int>(u * c / n), static_cast<int>(u * (c + 1) / n)};
@@ -33,16 +33,16 @@ __device__ __forceinline__ T most(T a, T b) {
 template <typename FORMAT>
 struct ProductWalk {
   using Format = FORMAT;
-  static constexpr int kTiles = FORMAT::kIsStrips ? 4 : 3;   // of 16 rows of the weight, in a pass
-  int num_units;   // of the output: rows, pairs of gate and up rows, strips, pairs of strips
+  static constexpr int kTiles = FORMAT::kIsTiled ? 4 : 3;   // of 16 rows of the weight, in a pass
+  int num_units;   // of the output: rows, pairs of gate and up rows, weight tiles, pairs of weight tiles
   bool is_gated;
 
   __device__ __forceinline__ ProductWalk(int out_features, bool gated)
-      : num_units(out_features / (FORMAT::kIsStrips ? 16 : 1) / (gated ? 2 : 1)), is_gated(gated) {}
+      : num_units(out_features / (FORMAT::kIsTiled ? 16 : 1) / (gated ? 2 : 1)), is_gated(gated) {}
 
-  // Rows: 16 units a tile, gated 8 (8 rows of gate, the same of up). Strips: one, gated one in two tiles.
-  __device__ __forceinline__ int units_per_tile() const { return FORMAT::kIsStrips ? 1 : is_gated ? 8 : 16; }
-  __device__ __forceinline__ int tiles_per_unit() const { return FORMAT::kIsStrips && is_gated ? 2 : 1; }
+  // Rows: 16 units a tile, gated 8 (8 rows of gate, the same of up). Weight tiles: one, gated one in two tiles.
+  __device__ __forceinline__ int units_per_tile() const { return FORMAT::kIsTiled ? 1 : is_gated ? 8 : 16; }
+  __device__ __forceinline__ int tiles_per_unit() const { return FORMAT::kIsTiled && is_gated ? 2 : 1; }
   __device__ __forceinline__ int units_per_pass() const { return kTiles / tiles_per_unit() * units_per_tile(); }
 
   __device__ __forceinline__ Range pass_at(int begin, const Range& share) const {
@@ -50,24 +50,24 @@ struct ProductWalk {
   }
 
   __device__ __forceinline__ int num_tiles(const Range& pass) const {
-    return FORMAT::kIsStrips ? pass.size() * tiles_per_unit() : (pass.size() + units_per_tile() - 1) / units_per_tile();
+    return FORMAT::kIsTiled ? pass.size() * tiles_per_unit() : (pass.size() + units_per_tile() - 1) / units_per_tile();
   }
 
   // The unit of a row (0..7) of half a tile; it exists if it lies within the pass.
   __device__ __forceinline__ int unit_of(const Range& pass, int tile, int half, int row) const {
-    if constexpr (FORMAT::kIsStrips) return pass.begin + (is_gated ? tile / 2 : tile);
+    if constexpr (FORMAT::kIsTiled) return pass.begin + (is_gated ? tile / 2 : tile);
     return pass.begin + (is_gated ? tile * 8 + row : tile * 16 + 8 * half + row);
   }
 
   // Its row of the weight.
   __device__ __forceinline__ int weight_row(int unit, int tile, int half, int row) const {
-    if constexpr (FORMAT::kIsStrips) return (unit + (is_gated ? tile % 2 * num_units : 0)) * 16 + 8 * half + row;
+    if constexpr (FORMAT::kIsTiled) return (unit + (is_gated ? tile % 2 * num_units : 0)) * 16 + 8 * half + row;
     return unit + (is_gated ? half * num_units : 0);
   }
 
   // Its column of the result.
   static __device__ __forceinline__ int out_column(int unit, int half, int row) {
-    return FORMAT::kIsStrips ? unit * 16 + 8 * half + row : unit;
+    return FORMAT::kIsTiled ? unit * 16 + 8 * half + row : unit;
   }
 };
 

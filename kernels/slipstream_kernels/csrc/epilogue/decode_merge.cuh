@@ -105,7 +105,7 @@ struct Merge {
       }
       if (dim >= SHAPE::kHeadDim) continue;
       if (to.num_parts == 1) {
-        store_row(segment, row, dim, normaliser, sum);
+        store_row(segment, row, dim, maximum, normaliser, sum);
       } else {
         const int64_t part_row = static_cast<int64_t>(to.slot) * SHAPE::kRows + row;
         __stcg(reinterpret_cast<float4*>(p.partial_out + part_row * SHAPE::kHeadDim + dim), sum);
@@ -118,13 +118,14 @@ struct Merge {
     sum.x += weight * part.x, sum.y += weight * part.y, sum.z += weight * part.z, sum.w += weight * part.w;
   }
 
-  __device__ __forceinline__ void store_row(const Segment& segment, int row, int dim, float normaliser, float4 sum) {
+  __device__ __forceinline__ void store_row(const Segment& segment, int row, int dim, float maximum, float normaliser,
+                                            float4 sum) {
     const int unit_row = segment.row_tile * SHAPE::kRows + row;
     if (unit_row >= segment.work.query_len * p.group) return;
-    float factor = normaliser == 0.0f ? 0.0f : 1.0f / normaliser;
-    if (!SHAPE::Format::kIsInteger && p.value_scale != nullptr) factor *= p.value_scale[segment.kv_head];
     const int64_t token = segment.work.start + unit_row / p.group;
     const int64_t head = segment.kv_head * p.group + unit_row % p.group;
+    float factor = inverse_normaliser(normaliser, maximum, p.sinks == nullptr ? -INFINITY : p.sinks[head] * kLog2E);
+    if (!SHAPE::Format::kIsInteger && p.value_scale != nullptr) factor *= p.value_scale[segment.kv_head];
     const uint2 packed = make_uint2(pack<Output>(sum.x * factor, sum.y * factor),
                                     pack<Output>(sum.z * factor, sum.w * factor));
     Output* out = static_cast<Output*>(p.out) + (token * p.num_kv_heads * p.group + head) * SHAPE::kHeadDim + dim;
@@ -183,7 +184,7 @@ struct Merge {
         add(sum, weight, outputs_of[part]);
       }
     }
-    store_row(segment, row, dim, normaliser, sum);
+    store_row(segment, row, dim, maximum, normaliser, sum);
   }
 };
 

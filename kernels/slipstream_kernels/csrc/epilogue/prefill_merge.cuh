@@ -16,7 +16,7 @@ struct SplitMerger {
   const Work& work;
   int warpgroup;
 
-  // Maxima in exponents of base 2. True: this warp came last, and state and out are of all keys.
+  // Maxima in exponents of base 2, before and after. True: this warp came last, and state and out are of all keys.
   __device__ __forceinline__ bool run(RowState& state, float (&out)[kOutputs]) const {
     float* mine = part(work.split());
 #pragma unroll
@@ -47,6 +47,7 @@ struct SplitMerger {
 #pragma unroll
       for (int i = 0; i < kOutputs; ++i) out[i] = __fmaf_rn(__ldcg(from + 128 * i), factor[i / 2 % 2], out[i]);
     }
+    state.maximum[0] = largest[0], state.maximum[1] = largest[1];
     return true;
   }
 

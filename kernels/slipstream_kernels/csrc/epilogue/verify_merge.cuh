@@ -3,7 +3,7 @@
 #pragma once
 
 #include "ptx/cluster.cuh"
-#include "mma/prefill_softmax.cuh"
+#include "mma/row_state.cuh"
 #include "schedule/verify_shape.cuh"
 
 namespace slipstream {
@@ -12,10 +12,6 @@ __device__ __forceinline__ float2 load_remote_8(uint32_t remote) {
   float2 v;
   asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(remote) : "memory");
   return v;
-}
-
-__device__ __forceinline__ void store_shared_8(uint32_t address, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
 
 template <typename SHAPE>

@@ -17,6 +17,12 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// What a row of weighted values is multiplied by, 0 for a row without keys. normaliser: the sum of exp2(score - maximum).
+// sink: a score of the row without a value, base 2 as maximum is; -inf: none.
+__device__ __forceinline__ float inverse_normaliser(float normaliser, float maximum, float sink) {
+  return normaliser == 0.0f ? 0.0f : 1.0f / (normaliser + exp2_fast(sink - maximum));
+}
+
 __device__ __forceinline__ float silu(float x) { return x / (1.0f + __expf(-x)); }
 
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
@@ -41,6 +47,13 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   }
   return packed;
+}
+
+// The products of two pairs of bf16, which may be subnormal.
+__device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(pair), "r"(factor));
+  return product;
 }
 
 // Four e4m3 of a word to two pairs of fp16, in order.

@@ -20,6 +20,7 @@
 #include "pipeline/prefill_load.cuh"
 #include "pipeline/prefill_maps.cuh"
 #include "epilogue/prefill_merge.cuh"
+#include "epilogue/quad_transpose.cuh"
 #include "pipeline/prefill_queries.cuh"
 #include "mma/prefill_softmax.cuh"
 
@@ -223,7 +224,7 @@ struct Multiplier {
   // False if the warp of another CTA stores the rows: prefill_merge.cuh.
   __device__ __forceinline__ bool merge_splits() {
     const Work& work = this->work();
-    if (work.num_splits() == 1) return true;
+    if (work.num_splits() == 1 && p.sinks == nullptr) return true;
     // Maxima in exponents of base 2, as finish_scores' factors make them.
     const float unit = SHAPE::kHasAlibi ? 1.0f : kLog2E;
 #pragma unroll
@@ -231,7 +232,7 @@ struct Multiplier {
       const float factor = SHAPE::kHasSoftCap || SHAPE::kHasAlibi ? unit : facts.factor[r];
       if (state.maximum[r] != kNothing) state.maximum[r] *= factor;
     }
-    return SplitMerger<SHAPE>{p, work, warpgroup}.run(state, out);
+    return work.num_splits() == 1 || SplitMerger<SHAPE>{p, work, warpgroup}.run(state, out);
   }
 
   __device__ __forceinline__ void store() const {
@@ -241,45 +242,16 @@ struct Multiplier {
     bool is_row[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      inverse[r] = state.inverse(r) * head_scale(p.value_scale);
       const int row = work.first_row + warpgroup * 64 + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
       const int token = row >> p.pack_log2, head = (work.head << p.pack_log2) + (row & ((1 << p.pack_log2) - 1));
+      const float sink = p.sinks == nullptr ? kNothing : p.sinks[head] * kLog2E;
+      inverse[r] = inverse_normaliser(state.total(r), state.maximum[r], sink) * head_scale(p.value_scale);
       is_row[r] = token < work.query_len;
       to[r] = static_cast<Element*>(p.out) +
               (static_cast<int64_t>(work.start + token) * p.num_q_heads + head) * SHAPE::kHeadDim;
     }
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-#pragma unroll
-      for (int first = 0; first < SHAPE::kHeadDim / 8; first += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int i = 4 * (first + j) + 2 * r;
-          words[j] = pack<Element>(out[i] * inverse[r], out[i + 1] * inverse[r]);
-        }
-        transpose_in_quad(words);
-        if (is_row[r]) {
-          *reinterpret_cast<uint4*>(to[r] + 8 * (first + threadIdx.x % 4)) =
-              make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
-    }
-  }
-
-  // Lane l's word j changes places with lane j's word l: each lane ends with 16 neighbouring bytes.
-  static __device__ __forceinline__ void transpose_in_quad(uint32_t (&words)[4]) {
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-      const bool is_upper = threadIdx.x & bit;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (j & bit) continue;
-        const uint32_t received = __shfl_xor_sync(~0u, is_upper ? words[j] : words[j + bit], bit);
-        if (is_upper) words[j] = received;
-        else words[j + bit] = received;
-      }
-    }
+    for (int r = 0; r < 2; ++r) store_row(to[r], is_row[r], out, r, inverse[r]);
   }
 };
 

@@ -14,7 +14,7 @@
 #include "ptx/hopper_copy.cuh"
 #include "host/kernel_launch.h"
 #include "host/library.h"
-#include "mma/prefill_softmax.cuh"
+#include "mma/draft_mask.cuh"
 #include "epilogue/verify_merge.cuh"
 #include "mma/wgmma_shared.cuh"
 
@@ -132,21 +132,11 @@ struct Verifier {
     }
   }
 
-  // The request's own rows that each of this thread's two rows sees, as bits.
-  __device__ __forceinline__ void load_words(uint64_t (&words)[2]) const {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4 + 8 * r;
-      const int query = min((work.first_row + row) / p.group, work.query_len - 1);
-      words[r] = p.tree_mask == nullptr ? (uint64_t{2} << query) - 1 : p.tree_mask[work.start + query];
-    }
-  }
-
   __device__ __forceinline__ void attend() {
 #pragma unroll
     for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
-    uint64_t words[2];
-    load_words(words);
+    const int64_t* tree_mask = p.tree_mask == nullptr ? nullptr : p.tree_mask + work.start;
+    const DraftMask mask(tree_mask, work.query_len, work.first_row, p.group);
     bool is_first = true;
 #pragma unroll 1
     for (int tile = work.tile; tile < work.end_tile; ++tile) {
@@ -160,13 +150,13 @@ struct Verifier {
       is_first = false;
       fence_shared_for_engines();
       __syncthreads();
-      multiply(tile, words);
+      multiply(tile, mask);
       __syncthreads();
       if constexpr (!SHAPE::kIsFp8) copy_tile(tile + SHAPE::kStages);
     }
   }
 
-  __device__ __forceinline__ void multiply(int tile, const uint64_t (&words)[2]) {
+  __device__ __forceinline__ void multiply(int tile, const DraftMask& mask) {
     float scores[kScores];
     const uint64_t queries = rows_operand(memory), keys = rows_operand(operands(tile));
     pin(scores);
@@ -179,7 +169,7 @@ struct Verifier {
     commit_products();
     wait_for_products<0>();
     pin(scores);
-    if ((tile + 1) * SHAPE::kKeys > work.prefix()) hide(tile * SHAPE::kKeys - work.prefix(), words, scores);
+    if ((tile + 1) * SHAPE::kKeys > work.prefix()) mask.hide(tile * SHAPE::kKeys - work.prefix(), scores);
     const float factor[2] = {scale, scale};
     float rescale[2];
     state.follow(scores, factor, rescale);
@@ -203,16 +193,6 @@ struct Verifier {
     commit_products();
     wait_for_products<0>();
     pin(out);
-  }
-
-  // first: the tile's first slot, counted from the request's own rows.
-  __device__ __forceinline__ void hide(int first, const uint64_t (&words)[2], float (&scores)[kScores]) const {
-#pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      const int draft = first + 8 * (i / 4) + 2 * (threadIdx.x % 4) + i % 2;
-      const bool is_seen = draft < 0 || (draft < work.query_len && (words[i / 2 % 2] >> draft & 1));
-      if (!is_seen) scores[i] = kNothing;
-    }
   }
 };
 

@@ -1,14 +1,11 @@
-// Online softmax over a warpgroup's 64 x KEYS scores in the accumulator layout of hopper_mma.cuh: a thread holds parts
-// of two rows, and the four lanes of a quad share them.
+// Scores of a warpgroup's 64 rows before their softmax (row_state.cuh): soft cap, ALiBi, mask.
 #pragma once
 
 #include "params/prefill_params.h"
 #include "schedule/prefill_work.cuh"
-#include "mma/warp_mma.cuh"
+#include "mma/row_state.cuh"
 
 namespace slipstream {
-
-constexpr float kNothing = -__builtin_huge_valf();
 
 // Row, position, ALiBi slope and scale of a thread's two rows.
 struct RowFacts {
@@ -71,42 +68,5 @@ __device__ __forceinline__ void mask_scores(const PrefillParams& p, const RowFac
     }
   }
 }
-
-// Running maximum (before the factor) and normaliser of a thread's two rows; the normaliser is this thread's part.
-struct RowState {
-  float maximum[2] = {kNothing, kNothing};
-  float normaliser[2] = {0.0f, 0.0f};
-
-  // Turns scores into probabilities; rescale: what sums so far are to be multiplied by.
-  template <int N>
-  __device__ __forceinline__ void follow(float (&s)[N], const float (&factor)[2], float (&rescale)[2]) {
-    float shift[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float old = maximum[r];
-#pragma unroll
-      for (int i = 2 * r; i < N; i += 4) maximum[r] = fmaxf(maximum[r], fmaxf(s[i], s[i + 1]));
-      maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(~0u, maximum[r], 1));
-      maximum[r] = fmaxf(maximum[r], __shfl_xor_sync(~0u, maximum[r], 2));
-      // A row that has seen no key yet: -inf - -inf would be NaN.
-      shift[r] = maximum[r] == kNothing ? 0.0f : maximum[r] * factor[r];
-      rescale[r] = exp2_fast(old * factor[r] - shift[r]);
-      normaliser[r] *= rescale[r];
-    }
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      s[i] = exp2_fast(__fmaf_rn(s[i], factor[i / 2 % 2], -shift[i / 2 % 2]));
-      normaliser[i / 2 % 2] += s[i];
-    }
-  }
-
-  // Returns the factor of the row's sum; all lanes of the quad take part.
-  __device__ __forceinline__ float inverse(int r) const {
-    float sum = normaliser[r];
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    return sum == 0.0f ? 0.0f : 1.0f / sum;
-  }
-};
 
 }  // namespace slipstream

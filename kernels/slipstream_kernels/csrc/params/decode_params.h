@@ -15,6 +15,7 @@ struct DecodeParams {
   const int32_t* query_start_loc;
   const int32_t* seq_lens;
   const float* alibi_slopes;    // [num_q_heads] or null
+  const float* sinks;           // [num_q_heads] or null: scores without a value
   const int64_t* tree_mask;     // [num_tokens] or null
   const int64_t* positions;     // [num_tokens] or null
   float* partial_out;           // [2 * grid, rows, head_dim], where the grid is at most 2 * num_sms

@@ -15,6 +15,7 @@ struct PrefillParams {
   const int32_t* query_start_loc;
   const int32_t* seq_lens;
   const float* alibi_slopes;    // [num_q_heads] or null
+  const float* sinks;           // [num_q_heads] or null: scores without a value
   int32_t* counters;            // [2 + items x warpgroups], zero between calls; items: csrc/schedule/prefill_work.cuh
   float* parts;                 // [items, splits, warpgroups, 68, 128] or null: of keys that are split
   int64_t q_token_stride;

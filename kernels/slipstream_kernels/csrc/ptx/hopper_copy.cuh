@@ -72,6 +72,11 @@ __device__ __forceinline__ void sync_threads(int id, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
 }
 
+// The same without waiting: for those who only tell the others.
+__device__ __forceinline__ void arrive_threads(int id, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(num_threads) : "memory");
+}
+
 // A position in a ring of STAGES buffers, and the parity of its current round.
 template <int STAGES>
 struct PipelineState {

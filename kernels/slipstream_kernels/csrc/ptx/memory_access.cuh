@@ -37,6 +37,10 @@ __device__ __forceinline__ void store_shared_4(uint32_t address, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
+__device__ __forceinline__ void store_shared_8(uint32_t address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
+
 // An earlier kernel may write these bytes while this one has begun.
 __device__ __forceinline__ uint2 load_global_8(const void* from) {
   uint2 v;
@@ -48,6 +52,14 @@ __device__ __forceinline__ uint4 load_global_16(const void* from) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  return v;
+}
+
+// What no kernel of the step writes and this one reads once: it leaves L1 to what is read again.
+__device__ __forceinline__ uint4 load_once_16(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "params/decode_params.h"
+#include "schedule/request_sums.cuh"
 
 namespace slipstream {
 
@@ -37,30 +38,10 @@ __device__ __forceinline__ RequestWork request_work(const DecodeParams& p, int r
 template <int ROWS, int UNIT_COST, int THREADS>
 __device__ __forceinline__ void count_tiles(const DecodeParams& p, int* ends) {
   __shared__ int warp_sums[THREADS / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int before = 0;
-  for (int first = 0; first < p.num_requests; first += THREADS) {
-    const int request = first + threadIdx.x;
-    int sum = 0;
-    if (request < p.num_requests) {
-      const RequestWork work = request_work<ROWS>(p, request);
-      sum = (work.num_tiles + UNIT_COST) * work.num_row_tiles * p.num_kv_heads;
-    }
-    for (int distance = 1; distance < 32; distance *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, distance);
-      if (lane >= distance) sum += other;
-    }
-    if (lane == 31) warp_sums[warp] = sum;
-    __syncthreads();
-    int total = 0;
-    for (int other = 0; other < THREADS / 32; ++other) {
-      if (other < warp) sum += warp_sums[other];
-      total += warp_sums[other];
-    }
-    if (request < p.num_requests) ends[request] = before + sum;
-    before += total;
-    __syncthreads();
-  }
+  sum_over_requests<THREADS>(p.num_requests, ends, warp_sums, [&p](int request) {
+    const RequestWork work = request_work<ROWS>(p, request);
+    return (work.num_tiles + UNIT_COST) * work.num_row_tiles * p.num_kv_heads;
+  });
 }
 
 // The part of one unit that lies in a CTA's share.
@@ -101,13 +82,7 @@ __device__ __forceinline__ WALK share_of(int cta, int share, int total, const in
   WALK walk;
   walk.next = min(cta * share, total);
   walk.stop = min(walk.next + share, total);
-  int low = 0, high = num_requests;  // first request whose end lies beyond walk.next
-  while (low < high) {
-    const int middle = (low + high) / 2;
-    if (ends[middle] <= walk.next) low = middle + 1;
-    else high = middle;
-  }
-  walk.request = low;
+  walk.request = find_request(ends, num_requests, walk.next);
   return walk;
 }
 

@@ -27,12 +27,12 @@ SOURCE = "sm90_decode_layers.cu"
 HEAD_DIM, MAX_GROUP, MAX_TOKENS = 128, 8, 8
 MAX_LAYERS, MAX_HELD_FEATURES, MAX_OWN_ROWS = 40, 4096, 128  # csrc/decode_layers/layers_shape.cuh, layers_product.cuh
 MIN_BLOCK_SIZE, BLOCK = 16, 128
-SLICE = {"PlainRows": 128, "Fp8Rows": 256, "Int4Strips": 256}  # input features of a warp
+SLICE = {"PlainRows": 128, "Fp8Rows": 256, "Int4Tiles": 256}  # input features of a warp
 KV_BYTES = {torch.bfloat16: 2, FP8_DTYPE: 1}
 MIN_SHARE = 1  # pieces of keys that a CTA takes at least
 
 # Requests up to which a step is faster so than kernel by kernel, measured on one H200 (docs/measurements).
-FASTER_TOKENS = {"PlainRows": 0, "Fp8Rows": 2, "Int4Strips": 2}
+FASTER_TOKENS = {"PlainRows": 0, "Fp8Rows": 2, "Int4Tiles": 2}
 _PREPARED: WeakKeyDictionary[LayerStack, Prepared] = WeakKeyDictionary()
 
 POINTERS = (
@@ -61,7 +61,7 @@ class Launch:
 
     num_ctas: int
     min_share: int = MIN_SHARE
-    slots_under_way: int = 3  # below 6: with more, a place in the ring could come round before it is waited for
+    slots_under_way: int = 3  # below 6: with more, a stage of the ring could come round before it is waited for
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Prepared:
 def format_of(weight: StackWeight) -> str | None:
     """The weight's format in csrc/decode_layers/layers_formats.cuh; None if there is none."""
     if isinstance(weight, Int4Weight):
-        is_strips = weight.packed.dtype == torch.int32 and weight.zeros is not None  # int4_layout.py's order
-        return "Int4Strips" if is_strips and weight.group_size == BLOCK else None
+        is_tiled = weight.packed.dtype == torch.int32 and weight.zeros is not None  # int4_layout.py's order
+        return "Int4Tiles" if is_tiled and weight.group_size == BLOCK else None
     if isinstance(weight, ScaledRows):
         return "Fp8Rows" if weight.values.dtype == E4M3 else None
     return "PlainRows" if weight.dtype == torch.bfloat16 else None
@@ -247,7 +247,7 @@ def _pointers(layer: StackLayer) -> list[int]:
 
 
 def _weight_pointers(weight: StackWeight) -> tuple[int, int, int]:
-    """Of values, scales of rows, and int4's words strip by strip."""
+    """Of values, scales of rows, and int4's words tile by tile."""
     if isinstance(weight, Int4Weight):
         assert weight.zeros is not None
         return weight.packed.data_ptr(), weight.zeros.data_ptr(), weight.scales[1].data_ptr()

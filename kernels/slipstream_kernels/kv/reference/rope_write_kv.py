@@ -25,7 +25,7 @@ def rope_write_kv(
         q, k = (_head_norm(x, weight, norms.eps) for x, weight in ((q, norms.q), (k, norms.k)))
     if rope is not None:
         cos, sin = rope.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
-        q, k = (_rotate(x, cos, sin, rope) for x in (q, k))
+        q, k = (rotate(x, cos, sin, rope) for x in (q, k))
     _append(k, v, cache, slot_mapping)
     return q
 
@@ -36,7 +36,8 @@ def _head_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
     return y
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rope: Rope) -> torch.Tensor:
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """x: [num_tokens, num_heads, head_dim]; cos, sin: [num_tokens, 1, rotary_dim / 2] fp32.  Rounds to x's dtype."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size = rope.rotary_dim
     halves = (slice(0, size, 2), slice(1, size, 2)) if rope.interleaved else (slice(size // 2), slice(size // 2, size))

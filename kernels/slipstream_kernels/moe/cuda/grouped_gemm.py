@@ -7,6 +7,7 @@ grid and workspaces depend on the numbers of rows and experts alone: CUDA-graph 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +57,11 @@ class Kernel:
     warpgroups_m: int = 0
 
 
+Rows = torch.Tensor | Fp8Rows
+Variant = tuple[int, ...]
+KernelOf = Callable[[Rows, Int4Weight, Routing, bool, Variant | None], Kernel]  # x, weight, routing, gated, variant
+
+
 def refusal(weight: Int4Weight, num_experts: int) -> str | None:
     """Why no format can be multiplied on the weight's device with so many experts; None if one can."""
     device = weight.packed.device
@@ -73,16 +79,29 @@ def likely_rows(sizes: tuple[int, int, int], tuning: Tuning) -> float:
     return min(num_tokens, tuning.capacity_factor * num_rows / num_experts)
 
 
-def check_rows(x: torch.Tensor | Fp8Rows) -> None:
-    """Raise ValueError unless the result's type is one that the kernels write."""
+def grouped_int4_mm(
+    kernel_of: KernelOf,
+    x: Rows,
+    weight: Int4Weight,
+    routing: Routing,
+    by_token: bool,
+    gated: bool,
+    variant: Variant | None = None,
+) -> torch.Tensor:
+    """See ops.grouped_int4_mm; a format binds kernel_of.  variant: None: chosen by the sizes.
+
+    Raises ValueError for a dtype that the kernels do not write.
+    """
     if x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"x: dtype {x.dtype} is not bfloat16 or float16, which a repacked weight is multiplied by")
+    kernel = kernel_of(x, weight, routing, gated, variant)
+    return _multiply(x, weight, routing, kernel, by_token=by_token, gated=gated)
 
 
-def multiply(
-    x: torch.Tensor | Fp8Rows, weight: Int4Weight, routing: Routing, kernel: Kernel, *, by_token: bool, gated: bool
+def _multiply(
+    x: Rows, weight: Int4Weight, routing: Routing, kernel: Kernel, *, by_token: bool, gated: bool
 ) -> torch.Tensor:
-    """See ops.grouped_int4_mm; x is of check_rows.  Two launches: the first permutes x by expert."""
+    """Two launches: the first permutes x by expert."""
     rows, scales = (x.values, x.scales) if isinstance(x, Fp8Rows) else (x, None)
     if rows.stride(0) * rows.element_size() % 16 or rows.data_ptr() % 16:
         rows = rows.contiguous()

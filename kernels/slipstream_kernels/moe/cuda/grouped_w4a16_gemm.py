@@ -6,6 +6,7 @@ FP8 rows are multiplied as fp16, exactly.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.cuda.skinny_gemm_w4a16 import INPUTS
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe.cuda import grouped_gemm
-from slipstream_kernels.moe.cuda.grouped_gemm import BLOCK, TILE, Kernel, likely_rows
+from slipstream_kernels.moe.cuda.grouped_gemm import BLOCK, TILE, Kernel, Rows, Variant, likely_rows
 from slipstream_kernels.moe.tuning import H200, Tuning
 from slipstream_kernels.routing import Routing
 
@@ -59,22 +60,14 @@ def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning:
     return (next((columns for columns in COLUMNS if likely <= 8 * columns), COLUMNS[-1]),)
 
 
-def grouped_int4_mm(
-    x: torch.Tensor | Fp8Rows,
-    weight: Int4Weight,
-    routing: Routing,
-    by_token: bool,
-    gated: bool,
-    variant: tuple[int, ...] | None = None,
-) -> torch.Tensor:
-    """See ops.grouped_int4_mm; weight is repacked.  variant: columns of a tile; None: chosen by the sizes."""
-    grouped_gemm.check_rows(x)
+def _kernel(x: Rows, weight: Int4Weight, routing: Routing, gated: bool, variant: Variant | None) -> Kernel:
+    """weight is repacked.  variant: columns of a tile; None: chosen by the sizes."""
     assert weight.zeros is not None
     groups = int4_layout.groups_per_block(weight.group_size)
     (columns,) = variant or choose(routing.sizes, 0, 0)
     pairs = -(-weight.in_features // (2 * BLOCK))  # of blocks
     dtype = x.values.dtype if isinstance(x, Fp8Rows) else x.dtype
-    kernel = Kernel(
+    return Kernel(
         entry="grouped_w4a16_gemm",
         source=SOURCE,
         defines=defines(dtype, columns, groups, gated),
@@ -83,4 +76,6 @@ def grouped_int4_mm(
         channel_scale=weight.zeros,
         group_scales=weight.scales,
     )
-    return grouped_gemm.multiply(x, weight, routing, kernel, by_token=by_token, gated=gated)
+
+
+grouped_int4_mm = partial(grouped_gemm.grouped_int4_mm, _kernel)

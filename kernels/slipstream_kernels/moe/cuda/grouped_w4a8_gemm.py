@@ -5,17 +5,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
-
-import torch
 
 from slipstream_kernels.cuda.build import missing
 from slipstream_kernels.cuda.device import count_sms
-from slipstream_kernels.fp8 import Fp8Rows
 from slipstream_kernels.integer import Int4Weight
 from slipstream_kernels.moe import grouped_w4a8_layout
 from slipstream_kernels.moe.cuda import grouped_gemm
-from slipstream_kernels.moe.cuda.grouped_gemm import BLOCK, TILE, Kernel, likely_rows
+from slipstream_kernels.moe.cuda.grouped_gemm import BLOCK, TILE, Kernel, Rows, likely_rows
 from slipstream_kernels.moe.tuning import H200, Tuning
 from slipstream_kernels.routing import Routing
 
@@ -65,19 +63,11 @@ def choose(sizes: tuple[int, int, int], out_features: int, num_sms: int, tuning:
     return Variant(columns, next((groups for groups in (1, 2) if tiles <= tuning.narrow_tiles * groups), 4))
 
 
-def grouped_int4_mm(
-    x: torch.Tensor | Fp8Rows,
-    weight: Int4Weight,
-    routing: Routing,
-    by_token: bool,
-    gated: bool,
-    variant: tuple[int, ...] | None = None,
-) -> torch.Tensor:
-    """See ops.grouped_int4_mm; weight is of grouped_w4a8_layout.repack_experts.  variant: None: chosen by the sizes."""
-    grouped_gemm.check_rows(x)
+def _kernel(x: Rows, weight: Int4Weight, routing: Routing, gated: bool, variant: grouped_gemm.Variant | None) -> Kernel:
+    """weight is of grouped_w4a8_layout.repack_experts.  variant: None: chosen by the sizes."""
     out_features, blocks = weight.out_features // routing.num_experts, weight.in_features // BLOCK
     columns, warpgroups_m = variant or choose(routing.sizes, out_features, count_sms(weight.packed.device))
-    kernel = Kernel(
+    return Kernel(
         entry="grouped_w4a8_gemm",
         source=SOURCE,
         defines=defines(columns, gated),
@@ -86,4 +76,6 @@ def grouped_int4_mm(
         channel_scale=weight.scales,
         warpgroups_m=warpgroups_m,
     )
-    return grouped_gemm.multiply(x, weight, routing, kernel, by_token=by_token, gated=gated)
+
+
+grouped_int4_mm = partial(grouped_gemm.grouped_int4_mm, _kernel)

@@ -23,13 +23,18 @@ from slipstream_kernels.triton.interpreter import dot
 
 @dataclass(frozen=True)
 class Tile:
-    """block_n: output features of a program; block_k: input features at a time, of which num_stages are in flight."""
+    """block_n: output features of a program; block_k: input features at a time, of which num_stages are in flight.
+
+    group_tiles: so many tiles of rows take all output features before the next ones do, 0: all tiles.  Programs that
+    run at once then read rows and weights that the L2 cache holds together.
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    group_tiles: int = 0
 
 
 # by the rows that a tile should hold, and bytes of an element of the products
@@ -60,6 +65,19 @@ def _widen(weight, TO: tl.constexpr):
 
 
 @triton.jit
+def _place_of(program, num_tiles, num_blocks, GROUP_TILES: tl.constexpr):
+    """(tile of rows, block of output features).  Tiles of rows are neighbours: those of one expert read the same
+    weights at the same time."""
+    first = 0
+    group = num_tiles
+    if GROUP_TILES > 0:
+        first = program // (GROUP_TILES * num_blocks) * GROUP_TILES
+        group = tl.minimum(GROUP_TILES, num_tiles - first)
+    place = program - first * num_blocks
+    return first + place % group, place // group
+
+
+@triton.jit(do_not_specialize=["num_tiles"])  # it changes from step to step, and what it divides is no matter
 def _grouped_mm_kernel(
     x_ptr,
     x_scales_ptr,
@@ -86,16 +104,17 @@ def _grouped_mm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_STAGES: tl.constexpr,
+    GROUP_TILES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     start_dependents(DEPENDENT)
     await_previous(DEPENDENT)
-    # Tiles of rows are neighbours: those of one expert read the same weights at the same time.
-    expert, first, last = find_tile(offsets_ptr, tl.program_id(0) % num_tiles, NUM_EXPERTS, EXPERTS_PADDED, BLOCK_M)
+    width = out_features // 2 if GATED else out_features
+    tile, block = _place_of(tl.program_id(0), num_tiles, tl.cdiv(width, BLOCK_N), GROUP_TILES)
+    expert, first, last = find_tile(offsets_ptr, tile, NUM_EXPERTS, EXPERTS_PADDED, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return
-    width = out_features // 2 if GATED else out_features
-    features_begin = (tl.program_id(0) // num_tiles) * BLOCK_N
+    features_begin = block * BLOCK_N
     features = features_begin + tl.arange(0, BLOCK_N)
     feature_mask = features < width
     rows = first + tl.arange(0, BLOCK_M)
@@ -210,6 +229,7 @@ def grouped_mm(
         BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k,
         NUM_STAGES=tile.num_stages,
+        GROUP_TILES=tile.group_tiles,
         num_warps=tile.num_warps,
         **launch,
     )

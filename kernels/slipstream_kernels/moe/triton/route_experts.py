@@ -120,7 +120,7 @@ def _total(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _route_experts_kernel(
     logits_ptr,
     bias_ptr,
@@ -181,7 +181,7 @@ def _route_experts_kernel(
         tl.store(tokens_ptr + rows, tokens, mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _choose_experts_kernel(
     logits_ptr,
     bias_ptr,
@@ -230,7 +230,7 @@ def _choose_experts_kernel(
         ranks = others
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _sort_experts_kernel(
     experts_ptr,
     rows_ptr,

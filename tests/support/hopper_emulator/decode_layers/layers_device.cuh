@@ -9,11 +9,6 @@ namespace slipstream {
 
 inline uint4 load_l2_16(const void* from) { return *static_cast<const uint4*>(from); }
 inline uint2 load_l2_8(const void* from) { return *static_cast<const uint2*>(from); }
-inline uint4 load_shared_16(uint32_t address) { return *reinterpret_cast<const uint4*>(emulator::shared(address)); }
-inline uint2 load_shared_8(uint32_t address) { return *reinterpret_cast<const uint2*>(emulator::shared(address)); }
-inline uint32_t load_shared_4(uint32_t address) { return *reinterpret_cast<const uint32_t*>(emulator::shared(address)); }
-
-inline float2 floats_of(uint32_t pair) { return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)}; }
 
 inline float value_of_e4m3(uint32_t code) {
   const int exponent = static_cast<int>(code >> 3 & 15), fraction = static_cast<int>(code & 7);
@@ -48,11 +43,6 @@ inline void prefetch_line(const void*) {}
 inline uint32_t warp_most(uint32_t value) {
   for (int distance = 1; distance < 32; distance *= 2) value = std::max(value, __shfl_xor_sync(~0u, value, distance));
   return value;
-}
-
-inline uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
-  const float2 a = floats_of(pair), b = floats_of(factor);
-  return pack<__nv_bfloat16>(a.x * b.x, a.y * b.y);
 }
 
 inline void fence_device() {}

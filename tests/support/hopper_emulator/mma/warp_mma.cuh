@@ -1,13 +1,9 @@
-// The emulator's warp_mma.cuh: what of it the kernel of all layers uses.
+// The emulator's warp_mma.cuh and numbers.cuh: what of them the emulated kernels use.
 #pragma once
 
-#include "emulator.h"
+#include "ptx/memory_access.cuh"
 
 namespace slipstream {
-
-inline uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(static_cast<const char*>(pointer) - emulator::current->cta->shared.data());
-}
 
 constexpr float kLog2E = 1.4426950408889634f;
 
@@ -32,6 +28,13 @@ uint32_t bits_of(T x) {
 template <typename T>
 uint32_t pack(float low, float high) {
   return bits_of(from_float<T>(low)) | bits_of(from_float<T>(high)) << 16;
+}
+
+inline float2 floats_of(uint32_t pair) { return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)}; }
+
+inline uint32_t multiply_pair(uint32_t pair, uint32_t factor) {
+  const float2 a = floats_of(pair), b = floats_of(factor);
+  return pack<__nv_bfloat16>(a.x * b.x, a.y * b.y);
 }
 
 template <typename T>

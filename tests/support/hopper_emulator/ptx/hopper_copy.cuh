@@ -46,6 +46,8 @@ void lower_registers() {}
 
 inline void sync_threads(int id, int num_threads) { emulator::sync(id, num_threads); }
 
+inline void arrive_threads(int id, int num_threads) { emulator::arrive_at(id, num_threads); }
+
 template <int STAGES>
 struct PipelineState {
   int stage = 0;

@@ -1,0 +1,156 @@
+"""Latent attention in CUDA: fills the kernels' arguments and launches them.  Hopper (compute capability 9.0) only.
+
+No device value is read on the host, and the grid depends on shapes alone: CUDA-graph safe.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from slipstream_kernels.attention.decode_attention import MAX_QUERY_LEN
+from slipstream_kernels.attention.latent_call import LatentCall
+from slipstream_kernels.cuda.build import load, missing
+from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.cuda.device import refusal as device_refusal
+from slipstream_kernels.cuda.launch import addresses, fields, launch
+from slipstream_kernels.dependent_launch import launches_dependently
+
+SOURCE = "sm90_latent_attention.cu"
+RANK, ROPE_DIM = 512, 64
+# Rows (tokens x heads) of a CTA, keys of a tile.
+ROWS, KEYS = 64, 64
+# The costs of one sum per request lie where two tiles of keys come later.
+MAX_REQUESTS = 2 * KEYS * (RANK + ROPE_DIM) // 2
+# CTAs that take different rows of the same keys at the same time.
+MAX_LANES = 4
+POINTERS = (
+    "q", "latent_cache", "out", "block_tables", "query_start_loc", "seq_lens", "tree_mask", "partial_out",
+    "partial_state", "plan",
+)  # fmt: skip
+STRIDES = ("table_stride", "num_blocks")
+COUNTS = (
+    "num_tokens", "num_requests", "num_heads", "block_size_log2", "num_shares", "num_lanes", "unit_cost", "min_share",
+    "is_dependent", "is_prefix_settled",
+)  # fmt: skip
+
+
+class LatentParams(ctypes.Structure):
+    """csrc/params/latent_params.h, field by field."""
+
+    _fields_ = [*fields(POINTERS, STRIDES, COUNTS), ("scale", ctypes.c_float)]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How the tiles of all keys are cut into shares: csrc/schedule/latent_work.cuh.
+
+    unit_cost: what beginning and ending 64 rows takes, in tiles.  min_share: tiles of a share, at least; smaller ones
+    make more parts to add up.
+    """
+
+    num_shares: int
+    num_lanes: int
+    unit_cost: int = 1
+    min_share: int = 3
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """What the CTAs of one launch leave for the second kernel; launches must follow each other (one stream)."""
+
+    partial_out: torch.Tensor
+    partial_state: torch.Tensor
+
+
+def refusal(call: LatentCall) -> str | None:
+    """Why this version cannot take the call; None if it can."""
+    if (reason := device_refusal(call.q.device, "q is")) is not None:
+        return reason
+    if call.q.dtype != torch.bfloat16 or call.rows.dtype != torch.bfloat16:
+        return f"q is {call.q.dtype} and the cache {call.rows.dtype}, not both bfloat16"
+    if (call.rank, call.rope_dim) != (RANK, ROPE_DIM):
+        return f"latents have {call.rank} + {call.rope_dim} features, not {RANK} + {ROPE_DIM}"
+    num_blocks, _, block_size, _ = call.rows.shape
+    if block_size < KEYS or block_size & (block_size - 1):
+        return f"block_size {block_size} is not a power of two >= {KEYS}"
+    if max(num_blocks * block_size, call.q.shape[0] * call.q.shape[1]) >= 1 << 31:
+        return "the cache or q has 2^31 rows or more"
+    if call.max_query_len > MAX_QUERY_LEN:
+        return f"max_query_len {call.max_query_len} is more than {MAX_QUERY_LEN}"
+    if call.seq_lens.shape[0] > MAX_REQUESTS:
+        return f"{call.seq_lens.shape[0]} requests are more than {MAX_REQUESTS}"
+    if call.q.data_ptr() % 16 or call.rows.data_ptr() % 16:
+        return "q or the cache does not begin at a multiple of 16 bytes"
+    return missing(SOURCE, ())
+
+
+def variants() -> list[tuple[str, ...]]:
+    """All variants, for building ahead of time."""
+    return [()]
+
+
+def latent_attention(call: LatentCall) -> None:
+    """See ops.latent_attention; writes call.out.  Two launches."""
+    if call.q.shape[0] == 0 or call.seq_lens.shape[0] == 0:
+        return
+    schedule = choose_schedule(call, count_sms(call.q.device))
+    run(call, schedule)
+
+
+def run(call: LatentCall, schedule: Schedule) -> None:
+    """The call with a given schedule, whose CTAs must fit on the device at once or run in any order."""
+    space = workspace(call.q.device, schedule.num_shares * schedule.num_lanes)
+    params, _plan = arguments(call, schedule, space)
+    launch("latent_attention", load(SOURCE, ()), params, call.q.device)
+
+
+def choose_schedule(call: LatentCall, num_sms: int) -> Schedule:
+    """One CTA to an SM; as many to a share as a request of the mean number of rows needs."""
+    rows_of_request = -(-call.q.shape[0] * call.q.shape[1] // call.seq_lens.shape[0])
+    num_lanes = min(-(-rows_of_request // ROWS), MAX_LANES, num_sms)
+    return Schedule(num_sms // num_lanes, num_lanes)
+
+
+@lru_cache
+def workspace(device: torch.device, num_ctas: int) -> Workspace:
+    """The device's workspace, made on first use: run a step before capturing CUDA graphs."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("latent_attention: first use here lies inside a graph capture; run it once before")
+    # A CTA leaves at most two parts: of the unit that came to it from another, and of the one that it hands on.
+    rows = 2 * num_ctas * ROWS
+    return Workspace(
+        partial_out=torch.empty(rows * RANK, dtype=torch.float32, device=device),
+        partial_state=torch.empty(rows * 2, dtype=torch.float32, device=device),
+    )
+
+
+def arguments(call: LatentCall, schedule: Schedule, space: Workspace) -> tuple[LatentParams, torch.Tensor]:
+    """The kernels' arguments, and the tensor of this call alone, which must be kept until the launch."""
+    num_tokens, num_heads, _ = call.q.shape
+    plan = torch.empty(num_tokens * num_heads * 2, dtype=torch.int32, device=call.q.device)
+    tensors = {
+        "q": call.q, "latent_cache": call.rows, "out": call.out, "block_tables": call.block_tables,
+        "query_start_loc": call.query_start_loc, "seq_lens": call.seq_lens, "tree_mask": call.tree_mask,
+        "partial_out": space.partial_out, "partial_state": space.partial_state, "plan": plan,
+    }  # fmt: skip
+    params = LatentParams(
+        **addresses(tensors),
+        table_stride=call.block_tables.stride(0),
+        num_blocks=call.rows.shape[0],
+        num_tokens=num_tokens,
+        num_requests=call.seq_lens.shape[0],
+        num_heads=num_heads,
+        block_size_log2=call.rows.shape[2].bit_length() - 1,
+        num_shares=schedule.num_shares,
+        num_lanes=schedule.num_lanes,
+        unit_cost=schedule.unit_cost,
+        min_share=schedule.min_share,
+        is_dependent=launches_dependently(call.q.device),
+        is_prefix_settled=call.is_prefix_settled,
+        scale=call.scale,
+    )
+    return params, plan

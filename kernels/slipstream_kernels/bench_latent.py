@@ -1,0 +1,159 @@
+"""Times latent attention on a GPU with a cold L2: TB/s of latents and TFLOP/s, CUDA beside Triton-lang.
+
+`python -m slipstream_kernels.bench_latent [--schedules] [--json FILE]`.  Random data, scattered blocks of 64 tokens.
+--schedules adds the CUDA version with other cuts of the keys into shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from slipstream_kernels.attention.cuda import latent_attention as cuda_latent
+from slipstream_kernels.attention.latent_attention import latent_attention
+from slipstream_kernels.attention.latent_call import LatentCall
+from slipstream_kernels.bench import median_seconds
+from slipstream_kernels.cuda.device import count_sms
+from slipstream_kernels.latent_cache import LatentCache, empty_latent_cache
+
+RANK, ROPE_DIM, BLOCK_SIZE = 512, 64, 64
+SCALE = 192**-0.5
+REPEATS = 7
+
+
+@dataclass(frozen=True)
+class Shape:
+    """`batch` requests of seq_len cached tokens, the last query_len of them queries."""
+
+    batch: int
+    seq_len: int
+    num_heads: int
+    query_len: int = 1
+
+    def name(self) -> str:
+        """Short text for tables."""
+        rows = f" q{self.query_len}" if self.query_len > 1 else ""
+        return f"{self.num_heads} heads{rows} B{self.batch} x {self.seq_len}"
+
+    def num_bytes(self) -> int:
+        """Of latents, each read once."""
+        return self.batch * self.seq_len * 2 * (RANK + ROPE_DIM)
+
+    def flops(self) -> int:
+        """Of all pairs of query and key."""
+        return 2 * self.batch * self.seq_len * self.query_len * self.num_heads * (2 * RANK + ROPE_DIM)
+
+
+SHAPES = (
+    Shape(128, 4096, 16),
+    Shape(128, 4096, 128),
+    Shape(128, 4096, 64),
+    Shape(128, 4096, 16, query_len=4),
+    Shape(64, 8192, 20),
+    Shape(32, 1024, 16),
+    Shape(8, 8192, 16),
+    Shape(1, 8192, 16),
+    Shape(1, 131072, 16),
+    Shape(8, 8192, 128),
+    Shape(1, 1024, 128),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """us: time of one call."""
+
+    shape: str
+    version: str
+    us: float
+    tbs: float
+    tflops: float
+
+
+def random_call(shape: Shape, device: torch.device) -> LatentCall:
+    """Its cache has the blocks of all requests in random order."""
+    blocks_of_request = -(-shape.seq_len // BLOCK_SIZE)
+    num_blocks = shape.batch * blocks_of_request
+    cache = empty_latent_cache(num_blocks, BLOCK_SIZE, RANK, ROPE_DIM, torch.bfloat16, device)
+    cache.rows.normal_()
+    num_tokens = shape.batch * shape.query_len
+    q = torch.randn(num_tokens, shape.num_heads, RANK + ROPE_DIM, dtype=torch.bfloat16, device=device)
+    return LatentCall(
+        q=q,
+        cache=LatentCache(cache.rows, RANK, ROPE_DIM),
+        block_tables=torch.randperm(num_blocks, device=device).int().view(shape.batch, -1),
+        query_start_loc=torch.arange(0, num_tokens + 1, shape.query_len, dtype=torch.int32, device=device),
+        seq_lens=torch.full((shape.batch,), shape.seq_len, dtype=torch.int32, device=device),
+        tree_mask=None,
+        out=torch.empty(num_tokens, shape.num_heads, RANK, dtype=torch.bfloat16, device=device),
+        max_query_len=shape.query_len,
+        max_seq_len=shape.seq_len,
+        scale=SCALE,
+        is_prefix_settled=True,
+    )
+
+
+def through_ops(call: LatentCall, backend: str) -> Callable[[], object]:
+    """The op with a backend."""
+    return partial(
+        latent_attention,
+        call.q,
+        call.cache,
+        call.block_tables,
+        call.query_start_loc,
+        call.seq_lens,
+        max_query_len=call.max_query_len,
+        max_seq_len=call.max_seq_len,
+        scale=call.scale,
+        is_prefix_settled=True,
+        out=call.out,
+        backend=backend,
+    )
+
+
+def versions(call: LatentCall, has_schedules: bool) -> dict[str, Callable[[], object]]:
+    """Everything that computes this call, by name."""
+    found = {"cuda": through_ops(call, "cuda"), "triton": through_ops(call, "triton")}
+    if has_schedules:
+        chosen = cuda_latent.choose_schedule(call, count_sms(call.q.device))
+        for cost, least in ((0, 1), (1, 2), (2, 4), (4, 8)):
+            schedule = replace(chosen, unit_cost=cost, min_share=least)
+            found[f"cost {cost} least {least}"] = partial(cuda_latent.run, call, schedule)
+        for lanes in {1, 2, 4} - {chosen.num_lanes}:
+            schedule = replace(chosen, num_lanes=lanes, num_shares=count_sms(call.q.device) // lanes)
+            found[f"{lanes} lanes"] = partial(cuda_latent.run, call, schedule)
+    return found
+
+
+def main() -> None:
+    """Print the table; see the module's text."""
+    parser = argparse.ArgumentParser(description="Time latent attention")
+    parser.add_argument("--only", default="", help="run the shapes whose name contains this")
+    parser.add_argument("--schedules", action="store_true", help="time other cuts of the keys as well")
+    parser.add_argument("--json", type=Path, help="write the results here too")
+    arguments = parser.parse_args()
+    device, results = torch.device("cuda"), []
+    for shape in SHAPES:
+        if arguments.only not in shape.name():
+            continue
+        cells = []
+        for version, run in versions(random_call(shape, device), arguments.schedules).items():
+            seconds = median_seconds(run, device, REPEATS)
+            result = Result(
+                shape.name(), version, seconds * 1e6, shape.num_bytes() / seconds / 1e12, shape.flops() / seconds / 1e12
+            )
+            results.append(result)
+            cells.append(f"{version} {result.us:.1f} us {result.tbs:.2f} TB/s {result.tflops:.0f} TFLOP/s")
+        print(f"{shape.name():22}", " | ".join(cells), flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps([asdict(result) for result in results], indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+// Attention of decode and verify rows over a paged latent cache (MLA with absorbed projections), for Hopper (sm_90a).
+// Contract: attention/latent_attention.py.
+//
+// All heads share the rows of the cache: 576 columns of a row are the key, the first 512 of them the value. 64 rows of
+// (token, head) pairs are the tall side of the products; fewer heads leave rows unused, where memory is the limit. How the
+// keys are shared out: latent_work.cuh; the two warpgroups that multiply: latent_consumer.cuh; a second kernel adds up
+// what several CTAs share: latent_merge.cuh.
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "epilogue/latent_merge.cuh"
+#include "host/kernel_launch.h"
+#include "host/library.h"
+#include "host/tensor_map.h"
+#include "pipeline/latent_run.cuh"
+
+namespace slipstream {
+
+__global__ void __launch_bounds__(LatentShape::kThreads, 1)
+    latent_attention_kernel(const __grid_constant__ LatentParams p, const __grid_constant__ LatentMaps maps) {
+  start_dependents();
+  extern __shared__ __align__(kSwizzleUnit) char shared[];
+  run_latent_attention(p, maps, LatentMemory(shared));
+}
+
+__global__ void __launch_bounds__(LatentMerge::kThreads) latent_merge_kernel(const __grid_constant__ LatentParams p) {
+  start_dependents();
+  __shared__ float weights[LatentMerge::kMostParts], partials[LatentMerge::kThreads / 16];
+  await_previous();
+  LatentMerge{p, weights, partials}.run(blockIdx.x);
+}
+
+bool encode_rows(CUtensorMap* map, const void* data, int64_t num_rows) {
+  const Extent<2> rows{{LatentShape::kKeyDim, static_cast<uint64_t>(num_rows)},
+                       {LatentShape::kKeyDim * sizeof(uint16_t)},
+                       {64, 64}};
+  return encode_tensor_map(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, CU_TENSOR_MAP_SWIZZLE_128B, data, rows);
+}
+
+cudaError_t launch(const LatentParams& p, cudaStream_t stream) {
+  LatentMaps maps;
+  if (p.num_requests > LatentMemory::kMostRequests || p.num_shares > LatentMerge::kMostParts ||
+      !encode_rows(&maps.q, p.q, int64_t{p.num_tokens} * p.num_heads) ||
+      !encode_rows(&maps.cache, p.latent_cache, p.num_blocks << p.block_size_log2)) {
+    return cudaErrorInvalidValue;
+  }
+  constexpr int kBytes = LatentMemory::kTotalBytes;
+  const cudaError_t allowed = allow_shared_memory<latent_attention_kernel, kBytes>();
+  if (allowed != cudaSuccess) return allowed;
+  const cudaError_t attended =
+      launch_kernel(p.is_dependent != 0, dim3(p.num_shares * p.num_lanes), LatentShape::kThreads, kBytes, stream,
+                    latent_attention_kernel, p, maps);
+  if (attended != cudaSuccess) return attended;
+  return launch_kernel(p.is_dependent != 0, dim3(p.num_tokens * p.num_heads), LatentMerge::kThreads, 0, stream,
+                       latent_merge_kernel, p);
+}
+
+}  // namespace slipstream
+
+// Returns a cudaError_t; 0 is success.
+SLIPSTREAM_API int slipstream_latent_attention(const LatentParams* params, void* stream) {
+  return slipstream::launch(*params, static_cast<cudaStream_t>(stream));
+}

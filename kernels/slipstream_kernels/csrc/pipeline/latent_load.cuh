@@ -1,0 +1,112 @@
+// The loading warps of a CTA of latent attention: one thread streams the even tiles of keys, one the odd ones, one the
+// queries, slab by slab, each as soon as its place in shared memory has been given back. A warp is left for the plan.
+#pragma once
+
+#include "ptx/cluster.cuh"
+#include "ptx/dependent_launch.cuh"
+#include "schedule/latent_shape.cuh"
+#include "schedule/latent_work.cuh"
+
+namespace slipstream {
+
+// Rows of queries [tokens x heads][576], rows of the cache [blocks x block_size][576]; boxes of 64 rows and columns.
+struct LatentMaps {
+  CUtensorMap q;
+  CUtensorMap cache;
+};
+
+struct LatentLoader {
+  using Shape = LatentShape;
+  using Walk = LatentWalk<Shape::kRows, Shape::kKeys>;
+
+  const LatentParams& p;
+  const LatentMaps& maps;
+  LatentMemory memory;
+
+  // One thread. TILE: 0 for even tiles of a unit, 1 for odd ones.
+  template <int TILE>
+  __device__ __forceinline__ void load_keys(Walk walk) const {
+    const uint64_t hint = p.num_lanes == 1 ? kReadOnce : kReadNormally;
+    bool is_awaited = false;
+    uint32_t parity = 0;
+    LatentWork work;
+#pragma unroll 1
+    while (walk.advance(work)) {
+#pragma unroll 1
+      for (int tile = work.begin + TILE; tile < work.end; tile += 2) {
+        const int row = cache_row(work, tile);
+        const bool is_settled = p.is_prefix_settled && (tile + 1) * Shape::kKeys <= work.prefix();
+        if (!is_settled && !is_awaited) {
+          await_previous();
+          is_awaited = true;
+        }
+        // In the order in which the tile's slabs are given back.
+        load_group<TILE, 2>(row, parity, hint);
+        load_group<TILE, TILE>(row, parity, hint);
+        load_group<TILE, 1 - TILE>(row, parity, hint);
+        parity ^= 1;
+      }
+    }
+    if (!is_awaited) await_previous();
+  }
+
+  // One thread. Tells the warpgroups that multiply what there is to do.
+  __device__ __forceinline__ void load_queries(Walk walk) const {
+    await_previous();
+    uint32_t parity = 0;
+    LatentWork work;
+#pragma unroll 1
+    while (walk.advance(work)) {
+      wait_barrier(memory.query_emptied(), parity ^ 1);
+      memory.work(parity) = work;
+      arrive_expecting(memory.query_filled(), Shape::kTileBytes);
+      const int row = work.start * p.num_heads + work.first_row;
+#pragma unroll 1
+      for (int slab = 0; slab < Shape::kSlabs; ++slab) {
+        copy_box(memory.queries(slab), &maps.q, memory.query_filled(), kReadNormally, 64 * slab, row);
+      }
+      parity ^= 1;
+    }
+    wait_barrier(memory.query_emptied(), parity ^ 1);
+    memory.work(parity).request = -1;
+    arrive(memory.query_filled());
+  }
+
+  // One warp. The CTA with a unit's first part says where all of them lie: see LatentMerge.
+  __device__ __forceinline__ void leave_plan(Walk walk) const {
+    await_previous();
+    LatentWork work;
+#pragma unroll 1
+    while (walk.advance(work)) {
+      if (work.slot % 2 == 0) continue;
+      const int num_rows = min(work.query_len * p.num_heads - work.first_row, Shape::kRows);
+      int2* plan = reinterpret_cast<int2*>(p.plan) + static_cast<int64_t>(work.start) * p.num_heads + work.first_row;
+#pragma unroll 1
+      for (int row = threadIdx.x % 32; row < num_rows; row += 32) {
+        plan[row] = make_int2(work.slot - 1, work.num_parts * Shape::kRows + row);
+      }
+    }
+  }
+
+ private:
+  // The tile's first row in the cache; negative, so that all of the box lies outside, if it has no block.
+  __device__ __forceinline__ int cache_row(const LatentWork& work, int tile) const {
+    const int token = tile * Shape::kKeys;
+    if (token >= work.seq_len) return -Shape::kKeys;
+    const int block = p.block_tables[work.request * p.table_stride + (token >> p.block_size_log2)];
+    return block < 0 ? -Shape::kKeys : (block << p.block_size_log2) + (token & ((1 << p.block_size_log2) - 1));
+  }
+
+  template <int TILE, int GROUP>
+  __device__ __forceinline__ void load_group(int row, uint32_t parity, uint64_t hint) const {
+    constexpr int kFirst = GROUP * 4, kEnd = GROUP == 2 ? kFirst + 1 : kFirst + 4;
+    wait_barrier(memory.emptied(TILE, GROUP), parity ^ 1);
+#pragma unroll 1
+    for (int slab = kFirst; slab < kEnd; ++slab) {
+      arrive_expecting(memory.filled(TILE, slab), Shape::kSlabBytes);
+      copy_box(memory.keys(TILE, slab), &maps.cache, memory.filled(TILE, slab), hint, 64 * slab, row);
+    }
+  }
+};
+
+}  // namespace slipstream

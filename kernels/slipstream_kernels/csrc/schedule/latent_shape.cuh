@@ -1,0 +1,82 @@
+// Shared memory of the latent attention kernel: 64 rows of queries, two tiles of 64 keys, probabilities, barriers.
+#pragma once
+
+#include "mma/hopper_mma.cuh"
+#include "ptx/hopper_copy.cuh"
+#include "schedule/latent_work.cuh"
+
+namespace slipstream {
+
+// Sizes are those of DeepSeek's latent: 512 columns that are key and value, 64 rotated ones that are key alone. They lie
+// in slabs of 64 columns (128 swizzled bytes) of 64 rows, of which each is copied, awaited and given back by itself.
+struct LatentShape {
+  static constexpr int kRows = 64;                  // (token, head) pairs of a request
+  static constexpr int kKeys = 64;
+  static constexpr int kValueDim = 512;
+  static constexpr int kKeyDim = 576;
+  static constexpr int kValueSlabs = kValueDim / 64;
+  static constexpr int kSlabs = kKeyDim / 64;       // the last one is rotated
+  static constexpr int kSlabBytes = 64 * kSwizzleBytes;
+  static constexpr int kTileBytes = kSlabs * kSlabBytes;
+  static constexpr int kThreads = 384;              // a warpgroup that loads, two that multiply
+  static constexpr int kLoadRegisters = 40;
+  static constexpr int kRegisters = 232;
+};
+
+// What a tile's slabs are given back in: the columns of warpgroup 0's outputs, of warpgroup 1's, and the rotated ones.
+constexpr int kSlabGroups = 3;
+
+struct LatentMemory {
+  using Shape = LatentShape;
+  // The last slab of queries is held in registers: it arrives where probabilities lie later.
+  static constexpr int kProbOffset = Shape::kValueSlabs * Shape::kSlabBytes;
+  static constexpr int kTileOffset = kProbOffset + 2 * Shape::kSlabBytes;
+  static constexpr int kStateOffset = kTileOffset + 2 * Shape::kTileBytes;
+  static constexpr int kSumOffset = kStateOffset + 2 * Shape::kRows * 8;
+  static constexpr int kWorkOffset = kSumOffset + 2 * Shape::kRows * 4;
+  static constexpr int kBarrierOffset = kWorkOffset + 2 * sizeof(LatentWork);
+  static_assert(kBarrierOffset % 8 == 0);
+  static constexpr int kNumBarriers = 2 + 2 * Shape::kSlabs + 2 * kSlabGroups;
+  static constexpr int kTotalBytes = kBarrierOffset + 8 * kNumBarriers;
+  static_assert(kTotalBytes <= 227 * 1024);
+
+  char* base;         // aligned to the swizzle's units
+  uint32_t address;
+
+  __device__ __forceinline__ explicit LatentMemory(char* memory) : base(memory), address(shared_address(memory)) {}
+
+  __device__ __forceinline__ uint32_t queries(int slab) const { return address + slab * Shape::kSlabBytes; }
+  __device__ __forceinline__ uint32_t probs(int tile) const { return address + kProbOffset + tile * Shape::kSlabBytes; }
+  __device__ __forceinline__ uint32_t keys(int tile, int slab) const {
+    return address + kTileOffset + tile * Shape::kTileBytes + slab * Shape::kSlabBytes;
+  }
+  // Maximum and rescaling factor of a row after warpgroup w's tile; a warpgroup's part of the row's normaliser.
+  __device__ __forceinline__ uint32_t state(int w, int row) const { return address + kStateOffset + (w * Shape::kRows + row) * 8; }
+  __device__ __forceinline__ uint32_t sum(int w, int row) const { return address + kSumOffset + (w * Shape::kRows + row) * 4; }
+  // Filled with the queries, and not filled anew before the outputs of the second unit after have begun.
+  __device__ __forceinline__ LatentWork& work(int slot) const {
+    return reinterpret_cast<LatentWork*>(base + kWorkOffset)[slot];
+  }
+  // Sums of tiles over requests, before the first tile of keys is copied.
+  __device__ __forceinline__ int* request_ends() const { return reinterpret_cast<int*>(base + kTileOffset); }
+  static constexpr int kMostRequests = 2 * Shape::kTileBytes / 4;
+
+  __device__ __forceinline__ uint32_t barrier(int index) const { return address + kBarrierOffset + 8 * index; }
+  __device__ __forceinline__ uint32_t query_filled() const { return barrier(0); }
+  __device__ __forceinline__ uint32_t query_emptied() const { return barrier(1); }
+  __device__ __forceinline__ uint32_t filled(int tile, int slab) const { return barrier(2 + tile * Shape::kSlabs + slab); }
+  __device__ __forceinline__ uint32_t emptied(int tile, int group) const {
+    return barrier(2 + 2 * Shape::kSlabs + tile * kSlabGroups + group);
+  }
+
+  // One thread.
+  __device__ __forceinline__ void init() const {
+    init_barrier(query_filled(), 1);
+    init_barrier(query_emptied(), 8);
+    for (int i = 0; i < 2 * Shape::kSlabs; ++i) init_barrier(barrier(2 + i), 1);
+    for (int i = 0; i < 2 * kSlabGroups; ++i) init_barrier(barrier(2 + 2 * Shape::kSlabs + i), 4);
+    publish_barriers();
+  }
+};
+
+}  // namespace slipstream

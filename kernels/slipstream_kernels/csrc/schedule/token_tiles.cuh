@@ -1,0 +1,43 @@
+// Tiles of tokens: the rows of an expert, cut into tiles of up to tile_rows rows. Only the device knows how many there are.
+#pragma once
+
+#include "params/grouped_gemm_params.h"
+
+namespace slipstream {
+
+// token_tile_ends[e] = number of tiles of tokens of the experts 0..e; by one warp. Returns the number of all.
+__device__ __forceinline__ int count_token_tiles(const GroupedGemmParams& p, int tile_rows, int* token_tile_ends) {
+  const int lane = threadIdx.x % 32;
+  int before = 0;
+  for (int first = 0; first < p.num_experts; first += 32) {
+    const int expert = first + lane;
+    const int rows = expert < p.num_experts ? __ldcg(p.offsets + expert + 1) - __ldcg(p.offsets + expert) : 0;
+    int until = (rows + tile_rows - 1) / tile_rows;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int other = __shfl_up_sync(~0u, until, distance);
+      if (lane >= distance) until += other;
+    }
+    if (expert < p.num_experts) token_tile_ends[expert] = before + until;
+    before += __shfl_sync(~0u, until, 31);
+  }
+  return before;
+}
+
+struct TokenTile {
+  int expert, first_row, num_rows;
+};
+
+__device__ __forceinline__ TokenTile token_tile_at(const GroupedGemmParams& p, int tile_rows, const int* token_tile_ends,
+                                                   int token_tile) {
+  int low = 0, high = p.num_experts - 1;   // searches the first expert whose end is above token_tile
+  while (low < high) {
+    const int middle = (low + high) / 2;
+    token_tile_ends[middle] > token_tile ? high = middle : low = middle + 1;
+  }
+  const int before = low == 0 ? 0 : token_tile_ends[low - 1];
+  const int first_row = __ldcg(p.offsets + low) + (token_tile - before) * tile_rows;
+  return {low, first_row, min(tile_rows, __ldcg(p.offsets + low + 1) - first_row)};
+}
+
+}  // namespace slipstream

@@ -1,0 +1,56 @@
+"""write_latent in plain torch, and the reverse: rows of a latent cache as numbers."""
+
+from __future__ import annotations
+
+import torch
+
+from slipstream_kernels.kv.reference.quantized_kv import LARGEST
+from slipstream_kernels.kv.reference.rope_write_kv import rotate
+from slipstream_kernels.kv_cache import FP8_DTYPE
+from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache
+from slipstream_kernels.norm.reference.rms_norm import rms_norm
+from slipstream_kernels.rotation import Rope
+
+SMALLEST_ABSMAX = 1e-12  # of a group of zeros, whose scale must not be zero
+
+
+def write_latent(
+    q_rope: torch.Tensor,
+    latent: torch.Tensor,
+    positions: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    rope: Rope,
+    norm_weight: torch.Tensor,
+    eps: float,
+    cache: LatentCache,
+    q_out: torch.Tensor,
+) -> None:
+    """See ops.write_latent."""
+    cos, sin = rope.cos_sin.index_select(0, positions).unsqueeze(1).chunk(2, dim=-1)
+    q_out.copy_(rotate(q_rope, cos, sin, rope))
+    values = rms_norm(latent[:, : cache.rank], norm_weight, eps, None, None)
+    assert isinstance(values, torch.Tensor)  # without a residual there is one result
+    keys = rotate(latent[:, None, cache.rank :], cos, sin, rope)[:, 0]
+    is_written = slot_mapping >= 0
+    _store(values[is_written], keys[is_written], slot_mapping[is_written], cache)
+
+
+def _store(values: torch.Tensor, keys: torch.Tensor, slots: torch.Tensor, cache: LatentCache) -> None:
+    cache.rope[slots] = keys.to(cache.rope.dtype)
+    if not cache.is_fp8:
+        cache.values[slots] = values
+        return
+    groups = values.float().unflatten(1, (-1, LATENT_GROUP))
+    scales = groups.abs().amax(dim=-1).clamp(min=SMALLEST_ABSMAX) / LARGEST[FP8_DTYPE]
+    stored = (groups / scales[..., None]).clamp(-LARGEST[FP8_DTYPE], LARGEST[FP8_DTYPE]).to(FP8_DTYPE)
+    cache.values.view(torch.uint8)[slots] = stored.flatten(1).view(torch.uint8)  # fp8 has no indexing everywhere
+    cache.scales[slots] = scales
+
+
+def read_latents(cache: LatentCache, slots: torch.Tensor) -> torch.Tensor:
+    """slots: [n] int64 -> [n, rank + rope_dim] fp32."""
+    if not cache.is_fp8:
+        return cache.rows.view(-1, cache.rows.shape[3])[slots].float()
+    groups = cache.values.view(torch.uint8)[slots].view(FP8_DTYPE).float().unflatten(1, (-1, LATENT_GROUP))
+    values = (groups * cache.scales[slots][..., None]).flatten(1)
+    return torch.cat([values, cache.rope[slots].float()], dim=1)

@@ -1,0 +1,29 @@
+// The emulator's hopper_mma.cuh: descriptors and groups of warpgroup products.
+#pragma once
+
+#include "warpgroup.h"
+
+namespace slipstream {
+
+constexpr int kSwizzleBytes = 128;
+constexpr int kSwizzleUnit = 8 * kSwizzleBytes;
+
+// As the hardware encodes them, for kernels add to the address.
+inline uint64_t rows_operand(uint32_t address) {
+  return (uint64_t{1} << 62) | (uint64_t{kSwizzleUnit >> 4} << 32) | (uint64_t{1} << 16) | ((address & 0x3FFFF) >> 4);
+}
+inline uint64_t columns_operand(uint32_t address, int stride) {
+  return (uint64_t{1} << 62) | (uint64_t{kSwizzleUnit >> 4} << 32) | (static_cast<uint64_t>(stride >> 4) << 16) |
+         ((address & 0x3FFFF) >> 4);
+}
+
+template <typename T, int N>
+void pin(T (&)[N]) {}
+inline void begin_products() {}
+inline void commit_products() { emulator::warpgroup().commit(); }
+template <int PENDING>
+void wait_for_products() {
+  emulator::warpgroup().wait(PENDING);
+}
+
+}  // namespace slipstream

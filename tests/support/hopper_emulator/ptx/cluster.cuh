@@ -1,0 +1,32 @@
+// The emulator's cluster.cuh: tensor copies of two dimensions.
+#pragma once
+
+#include "ptx/hopper_copy.cuh"
+
+// Rows of 16-bit elements, and the box that one copy takes of them: 64 columns, under the 128-byte swizzle.
+struct CUtensorMap {
+  const char* data;
+  int64_t num_rows, row_bytes;
+  int box_rows;
+};
+
+namespace slipstream {
+
+constexpr uint64_t kReadOnce = 0, kReadNormally = 0;
+
+inline void copy_box(uint32_t to, const CUtensorMap* map, uint32_t barrier, uint64_t, int x, int y) {
+  static const char zeros[16] = {};
+  if (to % 1024 != 0 || x % 8 != 0) emulator::fail("a box that is not aligned");
+  std::memset(emulator::shared(to), 0xff, map->box_rows * 128);
+  for (int row = 0; row < map->box_rows; ++row) {
+    for (int part = 0; part < 8; ++part) {
+      const int64_t column = 2 * x + 16 * part;
+      const bool is_inside = y + row >= 0 && y + row < map->num_rows && column < map->row_bytes;
+      const char* from = is_inside ? map->data + (y + row) * map->row_bytes + column : zeros;
+      char* place = emulator::shared(to + row * 128 + (part ^ row % 8) * 16);
+      emulator::current->cta->copies.push_back({place, from, 16, barrier});
+    }
+  }
+}
+
+}  // namespace slipstream

@@ -1,0 +1,35 @@
+// The emulator's memory_access.cuh: addresses and loads of shared memory, loads of global memory.
+#pragma once
+
+#include "emulator.h"
+
+namespace slipstream {
+
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const char*>(pointer) - emulator::current->cta->shared.data());
+}
+
+template <typename T>
+T load_shared(uint32_t address) {
+  T value;
+  std::memcpy(&value, emulator::shared(address), sizeof(T));
+  return value;
+}
+inline uint32_t load_shared_4(uint32_t address) { return load_shared<uint32_t>(address); }
+inline uint2 load_shared_8(uint32_t address) { return load_shared<uint2>(address); }
+inline uint4 load_shared_16(uint32_t address) { return load_shared<uint4>(address); }
+
+inline void store_shared_4(uint32_t address, uint32_t v) { std::memcpy(emulator::shared(address), &v, 4); }
+inline void store_shared_4(uint32_t address, float v) { std::memcpy(emulator::shared(address), &v, 4); }
+inline void store_shared_8(uint32_t address, float x, float y) {
+  store_shared_4(address, x);
+  store_shared_4(address + 4, y);
+}
+
+inline uint4 load_global_16(const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 16 != 0) emulator::fail("a load of 16 bytes that are not aligned");
+  return *static_cast<const uint4*>(from);
+}
+inline uint4 load_once_16(const void* from) { return load_global_16(from); }
+
+}  // namespace slipstream
