@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_texts import greedy_continuation
 from slipstream import LLM, SamplingParams
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,10 +57,6 @@ def test_greedy_text_is_huggingface() -> None:
         completions = llm.generate(prompts, params)
     reference = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32)
     for completion in completions:
-        ids = torch.tensor([completion.prompt_token_ids])
-        output = reference.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False
-        )
-        expected = output[0, ids.shape[1] :].tolist()
+        expected = greedy_continuation(reference, completion.prompt_token_ids, NUM_TOKENS)
         assert completion.token_ids == expected
         assert completion.text == tokenizer.decode(expected, skip_special_tokens=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_texts import greedy_continuation
 from slipstream import LLM, Guide, SamplingParams
 from transformers import AutoModelForCausalLM
 
@@ -23,9 +24,7 @@ def llm(demo_model: Path) -> Iterator[LLM]:
 def test_greedy_is_huggingface(llm: LLM, demo_model: Path) -> None:
     reference = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
     for completion in llm.generate(PROMPTS, SamplingParams(max_tokens=40, temperature=0.0)):
-        ids = torch.tensor([completion.prompt_token_ids])
-        output = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False)
-        assert completion.token_ids == output[0, ids.shape[1] :].tolist()
+        assert completion.token_ids == greedy_continuation(reference, completion.prompt_token_ids, max_tokens=40)
         assert completion.text.strip()
 
 

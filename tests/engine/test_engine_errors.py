@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import backend_wire
 import pytest
 from engine_peer import Backend, InThread
 from patience import wait_until
 from slipstream.protocol import wire
 from slipstream.protocol.wire import ErrorCode, FrameType, ResponseFlag
 
-UNREADABLE = wire.encode_request(wire.Request(2, 0, 0, "", (), (), {"x": 1.5}))
+UNREADABLE = backend_wire.encode_request(wire.Request(2, 0, 0, "", (), (), {"x": 1.5}))
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x07", b"\xff" * 40], ids=["cut", "cut elsewhere", "no such count"])
@@ -69,9 +70,9 @@ def test_a_failing_engine_answers_everybody_and_exits_with_1(
     backend.request(2, 900)
     backend.next(FrameType.RESPONSES)
     null_server.server._engine.worker.execute = broken  # type: ignore[method-assign]
-    errors: dict[int, wire.Response] = {}
+    errors: dict[int, backend_wire.Response] = {}
     while set(errors) != {1, 2}:
-        for response in wire.decode_responses(backend.next(FrameType.RESPONSES)):
+        for response in backend_wire.decode_responses(backend.next(FrameType.RESPONSES)):
             if response.flags & ResponseFlag.FINAL:
                 errors[response.handle] = response
     assert {e.error_code for e in errors.values()} == {ErrorCode.INTERNAL}

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import backend_wire
 import pytest
 from engine_peer import TIMEOUT_S, TOKEN, Backend, InThread
 from patience import wait_until
@@ -60,11 +61,11 @@ def test_drain_finishes_what_runs_and_refuses_what_comes(backend: Backend, null_
     null_server.slow_down(0.005)
     backend.request(1, 100)
     backend.next(FrameType.RESPONSES)
-    backend.connection.sendall(wire.encode_drain(60_000))
+    backend.connection.sendall(backend_wire.encode_drain(60_000))
     backend.request(2, 5)
-    seen: dict[int, list[wire.Response]] = {1: [], 2: []}
+    seen: dict[int, list[backend_wire.Response]] = {1: [], 2: []}
     while not all(found and found[-1].flags & ResponseFlag.FINAL for found in seen.values()):
-        for response in wire.decode_responses(backend.next(FrameType.RESPONSES)):
+        for response in backend_wire.decode_responses(backend.next(FrameType.RESPONSES)):
             seen[response.handle].append(response)
     assert not seen[1][-1].flags & ResponseFlag.ERROR
     assert seen[2][-1].error_code == ErrorCode.UNAVAILABLE
@@ -76,7 +77,7 @@ def test_a_drain_that_takes_too_long_answers_the_rest(backend: Backend, null_ser
     null_server.slow_down(0.01)
     backend.request(1, 900)
     backend.next(FrameType.RESPONSES)
-    backend.connection.sendall(wire.encode_drain(100))
+    backend.connection.sendall(backend_wire.encode_drain(100))
     last = backend.responses_of(1)[-1]
     assert last.error_code == ErrorCode.UNAVAILABLE
     backend.next(FrameType.DRAINED)
@@ -98,10 +99,10 @@ def test_stop_by_request_id_and_cancel_by_handle_within_two_steps(
 
     monkeypatch.setattr(null_server.server._engine, "cancel", note_and_cancel)
     backend.request(3, 1, request_id="one", stop=True)
-    backend.connection.sendall(wire.encode_cancel(2))
+    backend.connection.sendall(backend_wire.encode_cancel(2))
     finals: set[int] = set()
     while finals != {1, 2, 3}:
-        responses = wire.decode_responses(backend.next(FrameType.RESPONSES))
+        responses = backend_wire.decode_responses(backend.next(FrameType.RESPONSES))
         finals |= {r.handle for r in responses if r.flags & ResponseFlag.FINAL}
     assert null_server.num_steps - max(told) <= 2
     engine = null_server.server._engine
@@ -116,7 +117,7 @@ def test_a_large_stop_request_stops_the_other_and_leaves_nothing(backend: Backen
     backend.request(2, 1, text=LARGE, request_id="one", stop=True)
     finals: dict[int, int] = {}
     while finals.keys() != {1, 2}:
-        responses = wire.decode_responses(backend.next(FrameType.RESPONSES))
+        responses = backend_wire.decode_responses(backend.next(FrameType.RESPONSES))
         finals |= {r.handle: r.error_code for r in responses if r.flags & ResponseFlag.FINAL}
     assert null_server.num_steps < 500 and finals[2] == 0
     assert not null_server.server._handles_by_id
@@ -163,7 +164,7 @@ def test_a_large_request_that_is_refused_at_once_leaves_nothing(
 def test_a_cancel_that_comes_before_the_grammar_is_compiled(backend: Backend, null_server: InThread) -> None:
     """It waits for that in the scheduler's queue, like any other: the cancel is heard at once."""
     backend.request(1, 900, guided_decoding_guide_type="regex", guided_decoding_guide="( a)*")
-    backend.connection.sendall(wire.encode_cancel(1))
+    backend.connection.sendall(backend_wire.encode_cancel(1))
     (answer,) = backend.responses_of(1)
     assert answer.flags & ResponseFlag.FINAL, "it was cancelled before it began"
 
@@ -197,7 +198,7 @@ def test_small_requests_pass_a_large_one_that_is_tokenised(backend: Backend, slo
     assert len(backend.responses_of(1)) == 5
 
 
-def reasons_of(responses: list[wire.Response]) -> list[bytes]:
+def reasons_of(responses: list[backend_wire.Response]) -> list[bytes]:
     """Texts and finish reasons of ordinary responses: none is an error, the last is final."""
     assert [response.flags for response in responses] == [0] * (len(responses) - 1) + [ResponseFlag.FINAL]
     return [data for response in responses for _, _, data in response.outputs]
@@ -212,14 +213,14 @@ def test_cancels_stops_and_deadlines_reach_requests_that_wait_to_be_tokenised(
         backend.request(handle, 5, text=LARGE, request_id=f"r{handle}", outputs=ENDS)
     backend.request(4, 5, text=LARGE, timeout_ms=50, n=2, outputs=ENDS)
     cancelled, late = [wire.bytes_tensor([b""]), wire.bytes_tensor([b"cancelled"])], wire.bytes_tensor([b"timeout"])
-    backend.connection.sendall(wire.encode_cancel(2))
+    backend.connection.sendall(backend_wire.encode_cancel(2))
     assert reasons_of(backend.responses_of(2)) == cancelled
     backend.request(5, 1, request_id="r3", stop=True)
     assert reasons_of(backend.responses_of(3)) == cancelled
     assert reasons_of(backend.responses_of(4)) == 2 * [wire.bytes_tensor([b""]), late]
     backend.request(7, 5, text=LARGE, timeout_ms=50, n=2, stream=False, outputs=ENDS)
     assert reasons_of(backend.responses_of(7)) == [wire.bytes_tensor([b"", b""]), 2 * late]
-    backend.connection.sendall(wire.encode_cancel(1))
+    backend.connection.sendall(backend_wire.encode_cancel(1))
     backend.request(6, 3)
     assert len(backend.responses_of(6)) == 3
     slow_tokenizer.set()
@@ -233,10 +234,10 @@ def test_a_drain_waits_for_what_is_tokenised_and_answers_it_in_the_end(
 ) -> None:
     backend.request(1, 5, text=LARGE)
     backend.request(2, 5, text=LARGE)
-    backend.connection.sendall(wire.encode_drain(500))
+    backend.connection.sendall(backend_wire.encode_drain(500))
     errors: dict[int, str] = {}
     while set(errors) != {1, 2}:
-        for response in wire.decode_responses(backend.next(FrameType.RESPONSES)):
+        for response in backend_wire.decode_responses(backend.next(FrameType.RESPONSES)):
             errors[response.handle] = response.error_message
     assert set(errors.values()) == {"the model was unloaded before the request ended"}
     backend.next(FrameType.DRAINED)
@@ -248,7 +249,7 @@ def test_a_large_request_that_waits_finishes_within_a_drain(
     backend: Backend, null_server: InThread, slow_tokenizer: threading.Event
 ) -> None:
     backend.request(1, 5, text=LARGE)
-    backend.connection.sendall(wire.encode_drain(60_000))
+    backend.connection.sendall(backend_wire.encode_drain(60_000))
     slow_tokenizer.set()
     assert len(backend.responses_of(1)) == 5
     backend.next(FrameType.DRAINED)
@@ -289,7 +290,9 @@ def test_the_process_ends_when_the_backend_does(
 
 def _query(handle: int, text: str) -> bytes:
     query = wire.Tensor("QUERY", DataType.BYTES, (1,), wire.bytes_tensor([text.encode()]))
-    return wire.encode_request(wire.Request(handle, time.time_ns(), 0, "", ("REQUEST_INPUT_LEN",), (query,), {}))
+    return backend_wire.encode_request(
+        wire.Request(handle, time.time_ns(), 0, "", ("REQUEST_INPUT_LEN",), (query,), {})
+    )
 
 
 def test_preprocessing_answers_small_and_large_prompts_and_drains(
@@ -300,10 +303,10 @@ def test_preprocessing_answers_small_and_large_prompts_and_drains(
     texts = {1: LARGE, 2: "x = 1", 3: LARGE * 10, 4: " " * 9000, 5: "x"}
     for handle, text in texts.items():
         backend.connection.sendall(_query(handle, text))
-    backend.connection.sendall(wire.encode_drain(60_000))
-    found: dict[int, wire.Response] = {}
+    backend.connection.sendall(backend_wire.encode_drain(60_000))
+    found: dict[int, backend_wire.Response] = {}
     while len(found) < len(texts):
-        found |= {r.handle: r for r in wire.decode_responses(backend.next(FrameType.RESPONSES))}
+        found |= {r.handle: r for r in backend_wire.decode_responses(backend.next(FrameType.RESPONSES))}
     assert "QUERY: the prompt has 96000 bytes, accepted: at most 57344" in found.pop(3).error_message
     tokenizer = TextTokenizer.load(demo_model)
     for handle, response in found.items():
@@ -316,7 +319,7 @@ def test_preprocessing_answers_small_and_large_prompts_and_drains(
 def test_the_process_drains(backend: Backend, process: subprocess.Popen[bytes], demo_model: Path) -> None:
     backend.configure({"task": "detokenize", "tokenizer_dir": demo_model})
     backend.next(FrameType.READY)
-    backend.connection.sendall(wire.encode_drain(1000))
+    backend.connection.sendall(backend_wire.encode_drain(1000))
     backend.next(FrameType.DRAINED)
     assert process.wait(TIMEOUT_S) == 0
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import GREEDY, make_engine, model_worker, run_all, run_steps
+from engine_driver import GREEDY, make_engine, model_worker, run_all, run_requests, run_steps
+from huggingface_texts import greedy_continuations
 from prompted_heads import Prompter
 from rehearsed_graphs import num_replays, rehearse_graphs
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
@@ -19,7 +20,6 @@ from slipstream.worker.memory_plan import Hardware, plan_memory
 from tiny_checkpoints import make_checkpoint
 from tiny_heads import speculation
 from tiny_model import make_tiny_windowed, save_tokenizer
-from transformers import AutoModelForCausalLM
 
 Texts = list[list[int]]
 WINDOW, SIZE, BUDGET = 24, 8, 40
@@ -42,16 +42,7 @@ def prompts() -> Texts:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, prompts: Texts) -> Texts:
-    """Greedy continuations by Hugging Face, one prompt at a time."""
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    reference.generation_config.eos_token_id = None
-    texts = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        output = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
-        texts.append(output[0, len(prompt) :].tolist())
-    assert len({tuple(text) for text in texts}) == len(prompts), "texts that do not differ would prove nothing"
-    return texts
+    return greedy_continuations(model, prompts, max_tokens=48)
 
 
 def _engine(
@@ -73,8 +64,7 @@ def test_text_in_chunks_and_behind_prefixes(model: Path, prompts: Texts, expecte
     assert (groups.num_full, groups.num_windowed, groups.of_layers) == (1, 3, (0, 1, 2, 3))
     for _ in range(2):
         assert _texts(engine, prompts) == expected
-    again = [engine.submit(Request(list(prompt), GREEDY_LONG))[0] for prompt in prompts]
-    run_steps(engine, {})
+    again = run_requests(engine, prompts, GREEDY_LONG)
     assert [request.output_token_ids for request in again] == expected
     assert [request.num_cached_tokens for request in again] == [(len(prompt) - 1) // SIZE * SIZE for prompt in prompts]
 
@@ -84,8 +74,7 @@ def test_one_prompt_goes_on_from_another(model: Path, prompts: Texts, expected: 
     engine = _engine(model)
     assert _texts(engine, [prompts[3]]) == [expected[3]]
     turn = [*prompts[3], *expected[3][:16]]
-    request = engine.submit(Request(turn, replace(GREEDY, max_tokens=32)))[0]
-    run_steps(engine, {})
+    (request,) = run_requests(engine, [turn], replace(GREEDY, max_tokens=32))
     assert request.output_token_ids == expected[3][16:] and request.num_cached_tokens >= 240
 
 
@@ -93,8 +82,7 @@ def test_one_prompt_goes_on_from_another(model: Path, prompts: Texts, expected: 
 @pytest.mark.parametrize("caching", [True, False])
 def test_text_where_blocks_are_short(model: Path, prompts: Texts, expected: Texts, policy: str, caching: bool) -> None:
     engine = _engine(model, num_blocks=68, cache={"enable_prefix_caching": caching}, scheduler={"policy": policy})
-    requests = [engine.submit(Request(list(prompt), GREEDY_LONG))[0] for prompt in prompts]
-    run_steps(engine, {})
+    requests = run_requests(engine, prompts, GREEDY_LONG)
     assert [request.output_token_ids for request in requests] == expected
     num_preemptions = sum(request.num_preemptions for request in requests)
     assert (num_preemptions > 0) is (policy == "max_utilization" and caching)

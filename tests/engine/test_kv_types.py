@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_driver import GREEDY, announce, make_engine, model_worker, run_all
+from engine_driver import GREEDY, announce, make_engine, model_worker, run_all, run_requests
 from slipstream.core.config_parse import config_from_values
 from slipstream.core.errors import ConfigError
 from slipstream.core.request import Request
@@ -57,11 +57,7 @@ def test_chunked_is_whole(kv_type: str, tiny_llama: Path, prompts: Texts, expect
 def test_preempted_is_not(kv_type: str, tiny_llama: Path, prompts: Texts, expected: Texts) -> None:
     cache = {"dtype": kv_type, "num_blocks": 20}
     engine = make_engine(tiny_llama, model={"max_model_len": 128}, cache=cache)
-    requests = [Request(list(prompt), GREEDY) for prompt in prompts]
-    for request in requests:
-        engine.submit(request)
-    while engine.has_work:
-        engine.step()
+    requests = run_requests(engine, prompts, GREEDY)
     assert [request.output_token_ids for request in requests] == expected
     assert sum(request.num_preemptions for request in requests) > 0
 

@@ -106,6 +106,39 @@ def test_n_and_params_per_prompt(llm: LLM) -> None:
         assert completion.cumulative_logprob == pytest.approx(sum(e.logprob for e in completion.logprobs))
 
 
+def test_more_logprobs_than_tokens_are_those_of_all(llm: LLM) -> None:
+    """The kernel refuses more than the vocabulary, on the engine's thread: the engine would end."""
+    size = llm.engine.spec.vocab_size
+    (told,) = llm.generate(TEXTS[0], replace(PARAMS, max_tokens=1, logprobs=size + 1, prompt_logprobs=size + 1))
+    assert len(dict(told.logprobs[0].top)) == size and llm.engine.error is None
+
+
+def test_logprobs_of_tokens_asked_for(llm: LLM) -> None:
+    whole = llm.generate(TEXTS[0], replace(PARAMS, max_tokens=3, logprobs=-1))[0]
+    of_all = [dict(entry.top) for entry in whole.logprobs]
+    assert all(len(entry) == llm.engine.spec.vocab_size for entry in of_all)
+    asked = [7, 300, whole.token_ids[1]]
+    params = [replace(PARAMS, max_tokens=3, logprob_token_ids=tuple(asked)), replace(PARAMS, max_tokens=3, logprobs=2)]
+    told, beside = llm.generate([TEXTS[0], TEXTS[1]], params)
+    for entry, expected in zip(told.logprobs, of_all):
+        assert not entry.top and [token_id for token_id, _ in entry.asked] == asked
+        assert [value for _, value in entry.asked] == pytest.approx([expected[i] for i in asked], abs=1e-4)
+    assert all(not entry.asked and len(entry.top) == 2 for entry in beside.logprobs)
+
+
+def test_one_stop_string_needs_no_list(llm: LLM) -> None:
+    free = llm.generate(TEXTS[1], replace(PARAMS, max_tokens=40))[0].text
+    word = free[5:9]
+    stopped = llm.generate(TEXTS[1], SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, stop=word))[0]
+    assert stopped.stop_reason == word and stopped.text == free[: free.index(word)]
+
+
+def test_drafts_of_a_model_without_any_are_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="num_draft_tokens: got 4, accepted: 0, because the model has no"):
+        llm.generate(TEXTS[0], replace(PARAMS, num_draft_tokens=4))
+    assert llm.generate(TEXTS[0], replace(PARAMS, num_draft_tokens=0))[0].token_ids
+
+
 def test_stop_strings(llm: LLM) -> None:
     free = llm.generate(TEXTS[1], replace(PARAMS, max_tokens=40))[0].text
     stop = next(free[i : i + 2] for i in range(4, len(free)) if free[i : i + 2].isprintable())

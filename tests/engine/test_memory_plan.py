@@ -178,4 +178,4 @@ def test_refused_before_weights_are_read(tiny_llama: Path, tmp_path: Path) -> No
 
 
 def test_host_memory_is_plausible() -> None:
-    assert 1 << 26 < free_device_memory(torch.device("cpu")) < 1 << 50
+    assert 1 << 26 < free_device_memory(CPU) < 1 << 50

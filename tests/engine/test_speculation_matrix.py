@@ -64,7 +64,7 @@ class Run:
     num_preemptions: int
 
 
-def run(engine: object, references: dict[str, tuple[int, ...]]) -> Run:
+def run(engine: object, references: dict[str, tuple[int, ...]], drafts: bool = True) -> Run:
     """All cells at once; the last is cancelled once it has some tokens."""
     requests = {}
     for hog in range(NUM_HOGS):  # these take the memory that the others need, and leave early
@@ -72,6 +72,8 @@ def run(engine: object, references: dict[str, tuple[int, ...]]) -> Run:
         engine.submit(Request(text, replace(PLAIN, max_tokens=14, num_draft_tokens=0), handle=-1 - hog))  # type: ignore[attr-defined]
     for place, (cell, params) in enumerate(CELLS.items()):
         params = replace(params, reference_ids=references.get(cell, ()))
+        if not drafts:  # a model that drafts nothing refuses to be asked for drafts
+            params = replace(params, num_draft_tokens=None)
         requests[cell] = Request(prompt_of(place), params, handle=place)
         engine.submit(requests[cell])  # type: ignore[attr-defined]
     told: dict[Request, Told] = {}
@@ -86,7 +88,7 @@ def run(engine: object, references: dict[str, tuple[int, ...]]) -> Run:
 
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Run:
-    return run(make_engine(model), {})
+    return run(make_engine(model), {}, drafts=False)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xgrammar
 from engine_driver import Told, make_engine, run_steps
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.engine import Engine
+from slipstream.engine.grammar_compiler import GrammarCompiler
 from slipstream.engine.grammar_host import DEAD_END
 
 PROMPT = [70, 201, 33]
@@ -85,6 +87,16 @@ def test_any_json_parses(engine: Engine) -> None:
     assert texts
     for text in texts:
         json.loads(text)
+
+
+def test_any_object_is_an_object(engine: Engine) -> None:
+    """As `response_format: json_object`: builtin JSON gave lists and numbers too."""
+    guide = Guide("json_schema", '{"type": "object", "additionalProperties": true}')
+    texts = _texts(engine, replace(PARAMS, n=8, guide=guide))
+    assert texts and all(isinstance(json.loads(text), dict) for text in texts)
+    compiler = GrammarCompiler(engine.config.model.model, engine.spec.vocab_size, [0])
+    for text, is_good in (('{"a": [1, {"b": null}]}', True), ("{}", True), ("[1]", False), ("1", False)):
+        assert xgrammar.GrammarMatcher(compiler.compile(guide)).accept_string(text) is is_good
 
 
 def test_regex_matches_wholly(engine: Engine) -> None:

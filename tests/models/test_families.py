@@ -14,7 +14,18 @@ from tiny_checkpoints import VARIANTS, make_checkpoint, relative_error
 PROMPT = [(7 * position) % 89 + 3 for position in range(23)]
 ONE_OF_EACH = {family: variant for variant, (family, _) in reversed(VARIANTS.items())}
 # families with experts, or with parts that are stored as one
-QUANTISED = ("baichuan", "chatglm", "glm4", "glm4-moe", "gpt-oss", "minimax-m2", "phi3", "qwen2-moe", "qwen3-moe")
+QUANTISED = (
+    "baichuan",
+    "chatglm",
+    "deepseek-v3",
+    "glm4",
+    "glm4-moe",
+    "gpt-oss",
+    "minimax-m2",
+    "phi3",
+    "qwen2-moe",
+    "qwen3-moe",
+)
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH)

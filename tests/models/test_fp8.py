@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from paged_forward import PagedForward
-from safetensors.torch import load_file, save_file
+from quantized_checkpoints import linear_names, store
+from safetensors.torch import load_file
 from slipstream import LLM, SamplingParams
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
@@ -62,20 +63,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("full")
     model.save_pretrained(path)
     return path
-
-
-def store(checkpoint: Path, folder: Path, quantization: dict[str, object], change: Callable[[Tensors], object]) -> Path:
-    """The checkpoint with its linear layers' tensors replaced by `change`, and its config saying so."""
-    config = json.loads((checkpoint / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
-    tensors = load_file(checkpoint / "model.safetensors")
-    change(tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    return folder
-
-
-def linear_names(tensors: Tensors) -> list[str]:
-    return [name.removesuffix(".weight") for name in tensors if name.endswith("_proj.weight")]
 
 
 def by_channel(tensors: Tensors) -> None:

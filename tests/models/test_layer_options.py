@@ -21,7 +21,7 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.attention.invariant import InvariantAttention
 from slipstream.nn.attention.split_kv import SplitKVAttention
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec, RopeSpec, RouterSpec
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LatentSpec, LayerSpec, RopeSpec, RouterSpec
 from slipstream.nn.load import load_model
 from slipstream.nn.models.common import base_spec
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
@@ -224,6 +224,7 @@ def test_logits(checkpoint: TinyCheckpoint, splits: bool, monkeypatch: pytest.Mo
 
 
 LLAMA_LAYER = LayerSpec(AttentionSpec(48, 48, 6, 2, 8, None), DenseSpec(48, 72))
+LATENT = LatentSpec(40, 24, 8, 20)
 EXPERTS = ExpertsSpec(48, 24, 5, RouterSpec(2))
 
 
@@ -234,7 +235,8 @@ def routed(rule: RoutingRule) -> LayerSpec:
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [
-        (with_attention(LLAMA_LAYER, kind="mla"), "attention kind 'mla' is not served; accepted: 'gqa'"),
+        (with_attention(LLAMA_LAYER, latent=LATENT, sliding_window=9), "windows, caps, .* of latent attention"),
+        (with_attention(LLAMA_LAYER, latent=LATENT), "shared key features are not all rotated"),
         (with_attention(LLAMA_LAYER, qk_norm="row"), "q/k norm 'row' is not served"),
         (with_attention(LLAMA_LAYER, output_gate=True), "gated attention outputs are not served"),
         (with_attention(LLAMA_LAYER, alibi_slopes=(1.0,)), "1 ALiBi slopes for 6 query heads"),

@@ -65,13 +65,22 @@ def test_prefill_of_one_beside_decode_of_others(served: tuple[TinyCheckpoint, De
     assert_equal_to_reference(checkpoint, forward.run([4]))
 
 
+def split_steps(decoder: Decoder, backend: type[SplitKVAttention], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of more than 4 tokens are prompts; those of latent attention are un-absorbed, their cached tokens in
+    pieces of 7."""
+    monkeypatch.setattr("slipstream.worker.input_batch.MAX_DECODE_QUERY_LEN", 4)
+    if decoder.spec.layers[0].attention.latent is None:
+        return monkeypatch.setattr(decoder, "backend", backend(decoder.spec))
+    monkeypatch.setattr("slipstream.nn.attention.latent.ABSORBED_QUERIES", 5)
+    monkeypatch.setattr("slipstream.nn.attention.latent.PREFIX_TOKENS", 7)
+
+
 def test_decode_rows_attend_apart_from_prompts(
     served: tuple[TinyCheckpoint, Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The split of a mixed step that Hopper's backends make, over the ops' references; here 4 tokens are short."""
     checkpoint, decoder = served
-    monkeypatch.setattr(decoder, "backend", SplitKVFp8Attention(decoder.spec))  # splits as SplitKVAttention does
-    monkeypatch.setattr("slipstream.worker.input_batch.MAX_DECODE_QUERY_LEN", 4)
+    split_steps(decoder, SplitKVFp8Attention, monkeypatch)
     forward = PagedForward(decoder, prompts(), block_size=8)
     forward.step({1: 12, 3: 5})
     forward.step({3: 1, 1: 2, 0: 30})
@@ -86,8 +95,7 @@ def test_last_rows_alone(
     """The last layer leaves out rows that nobody reads, and even so the caches are whole for the next step."""
     checkpoint, decoder = served
     if has_decode_kernel:
-        monkeypatch.setattr(decoder, "backend", SplitKVAttention(decoder.spec))
-        monkeypatch.setattr("slipstream.worker.input_batch.MAX_DECODE_QUERY_LEN", 4)
+        split_steps(decoder, SplitKVAttention, monkeypatch)
     whole = [checkpoint.logits(prompt) for prompt in prompts()]
     forward = PagedForward(decoder, prompts(), block_size=8)
     for scheduled, wanted in (
@@ -148,13 +156,19 @@ def test_half_precision_stays_near(dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-3), ("bfloat16", 0.08)])
-@pytest.mark.parametrize("variant", ["llama-gpu", "qwen3-gpu", "mistral-gpu", "mixtral-gpu"])
-def test_gpu_computes_the_same(variant: str, dtype: str, tolerance: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["llama-gpu", "qwen3-gpu", "mistral-gpu", "mixtral-gpu", "deepseek-gpu"])
+def test_gpu_computes_the_same(
+    variant: str, dtype: str, tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if variant == "mixtral-gpu" and dtype == "bfloat16":
         pytest.skip("a rounding may choose another expert")
     checkpoint = make_checkpoint(variant, tmp_path)
     decoder = load_model(ModelConfig(model=str(checkpoint.path), device="cuda", dtype=dtype))
-    for prompt, logits in zip(prompts(), PagedForward(decoder, prompts(), block_size=16).run([5, 1, 13])):
+    block_size = 16
+    if variant == "deepseek-gpu":
+        split_steps(decoder, SplitKVAttention, monkeypatch)
+        block_size = 64
+    for prompt, logits in zip(prompts(), PagedForward(decoder, prompts(), block_size).run([5, 1, 13])):
         assert relative_error(logits.cpu(), checkpoint.logits(prompt)) <= tolerance
 
 

@@ -15,6 +15,14 @@ YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
           "rope_type": "llama3"}  # fmt: skip
 
+LATENT = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+          "attention_bias": False}  # fmt: skip
+LATENT_FLASH = {**LATENT, "qk_nope_head_dim": 192, "v_head_dim": 256}
+DEEPSEEK_YARN = {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1,
+                 "original_max_position_embeddings": 4096}  # fmt: skip
+BLOCK_FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+STATIC_FP8 = {"quant_method": "fp8", "activation_scheme": "static"}
+
 
 def config(architecture: str, *sizes: int, **fields: object) -> dict[str, object]:
     """sizes: hidden, of the MLP, layers, heads of queries and of keys, words, positions."""
@@ -75,6 +83,32 @@ PUBLISHED = {
                routed_scaling_factor=1.0, n_group=1, topk_group=1, num_nextn_predict_layers=1, rope_theta=1000000,
                rope_scaling=None, rms_norm_eps=1e-5, torch_dtype="bfloat16"),
         106_852_251_264,
+    ),
+    "DeepSeek-V2-Lite": (
+        config("DeepseekV2ForCausalLM", 2048, 10944, 27, 16, 16, 102400, 163840, **LATENT, q_lora_rank=None,
+               moe_intermediate_size=1408, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
+               first_k_dense_replace=1, moe_layer_freq=1, n_group=1, topk_group=1, topk_method="greedy",
+               norm_topk_prob=False, scoring_func="softmax", routed_scaling_factor=1.0, rms_norm_eps=1e-6,
+               rope_theta=10000, rope_scaling={**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+               aux_loss_alpha=0.001, ep_size=1, torch_dtype="bfloat16"),
+        15_706_484_224,
+    ),
+    "DeepSeek-V3": (
+        config("DeepseekV3ForCausalLM", 7168, 18432, 61, 128, 128, 129280, 163840, **LATENT, q_lora_rank=1536,
+               moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
+               first_k_dense_replace=3, moe_layer_freq=1, n_group=8, topk_group=4, topk_method="noaux_tc",
+               norm_topk_prob=True, scoring_func="sigmoid", routed_scaling_factor=2.5, rms_norm_eps=1e-6,
+               rope_theta=10000, rope_scaling={**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+               num_nextn_predict_layers=1, ep_size=1, torch_dtype="bfloat16", quantization_config=BLOCK_FP8),
+        671_026_419_200,
+    ),
+    "GLM-4.7-Flash": (
+        config("Glm4MoeLiteForCausalLM", 2048, 10240, 47, 20, 20, 154880, 202752, **LATENT_FLASH, q_lora_rank=768,
+               moe_intermediate_size=1536, n_routed_experts=64, n_shared_experts=1, num_experts_per_tok=4,
+               first_k_dense_replace=1, n_group=1, topk_group=1, topk_method="noaux_tc", norm_topk_prob=True,
+               routed_scaling_factor=1.8, rms_norm_eps=1e-5, rope_theta=1000000, rope_scaling=None,
+               num_nextn_predict_layers=1, partial_rotary_factor=1.0, dtype="bfloat16"),
+        29_943_393_920,
     ),
     "chatglm3-6b": (
         {"architectures": ["ChatGLMModel"], "add_bias_linear": False, "add_qkv_bias": True,
@@ -155,6 +189,13 @@ def test_reads_what_was_published(name: str, tmp_path: Path) -> None:
     ("name", "changes", "named"),
     [
         ("Baichuan2-7B-Chat", {"max_position_embeddings": None}, "hidden_size=4096: is that of a model with rotations"),
+        ("DeepSeek-V2-Lite", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'.*group_limited_greedy"),
+        ("DeepSeek-V2-Lite", {"norm_topk_prob": True}, "norm_topk_prob=True: must be false"),
+        ("DeepSeek-V2-Lite", {"attention_bias": True}, "attention_bias=True: must be false"),
+        ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+        ("DeepSeek-V3", {"moe_layer_freq": 2}, "moe_layer_freq=2: must be 1"),
+        ("DeepSeek-V3", {"quantization_config": STATIC_FP8}, "stores scales of inputs"),
+        ("GLM-4.7-Flash", {"mlp_layer_types": ["dense"]}, "mlp_layer_types=.*must be 47 of"),
         ("Baichuan2-13B-Chat", {"max_position_embeddings": 4096}, "hidden_size=5120: is that of a model with ALiBi"),
         ("chatglm3-6b", {"rmsnorm": False}, "rmsnorm=False: must be true"),
         ("chatglm3-6b", {"ffn_hidden_size": None}, "ffn_hidden_size=None: is missing"),

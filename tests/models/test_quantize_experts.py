@@ -149,13 +149,18 @@ def test_a_walk_records_what_each_expert_sees(full: Path, monkeypatch: pytest.Mo
     layer = decoder.layers[0]
     mlp, asked = layer.mlp, []
     assert isinstance(mlp, Experts)
-    take = ops.grouped_linear
 
-    def spy(x, weight, routing, *, by_token, gated):
-        asked.append((x, routing, by_token))
-        return take(x, weight, routing, by_token=by_token, gated=gated)
+    def spy_on(name):
+        take = getattr(ops, name)
 
-    monkeypatch.setattr(ops, "grouped_linear", spy)
+        def spy(x, weight, routing, *quant, by_token):
+            asked.append((x, routing, by_token))
+            return take(x, weight, routing, *quant, by_token=by_token)
+
+        monkeypatch.setattr(ops, name, spy)
+
+    spy_on("grouped_gated_linear")
+    spy_on("grouped_linear")
     seen = LayerWalk(decoder, torch.randint(96, (3, 32)), batch_windows=3).record(layer)
     assert set(seen) == set(quantised_linears(layer)) and len(asked) == 2
     for linear, (x, routing, by_token) in zip((mlp.gate_up, mlp.down), asked):

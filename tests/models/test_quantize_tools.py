@@ -7,6 +7,7 @@ import re
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from packed_text import make_packed_text
 from quantized_checkpoints import PROMPT, load, logits, make_full, rms_error
 from safetensors.torch import load_file, save_file
 from slipstream.core.errors import ConfigError
+from tiny_checkpoints import make_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
 import evaluate
@@ -139,6 +142,23 @@ def test_feedback_lowers_the_error_of_outputs() -> None:
     assert errors[1] < 0.7 * errors[0]
 
 
+class _HostReads(TorchDispatchMode):
+    """Counts the numbers that the host reads from tensors; on a GPU it waits for each."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_gptq_reads_no_number_of_a_column_on_the_host() -> None:
+    weight, x = torch.randn(8, 64), torch.randn(128, 64)
+    with _HostReads() as reads:
+        round_by_feedback(weight, x.t() @ x, 128, int4_grid(weight, 32, False, None, torch.float32))
+    assert reads.count < 4
+
+
 def test_folding_changes_nothing(full: Path) -> None:
     decoder = load_recorded(full, torch.device("cpu"), torch.float32)
     before = logits(decoder)
@@ -209,7 +229,10 @@ def test_models_that_cannot_be_quantised_so(full: Path, text: Path, tmp_path: Pa
         make(narrow, text, tmp_path / "blocks", "--method", "block_wise_fp8")
     with pytest.raises(ConfigError, match=r"a8w8_fp8_wint4.*Qwen2ForCausalLM has no experts; accepted: fp8"):
         make(full, text, tmp_path / "mixed", "--method", "a8w8_fp8_wint4")
-    assert not any((tmp_path / name).exists() for name in ("again", "blocks", "mixed"))
+    latent = make_checkpoint("deepseek-v3", tmp_path / "latent").path
+    with pytest.raises(ValueError, match="has latent attention, whose kv_b_proj stays as it is"):
+        make(latent, text, tmp_path / "rows", "--method", "fp8")
+    assert not any((tmp_path / name).exists() for name in ("again", "blocks", "mixed", "rows"))
 
 
 def test_a_folder_with_files_is_not_written_into(full: Path, text: Path, tmp_path: Path) -> None:

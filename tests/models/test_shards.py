@@ -1,21 +1,29 @@
-"""Every checkpoint in every format, cut for 2 and 4 ranks and put together again, bit for bit."""
+"""Every checkpoint in every format, cut for 2 and 4 ranks and put together again, bit for bit; and what ranks compute
+together, which are threads here."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny_checkpoints
 import torch
+from paged_forward import PagedForward
+from rank_threads import on_each, parallels
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError, EngineError
+from slipstream.nn.attention.latent import LatentBackend
 from slipstream.nn.attention.paged import PagedAttention
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.embedding import TiedHead
+from slipstream.nn.experts import Experts
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import ExpertLinear, Linear
+from slipstream.nn.load import load_model
+from slipstream.nn.norm import SharedRMSNorm
 from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.quant.int4 import Int4
@@ -23,7 +31,7 @@ from slipstream.nn.spec import read_spec
 from slipstream.nn.weights import load_checkpoint
 from slipstream_kernels import ops
 from stored_formats import STORED, drawn, method_of
-from tiny_checkpoints import VARIANTS, make_checkpoint
+from tiny_checkpoints import VARIANTS, make_checkpoint, relative_error
 
 CPU = torch.device("cpu")
 RANKS = (2, 4)
@@ -147,7 +155,9 @@ def load_rank(path: Path, parallel: Parallel) -> Decoder:
     spec = read_spec(path)
     methods = choose_methods(ModelConfig(), spec)
     context = LayerContext(CPU, torch.float32, methods.linears, methods.head, parallel)
-    decoder = Decoder(spec, context, PagedAttention(spec), 64)
+    own = spec.of_rank(parallel)
+    backend = PagedAttention if PagedAttention.supports(own, CPU, torch.float32) is None else LatentBackend
+    decoder = Decoder(spec, context, backend(own), 64)
     load_checkpoint(decoder, path)
     return decoder
 
@@ -167,9 +177,77 @@ def test_the_shards_of_a_checkpoint_are_the_checkpoint(
             for key, tensor in linear.weights.items():
                 assert torch.equal(joined(linear.spec, [rank.spec for rank in own], key, own), tensor)
         for (_, norm), *own in zip(layer.norms(), *(shard.norms() for shard in shards)):
-            assert all(torch.equal(norm.weight, rank.weight) for _, rank in own)
-    with pytest.raises(EngineError, match="does not compute yet"):
+            weights = [rank.weight for _, rank in own]
+            is_shared = isinstance(own[0][1], SharedRMSNorm)
+            found = torch.cat(weights) if is_shared else weights[0]
+            assert torch.equal(norm.weight, found) and (is_shared or all(torch.equal(found, one) for one in weights))
+    with pytest.raises(EngineError, match="does not compute"):
         ranks[0].embedding(torch.tensor([1]))
+
+
+def test_ranks_compute_what_one_computes(checkpoint: Path) -> None:
+    """All rows in mixed steps, and the last rows of prompts; every rank has the whole logits, to the bit."""
+    dice = random.Random(5)
+    prompts = [[dice.randrange(tiny_checkpoints.VOCAB_SIZE) for _ in range(length)] for length in (13, 1, 9)]
+
+    def logits(decoder: Decoder) -> torch.Tensor:
+        forward, last = PagedForward(decoder, prompts), PagedForward(decoder, prompts)
+        return torch.cat([*forward.run([4, 1, 7]), last.step_last({0: 13, 1: 1, 2: 5}, [0, 1])])
+
+    expected = logits(load_rank(checkpoint, SINGLE))
+    first, second = on_each([load_rank(checkpoint, parallel) for parallel in parallels(2)], logits)
+    assert torch.equal(first, second) and relative_error(first, expected) < 1e-5
+
+
+@pytest.mark.parametrize("variant", ["llama3-gqa-rope", "minimax-m2", "gpt-oss"])
+def test_ranks_share_a_head_of_keys(variant: str, tmp_path: Path) -> None:
+    """Two heads of keys for four ranks: with a norm over all heads, and with sinks."""
+    path = make_checkpoint(variant, tmp_path, num_attention_heads=8, hidden_size=64).path
+
+    def logits(decoder: Decoder) -> torch.Tensor:
+        return PagedForward(decoder, [[3, 7, 5, 60, 2]]).run([5])[0]
+
+    found = on_each([load_rank(path, parallel) for parallel in parallels(4)], logits)
+    assert relative_error(found[0], logits(load_rank(path, SINGLE))) < 1e-5
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen2-moe", "glm4-moe-groups", "minimax-m2"])
+def test_ranks_have_whole_experts(variant: str, tmp_path: Path) -> None:
+    """Some experts get no rows, and some ranks: the last prompt is one token."""
+    changes = {"num_local_experts": 6} if variant == "mixtral" else {}
+    path = make_checkpoint(variant, tmp_path, num_attention_heads=8, hidden_size=64, **changes).path
+
+    def logits(decoder: Decoder) -> torch.Tensor:
+        return torch.cat(PagedForward(decoder, [[3, 7, 5, 60, 2], [9], [4]]).run([4, 1]))
+
+    ranks = [load_rank(path, replace(parallel, splits_experts=True)) for parallel in parallels(2)]
+    for experts in [layer.mlp for rank in ranks for layer in rank.layers if isinstance(layer.mlp, Experts)]:
+        assert experts.gate_up.spec.num_experts == experts.spec.num_experts // 2
+        assert experts.down.spec.in_features == experts.spec.intermediate_size, "whole"
+    first, second = on_each(ranks, logits)
+    assert torch.equal(first, second) and relative_error(first, logits(load_rank(path, SINGLE))) < 1e-5
+
+
+QUANTISED = {"fp8": 0.15, "wint8": 0.02, "wint4": 0.0}
+
+
+@pytest.mark.parametrize(("method", "difference"), QUANTISED.items())
+def test_ranks_quantise_their_part(method: str, difference: float, tmp_path: Path) -> None:
+    """Scales of a row or a token are those of a rank's features, so results differ, but are no worse; scales of groups
+    are the same."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 128, "num_hidden_layers": 2}
+    path = make_checkpoint("llama3-gqa-rope", tmp_path, **sizes).path
+
+    def logits(decoder: Decoder) -> torch.Tensor:
+        return PagedForward(decoder, [[3, 7, 5, 60, 2, 9, 11, 40]]).run([8])[0]
+
+    group_size = 32 if method == "wint4" else 0
+    config = ModelConfig(str(path), device="cpu", quantization=method, quantization_group_size=group_size)
+    plain, one = logits(load_model(ModelConfig(str(path), device="cpu"))), logits(load_model(config))
+    two, other = on_each([load_model(config, parallel=parallel) for parallel in parallels(2)], logits)
+    assert torch.equal(two, other) and relative_error(two, one) <= difference + 1e-5
+    assert (two - plain).norm() < 1.3 * (one - plain).norm()
 
 
 def joined(spec: LinearSpec, own: list[LinearSpec], key: str, ranks: tuple[Linear, ...]) -> torch.Tensor:

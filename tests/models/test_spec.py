@@ -60,6 +60,14 @@ def test_llama_3_8b(tmp_path: Path) -> None:
     assert spec.max_model_len == 131072
 
 
+def test_context_at_which_attention_costs_as_much_as_the_products(tmp_path: Path) -> None:
+    """Per token and layer 2 FLOP a weight, and 4 x 32 x 128 for each cached token."""
+    weights = 4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336
+    assert spec_of(tmp_path, LLAMA_3_8B).attention_parity == 2 * weights / (4 * 32 * 128)
+    windowed = {**LLAMA_3_8B, "architectures": ["MistralForCausalLM"], "sliding_window": 4096}
+    assert spec_of(tmp_path, windowed).attention_parity == float("inf")
+
+
 def test_eos_may_be_one_id_a_list_or_absent(tmp_path: Path) -> None:
     assert spec_of(tmp_path, {**LLAMA_3_8B, "eos_token_id": 7}).eos_token_ids == (7,)
     assert spec_of(tmp_path, {**LLAMA_3_8B, "eos_token_id": None}).eos_token_ids == ()

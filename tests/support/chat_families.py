@@ -177,6 +177,13 @@ FAMILIES: dict[str, ChatFamily] = {
     "chatglm2": ChatFamily("chatglm", CHATGLM2, ("[gMASK]", "sop"), ("</s>",), bos="", front=("[gMASK]", "sop"),
                            is_sentencepiece=True),
     "glm-4.5": ChatFamily("glm4-moe", GLM45, _GLM_MARKERS, _GLM_ENDS, bos=""),
+    "glm-4.7-flash": ChatFamily("glm4-moe-lite", GLM45, _GLM_MARKERS, _GLM_ENDS, bos=""),
+    **{
+        name: ChatFamily(
+            variant, DEEPSEEK, _DEEPSEEK_MARKERS, ("<｜end▁of▁sentence｜>",), bos=_BOS_R1, front=(_BOS_R1,)
+        )
+        for name, variant in (("deepseek-v2-lite", "deepseek-v2-lite"), ("deepseek-r1", "deepseek-v3"))
+    },
     "gemma-2": ChatFamily("gemma2", GEMMA, _GEMMA_MARKERS, ("<eos>", "<end_of_turn>"), bos="<bos>", front=("<bos>",)),
     "gemma-3-1b": ChatFamily("gemma3", GEMMA, _GEMMA_MARKERS, ("<eos>", "<end_of_turn>"), bos="<bos>",
                              front=("<bos>",)),

@@ -9,6 +9,7 @@ from slipstream.core.config import (
     CacheConfig,
     EngineConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculationConfig,
     StructuredOutputConfig,
@@ -36,6 +37,7 @@ def make_engine(
     speculation: SpeculationConfig | None = None,
     structured_output: StructuredOutputConfig | None = None,
     make_worker: MakeWorker = local_worker,
+    parallel: ParallelConfig | None = None,
 ) -> Engine:
     """A small engine on the CPU with blocks of 8 tokens, large enough for all tests by default."""
     config = EngineConfig(
@@ -44,6 +46,7 @@ def make_engine(
         scheduler=replace(SchedulerConfig(max_num_seqs=64), **(scheduler or {})),
         speculation=speculation or SpeculationConfig(),
         structured_output=structured_output or StructuredOutputConfig(),
+        parallel=parallel or ParallelConfig(),
     )
     return Engine(config, make_worker)
 
@@ -93,6 +96,13 @@ def run_steps(engine: Engine, told: dict[Request, Told], num_steps: int = MAX_ST
         for output in engine.step():
             told.setdefault(output.request, Told()).take(output)
     assert num_steps < MAX_STEPS, "the engine does not come to an end"
+
+
+def run_requests(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> list[Request]:
+    """The first sequence of each prompt, submitted at once and run to completion."""
+    requests = [engine.submit(Request(list(prompt), params))[0] for prompt in prompts]
+    run_steps(engine, {})
+    return requests
 
 
 def run_all(engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]) -> list[Told]:

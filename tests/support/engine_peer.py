@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import backend_wire
 from slipstream.core.config_parse import parse_config
 from slipstream.engine.server import GenerateServer
 from slipstream.engine.socket import EngineLink
@@ -56,20 +57,20 @@ class Backend:
 
     def configure(self, parameters: dict[str, Any]) -> None:
         config = completed({"name": "m"}, parameters)
-        self.connection.sendall(wire.encode_config(wire.Config("m", 1, "/nowhere", config)))
+        self.connection.sendall(backend_wire.encode_config(wire.Config("m", 1, "/nowhere", config)))
 
     def request(self, handle: int, max_tokens: int, text: str = "def f(x):", **parameters: Any) -> None:
         given = wire.Tensor("text_input", DataType.BYTES, (1,), wire.bytes_tensor([text.encode()]))
         settings = {"max_tokens": max_tokens, "stream": True, "temperature": 0, "ignore_eos": True, **parameters}
         request_id, outputs = settings.pop("request_id", ""), settings.pop("outputs", ("text_output",))
         raw = wire.Request(handle, time.time_ns(), 0, request_id, outputs, (given,), settings)
-        self.connection.sendall(wire.encode_request(raw))
+        self.connection.sendall(backend_wire.encode_request(raw))
 
-    def responses_of(self, handle: int) -> list[wire.Response]:
+    def responses_of(self, handle: int) -> list[backend_wire.Response]:
         """All responses of one request up to its final one; drops those of others."""
-        found: list[wire.Response] = []
+        found: list[backend_wire.Response] = []
         while not (found and found[-1].flags & ResponseFlag.FINAL):
-            found += [r for r in wire.decode_responses(self.next(FrameType.RESPONSES)) if r.handle == handle]
+            found += [r for r in backend_wire.decode_responses(self.next(FrameType.RESPONSES)) if r.handle == handle]
         return found
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ With num_ahead=1 each step is scheduled before the previous one is committed.
 
 from __future__ import annotations
 
+import math
 from itertools import accumulate
 
 from slipstream.core.config import SchedulerConfig
@@ -141,10 +142,11 @@ def make_llm(
     max_model_len: int = 200,
     caching: bool = True,
     groups: KVGroups = ONE_GROUP,
+    attention_parity: float = math.inf,
     **config: object,
 ) -> FakeLLM:
-    cache = KVCacheManager(num_blocks, SIZE, caching, groups=groups)
-    return FakeLLM(Scheduler(SchedulerConfig(**config), cache, max_model_len))  # type: ignore[arg-type]
+    cache, scheduling = KVCacheManager(num_blocks, SIZE, caching, groups=groups), SchedulerConfig(**config)  # type: ignore[arg-type]
+    return FakeLLM(Scheduler(scheduling, cache, max_model_len, attention_parity=attention_parity))
 
 
 def make_request(prompt: list[int] | int, max_tokens: int = 8, priority: int = 0, **params: object) -> Request:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import backend_wire
 from slipstream.protocol import wire
 
 GOLDEN_FILE = Path(__file__).resolve().parents[1] / "golden" / "frames.txt"
@@ -40,10 +41,10 @@ SAMPLES = ((0, [3.0]), (1, [7.5]), (2, [0.1, 0.3, 2.0]))
 
 FRAMES = {
     "hello": wire.encode_hello(TOKEN),
-    "config": wire.encode_config(CONFIG),
-    "request": wire.encode_request(REQUEST),
-    "cancel": wire.encode_cancel(0xFFFFFFFFFFFFFFFE),
-    "drain": wire.encode_drain(60_000),
+    "config": backend_wire.encode_config(CONFIG),
+    "request": backend_wire.encode_request(REQUEST),
+    "cancel": backend_wire.encode_cancel(0xFFFFFFFFFFFFFFFE),
+    "drain": backend_wire.encode_drain(60_000),
     "ready": wire.encode_ready(OUTPUTS, METRICS),
     "load_failed": wire.encode_load_failed("no weights"),
     "responses": wire.encode_responses(RESPONSES),

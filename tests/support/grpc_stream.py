@@ -14,13 +14,17 @@ from patience import PATIENCE_S
 
 
 class GrpcStream:
-    """`with GrpcStream(url) as stream: stream.send(...)`; answers are strings of text_output, errors their messages."""
+    """`with GrpcStream(url) as stream: stream.send(...)`; answers are strings of text_output, errors their messages.
+
+    answered: ids of the requests that have had an answer.
+    """
 
     def __init__(self, url: str) -> None:
         self._client = grpcclient.InferenceServerClient(url)
         self._answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
         self.texts: list[str] = []
         self.errors: list[str] = []
+        self.answered: set[str] = set()
         self.num_finals = 0
 
     def __enter__(self) -> GrpcStream:
@@ -60,6 +64,7 @@ class GrpcStream:
                 self.errors.append(error.message())
                 continue
             response = result.get_response()
+            self.answered.add(response.id)
             if response.outputs:
                 self.texts.append(result.as_numpy("text_output")[0].decode())
             self.num_finals += response.parameters["triton_final_response"].bool_param

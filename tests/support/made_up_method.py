@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,12 +38,10 @@ from slipstream.core.stats import METRICS, Stats, accepted_metric, drafted_metri
 from slipstream.nn.heads.tensors import copy_slot, fill, read_tensors
 from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.launched_step import ComputedRows
-from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.draft_graphs import GraphedHead
 from slipstream.worker.spec_decode.interface import (
     PROPOSERS,
     DraftOutput,
-    DraftReadiness,
     DraftRequest,
     SpeculatorContext,
     read_head,
@@ -57,8 +54,6 @@ class ProjectedHead(GraphedHead):
     """Draft i is the likeliest token after the matrix was applied i + 1 times to the last hidden state."""
 
     drafts_trees = False
-    reads_all_rows = False
-    num_scratch_slots = 0
 
     def __init__(self, context: SpeculatorContext) -> None:
         super().__init__()
@@ -79,15 +74,6 @@ class ProjectedHead(GraphedHead):
     def planned(planning: Planning) -> DraftMemory:
         size = planning.target.spec.hidden_size
         return planning.memory_of([torch.empty(size, size, device="meta", dtype=planning.target.context.dtype)])
-
-    def update_kv(self, rows: ComputedRows) -> None:
-        pass
-
-    def forget(self, sequence_ids: Sequence[int]) -> None:
-        pass
-
-    def after_step(self, request: RequestState, start: int, count: int, is_updated: bool) -> DraftReadiness:
-        return DraftReadiness(can_draft=is_updated)
 
     def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
         return DraftOutput(tokens[: min(wanted.num_drafts, wanted.depth)])

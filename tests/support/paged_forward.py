@@ -13,15 +13,15 @@ import numpy as np
 import torch
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.kv_layout import key_value_cache
+from slipstream.nn.kv_layout import LayerCache
 from slipstream.worker.input_batch import num_short_queries
 from slipstream_kernels import ops
 from torch import Tensor
 
 
-def poisoned(cache: ops.KvCache) -> ops.KvCache:
+def poisoned(cache: LayerCache) -> LayerCache:
     """Set every bit: NaN in float types, fp8 and scales, which exposes reads of unwritten slots."""
-    for tensor in cache.block_tensors:
+    for tensor in cache.block_tensors if isinstance(cache, ops.KvCache) else (cache.rows,):
         tensor.view(torch.uint8).fill_(0xFF)
     return cache
 
@@ -46,11 +46,12 @@ class PagedForward:
         blocks = list(range(sum(num_blocks) + 3))
         random.Random(seed).shuffle(blocks)
         self.block_ids = [[blocks.pop() for _ in range(count)] for count in num_blocks]
-        spec, context = decoder.spec, decoder.context
-        layouts = [layer.attention.kv_layout(kv_dtype or context.dtype) for layer in spec.layers]
+        context = decoder.context
+        attentions = [layer.attention for layer in decoder.spec.of_rank(context.parallel).layers]
+        dtype = kv_dtype or context.dtype
         self.kv_caches = [
-            poisoned(key_value_cache(layout.empty(sum(num_blocks) + 3, block_size, context.device)))
-            for layout in layouts
+            poisoned(own.kv_cache(own.kv_layout(dtype).empty(sum(num_blocks) + 3, block_size, context.device)))
+            for own in attentions
         ]
 
     def step(self, num_scheduled_tokens: dict[int, int]) -> None:
@@ -125,4 +126,5 @@ class PagedForward:
             num_decode_requests=num_decodes,
             num_decode_tokens=starts[num_decodes],
             max_decode_query_len=max([*counts[:num_decodes], 0]),
+            prompt_prefixes=tuple(length - count for length, count in zip(seq_lens, counts))[num_decodes:],
         )

@@ -9,6 +9,10 @@ import torch
 from stored_layouts import LAYOUTS, AlibiModel
 from torch import Tensor
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -17,6 +21,8 @@ from transformers import (
     Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GlmConfig,
     GlmForCausalLM,
     GptOssConfig,
@@ -74,6 +80,8 @@ CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "baichuan": (LlamaConfig, LlamaForCausalLM),
     "baichuan-alibi": (LlamaConfig, AlibiModel),
     "chatglm": (GlmConfig, GlmForCausalLM),
+    "deepseek-v2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "deepseek-v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "gemma2": (Gemma2Config, Gemma2ForCausalLM),
     "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM),
     "gemma3-seeing": (Gemma3TextConfig, Gemma3ForCausalLM),
@@ -81,6 +89,7 @@ CLASSES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "glm": (GlmConfig, GlmForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
     "glm4-moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "glm4-moe-lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "gpt-oss": (GptOssConfig, GptOssForCausalLM),
     "granite": (GraniteConfig, GraniteForCausalLM),
     "minimax-m2": (MiniMaxM2Config, MiniMaxM2ForCausalLM),
@@ -97,6 +106,16 @@ GLM_EXPERTS: dict[str, object] = {
     "n_shared_experts": 1,
     "routed_scaling_factor": 1.5,
     "first_k_dense_replace": 1,
+}
+LATENT: dict[str, object] = {
+    **{name: value for name, value in GLM_EXPERTS.items() if name not in ("num_experts", "head_dim")},
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 40,
+    "q_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "pad_token_id": 0,
 }
 
 
@@ -164,6 +183,21 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
         "glm4-moe",
         {**GLM_EXPERTS, "use_qk_norm": True, "n_group": 4, "topk_group": 2, "n_shared_experts": 2},
     ),
+    "deepseek-v2": (
+        "deepseek-v2", {**LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek-v2-lite": (
+        "deepseek-v2",
+        {**LATENT, "q_lora_rank": None, "n_shared_experts": 2,
+         **_rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.7)},
+    ),
+    "deepseek-v3": (
+        "deepseek-v3",
+        {**LATENT, "n_group": 4, "topk_group": 2, "kv_lora_rank": 128,
+         **_rope("yarn", factor=4.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=1.0)},
+    ),
+    "deepseek-v3-halves": ("deepseek-v3", {**LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False}),
+    "glm4-moe-lite": ("glm4-moe-lite", {**LATENT, "v_head_dim": 36}),
     "baichuan": ("baichuan", {"num_key_value_heads": 6}),
     "baichuan2-head": ("baichuan", {"num_key_value_heads": 6, "vocab_size": 125_696}),
     "baichuan-alibi": ("baichuan-alibi", {"num_key_value_heads": 6}),
@@ -212,6 +246,19 @@ GPU_VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen3-gpu": ("qwen3", {"head_dim": 64}),
     "mistral-gpu": ("mistral", {"sliding_window": 9, "head_dim": 64}),
     "mixtral-gpu": ("mixtral", {"head_dim": 64, "num_local_experts": 5}),
+    "deepseek-gpu": (  # latents that the CUDA kernel serves; every expert, so that a rounding chooses no other
+        "deepseek-v3",
+        {
+            **LATENT,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_experts_per_tok": 8,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 32,
+        },
+    ),
     "llama-one-launch": (  # as small as ops.decode_layers takes
         "llama",
         {

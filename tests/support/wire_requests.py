@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 
+import backend_wire
 from slipstream.protocol import wire
 from slipstream.protocol.contract import GENERATE, OUTPUTS
 from slipstream.protocol.tensor_spec import TaskContract
@@ -51,6 +52,6 @@ def output_values(name: str, shape: tuple[int, ...], data: bytes, task: str = "g
 def answers(entry: bytes, task: str = "generate") -> dict[str, tuple[tuple[int, ...], list[object]]]:
     """name -> (shape, values) of one encoded response."""
     frame = wire.encode_responses([entry])
-    (response,) = wire.decode_responses(frame[wire.FRAME_HEADER_BYTES :])
+    (response,) = backend_wire.decode_responses(backend_wire.payload_of(frame))
     names = [spec.name for spec in OUTPUTS[task]]
     return {names[i]: (shape, output_values(names[i], shape, data, task)) for i, shape, data in response.outputs}

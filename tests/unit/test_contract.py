@@ -31,6 +31,7 @@ SAMPLES: dict[str, tuple[object, object]] = {
     "min_tokens": (2, "="), "end_id": (1, "="), "stop": (["a", "b"], ("a", "b")), "bad_words": (["x"], ("x",)),
     "stop_words_ids": ([5, 6, 7, 2, 3, -1], ((5, 6), (7,))), "bad_words_ids": ([5, 6, 7, 3, -1, -1], ((5, 6, 7),)),
     "allowed_token_ids": ([5, 6], (5, 6)),
+    "truncate_prompt_tokens": (9, "="), "detokenize": (False, "="),
     "ignore_eos": (True, "="), "include_stop_str_in_output": (True, "="), "skip_special_tokens": (False, "="),
     "temperature": (0.5, "="), "top_k": (3, "="), "top_p": (0.5, "="), "min_p": (0.25, "="),
     "repetition_penalty": (1.5, "="), "presence_penalty": (0.5, "="), "frequency_penalty": (0.5, "="),
@@ -109,7 +110,9 @@ def answer(*names: str, config: EngineConfig = CONFIG, echo: bool = False) -> di
     sequence.num_drafted_tokens, sequence.num_accepted_tokens = 8, 6
     sequence.times.first_token_ns = 1234
     ids = TOKENIZER.encode(" fox", False)
-    output = RequestOutput(sequence, client.echo_text + " fox", ids, [4, 5], FinishReason.STOP, "END", is_final=True)
+    output = RequestOutput(
+        sequence, client.echo_text + " fox", ids, [4, 5], FinishReason.STOP, "END", is_first=True, is_final=True
+    )
     output.logprobs = [TokenLogprobs(token_id, -0.25, 1, [(token_id, -0.25), (9, -2.0)]) for token_id in ids]
     output.cumulative_logprob = -0.25 * len(ids)
     return answers(encode_response(client, output))
@@ -126,6 +129,7 @@ EXPECTED = {
     "kv_cache_missed_block": [3], "kv_cache_hit_rate": [0.25], "arrival_time_ns": [0], "first_scheduled_time_ns": [0],
     "first_token_time_ns": [1234], "last_token_time_ns": [0], "acceptance_rate": [0.75],
     "total_accepted_draft_tokens": [6], "total_draft_tokens": [8], "prompt_logprobs": ["null"],
+    "prompt_token_ids": TOKENIZER.encode("The quick brown"),
 }  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_texts import greedy_continuation
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 MODEL_DIR = Path(__file__).resolve().parents[2] / "models" / "slipstream-demo-code"
@@ -96,10 +97,8 @@ def model() -> LlamaForCausalLM:
 
 def complete(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: str, max_tokens: int = 48) -> str:
     """Greedy continuation of `prompt`, without the prompt."""
-    ids = torch.tensor([tokenizer.encode(prompt)])
-    with torch.inference_mode():
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False)
-    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    found = greedy_continuation(model, tokenizer.encode(prompt), max_tokens)
+    return tokenizer.decode(found, skip_special_tokens=True)
 
 
 def longest_file(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -69,6 +70,14 @@ def test_lines_are_short(page: Path) -> None:
 def test_commands_name_the_environment_that_set_up_makes(page: Path) -> None:
     found = [command for command in commands(page) if BARE.match(command)]
     assert found == [], "write .venv/bin/python, .venv/bin/pytest or .venv/bin/slipstream"
+
+
+@pytest.mark.parametrize("folder", ["build", "client_examples"])
+def test_programs_say_so_too(folder: str) -> None:
+    for program in (ROOT / folder).glob("*.py"):
+        told = ast.get_docstring(ast.parse(program.read_text("utf-8"))) or ""
+        bare = [line for line in told.splitlines() if BARE.match(line.strip())]
+        assert bare == [], f"{folder}/{program.name}: write .venv/bin/python and the path from the repository"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -53,6 +53,14 @@ def all_ids(outputs: list[RequestOutput]) -> list[int]:
     return [token_id for output in outputs for token_id in output.token_ids]
 
 
+def test_token_ids_alone_have_no_text() -> None:
+    ids = TOKENIZER.encode(" fox jumps", False)
+    outputs = Bench(detokenize=False).play(ids)
+    assert all_ids(outputs) == ids and len(outputs) == len(ids)
+    assert not any(output.text for output in outputs)
+    assert [output.is_first for output in outputs] == [True, *[False] * (len(ids) - 1)]
+
+
 def test_every_token_leaves_in_its_step_and_the_end_is_marked() -> None:
     ids = TOKENIZER.encode(" fox jumps over the lazy dog", False)
     outputs = Bench().play(ids)

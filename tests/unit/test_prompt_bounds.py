@@ -10,7 +10,7 @@ import toy_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slipstream.core.errors import RequestError
-from slipstream.protocol.request_parser import encode_prompt
+from slipstream.protocol.prompts import encode_prompt
 from slipstream.tokenizer.tokenizer import TextTokenizer
 from tokenizers import Tokenizer
 

@@ -95,6 +95,9 @@ def test_where_it_cannot_be_fetched_the_code_model_is_served_and_that_is_said(
 
 def test_the_code_model_can_be_asked_for(serve: ModuleType, tmp_path: Path) -> None:
     assert serve.prepare_repository("code", tmp_path) == serve.REPOSITORY
+    repository = serve.prepare_repository("code", tmp_path / "set", settings={"max_num_seqs": "3", "num_blocks": "99"})
+    assert {"max_num_seqs": "3", "num_blocks": "99"}.items() <= parameters(repository, "llm").items()
+    assert serve.serves_code(repository)
 
 
 def test_a_drafter_of_the_repository_is_served(serve: ModuleType, tmp_path: Path) -> None:
@@ -104,6 +107,14 @@ def test_a_drafter_of_the_repository_is_served(serve: ModuleType, tmp_path: Path
     speculation = parse_parameters(found, repository / "llm").speculation
     assert Path(speculation.options_of(EagleOptions).eagle_head) == ROOT / "models/slipstream-demo-eagle"
     assert "--code" in serve.banner(serve.Address("127.0.0.1", 1, 2, 3), repository)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "medusa", "mtp", "eagle"])
+def test_the_repository_has_drafters_for_both_of_its_models(serve: ModuleType, method: str) -> None:
+    drafters = sys.modules["drafters"]
+    for whose in (drafters.CODE_DRAFTERS, drafters.CHAT_DRAFTERS):
+        _, folder = drafters.drafter_parameters(method, whose).values()
+        assert (Path(folder) / "config.json").is_file()
 
 
 def test_the_chat_model_has_drafters_of_its_own(

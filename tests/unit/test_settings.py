@@ -22,8 +22,8 @@ from slipstream.core.settings import BY_NAME, PASSED_ON, SETTINGS, Setting
 from slipstream.core.wire_messages import DataType, Tensor
 from slipstream.protocol.client_settings import NameIndex, Settings, index_names, read_settings
 from slipstream.protocol.contract_generate import inputs_of
-from slipstream.server.app import explain
 from slipstream.server.schemas import ChatRequest, CompletionRequest, Strict, make_fields
+from slipstream.server.validation import explain
 from wire_requests import request, tensor
 
 NEW = Setting(

@@ -8,6 +8,7 @@ import time
 
 from fake_llm import make_llm, make_request
 from slipstream.core.draft_methods import DRAFT_METHODS
+from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason
 from slipstream.core.stats import (
     FINISHED_METRIC,
@@ -160,3 +161,16 @@ def test_drafts_are_counted() -> None:
     news = drained(llm.scheduler.stats)
     assert news[Metric.DRAFTED_TOKENS] == [request.num_drafted_tokens] and news[Metric.ACCEPTED_TOKENS] == [6.0]
     assert len(news[Metric.ITL]) == 9
+
+
+def test_refusals_of_any_thread_are_counted_by_reason() -> None:
+    stats = Stats()
+    for fault in (RequestError, RequestError, CapacityError, ValueError):
+        stats.count_refusal(fault)
+    stats.publish()
+    told = dict(stats.drain())
+    assert [told[metric] for metric in (Metric.REFUSED_INVALID, Metric.REFUSED_CAPACITY, Metric.REFUSED_INTERNAL)] == [
+        [2.0], [1.0], [1.0]
+    ]  # fmt: skip
+    stats.publish()
+    assert Metric.REFUSED_INVALID not in dict(stats.drain()), "once"

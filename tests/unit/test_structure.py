@@ -26,7 +26,7 @@ ALLOWED = {
     | {"slipstream_kernels"},
     "slipstream.engine": {f"slipstream.{name}" for name in ("core", "protocol", "tokenizer", "nn", "worker", "engine")}
     | {"slipstream_kernels"},
-    "slipstream.server": {"slipstream.core", "slipstream.tokenizer.token_table", "slipstream.server"},
+    "slipstream.server": {"slipstream.core", "slipstream.tokenizer", "slipstream.server"},
     "slipstream.encoders": {"slipstream.core", "slipstream.encoders"},
     "slipstream_kernels": {"slipstream_kernels"},
 }

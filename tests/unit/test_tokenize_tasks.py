@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import backend_wire
 import pytest
 import toy_tokenizers
 from hub_cache import make_hub_cache
@@ -204,5 +205,5 @@ def test_a_request_that_ends_unread_says_how(reason: FinishReason, code: wire.Er
     server = object.__new__(TokenizeServer)
     server._link = SimpleNamespace(send=sent.append)  # type: ignore[assignment]
     server.end(7, None, reason)
-    [answer] = wire.decode_responses(sent[0][wire.FRAME_HEADER_BYTES :])
+    [answer] = backend_wire.decode_responses(backend_wire.payload_of(sent[0]))
     assert (answer.handle, answer.error_code) == (7, code) and "waited to be tokenised" in answer.error_message

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import backend_wire
 import pytest
 from golden_frames import CONFIG, FRAMES, METRICS, OUTPUTS, REQUEST, RESPONSES, SAMPLES, read_golden
 from hypothesis import given
@@ -29,8 +30,8 @@ def test_what_the_backend_sends_is_decoded() -> None:
 
 
 def test_responses_are_decoded() -> None:
-    first, second, third, fourth, fifth = wire.decode_responses(payload_of(FRAMES["responses"]))
-    assert first == wire.Response(1, 0, outputs=((0, (1,), b"\x06\0\0\0 token"),))
+    first, second, third, fourth, fifth = backend_wire.decode_responses(payload_of(FRAMES["responses"]))
+    assert first == backend_wire.Response(1, 0, outputs=((0, (1,), b"\x06\0\0\0 token"),))
     assert wire.bytes_elements(second.outputs[0][2]) == ["…é".encode()]
     assert second.flags == wire.ResponseFlag.FINAL
     assert [(index, shape, len(data)) for index, shape, data in third.outputs] == [
@@ -38,8 +39,8 @@ def test_responses_are_decoded() -> None:
         (1, (2, 3), 24),
         (1, (), 4),
     ]
-    assert fourth == wire.Response(4, 3, wire.ErrorCode.INVALID_ARG, "max_tokens: -1 is not positive")
-    assert fifth == wire.Response(5, 5)
+    assert fourth == backend_wire.Response(4, 3, wire.ErrorCode.INVALID_ARG, "max_tokens: -1 is not positive")
+    assert fifth == backend_wire.Response(5, 5)
 
 
 def test_the_hot_path_equals_the_general_encoder() -> None:
@@ -76,14 +77,14 @@ def test_responses_are_split_into_frames_by_size() -> None:
     responses = [wire.bytes_response(handle, 0, 0, b"x" * 300_000) for handle in range(20)]
     responses[7] = wire.bytes_response(7, 0, 0, b"x" * (3 << 20))  # more than a frame is to have
     frames = response_frames(responses)
-    assert [r.handle for frame in frames for r in wire.decode_responses(payload_of(frame))] == list(range(20))
+    assert [r.handle for frame in frames for r in backend_wire.decode_responses(payload_of(frame))] == list(range(20))
     assert sorted(len(frame) for frame in frames)[-2] <= wire.FRAME_TARGET_BYTES + 100 and len(frames) == 8
     assert response_frames(responses[:2]) == [wire.encode_responses(responses[:2])]
 
 
 @given(st.binary(max_size=200))
 def test_random_payloads_raise_nothing_but_protocol_errors(payload: bytes) -> None:
-    for decode in (wire.decode_config, wire.decode_request, wire.decode_responses, wire.bytes_elements):
+    for decode in (wire.decode_config, wire.decode_request, backend_wire.decode_responses, wire.bytes_elements):
         try:
             decode(payload)
         except wire.ProtocolError:
@@ -91,7 +92,7 @@ def test_random_payloads_raise_nothing_but_protocol_errors(payload: bytes) -> No
 
 
 def test_numbers_of_a_request_keep_their_type() -> None:
-    parameters = wire.decode_request(payload_of(wire.encode_request(REQUEST))).parameters
+    parameters = wire.decode_request(payload_of(backend_wire.encode_request(REQUEST))).parameters
     assert [type(value) for value in parameters.values()] == [str, int, bool, float]
 
 

@@ -16,6 +16,7 @@ KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8_e4m3", "int8",
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 GROUP_SIZES = (0, -1, 32, 64, 128)
 TASKS = ("generate", "tokenize", "detokenize")
+PREFILL_DTYPES = ("auto", "16bit", "fp8")
 OVERLAP_MODES = ("auto", "on", "off")
 GENERATION_CONFIGS = ("auto", "none")
 LOAD_FORMATS = ("auto", "safetensors", "dummy", "null")
@@ -35,11 +36,13 @@ class ModelConfig:
     dtype: str = "auto"
     load_format: str = "auto"
     max_model_len: int = 0  # 0 = the checkpoint's
+    rope_scaling: str = ""  # JSON; "" = the checkpoint's
     device: str = "auto"
     quantization: str = "auto"  # the checkpoint's own
     quantization_group_size: int = 0  # the checkpoint's, or 128; -1 = one group a row
     quantize_lm_head: bool = False
     attention_backend: str = ""
+    prefill_attention_dtype: str = "auto"
     cuda_graphs: str = "auto"  # or "off", or sizes like "1,2,4,8"
     deterministic: bool = False
     num_threads: int = 0  # of a CPU; 0 = one fewer than cores
@@ -67,9 +70,12 @@ class CacheConfig:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """max_num_batched_tokens: the token budget of one step. max_waiting_requests: above it -> UNAVAILABLE."""
+    """max_num_batched_tokens: the token budget of one step. max_mixed_prefill_tokens: of its prompts beside decodes, in
+    tokens without a context (core/prefill_budget.py); 0 = max_num_batched_tokens. max_waiting_requests: above it ->
+    UNAVAILABLE."""
 
     max_num_batched_tokens: int = 4096
+    max_mixed_prefill_tokens: int = 0
     max_num_seqs: int = 256
     policy: str = "max_utilization"
     max_waiting_requests: int = 1024
@@ -77,6 +83,16 @@ class SchedulerConfig:
     default_max_queue_ms: int = 0  # 0 = wait without limit
     priority_aging_s: float = 5.0  # a waiting request gains one priority level per interval; 0 = never
     overlap_scheduling: str = "auto"  # on for CUDA
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """tensor_parallel_size: processes, each with a device and a part of every layer. rank_timeout_s: how long the
+    others may keep a step waiting."""
+
+    tensor_parallel_size: int = 1
+    expert_parallel: bool = False  # ranks have whole experts, instead of a part of each
+    rank_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True)
@@ -156,6 +172,7 @@ class ServingConfig:
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     max_response_entries: int = 1 << 20  # max tokens and log-probability alternatives of one response
+    max_logprobs: int = 20  # alternatives of a token, the bound of `logprobs`; -1: the whole vocabulary
     stop_by_request_id: bool = False  # whether `stop: true` from any client ends the request of that id
     ignored_request_parameters: str = ""  # patterns like "x-*,traceparent" of request parameters to ignore
     is_decoupled: bool = True  # from config.pbtxt; False: one response per request, for plain infer calls
@@ -173,6 +190,7 @@ class EngineConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     structured_output: StructuredOutputConfig = field(default_factory=StructuredOutputConfig)
     serving: ServingConfig = field(default_factory=ServingConfig)

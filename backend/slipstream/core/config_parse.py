@@ -23,6 +23,7 @@ from slipstream.core.wire_messages import Config as WireConfig
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
 _TOKENS = "max_tokens_in_paged_kv_cache"  # TensorRT-LLM's cache size in tokens: num_blocks * block_size
+_DEFAULTS = EngineConfig()
 _BY_NAME = {name: parameter for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)}
 _MODEL_PARAMETER = re.compile(r'key:\s*"model"\s*,?\s*value:?\s*\{\s*string_value:\s*"([^"]*)"')
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
@@ -69,7 +70,7 @@ def config_from_values(values: Mapping[str, object], is_complete: bool = True) -
 
     is_complete: also check required parameters. Raises ConfigError.
     """
-    config = EngineConfig()
+    config = _DEFAULTS
     given: dict[str, str] = {}
     for name, value in values.items():
         parameter = _BY_NAME.get(name)
@@ -171,7 +172,7 @@ def value_at(config: EngineConfig, path: str) -> Any:
 
 
 def parameter_default(parameter: Parameter) -> Any:
-    return value_at(EngineConfig(), parameter.path)
+    return value_at(_DEFAULTS, parameter.path)
 
 
 def _member(holder: Any, name: str) -> Any:

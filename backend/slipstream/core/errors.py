@@ -1,7 +1,7 @@
 """The four errors of Slipstream, by who can correct them. Standard library only.
 
 Each maps to one Triton error code at the border (protocol/contract.py): RequestError -> INVALID_ARG, CapacityError ->
-UNAVAILABLE, EngineError -> INTERNAL; a ConfigError makes the load fail with its text.
+UNAVAILABLE, EngineError -> INTERNAL (RankLostError -> UNAVAILABLE); a ConfigError makes the load fail with its text.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ class CapacityError(SlipstreamError):
 
 class EngineError(SlipstreamError):
     """A bug of the engine: every in-flight request is answered with it, and readiness turns false."""
+
+
+class RankLostError(EngineError):
+    """A process that shares the model is lost (UNAVAILABLE): the engine starts again, and the request may succeed."""
 
 
 def internal_error(logger: logging.Logger, what: str, error: BaseException) -> EngineError:

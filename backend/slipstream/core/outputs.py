@@ -12,13 +12,15 @@ from slipstream.core.request import FinishReason, Request
 class TokenLogprobs:
     """Log-probabilities of one position. top: (token id, logprob), likeliest first. rank of the chosen token: 1 = best.
 
-    json: their encoding for clients (protocol/responses.py); once it is set, top is empty.
+    asked: likewise of the request's logprob_token_ids. json: their encoding for clients (protocol/responses.py); once
+    it is set, both lists are empty.
     """
 
     token_id: int
     logprob: float
     rank: int
     top: list[tuple[int, float]] = field(default_factory=list)
+    asked: list[tuple[int, float]] = field(default_factory=list)
     json: str = ""
 
 
@@ -46,7 +48,7 @@ class RequestOutput:
     decode(context + token_ids) minus decode(context) is exactly `text`.
     With an echoed prompt there is no context and `text` decodes prompt + token_ids.
     cumulative_logprob: sum over the sequence's tokens so far.
-    is_final: the last output of the client request (handle), over all its sequences.
+    is_first: the first output of the sequence. is_final: the last of the client request, over all its sequences.
     """
 
     request: Request
@@ -57,6 +59,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    is_first: bool = False
     is_final: bool = False
     error: str = ""
     fault: type[SlipstreamError] = EngineError

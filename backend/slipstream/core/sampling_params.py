@@ -12,7 +12,7 @@ from functools import cached_property
 
 from slipstream.core.bad_words import BadWords
 from slipstream.core.errors import RequestError
-from slipstream.core.setting_kinds import TokenBiases, TokenIds, WordsIds
+from slipstream.core.setting_kinds import Texts, TokenBiases, TokenIds, WordsIds
 from slipstream.core.settings import BY_NAME, DEFAULTS, GUIDE_TYPES
 from slipstream.core.word_automaton import WordAutomaton
 
@@ -31,7 +31,8 @@ class Guide:
 class SamplingParams:
     """Sampling of one request. `temperature=0` is greedy; `top_k=0` (or -1) and `top_p=1.0` are off.
 
-    logprobs / prompt_logprobs: number of most likely alternatives to report (0 = the chosen token alone, None = off).
+    logprobs / prompt_logprobs: number of most likely alternatives to report (0 = the chosen token alone, None = off, -1
+    = the vocabulary; requests are held to the model's max_logprobs). logprob_token_ids: further tokens to report.
     bad_words: texts; bad_words_ids / stop_token_ids / allowed_token_ids (None = all): token ids. logit_bias: (token id,
     bias) pairs; embedding_bias: a bias per token of the vocabulary, or nothing. Both are added.
     end_id replaces the checkpoint's end-of-sequence tokens when given.
@@ -63,8 +64,10 @@ class SamplingParams:
     end_id: int | None = DEFAULTS["end_id"]
     logprobs: int | None = DEFAULTS["logprobs"]
     prompt_logprobs: int | None = DEFAULTS["prompt_logprobs"]
+    logprob_token_ids: tuple[int, ...] = DEFAULTS["logprob_token_ids"]
     include_stop_str_in_output: bool = DEFAULTS["include_stop_str_in_output"]
     skip_special_tokens: bool = DEFAULTS["skip_special_tokens"]
+    detokenize: bool = DEFAULTS["detokenize"]
     guide: Guide | None = None
     num_draft_tokens: int | None = DEFAULTS["num_draft_tokens"]
     speculative_method: str | None = DEFAULTS["speculative_method"]
@@ -75,6 +78,9 @@ class SamplingParams:
 
     def __post_init__(self, are_checked: bool) -> None:
         if not are_checked:
+            for name in _TEXTS:
+                if isinstance(text := getattr(self, name), str):  # one string, as requests may have it
+                    object.__setattr__(self, name, (text,))
             self._check_values()
         if self.temperature < LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
@@ -82,6 +88,10 @@ class SamplingParams:
             object.__setattr__(self, "top_p", 1.0)
             if self.top_k == 0:
                 object.__setattr__(self, "temperature", 0.0)
+        if self.logprob_token_ids and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
+        if self.stop and not self.detokenize:
+            raise RequestError("stop", "stop strings are found in text, accepted: none with detokenize=false")
         if self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"got {self.min_tokens}, accepted: at most max_tokens={self.max_tokens}")
 
@@ -137,4 +147,5 @@ class SamplingParams:
 
 _KINDS = tuple((f.name, BY_NAME[f.name].kind, f.default) for f in fields(SamplingParams) if f.name in BY_NAME)
 FIELD_NAMES = tuple(name for name, _, _ in _KINDS)
+_TEXTS = tuple(name for name, kind, _ in _KINDS if isinstance(kind, Texts))
 _WITH_TOKEN_IDS = tuple((name, kind) for name, kind, _ in _KINDS if isinstance(kind, TokenIds | WordsIds | TokenBiases))

@@ -11,6 +11,7 @@ commit.
 
 from __future__ import annotations
 
+import math
 import time
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.kv_cache import FoundBlock, KVCacheManager
 from slipstream.core.latencies import note_times
 from slipstream.core.outputs import StepOutput
+from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.queue_order import ExpiryQueue, SortKey, sort_key
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.speculation import DraftPlanner, truncate_drafts, update_after_verify
@@ -49,6 +51,7 @@ class Scheduler:
         max_model_len: int,
         stats: Stats | None = None,
         planner: DraftPlanner | None = None,
+        attention_parity: float = math.inf,
     ) -> None:
         if config.policy not in SCHEDULER_POLICIES:
             raise ConfigError("policy", config.policy, f"accepted: {', '.join(SCHEDULER_POLICIES)}")
@@ -64,6 +67,7 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._num_added = 0
         self._num_promised_blocks = 0  # worst-case blocks of all running requests
+        self.prefill_budget = PrefillBudget.of(config, attention_parity)
         self._num_turn_tokens = 0  # tokens of the next step reserved for an unchunked prompt that decodes crowded out
         self.expiries = ExpiryQueue()
 
@@ -153,6 +157,7 @@ class Scheduler:
         prefills: list[Request] = []
         if self._running:
             budget = self._schedule_decodes(step, budget, prefills)
+        self.prefill_budget.begin_step(len(step.requests))
         can_admit = admits and bool(self._waiting) and not step.preempted
         if prefills:
             if can_admit and _sort_key(self._waiting[0]) < _sort_key(prefills[0]):
@@ -202,13 +207,13 @@ class Scheduler:
         """Continue prompts that earlier steps started; only windowed groups do not have all their blocks yet."""
         for request in prefills:
             num_missing = request.num_tokens - request.num_computed_tokens
-            num_new = min(num_missing, budget)
+            num_new = self.prefill_budget.take(request.num_computed_tokens, num_missing, budget)
             if num_new <= 0:
                 break
             if self.cache.windows is not None and not self._move_window(request, num_new):
                 step.preempted.append(request)
                 continue
-            _add_prefill(step, request, num_new, num_missing)
+            step.add_prefill(request, num_new, num_missing)
             budget -= num_new
         return budget
 
@@ -226,13 +231,15 @@ class Scheduler:
             if not self.cache.can_admit(request, prefix, self._num_spare_blocks(request)):
                 break
             num_missing = request.num_tokens - len(prefix) * self.cache.block_size
-            num_new = min(num_missing, budget)
+            num_new = self.prefill_budget.take(request.num_tokens - num_missing, num_missing, budget)
+            if num_new <= 0:
+                break
             if num_new < num_missing and not self._may_chunk(num_missing):
                 self._num_turn_tokens = 0 if is_turn else num_missing
                 break
             del self._waiting[index]
             self._start(request, prefix)
-            _add_prefill(step, request, num_new, num_missing)
+            step.add_prefill(request, num_new, num_missing)
             budget -= num_new
         return budget
 
@@ -391,10 +398,3 @@ class Scheduler:
             self.stats.add(Metric.CANCELLATIONS)
         if request.times.arrival_ns:
             self.stats.observe(Metric.E2E_TIME, max(0, time.time_ns() - request.times.arrival_ns) * 1e-9)
-
-
-def _add_prefill(step: ScheduledStep, request: Request, num_new: int, num_missing: int) -> None:
-    samples = num_new == num_missing
-    step.add(request, request.num_computed_tokens, num_new, samples)
-    request.num_computed_tokens += num_new
-    request.num_output_placeholders += samples

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from slipstream.core import setting_values as values
 from slipstream.core.errors import RequestError
-from slipstream.core.setting_values import MAX_INT32, check_list, refuse
+from slipstream.core.setting_values import MAX_ENTRIES, MAX_INT32, check_list, refuse
 
 
 class Kind(Protocol):
@@ -155,10 +155,12 @@ class TokenIds:
 
     is_text: bool = False
     is_empty_accepted: bool = True
+    max_entries: int = MAX_ENTRIES
 
     @property
     def accepted(self) -> str:
-        return f"token ids from 0 to {MAX_INT32}{'' if self.is_empty_accepted else ', one at least'}"
+        bound = f", at most {self.max_entries}" if self.max_entries < MAX_ENTRIES else ""
+        return f"token ids from 0 to {MAX_INT32}{bound}{'' if self.is_empty_accepted else ', one at least'}"
 
     def read(self, name: str, value: object) -> tuple[int, ...]:
         token_ids = values.read_ids(name, value)
@@ -168,7 +170,8 @@ class TokenIds:
         return token_ids
 
     def check(self, name: str, value: Any) -> None:
-        if not (_are_token_ids(value) if value else self.is_empty_accepted):
+        is_short = self.is_text or len(value) <= self.max_entries
+        if not (is_short and (_are_token_ids(value) if value else self.is_empty_accepted)):
             raise refuse(name, value, self.accepted)
 
     def token_ids(self, value: tuple[int, ...]) -> Collection[int]:

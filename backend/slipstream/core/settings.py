@@ -36,9 +36,11 @@ TRT = (TRT_ENSEMBLE, TRT_CORE)
 OURS = (SLIPSTREAM,)
 MAX_BIAS = 100.0  # of one token's logit, either way
 MAX_CACHE_SALT_BYTES = 256
+MAX_LOGPROB_TOKENS = 128  # of logprob_token_ids: vLLM's own bound
 MAX_CHOICES = 128
 MAX_REQUEST_ID_BYTES = 1024  # as of the id that is not a parameter, kMaxRequestIdBytes
 MAX_TIMEOUT_US = 2**63 - 1
+NUM_LOGPROBS = Integer(-1, words=f"an integer from 0 to {MAX_INT32}, or -1 for the whole vocabulary")
 GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
 
 # what `openai` of a setting may be besides names of the gateway's own fields
@@ -74,6 +76,7 @@ _PROMPT = (
     Setting("prompt", Text(), None, "The prompt, UTF-8. This or `input_ids`, not both.", {"text_input": (VLLM, TRT_ENSEMBLE, TRT_LLMAPI)}, is_in_json=False),
     Setting("prompt_token_ids", TokenIds(is_text=True), None, "The prompt as token ids, used as they are: nothing is put in front.", {"input_ids": (TRT_CORE,)}, is_in_json=False),
     Setting("prompt_length", Integer(), None, "Number of leading `input_ids` that are the prompt (padding follows); all when absent.", {"input_lengths": (TRT_CORE,)}, is_in_json=False),
+    Setting("truncate_prompt_tokens", Integer(-1, words=f"an integer from 1 to {MAX_INT32}, or -1 for `max_model_len` less `max_tokens`"), None, "Keep only the last tokens of the prompt, and those that the tokenizer puts in front. A long text is first cut to 16 characters per token kept.", {"truncate_prompt_tokens": OURS}, openai=PASSED_ON),
     Setting("sampling_parameters", Object(), None, "A JSON object of settings, by the names of the table of settings.", {"sampling_parameters": (VLLM,)}, is_in_json=False),
     Setting("add_special_tokens", Flag(), True, "Whether the tokenizer puts its special tokens around `text_input`.", {"add_special_tokens": OURS}, openai="`add_special_tokens` of completions", parameter="add_special_tokens"),
 )  # fmt: skip
@@ -90,6 +93,7 @@ _LENGTH = (
     Setting("allowed_token_ids", TokenIds(is_empty_accepted=False), None, "The only tokens that may be generated. End tokens have to be listed too.", {"allowed_token_ids": OURS}, openai=PASSED_ON),
     Setting("ignore_eos", Flag(), False, "Continue after the end token.", {"ignore_eos": OURS}, openai=PASSED_ON),
     Setting("include_stop_str_in_output", Flag(), False, "Keep the stop string, or the text of the stop token, in the output.", {"include_stop_str_in_output": OURS}, openai=PASSED_ON),
+    Setting("detokenize", Flag(), True, "Make text of the tokens. Without it outputs have token ids alone, and stop strings are refused.", {"detokenize": OURS}, openai=PASSED_ON),
     Setting("skip_special_tokens", Flag(), True, "Leave special tokens out of the text (the default).", {"skip_special_tokens": OURS}, openai=PASSED_ON, parameter="skip_special_tokens"),
 )  # fmt: skip
 
@@ -104,8 +108,9 @@ _SAMPLING = (
     Setting("seed", Integer(-(2**63), 2**64 - 1, "a 64-bit integer"), None, "The same seed gives the same text, whatever else is in the batch. `random_seed` is the name in older releases.", {"seed": TRT, "random_seed": TRT, "sampling_param_seed": (TRT_LLMAPI,)}, openai=PASSED_ON),
     Setting("n", Integer(1, MAX_CHOICES), 1, "Sequences to generate; they share the prompt's cache.", {"num_return_sequences": TRT}, json=("n",), openai=PASSED_ON),
     Setting("best_of", Integer(1, MAX_CHOICES), None, "Accepted when equal to the number of sequences returned.", {"sampling_param_best_of": (TRT_LLMAPI,)}, json=("best_of",), openai="`best_of` of completions"),
-    Setting("logprobs", Integer(0, 20), None, "Likeliest tokens to report beside each new one; 0 for the chosen one alone.", json=("logprobs",), openai="`logprobs`, `top_logprobs`"),
-    Setting("prompt_logprobs", Integer(0, 20), None, "The same for each token of the prompt.", json=("prompt_logprobs",), openai="`echo` with `logprobs`"),
+    Setting("logprobs", NUM_LOGPROBS, None, "Likeliest tokens to report beside each new one, at most the model's `max_logprobs`; 0 for the chosen one alone.", json=("logprobs",), openai="`logprobs`, `top_logprobs`"),
+    Setting("prompt_logprobs", NUM_LOGPROBS, None, "The same for each token of the prompt.", json=("prompt_logprobs",), openai="`prompt_logprobs`; `echo` with `logprobs`"),
+    Setting("logprob_token_ids", TokenIds(max_entries=MAX_LOGPROB_TOKENS), (), "Tokens to report beside each new one, likely or not; without a rank.", json=("logprob_token_ids",), openai=PASSED_ON),
     Setting("logit_bias", TokenBiases(MAX_BIAS), (), 'Added to the logits of tokens: an object {"token id": bias}.', json=("logit_bias",), openai=PASSED_ON),
     Setting("embedding_bias_words", Texts(has_empty=True), (), "Words whose tokens get the bias of `embedding_bias_weights`.", {"embedding_bias_words": (TRT_ENSEMBLE,)}),
     Setting("embedding_bias_weights", Biases(MAX_BIAS), (), "One logit bias per entry of `embedding_bias_words`.", {"embedding_bias_weights": (TRT_ENSEMBLE,)}),
@@ -143,6 +148,7 @@ _FLAGS = (
     Setting("return_num_output_tokens", Flag(), False, "Send `num_output_tokens`.", {"return_num_output_tokens": (VLLM,)}),
     Setting("return_log_probs", Flag(), False, "Send `cum_log_probs` and `output_log_probs`.", {"return_log_probs": TRT}),
     Setting("return_output_ids", Flag(), False, "Send `output_ids` and `sequence_length`.", {"return_output_ids": OURS}),
+    Setting("return_prompt_token_ids", Flag(), False, "Send `prompt_token_ids`.", {"return_prompt_token_ids": OURS}),
     Setting("return_perf_metrics", Flag(), False, "Send the cache, timing and speculation outputs.", {"return_perf_metrics": TRT, "sampling_param_return_perf_metrics": (TRT_LLMAPI,)}),
 )  # fmt: skip
 
@@ -152,8 +158,12 @@ DEFAULTS: dict[str, Any] = {setting.name: setting.default for setting in SETTING
 
 # Fields of vLLM's SamplingParams that are not served and that no tensor has -> values accepted, why no others are.
 KEYS_NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
-    "detokenize": ((True,), "text is always made"),
     "spaces_between_special_tokens": ((True,), "special tokens are shown as they are"),
     "use_beam_search": ((False,), "there is no beam search"),
-    "truncate_prompt_tokens": ((), "a prompt is never cut silently"),
+    "logits_processors": (([],), "code of a client is not run"),
+    "output_kind": ((), "`stream` says whether text comes in pieces"),
+    "flat_logprobs": ((False,), "log-probabilities are JSON"),
+    "skip_reading_prefix_cache": ((False,), "a `cache_salt` of its own keeps a request from cached prefixes"),
+    "extra_args": (({},), "no plugin reads them"),
+    "thinking_token_budget": ((), "reasoning has no budget of its own"),
 }

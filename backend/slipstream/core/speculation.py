@@ -17,6 +17,7 @@ from slipstream.core.stats import Metric, Stats, accepted_metric, drafted_metric
 from slipstream.core.step_costs import StepCosts, Surplus, bounded
 
 _MIN_STEPS = 32  # measured steps before a mean speed is used
+_TRIAL_STEPS = 48  # plain steps measured where drafters find too few drafts
 _MIN_GAIN = 1.0  # speculation pauses below this ratio of tokens per second to plain steps
 _PAUSE_STEPS = 1024  # plain steps of the first pause
 _MAX_DOUBLINGS = 6  # of the pause
@@ -68,6 +69,7 @@ class _Load:
 
     plain: _Speed = field(default_factory=_Speed)
     speculating: _Speed = field(default_factory=_Speed)
+    num_empty: int = 0  # of the speculating steps: those that had no draft to verify
     surplus: Surplus = field(default_factory=Surplus)
     num_drafts: dict[tuple[str, int], int] = field(default_factory=dict)  # last decision by (method, max drafts)
     num_pause_steps: int = 0
@@ -94,12 +96,24 @@ class _Load:
         elif step.num_rows > step.num_running:  # excludes a plain step that drafts for the first time
             self.surplus.note_verified(padded_rows, step.num_running, step.seconds, expected)
 
-    def allows(self) -> bool:
-        if self.num_pause_steps:
-            return False
+    def is_slower(self) -> bool:
+        """Whether speculation was measured to be slower than plain steps."""
         if min(self.plain.count, self.speculating.count) < _MIN_STEPS:
-            return True
-        return self.plain.seconds_per_token >= _MIN_GAIN * self.speculating.seconds_per_token
+            return False
+        return self.plain.seconds_per_token < _MIN_GAIN * self.speculating.seconds_per_token
+
+    def needs_trial(self, plain_seconds: float) -> bool:
+        """Whether to measure plain steps: most steps had no draft to verify, and tokens take longer than plain steps
+        did at start. Such a step waits for the host to look for drafts, which neither acceptance nor costs show."""
+        if self.plain.count >= _MIN_STEPS or self.speculating.count < _MIN_STEPS or self.num_pause_steps:
+            return False
+        return 2 * self.num_empty > self.speculating.count and plain_seconds < self.speculating.seconds_per_token
+
+    def pause(self) -> None:
+        if not self.num_pause_steps:  # steps still in flight count once
+            self.note_drafting(is_worthwhile=False, was_drafting=True)
+        self.num_pause_steps = _PAUSE_STEPS * self.backoff
+        self.speculating, self.num_empty = _Speed(), 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +189,7 @@ class DraftPlanner:
     def begin_step(self, num_running: int) -> None:
         """Set the limit of drafts per request for a step with num_running requests."""
         self._max_drafts = self._num_affordable(num_running)
-        if self._max_drafts and self._is_adaptive and not self._load(num_running).allows():
+        if self._max_drafts and self._is_adaptive and self._load(num_running).num_pause_steps:
             self._max_drafts = 0
         self._num_steps += 1
         if num_running != self._num_running or self._num_steps % _REVIEW_STEPS == 0:
@@ -209,14 +223,15 @@ class DraftPlanner:
                 seconds = bounded(seconds, expected)
         if step.method:
             load.speculating.add(seconds, step.tokens_per_request)
-            if not load.allows():
-                if not load.num_pause_steps:  # steps still in flight count once
-                    load.note_drafting(is_worthwhile=False, was_drafting=True)
-                load.num_pause_steps = _PAUSE_STEPS * load.backoff
-                load.speculating = _Speed()
-            return
-        load.plain.add(seconds, step.tokens_per_request)
-        load.num_pause_steps = max(0, load.num_pause_steps - 1)
+            load.num_empty += step.num_rows == step.num_running
+            plain = self._costs and self._costs.seconds(step.num_running, step.num_running, "")
+            if plain and load.needs_trial(plain):
+                load.num_pause_steps = _TRIAL_STEPS
+        else:
+            load.plain.add(seconds, step.tokens_per_request)
+            load.num_pause_steps = max(0, load.num_pause_steps - 1)
+        if load.is_slower():
+            load.pause()
 
     def promises(self, method: str, most: int) -> dict[int, float]:
         """Expected tokens per second of a request by number of drafts (0..most, 0 is plain) at this step's load.

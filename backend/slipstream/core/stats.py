@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import enum
 import time
+from collections import deque
 from dataclasses import dataclass, field
 
 from slipstream.core.draft_methods import DRAFT_METHODS
+from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.request import FinishReason
 
 
@@ -55,6 +57,9 @@ class Metric(enum.IntEnum):
     KV_HOST_BLOCKS_TOTAL = 26
     KV_BLOCKS_STORED = 27
     KV_BLOCKS_LOADED = 28
+    REFUSED_INVALID = 29
+    REFUSED_CAPACITY = 30
+    REFUSED_INTERNAL = 31
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,11 @@ def _histogram(family: str, buckets: tuple[float, ...], help_text: str) -> Metri
 def _finished(reason: FinishReason) -> MetricSpec:
     help_text = "Sequences that ended, by finish reason"
     return MetricSpec("slipstream_requests_finished_total", MetricKind.COUNTER, help_text, {"reason": reason.value})
+
+
+def _refused(reason: str) -> MetricSpec:
+    help_text = "Requests that never became sequences, by the code of their error"
+    return MetricSpec("slipstream_requests_refused_total", MetricKind.COUNTER, help_text, {"reason": reason})
 
 
 _SPECS: dict[Metric, MetricSpec] = {
@@ -134,6 +144,9 @@ _SPECS: dict[Metric, MetricSpec] = {
     Metric.KV_HOST_BLOCKS_TOTAL: _gauge("slipstream_kv_host_blocks_total", "KV blocks that host memory can keep"),
     Metric.KV_BLOCKS_STORED: _counter("slipstream_kv_blocks_stored_total", "KV blocks copied to host memory"),
     Metric.KV_BLOCKS_LOADED: _counter("slipstream_kv_blocks_loaded_total", "KV blocks copied back from host memory"),
+    Metric.REFUSED_INVALID: _refused("invalid_arg"),
+    Metric.REFUSED_CAPACITY: _refused("unavailable"),
+    Metric.REFUSED_INTERNAL: _refused("internal"),
 }
 _METHODS = tuple(DRAFT_METHODS.names())
 _NUM_POSITIONS = 8  # draft positions with a counter each; the last counts all later positions too
@@ -148,6 +161,10 @@ _BY_POSITION = tuple(
     for method in _METHODS
     for position in _POSITIONS
 )
+_REFUSED_METRIC: dict[type[Exception], Metric] = {
+    RequestError: Metric.REFUSED_INVALID,
+    CapacityError: Metric.REFUSED_CAPACITY,
+}
 METRICS: tuple[MetricSpec, ...] = (*(_SPECS[metric] for metric in Metric), *_BY_POSITION)
 
 
@@ -173,12 +190,17 @@ class _Values:
 
 
 class Stats:
-    """Accumulates on the engine thread, drains on the output thread."""
+    """Accumulates on the engine thread, drains on the output thread. Refusals may be counted on any thread."""
 
     def __init__(self) -> None:
         self.last_step_time = 0.0  # time.monotonic() of the last step's end or of the first arrival; 0.0 when idle
         self._values = _Values()
         self._mailbox: _Values | None = None
+        self._refusals: deque[Metric] = deque()
+
+    def count_refusal(self, fault: type[Exception]) -> None:
+        """Count a request that was answered with an error before it became a sequence."""
+        self._refusals.append(_REFUSED_METRIC.get(fault, Metric.REFUSED_INTERNAL))
 
     # ---- engine thread
 
@@ -204,6 +226,8 @@ class Stats:
 
         Called at the end of every step and on every idle iteration of the engine loop.
         """
+        while self._refusals:
+            self.add(self._refusals.popleft())
         values = self._values
         if self._mailbox is None and (values.counts or values.gauges or values.observations):
             self._values = _Values()

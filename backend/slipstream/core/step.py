@@ -58,6 +58,13 @@ class ScheduledStep:
         self.samples.append(samples)
         self.num_drafts.append(num_drafts)
 
+    def add_prefill(self, request: Request, num_new: int, num_missing: int) -> None:
+        """A chunk of a prompt, which samples if nothing is missing then; counts as computed."""
+        samples = num_new == num_missing
+        self.add(request, request.num_computed_tokens, num_new, samples)
+        request.num_computed_tokens += num_new
+        request.num_output_placeholders += samples
+
     def withdraw(self, index: int) -> None:
         """Remove a request from those that sample."""
         self.samples[index], self._rows = False, None

@@ -133,14 +133,3 @@ class MetricSpec:
     help: str
     labels: tuple[tuple[str, str], ...] = ()
     bounds: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True)
-class Response:
-    """A decoded entry of RESPONSES; each output is (index into READY's list, shape, data)."""
-
-    handle: int
-    flags: int
-    error_code: int = 0
-    error_message: str = ""
-    outputs: tuple[tuple[int, tuple[int, ...], bytes], ...] = ()

@@ -186,9 +186,14 @@ class Drafting:
         return DraftBudget(request.sequence_id, drafter.method, num_drafts, num_left, launched, has_scratch)
 
     def _check_off(self, params: SamplingParams) -> None:
-        """Refuse a request that names a method if none is loaded."""
-        if not self._drafters and params.speculative_method not in (None, NO_SPECULATION):
+        """Refuse a request that asks for drafts if no method is loaded."""
+        if self._drafters:
+            return
+        if params.speculative_method not in (None, NO_SPECULATION):
             raise RequestError("speculative_method", f"got {params.speculative_method!r}, loaded: none")
+        if params.num_draft_tokens:
+            accepted = "accepted: 0, because the model has no speculative_method"
+            raise RequestError("num_draft_tokens", f"got {params.num_draft_tokens}, {accepted}")
 
 
 def _most_slots_after(row: ScheduledRequest, drafter: DrafterInfo, num_ahead: int) -> int:

@@ -35,13 +35,14 @@ from slipstream.engine.grammar_host import GrammarHost
 from slipstream.engine.grammar_messages import Setup
 from slipstream.engine.in_flight import AheadStep, InFlightStep, SampledStep, sampled_step
 from slipstream.engine.input_processor import InputProcessor
+from slipstream.engine.ranks import Ranks
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.engine.structured_output import StructuredOutputs
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.tokenizer.tokenizer import TextTokenizer
-from slipstream.worker.interface import AheadInput, StepResult
-from slipstream.worker.memory_plan import free_device_memory, plan_memory, resolve_hardware
+from slipstream.worker.interface import AheadInput, StepResult, Worker
+from slipstream.worker.memory_plan import Hardware, MemoryPlan, plan_memory, resolve_hardware
 from slipstream.worker.null_worker import NullWorker
 
 logger = logging.getLogger(__name__)
@@ -74,16 +75,17 @@ class Engine:
         self.start_up = StartUp()
         checkpoint = resolve_checkpoint(config.model.model)
         self.config = config = with_generation_defaults(config, checkpoint)
-        self.spec: DecoderSpec = read_spec(checkpoint)
+        self.spec: DecoderSpec = read_spec(checkpoint, config.model.rope_scaling)
         tokenizer_path = resolve_tokenizer(config.model.tokenizer or str(checkpoint))
         self.tokenizer = TextTokenizer.load(tokenizer_path)
         hardware = resolve_hardware(config, self.spec)
-        self.memory_plan = plan_memory(self.spec, config, hardware, free_device_memory(hardware.device))
-        for line in str(self.memory_plan).splitlines():
-            logger.info("%s", line)
+        self.ranks = Ranks(config, self.spec, hardware)
+        try:
+            self.memory_plan, self.worker = self._load(hardware, make_worker)
+        except BaseException:
+            self.ranks.close()
+            raise
         self.max_model_len = self.memory_plan.max_model_len
-        self.start_up.finish("plan")
-        self.worker = make_worker(config, self.spec, hardware, self.memory_plan, self.tokenizer, self.start_up)
         self.start_up.log()
         planner = make_planner(config, self.spec, hardware, self.worker.info.costs)
         self.stats = Stats()
@@ -91,7 +93,9 @@ class Engine:
         cache = KVCacheManager(
             plan.num_blocks, settings.block_size, settings.enable_prefix_caching, plan.num_host_blocks, plan.groups
         )
-        self.scheduler = Scheduler(config.scheduler, cache, self.max_model_len, self.stats, planner)
+        self.scheduler = Scheduler(
+            config.scheduler, cache, self.max_model_len, self.stats, planner, self.spec.attention_parity
+        )
         self._num_ahead = 1 if overlaps(config.scheduler.overlap_scheduling, hardware.device.type) else 0
         self._in_flight: deque[InFlightStep] = deque()
         self._ahead: AheadStep | None = None
@@ -181,21 +185,38 @@ class Engine:
             self._forget([output.request for output in outputs if output.finish_reason is not None])
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
-            self._die(internal_error(logger, "the engine failed", error), step, outputs)
+            lost = self.ranks.loss_behind_failure()
+            self._die(lost or internal_error(logger, "the engine failed", error), step, outputs)
         return outputs
+
+    def abandon(self, error: EngineError) -> None:
+        """Refuse new requests; those that run are the caller's to answer. Any thread."""
+        with self._wake:
+            self.error = self.error or error
+            self._wake.notify_all()
 
     def close(self) -> None:
         """Refuse new requests and free weights and KV pool; running requests get no answer."""
-        with self._wake:
-            self.error = self.error or EngineError("the engine is closed")
-            self._wake.notify_all()
+        self.abandon(EngineError("the engine is closed"))
         self._in_flight.clear()
         self._ahead = None
         self._structured.close()
         self.worker.close()
+        self.ranks.close()
         self.worker = NullWorker(0)
 
     # ---- parts
+
+    def _load(self, hardware: Hardware, make_worker: MakeWorker) -> tuple[MemoryPlan, Worker]:
+        plan = plan_memory(self.spec, self.config, hardware, self.ranks.free_bytes)
+        for line in str(plan).splitlines():
+            logger.info("%s", line)
+        self.start_up.finish("plan")
+
+        def make(hardware: Hardware) -> Worker:
+            return make_worker(self.config, self.spec, hardware, plan, self.tokenizer, self.start_up)
+
+        return plan, self.ranks.load(plan, make)
 
     def _grammar_host(self, tokenizer_path: Path) -> GrammarHost:
         eos_token_ids, limits = self._input_processor.eos_token_ids, self.config.structured_output
@@ -356,7 +377,7 @@ class Engine:
             if id(request) not in answered:
                 answered.add(id(request))
                 request.status, request.finish_reason, request.error = RequestStatus.FINISHED, FinishReason.ERROR, text
-                outputs.append(StepOutput(request, [], FinishReason.ERROR, error=text))
+                outputs.append(StepOutput(request, [], FinishReason.ERROR, error=text, fault=type(error)))
 
 
 def overlaps(wanted: str, device_type: str) -> bool:

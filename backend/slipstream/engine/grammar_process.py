@@ -8,7 +8,6 @@ once, as a sign of life. Ends with its children when the engine closes its socke
 
 from __future__ import annotations
 
-import ctypes
 import os
 import pickle
 import resource
@@ -21,6 +20,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from slipstream.core.sampling_params import Guide
+from slipstream.engine.child_process import end_with
 from slipstream.engine.grammar_channel import Channel, readable
 from slipstream.engine.grammar_compiler import GrammarCompiler, GrammarError
 from slipstream.engine.grammar_messages import MAX_KILLS, Setup
@@ -31,8 +31,6 @@ _SHORT_TRIAL_S = 0.3  # CPU time in the first lane
 _PATIENCE = 6  # wall time between two checks of a trial, as a multiple of its CPU time
 _CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGTRAP)
 _STACKS_BYTES = 512 << 20  # address space for the stacks of a worker's threads
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)
 
 
 class GrammarProcess:
@@ -186,7 +184,7 @@ class GrammarProcess:
         if pid:
             return pid
         try:
-            _end_with(parent)
+            end_with(parent)
             self._channel.close()
             silence = os.open(os.devnull, os.O_WRONLY)  # xgrammar logs what clients send
             os.dup2(silence, 2)
@@ -194,14 +192,6 @@ class GrammarProcess:
             os._exit(0)
         finally:
             os._exit(1)
-
-
-def _end_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends, even if threads are stuck. The kernel does so when the
-    thread that forked ends: the only one of the forking process, the main one of an engine."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it has ended already
-        os._exit(1)
 
 
 def _kill(pid: int) -> int:
@@ -232,7 +222,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for engine in sys.argv[3:]:
-        _end_with(int(engine))
+        end_with(int(engine))
     channel = Channel(socket.socket(fileno=int(sys.argv[1])), is_blocking=True)
     process, status = None, 0
     try:

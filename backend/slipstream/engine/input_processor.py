@@ -76,13 +76,22 @@ class InputProcessor:
         return sequences
 
     def _resolve(self, params: SamplingParams) -> SamplingParams:
-        """bad_words as ids: a word is banned at the start of a line and after a space, however it tokenizes there."""
+        """logprobs of -1, or of more tokens than there are, as the size of the vocabulary. bad_words as ids: a word is
+        banned at the start of a line and after a space, however it tokenizes there."""
+        logprobs, prompt_logprobs = self._up_to_all(params.logprobs), self._up_to_all(params.prompt_logprobs)
+        if (logprobs, prompt_logprobs) != (params.logprobs, params.prompt_logprobs):
+            params = replace(params, logprobs=logprobs, prompt_logprobs=prompt_logprobs)
         if not params.bad_words:
             return params
         texts = [text for word in params.bad_words for text in (word, " " + word.lstrip())]
         encoded = (tuple(token_ids) for token_ids in self._tokenizer.encode_all(texts) if token_ids)
         banned = dict.fromkeys((*params.bad_words_ids, *encoded))
         return replace(params, bad_words=(), bad_words_ids=tuple(banned))
+
+    def _up_to_all(self, num_logprobs: int | None) -> int | None:
+        if num_logprobs is None or 0 <= num_logprobs <= self._vocab_size:
+            return num_logprobs
+        return self._vocab_size
 
     def _check_vocabulary(self, request: Request) -> None:
         num_biases = len(request.params.embedding_bias)

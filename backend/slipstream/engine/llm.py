@@ -24,7 +24,8 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.engine.engine import Engine
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.nn.checkpoint_path import resolve_checkpoint
-from slipstream.protocol.request_parser import ClientRequest, encode_prompt
+from slipstream.protocol.prompts import encode_prompt
+from slipstream.protocol.request_parser import ClientRequest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

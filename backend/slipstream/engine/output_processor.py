@@ -14,7 +14,13 @@ from slipstream.core.outputs import RequestOutput, StepOutput, TokenLogprobs
 from slipstream.core.request import FinishReason, Request
 from slipstream.protocol.request_parser import ClientRequest
 from slipstream.protocol.responses import write_logprobs
-from slipstream.tokenizer.detokenizer import IncrementalDetokenizer, Tokenizer, context_token_ids, start_detokenizer
+from slipstream.tokenizer.detokenizer import (
+    IncrementalDetokenizer,
+    NoDetokenizer,
+    Tokenizer,
+    context_token_ids,
+    start_detokenizer,
+)
 from slipstream.tokenizer.stop_strings import StopMatcher
 
 OnStop = Callable[[Request, str], None]
@@ -87,6 +93,13 @@ class _Start(NamedTuple):
     context: list[int]
 
 
+def _detokenizer(tokenizer: Tokenizer, request: Request) -> IncrementalDetokenizer:
+    params = request.params
+    if not params.detokenize:
+        return NoDetokenizer()
+    return start_detokenizer(tokenizer, request.prompt_token_ids, params.skip_special_tokens)
+
+
 class _Client:
     __slots__ = ("_start", "client", "num_unfinished", "sequences")
 
@@ -103,7 +116,7 @@ class _Client:
             context: list[int] = []
             if self.client.wants_context and not self.client.echo_text:
                 context = context_token_ids(tokenizer, prompt, skip_special_tokens)
-            self._start = _Start(start_detokenizer(tokenizer, prompt, skip_special_tokens), context)
+            self._start = _Start(_detokenizer(tokenizer, request), context)
         if self.num_unfinished == 1 and not self.sequences:
             return self._start
         return _Start(copy(self._start.detokenizer), self._start.context)
@@ -230,7 +243,7 @@ class _Sequence:
         text, client = self._text, self._client
         if client.echo_text and not self._has_sent:
             text = client.echo_text + text
-        output = RequestOutput(self._request, text, self._token_ids)
+        output = RequestOutput(self._request, text, self._token_ids, is_first=not self._has_sent)
         if self._logprobs:
             output.logprobs = self._logprobs
             self._cumulative_logprob += sum(entry.logprob for entry in self._logprobs)

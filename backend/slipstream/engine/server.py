@@ -59,6 +59,7 @@ class GenerateServer:
         self._live: dict[int, ClientRequest] = {}  # filled by the input and pool threads, emptied by the output thread
         self._handles_by_id: dict[str, int] = {}
         self._gathered: dict[int, list[RequestOutput]] = {}  # outputs of requests with unfinished sequences
+        self._engine.ranks.on_loss = self._lose
         self._drain_deadline: float | None = None
         self._is_stopping = False
         self._exit_status = 0
@@ -144,6 +145,7 @@ class GenerateServer:
             self._forget(handle)
         else:
             self._forget_ids([handle])
+        self._engine.stats.count_refusal(type(error))
         self._link.send(error_answer(handle, error))
 
     def _stop_by_id(self, client: ClientRequest) -> None:
@@ -209,6 +211,13 @@ class GenerateServer:
             logger.exception("the engine failed")
         finally:
             steps.put(None)
+
+    # ------------------------------------------------------------ thread of the ranks
+
+    def _lose(self, error: EngineError) -> None:
+        """End without the engine thread, which may wait for a lost rank for ever."""
+        self._engine.abandon(error)
+        self._steps.put(None)
 
     # ------------------------------------------------------------ output thread
 

@@ -20,7 +20,7 @@ from slipstream.core.settings import MAX_BIAS
 from slipstream.nn.checkpoint_path import resolve_tokenizer
 from slipstream.protocol import contract, wire
 from slipstream.protocol.client_settings import check_neutral, unknown
-from slipstream.protocol.request_parser import check_prompt_bytes, encode_prompt
+from slipstream.protocol.prompts import check_prompt_bytes, encode_prompt
 from slipstream.protocol.tensor_spec import TaskContract, Use
 from slipstream.protocol.tensor_values import tensor_shape, tensor_values
 from slipstream.tokenizer.detokenizer import decode_after

@@ -105,7 +105,7 @@ def check_tensors(declared: Any, task: TaskContract) -> None:
 def _settings(config: EngineConfig) -> str:
     """The values that differ from the defaults."""
     default, lines = EngineConfig(), []
-    for section in ("model", "cache", "scheduler", "speculation", "serving"):
+    for section in ("model", "cache", "scheduler", "parallel", "speculation", "serving"):
         defaults = dict(_values(getattr(default, section)))
         values = _values(getattr(config, section))
         lines += [f"  {section}.{name} = {value}" for name, value in values if value != defaults[name]]
@@ -136,12 +136,12 @@ def _plan(config: EngineConfig) -> str:
     from slipstream.worker.memory_plan import free_device_memory, plan_memory, resolve_hardware
 
     checkpoint = resolve_checkpoint(config.model.model)
-    spec = read_spec(checkpoint)
+    spec = read_spec(checkpoint, config.model.rope_scaling)
     TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or str(checkpoint)))
     hardware = resolve_hardware(config, spec)
     if config.model.load_format != "null":
-        check_model(config.model, spec, hardware.device, hardware.dtype, hardware.kv_dtype)
-    plan = str(plan_memory(spec, config, hardware, free_device_memory(hardware.device)))
+        check_model(config.model, spec, hardware.device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
+    plan = str(plan_memory(spec, config, hardware, free_device_memory(hardware)))
     defaults = with_generation_defaults(config, checkpoint).serving.generation_defaults
     told = ", ".join(f"{name}={value}" for name, value in defaults)
     return f"{plan}\nsampling defaults of generation_config.json: {told}" if told else plan

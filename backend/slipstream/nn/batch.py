@@ -31,6 +31,8 @@ class ForwardBatch:
     each) and their tokens; prompts of any length follow.
     tree_mask: [num_decode_tokens] int64, None if all drafts are chains: a word per decode row, whose bits are the rows
     of its request that it attends to (core/drafts.py). positions then count the depth in the tree.
+    prompt_prefixes: of each request past num_decode_requests, at most how many cached tokens are before this step's;
+    None if the host does not know, as in a CUDA graph.
     other_groups: of further KV groups (core/kv_groups.py), whose layers' keys lie in other blocks.
     """
 
@@ -48,6 +50,7 @@ class ForwardBatch:
     max_decode_query_len: int
     tree_mask: Tensor | None = None
     other_groups: tuple[GroupTensors, ...] = ()
+    prompt_prefixes: tuple[int, ...] | None = None
 
     def of_group(self, group: int) -> ForwardBatch:
         """The batch as the layers of one group see it."""

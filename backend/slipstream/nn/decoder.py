@@ -12,10 +12,12 @@ import torch
 from slipstream_kernels.gemm.activation_quant import PLAIN, Activation, ActivationQuant
 from torch import Tensor
 
-from slipstream.nn.attention import AttentionBackend, LayerCache, StepAttention
+from slipstream.nn.attention import AttentionBackend, StepAttention
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.embedding import Embedding, Head, LogitScale, TiedHead
 from slipstream.nn.experts import Experts
+from slipstream.nn.kv_layout import LayerCache
+from slipstream.nn.latent_attention import LatentAttention, UpProjection
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import DenseSpec, LayerSpec
 from slipstream.nn.linear import Linear
@@ -39,9 +41,11 @@ class DecoderLayer:
 
     def __init__(self, spec: LayerSpec, norm_eps: float, ropes: RopeTables, context: LayerContext) -> None:
         self.spec = spec
+        self._parallel = context.parallel
         size, is_before, is_after = spec.attention.hidden_size, spec.norms != "post", spec.norms != "pre"
         self.input_norm = RMSNorm(size, norm_eps, context) if is_before else None
-        self.attention = SelfAttention(spec.attention, norm_eps, ropes, context)
+        kind = SelfAttention if spec.attention.latent is None else LatentAttention
+        self.attention: SelfAttention | LatentAttention = kind(spec.attention, norm_eps, ropes, context)
         self.attention_output_norm = RMSNorm(size, norm_eps, context) if is_after else None
         self.post_attention_norm = RMSNorm(size, norm_eps, context) if is_before else None
         mlp = spec.mlp
@@ -51,7 +55,7 @@ class DecoderLayer:
     def __call__(
         self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        rows, residual = _added(self.input_norm, hidden, residual, self.attention.qkv.activation_quant)
+        rows, residual = _added(self.input_norm, hidden, residual, self.attention.input_quant)
         hidden = self._output(self.attention_output_norm, self.attention(rows, step, cache))
         return self._mlp(hidden, residual)
 
@@ -59,7 +63,7 @@ class DecoderLayer:
         self, hidden: Tensor, residual: Tensor | None, step: StepAttention, cache: LayerCache, wanted: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As __call__, but computes outputs of the `wanted` rows only; writes keys and values of all rows."""
-        rows, residual = _added(self.input_norm, hidden, residual, self.attention.qkv.activation_quant)
+        rows, residual = _added(self.input_norm, hidden, residual, self.attention.input_quant)
         attended, residual = self.attention.attend_last(rows, step, cache), residual[wanted]
         if not len(wanted):  # the middle of a prompt
             return residual, residual
@@ -70,7 +74,8 @@ class DecoderLayer:
         return self._output(self.mlp_output_norm, self.mlp(rows)), residual
 
     def _output(self, norm: RMSNorm | None, hidden: Tensor) -> Tensor:
-        """What is added to the residual stream."""
+        """What is added to the residual stream. hidden: of several ranks, what this one has of the sum."""
+        hidden = self._parallel.sum(hidden)
         hidden = hidden if norm is None else norm(hidden)
         return hidden if self.spec.residual_scale == 1.0 else hidden * self.spec.residual_scale
 
@@ -79,7 +84,7 @@ class DecoderLayer:
             norm: RMSNorm | None = getattr(self, name)
             if norm is not None:
                 yield name, norm
-        yield from zip(("q_norm", "k_norm"), self.attention.norms)
+        yield from self.attention.named_norms()
 
     def vectors(self) -> dict[tuple[str, str], Vector]:
         """By module and suffix."""
@@ -101,8 +106,8 @@ class DecoderLayer:
         for vector in self.vectors().values():
             yield vector.values
 
-    def linears(self) -> tuple[Linear, ...]:
-        return (self.attention.qkv, self.attention.o, *self.mlp.linears())
+    def linears(self) -> tuple[Linear | UpProjection, ...]:
+        return (*self.attention.linears(), *self.mlp.linears())
 
 
 def _added(
@@ -128,7 +133,8 @@ class Decoder:
         self.embedding = Embedding(spec.vocab_size, spec.hidden_size, context, spec.embedding_scale)
         self.layers = [DecoderLayer(layer, spec.norm_eps, ropes, context) for layer in spec.layers]
         self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, context)
-        self._stacked = StackedLayers(spec, self.layers) if backend.stacks_layers else None
+        is_shared = context.parallel.size > 1  # ranks meet between the products of a layer
+        self._stacked = StackedLayers(spec, self.layers) if backend.stacks_layers and not is_shared else None
         shares_table = spec.tie_word_embeddings and is_unquantized(context.head_method)
         scale = LogitScale(spec.logit_scale, spec.logit_soft_cap)
         tied = TiedHead(context.head_method, scale) if shares_table else None

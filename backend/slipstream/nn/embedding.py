@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.core.errors import EngineError
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
+from slipstream.nn.parallel import SINGLE
 from slipstream.nn.quant import QuantMethod
 
 
@@ -21,6 +21,7 @@ class Embedding:
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext, scale: float = 1.0) -> None:
         self._scale = torch.tensor(scale, dtype=context.dtype).item()
+        self.parallel = context.parallel
         self._rows = context.parallel.vocabulary(vocab_size)
         self.num_rows = vocab_size  # of the table as it is stored
         shape = self._rows.stop - self._rows.start, hidden_size
@@ -31,10 +32,17 @@ class Embedding:
         self.weight.copy_(tensor[self._rows])
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        if len(self.weight) != self.num_rows:
-            raise EngineError("a rank of several holds weights, and does not compute yet")
-        embedded = F.embedding(token_ids, self.weight)
+        if self.parallel.size == 1:
+            embedded = F.embedding(token_ids, self.weight)
+        else:
+            embedded = self.parallel.sum(self._own(token_ids))
         return embedded if self._scale == 1.0 else embedded * self._scale
+
+    def _own(self, token_ids: Tensor) -> Tensor:
+        """The rows that this rank has, zero for tokens of other ranks."""
+        rows = token_ids - self._rows.start
+        is_own = (rows >= 0) & (rows < len(self.weight))
+        return F.embedding(torch.where(is_own, rows, 0), self.weight) * is_own[:, None]
 
 
 @dataclass(frozen=True)
@@ -56,10 +64,10 @@ class Head(Linear):
 
     def __init__(self, spec: LinearSpec, context: LayerContext, scale: LogitScale) -> None:
         super().__init__(spec, context)
-        self._scale = scale
+        self._vocab_size, self._scale = spec.out_features, scale
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._scale(super().__call__(x))
+        return self._scale(self._parallel.gather_vocabulary(super().__call__(x), self._vocab_size))
 
 
 class TiedHead:
@@ -71,11 +79,13 @@ class TiedHead:
     def __init__(self, method: QuantMethod, scale: LogitScale) -> None:
         self._method, self._scale = method, scale
         self._weight: ops.LinearWeight | None = None
+        self._parallel, self._vocab_size = SINGLE, 0
 
     def tie(self, embedding: Embedding) -> None:
         """Call once, when the table is loaded."""
         self._weight = self._method.finish({"weight": embedding.weight})
+        self._parallel, self._vocab_size = embedding.parallel, embedding.num_rows
 
     def __call__(self, x: Tensor) -> Tensor:
         assert self._weight is not None
-        return self._scale(ops.linear(x, self._weight))
+        return self._scale(self._parallel.gather_vocabulary(ops.linear(x, self._weight), self._vocab_size))

@@ -32,6 +32,7 @@ class Experts:
         self.down = ExpertLinear(spec.down, context)
         self.shared = None if spec.shared is None else MLP(spec.shared, context)
         self.shared_gate = Linear(spec.gate, plain) if spec.shared_gate else None
+        self._own = context.parallel.experts(spec.num_experts) if context.parallel.splits_experts else None
 
     @property
     def activation_quant(self) -> ActivationQuant[Activation]:
@@ -47,15 +48,21 @@ class Experts:
             routing.rule,
             selection_bias=None if bias is None else bias.values,
         )
+        if self._own is not None:
+            rows = ops.local_routing(rows, self._own)
         inner = self._gated(hidden, rows)
-        routed = ops.combine_experts(self.down.apply_grouped(inner, rows), rows, self.down.bias)
+        results = self.down.apply_grouped(inner, rows)
+        if self._own is not None:
+            results = ops.local_rows(results, rows)
+        routed = ops.combine_experts(results, rows, self.down.bias)
         return routed if self.shared is None else routed + self._of_shared(self.shared, hidden)
 
-    def _gated(self, hidden: Tensor, rows: ops.Routing) -> Tensor:
-        """What `down` reads: silu is part of the product, other activations come after it."""
+    def _gated(self, hidden: Tensor, rows: ops.Routing) -> Activation:
+        """What `down` reads: silu is part of the product or of what quantises it, other activations come after it."""
         clamped = self.spec.clamped
         if clamped is None:
-            return self.gate_up.apply_grouped(hidden, rows, by_token=True, gated=True)
+            quant = self.down.activation_quant
+            return self.gate_up.apply_grouped_gated(hidden, rows, quant=quant, by_token=True)
         both = self.gate_up.apply_grouped(hidden, rows, by_token=True)
         return ops.gate_experts(both, rows, self.gate_up.bias, alpha=clamped.alpha, limit=clamped.limit)
 

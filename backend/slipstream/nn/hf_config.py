@@ -42,13 +42,15 @@ class HFConfig:
     """The fields of a config.json (or of one object inside it). A JSON null counts as absent.
 
     source: its name in errors: "config.json" or "config.json rope_scaling". generation: generation_config.json of its
-    folder, empty if there is none. names: this file's names of fields that differ from the usual ones.
+    folder, empty if there is none. names: this file's names of fields that differ from the usual ones. parameters:
+    fields that load parameters set, with the name of the parameter, which errors then give.
     """
 
     source: str
     values: dict[str, object]
     generation: dict[str, object] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
+    parameters: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, checkpoint_dir: Path) -> HFConfig:
@@ -139,7 +141,7 @@ class HFConfig:
             return None
         if not isinstance(value, dict):
             raise self.error(key, "must be a JSON object")
-        return HFConfig(f"{self.source} {key}", value)
+        return HFConfig(self.parameters.get(key, f"{self.source} {key}"), value, parameters=self.parameters)
 
     def has(self, key: str) -> bool:
         return self._get(key, None) is not None
@@ -152,13 +154,17 @@ class HFConfig:
         """A copy with some fields set; None removes a field."""
         return replace(self, values={**self.values, **values})
 
+    def with_parameters(self, parameters: Mapping[str, str]) -> HFConfig:
+        """A copy whose errors name these fields by the load parameters that set them."""
+        return replace(self, parameters=parameters)
+
     def with_defaults(self, **values: object) -> HFConfig:
         """A copy in which absent fields have these values."""
         return self.with_values(**{key: value for key, value in values.items() if not self.has(key)})
 
     def error(self, key: str, accepted: str) -> ConfigError:
         name = self.names.get(key, key)
-        return ConfigError(f"{self.source} {name}", self.values.get(name), accepted)
+        return ConfigError(self.parameters.get(name, f"{self.source} {name}"), self.values.get(name), accepted)
 
     def _get(self, key: str, default: object) -> object:
         value = self.values.get(self.names.get(key, key))

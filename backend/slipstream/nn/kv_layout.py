@@ -13,6 +13,8 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
+LayerCache = ops.KvCache | ops.LatentCache  # of one layer, by its attention's kind
+
 
 @dataclass(frozen=True)
 class KVPlane:
@@ -67,3 +69,8 @@ def key_value_layout(num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> KV
 def key_value_cache(planes: Mapping[str, Tensor]) -> ops.KvCache:
     """The KvCache of planes of such a layout; per-head scales may replace per-token scales."""
     return ops.KvCache(planes["key"], planes["value"], planes.get("key_scale"), planes.get("value_scale"))
+
+
+def latent_layout(rank: int, rope_dim: int, dtype: torch.dtype) -> KVLayout:
+    """One plane of rows that all heads share, as in ops.LatentCache."""
+    return KVLayout((KVPlane("latent", 1, *ops.latent_row(rank, rope_dim, dtype)),))

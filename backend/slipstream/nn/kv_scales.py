@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from functools import partial
 
+from slipstream.nn.latent_attention import LatentAttention
 from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.weight_slot import WeightSlot
 
@@ -23,7 +24,7 @@ UNUSED_SUFFIXES = (".q_scale", ".prob_scale", ".output_scale", ".prob_output_sca
 
 
 def kv_scale_slots(
-    attentions: list[SelfAttention], shapes: Iterable[tuple[str, tuple[int, ...]]]
+    attentions: list[SelfAttention | LatentAttention], shapes: Iterable[tuple[str, tuple[int, ...]]]
 ) -> dict[str, WeightSlot]:
     """Name -> slot of every KV scale of a checkpoint; a scale for both comes first, so that a scale of only keys or
     values overrides it."""
@@ -33,6 +34,8 @@ def kv_scale_slots(
         if match is None or int(match["layer"]) >= len(attentions):
             continue
         attention = attentions[int(match["layer"])]
+        if isinstance(attention, LatentAttention):  # whose FP8 rows have scales of their own
+            continue
         part = match["own"] or match["proj"]
         expected = shape if math.prod(shape) == 1 else (attention.spec.num_kv_heads,)
         found[name] = WeightSlot(expected, partial(attention.load_kv_scale, part), mean=1.0, std=0.0)

@@ -38,7 +38,7 @@ def gpu_geometry_refusal(spec: DecoderSpec, block_size: int, kv_dtype: torch.dty
     kv_dtype: None for the model's own.
     """
     for attention in spec.attentions:
-        if attention.head_dim not in TRITON_HEAD_DIMS:
+        if attention.latent is None and attention.head_dim not in TRITON_HEAD_DIMS:
             return f"attention of head_dim {attention.head_dim} is the reference's, accepted: {TRITON_HEAD_DIMS}"
     smallest = triton_min_block_size(kv_dtype)
     if block_size < smallest:
@@ -47,12 +47,29 @@ def gpu_geometry_refusal(spec: DecoderSpec, block_size: int, kv_dtype: torch.dty
 
 
 def _refusal(name: str, spec: DecoderSpec, device: torch.device, block_size: int) -> str | None:
+    if any(attention.latent is not None for attention in spec.attentions):
+        return _latent_refusal(name, spec, device)
     odd = [attention.head_dim for attention in spec.attentions if attention.head_dim % 2]
     if name == "int4" and odd:
         return f"two values share a byte, head_dim {odd[0]} is odd"
+    return _fp8_refusal(name, device) or (
+        gpu_geometry_refusal(spec, block_size, QUANTIZED[name]) if device.type == "cuda" else None
+    )
+
+
+def _latent_refusal(name: str, spec: DecoderSpec, device: torch.device) -> str | None:
+    if name != "fp8_e4m3":
+        return "latents are kept in 16 bits or fp8_e4m3"
+    for attention in spec.attentions:
+        if attention.latent is None or attention.latent.rank % ops.LATENT_GROUP:
+            return f"FP8 latents have a scale for each {ops.LATENT_GROUP} features, which do not divide theirs"
+    return _fp8_refusal(name, device)
+
+
+def _fp8_refusal(name: str, device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     if name == "fp8_e4m3" and torch.cuda.get_device_capability(device) < (8, 9):
         major, minor = torch.cuda.get_device_capability(device)
         return f"FP8 needs compute capability 8.9, this GPU has {major}.{minor}"
-    return gpu_geometry_refusal(spec, block_size, QUANTIZED[name])
+    return None

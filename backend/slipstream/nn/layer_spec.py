@@ -5,12 +5,14 @@ Plain data: which of it the code serves is said in nn/spec_refusals.py, and how,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
-from slipstream_kernels.ops import RoutingRule
+from slipstream_kernels.ops import LatentCache, RoutingRule
+from torch import Tensor
 
-from slipstream.nn.kv_layout import KVLayout, key_value_layout
+from slipstream.nn.kv_layout import KVLayout, LayerCache, key_value_cache, key_value_layout, latent_layout
 from slipstream.nn.parallel import Parallel
 
 SOFTMAX = RoutingRule()  # renormalised
@@ -59,7 +61,8 @@ class LinearSpec:
     products of one shape, one below the other, of which an input takes some; parts are "name.expert" then.
     shard: how ranks share it: "column" (each has some output features of every part), "row" (some input features),
     "vocabulary" (output features, the last rank fewer) or "none". unit: features that stay together, those of a head.
-    columns: of a rank's "row" shard, its first input feature and the number of all.
+    columns: of a rank's "row" shard, its first input feature and the number of all. whole: parts of a "column" shard
+    that every rank has whole.
     """
 
     in_features: int
@@ -69,6 +72,7 @@ class LinearSpec:
     shard: str = "none"
     unit: int = 1
     columns: tuple[int, int] | None = None
+    whole: tuple[str, ...] = ()
 
     @property
     def out_features(self) -> int:
@@ -82,12 +86,17 @@ class LinearSpec:
         """Output features of a part that a rank has."""
         if self.shard == "vocabulary":
             return parallel.vocabulary(rows)
-        return parallel.range_of(part, rows, self.unit) if self.shard == "column" else slice(0, rows)
+        is_whole = part in self.whole or (self.num_experts and parallel.splits_experts)
+        return parallel.range_of(part, rows, self.unit) if self.shard == "column" and not is_whole else slice(0, rows)
 
     def of_rank(self, parallel: Parallel) -> LinearSpec:
         """What a rank has of it; the bias of a "row" shard is added once, by the first."""
         if parallel.size == 1 or self.shard == "none":
             return self
+        if self.num_experts and parallel.splits_experts:
+            own, num_parts = parallel.experts(self.num_experts), len(self.parts) // self.num_experts
+            parts = self.parts[own.start * num_parts : own.stop * num_parts]
+            return replace(self, parts=parts, num_experts=own.stop - own.start)
         if self.shard == "row":
             own = parallel.range_of(self.parts[0][0], self.in_features, self.unit)
             columns = (own.start, self.in_features)
@@ -98,8 +107,25 @@ class LinearSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention (MLA): keys and values of all heads come from one latent of a token.
+
+    rank: its features, normed, from which each head's keys (nope_dim) and values (value_dim) are projected.
+    rope_dim: features of a key that are rotated, and that all heads share. q_rank: features that queries are projected
+    from, normed; 0: from the token itself. Source: DeepSeek-V2, arXiv:2405.04434.
+    """
+
+    rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    q_rank: int = 0
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
-    """Grouped-query attention over num_inputs features of a token, whose result has hidden_size features.
+    """Attention over num_inputs features of a token, whose result has hidden_size features: of grouped queries, or with
+    `latent` of kind "mla". Then num_kv_heads is 1, and head_dim what is multiplied of a query head and its key.
 
     scale: of q·k; None is 1 / sqrt(head_dim). sliding_window: the number of latest tokens that a token sees (itself
     included); None = all. soft_cap: scores become soft_cap · tanh(score / soft_cap). alibi_slopes: one a query head,
@@ -115,7 +141,6 @@ class AttentionSpec:
     num_kv_heads: int
     head_dim: int
     rope: RopeSpec | None
-    kind: str = "gqa"
     scale: float | None = None
     sliding_window: int | None = None
     soft_cap: float | None = None
@@ -125,6 +150,7 @@ class AttentionSpec:
     o_bias: bool = False
     sinks: bool = False
     output_gate: bool = False
+    latent: LatentSpec | None = None
 
     @property
     def score_scale(self) -> float:
@@ -132,33 +158,86 @@ class AttentionSpec:
 
     @property
     def qkv(self) -> LinearSpec:
+        """The first product; of latent attention what gives the latents, and queries or what they come from."""
+        if self.latent is not None:
+            return self._latent_qkv(self.latent)
         kv = self.num_kv_heads * self.head_dim
         parts = (("q", self.num_q_heads * self.head_dim), ("k", kv), ("v", kv))
         return LinearSpec(self.num_inputs, parts, self.qkv_bias, shard="column", unit=self.head_dim)
 
+    def _latent_qkv(self, latent: LatentSpec) -> LinearSpec:
+        kv_a = ("kv_a", latent.rank + latent.rope_dim)
+        if latent.q_rank:
+            return LinearSpec(self.num_inputs, (("q_a", latent.q_rank), kv_a))
+        parts = (("q", self.num_q_heads * self.head_dim), kv_a)
+        return LinearSpec(self.num_inputs, parts, shard="column", unit=self.head_dim, whole=("kv_a",))
+
+    @property
+    def q_b(self) -> LinearSpec | None:
+        """Queries of latent attention from q_rank features."""
+        if self.latent is None or not self.latent.q_rank:
+            return None
+        parts = (("q_b", self.num_q_heads * self.head_dim),)
+        return LinearSpec(self.latent.q_rank, parts, shard="column", unit=self.head_dim)
+
+    @property
+    def kv_b(self) -> LinearSpec | None:
+        """Keys and values of each head from a latent. Held in the model's dtype by every quantisation method."""
+        if self.latent is None:
+            return None
+        unit = self.latent.nope_dim + self.latent.value_dim
+        return LinearSpec(self.latent.rank, (("kv_b", self.num_q_heads * unit),), shard="column", unit=unit)
+
     @property
     def o(self) -> LinearSpec:
-        parts = (("o", self.hidden_size),)
-        return LinearSpec(self.num_q_heads * self.head_dim, parts, self.o_bias, shard="row", unit=self.head_dim)
+        parts, unit = (("o", self.hidden_size),), self.latent.value_dim if self.latent is not None else self.head_dim
+        return LinearSpec(self.num_q_heads * unit, parts, self.o_bias, shard="row", unit=unit)
 
     @property
     def linears(self) -> tuple[LinearSpec, ...]:
-        return (self.qkv, self.o)
+        """The products that a quantisation method holds."""
+        return (self.qkv, *(() if self.q_b is None else (self.q_b,)), self.o)
+
+    def heads_of(self, parallel: Parallel) -> tuple[slice, slice]:
+        """The query heads and the heads of keys that a rank has."""
+        q = parallel.range_of("q", self.num_q_heads * self.head_dim, self.head_dim)
+        kv = parallel.range_of("k", self.num_kv_heads * self.head_dim, self.head_dim)
+        size = self.head_dim
+        return slice(q.start // size, q.stop // size), slice(kv.start // size, kv.stop // size)
+
+    def of_rank(self, parallel: Parallel) -> AttentionSpec:
+        """The heads that a rank computes and caches; a head of keys is every rank's that has queries of it."""
+        if parallel.size == 1:
+            return self
+        q, kv = self.heads_of(parallel)
+        slopes = self.alibi_slopes[q]
+        return replace(self, num_q_heads=q.stop - q.start, num_kv_heads=kv.stop - kv.start, alibi_slopes=slopes)
 
     @property
     def norm_sizes(self) -> tuple[int, ...]:
-        """Features of the norms of queries and of keys, none without."""
+        """Features of the norms of queries and of keys, none without; of latent attention those of its ranks."""
+        if self.latent is not None:
+            return tuple(size for size in (self.latent.q_rank, self.latent.rank) if size)
         heads = {"": (), "head": (1, 1), "flat": (self.num_q_heads, self.num_kv_heads)}[self.qk_norm]
         return tuple(count * self.head_dim for count in heads)
 
     @property
     def num_parameters(self) -> int:
         vectors = sum(self.norm_sizes) + (self.num_q_heads if self.sinks else 0)
-        return vectors + sum(linear.num_parameters for linear in self.linears)
+        linears = self.linears if self.kv_b is None else (*self.linears, self.kv_b)
+        return vectors + sum(linear.num_parameters for linear in linears)
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
         """What a token has in the layer's cache. dtype: as ops.KvCache names types."""
+        if self.latent is not None:
+            return latent_layout(self.latent.rank, self.latent.rope_dim, dtype)
         return key_value_layout(self.num_kv_heads, self.head_dim, dtype)
+
+    def kv_cache(self, planes: Mapping[str, Tensor]) -> LayerCache:
+        """The cache of planes of that layout; per-head scales may replace per-token scales."""
+        if self.latent is not None:
+            return LatentCache(planes["latent"], self.latent.rank, self.latent.rope_dim)
+        return key_value_cache(planes)
 
 
 @dataclass(frozen=True)

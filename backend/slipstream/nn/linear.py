@@ -33,6 +33,10 @@ class Linear:
         return self._weight
 
     @property
+    def is_loaded(self) -> bool:
+        return self._weight is not None
+
+    @property
     def activation_quant(self) -> ops.ActivationQuant[ops.Activation]:
         return self.weight.input_quant
 
@@ -49,8 +53,9 @@ class Linear:
 
     def slots(self) -> Iterator[tuple[str, str, WeightSlot]]:
         """(part, suffix, slot) of each tensor that a checkpoint stores for this layer: ("q", "weight", …)."""
-        start = 0
-        for (part, num_rows), (_, own_rows) in zip(self._whole.parts, self.spec.parts):
+        start, own = 0, dict(self.spec.parts)
+        for part, num_rows in self._whole.parts:
+            own_rows = own.get(part, 0)  # 0: an expert of another rank
             rows = slice(start, start + own_rows)
             start += own_rows
             for suffix, stored in self.method.checkpoint_tensors(self._whole, num_rows).items():
@@ -72,6 +77,8 @@ class Linear:
         """From a stored tensor to this rank's share of it; to None if it has none."""
         if self._parallel.size == 1:
             return lambda tensor: tensor
+        if not own_rows:
+            return lambda tensor: None
         whole = self.method.checkpoint_tensors(self._whole, num_rows)[suffix]
         own = self.method.checkpoint_tensors(self.spec, own_rows).get(suffix)
         if own is None:
@@ -106,6 +113,17 @@ class ExpertLinear(Linear):
         bias = self.weights.get("bias")
         return None if bias is None else bias.view(self.spec.num_experts, -1)
 
-    def apply_grouped(self, x: Tensor, routing: ops.Routing, *, by_token: bool = False, gated: bool = False) -> Tensor:
-        """x: a row for each row of the routing, or by_token for each token. gated: silu(gate) · up of the product."""
-        return ops.grouped_linear(x, self.weight, routing, by_token=by_token, gated=gated)
+    def apply_grouped(self, x: ops.Activation, routing: ops.Routing, *, by_token: bool = False) -> Tensor:
+        """x: a row for each row of the routing, or by_token for each token."""
+        return ops.grouped_linear(x, self.weight, routing, by_token=by_token)
+
+    def apply_grouped_gated(
+        self,
+        x: ops.Activation,
+        routing: ops.Routing,
+        *,
+        quant: ops.ActivationQuant[ops.Activation],
+        by_token: bool = False,
+    ) -> ops.Activation:
+        """silu(gate) · up of that product, plain or as experts of that `activation_quant` read it."""
+        return ops.grouped_gated_linear(x, self.weight, routing, quant, by_token=by_token)

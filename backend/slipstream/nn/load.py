@@ -10,9 +10,15 @@ import torch
 from slipstream.core.config import ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.attention import ATTENTION_BACKENDS, INVARIANT
+from slipstream.nn.attention.backend import AttentionBackendType
+from slipstream.nn.attention.split_kv import SplitKVFp8Attention
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
+from slipstream.nn.key_means import FP8 as FP8_PREFILL
+from slipstream.nn.key_means import check_fp8_prefill, read_key_means, set_key_means, zero_means
 from slipstream.nn.layer_context import LayerContext
+from slipstream.nn.layer_spec import ExpertsSpec
+from slipstream.nn.parallel import FIELD, SINGLE, Parallel
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.nn.weights import check_checkpoint, draw_dummies, load_checkpoint, tensor_without_numbers
@@ -62,22 +68,27 @@ def load_model(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype | None = None,
+    parallel: Parallel = SINGLE,
 ) -> Decoder:
     """The decoder of a checkpoint with its weights, ready for `forward`.
 
     spec, device, dtype: None: resolved from the config. kv_dtype: of its caches; None is dtype.
+    parallel: the rank whose part is loaded; the spec is that of the whole model.
     Raises ConfigError before weights are read if the checkpoint, one of its fields or the configuration is unsupported.
     """
     checkpoint_dir = resolve_checkpoint(config.model)
-    spec = spec or read_spec(checkpoint_dir)
+    spec = spec or read_spec(checkpoint_dir, config.rope_scaling)
     device = device or resolve_device(config.device)
     dtype = dtype or resolve_dtype(config.dtype, spec, device)
-    decoder = _build(config, spec, device, dtype, kv_dtype)
+    decoder = _build(config, spec, device, dtype, kv_dtype, parallel=parallel)
     start = time.perf_counter()
     if config.load_format == "dummy":
         draw_dummies(decoder, config.seed)
     else:
         load_checkpoint(decoder, checkpoint_dir)
+    if config.prefill_attention_dtype == FP8_PREFILL:
+        is_dummy = config.load_format == "dummy"
+        set_key_means(decoder, zero_means(spec) if is_dummy else read_key_means(checkpoint_dir, spec))
     log.info(
         "%s: %.1f M parameters in %s on %s, loaded in %.2f s",
         spec.architecture,
@@ -96,15 +107,22 @@ def refuse_without_numbers(config: ModelConfig, dtype: torch.dtype) -> ConfigErr
     return ConfigError("model", config.model, f"computes NaN or infinity: {reason}")
 
 
-def weight_bytes(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype) -> int:
-    """Bytes of the loaded weights. dtype: of activations. Raises ConfigError like `load_model`."""
-    return sum(tensor.nbytes for tensor in planned_model(config, spec, dtype, META).tensors())
+def weight_bytes(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype, parallel: Parallel = SINGLE) -> int:
+    """Bytes of the loaded weights of a rank. dtype: of activations. Raises ConfigError like `load_model`."""
+    return sum(tensor.nbytes for tensor in planned_model(config, spec, dtype, META, parallel).tensors())
 
 
-def planned_model(config: ModelConfig, spec: DecoderSpec, dtype: torch.dtype, device: torch.device) -> Decoder:
+def planned_model(
+    config: ModelConfig,
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    parallel: Parallel = SINGLE,
+) -> Decoder:
     """The decoder on the meta device: has every tensor that it will hold on `device`, but takes no memory."""
+    _check_parallel(spec, parallel)
     methods = choose_methods(config, spec)
-    context = LayerContext(META, dtype, methods.linears, methods.head, stands_for=device, expert_method=methods.experts)
+    context = LayerContext(META, dtype, methods.linears, methods.head, parallel, device, methods.experts)
     return Decoder(spec, context, ATTENTION_BACKENDS.get(PLANNED_ATTENTION)(spec), num_positions=1)
 
 
@@ -114,11 +132,14 @@ def check_model(
     device: torch.device,
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None = None,
+    parallel: Parallel = SINGLE,
 ) -> None:
     """Raises what `load_model` would raise; reads only the headers of the files and allocates no weights."""
-    decoder = _build(config, spec, device, dtype, kv_dtype, place=META)
+    decoder = _build(config, spec, device, dtype, kv_dtype, META, parallel)
     if config.load_format not in ("dummy", "null"):
         check_checkpoint(decoder, resolve_checkpoint(config.model))
+        if config.prefill_attention_dtype == FP8_PREFILL:
+            read_key_means(resolve_checkpoint(config.model), spec)
 
 
 def _wanted_attention(config: ModelConfig) -> str | None:
@@ -131,6 +152,19 @@ def _wanted_attention(config: ModelConfig) -> str | None:
     return INVARIANT
 
 
+def _attention_refusal(
+    entry: AttentionBackendType,
+    config: ModelConfig,
+    spec: DecoderSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype | None,
+) -> str | None:
+    if config.prefill_attention_dtype == "16bit" and entry is SplitKVFp8Attention:
+        return "prefill_attention_dtype=16bit: it rounds queries"
+    return entry.supports(spec, device, dtype, kv_dtype)
+
+
 def _build(
     config: ModelConfig,
     spec: DecoderSpec,
@@ -138,20 +172,36 @@ def _build(
     dtype: torch.dtype,
     kv_dtype: torch.dtype | None,
     place: torch.device | None = None,
+    parallel: Parallel = SINGLE,
 ) -> Decoder:
     """place: the device of the parameters, if it differs from the device that implementations are chosen for."""
     if config.max_model_len > spec.max_model_len:
         raise ConfigError("max_model_len", config.max_model_len, f"the checkpoint serves at most {spec.max_model_len}")
+    _check_parallel(spec, parallel)
     methods = choose_methods(config, spec)
     for method in (methods.linears, methods.experts):
         reason = method.supports(device, dtype)
         if reason is not None:
             raise ConfigError("quantization", methods.name, f"cannot serve here: {reason}")
+    check_fp8_prefill(config, spec, device, kv_dtype, parallel.size)
+    own = spec.of_rank(parallel)
     backend_name, backend = ATTENTION_BACKENDS.select(
-        lambda entry: entry.supports(spec, device, dtype, kv_dtype), _wanted_attention(config)
+        lambda entry: _attention_refusal(entry, config, own, device, dtype, kv_dtype), _wanted_attention(config)
     )
     log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
-    context = LayerContext(
-        place or device, dtype, methods.linears, methods.head, stands_for=device, expert_method=methods.experts
-    )
-    return Decoder(spec, context, backend(spec), config.max_model_len or spec.max_model_len)
+    context = LayerContext(place or device, dtype, methods.linears, methods.head, parallel, device, methods.experts)
+    return Decoder(spec, context, backend(own), config.max_model_len or spec.max_model_len)
+
+
+def _check_parallel(spec: DecoderSpec, parallel: Parallel) -> None:
+    """Refuse what ranks cannot share. Features that do not divide evenly are refused where they are divided."""
+    formats = (spec.stored_format, spec.expert_format)
+    if parallel.size > 1 and any(stored is not None and stored.act_order for stored in formats):
+        reason = "the checkpoint's input features are in an order of their own (desc_act); accepted: 1"
+        raise ConfigError(FIELD, parallel.size, reason)
+    if parallel.splits_experts:
+        experts = [layer.mlp for layer in spec.layers if isinstance(layer.mlp, ExpertsSpec)]
+        if not experts:
+            raise ConfigError("expert_parallel", True, "the model has no experts; accepted: false")
+        if any(one.bias for one in experts):
+            raise ConfigError("expert_parallel", True, "the model's experts have biases; accepted: false")

@@ -33,3 +33,24 @@ class RMSNorm:
 
     def _load(self, tensor: Tensor) -> None:
         self.weight.copy_(tensor)
+
+
+class SharedRMSNorm(RMSNorm):
+    """RMSNorm over features that ranks share: the mean is that of all. unit: features that stay together."""
+
+    def __init__(self, size: int, unit: int, eps: float, context: LayerContext) -> None:
+        self._size, self._parallel = size, context.parallel
+        self._own = context.parallel.range_of("norm", size, unit)
+        super().__init__(self._own.stop - self._own.start, eps, context)
+        self._num_summed = len(self.weight) * context.parallel.size  # units that several ranks hold count as often
+
+    def __call__(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = self._parallel.sum(wide.square().sum(-1, keepdim=True))
+        return (wide * torch.rsqrt(squares / self._num_summed + self.eps)).to(x.dtype) * self.weight
+
+    def slot(self) -> WeightSlot:
+        return WeightSlot((self._size,), self._load, mean=1.0, std=0.0, rows_axis=0)
+
+    def _load(self, tensor: Tensor) -> None:
+        self.weight.copy_(tensor[self._own])

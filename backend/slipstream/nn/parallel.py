@@ -1,19 +1,77 @@
-"""Parallel: rank and number of ranks of a sharded model. Passed to everything that is sharded, never looked up.
+"""Parallel: rank and number of ranks of a sharded model, and what ranks say to each other.
 
-Only size 1 runs: for more ranks, weights can be sharded and loaded, but no code computes with them yet.
+Passed to everything that is sharded, never looked up. A layer's collective calls all go through the methods here; all
+ranks make the same ones in the same order. Without `collectives` a rank holds weights and cannot compute.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
-from slipstream.core.errors import ConfigError
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.core.errors import ConfigError, EngineError
+
+T = TypeVar("T")
+
+
+class Collectives(Protocol):
+    """Calls that every rank makes with tensors of one shape and dtype."""
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum over the ranks, the same bits on every rank; may be the changed argument."""
+        ...
+
+    def gather(self, own: Tensor) -> Tensor:
+        """[num_ranks, *own.shape] in the order of ranks."""
+        ...
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """The first rank's; may be the changed argument."""
+        ...
+
+    def decide(self, value: T) -> T:
+        """The first rank's value, of any picklable type. Waits for all ranks; not for use in a step."""
+        ...
 
 
 @dataclass(frozen=True)
 class Parallel:
+    """splits_experts: a rank has some experts whole, instead of a part of every expert."""
+
     rank: int = 0
     size: int = 1
+    collectives: Collectives | None = field(default=None, compare=False)
+    splits_experts: bool = False
+
+    @property
+    def _others(self) -> Collectives:
+        if self.collectives is None:
+            raise EngineError("a rank of several without the others holds weights, and does not compute")
+        return self.collectives
+
+    def sum(self, partial: Tensor) -> Tensor:
+        """The sum of what each rank has of a result; may change its argument."""
+        return partial if self.size == 1 else self._others.sum(partial)
+
+    def gather_vocabulary(self, own: Tensor, size: int) -> Tensor:
+        """own: [S, rows of this rank's vocabulary] -> [S, size], the same on every rank."""
+        if self.size == 1:
+            return own
+        width = -(-size // self.size)
+        if own.shape[1] < width:
+            own = F.pad(own, (0, width - own.shape[1]))  # the last ranks may have fewer
+        return self._others.gather(own.contiguous()).transpose(0, 1).flatten(1)[:, :size].contiguous()
+
+    def agree(self, tensor: Tensor) -> Tensor:
+        """The first rank's, on every rank; may change its argument."""
+        return tensor if self.size == 1 else self._others.broadcast(tensor)
+
+    def decide(self, value: T) -> T:
+        """The first rank's value: for all that ranks would else measure or choose by themselves."""
+        return value if self.size == 1 else self._others.decide(value)
 
     def range_of(self, name: str, total: int, unit: int) -> slice:
         """This rank's range of `total` features, in multiples of `unit`; with fewer units than ranks, ranks share one.
@@ -27,8 +85,18 @@ class Parallel:
             first, count = self.rank * units // self.size, 1
         else:
             reason = f"{name} has {units} parts of {unit} features, which {self.size} ranks do not share evenly"
-            raise ConfigError("tensor parallel size", self.size, reason)
+            raise ConfigError(FIELD, self.size, reason)
         return slice(first * unit, (first + count) * unit)
+
+    def experts(self, num_experts: int) -> slice:
+        """The experts that this rank has. Raises ConfigError unless all ranks have the same number."""
+        if not self.splits_experts:
+            return slice(0, num_experts)
+        if num_experts % self.size:
+            reason = f"{num_experts} experts, which {self.size} ranks do not share evenly"
+            raise ConfigError("expert_parallel", True, reason)
+        count = num_experts // self.size
+        return slice(self.rank * count, (self.rank + 1) * count)
 
     def vocabulary(self, size: int) -> slice:
         """This rank's rows of an embedding or a head; the last ranks may have fewer."""
@@ -36,4 +104,5 @@ class Parallel:
         return slice(min(size, self.rank * rows), min(size, (self.rank + 1) * rows))
 
 
+FIELD = "tensor_parallel_size"
 SINGLE = Parallel()

@@ -87,7 +87,8 @@ def _longrope_frequencies(spec: RopeSpec, num_positions: int) -> Tensor:
     longest sequence that may be served selects the factors once.
     """
     factors = spec.long_factors if num_positions > spec.original_max_position_embeddings else spec.short_factors
-    return _frequencies(torch.tensor(spec.theta), spec.rotary_dim) / torch.tensor(factors)
+    exponents = torch.arange(0, spec.rotary_dim, 2, dtype=torch.float32) / spec.rotary_dim
+    return 1.0 / (torch.tensor(factors) * spec.theta**exponents)  # in Hugging Face's order: the same bits
 
 
 def _llama3_frequencies(spec: RopeSpec, frequencies: Tensor) -> Tensor:

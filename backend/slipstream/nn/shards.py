@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
+from slipstream.nn.parallel import FIELD
 from slipstream.nn.quant.method import StoredTensor
 
 
@@ -29,7 +30,7 @@ class Cut:
             is_whole = features.start % unit == 0 and (features.stop % unit == 0 or stop == length)
             if not is_whole or stop - start != own.shape[axis]:
                 reason = f"features {features.start} to {features.stop} of {name} do not begin and end with {unit}"
-                raise ConfigError("tensor parallel size", name, reason)
+                raise ConfigError(FIELD, name, reason)
             self._ranges.append((axis, slice(start, stop)))
 
     def __call__(self, tensor: Tensor) -> Tensor:

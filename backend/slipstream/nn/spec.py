@@ -6,6 +6,7 @@ plan take all shapes from it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 
 from slipstream.nn.layer_spec import AttentionSpec, ExpertsSpec, LayerSpec, LinearSpec
+from slipstream.nn.parallel import Parallel
 from slipstream.nn.stored_format import StoredFormat
 
 
@@ -77,6 +79,20 @@ class DecoderSpec:
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
         return embeddings + sum(layer.num_parameters for layer in self.layers) + self.hidden_size
 
+    @property
+    def attention_parity(self) -> float:
+        """Cached tokens at which a new token's attention costs as many FLOP as its products; inf without full layers.
+
+        A window's attention counts as a product: its cost has a bound."""
+        products = per_cached_token = 0
+        for layer in self.layers:
+            attention, mlp = layer.attention, layer.mlp
+            per_key = 4 * attention.num_q_heads * attention.head_dim
+            weights = sum(linear.num_parameters for linear in attention.linears) + 3 * mlp.hidden_size * mlp.width
+            products += 2 * weights + per_key * (attention.sliding_window or 0)
+            per_cached_token += 0 if attention.sliding_window else per_key
+        return products / per_cached_token if per_cached_token else math.inf
+
     def weight_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of all weights without quantisation."""
         return self.num_parameters * dtype.itemsize
@@ -84,6 +100,10 @@ class DecoderSpec:
     def kv_bytes_per_token(self, dtype: torch.dtype) -> int:
         """Bytes of one token's planes in the caches of all layers. dtype: as ops.KvCache names types."""
         return sum(layer.attention.kv_layout(dtype).bytes_per_token for layer in self.layers)
+
+    def of_rank(self, parallel: Parallel) -> DecoderSpec:
+        """The model with a rank's heads: what caches and attention are sized by. Weights are those of the whole."""
+        return self if parallel.size == 1 else self.map_attention(lambda attention: attention.of_rank(parallel))
 
     def map_layers(self, change: Callable[[int, LayerSpec], LayerSpec]) -> DecoderSpec:
         """A copy with every layer replaced by change(index, layer)."""
@@ -93,17 +113,20 @@ class DecoderSpec:
         return self.map_layers(lambda _, layer: replace(layer, attention=change(layer.attention)))
 
 
-def read_spec(checkpoint_dir: str | Path) -> DecoderSpec:
+def read_spec(checkpoint_dir: str | Path, rope_scaling: str = "") -> DecoderSpec:
     """The spec of a checkpoint folder in Hugging Face layout. Reads config.json and generation_config.json only.
 
+    rope_scaling: JSON, instead of the checkpoint's; "" = the checkpoint's.
     Raises ConfigError for a folder without a readable config.json, an unsupported architecture (listing the supported
     ones) and every field that this decoder does not implement.
     """
     from slipstream.nn.hf_config import HFConfig
     from slipstream.nn.models import family_of
+    from slipstream.nn.models.rope_scaling import read_scaled_spec
     from slipstream.nn.spec_refusals import check_served
 
     config = HFConfig.read(Path(checkpoint_dir))
-    spec = family_of(config).read_spec(config)
+    read = family_of(config).read_spec
+    spec = read_scaled_spec(read, config, rope_scaling) if rope_scaling else read(config)
     check_served(spec)
     return spec

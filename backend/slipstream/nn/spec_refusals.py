@@ -8,7 +8,6 @@ from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec, LayerSpec
 from slipstream.nn.spec import DecoderSpec
 
-ATTENTION_KINDS = ("gqa",)
 QK_NORMS = ("", "head", "flat")
 ACTIVATIONS = ("silu", "gelu_tanh")
 NORMS = ("pre", "post", "both")
@@ -33,13 +32,22 @@ def _reasons(layer: LayerSpec) -> Iterator[str]:
 
 
 def _of_attention(attention: AttentionSpec) -> Iterator[str]:
-    yield from _unknown("attention kind", attention.kind, ATTENTION_KINDS)
     yield from _unknown("q/k norm", attention.qk_norm, QK_NORMS)
     if attention.output_gate:
         yield "gated attention outputs are not served"
+    if attention.latent is not None:
+        yield from _of_latent(attention)
     slopes = len(attention.alibi_slopes)
     if slopes not in (0, attention.num_q_heads):
         yield f"{slopes} ALiBi slopes for {attention.num_q_heads} query heads"
+
+
+def _of_latent(attention: AttentionSpec) -> Iterator[str]:
+    options = (attention.sliding_window, attention.soft_cap, *attention.alibi_slopes)
+    if any(option is not None for option in options) or attention.qk_norm or attention.sinks:
+        yield "windows, caps, ALiBi, sinks and q/k norms of latent attention are not served"
+    if attention.rope is None or attention.latent is None or attention.rope.rotary_dim != attention.latent.rope_dim:
+        yield "latent attention whose shared key features are not all rotated is not served"
 
 
 def _of_experts(experts: ExpertsSpec) -> Iterator[str]:

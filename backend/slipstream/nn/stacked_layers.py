@@ -13,11 +13,12 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.attention import LayerCache
 from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.layer_spec import DenseSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.mlp import MLP
+from slipstream.nn.self_attention import SelfAttention
 from slipstream.nn.spec import DecoderSpec
 
 if TYPE_CHECKING:
@@ -84,8 +85,9 @@ def _stack_of(
         qkv, o, gate_up, down = weights
         norms = layer.input_norm.weight, layer.post_attention_norm.weight
         stacked.append(ops.StackLayer(qkv, o, gate_up, down, *norms, cache))  # type: ignore[arg-type]
-    heads, rope = spec.layers[0].attention, layers[0].attention.options.qk_rope.rope
-    assert rope is not None
+    heads, first = spec.layers[0].attention, layers[0].attention
+    assert isinstance(first, SelfAttention) and first.options.qk_rope.rope is not None
+    rope = first.options.qk_rope.rope
     return ops.LayerStack(
         tuple(stacked), heads.num_q_heads, heads.num_kv_heads, heads.head_dim, rope, spec.norm_eps, heads.score_scale
     )
@@ -97,6 +99,8 @@ def spec_refusal(spec: DecoderSpec) -> str | None:
     if any(other != layer for other in spec.layers):
         return "layers differ from each other"
     attention, mlp = layer.attention, layer.mlp
+    if attention.latent is not None:
+        return "attention is latent"
     if not isinstance(mlp, DenseSpec):
         return "the MLP has experts"
     if attention.qk_norm or attention.sliding_window is not None:

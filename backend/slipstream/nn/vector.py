@@ -10,13 +10,15 @@ from slipstream.nn.weight_slot import WeightSlot
 
 
 class Vector:
-    """values: [size] fp32 for any model dtype, because they are added to fp32 values."""
+    """values: [own numbers] fp32 for any model dtype, because they are added to fp32 values."""
 
-    def __init__(self, size: int, context: LayerContext) -> None:
-        self.values = torch.zeros(size, device=context.device)
+    def __init__(self, size: int, context: LayerContext, own: slice = slice(None)) -> None:
+        """own: the part of the stored vector that this rank has."""
+        self._size, self._own = size, own
+        self.values = torch.zeros(len(range(size)[own]), device=context.device)
 
     def slot(self) -> WeightSlot:
-        return WeightSlot(tuple(self.values.shape), self._load, rows_axis=0)
+        return WeightSlot((self._size,), self._load, rows_axis=0)
 
     def _load(self, tensor: Tensor) -> None:
-        self.values.copy_(tensor)
+        self.values.copy_(tensor[self._own])

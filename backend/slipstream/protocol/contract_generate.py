@@ -140,6 +140,7 @@ OUTPUTS = (
     OutputSpec("cumulative_logprob", FP32, ANY, (VLLM, TRT_LLMAPI), "Sum of the log-probabilities of the sequence so far.", "return_cumulative_logprob"),
     OutputSpec("logprobs", BYTES, ANY, (VLLM,), 'JSON, per new token: {"id": {"logprob", "rank", "decoded_token"}, ...}, the chosen token first.', "return_logprobs"),
     OutputSpec("prompt_logprobs", BYTES, ANY, (SLIPSTREAM,), "The same per prompt token, null for the first; with the first response, then `null`.", "return_prompt_logprobs"),
+    OutputSpec("prompt_token_ids", INT32, ANY, (SLIPSTREAM,), "Token ids of the prompt, with the first response of the first sequence, then empty.", "return_prompt_token_ids"),
     OutputSpec("num_input_tokens", UINT32, ONE, (VLLM,), "Tokens of the prompt.", "return_num_input_tokens"),
     OutputSpec("num_output_tokens", UINT32, ANY, (VLLM,), "Tokens of this response; their sum over a stream is the total.", "return_num_output_tokens"),
     OutputSpec("output_ids", INT32, (-1, -1), (TRT_CORE,), "[1, n]: the token ids of this response, after the prompt's when that is echoed.", _IDS),

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import RequestError
@@ -23,6 +23,7 @@ from slipstream.core.settings import BY_NAME, DEFAULTS
 from slipstream.core.wire_messages import Request as WireRequest
 from slipstream.protocol.client_settings import Settings, read_settings, unknown
 from slipstream.protocol.contract_generate import OUTPUTS
+from slipstream.protocol.prompts import CHARS_PER_TOKEN, TextCodec, read_prompt
 
 _OUTPUTS = {spec.name: spec for spec in OUTPUTS}
 _NEED_LOGPROBS = frozenset({"logprobs", "cumulative_logprob", "cum_log_probs", "output_log_probs"})
@@ -32,26 +33,8 @@ _BIASES = ("logit_bias", "embedding_bias_words", "embedding_bias_weights")
 _NOT_DECOUPLED = (
     "because the model_transaction_policy of config.pbtxt is `decoupled: false`: a request has one response"
 )
-_REFERENCE_CHARS = 16  # per token of max_model_len; the rest of a reference is not encoded
 STOP_IS_OFF = "got True, accepted: False (the model has stop_by_request_id off); cancel the request's stream instead"
 STREAM_ECHO = "When streaming, `exclude_input_in_output` = False is not allowed."  # the vLLM backend's words
-
-
-class TextCodec(Protocol):
-    """The part of a tokenizer (tokenizer/tokenizer.py) that parsing uses."""
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
-
-    def encode_all(self, texts: Sequence[str]) -> list[list[int]]: ...
-
-    def surely_exceeds(self, text: str, max_tokens: int) -> int: ...
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
-
-    def token_text(self, token_id: int) -> str: ...
-
-    @property
-    def max_token_bytes(self) -> int: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -95,13 +78,14 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     stream: bool = settings.get("stream", DEFAULTS["stream"])
     if not config.serving.is_decoupled:
         _check_one_response(settings, stream, has_batch_dim or "context_ids" in outputs)
-    token_ids, text = _prompt(settings, config, tokenizer)
     params = _sampling_params(settings, config, outputs, tokenizer)
+    token_ids, text = read_prompt(settings, config, tokenizer, params.max_tokens)
     echo_text = ""
     if _is_echoed(settings, stream, config):
         echo_text = text if text is not None else tokenizer.decode(token_ids, params.skip_special_tokens)
     stream_interval: int = settings.get("stream_interval", config.serving.stream_interval)
-    _check_entries(params, len(token_ids), bool(echo_text), stream_interval if stream else 0, config)
+    _check_logprobs(settings, params, config)
+    _check_entries(params, len(token_ids), bool(echo_text), stream_interval if stream else 0, config, tokenizer)
     request = Request(
         token_ids,
         params,
@@ -135,29 +119,46 @@ def _check_one_response(settings: Settings, stream: bool, is_response_per_sequen
 
 
 def _check_entries(
-    params: SamplingParams, num_prompt: int, is_echoed: bool, stream_interval: int, config: EngineConfig
+    params: SamplingParams,
+    num_prompt: int,
+    is_echoed: bool,
+    stream_interval: int,
+    config: EngineConfig,
+    tokenizer: TextCodec,
 ) -> None:
     """Raises RequestError if one response would hold more tokens and alternatives than max_response_entries.
 
     stream_interval: tokens per response; 0 = all in one.
     """
-    limit, n, logprobs = config.serving.max_response_entries, params.n, params.logprobs or 0
+    limit, n, vocab_size = config.serving.max_response_entries, params.n, tokenizer.vocab_size
+    logprobs, prompt_logprobs = (vocab_size if k == -1 else k for k in (params.logprobs, params.prompt_logprobs))
+    logprobs = (logprobs or 0) + len(params.logprob_token_ids)
     num_new, max_model_len = params.max_tokens, config.model.max_model_len
     if max_model_len:
         num_new = max(0, min(num_new, max_model_len - num_prompt))
     if stream_interval:
         num_new = min(num_new, stream_interval)
     num_echoed = n * num_prompt if is_echoed else 0
-    num_of_prompt = num_prompt * (1 + params.prompt_logprobs) if params.prompt_logprobs is not None else 0
+    num_of_prompt = num_prompt * (1 + prompt_logprobs) if prompt_logprobs is not None else 0
     total = n * num_new * (1 + logprobs) + num_echoed + num_of_prompt
     if total > limit:
         terms = f"n={n} x {num_new} tokens x (1 + logprobs={logprobs})"
         if num_echoed:
             terms += f" + n={n} x {num_prompt} echoed tokens"
         if num_of_prompt:
-            terms += f" + {num_prompt} prompt tokens x (1 + prompt_logprobs={params.prompt_logprobs})"
+            terms += f" + {num_prompt} prompt tokens x (1 + prompt_logprobs={prompt_logprobs})"
         accepted = f"at most max_response_entries={limit}; ask for less, or stream"
         raise RequestError("max_tokens", f"one response would hold {terms} = {total} entries, accepted: {accepted}")
+
+
+def _check_logprobs(settings: Settings, params: SamplingParams, config: EngineConfig) -> None:
+    """Raises RequestError for more alternatives than the model's max_logprobs."""
+    limit = config.serving.max_logprobs
+    for name in ("logprobs", "prompt_logprobs"):
+        asked = getattr(params, name)
+        if limit != -1 and asked is not None and not 0 <= asked <= limit:
+            accepted = f"0 to max_logprobs={limit}, a parameter of the model"
+            raise refuse(settings.spelled(name), asked, accepted)
 
 
 def _stop_request(handle: int, request_id: str, outputs: tuple[str, ...], has_batch_dim: bool) -> ClientRequest:
@@ -165,56 +166,6 @@ def _stop_request(handle: int, request_id: str, outputs: tuple[str, ...], has_ba
         raise RequestError("stop", "needs a request id: that of the running request which is to stop")
     text = tuple(name for name in outputs if name == "text_output")
     return ClientRequest(handle, None, request_id=request_id, is_stop=True, outputs=text, has_batch_dim=has_batch_dim)
-
-
-def _prompt(settings: Settings, config: EngineConfig, tokenizer: TextCodec) -> tuple[list[int], str | None]:
-    """Token ids of the prompt, and its text if the client sent text."""
-    text, token_ids = settings.get("prompt"), settings.get("prompt_token_ids")
-    if text is not None and token_ids is not None:
-        raise RequestError("text_input", "given together with input_ids, accepted: one of them")
-    if token_ids is not None:
-        length = settings.get("prompt_length", len(token_ids))
-        if not 0 <= length <= len(token_ids):
-            raise refuse("input_lengths", length, f"at most the {len(token_ids)} input_ids given")
-        if length == 0:
-            raise RequestError("input_ids", "the prompt is empty, accepted: at least one token to go on from")
-        return list(token_ids[:length]), None
-    if text is None:
-        raise RequestError("text_input", "missing, accepted: a prompt as text_input or as input_ids")
-    add_special_tokens = settings.get("add_special_tokens", config.serving.add_special_tokens)
-    return encode_prompt("text_input", text, tokenizer, add_special_tokens, config.model.max_model_len), text
-
-
-def encode_prompt(
-    name: str, text: str, tokenizer: TextCodec, add_special_tokens: bool, max_model_len: int
-) -> list[int]:
-    """Token ids of a prompt given as text. max_model_len: 0 if unknown.
-
-    Raises RequestError for an empty text and, before the work is done, for one that cannot fit: encoding takes half a
-    second per megabyte.
-    """
-    if max_model_len:
-        check_prompt_bytes(name, len(text.encode("utf-8")), tokenizer, max_model_len)
-        num_chars = tokenizer.surely_exceeds(text, max_model_len)
-        if num_chars:
-            accepted = f"accepted: at most {max_model_len - 1} (max_model_len={max_model_len} less one output token)"
-            raise RequestError(
-                name,
-                f"the prompt has more than {max_model_len} tokens in the first {num_chars} of its {len(text)} "
-                f"characters, {accepted}",
-            )
-    ids = tokenizer.encode(text, add_special_tokens) if text else []
-    if not ids:
-        raise RequestError(name, "the prompt is empty, accepted: text of at least one token to go on from")
-    return ids
-
-
-def check_prompt_bytes(name: str, num_bytes: int, tokenizer: TextCodec, max_model_len: int) -> None:
-    """Raises RequestError for a text that has more bytes than max_model_len of the longest tokens."""
-    limit = max_model_len * tokenizer.max_token_bytes
-    if num_bytes > limit:
-        accepted = f"at most {limit} (max_model_len={max_model_len} tokens of {tokenizer.max_token_bytes} bytes)"
-        raise RequestError(name, f"the prompt has {num_bytes} bytes, accepted: {accepted}")
 
 
 def _is_echoed(settings: Settings, stream: bool, config: EngineConfig) -> bool:
@@ -323,12 +274,13 @@ def _reference_ids(settings: Settings, config: EngineConfig, tokenizer: TextCode
     if text and token_ids:
         raise RequestError("reference_text", "given together with reference_ids, accepted: one of them")
     if text:
-        limit = config.model.max_model_len * _REFERENCE_CHARS
+        limit = config.model.max_model_len * CHARS_PER_TOKEN
         token_ids = tokenizer.encode(text[:limit] if limit else text, False)
     most = config.model.max_model_len or len(token_ids)
     return tuple(token_ids[:most])
 
 
+_ANY_OBJECT = '{"type": "object", "additionalProperties": true}'
 _GUIDES = {"json": "json_schema", "regex": "regex", "grammar": "ebnf_grammar"}  # vLLM's word -> ours
 
 
@@ -348,7 +300,7 @@ def _guide(settings: Settings) -> Guide | None:
         raise refuse(given_as, asked, "one of json, json_object, regex, grammar and choice")
     field = f"{given_as}.{name}"
     if name == "json_object":
-        return Guide("json") if value else None
+        return Guide("json_schema", _ANY_OBJECT) if value else None
     if name == "choice":
         return Guide("regex", "|".join(f"({re.escape(choice)})" for choice in read_texts(field, value)))
     if name == "json" and isinstance(value, dict):

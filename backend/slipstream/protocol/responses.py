@@ -9,7 +9,7 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 
-from slipstream.core.errors import CapacityError, RequestError
+from slipstream.core.errors import CapacityError, RankLostError, RequestError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import FinishReason
 from slipstream.core.wire_messages import ErrorCode
@@ -29,7 +29,8 @@ def error_code(fault: type[Exception]) -> ErrorCode:
     """Which code of Triton's a client gets for whose fault."""
     if issubclass(fault, RequestError):
         return ErrorCode.INVALID_ARG
-    return ErrorCode.UNAVAILABLE if issubclass(fault, CapacityError) else ErrorCode.INTERNAL
+    is_temporary = issubclass(fault, (CapacityError, RankLostError))
+    return ErrorCode.UNAVAILABLE if is_temporary else ErrorCode.INTERNAL
 
 
 def encode_response(client: ClientRequest, output: RequestOutput) -> bytes:
@@ -121,6 +122,10 @@ def _sent_ids(client: ClientRequest, output: RequestOutput) -> list[int]:
     return output.request.prompt_token_ids + output.token_ids if client.echo_text else output.token_ids
 
 
+def _prompt_token_ids(client: ClientRequest, output: RequestOutput) -> Encoded:
+    return _int32s(output.request.prompt_token_ids if output.is_first and not output.request.sequence_index else [])
+
+
 def _output_log_probs(client: ClientRequest, output: RequestOutput) -> Encoded:
     """Zeros where they were not computed, as TensorRT-LLM sends through an ensemble."""
     values = [0.0] * len(output.token_ids) if output.logprobs is None else [one.logprob for one in output.logprobs]
@@ -135,16 +140,22 @@ def write_logprobs(client: ClientRequest, entries: Sequence[TokenLogprobs]) -> N
     if client.stream or "logprobs" not in client.outputs:
         return
     for entry in entries:
-        entry.json, entry.top = _entry_json(entry, client.token_text), []
+        entry.json, entry.top, entry.asked = _entry_json(entry, client.token_text), [], []
 
 
 def _entry_json(entry: TokenLogprobs, token_text: Callable[[int], str]) -> str:
-    """vLLM's form: token id -> logprob, rank and text; the token itself first, then the likeliest."""
-    ranked = [(entry.token_id, entry.logprob, entry.rank)]
+    """vLLM's form: token id -> logprob, rank and text; the token itself first, then the likeliest, then those asked
+    for, whose rank is null."""
+    ranked: list[tuple[int, float, int | None]] = [(entry.token_id, entry.logprob, entry.rank)]
     ranked += [(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(entry.top, 1)]
+    ranked += [(token_id, logprob, None) for token_id, logprob in entry.asked]
     found: dict[str, dict[str, object]] = {}
     for token_id, logprob, rank in ranked:
-        value = {"logprob": max(logprob, _LOWEST_LOGPROB), "rank": rank, "decoded_token": token_text(token_id)}
+        value: dict[str, object] = {
+            "logprob": max(logprob, _LOWEST_LOGPROB),
+            "rank": rank,
+            "decoded_token": token_text(token_id),
+        }
         found.setdefault(str(token_id), value)
     return json.dumps(found)
 
@@ -168,6 +179,7 @@ ENCODERS: dict[str, Callable[[ClientRequest, RequestOutput], Encoded]] = {
     "cumulative_logprob": lambda c, o: _scalar("f", o.cumulative_logprob),
     "logprobs": lambda c, o: _logprobs_json(c, o.logprobs),
     "prompt_logprobs": lambda c, o: _logprobs_json(c, o.prompt_logprobs),
+    "prompt_token_ids": _prompt_token_ids,
     "num_input_tokens": lambda c, o: _scalar("I", o.request.num_prompt_tokens),
     "num_output_tokens": lambda c, o: _scalar("I", len(o.token_ids)),
     "output_ids": lambda c, o: _row(_int32s(_sent_ids(c, o))),

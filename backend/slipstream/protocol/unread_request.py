@@ -14,7 +14,8 @@ from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.wire_messages import Request as WireRequest
 from slipstream.protocol.client_settings import TENSORS, read_settings
-from slipstream.protocol.request_parser import ClientRequest, TextCodec, check_prompt_bytes, read_deadline, read_outputs
+from slipstream.protocol.prompts import TextCodec, check_prompt_bytes
+from slipstream.protocol.request_parser import ClientRequest, read_deadline, read_outputs
 from slipstream.protocol.responses import encode_gathered, encode_response, is_gathered
 
 _PEEKED_BYTES = 4096  # of a tensor or parameter
@@ -28,12 +29,12 @@ def peek(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> Client
     small = [tensor for tensor in raw.inputs if len(tensor.data) <= _PEEKED_BYTES]
     given = {name: value for name, value in raw.parameters.items() if len(str(value)) <= _PEEKED_BYTES}
     serving, max_model_len = config.serving, config.model.max_model_len
-    for tensor in raw.inputs:
-        if tensor.name == "text_input" and max_model_len:
-            check_prompt_bytes(tensor.name, len(tensor.data) - 4, tokenizer, max_model_len)  # after its length
     has_batch_dim = serving.max_batch_size > 0
     peeked = replace(raw, inputs=tuple(small), parameters=given)
     settings = read_settings(peeked, has_batch_dim, serving.ignored_request_parameters)
+    for tensor in raw.inputs:
+        if tensor.name == "text_input" and max_model_len and "truncate_prompt_tokens" not in settings:
+            check_prompt_bytes(tensor.name, len(tensor.data) - 4, tokenizer, max_model_len)  # after its length
     if any(tensor.name in TENSORS and TENSORS[tensor.name].target == "prompt_token_ids" for tensor in raw.inputs):
         settings.setdefault("prompt_token_ids", ())  # which outputs there are depends on it
     outputs, params = read_outputs(raw, settings), SamplingParams(n=settings.get("n", 1))

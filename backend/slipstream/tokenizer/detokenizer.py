@@ -92,6 +92,18 @@ class ByteLevelDetokenizer:
         return text
 
 
+class NoDetokenizer:
+    """For requests that want token ids alone."""
+
+    is_pending = False
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
+
+
 class ByteFallbackDetokenizer:
     """Sentencepiece (Llama 2, Mistral, Gemma): text tokens, and runs of byte tokens for other characters.
 

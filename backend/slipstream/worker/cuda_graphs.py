@@ -159,8 +159,10 @@ class StepGraphs(Generic[Shape]):
         for shape in reversed(self._shapes):
             self._forward(self._batch(shape, shape.num_logits))
 
-    def keep_launch_bound(self) -> None:
-        """Warm up, and drop the shapes whose kernels take longer than LAUNCH_BOUND times their launches."""
+    def keep_launch_bound(self, decide: Callable[[bool], bool]) -> None:
+        """Warm up, and drop the shapes whose kernels take longer than LAUNCH_BOUND times their launches.
+
+        decide: what the first of several ranks has measured counts for all."""
         kept: list[Shape] = []
         for _, group in groupby(self._shapes, lambda shape: shape.num_tokens):
             shapes = list(group)
@@ -171,7 +173,7 @@ class StepGraphs(Generic[Shape]):
             self._forward(self._batch(shapes[0], shapes[0].num_logits))
             launched = time.perf_counter()
             torch.cuda.synchronize()
-            if time.perf_counter() - start > LAUNCH_BOUND * (launched - start):
+            if decide(time.perf_counter() - start > LAUNCH_BOUND * (launched - start)):
                 break
             kept += shapes
         self._shapes = kept

@@ -32,8 +32,10 @@ class HostCopy:
         return [tensor.tolist() for tensor in self._tensors]
 
 
-def to_device(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A one-dimensional tensor of Python numbers."""
+def to_device(
+    values: list[int] | list[float] | list[list[int]], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A tensor of Python numbers, of one dimension or of rows of the same length."""
     if device.type == "cpu":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -138,6 +138,7 @@ class StepArrays:
     tree_mask: np.ndarray | None = None
     other_tables: np.ndarray | None = None
     other_slots: np.ndarray | None = None
+    prompt_prefixes: tuple[int, ...] = ()
 
 
 class BatchBuilder:
@@ -207,6 +208,7 @@ class BatchBuilder:
             tree_mask=tree_mask,
             other_tables=other_tables,
             other_slots=other_slots,
+            prompt_prefixes=tuple(computed[num_decodes:].tolist()),
         )
 
 
@@ -222,7 +224,8 @@ def batch_tensors(arrays: StepArrays, device: torch.device) -> ForwardBatch:
     if arrays.other_tables is not None and arrays.other_slots is not None:
         packed, count = pack([*arrays.other_tables, *arrays.other_slots], device), len(arrays.other_tables)
         groups = tuple(map(GroupTensors, packed[:count], packed[count:]))
-    return ForwardBatch(**tensors, **numbers, tree_mask=tree_mask, other_groups=groups)
+    prefixes = arrays.prompt_prefixes
+    return ForwardBatch(**tensors, **numbers, tree_mask=tree_mask, other_groups=groups, prompt_prefixes=prefixes)
 
 
 def padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> ForwardBatch:
@@ -242,6 +245,7 @@ def padding_batch(num_tokens: int, max_blocks: int, device: torch.device) -> For
         num_decode_requests=int(is_decode),
         num_decode_tokens=num_tokens if is_decode else 0,
         max_decode_query_len=num_tokens if is_decode else 0,
+        prompt_prefixes=() if is_decode else (0,),
     )
 
 

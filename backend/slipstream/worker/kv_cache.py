@@ -14,8 +14,7 @@ from slipstream_kernels import ops
 from torch import Tensor
 
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
-from slipstream.nn.attention import LayerCache
-from slipstream.nn.kv_layout import KVLayout, KVPlane, key_value_cache
+from slipstream.nn.kv_layout import KVLayout, KVPlane, LayerCache
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
 
@@ -92,7 +91,9 @@ def allocate_pool(
             logger.info("the checkpoint has scales for an FP8 KV cache, which kv_cache_dtype=fp8_e4m3 would use")
     else:
         logger.info("FP8 KV cache with the checkpoint's scales in %d of %d layers", num_given, len(layouts))
-    caches = [key_value_cache({**planes, **scales}) for planes, scales in zip(pool.planes, given)]
+    caches = [
+        layer.attention.kv_cache({**planes, **scales}) for layer, planes, scales in zip(spec.layers, pool.planes, given)
+    ]
     return KVPool(pool.planes, pool.parts, caches)
 
 

@@ -14,10 +14,12 @@ from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import ConfigError
 from slipstream.core.host_memory import host_memory
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
+from slipstream.nn.attention.latent import PREFIX_TOKENS
 from slipstream.nn.kv_layout import KVLayout
 from slipstream.nn.kv_types import gpu_geometry_refusal, resolve_kv_dtype
-from slipstream.nn.layer_spec import DenseSpec, ExpertsSpec
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, ExpertsSpec
 from slipstream.nn.load import resolve_device, resolve_dtype, weight_bytes
+from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.draft_memory import draft_memory
@@ -37,11 +39,14 @@ INTERMEDIATE_COPIES = 3
 
 @dataclass(frozen=True)
 class Hardware:
-    """Where to compute and in which types, with every "auto" resolved. kv_dtype: as ops.KvCache names types."""
+    """Where to compute and in which types, with every "auto" resolved. kv_dtype: as ops.KvCache names types.
+
+    parallel: of several processes that share the model, which one computes here."""
 
     device: torch.device
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    parallel: Parallel = SINGLE
 
 
 def resolve_hardware(config: EngineConfig, spec: DecoderSpec) -> Hardware:
@@ -50,10 +55,25 @@ def resolve_hardware(config: EngineConfig, spec: DecoderSpec) -> Hardware:
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, spec, device)
     kv_dtype = resolve_kv_dtype(config.cache.dtype, spec, device, dtype, config.cache.block_size)
-    hardware = Hardware(device, dtype, kv_dtype)
+    hardware = Hardware(device, dtype, kv_dtype, _first_rank(config, device))
     if config.model.deterministic:
         _check_deterministic(config, spec, hardware)
     return hardware
+
+
+def _first_rank(config: EngineConfig, device: torch.device) -> Parallel:
+    """Raises ConfigError if there are not so many devices from this one on."""
+    size = config.parallel.tensor_parallel_size
+    if size == 1:
+        if config.parallel.expert_parallel:
+            raise ConfigError("expert_parallel", True, "accepted with tensor_parallel_size above 1")
+        return SINGLE
+    if config.model.load_format == "null":
+        raise ConfigError("tensor_parallel_size", size, "load_format=null computes nothing; accepted: 1")
+    if device.type == "cuda" and (device.index or 0) + size > torch.cuda.device_count():
+        found = torch.cuda.device_count() - (device.index or 0)
+        raise ConfigError("tensor_parallel_size", size, f"there are {found} usable GPUs from {device} on")
+    return Parallel(0, size, splits_experts=config.parallel.expert_parallel)
 
 
 def _check_deterministic(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> None:
@@ -137,11 +157,11 @@ class MemoryPlan:
         return f"at max_model_len: {kept} and a step"
 
 
-def free_device_memory(device: torch.device) -> int:
-    """Bytes that this process may still take on the device."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return host_memory().available_bytes
+def free_device_memory(hardware: Hardware) -> int:
+    """Bytes that this process may still take on the device. Ranks on a CPU take from the same memory."""
+    if hardware.device.type == "cuda":
+        return torch.cuda.mem_get_info(hardware.device)[0]
+    return host_memory().available_bytes // hardware.parallel.size
 
 
 def resolve_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
@@ -159,12 +179,15 @@ def resolve_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
 
 
 def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, free_bytes: int) -> MemoryPlan:
-    """Size the KV pool for a checkpoint. Raises ConfigError, with the arithmetic, if one sequence would not fit."""
+    """Size the KV pool for a checkpoint. free_bytes: of several ranks, where least is free.
+
+    Raises ConfigError, with the arithmetic, if one sequence would not fit."""
     is_null = config.model.load_format == "null"
     max_model_len = resolve_max_model_len(config, spec)
-    groups, full_hold_reason = plan_groups(spec, config, hardware.device, hardware.kv_dtype, max_model_len)
-    block_bytes = cache_bytes_per_token(spec, hardware.kv_dtype, groups) * config.cache.block_size
-    held_bytes = 0 if is_null else weight_bytes(config.model, spec, hardware.dtype)
+    own = spec.of_rank(hardware.parallel)
+    groups, full_hold_reason = plan_groups(own, config, hardware.device, hardware.kv_dtype, max_model_len)
+    block_bytes = cache_bytes_per_token(own, hardware.kv_dtype, groups) * config.cache.block_size
+    held_bytes = 0 if is_null else weight_bytes(config.model, spec, hardware.dtype, hardware.parallel)
     drafting = draft_memory(config, spec, hardware.device, hardware.dtype, hardware.kv_dtype)
     draft_block_bytes = drafting.kv_bytes_per_token * config.cache.block_size
     held_bytes += drafting.weight_bytes
@@ -183,7 +206,7 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
         block_size=config.cache.block_size,
         num_blocks=max(0, num_blocks),
         max_model_len=max_model_len,
-        num_host_blocks=0 if is_null else _num_host_blocks(config.cache, block_bytes),
+        num_host_blocks=0 if is_null else _num_host_blocks(config.cache, block_bytes * hardware.parallel.size),
         draft_block_bytes=draft_block_bytes,
         groups=groups,
         full_hold_reason=full_hold_reason,
@@ -214,7 +237,9 @@ def check_planes(architecture: str, layout: KVLayout) -> None:
 
 
 def _num_host_blocks(cache: CacheConfig, block_bytes: int) -> int:
-    """Raises ConfigError if the host has not so much, if that holds no block, or if no prefix cache is on."""
+    """block_bytes: of all ranks together.
+
+    Raises ConfigError if the host has not so much, if that holds no block, or if no prefix cache is on."""
     asked = cache.host_memory_bytes
     if not asked:
         return 0
@@ -296,7 +321,21 @@ def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware
     num_verified = min(MAX_DECODE_ROWS, num_seqs * (1 + MAX_DRAFT_TOKENS)) if config.speculation.loaded else 0
     logits = LOGITS_COPIES * max(num_seqs, num_verified, MAX_PROMPT_ROWS) * spec.vocab_size * 4
     width = max(_activation_width(layer.mlp) for layer in spec.layers)
-    return logits + num_tokens * width * hardware.dtype.itemsize + _written_out_bytes(spec, config, hardware)
+    features = num_tokens * width + max(_latent_features(own, num_tokens) for own in spec.attentions)
+    return logits + features * hardware.dtype.itemsize + _written_out_bytes(spec, config, hardware)
+
+
+def _latent_features(attention: AttentionSpec, num_tokens: int) -> int:
+    """Of latent attention: what lives at once of a step's tokens, absorbed or with keys and values of each head, and of
+    a piece of the tokens before them."""
+    latent = attention.latent
+    if latent is None:
+        return 0
+    row, made = latent.rank + latent.rope_dim, latent.nope_dim + latent.value_dim
+    absorbed = row + latent.rank
+    unabsorbed = made + 2 * latent.value_dim
+    of_heads = attention.num_q_heads * (attention.head_dim + max(absorbed, unabsorbed))
+    return num_tokens * (of_heads + row) + PREFIX_TOKENS * (attention.num_q_heads * made + row)
 
 
 def _activation_width(mlp: DenseSpec | ExpertsSpec) -> int:
@@ -312,7 +351,8 @@ def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardwa
     methods = choose_methods(config.model, spec)
     held = [(linear, methods.experts if linear.num_experts else methods.linears) for linear in set(spec.layer_linears)]
     held.append((spec.lm_head, methods.head))
-    return max(method.written_out_bytes(linear, hardware.dtype) for linear, method in held)
+    own = [(linear.of_rank(hardware.parallel), method) for linear, method in held]
+    return max(method.written_out_bytes(linear, hardware.dtype) for linear, method in own)
 
 
 def _size(num_bytes: int) -> str:

@@ -57,11 +57,11 @@ def load_target(config: EngineConfig, spec: DecoderSpec, hardware: Hardware, pha
     """The model, on its device; heads are made for it before its runner, whose graphs depend on them."""
     device = hardware.device
     if device.type == "cpu":
-        _set_threads(config.model.num_threads)
+        _set_threads(config.model.num_threads, hardware.parallel.size)
     else:
         _prefer_cublaslt()
     enter_device(device)
-    model = load_model(config.model, spec, device, hardware.dtype, hardware.kv_dtype)
+    model = load_model(config.model, spec, device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
     finish_phase(phases, "weights", device)
     return model
 
@@ -84,12 +84,13 @@ class ModelRunner:
         self._device = device
         self._max_num_tokens = min(config.scheduler.max_num_batched_tokens, plan.max_model_len)
         scales = [layer.attention.kv_scales for layer in model.layers]
-        pool = allocate_pool(spec, hardware, plan, scales, plan.groups)
+        pool = allocate_pool(spec.of_rank(hardware.parallel), hardware, plan, scales, plan.groups)
         model.kv_groups = plan.groups.of_layers
         self._kv_caches = pool.layers
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, tables, device)
-        self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device)
+        self._parallel = hardware.parallel
+        self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device, hardware.parallel)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
         self._reads_all_rows = drafts.reads_all_rows  # a head reads the hidden states of all tokens
@@ -110,6 +111,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _capture(self, config: EngineConfig, phases: StartUp) -> None:
+        self._parallel.decide(None)  # waits until every rank has loaded: one that cannot load breaks this, and no more
         self._warm_up(config)
         finish_phase(phases, "warm-up", self._device)
         self._prompt_graphs.capture()
@@ -122,6 +124,7 @@ class ModelRunner:
         """Seconds of decodes and verifications; verifications that a larger graph serves faster are dropped."""
         timed = [shape for shape in self._graphs.shapes if shape.max_query_len == 1 or shape.is_verification]
         seconds = self._graphs.time_steps(timed, plan, self._draw_greedily)
+        seconds = self._parallel.decide(seconds)
         self._graphs.drop(slower := slower_than_larger(seconds))
         return {shape: took for shape, took in seconds.items() if shape not in slower}
 
@@ -264,7 +267,7 @@ class ModelRunner:
             logits.argmax(dim=-1)
             _draw_once(logits)
             self._graphs.warm_up()
-            self._prompt_graphs.keep_launch_bound()
+            self._prompt_graphs.keep_launch_bound(self._parallel.decide)
 
 
 def finish_phase(phases: StartUp, name: str, device: torch.device) -> None:
@@ -290,13 +293,16 @@ def _prefer_cublaslt() -> None:
     torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
-def _set_threads(num_threads: int) -> None:
+def _set_threads(num_threads: int, num_ranks: int) -> None:
     """Compute with so many threads; 0: one fewer than cores: the last is for the server, the output thread and clients.
+    Ranks share them.
 
     OpenMP's threads spin at their barriers: with a thread per core and other work running, a step of 64 decodes of a
     14 M model took 800 ms instead of 35 ms (two cores, load 5).
     """
     num_cores = len(os.sched_getaffinity(0))
+    if num_ranks > 1:
+        num_threads = max(1, (num_threads or num_cores - 1) // num_ranks)
     if num_threads:
         torch.set_num_threads(num_threads)
     elif torch.get_num_threads() >= num_cores > 1:

@@ -1,27 +1,38 @@
-"""Attention backends in order of preference, filled by plain imports."""
+"""Attention backends, registered in order of preference."""
 
-# isort: off
-from slipstream.nn.attention import split_kv  # noqa: F401  (registers itself, first)
-from slipstream.nn.attention import cpu  # noqa: F401
-from slipstream.nn.attention import paged  # noqa: F401
-from slipstream.nn.attention.invariant import INVARIANT  # last: chosen in deterministic mode only
-
-# isort: on
 from slipstream.nn.attention.backend import (
     ATTENTION_BACKENDS,
     AttentionBackend,
+    GroupedStep,
+    LatentLayer,
+    LatentStep,
     LayerAttention,
-    LayerCache,
     QKRope,
     StepAttention,
 )
+from slipstream.nn.attention.cpu import CpuAttention
+from slipstream.nn.attention.invariant import InvariantAttention
+from slipstream.nn.attention.latent import LatentBackend
+from slipstream.nn.attention.paged import PagedAttention
+from slipstream.nn.attention.split_kv import SplitKVAttention, SplitKVFp8Attention
+
+INVARIANT = "invariant"
+
+ATTENTION_BACKENDS.register("split_kv_fp8")(SplitKVFp8Attention)
+ATTENTION_BACKENDS.register("split_kv")(SplitKVAttention)
+ATTENTION_BACKENDS.register("cpu")(CpuAttention)
+ATTENTION_BACKENDS.register("paged")(PagedAttention)
+ATTENTION_BACKENDS.register("latent")(LatentBackend)
+ATTENTION_BACKENDS.register(INVARIANT)(InvariantAttention)  # last: chosen in deterministic mode only
 
 __all__ = [
     "ATTENTION_BACKENDS",
     "INVARIANT",
     "AttentionBackend",
+    "GroupedStep",
+    "LatentLayer",
+    "LatentStep",
     "LayerAttention",
-    "LayerCache",
     "QKRope",
     "StepAttention",
 ]

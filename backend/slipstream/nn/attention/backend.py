@@ -13,8 +13,6 @@ from slipstream.core.registry import Registry
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import DecoderSpec
 
-LayerCache = ops.KvCache  # keys and values of one layer, with their scales: one shape for every type
-
 
 @dataclass(frozen=True)
 class QKRope:
@@ -26,7 +24,8 @@ class QKRope:
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """How a layer attends, as the ops take it: see AttentionSpec. alibi_slopes, sinks: [num_q_heads] fp32."""
+    """How a layer attends, as the ops take it: see AttentionSpec. alibi_slopes, sinks: [num_q_heads] fp32.
+    key_mean: [num_kv_heads, head_dim] fp32, where prompts attend in FP8."""
 
     qk_rope: QKRope
     scale: float
@@ -34,12 +33,28 @@ class LayerAttention:
     soft_cap: float | None = None
     alibi_slopes: Tensor | None = None
     sinks: Tensor | None = None
+    key_mean: Tensor | None = None
 
 
-class StepAttention(Protocol):
-    """The attention of one step; what all layers share was computed when it was planned."""
+@dataclass(frozen=True)
+class LatentLayer:
+    """How a layer of latent attention attends. norm_weight: [rank], of its latents.
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+    kv_b: [num_q_heads, nope_dim + value_dim, rank]: each head's keys and values from a latent.
+    """
+
+    rope: ops.Rope
+    scale: float
+    norm_weight: Tensor
+    norm_eps: float
+    kv_b: Tensor
+    nope_dim: int
+
+
+class GroupedStep(Protocol):
+    """The grouped-query attention of one step; what all layers share was computed when it was planned."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         """Normalise and rotate q and k, store this step's keys and values, then attend.
 
         q: [T, num_q_heads, head_dim], k, v: [T, num_kv_heads, head_dim], as projected: strided slices will do.
@@ -47,12 +62,31 @@ class StepAttention(Protocol):
         """
         ...
 
-    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         """As `forward`, but only the rows of which logits are wanted attend; each must be the last of its request.
 
         Returns [S, num_q_heads, head_dim], contiguous.
         """
         ...
+
+
+class LatentStep(Protocol):
+    """The latent attention of one step."""
+
+    def forward(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
+        """Norm and store this step's latents, rotate keys and queries, then attend.
+
+        q: [T, num_q_heads, head_dim], whose last features are overwritten by the rotated ones; latent: [T, rank +
+        rope_dim], as projected. Returns [T, num_q_heads, value_dim], contiguous.
+        """
+        ...
+
+    def forward_last(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
+        """As `forward`, for the rows of which logits are wanted; each must be the last of its request."""
+        ...
+
+
+StepAttention = GroupedStep | LatentStep  # as the backend of the layers' kind plans it
 
 
 class AttentionBackend(Protocol):
@@ -80,6 +114,11 @@ class AttentionBackendType(Protocol):
     ) -> str | None:
         """A reason against serving this model there, or None. kv_dtype: of the cache, None is dtype."""
         ...
+
+
+def latent_refusal(spec: DecoderSpec) -> str | None:
+    """Why a backend of grouped-query attention cannot serve the model, or None."""
+    return "knows no latent attention" if any(own.latent is not None for own in spec.attentions) else None
 
 
 ATTENTION_BACKENDS: Registry[AttentionBackendType] = Registry("attention_backend")

@@ -5,23 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from slipstream_kernels import ops
 from slipstream_kernels.attention.cpu.decode_step import DecodeStep
 from torch import Tensor
 
-from slipstream.nn.attention.backend import ATTENTION_BACKENDS, LayerAttention, LayerCache, StepAttention
+from slipstream.nn.attention.backend import GroupedStep, LayerAttention, latent_refusal
+from slipstream.nn.attention.paged import PagedAttention
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.spec import DecoderSpec
 
 
-@ATTENTION_BACKENDS.register("cpu")
-class CpuAttention:
-    stacks_layers = False
-
-    def __init__(self, spec: DecoderSpec) -> None:
-        from slipstream.nn.attention.paged import PagedAttention  # here, so that it is registered after this one
-
-        self._paged = PagedAttention(spec)
-
+class CpuAttention(PagedAttention):
     @staticmethod
     def supports(
         spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
@@ -33,17 +27,14 @@ class CpuAttention:
         for attention in spec.attentions:
             if attention.alibi_slopes or attention.soft_cap is not None or attention.sinks:
                 return "knows no ALiBi, soft cap or sinks"
-        return None
+        return latent_refusal(spec)
 
-    def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
-        return self._paged.graph_refusal(block_size, has_trees)
-
-    def plan(self, batch: ForwardBatch) -> StepAttention:
+    def plan(self, batch: ForwardBatch) -> GroupedStep:
         is_one_row_each = len(batch.token_ids) == len(batch.seq_lens) and batch.tree_mask is None
         if is_one_row_each and bool((batch.slot_mapping >= 0).all()):
             tensors = batch.positions, batch.slot_mapping, batch.seq_lens, batch.block_tables
             return CpuDecode(DecodeStep(*tensors), batch)
-        return self._paged.plan(batch)
+        return super().plan(batch)
 
 
 @dataclass(frozen=True)
@@ -51,10 +42,10 @@ class CpuDecode:
     step: DecodeStep
     batch: ForwardBatch
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         q = self.step.rotate_and_store(q, k, v, layer.qk_rope.rope, cache, layer.qk_rope.norms)
         return self.step.attend(q, cache, layer.scale, layer.sliding_window)
 
-    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         """All rows attend, of which those that are not wanted were not worth a plan of their own."""
         return self.forward(q, k, v, layer, cache)[self.batch.logits_indices]

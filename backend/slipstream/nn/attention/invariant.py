@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
+from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.attention.backend import ATTENTION_BACKENDS, LayerAttention, LayerCache
+from slipstream.nn.attention.backend import LayerAttention, latent_refusal
 from slipstream.nn.attention.split_step import Rows, attend_invariantly, decode_rows, last_rows, rows_after, store_heads
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
 
-INVARIANT = "invariant"
 
-
-@ATTENTION_BACKENDS.register(INVARIANT)
+@dataclass(frozen=True)
 class InvariantAttention:
-    stacks_layers = False
-
-    def __init__(self, spec: DecoderSpec) -> None:
-        self._spec = spec
+    spec: DecoderSpec
+    stacks_layers: ClassVar[bool] = False
 
     @staticmethod
     def supports(
         spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> str | None:
         """Blocks of 64 tokens are refused nowhere; whether the configured ones are served is the runtime's to check."""
-        return None if device.type == "cpu" else gpu_geometry_refusal(spec, 64, kv_dtype)
+        if latent_refusal(spec) is not None or device.type == "cpu":
+            return latent_refusal(spec)
+        return gpu_geometry_refusal(spec, 64, kv_dtype)
 
     def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
-        return gpu_geometry_refusal(self._spec, block_size)
+        return gpu_geometry_refusal(self.spec, block_size)
 
     def plan(self, batch: ForwardBatch) -> InvariantStep:
         """Trees are rows of the step's beginning: with one, the op is called for these, and for the others apart."""
@@ -47,7 +47,7 @@ class InvariantStep:
     trees: Rows | None
     chains: Rows | None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         q = store_heads(self.batch, q, k, v, layer, cache)
         out = torch.empty_like(q)
         for rows in (self.trees, self.chains):
@@ -55,12 +55,12 @@ class InvariantStep:
                 self._attend(rows, q, layer, cache, out)
         return out
 
-    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         q = store_heads(self.batch, q, k, v, layer, cache)[self.batch.logits_indices]
         out = torch.empty_like(q)
         if q.shape[0]:
             self._attend(last_rows(self.batch), q, layer, cache, out)
         return out
 
-    def _attend(self, rows: Rows, q: Tensor, layer: LayerAttention, cache: LayerCache, out: Tensor) -> None:
+    def _attend(self, rows: Rows, q: Tensor, layer: LayerAttention, cache: ops.KvCache, out: Tensor) -> None:
         attend_invariantly(self.batch, rows, q, layer, cache, out, is_tree=rows is self.trees)

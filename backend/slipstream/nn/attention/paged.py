@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from slipstream_kernels.attention.invariant_attention import MAX_GROUP
 
-from slipstream.nn.attention.backend import ATTENTION_BACKENDS
+from slipstream.nn.attention.backend import GroupedStep, latent_refusal
 from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.spec import DecoderSpec
 
 
-@ATTENTION_BACKENDS.register("paged")
+@dataclass(frozen=True)
 class PagedAttention:
-    stacks_layers = False
-
-    def __init__(self, spec: DecoderSpec) -> None:
-        self._spec = spec
+    spec: DecoderSpec
+    stacks_layers: ClassVar[bool] = False
 
     @staticmethod
     def supports(
         spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
     ) -> str | None:
-        return None
+        return latent_refusal(spec)
 
     def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
-        groups = [attention.num_q_heads // attention.num_kv_heads for attention in self._spec.attentions]
+        groups = [attention.num_q_heads // attention.num_kv_heads for attention in self.spec.attentions]
         trees = f"trees of drafts are the reference's where more than {MAX_GROUP} query heads share a head of keys"
         is_refused = has_trees and max(groups) > MAX_GROUP
-        return gpu_geometry_refusal(self._spec, block_size) or (trees if is_refused else None)
+        return gpu_geometry_refusal(self.spec, block_size) or (trees if is_refused else None)
 
-    def plan(self, batch: ForwardBatch) -> SplitStep:
+    def plan(self, batch: ForwardBatch) -> GroupedStep:
         """All rows go to the paged op, which knows no trees: rows of a tree go to the invariant op, which does."""
         decodes = None if batch.tree_mask is None else decode_rows(batch)
         prompts = rows_after(batch, decodes)

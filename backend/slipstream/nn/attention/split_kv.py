@@ -1,31 +1,32 @@
 """Attention backends for Hopper GPUs: decode and verify rows by the split-KV kernel, prompts by the paged op.
 
-split_kv_fp8 comes first: over an FP8 cache it lets long prompts multiply keys in FP8, as other engines do.
+Over an FP8 cache, split_kv_fp8 lets long prompts multiply keys in FP8, as other engines do.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from slipstream_kernels import ops
 from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
 
-from slipstream.nn.attention.backend import ATTENTION_BACKENDS
+from slipstream.nn.attention.backend import latent_refusal
 from slipstream.nn.attention.split_step import SplitStep, decode_rows, rows_after
 from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.kv_types import gpu_geometry_refusal
 from slipstream.nn.layer_spec import AttentionSpec
 from slipstream.nn.spec import DecoderSpec
 
 
+@dataclass(frozen=True)
 class SplitKVAttention:
     """Queries stay as they are."""
 
-    stacks_layers = True
-    _fp8_queries = False
-
-    def __init__(self, spec: DecoderSpec) -> None:
-        from slipstream.nn.attention.paged import PagedAttention  # here, so that it is registered after this one
-
-        self._paged = PagedAttention(spec)
+    spec: DecoderSpec
+    stacks_layers: ClassVar[bool] = True
+    _fp8_queries: ClassVar[bool] = False
 
     @staticmethod
     def supports(
@@ -34,6 +35,8 @@ class SplitKVAttention:
         """Tries it: the kernel is built here, if it is not in the cache, and not in the first step."""
         if device.type != "cuda":
             return "needs a CUDA device"
+        if latent_refusal(spec) is not None:
+            return latent_refusal(spec)
         try:
             for attention in spec.attentions:
                 _attend_once(attention, device, dtype, kv_dtype or dtype)
@@ -42,7 +45,7 @@ class SplitKVAttention:
         return None
 
     def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
-        return self._paged.graph_refusal(block_size)
+        return gpu_geometry_refusal(self.spec, block_size)
 
     def plan(self, batch: ForwardBatch) -> SplitStep:
         decodes = decode_rows(batch)
@@ -53,7 +56,7 @@ class SplitKVAttention:
 class SplitKVFp8Attention(SplitKVAttention):
     """Queries of long prompts are rounded to e4m3, each head of a token by its own largest element."""
 
-    _fp8_queries = True
+    _fp8_queries: ClassVar[bool] = True
 
     @staticmethod
     def supports(
@@ -65,10 +68,6 @@ class SplitKVFp8Attention(SplitKVAttention):
             if attention.head_dim != FP8_QUERY_HEAD_DIM:
                 return f"rounds queries of heads of {FP8_QUERY_HEAD_DIM}, not {attention.head_dim}"
         return SplitKVAttention.supports(spec, device, dtype, kv_dtype)
-
-
-ATTENTION_BACKENDS.register("split_kv_fp8")(SplitKVFp8Attention)
-ATTENTION_BACKENDS.register("split_kv")(SplitKVAttention)
 
 
 def _attend_once(spec: AttentionSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:

@@ -11,7 +11,7 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
-from slipstream.nn.attention.backend import LayerAttention, LayerCache
+from slipstream.nn.attention.backend import LayerAttention
 from slipstream.nn.batch import ForwardBatch
 
 
@@ -25,7 +25,7 @@ class Rows:
     seq_lens: Tensor
     max_query_len: int
 
-    def operands(self, q: Tensor, cache: LayerCache) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def operands(self, q: Tensor, cache: ops.KvCache) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """What the attention ops take by place.  q: of all rows of the step."""
         return q[self.tokens], cache.key, cache.value, self.block_tables, self.query_start_loc, self.seq_lens
 
@@ -44,7 +44,7 @@ class SplitStep:
     has_decode_kernel: bool
     fp8_queries: bool = False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         q = store_heads(self.batch, q, k, v, layer, cache)
         out = torch.empty_like(q)
         if self.decodes is not None and self.has_decode_kernel:
@@ -55,7 +55,7 @@ class SplitStep:
             self._attend_prompts(self.prompts, q, layer, cache, out)
         return out
 
-    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache) -> Tensor:
+    def forward_last(self, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache) -> Tensor:
         batch = self.batch
         q = store_heads(batch, q, k, v, layer, cache)
         q = q[batch.logits_indices]
@@ -73,7 +73,7 @@ class SplitStep:
         rows: Rows,
         q: Tensor,
         layer: LayerAttention,
-        cache: LayerCache,
+        cache: ops.KvCache,
         out: Tensor,
         is_prefix_settled: bool = True,
     ) -> None:
@@ -96,7 +96,7 @@ class SplitStep:
             out=out[rows.tokens],
         )
 
-    def _attend_prompts(self, rows: Rows, q: Tensor, layer: LayerAttention, cache: LayerCache, out: Tensor) -> None:
+    def _attend_prompts(self, rows: Rows, q: Tensor, layer: LayerAttention, cache: ops.KvCache, out: Tensor) -> None:
         ops.paged_attention(
             *rows.operands(q, cache),
             max_query_len=rows.max_query_len,
@@ -109,6 +109,7 @@ class SplitStep:
             soft_cap=layer.soft_cap,
             sinks=layer.sinks,
             fp8_queries=self.fp8_queries,
+            key_mean=layer.key_mean,
             out=out[rows.tokens],
         )
 
@@ -118,7 +119,7 @@ def attend_invariantly(
     rows: Rows,
     q: Tensor,
     layer: LayerAttention,
-    cache: LayerCache,
+    cache: ops.KvCache,
     out: Tensor,
     is_tree: bool = True,
 ) -> None:
@@ -141,7 +142,7 @@ def attend_invariantly(
 
 
 def store_heads(
-    batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: LayerCache
+    batch: ForwardBatch, q: Tensor, k: Tensor, v: Tensor, layer: LayerAttention, cache: ops.KvCache
 ) -> Tensor:
     """The queries, normalised and rotated; keys, too, which go to the batch's slots with the values."""
     qk_rope = layer.qk_rope

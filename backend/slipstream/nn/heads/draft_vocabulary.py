@@ -29,10 +29,11 @@ def vocabulary_context(context: LayerContext) -> LayerContext:
 
 
 def draft_vocabulary(target: Decoder) -> Callable[[Tensor], Tensor]:
-    """The model's vocabulary matrix for drafting: an FP8 copy of it, or the model's head itself."""
+    """The model's vocabulary matrix for drafting: an FP8 copy of it, or the model's head itself, as where
+    ranks share it."""
     head, context = target.lm_head, vocabulary_context(target.context)
     is_plain = isinstance(head, Linear) and head.method is QUANT_METHODS.get("none")
-    if not is_plain or context.method is QUANT_METHODS.get("none"):
+    if not is_plain or context.parallel.size > 1 or context.method is QUANT_METHODS.get("none"):
         return head
     assert isinstance(head, Linear)
     copy = Linear(target.spec.lm_head, context)

@@ -18,7 +18,7 @@ from slipstream_kernels.gemm.activation_quant import PLAIN
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError, naming
-from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
+from slipstream.nn.attention import ATTENTION_BACKENDS
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.embedding import Embedding
@@ -26,7 +26,8 @@ from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
 from slipstream.nn.heads.mtp import head_context
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_shapes, read_tensors
 from slipstream.nn.hf_config import HFConfig
-from slipstream.nn.layer_spec import DenseSpec, LayerSpec, LinearSpec
+from slipstream.nn.kv_layout import LayerCache
+from slipstream.nn.layer_spec import AttentionSpec, DenseSpec, LayerSpec, LinearSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.mlp import MLP
 from slipstream.nn.models import family_of
@@ -75,8 +76,16 @@ def dummy_spec(target: DecoderSpec) -> DecoderSpec:
     """A layer of the model's shape; always a dense one, as published heads are beside MoE models too."""
     last = target.layers[-1]
     mlp = last.mlp if isinstance(last.mlp, DenseSpec) else DenseSpec(target.hidden_size, last.mlp.intermediate_size)
-    layer = LayerSpec(replace(last.attention, sliding_window=None), mlp)
+    layer = LayerSpec(_grouped(last.attention), mlp)
     return replace(target, layers=(layer,), stored_format=None, expert_format=None)
+
+
+def _grouped(attention: AttentionSpec) -> AttentionSpec:
+    """Heads as the model's; of a model with latent attention heads of keys and values of their own."""
+    if attention.latent is not None:
+        value_dim, heads = attention.latent.value_dim, attention.num_q_heads
+        attention = replace(attention, latent=None, head_dim=value_dim, num_kv_heads=heads, scale=None)
+    return replace(attention, sliding_window=None)
 
 
 def dummy_vocab_size(target: DecoderSpec) -> int:

@@ -1,12 +1,13 @@
 """A multi-token-prediction module in DeepSeek-V3's layout: one decoder layer over (next token, hidden state) pairs.
 
 h' = layer(W [norm(embedding(t[i+1])); norm(h[i])]) predicts t[i+2]; fed with its own draft and output it predicts
-further tokens. The layer is of the model's kind. Source: arXiv:2412.19437.
+further tokens. The layer is of the kind of the model's last, and in its stored format if the checkpoint says so.
+Source: arXiv:2412.19437, section 2.2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -16,17 +17,19 @@ from slipstream_kernels.gemm.activation_quant import PLAIN
 from torch import Tensor
 
 from slipstream.core.errors import ConfigError
-from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
+from slipstream.nn.attention import ATTENTION_BACKENDS
 from slipstream.nn.batch import ForwardBatch
 from slipstream.nn.decoder import Decoder, DecoderLayer
 from slipstream.nn.embedding import Embedding
 from slipstream.nn.heads.draft_vocabulary import draft_vocabulary
 from slipstream.nn.heads.tensors import copy_slot, draw, fill, read_shapes, read_tensors
+from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
 from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.norm import RMSNorm
+from slipstream.nn.parallel import SINGLE
 from slipstream.nn.quant import QUANT_METHODS
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.spec import DecoderSpec
@@ -34,6 +37,7 @@ from slipstream.nn.weight_slot import WeightSlot
 
 FIELD = "mtp_module"
 _OWN = ("enorm", "hnorm", "shared_head.norm")
+_PLAIN = (".weight", ".bias", ".e_score_correction_bias")
 T = TypeVar("T")
 
 
@@ -41,33 +45,49 @@ def is_wanted(name: str) -> bool:
     return _layer_of(name) >= 0
 
 
-def own_names(folder: Path, stored: Mapping[str, T]) -> dict[str, T]:
-    """Tensors of a checkpoint's first module, by name below `model.layers.N.`. Raises ConfigError if there is none."""
+def own_prefix(folder: Path, stored: Iterable[str]) -> str:
+    """`model.layers.N.` of a checkpoint's first module. Raises ConfigError if there is none."""
     modules = sorted({_layer_of(name) for name in stored if name.endswith(".eh_proj.weight")})
     if not modules:
         raise ConfigError(FIELD, str(folder), "holds no model.layers.N.eh_proj.weight: no MTP module")
-    prefix = f"model.layers.{modules[0]}."
+    return f"model.layers.{modules[0]}."
+
+
+def below(prefix: str, stored: Mapping[str, T]) -> dict[str, T]:
     return {name.removeprefix(prefix): value for name, value in stored.items() if name.startswith(prefix)}
 
 
-def head_spec(target: DecoderSpec) -> DecoderSpec:
-    """A layer of the kind of the model's last, unquantised."""
-    return replace(target, layers=target.layers[-1:], stored_format=None, expert_format=None)
+def is_in_format(target: DecoderSpec, own: Iterable[str]) -> bool:
+    """Whether a module's layer is stored in the model's format: it has tensors beside weights and biases."""
+    has_format = target.stored_format is not None or target.expert_format is not None
+    return has_format and any(not name.endswith(_PLAIN) for name in own)
+
+
+def head_spec(target: DecoderSpec, keeps_format: bool = False) -> DecoderSpec:
+    """A layer of the kind of the model's last, unquantised unless it keeps the model's format."""
+    layer = replace(target, layers=target.layers[-1:])
+    return layer if keeps_format else replace(layer, stored_format=None, expert_format=None)
 
 
 def head_context(target: Decoder) -> LayerContext:
+    """Unquantised, and whole on every rank: a head is small, and all ranks draft the same."""
     plain = QUANT_METHODS.get("none")
-    return replace(target.context, method=plain, head_method=plain, expert_method=None)
+    return replace(target.context, method=plain, head_method=plain, expert_method=None, parallel=SINGLE)
 
 
 class MTPModule:
-    """Shares the model's embedding and head unless its checkpoint has its own. num_positions: longest sequence."""
+    """Shares the model's embedding and head unless its checkpoint has its own. num_positions: longest sequence.
 
-    def __init__(
-        self, target: Decoder, num_positions: int, has_embedding: bool = False, has_head: bool = False
-    ) -> None:
-        spec, context = head_spec(target.spec), head_context(target)
+    own: names of its stored tensors, below `model.layers.N.`.
+    """
+
+    def __init__(self, target: Decoder, num_positions: int, own: Collection[str] = ()) -> None:
+        keeps_format = is_in_format(target.spec, own)
+        spec, context = head_spec(target.spec, keeps_format), head_context(target)
+        of_layer = replace(target.context, parallel=SINGLE) if keeps_format else context
+        has_embedding, has_head = "embed_tokens.weight" in own, "shared_head.head.weight" in own
         size = spec.hidden_size
+        self._hands_on_raw = FAMILIES.get(spec.architecture).mtp_hands_on == "raw"
         self.spec = spec
         self._target = target
         _, backend = ATTENTION_BACKENDS.select(lambda entry: entry.supports(spec, context.device, context.dtype))
@@ -75,7 +95,7 @@ class MTPModule:
         self.norms = {name: RMSNorm(size, spec.norm_eps, context) for name in _OWN}
         self.projection = Linear(LinearSpec(2 * size, (("eh_proj", size),)), context)
         ropes = RopeTables(num_positions, context.device)
-        self.layer = DecoderLayer(spec.layers[0], spec.norm_eps, ropes, context)
+        self.layer = DecoderLayer(spec.layers[0], spec.norm_eps, ropes, of_layer)
         self.embedding = Embedding(spec.vocab_size, size, context) if has_embedding else target.embedding
         self._own_head = Linear(spec.lm_head, context) if has_head else None
         self.head = self._own_head or draft_vocabulary(target)
@@ -83,8 +103,10 @@ class MTPModule:
     @classmethod
     def empty(cls, target: Decoder, folder: Path | None, num_positions: int = 1) -> MTPModule:
         """An unloaded module of the files' shapes; without a folder, one that shares the model's embedding and head."""
-        own = {} if folder is None else own_names(folder, read_shapes(FIELD, folder, is_wanted))
-        return cls(target, num_positions, "embed_tokens.weight" in own, "shared_head.head.weight" in own)
+        if folder is None:
+            return cls(target, num_positions)
+        shapes = read_shapes(FIELD, folder, is_wanted)
+        return cls(target, num_positions, below(own_prefix(folder, shapes), shapes))
 
     @classmethod
     def load(cls, target: Decoder, folder: Path | None, num_positions: int) -> MTPModule:
@@ -96,7 +118,9 @@ class MTPModule:
         if folder is None:
             draw(module.slots(), target.context)
         else:
-            fill(FIELD, folder, module.slots(), own_names(folder, read_tensors(FIELD, folder, is_wanted)))
+            prefix = own_prefix(folder, read_shapes(FIELD, folder, is_wanted))
+            stored = read_tensors(FIELD, folder, lambda name: name.startswith(prefix))  # not those of the model
+            fill(FIELD, folder, module.slots(), below(prefix, stored))
         return module
 
     def tensors(self) -> Iterator[Tensor]:
@@ -127,10 +151,12 @@ class MTPModule:
         this module's own. Returns [T, hidden_size]: of `logits`, and of the next call. The cache gains a layer's KV."""
         pair = [self.norms["enorm"](self.embedding(batch.token_ids)), self.norms["hnorm"](hidden)]
         hidden, residual = self.layer(self.projection(torch.cat(pair, dim=-1)), None, self.backend.plan(batch), cache)
-        return self.norms["shared_head.norm"].add(hidden, residual, PLAIN)[0]
+        normed, raw = self.norms["shared_head.norm"].add(hidden, residual, PLAIN)
+        return raw if self._hands_on_raw else normed
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden)
+        """hidden: rows of `forward`."""
+        return self.head(self.norms["shared_head.norm"](hidden) if self._hands_on_raw else hidden)
 
 
 def _layer_of(name: str) -> int:

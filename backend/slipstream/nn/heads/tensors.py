@@ -73,7 +73,7 @@ def fill(field: str, folder: Path, slots: Mapping[str, WeightSlot], tensors: Map
     if missing or unexpected:
         what = f"lacks {missing[0]}" if missing else f"holds {unexpected[0]}, which this head has no place for"
         raise ConfigError(field, str(folder), f"{what} ({len(missing)} missing, {len(unexpected)} unexpected)")
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items(), key=lambda item: not slots[item[0]].is_index):
         if tuple(tensor.shape) != slots[name].shape:
             shapes = f"{list(tensor.shape)}, expected {list(slots[name].shape)}"
             raise ConfigError(field, str(folder), f"tensor {name} has shape {shapes}: is it for this model?")

@@ -7,11 +7,13 @@ from slipstream.nn.hf_config import HFConfig
 from slipstream.nn.models import (  # noqa: F401  (each registers itself)
     baichuan,
     chatglm,
+    deepseek,
     gemma2,
     gemma3,
     glm,
     glm4,
     glm4_moe,
+    glm4_moe_lite,
     gpt_oss,
     granite,
     llama,

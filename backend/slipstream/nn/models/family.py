@@ -39,7 +39,8 @@ class Family:
 
     ignored_suffixes: of tensors in old checkpoints that carry no weights (rotary buffers). ignored_prefixes: of tensors
     that the decoder does not have; "{num_layers}" stands for the number of its layers. prefixes: (stored, of names) of
-    models that are part of another one.
+    models that are part of another one. mtp_hands_on: what an MTP module of the family gives its own next pass, its
+    "normed" result or that before the norm of its head, "raw".
     """
 
     read_spec: Callable[[HFConfig], DecoderSpec]
@@ -47,6 +48,7 @@ class Family:
     ignored_suffixes: tuple[str, ...] = (".rotary_emb.inv_freq",)
     ignored_prefixes: tuple[str, ...] = ()
     prefixes: tuple[tuple[str, str], ...] = ()
+    mtp_hands_on: str = "normed"
 
     def read_as(self, stored: str) -> str:
         """What `names` calls a tensor of a checkpoint."""

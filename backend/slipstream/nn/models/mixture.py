@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from slipstream.nn.hf_config import HFConfig
@@ -30,7 +30,12 @@ def expert_names(mlp: str, projection: str = "{part}_proj", shared: str = "") ->
 
 
 def with_experts(
-    config: HFConfig, spec: DecoderSpec, names: Names, experts: ExpertsSpec, dense: Collection[int] = ()
+    config: HFConfig,
+    spec: DecoderSpec,
+    names: Names,
+    experts: ExpertsSpec,
+    dense: Collection[int] = (),
+    attention_parts: Sequence[str] = ATTENTION_PARTS,
 ) -> DecoderSpec:
     """The spec with experts in place of the MLP, but in `dense` layers, and the formats that these are stored in."""
     config.choice("hidden_act", ("silu", "swish"), "silu")
@@ -42,7 +47,7 @@ def with_experts(
     def change(index: int, layer: LayerSpec) -> LayerSpec:
         return layer if index in dense else replace(layer, mlp=experts)
 
-    modules = linear_modules(names, ATTENTION_PARTS, range(spec.num_layers))
+    modules = linear_modules(names, attention_parts, range(spec.num_layers))
     modules += linear_modules(names, MLP_PARTS, [layer for layer in dense if layer < spec.num_layers])
     if experts.shared is not None:
         modules += linear_modules(names, [f"{SHARED}{part}" for part in MLP_PARTS], sparse)

@@ -5,6 +5,8 @@ Gemma 3 from 4B on and Mistral Small 3.1 and 3.2 are published so.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slipstream.nn.hf_config import QUANTIZATION, HFConfig
 from slipstream.nn.models import gemma3, mistral
 from slipstream.nn.models.family import FAMILIES, LLAMA_NAMES, Family
@@ -34,7 +36,7 @@ def text_of(config: HFConfig, **defaults: object) -> HFConfig:
     if section is None:
         raise config.error("text_config", "is missing")
     whole = {key: config.values[key] for key in OF_THE_WHOLE if config.has(key)}
-    text = HFConfig(section.source, {**section.values, **whole}, config.generation)
+    text = replace(section, values={**section.values, **whole}, generation=config.generation)
     return text.with_defaults(tie_word_embeddings=config.values.get("tie_word_embeddings"), **defaults)
 
 

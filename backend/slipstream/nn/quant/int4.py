@@ -12,6 +12,7 @@ import torch
 from slipstream_kernels import ops
 from torch import Tensor
 
+from slipstream.core.config import GROUP_SIZES
 from slipstream.core.errors import ConfigError
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.quant.int4_packing import CODES_PER_WORD, PACKINGS
@@ -158,7 +159,7 @@ class Int4(QuantMethod):
         """A rank's groups of a sorted layer. Its order names features of the whole input, which it reads from."""
         if start % self.group_size or stop % self.group_size:
             reason = f"input features {start} to {stop} do not begin and end with a group of {self.group_size}"
-            raise ConfigError("tensor parallel size", f"{start}:{stop}", reason)
+            raise ConfigError("tensor_parallel_size", f"{start}:{stop}", reason)
         groups = slice(start // self.group_size, stop // self.group_size)
         weights["packed"] = weights["packed"][:, start // 2 : stop // 2].contiguous()
         for name in ("scales", "zeros"):
@@ -170,12 +171,18 @@ class Int4(QuantMethod):
         names = ", ".join(name for name, _ in spec.parts)
         if (self.group_size and spec.in_features % self.group_size) or spec.in_features % CODES_PER_WORD:
             unit = self.group_size or CODES_PER_WORD
-            reason = f"{names} has {spec.in_features} inputs, not a multiple of {unit}"
+            reason = f"{names} has {spec.in_features} inputs, not a multiple of {unit}{_fitting(spec.in_features)}"
             raise ConfigError("quantization_group_size", self.group_size, reason)
         for name, rows in spec.parts:
             if self.stored is not None and rows % CODES_PER_WORD:
                 reason = f"{name} has {rows} outputs, not a multiple of {CODES_PER_WORD}, as words of weights hold"
                 raise ConfigError("quantization", self.stored.packing, reason)
+
+
+def _fitting(in_features: int) -> str:
+    """The group sizes that divide the inputs, for a message."""
+    sizes = [size for size in GROUP_SIZES if size > 0 and in_features % size == 0]
+    return f"; accepted here: {', '.join(map(str, sizes))}" if sizes and in_features % CODES_PER_WORD == 0 else ""
 
 
 register("wint4", Int4(), free_tokens=48, reads=lambda stored: Int4(False, stored, stored.group_size))

@@ -42,6 +42,14 @@ def _along_groups(stored: StoredFormat, axis: int) -> tuple[int | None, int]:
     return (axis, stored.group_size) if stored.group_size else (None, 1)
 
 
+def _group_index(stored: StoredFormat, columns: int) -> StoredTensor:
+    """The group of each input feature; files whose groups are in order may leave it out."""
+    is_optional = not stored.act_order
+    return StoredTensor(
+        (columns,), INDICES, None, 0, names_groups_of=stored.group_size, is_index=True, is_optional=is_optional
+    )
+
+
 def _column_words(stored: StoredFormat, rows: int, columns: int, num_groups: int) -> CheckpointTensors:
     """AWQ: everything transposed, words along output features."""
     words = rows // CODES_PER_WORD
@@ -71,15 +79,7 @@ def _row_words(stored: StoredFormat, rows: int, columns: int, num_groups: int) -
     return {
         **_column_words(stored, rows, columns, num_groups),
         "qweight": StoredTensor((columns // CODES_PER_WORD, rows), WORDS, 1, 0, 1, CODES_PER_WORD),
-        "g_idx": StoredTensor(
-            (columns,),
-            INDICES,
-            None,
-            0,
-            names_groups_of=stored.group_size,
-            is_index=True,
-            is_optional=not stored.act_order,
-        ),
+        "g_idx": _group_index(stored, columns),
     }
 
 
@@ -114,9 +114,7 @@ def _plain_words(stored: StoredFormat, rows: int, columns: int, num_groups: int)
             (rows // CODES_PER_WORD, num_groups), WORDS, 0, groups, CODES_PER_WORD, size
         )
     if stored.act_order:
-        tensors["weight_g_idx"] = StoredTensor(
-            (columns,), INDICES, None, 0, names_groups_of=stored.group_size, is_index=True
-        )
+        tensors["weight_g_idx"] = _group_index(stored, columns)
     return tensors
 
 

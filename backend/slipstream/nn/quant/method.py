@@ -56,6 +56,8 @@ class QuantMethod(Protocol):
     Of a MoE layer the weights of all experts are one layer, one below the other: methods serve both alike.
     """
 
+    stored: StoredFormat | None = None  # how the checkpoint stores what it reads; None: not quantised
+
     def supports(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """A reason against this device and this activation dtype, or None."""
         return None

@@ -20,7 +20,7 @@ from slipstream.nn.stored_format import StoredFormat
 NAME, GROUP = "mxfp4", 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by their codes; codes from 8 on are negative
 BIAS, LARGEST_EXPONENT = 127, 2  # of the scales; of 6, the largest e2m1
-NOT_A_NUMBER = 255
+LARGEST_SCALE = 160  # 2^33, what kernels multiply by; the format goes to 254, and 255 is no number
 
 
 class RoundedToMXFP4(QuantMethod):
@@ -53,6 +53,9 @@ class RoundedToMXFP4(QuantMethod):
         weights["packed"][rows].copy_(ops.pack_int4(codes))
         weights["scales"][rows].copy_(scales)
 
+    def written_out_bytes(self, spec: LinearSpec, dtype: torch.dtype) -> int:
+        return spec.num_parameters * ops.written_out_bytes(NAME, "plain", spec.num_experts, dtype)
+
     def finish(self, weights: Weights, num_experts: int = 0, dtype: torch.dtype | None = None) -> ops.LinearWeight:
         packed, scales = weights["packed"], weights["scales"]
         weight = ops.Int4Weight(packed, scales, None, GROUP, packed.shape[0], 2 * packed.shape[1], is_e2m1=True)
@@ -72,8 +75,8 @@ class StoredMXFP4(RoundedToMXFP4):
         return {**stored, **{suffix: tensor for suffix, tensor in plain.items() if suffix != "weight"}}
 
     def load(self, weights: Weights, suffix: str, rows: slice, tensor: Tensor) -> None:
-        if suffix == "scales" and bool((tensor == NOT_A_NUMBER).any()):
-            raise ValueError("is not finite")
+        if suffix == "scales" and bool((tensor > LARGEST_SCALE).any()):
+            raise ValueError(f"has a scale above 2^{LARGEST_SCALE - BIAS}")
         stored = {"blocks": "packed"}.get(suffix, suffix)
         weights[stored][rows].copy_(tensor.flatten(1) if suffix == "blocks" else tensor)
 
@@ -85,7 +88,7 @@ def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
     """
     groups = weight.float().unflatten(1, (-1, GROUP))
     exponents = torch.frexp(groups.abs().amax(dim=-1)).exponent - 1 - LARGEST_EXPONENT
-    exponents = exponents.clamp(-BIAS, NOT_A_NUMBER - 1 - BIAS)
+    exponents = exponents.clamp(-BIAS, LARGEST_SCALE - BIAS)
     scaled = torch.ldexp(groups, -exponents[..., None])
     table = torch.tensor(E2M1, device=weight.device)
     borders = (table[1:] + table[:-1]) / 2

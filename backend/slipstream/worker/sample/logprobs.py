@@ -32,17 +32,30 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: list[
     return read_columns(num_top, [column.tolist() for column in columns])
 
 
-def logprob_columns(logits: torch.Tensor, token_ids: torch.Tensor, max_top: int) -> tuple[torch.Tensor, ...]:
-    """Columns for `read_columns`: token ids, logprobs, ranks, and the ids and logprobs of the most probable tokens."""
+def logprob_columns(
+    logits: torch.Tensor, token_ids: torch.Tensor, max_top: int, asked: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Columns for `read_columns`: token ids, logprobs, ranks, the ids and logprobs of the most probable tokens, and the
+    logprobs of the tokens asked for ([R, N] int64)."""
     found = ops.top_logprobs(logits, max_top, token_ids)
-    return (token_ids, found.chosen, found.rank, found.token_ids, found.values)
+    columns = (token_ids, found.chosen, found.rank, found.token_ids, found.values)
+    if asked is None:
+        return columns
+    log_normaliser = logits.gather(1, token_ids[:, None]) - found.chosen[:, None]
+    return (*columns, logits.gather(1, asked) - log_normaliser)
 
 
-def read_columns(num_top: list[int], columns: Sequence[list[Any]]) -> list[TokenLogprobs]:
-    return [
+def read_columns(
+    num_top: list[int], columns: Sequence[list[Any]], asked: Sequence[Sequence[int]] = ()
+) -> list[TokenLogprobs]:
+    """asked: the token ids of each row that the last column, if it is there, is about; a row's may be fewer."""
+    entries = [
         TokenLogprobs(token_id, logprob, rank, list(zip(top_ids[:count], top_values[:count])))
-        for count, token_id, logprob, rank, top_ids, top_values in zip(num_top, *columns)
+        for count, token_id, logprob, rank, top_ids, top_values in zip(num_top, *columns[:5])
     ]
+    for entry, asked_ids, values in zip(entries, asked, *columns[5:]):
+        entry.asked = list(zip(asked_ids, values))
+    return entries
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ import torch
 from slipstream_kernels import ops
 
 from slipstream.core.outputs import TokenLogprobs
+from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import SampledTokens
 from slipstream.worker.request_state import RequestState
@@ -50,7 +51,9 @@ class PendingTokens:
     def result(self) -> Sampled:
         """Wait for this step, but not for those launched after it."""
         token_ids, *columns = self._copy.lists()
-        found = read_columns([state.params.logprobs or 0 for state in self._asked], columns) if columns else []
+        params = [state.params for state in self._asked]
+        num_top, asked = [p.logprobs or 0 for p in params], [p.logprob_token_ids for p in params]
+        found = read_columns(num_top, columns, asked if len(columns) > 5 else ()) if columns else []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for state, entry in zip(self._asked, found):
             logprobs.setdefault(state.sequence_id, []).append(entry)
@@ -92,15 +95,17 @@ class _Composition:
     penalised_rows: torch.Tensor
     with_logprobs: list[RequestState]
     logprob_rows: torch.Tensor
+    asked_token_ids: torch.Tensor | None  # logprob_token_ids of these rows, padded with 0
     draws: Draws
     penalties: _Penalties  # of the penalised rows
 
 
 class Sampler:
-    """One per runner; vocab_size is the width of the logits."""
+    """One per runner; vocab_size is the width of the logits. Several ranks have the same logits, and draw the same."""
 
-    def __init__(self, vocab_size: int, max_model_len: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, max_model_len: int, device: torch.device, parallel: Parallel = SINGLE) -> None:
         self._device = device
+        self._parallel = parallel
         self._history = TokenHistory(max_model_len, device)
         self._edits = LogitsProcessors(vocab_size, device)
         self._masks = MaskApplier(vocab_size, device)
@@ -134,10 +139,12 @@ class Sampler:
         token_ids = ops.greedy(logits) if rows.is_greedy else ops.sample(logits, *rows.draws, positions + 1)
         if judge is not None:
             token_ids = judge(logits, rows.draws, positions, token_ids)
+        if not rows.is_greedy:
+            token_ids = self._parallel.agree(token_ids)
         logprobs: tuple[torch.Tensor, ...] = ()
         if original is not None:
             max_top = max(request.params.logprobs or 0 for request in rows.with_logprobs)
-            logprobs = logprob_columns(original, token_ids[rows.logprob_rows], max_top)
+            logprobs = logprob_columns(original, token_ids[rows.logprob_rows], max_top, rows.asked_token_ids)
         return PendingTokens(token_ids, rows.with_logprobs, logprobs)
 
     def greedy(self, logits: torch.Tensor) -> PendingTokens:
@@ -160,10 +167,18 @@ class Sampler:
                 penalised_rows=self._ints(penalised, torch.int64),
                 with_logprobs=[requests[row] for row in with_logprobs],
                 logprob_rows=self._ints(with_logprobs, torch.int64),
+                asked_token_ids=self._asked_token_ids([requests[row] for row in with_logprobs]),
                 draws=self._draw_parameters(requests),
                 penalties=self._penalties([requests[row] for row in penalised]),
             )
         return self._composition
+
+    def _asked_token_ids(self, requests: list[RequestState]) -> torch.Tensor | None:
+        asked = [request.params.logprob_token_ids for request in requests]
+        width = max(map(len, asked), default=0)
+        if not width:
+            return None
+        return to_device([[*ids, *[0] * (width - len(ids))] for ids in asked], torch.int64, self._device)
 
     def _draw_parameters(self, requests: list[RequestState]) -> Draws:
         """A filter that no request uses is None, so that the kernel skips it."""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from slipstream_kernels import ops
 
-from slipstream.nn.attention import LayerCache
 from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.kv_cache import Compaction, allocate_pool
 from slipstream.worker.launched_step import ComputedRows

@@ -16,8 +16,9 @@ from slipstream.worker.cuda_graphs import StepGraphs, seconds_of, uncollected
 from slipstream.worker.graph_shapes import MAX_DECODE_ROWS, GraphShape, graph_sizes
 from slipstream.worker.input_batch import StepArrays, batch_tensors
 from slipstream.worker.launched_step import ComputedRows
+from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.draft_batch import DraftBatches
-from slipstream.worker.spec_decode.interface import SpeculatorContext
+from slipstream.worker.spec_decode.interface import DraftReadiness, SpeculatorContext
 
 
 class DraftGraphs:
@@ -103,7 +104,13 @@ class HeadGraphs:
 
 
 class GraphedHead(ABC):
-    """Base of a DraftHead that drafts without host work, so that drafting can be captured."""
+    """Base of a DraftHead that drafts without host work, so that drafting can be captured.
+
+    As it stands, it keeps nothing of a request: what it drafts from is the hidden state of the last token.
+    """
+
+    reads_all_rows = False
+    num_scratch_slots = 0
 
     def __init__(self) -> None:
         self._graphs = HeadGraphs(self._draft)
@@ -115,6 +122,15 @@ class GraphedHead(ABC):
     @staticmethod
     def refusal(params: SamplingParams) -> str | None:
         return None
+
+    def update_kv(self, rows: ComputedRows) -> None:
+        return  # it has no KV cache
+
+    def after_step(self, request: RequestState, start: int, count: int, is_updated: bool) -> DraftReadiness:
+        return DraftReadiness(can_draft=is_updated)
+
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        return
 
     def capture(self, rows: Sequence[ComputedRows]) -> dict[int, float]:
         self._graphs.capture(rows)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,12 +20,10 @@ from slipstream.nn.heads.medusa import MedusaHeads
 from slipstream.worker.draft_memory import DraftMemory, Planning
 from slipstream.worker.host_copy import to_device
 from slipstream.worker.launched_step import ComputedRows
-from slipstream.worker.request_state import RequestState
 from slipstream.worker.spec_decode.draft_graphs import GraphedHead
 from slipstream.worker.spec_decode.interface import (
     PROPOSERS,
     DraftOutput,
-    DraftReadiness,
     DraftRequest,
     SpeculatorContext,
     read_head,
@@ -73,8 +70,6 @@ def parse_choices(text: str) -> Choices:
 @PROPOSERS.register("medusa")
 class MedusaDrafter(GraphedHead):
     drafts_trees = True
-    reads_all_rows = False
-    num_scratch_slots = 0
 
     def __init__(self, context: SpeculatorContext) -> None:
         super().__init__()
@@ -99,12 +94,6 @@ class MedusaDrafter(GraphedHead):
         heads = read_head(planning.config, "medusa", lambda folder: MedusaHeads.empty(planning.target, folder))
         return planning.memory_of(heads.tensors())
 
-    def update_kv(self, rows: ComputedRows) -> None:
-        pass
-
-    def after_step(self, request: RequestState, start: int, count: int, is_updated: bool) -> DraftReadiness:
-        return DraftReadiness(can_draft=is_updated)
-
     def drafts(self, wanted: DraftRequest, tokens: list[int]) -> DraftOutput:
         """tokens: one per choice. Takes the first choices that fit; a parent precedes its children."""
         count = min(wanted.num_drafts, len(self._choices))
@@ -117,9 +106,6 @@ class MedusaDrafter(GraphedHead):
     def rows_of(self, tokens: torch.Tensor, num_drafts: int) -> ops.DraftRows:
         words, depths = self._tree[:, None, :num_drafts].expand(-1, len(tokens), -1)
         return ops.DraftRows(tokens[:, :num_drafts], words, depths)
-
-    def forget(self, sequence_ids: Sequence[int]) -> None:
-        pass
 
     def _draft(self, rows: ComputedRows) -> torch.Tensor:
         """[num_requests, number of choices]."""

@@ -1,0 +1,101 @@
+"""The process of a rank other than the first: makes every call of the worker that the first one makes, and decides
+nothing. Its parent is the engine process, with which it ends. Single-threaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.errors import SlipstreamError
+from slipstream.core.start_up import StartUp
+from slipstream.engine.child_process import end_with
+from slipstream.engine.main import configure_logging
+from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.interface import Worker
+from slipstream.worker.memory_plan import Hardware, MemoryPlan, free_device_memory
+from slipstream.worker.process_group import join
+from slipstream.worker.worker import ModelWorker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankSetup:
+    """What a rank is started with. hardware: its own. store_path: see process_group.join."""
+
+    config: EngineConfig
+    spec: DecoderSpec
+    hardware: Hardware
+    store_path: str
+
+
+def load(connection: Connection, setup: RankSetup) -> Worker:
+    """Say hello, join, report free memory, receive the plan, load."""
+    connection.send(("hello", None))
+    hardware = join(setup.store_path, setup.hardware, setup.config.model.deterministic)
+    connection.send(("memory", free_device_memory(hardware)))
+    plan = connection.recv()
+    assert isinstance(plan, MemoryPlan)
+    worker = ModelWorker(setup.config, setup.spec, hardware, plan, StartUp())
+    connection.send(("ready", None))
+    return worker
+
+
+def serve(connection: Connection, worker: Worker) -> None:
+    """Make the first rank's calls until it closes the connection. What they return is the first rank's to use."""
+    while True:
+        try:
+            name, *arguments = connection.recv()
+        except EOFError:
+            return
+        getattr(worker, name)(*arguments)
+
+
+def run(connection: Connection) -> int:
+    """The exit status. Raises EOFError or OSError if the engine gives up its load, whose reason it tells itself."""
+    setup = connection.recv()
+    assert isinstance(setup, RankSetup)
+    try:
+        worker = load(connection, setup)
+    except EOFError:
+        raise
+    except Exception as error:
+        if not isinstance(error, SlipstreamError):
+            logger.exception("rank %d cannot load", setup.hardware.parallel.rank)
+        connection.send(("failed", str(error)))
+        return 1
+    try:
+        serve(connection, worker)
+    except Exception:
+        logger.exception("rank %d failed", setup.hardware.parallel.rank)
+        return 1
+    return 0
+
+
+def main() -> NoReturn:
+    """Arguments: the socket to the engine, and the engine's process id if it shall end with the thread that started
+    it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for engine in sys.argv[2:]:
+        end_with(int(engine))
+    configure_logging()
+    if logging.getLogger().level == logging.INFO:
+        logging.getLogger().setLevel(logging.WARNING)  # the first rank says the same
+    status = 1
+    try:
+        status = run(Connection(int(sys.argv[1])))
+    except (EOFError, OSError):
+        status = 0  # the engine is gone
+    sys.stderr.flush()
+    os._exit(status)  # not through the teardown of the process group, which waits for other ranks
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,273 @@
+"""The other ranks of a model that several processes share, as the first one, the engine, has them.
+
+Each is a child process (engine/rank_process.py) that makes every call of the worker which LeadingWorker makes. If one
+ends, stops, or keeps a step waiting for longer than rank_timeout_s, all of them are killed, and the engine fails with
+RankLostError: ranks hold parts of every request, so none can go on alone. Engine thread, except where noted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from slipstream.core.config import EngineConfig
+from slipstream.core.errors import EngineError, RankLostError
+from slipstream.engine.rank_process import RankSetup
+from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.interface import (
+    AheadInput,
+    DraftInput,
+    DraftResult,
+    StepInput,
+    StepResult,
+    Worker,
+    WorkerInfo,
+)
+from slipstream.worker.memory_plan import Hardware, MemoryPlan, free_device_memory
+from slipstream.worker.process_group import join, leave
+from slipstream.worker.sample.structured_output import GrammarMasks
+
+logger = logging.getLogger(__name__)
+
+_WATCH_PERIOD_S = 0.5  # a rank that is stopped at two looks in a row is lost
+_START_TIMEOUT_S = 120.0  # until a process has imported what it needs
+_END_TIMEOUT_S = 5.0
+_FIND_S = 1.0  # after a failure, to find out whether a lost rank is behind it
+_START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.rank_process import main; main()"
+
+
+class Rank:
+    """The process of one other rank, and the connection to it."""
+
+    def __init__(self, setup: RankSetup) -> None:
+        self.number = setup.hardware.parallel.rank
+        ours, theirs = socket.socketpair()
+        path = [place for place in sys.path if place]  # without the current directory, for safety
+        arguments = [str(theirs.fileno())]
+        if threading.current_thread() is threading.main_thread():
+            arguments.append(str(os.getpid()))
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", _START.format(path=path), *arguments],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+        )
+        theirs.close()
+        self.connection = Connection(ours.detach())
+        self.connection.send(setup)
+        self._was_stopped = False
+
+    def receive(self, kind: str, timeout_s: float | None = None) -> Any:
+        """The value of the next message. Raises EngineError if it is none of this kind."""
+        try:
+            if not self.connection.poll(timeout_s):
+                raise EngineError(f"rank {self.number} has said nothing for {timeout_s:g} s")
+            found, value = self.connection.recv()
+        except (EOFError, OSError):
+            found, value = "failed", "its process has ended; the server's log may say why"
+        if found != kind:
+            raise EngineError(f"rank {self.number}: {value}")
+        return value
+
+    def loss(self) -> str:
+        """What has become of the process, "" if it runs. Any one thread."""
+        try:
+            options = os.WEXITED | os.WSTOPPED | os.WNOHANG | os.WNOWAIT
+            state = os.waitid(os.P_PID, self._process.pid, options)
+        except ChildProcessError:
+            return f"rank {self.number} has ended"
+        if state is None:
+            self._was_stopped = False
+            return ""
+        if state.si_code != os.CLD_STOPPED:
+            return f"rank {self.number} has ended"
+        was_stopped, self._was_stopped = self._was_stopped, True
+        return f"rank {self.number} is stopped" if was_stopped else ""
+
+    def kill(self) -> None:
+        """Any thread."""
+        self._process.kill()
+
+    def close(self) -> None:
+        """End the process: it does so by itself when the connection ends."""
+        self.connection.close()
+        try:
+            self._process.wait(_END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Ranks:
+    """The processes beside this one; none for a model of one rank. free_bytes: of device memory, the least of any rank.
+
+    lost: why the ranks have ended, or None. on_loss: called then, by a thread of its own: the engine's may be stuck.
+    """
+
+    def __init__(self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> None:
+        self._hardware = hardware
+        self._timeout_s = config.parallel.rank_timeout_s
+        self._others: list[Rank] = []
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._busy_since = 0.0  # time.monotonic() of a call that runs
+        self.lost: RankLostError | None = None
+        self.on_loss: Callable[[RankLostError], None] = lambda error: None
+        self.free_bytes = free_device_memory(hardware)
+        if hardware.parallel.size > 1:
+            try:
+                self._start(config, spec)
+            except BaseException:
+                self.close()
+                raise
+
+    def load(self, plan: MemoryPlan, make: Callable[[Hardware], Worker]) -> Worker:
+        """The worker that `make` makes here, while the other ranks make theirs. Raises EngineError if one cannot."""
+        if not self._others:
+            return make(self._hardware)
+        for rank in self._others:
+            rank.connection.send(plan)
+        try:
+            worker = make(self._hardware)
+            for rank in self._others:
+                rank.receive("ready")
+        except Exception as error:
+            raise self._load_failure(error) from error
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+        return LeadingWorker(worker, self)
+
+    def begin(self, *call: object) -> None:
+        """Have the other ranks make a call; this one makes it until `end`."""
+        self._busy_since = time.monotonic()
+        message = pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
+        for rank in self._others:
+            rank.connection.send_bytes(message)
+
+    def end(self) -> None:
+        """Raises RankLostError if another rank was lost meanwhile: what the call computed is worth nothing."""
+        self._busy_since = 0.0
+        if self.lost is not None:
+            raise self.lost
+
+    def loss_behind_failure(self) -> RankLostError | None:
+        """After a call has failed: the loss of a rank that caused it, or None."""
+        limit = time.monotonic() + _FIND_S
+        while self._others and self.lost is None and time.monotonic() < limit:
+            self._look()
+            time.sleep(0.02)
+        return self.lost
+
+    def close(self) -> None:
+        """End the other ranks."""
+        with self._lock:
+            self._closing.set()
+        for rank in self._others:
+            rank.close()
+        if self._others:
+            leave(self._hardware.device)
+            self._folder.cleanup()
+        self._others = []
+
+    # ---- parts
+
+    def _start(self, config: EngineConfig, spec: DecoderSpec) -> None:
+        own, device, size = self._hardware, self._hardware.device, self._hardware.parallel.size
+        self._folder = tempfile.TemporaryDirectory(prefix="slipstream-ranks-")  # for this user only
+        store_path = f"{self._folder.name}/store"
+        for number in range(1, size):
+            hardware = replace(own, device=_device_of(device, number), parallel=replace(own.parallel, rank=number))
+            self._others.append(Rank(RankSetup(config, spec, hardware, store_path)))
+        for rank in self._others:
+            rank.receive("hello", _START_TIMEOUT_S)
+        self._hardware = join(store_path, own, config.model.deterministic)
+        found = [rank.receive("memory", _START_TIMEOUT_S) for rank in self._others]
+        self.free_bytes = min(free_device_memory(own), *found)
+
+    def _load_failure(self, error: Exception) -> Exception:
+        """What has made a load fail: another rank's error comes first, as it breaks this one's collectives."""
+        for rank in self._others:
+            try:
+                if rank.connection.poll(_FIND_S):
+                    rank.receive("ready")
+            except EngineError as found:
+                return found
+        return error
+
+    def _watch(self) -> None:
+        """The thread that looks after the other ranks."""
+        while self.lost is None and not self._closing.wait(_WATCH_PERIOD_S):
+            self._look()
+
+    def _look(self) -> None:
+        """Any thread."""
+        with self._lock:
+            if self.lost is not None or self._closing.is_set():
+                return
+            reason = next(filter(None, (rank.loss() for rank in self._others)), "")
+            busy_since = self._busy_since
+            if not reason and busy_since and time.monotonic() - busy_since > self._timeout_s:
+                reason = f"a step has waited for the other ranks for {self._timeout_s:g} s (rank_timeout_s)"
+            if not reason:
+                return
+            self.lost = RankLostError(f"{reason}: the model starts again")
+        logger.error("%s", self.lost)
+        for rank in self._others:
+            rank.kill()
+        self.on_loss(self.lost)
+
+
+class LeadingWorker:
+    """The first rank's worker, whose calls the others make too. See interface.Worker."""
+
+    def __init__(self, worker: Worker, ranks: Ranks) -> None:
+        self.worker = worker
+        self._ranks = ranks
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self.worker.info
+
+    def execute(self, step: StepInput) -> None:
+        self._call("execute", step)
+
+    def sample(self, masks: GrammarMasks) -> None:
+        self._call("sample", masks)
+
+    def execute_ahead(self, ahead: AheadInput) -> None:
+        self._call("execute_ahead", ahead)
+
+    def result(self, step_id: int) -> StepResult:
+        result: StepResult = self._call("result", step_id)
+        return result
+
+    def draft(self, drafts: DraftInput) -> DraftResult:
+        result: DraftResult = self._call("draft", drafts)
+        return result
+
+    def forget(self, sequence_ids: Sequence[int]) -> None:
+        self._call("forget", sequence_ids)
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def _call(self, name: str, argument: object) -> Any:
+        self._ranks.begin(name, argument)
+        result = getattr(self.worker, name)(argument)
+        self._ranks.end()
+        return result
+
+
+def _device_of(first: torch.device, rank: int) -> torch.device:
+    return first if first.type == "cpu" else torch.device("cuda", (first.index or 0) + rank)

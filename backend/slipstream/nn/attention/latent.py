@@ -1,0 +1,231 @@
+"""The attention backend of latent attention (MLA): absorbed for decodes, un-absorbed for prompts.
+
+Absorbed, a query is multiplied into the latents' space, where all heads attend to one row per token: least bytes, and
+3.4 times the FLOPs of un-absorbed attention. Un-absorbed, keys and values of every head are made from the cached
+latents first: worth it where a latent serves about 170 queries or more. A prompt attends to its own tokens first, then
+to those before them, in pieces of a fixed workspace, merged by log-sum-exp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from slipstream_kernels import ops
+from torch import Tensor
+
+from slipstream.nn.attention.backend import LatentLayer
+from slipstream.nn.attention.split_step import Rows, decode_rows, last_rows, rows_after
+from slipstream.nn.batch import ForwardBatch
+from slipstream.nn.kv_types import gpu_geometry_refusal
+from slipstream.nn.spec import DecoderSpec
+
+# Cached tokens whose keys and values are made at once, for all heads.
+PREFIX_TOKENS = 8192
+# Queries of the longest prompt of a step, below which its prompts with cached tokens before them are absorbed too:
+# 262,144 FLOPs a head make a token's keys and values, which save 1,536 a query (V2 and V3).
+ABSORBED_QUERIES = 170
+
+
+@dataclass(frozen=True)
+class LatentBackend:
+    spec: DecoderSpec
+    stacks_layers: ClassVar[bool] = False
+
+    @staticmethod
+    def supports(
+        spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    ) -> str | None:
+        if any(attention.latent is None for attention in spec.attentions):
+            return "needs layers of latent attention"
+        return None
+
+    def graph_refusal(self, block_size: int, has_trees: bool = False) -> str | None:
+        return gpu_geometry_refusal(self.spec, block_size)
+
+    def plan(self, batch: ForwardBatch) -> AbsorbedAndPrompts:
+        """In a CUDA graph all rows are absorbed: what is before its prompts is not known."""
+        decodes = decode_rows(batch)
+        prompts = rows_after(batch, decodes)
+        prefixes = batch.prompt_prefixes
+        if prompts is None:
+            return AbsorbedAndPrompts(batch, decodes, None, None)
+        if prefixes is None or (any(prefixes) and batch.max_query_len < ABSORBED_QUERIES):
+            return AbsorbedAndPrompts(batch, decodes, prompts, None)
+        return AbsorbedAndPrompts(batch, decodes, None, PromptKeys.of(prompts, prefixes))
+
+
+@dataclass(frozen=True)
+class KeyPiece:
+    """Cached tokens whose keys and values are made at once. Of each prompt: the first, how many, where their rows are.
+
+    num_rows: of all; max_len: of one prompt, at most.
+    """
+
+    first_tokens: Tensor
+    lens: Tensor
+    start_loc: Tensor
+    num_rows: int
+    max_len: int
+
+
+@dataclass(frozen=True)
+class PromptKeys:
+    """rows: the prompts'. own: their tokens of this step; before: pieces of those that were cached before it."""
+
+    rows: Rows
+    own: KeyPiece
+    before: tuple[KeyPiece, ...]
+
+    @classmethod
+    def of(cls, rows: Rows, prefixes: Sequence[int]) -> PromptKeys:
+        """prefixes: upper bounds of each prompt's cached tokens, of which the device knows the numbers."""
+        query_lens = rows.query_start_loc.diff()
+        cached = rows.seq_lens - query_lens
+        own = KeyPiece(cached, query_lens, rows.query_start_loc, 0, rows.max_query_len)
+        pieces = []
+        for spans in _spans(prefixes):
+            starts = [0]
+            for first, stop in spans:
+                starts.append(starts[-1] + stop - first)
+            numbers = torch.tensor([[*(first for first, _ in spans), 0], [*(stop for _, stop in spans), 0], starts])
+            first_tokens, stops, start_loc = numbers.to(torch.int32).to(cached.device)
+            lens = (torch.minimum(cached, stops[:-1]) - first_tokens[:-1]).clamp(min=0)
+            longest = max(stop - first for first, stop in spans)
+            pieces.append(KeyPiece(first_tokens[:-1], lens, start_loc, starts[-1], longest))
+        return cls(rows, own, tuple(pieces))
+
+
+def _spans(prefixes: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    """[first, stop) of each prompt's cached tokens, piece by piece of at most PREFIX_TOKENS in all."""
+    done = [0] * len(prefixes)
+    while any(count < length for count, length in zip(done, prefixes)):
+        left, spans = PREFIX_TOKENS, []
+        for prompt, length in enumerate(prefixes):
+            first = done[prompt]
+            done[prompt] = min(length, first + left)
+            left -= done[prompt] - first
+            spans.append((first, done[prompt]))
+        yield spans
+
+
+@dataclass(frozen=True)
+class AbsorbedAndPrompts:
+    """decodes: absorbed rows at the step's beginning, perhaps trees. tails: other absorbed rows. prompts: the rest."""
+
+    batch: ForwardBatch
+    decodes: Rows | None
+    tails: Rows | None
+    prompts: PromptKeys | None
+
+    def forward(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
+        """Each part attends behind its own rows' write: parts are of different requests."""
+        out = q.new_empty(*q.shape[:2], layer.kv_b.shape[1] - layer.nope_dim)
+        for rows in (self.decodes, self.tails):
+            if rows is None:
+                continue
+            tokens = rows.tokens
+            absorbed = _absorbed(q[tokens], layer, cache)
+            self._write(tokens, q, latent, layer, cache, absorbed[..., cache.rank :])
+            self._attend_absorbed(rows, absorbed, layer, cache, out[tokens], rows is self.decodes)
+        if self.prompts is not None:
+            tokens = self.prompts.rows.tokens
+            self._write(tokens, q, latent, layer, cache, q[tokens, :, layer.nope_dim :])
+            self._attend_prompts(self.prompts, q[tokens], layer, cache, out[tokens])
+        return out
+
+    def forward_last(self, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
+        self._write(slice(None), q, latent, layer, cache, q[..., layer.nope_dim :])
+        q = q[self.batch.logits_indices]
+        out = q.new_empty(*q.shape[:2], layer.kv_b.shape[1] - layer.nope_dim)
+        if q.shape[0]:
+            absorbed = _absorbed(q, layer, cache)
+            absorbed[..., cache.rank :] = q[..., layer.nope_dim :]
+            self._attend_absorbed(last_rows(self.batch), absorbed, layer, cache, out, is_decode=False)
+        return out
+
+    def _write(
+        self, tokens: slice, q: Tensor, latent: Tensor, layer: LatentLayer, cache: ops.LatentCache, q_out: Tensor
+    ) -> None:
+        """Store the latents of these tokens, and rotate their queries into q_out."""
+        ops.write_latent(
+            q[tokens, :, layer.nope_dim :],
+            latent[tokens],
+            self.batch.positions[tokens],
+            self.batch.slot_mapping[tokens],
+            layer.rope,
+            layer.norm_weight,
+            layer.norm_eps,
+            cache,
+            q_out,
+        )
+
+    def _attend_absorbed(
+        self, rows: Rows, absorbed: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor, is_decode: bool
+    ) -> None:
+        """absorbed, out: of these rows. is_decode: they may have the batch's trees, and no others of their request."""
+        latents = ops.latent_attention(
+            absorbed,
+            cache,
+            rows.block_tables,
+            rows.query_start_loc,
+            rows.seq_lens,
+            max_query_len=rows.max_query_len,
+            max_seq_len=self.batch.max_seq_len,
+            scale=layer.scale,
+            tree_mask=self.batch.tree_mask if is_decode else None,
+            is_prefix_settled=is_decode,
+        )
+        values = layer.kv_b[:, layer.nope_dim :].transpose(1, 2)
+        torch.bmm(latents.transpose(0, 1), values, out=out.transpose(0, 1))
+
+    def _attend_prompts(
+        self, prompts: PromptKeys, q: Tensor, layer: LatentLayer, cache: ops.LatentCache, out: Tensor
+    ) -> None:
+        """q, out: of the prompts' rows."""
+        lse = self._attend_piece(prompts, prompts.own, q, layer, cache, out)
+        if prompts.before:
+            other = torch.empty_like(out)
+        for piece in prompts.before:
+            ops.merge_attention(out, lse, other, self._attend_piece(prompts, piece, q, layer, cache, other))
+
+    def _attend_piece(
+        self,
+        prompts: PromptKeys,
+        piece: KeyPiece,
+        q: Tensor,
+        layer: LatentLayer,
+        cache: ops.LatentCache,
+        out: Tensor,
+    ) -> Tensor:
+        """Write out; return its log-sum-exp [tokens, num_q_heads]."""
+        rows, is_own = prompts.rows, piece is prompts.own
+        latents = q.new_empty(q.shape[0] if is_own else piece.num_rows, cache.rank + cache.rope_dim)
+        ops.gather_latent(cache, rows.block_tables, piece.first_tokens, piece.lens, piece.start_loc, latents)
+        num_heads, width = layer.kv_b.shape[:2]
+        both = torch.mm(latents[:, : cache.rank], layer.kv_b.flatten(0, 1).t()).view(-1, num_heads, width)
+        _, lse = ops.ragged_attention(
+            q,
+            both[..., : layer.nope_dim],
+            latents[:, cache.rank :],
+            both[..., layer.nope_dim :],
+            rows.query_start_loc,
+            piece.start_loc,
+            piece.lens,
+            max_query_len=rows.max_query_len,
+            max_key_len=piece.max_len,
+            scale=layer.scale,
+            is_causal=is_own,
+            out=out,
+        )
+        return lse
+
+
+def _absorbed(q: Tensor, layer: LatentLayer, cache: ops.LatentCache) -> Tensor:
+    """Queries in the space of cache rows, [T, num_q_heads, rank + rope_dim], without their rotated part."""
+    absorbed = q.new_empty(*q.shape[:2], cache.rank + cache.rope_dim)
+    by_head = absorbed[..., : cache.rank].transpose(0, 1)
+    torch.bmm(q[..., : layer.nope_dim].transpose(0, 1), layer.kv_b[:, : layer.nope_dim], out=by_head)
+    return absorbed

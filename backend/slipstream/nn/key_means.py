@@ -1,0 +1,96 @@
+"""Means of a model's keys, which attention in FP8 subtracts before it rounds them: file, reading, refusals.
+
+One vector for each layer and head of keys, measured after the rotation by build/key_means.py. They do not depend on the
+request, so cached blocks stay shared.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from slipstream_kernels import ops
+from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
+from torch import Tensor
+
+from slipstream.core.config import ModelConfig
+from slipstream.core.errors import ConfigError
+from slipstream.nn.decoder import Decoder
+from slipstream.nn.self_attention import SelfAttention
+from slipstream.nn.spec import DecoderSpec
+
+FIELD = "prefill_attention_dtype"
+FP8 = "fp8"
+FILE = "key_means.safetensors"
+
+
+def check_fp8_prefill(
+    config: ModelConfig, spec: DecoderSpec, device: torch.device, kv_dtype: torch.dtype | None, num_ranks: int = 1
+) -> None:
+    """Raise ConfigError if the model's prompts cannot attend in FP8, before anything is read."""
+    if config.prefill_attention_dtype != FP8:
+        return
+    refusal = "tensor parallelism" if num_ranks > 1 else _refusal(config, spec, device, kv_dtype)
+    if refusal is not None:
+        raise ConfigError(FIELD, FP8, f"{refusal}; accepted: auto or 16bit")
+
+
+def _refusal(config: ModelConfig, spec: DecoderSpec, device: torch.device, kv_dtype: torch.dtype | None) -> str | None:
+    if config.deterministic:
+        return "deterministic rounds nothing"
+    if kv_dtype in ops.QUANTIZED_KV_DTYPES.values():
+        return "over a quantised KV cache keys are rounded already (auto multiplies those of fp8 in FP8 on Hopper)"
+    for attention in spec.attentions:
+        if attention.latent is not None:
+            return "latent attention has no keys of heads in its cache"
+        if attention.soft_cap is not None or attention.sinks:
+            return "soft caps and sinks change when a mean is subtracted from all keys"
+        if device.type == "cuda" and attention.head_dim != FP8_QUERY_HEAD_DIM:
+            return f"on a GPU heads of {FP8_QUERY_HEAD_DIM} are rounded, not {attention.head_dim}"
+    return None
+
+
+def read_key_means(folder: Path, spec: DecoderSpec) -> list[Tensor]:
+    """[num_kv_heads, head_dim] fp32 of each layer. Raises ConfigError if the file is absent or of another model."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = folder / FILE
+    try:
+        stored = load_file(path)
+    except FileNotFoundError:
+        how = "make it: build/key_means.py --model … --text …"
+        raise ConfigError(FIELD, FP8, f"needs {path}; {how}; accepted without it: auto or 16bit") from None
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(FIELD, FP8, f"{path} is not a readable safetensors file: {error}") from error
+    means = []
+    for index, layer in enumerate(spec.layers):
+        mean = stored.get(f"layers.{index}.key_mean")
+        shape = (layer.attention.num_kv_heads, layer.attention.head_dim)
+        if mean is None or tuple(mean.shape) != shape or not mean.isfinite().all():
+            raise ConfigError(FIELD, FP8, f"{path}: layers.{index}.key_mean must be finite numbers of shape {shape}")
+        means.append(mean.float())
+    return means
+
+
+def write_key_means(path: Path, means: list[Tensor], about: dict[str, object]) -> None:
+    """about: what they were measured on."""
+    from safetensors.torch import save_file
+
+    tensors = {f"layers.{index}.key_mean": mean.float().contiguous() for index, mean in enumerate(means)}
+    save_file(tensors, path, metadata={"about": json.dumps(about)})
+
+
+def set_key_means(decoder: Decoder, means: list[Tensor]) -> None:
+    """Let prompts of a loaded decoder attend in FP8."""
+    for layer, mean in zip(decoder.layers, means, strict=True):
+        attention = layer.attention
+        assert isinstance(attention, SelfAttention)
+        attention.options = replace(attention.options, key_mean=mean.to(decoder.context.device))
+
+
+def zero_means(spec: DecoderSpec) -> list[Tensor]:
+    """Of models with random weights."""
+    return [torch.zeros(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in spec.layers]

@@ -1,0 +1,27 @@
+"""GLM-4.7-Flash: latent attention as in DeepSeek-V3, with wider heads, and the experts of GLM-4.5."""
+
+from __future__ import annotations
+
+from slipstream.nn.hf_config import HFConfig
+from slipstream.nn.models.deepseek import V3_NAMES
+from slipstream.nn.models.family import FAMILIES, Family
+from slipstream.nn.models.glm4_moe import MTP_LAYER, read_experts
+from slipstream.nn.models.latent import latent_parts, latent_spec
+from slipstream.nn.models.mixture import with_experts
+from slipstream.nn.spec import DecoderSpec
+
+DENSE, SPARSE = "dense", "sparse"  # of mlp_layer_types
+
+
+def read_spec(config: HFConfig) -> DecoderSpec:
+    experts = read_experts(config, config.integer("hidden_size"))
+    spec = latent_spec(config, V3_NAMES)
+    kinds = config.strings("mlp_layer_types")
+    if kinds and (len(kinds) != spec.num_layers or set(kinds) - {DENSE, SPARSE}):
+        raise config.error("mlp_layer_types", f"must be {spec.num_layers} of {DENSE} or {SPARSE}")
+    first_dense = config.integer("first_k_dense_replace", 1, minimum=0)
+    dense = [layer for layer in range(spec.num_layers) if (kinds[layer] == DENSE if kinds else layer < first_dense)]
+    return with_experts(config, spec, V3_NAMES, experts, dense, latent_parts(config))
+
+
+FAMILIES.register("Glm4MoeLiteForCausalLM")(Family(read_spec, V3_NAMES, ignored_prefixes=(MTP_LAYER,)))

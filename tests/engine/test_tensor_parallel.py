@@ -1,0 +1,225 @@
+"""Two ranks, which are processes over gloo, say what one says; and a rank that is lost fails every request, at once."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
+from patience import wait_until
+from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig
+from slipstream.core.errors import ConfigError, RankLostError
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.sampling_params import Guide, SamplingParams
+from slipstream.engine.engine import Engine
+from slipstream.engine.ranks import LeadingWorker
+from slipstream.nn.spec import read_spec
+from slipstream.worker.memory_plan import MemoryPlan, plan_memory, resolve_hardware
+from slipstream.worker.process_group import GroupCollectives
+from slipstream.worker.symmetric_memory import SymmetricSum
+from speculation_config import speculation_config
+from tiny_checkpoints import make_checkpoint
+from tiny_heads import make_eagle, make_medusa, make_mtp
+from tiny_model import make_tiny_llama, make_tiny_windowed
+
+SEEDED = SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True, top_k=50, top_p=0.95)
+EDITED = replace(SEEDED, repetition_penalty=1.2, min_tokens=5, bad_words_ids=((4, 5), (9,)), logit_bias=((7, 2.0),))
+LOGPROBS = replace(GREEDY, logprobs=3, prompt_logprobs=2)
+GUIDED = SamplingParams(max_tokens=16, temperature=0.0, guide=Guide("regex", "[a-z]{12}"))
+METHODS = ("ngram", "draft_model", "medusa", "mtp", "eagle")
+TWO = ParallelConfig(tensor_parallel_size=2)
+
+
+def ranks() -> list[psutil.Process]:
+    """The processes of ranks beside this one."""
+    return [child for child in psutil.Process().children() if "rank_process" in command_of(child)]
+
+
+def command_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
+
+
+def make_two(model: Path, folder: Path) -> Engine:
+    """With every speculation method, and so few blocks that requests are preempted and blocks go to the host."""
+    speculation = speculation_config(
+        ",".join(METHODS),
+        throttle="off",
+        ngram_min=1,
+        draft_model=str(model),
+        medusa_heads=str(make_medusa(model, folder / "medusa")),
+        mtp_module=str(make_mtp(model, folder / "mtp")),
+        eagle_head=str(make_eagle(model, folder / "eagle")),
+    )
+    return make_engine(
+        model,
+        {"max_model_len": 128},
+        {"num_blocks": 40, "host_memory_bytes": 1 << 20},
+        {"max_num_batched_tokens": 40, "overlap_scheduling": "on"},
+        speculation,
+        parallel=TWO,
+    )
+
+
+@pytest.fixture
+def two(tiny_llama: Path, tmp_path: Path) -> Iterator[Engine]:
+    engine = make_two(tiny_llama, tmp_path)
+    assert len(ranks()) == 1
+    yield engine
+    engine.close()
+    assert not ranks()
+
+
+def same(found: Told, expected: Told) -> None:
+    assert (found.error, found.token_ids) == (expected.error, expected.token_ids)
+    for own, theirs in ((found.logprobs, expected.logprobs), (found.prompt_logprobs, expected.prompt_logprobs)):
+        pairs = [(one, other) for one, other in zip(own or [], theirs or [], strict=True) if one and other]
+        assert all(one.logprob == pytest.approx(other.logprob, abs=1e-4) for one, other in pairs)
+
+
+def test_two_ranks_say_what_one_says(two: Engine, tiny_llama: Path, prompts: list[list[int]]) -> None:
+    """Every speculation method beside other requests, chunked, preempted, from the prefix cache and from the host."""
+    drafted = [replace(one, speculative_method=method) for method in METHODS for one in (GREEDY, SEEDED)]
+    plain = [replace(one, num_draft_tokens=0) for one in (GREEDY, EDITED, LOGPROBS, GUIDED)]
+    params = [*drafted, *plain, replace(GUIDED, speculative_method="ngram"), replace(EDITED, speculative_method="mtp")]
+    texts = [prompts[4 + index % 8] for index in range(len(params))]
+    assert isinstance(two.worker, LeadingWorker)
+    ports = [found for process in (psutil.Process(), *ranks()) for found in process.net_connections("inet")]
+    assert ports and {found.laddr.ip for found in ports} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, "nobody else's"
+    alone = make_engine(tiny_llama)
+    expected = run_all(alone, texts, [replace(one, speculative_method=None) for one in params])
+    for part in (slice(None), slice(1, None, 4)):
+        for found, wanted in zip(run_all(two, texts[part], params[part]), expected[part], strict=True):
+            same(found, wanted)
+
+
+def test_ranks_of_layers_with_windows(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """Several KV groups, in deterministic mode, whose products are others."""
+    model = make_tiny_windowed(tmp_path)
+    params = [replace(one, logprobs=1) for one in (GREEDY, SEEDED, GREEDY, SEEDED)]
+    told = []
+    for parallel in (TWO, None):
+        engine = make_engine(model, {"deterministic": True}, {}, {"max_num_batched_tokens": 24}, parallel=parallel)
+        assert engine.memory_plan.groups.num_windowed == 3
+        told.append(run_all(engine, prompts[8:], params))
+        engine.close()
+    for found, wanted in zip(*told, strict=True):
+        same(found, wanted)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": "off"}, {"quantization": "fp8"}])
+def test_two_gpus(options: dict[str, object], tmp_path: Path) -> None:
+    """In bf16 sums of two round otherwise than one, so the first tokens' log-probabilities are compared; two GPUs
+    repeat themselves."""
+    model = make_tiny_llama(tmp_path, head_dim=64, num_layers=4, hidden_size=256)
+    texts = [[(7 * place + 3 * step) % 300 + 20 for step in range(5 + 37 * place)] for place in range(6)]
+    params = replace(GREEDY, logprobs=1)
+    on_gpu = {"device": "cuda:0", "dtype": "bfloat16", **options}
+    told = []
+    for parallel in (ParallelConfig(), TWO):
+        engine = make_engine(model, on_gpu, {"block_size": 64, "num_blocks": 128}, parallel=parallel)
+        told.append([run_all(engine, texts, params) for _ in range(2)])
+        engine.close()
+    (one, _), (two, again) = told
+    assert [found.token_ids for found in two] == [found.token_ids for found in again]
+    most = 0.5 if "quantization" in options else 0.1
+    assert all(abs(a.logprobs[0].logprob - b.logprobs[0].logprob) < most for a, b in zip(one, two))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_fails_every_request(tiny_llama: Path, prompts: list[list[int]], sign: int) -> None:
+    two = make_engine(tiny_llama, parallel=TWO)
+    requests = [two.submit(Request(list(prompt), replace(GREEDY, max_tokens=60)))[0] for prompt in prompts[4:8]]
+    told: dict[Request, Told] = {}
+    run_steps(two, told, 3)
+    (rank,) = ranks()
+    rank.send_signal(sign)
+    lost = time.monotonic()
+    run_steps(two, told)
+    assert time.monotonic() - lost < 10
+    assert isinstance(two.error, RankLostError) and "rank 1" in str(two.error)
+    assert [told[one].finish_reason for one in requests] == [FinishReason.ERROR] * 4
+    assert {told[one].fault for one in requests} == {RankLostError}
+    with pytest.raises(RankLostError):
+        two.submit(Request([5], GREEDY))
+    two.close()
+
+
+def test_a_rank_that_is_too_slow_is_lost(tiny_llama: Path) -> None:
+    """A call that nobody answers; the rank itself runs on."""
+    engine = make_engine(tiny_llama, parallel=replace(TWO, rank_timeout_s=1.0))
+    engine.ranks.begin("forget", [])
+    wait_until(lambda: engine.ranks.lost is not None, "the slow rank to be found", 10)
+    assert "rank_timeout_s" in str(engine.ranks.lost)
+    wait_until(lambda: not ranks(), "the rank to be killed", 10)
+    engine.close()
+
+
+def plan(model: Path, parallel: ParallelConfig, **changes: object) -> MemoryPlan:
+    config = EngineConfig(model=ModelConfig(model=str(model), device="cpu", **changes), parallel=parallel)  # type: ignore[arg-type]
+    spec = read_spec(model)
+    return plan_memory(spec, config, resolve_hardware(config, spec), 1 << 30)
+
+
+def test_what_ranks_cannot_share_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2: load_format=null"):
+        plan(tiny_llama, TWO, load_format="null")
+    with pytest.raises(ConfigError, match="4 parts of 16 features, which 3 ranks do not share evenly"):
+        plan(tiny_llama, ParallelConfig(3))
+
+
+def test_ranks_end_quietly_when_the_engine_cannot_load(tiny_llama: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ConfigError, match="which 3 ranks do not share evenly"):
+        make_engine(tiny_llama, parallel=ParallelConfig(3))
+    assert not ranks() and "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("size", "model", "reason"),
+    [
+        (1, "llama3-gqa-rope", "accepted with tensor_parallel_size above 1"),
+        (2, "llama3-gqa-rope", "the model has no experts"),
+        (2, "gpt-oss", "the model's experts have biases"),
+        (2, "mixtral", "5 experts, which 2 ranks do not share evenly"),
+    ],
+)
+def test_experts_that_ranks_cannot_share_are_refused(size: int, model: str, reason: str, tmp_path: Path) -> None:
+    path = make_checkpoint(model, tmp_path).path
+    with pytest.raises(ConfigError, match=f"expert_parallel=True: .*{reason}"):
+        plan(path, ParallelConfig(size, expert_parallel=True))
+
+
+def test_a_rank_plans_for_its_part(tiny_llama: Path) -> None:
+    whole, half, quarter = (plan(tiny_llama, ParallelConfig(size)) for size in (1, 2, 4))
+    assert half.block_bytes == whole.block_bytes // 2 == quarter.block_bytes, "four ranks share two heads of keys"
+    assert 0.5 < half.weight_bytes / whole.weight_bytes < 0.52 and quarter.weight_bytes < half.weight_bytes
+
+
+def test_sums_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks in deterministic mode: fp32 loses the first 1 and keeps the last."""
+    collectives = GroupCollectives(4, is_ordered=True)
+    monkeypatch.setattr(collectives, "gather", lambda own: torch.tensor([[1e8], [1.0], [-1e8], [1.0]]))
+    assert collectives.sum(torch.ones(1)).tolist() == [1.0]
+
+
+def test_small_sums_take_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one kernel sums and what NCCL gets; the private operation that the kernel is still has this form."""
+    monkeypatch.setattr(SymmetricSum, "__init__", lambda self: None)
+    symmetric = SymmetricSum()
+    symmetric._buffer, symmetric._max_bytes = torch.empty(64, dtype=torch.bfloat16), 128
+    rows = torch.zeros(9, 8, dtype=torch.bfloat16)
+    assert [symmetric.takes(rows[:count]) for count in (0, 1, 8, 9)] == [False, True, True, False]
+    assert (
+        not symmetric.takes(rows[:2].float()) and not symmetric.takes(rows[:8].T) and not symmetric.takes(rows[:1, :4])
+    )
+    schema = str(torch.ops.symm_mem.one_shot_all_reduce_copy.default._schema)
+    assert "(Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name) -> Tensor" in schema

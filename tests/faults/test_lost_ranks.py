@@ -1,0 +1,61 @@
+"""A model that two processes share, on the real server: it answers as one does, and a lost process is replaced."""
+
+from __future__ import annotations
+
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+from llm_client import grpc_infer, grpc_stream, http_generate
+from llm_server import LlmServer
+
+PROMPT = "def add(a, b):\n"
+SHORT = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
+LONG = {**SHORT, "max_tokens": 1500}
+LOST = "rank 1 has ended: the model starts again [UNAVAILABLE]"
+
+
+def ranks_of(server: LlmServer) -> list[psutil.Process]:
+    """Processes of ranks that run below the server."""
+    found = []
+    for child in psutil.Process(server.pid).children(recursive=True):
+        try:
+            if "rank_process" in " ".join(child.cmdline()):
+                found.append(child)
+        except psutil.Error:
+            continue  # it has ended
+    return found
+
+
+def text_of(server: LlmServer, model: str) -> str:
+    answer = grpc_infer(server.grpc_url, model, {"text_input": PROMPT, "stream": True}, parameters=SHORT)
+    assert answer.error == ""
+    return answer.text
+
+
+def test_two_processes_serve_a_model_until_one_is_killed_or_stopped(llm_server: LlmServer) -> None:
+    expected = text_of(llm_server, "llm")
+    with llm_server.variant("shared", {"tensor_parallel_size": 2}) as model:
+        assert text_of(llm_server, model) == expected
+        with grpc_stream(llm_server.grpc_url) as stream, ThreadPoolExecutor(1) as pool:
+            stream.send(model, {"text_input": PROMPT, "stream": True}, parameters=LONG)
+            assert not stream.receive()[2]
+            whole = pool.submit(http_generate, llm_server.http_url, model, {"text_input": PROMPT, **LONG})
+            assert not stream.receive()[2]
+            time.sleep(0.3)  # until the second request runs as well
+            (rank,) = ranks_of(llm_server)
+            rank.send_signal(signal.SIGKILL)
+            assert stream.collect(timeout_s=10).error.endswith(LOST)
+            status, reply = whole.result(timeout=10)
+            assert status >= 400 and LOST in str(reply)
+        llm_server.wait_until(lambda: not llm_server.is_model_ready(model), "the model not to be ready", 5)
+        llm_server.wait_model_ready(model)
+        assert text_of(llm_server, model) == expected
+        (again,) = ranks_of(llm_server)
+        assert again.pid != rank.pid
+        again.suspend()  # while nothing runs: no request has to find out
+        llm_server.wait_until(lambda: not llm_server.is_model_ready(model), "the model not to be ready", 5)
+        llm_server.wait_model_ready(model)
+        assert text_of(llm_server, model) == expected
+    llm_server.wait_until(lambda: not ranks_of(llm_server), "the ranks to end with their model")

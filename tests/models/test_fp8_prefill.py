@@ -1,0 +1,113 @@
+"""`prefill_attention_dtype: fp8`: means of keys from build/key_means.py, what rounding costs, and every refusal."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from packed_text import make_packed_text
+from paged_forward import PagedForward
+from slipstream.core.config import ModelConfig
+from slipstream.core.errors import ConfigError
+from slipstream.nn.key_means import FILE, read_key_means, write_key_means
+from slipstream.nn.load import check_model, load_model
+from slipstream.nn.spec import read_spec
+from slipstream_kernels import ops
+from tiny_checkpoints import make_checkpoint, relative_error
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
+import key_means
+
+CPU = torch.device("cpu")
+PROMPT = [(7 * position) % 89 + 3 for position in range(60)]
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with the means of its keys, from the tool."""
+    folder = tmp_path_factory.mktemp("measured")
+    make_checkpoint("qwen3", folder)
+    text = make_packed_text(tmp_path_factory.mktemp("text"))
+    arguments = ["key_means.py", "--model", str(folder), "--text", str(text), "--device", "cpu"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [*arguments, "--num-tokens", "192", "--window-tokens", "64"])
+        key_means.main()
+    return folder
+
+
+def loaded(folder: Path, kind: str) -> PagedForward:
+    decoder = load_model(ModelConfig(model=str(folder), device="cpu", prefill_attention_dtype=kind))
+    return PagedForward(decoder, [PROMPT])
+
+
+def test_the_tool_measures_means_of_rotated_keys(measured: Path) -> None:
+    """Those of the cache itself, over the same windows."""
+    means = read_key_means(measured, read_spec(measured))
+    assert [tuple(mean.shape) for mean in means] == [(2, 16)] * 3
+    decoder = load_model(ModelConfig(model=str(measured), device="cpu"))
+    windows = torch.tensor(PROMPT).view(1, 60)
+    [mean, *_], errors = key_means.measure(decoder, windows)
+    forward = PagedForward(decoder, [PROMPT])
+    forward.run([60])
+    keys = forward.kv_caches[0].key[forward.block_ids[0]].transpose(1, 2).flatten(0, 1)[:60]
+    torch.testing.assert_close(mean, keys.mean(0), rtol=1e-4, atol=1e-5)
+    assert all(0 < less < 0.1 and 0 < plain < 0.5 for plain, less in errors)
+
+
+def test_prompts_are_rounded_and_caches_and_decodes_are_not(measured: Path) -> None:
+    exact, rounded = loaded(measured, "auto"), loaded(measured, "fp8")
+    whole, ours = exact.run([60])[0], rounded.run([60])[0]
+    assert 1e-3 < relative_error(ours, whole) < 0.15
+    first = [forward.kv_caches[0].key[forward.block_ids[0]] for forward in (exact, rounded)]
+    assert torch.equal(*first)  # keys are cached as they are: blocks do not depend on the means
+    steps = loaded(measured, "fp8").run([4])[0]
+    assert relative_error(steps, whole) < 1e-4
+
+
+def test_16_bit_is_what_a_cpu_does_anyway(measured: Path) -> None:
+    assert torch.equal(loaded(measured, "16bit").run([60])[0], loaded(measured, "auto").run([60])[0])
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "named"),
+    [
+        ("gemma2", {}, "soft caps and sinks change"),
+        ("gpt-oss", {}, "soft caps and sinks change"),
+        ("deepseek-v2-lite", {}, "latent attention has no keys of heads"),
+        ("qwen3", {"deterministic": True}, "deterministic rounds nothing"),
+        ("qwen3", {}, f"needs .*{FILE}; make it: build/key_means.py"),
+    ],
+)
+def test_refusals(variant: str, fields: dict[str, object], named: str, tmp_path: Path) -> None:
+    make_checkpoint(variant, tmp_path)
+    config = ModelConfig(model=str(tmp_path), device="cpu", prefill_attention_dtype="fp8", **fields)
+    with pytest.raises(ConfigError, match=f"prefill_attention_dtype='fp8': {named}.*accepted.*: auto or 16bit"):
+        load_model(config)
+
+
+def test_a_quantised_cache_is_refused(measured: Path) -> None:
+    config = ModelConfig(model=str(measured), device="cpu", prefill_attention_dtype="fp8")
+    for kv_dtype in ops.QUANTIZED_KV_DTYPES.values():
+        with pytest.raises(ConfigError, match="over a quantised KV cache keys are rounded already"):
+            load_model(config, kv_dtype=kv_dtype)
+
+
+def test_a_wrong_file_is_named(measured: Path, tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    spec, config = read_spec(tmp_path), ModelConfig(model=str(tmp_path), prefill_attention_dtype="fp8")
+    means = read_key_means(measured, spec)
+    for wrong in (means[:2], [means[0], means[1][:, :8], means[2]], [means[0], means[1] / 0.0, means[2]]):
+        write_key_means(tmp_path / FILE, wrong, {})
+        with pytest.raises(ConfigError, match=rf"{FILE}: layers.[12].key_mean must be finite numbers of shape \(2, 16"):
+            check_model(config, spec, CPU, torch.float32)
+    (tmp_path / FILE).write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match="not a readable safetensors file"):
+        check_model(config, spec, CPU, torch.float32)
+
+
+def test_random_weights_need_no_file(tmp_path: Path) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    config = ModelConfig(model=str(tmp_path), device="cpu", prefill_attention_dtype="fp8", load_format="dummy")
+    assert all(not layer.attention.options.key_mean.any() for layer in load_model(config).layers)

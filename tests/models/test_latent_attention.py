@@ -1,0 +1,124 @@
+"""Stored formats of models with latent attention: each is read exactly, `kv_b_proj` as numbers, and FP8 cache rows."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from paged_forward import PagedForward
+from quantized_checkpoints import PROMPT, Tensors, load, logits, rms_error, store
+from safetensors.torch import load_file
+from slipstream.core.errors import ConfigError
+from slipstream.nn.heads.mtp import MTPModule
+from slipstream.nn.latent_attention import LatentAttention
+from stored_experts import E4M3, Writer, awq, gptq, linears
+from tiny_checkpoints import make_checkpoint, relative_error
+from tiny_latent_mtp import add_mtp
+
+SIZES = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "moe_intermediate_size": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 128, "q_lora_rank": 128,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 4, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 4,  # every expert: rounding moves no token to others
+}  # fmt: skip
+KEPT = ["lm_head", "gate"]  # routers
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "modules_to_not_convert": ["mlp.gate"]}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": False, "sym": True}
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def blocks(tensors: Tensors) -> Tensors:
+    """DeepSeek-V3's layout; kv_a_proj_with_mqa ends inside a block."""
+    held = {}
+    for name in linears(tensors):
+        weight = tensors[f"{name}.weight"]
+        rows, columns = (-(-size // 128) * 128 for size in weight.shape)
+        padded = torch.zeros(rows, columns)
+        padded[: weight.shape[0]] = weight
+        scales = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).abs().amax((1, 3)) / 448
+        spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[: weight.shape[0]]
+        values = (weight / spread).to(E4M3)
+        held[f"{name}.weight"] = values.float() * spread
+        tensors |= {f"{name}.weight": values, f"{name}.weight_scale_inv": scales}
+    return held
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("deepseek-v3", tmp_path_factory.mktemp("latent"), **SIZES).path
+
+
+FORMATS: dict[str, tuple[dict[str, object], Writer, float]] = {
+    "fp8-blocks": (BLOCKS, blocks, 0.15),
+    "awq": (AWQ, awq(64), 1e-5),
+    "gptq": (GPTQ, gptq(64, sym=True), 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_stored_formats(full: Path, tmp_path: Path, name: str) -> None:
+    quantization, write, tolerance = FORMATS[name]
+    held: Tensors = {}
+    decoder = load(store(full, tmp_path / "stored", quantization, lambda tensors: held.update(write(tensors))))
+    of_held = load(store(full, tmp_path / "held", {}, lambda tensors: tensors.update(held)))
+    assert rms_error(logits(decoder), logits(of_held)) < tolerance
+    for index, layer in enumerate(decoder.layers):
+        assert isinstance(layer.attention, LatentAttention)
+        expected = held[f"model.layers.{index}.self_attn.kv_b_proj.weight"]
+        torch.testing.assert_close(layer.attention.kv_b.matrix, expected, rtol=1e-5, atol=1e-6)
+        assert layer.attention.kv_b._loading is None, "the stored form is given back"
+
+
+@pytest.mark.parametrize("method", ["a8w8_fp8_wint4", "block_wise_fp8"])
+def test_weights_quantised_at_load(full: Path, method: str) -> None:
+    """All but kv_b, which keeps the checkpoint's numbers."""
+    decoder, stored = load(full, quantization=method), load_file(full / "model.safetensors")
+    assert 1e-4 < rms_error(logits(decoder), logits(load(full))) < 0.2
+    attention = decoder.layers[1].attention
+    assert isinstance(attention, LatentAttention)
+    assert torch.equal(attention.kv_b.matrix, stored["model.layers.1.self_attn.kv_b_proj.weight"])
+
+
+def test_fp8_rows(full: Path) -> None:
+    decoder = load(full)
+    plain = logits(decoder)
+    (whole,), (chunked,) = (
+        PagedForward(decoder, [PROMPT], kv_dtype=torch.float8_e4m3fn).run(sizes) for sizes in ([len(PROMPT)], [3, 1])
+    )
+    assert 1e-4 < rms_error(whole, plain) < 0.1
+    assert relative_error(chunked, whole) < 1e-5
+
+
+def test_an_mtp_module_in_the_stored_format(full: Path, tmp_path: Path) -> None:
+    """FP8 blocks around an eh_proj in plain numbers, as DeepSeek-V3 has them; without a format, what they stand for."""
+    shutil.copytree(full, tmp_path / "full")
+    add_mtp(tmp_path / "full")
+    held: Tensors = {}
+
+    def write(tensors: Tensors) -> None:
+        kept = {name: tensors.pop(name) for name in list(tensors) if name.endswith("eh_proj.weight")}
+        held.update(blocks(tensors))
+        tensors.update(kept)
+
+    folders = (
+        store(tmp_path / "full", tmp_path / "stored", BLOCKS, write),
+        store(tmp_path / "full", tmp_path / "held", {}, lambda tensors: tensors.update(held)),
+    )
+    modules = [MTPModule.load(load(folder), folder, 64) for folder in folders]
+    methods = [module.layer.attention.qkv.method.stored for module in modules]
+    assert methods[0] is not None and methods[0].method == "block_wise_fp8" and methods[1] is None
+    states = torch.randn(len(PROMPT), 128, generator=torch.Generator().manual_seed(3))
+    found = []
+    for module, folder in zip(modules, folders):
+        forward = PagedForward(load(folder), [PROMPT], block_size=8)
+        with torch.inference_mode():
+            found.append(module.logits(module.forward(forward._batch({0: len(PROMPT)}), states, forward.kv_caches[0])))
+    assert 1e-4 < rms_error(*found) < 0.15
+
+
+def test_static_scales_of_inputs_are_refused(full: Path, tmp_path: Path) -> None:
+    static = {"quant_method": "fp8", "activation_scheme": "static", "modules_to_not_convert": KEPT}
+    with pytest.raises(ConfigError, match="stores scales of inputs"):
+        load(store(full, tmp_path, static, lambda tensors: tensors))

@@ -1,0 +1,68 @@
+"""build/needle.py: what a cell hides where, how answers are scored and compared, the table and the picture."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "build"))
+import needle
+from needle_grid import ANSWER_TOKENS, Grid
+
+HAYSTACK = "".join(f"Line {index} of this text says nothing. " for index in range(50))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(demo_model: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(demo_model)
+
+
+def test_a_cell_has_its_length_and_its_needle_at_its_depth(tokenizer: PreTrainedTokenizerBase) -> None:
+    cells = list(Grid(HAYSTACK, tokenizer, is_chat=False).cells([256, 2048], [0, 50, 100]))
+    assert [(cell.length, cell.depth) for cell in cells] == [(n, d) for n in (256, 2048) for d in (0, 50, 100)]
+    for cell in cells:
+        num_tokens = len(tokenizer(cell.prompt)["input_ids"])
+        assert cell.length - ANSWER_TOKENS - 40 < num_tokens <= cell.length - ANSWER_TOKENS
+        assert cell.prompt.count(cell.number) == 1
+        place = cell.prompt.index(cell.number) / len(cell.prompt)
+        assert abs(place - cell.depth / 100) < 0.35 if cell.length == 256 else abs(place - cell.depth / 100) < 0.06
+        assert cell.score(f"It is {cell.number}.") == 1 and cell.score("I do not know: 123") == 0
+    assert len({cell.number for cell in cells}) == 6
+
+
+def test_cells_follow_from_the_seed(tokenizer: PreTrainedTokenizerBase) -> None:
+    def cells(seed: int) -> list[str]:
+        return [cell.prompt for cell in Grid(HAYSTACK, tokenizer, is_chat=False, seed=seed).cells([256], [0, 50])]
+
+    assert cells(1) == cells(1) != cells(2)
+
+
+def test_what_cannot_be_asked_is_refused(tokenizer: PreTrainedTokenizerBase) -> None:
+    with pytest.raises(ValueError, match=r"length 64: accepted: at least \d+"):
+        list(Grid(HAYSTACK, tokenizer, is_chat=False).cells([64], [0]))
+    with pytest.raises(ValueError, match="haystack is empty"):
+        Grid("", tokenizer, is_chat=False)
+    assert needle.numbers("8k,100") == [8192, 100]
+    assert needle.main(["--tokenizer", "/nowhere", "--openai", "http://127.0.0.1:1/v1", "--lengths", "256"]) == 2
+
+
+def results(*scores: int) -> list[needle.Result]:
+    return [
+        {"length": 256, "depth": 50 * index, "number": "123456", "answer": "ab"[score], "score": score}
+        for index, score in enumerate(scores)
+    ]
+
+
+def test_table_and_picture(tmp_path: Path) -> None:
+    assert needle.table(results(1, 0, 1)).splitlines()[2] == "| 256 | 1 | 0 | 1 | 2 of 3 |"
+    needle.draw(results(1, 0, 1), "a model", tmp_path / "needle.png")
+    assert (tmp_path / "needle.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_texts_are_named() -> None:
+    assert needle.differing(results(1, 0), results(1, 0)) == needle.differing(results(1, 0), []) == []
+    assert needle.differing(results(1, 0), results(1, 1)) == [(256, 50)]
+    assert needle.differing([{**results(1)[0], "same_again": False}], []) == [(256, 0)]
