@@ -29,6 +29,7 @@ from slipstream.core.request import Request  # noqa: E402
 from slipstream.core.sampling_params import SamplingParams  # noqa: E402
 from slipstream.engine.engine import Engine  # noqa: E402
 
+GIB = 1 << 30
 TOKENIZER = ROOT / "models/slipstream-demo-code"  # an engine wants one; nothing is decoded
 
 
@@ -121,6 +122,27 @@ def _summary(profiler: Any, num_steps: int = 20) -> Record:
     }
 
 
+def memory_of(engine: Engine) -> Record:
+    """What the memory plan has, and what the driver has given away in all, in GiB; nothing of a CPU.
+
+    before: given away when the plan was made.  over: used over planned.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    plan, (free, total) = engine.memory_plan, torch.cuda.mem_get_info()
+    sizes = {
+        "before": total - plan.free_bytes,
+        "weights": plan.weight_bytes,
+        "workspace": plan.workspace_bytes,
+        "pool": plan.pool_bytes,
+    }
+    planned, used = sum(sizes.values()), total - free
+    in_gib = {name: round(size / GIB, 2) for name, size in {**sizes, "planned": planned, "used": used}.items()}
+    return {**in_gib, "over": round(used / planned, 4)}
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
@@ -134,9 +156,11 @@ def main() -> None:
         phases = {name: round(seconds, 2) for name, seconds in bench.engine.start_up.seconds.items()}
         settings = {"engine": "slipstream", "shape": arguments.shape, "set": arguments.set}
         load_s = round(time.perf_counter() - start, 2)
-        emit({**settings, "what": "setup", "load_s": load_s, "phases": phases}, arguments.out)
+        setup = {"load_s": load_s, "phases": phases, "memory": memory_of(bench.engine)}
+        emit({**settings, "what": "setup", **setup}, arguments.out)
         profile: Measure = measure_profile  # type: ignore[assignment]  # steps the engine itself
         run(bench, arguments, settings, {"profile": profile, "streams": STREAMS})
+        emit({**settings, "what": "memory", **memory_of(bench.engine)}, arguments.out)
 
 
 if __name__ == "__main__":

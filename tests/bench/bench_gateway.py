@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests/support"), str(ROOT / "tests/bench")]
 
 from bench_backend import MissingTool, build_client, cpu_seconds, engine_of, measure  # noqa: E402
-from bench_serving import CHECKPOINT, write_request  # noqa: E402
+from bench_serving import write_repository, write_request  # noqa: E402
 from gateway import GatewayProcess  # noqa: E402
-from llm_server import backends_dir, missing_server, parameter  # noqa: E402
+from llm_server import backends_dir, missing_server  # noqa: E402
 from triton_server import TritonServer  # noqa: E402
 
 COLUMNS = ("way", "tokens_per_s", "ratio", "tokens_per_event", "gateway_us", "server_us", "engine_us")
@@ -119,14 +119,6 @@ def take_turns(ways: Mapping[str, Callable[[], dict[str, float]]], repeats: int)
         ratio = statistics.median(one[name]["tokens_per_s"] / one[first]["tokens_per_s"] for one in rounds)
         rows.append({"way": name, "ratio": ratio, **figures})
     return rows
-
-
-def write_repository(folder: Path) -> Path:
-    (folder / "llm/1").mkdir(parents=True)
-    parameters = {"model": CHECKPOINT, "load_format": "null", "num_blocks": 4096, "max_num_seqs": 512}
-    text = 'backend: "slipstream"\n' + "".join(parameter(key, value) for key, value in parameters.items())
-    (folder / "llm/config.pbtxt").write_text(text)
-    return folder
 
 
 def run(load: Load) -> list[dict[str, object]]:

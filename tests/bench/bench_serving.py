@@ -39,6 +39,15 @@ def write_request(path: Path, num_tokens: int) -> Path:
     return path
 
 
+def write_repository(folder: Path) -> Path:
+    """One model, `llm`, that computes nothing."""
+    (folder / "llm/1").mkdir(parents=True)
+    parameters = {"model": CHECKPOINT, "load_format": "null", "num_blocks": 4096, "max_num_seqs": 512}
+    text = 'backend: "slipstream"\n' + "".join(parameter(key, value) for key, value in parameters.items())
+    (folder / "llm/config.pbtxt").write_text(text)
+    return folder
+
+
 def run(load: Load) -> list[dict[str, float]]:
     """The whole chain with the null model. Raises MissingTool."""
     backends = backends_dir()
@@ -47,12 +56,9 @@ def run(load: Load) -> list[dict[str, float]]:
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         client = build_client()
-        (scratch / "repository/llm/1").mkdir(parents=True)
-        parameters = {"model": CHECKPOINT, "load_format": "null", "num_blocks": 4096, "max_num_seqs": 512}
-        config = 'backend: "slipstream"\n' + "".join(parameter(key, value) for key, value in parameters.items())
-        (scratch / "repository/llm/config.pbtxt").write_text(config)
+        repository = write_repository(scratch / "repository")
         request = write_request(scratch / "request.bin", load.num_tokens)
-        return sweep(scratch / "repository", backends, client, request, load)
+        return sweep(repository, backends, client, request, load)
 
 
 if __name__ == "__main__":

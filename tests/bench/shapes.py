@@ -26,16 +26,30 @@ class Shape:
 
     def linear_parameters(self, experts: float) -> float:
         """Of the layers, with so many of their experts."""
-        attention = 2 * self.hidden * (self.q_heads + self.kv_heads) * self.head_dim
-        return self.layers * (attention + experts * 3 * self.hidden * self.intermediate)
+        return self.layers * (self.attention_parameters + experts * 3 * self.hidden * self.intermediate)
+
+    @property
+    def attention_parameters(self) -> float:
+        """Of a layer."""
+        return 2 * self.hidden * (self.q_heads + self.kv_heads) * self.head_dim
+
+    @property
+    def kv_features(self) -> int:
+        """Cached numbers of a token in a layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+    @property
+    def pair_flops(self) -> int:
+        """Of a query and a key in a layer."""
+        return 4 * self.q_heads * self.head_dim
 
     def limit_s(self, batch: int, context: int, weight_bytes: float, kv_bytes: float) -> float:
         """Least seconds of a decode step; the head stays in bf16, and tokens choose their experts evenly."""
         head = self.hidden * self.vocab
-        kv = 2 * self.layers * self.kv_heads * self.head_dim * kv_bytes * context * batch
+        kv = self.layers * self.kv_features * kv_bytes * context * batch
         touched = self.experts * (1 - (1 - self.experts_of_token / self.experts) ** batch)
         moved = self.linear_parameters(touched) * weight_bytes + 2 * head + kv
-        attention = 4 * self.q_heads * self.head_dim * context * self.layers * batch
+        attention = self.pair_flops * context * self.layers * batch
         flops = 2 * self.linear_parameters(self.experts_of_token) * batch / FLOPS_PER_S[max(1.0, weight_bytes)]
         return max(moved / BYTES_PER_S, flops + (2 * head * batch + attention) / FLOPS_PER_S[2.0])
 
@@ -64,6 +78,52 @@ class Shape:
             "max_position_embeddings": self.max_len,
             "num_local_experts": self.experts,
             "num_experts_per_tok": self.experts_of_token,
+            **self.extra,
+        }
+
+
+@dataclass(frozen=True)
+class LatentShape(Shape):
+    """Latent attention, absorbed. num_shared: experts that every token takes; dense first layers count as others."""
+
+    rank: int = 512
+    rope_dim: int = 64
+    nope_dim: int = 128
+    value_dim: int = 128
+    q_rank: int = 0
+    num_shared: int = 1
+
+    def linear_parameters(self, experts: float) -> float:
+        return super().linear_parameters(experts + self.num_shared)
+
+    @property
+    def attention_parameters(self) -> float:
+        q_dim = self.q_heads * (self.nope_dim + self.rope_dim)
+        queries = self.q_rank * (self.hidden + q_dim) if self.q_rank else self.hidden * q_dim
+        of_heads = self.q_heads * (self.rank * (self.nope_dim + self.value_dim) + self.value_dim * self.hidden)
+        return queries + self.hidden * self.kv_features + of_heads
+
+    @property
+    def kv_features(self) -> int:
+        return self.rank + self.rope_dim
+
+    @property
+    def pair_flops(self) -> int:
+        return 2 * self.q_heads * (2 * self.rank + self.rope_dim)
+
+    def config(self) -> dict[str, object]:
+        return {
+            **super().config(),
+            "num_attention_heads": self.q_heads,
+            "num_key_value_heads": self.q_heads,
+            "kv_lora_rank": self.rank,
+            "q_lora_rank": self.q_rank or None,
+            "qk_nope_head_dim": self.nope_dim,
+            "qk_rope_head_dim": self.rope_dim,
+            "v_head_dim": self.value_dim,
+            "moe_intermediate_size": self.intermediate,
+            "n_routed_experts": self.experts,
+            "n_shared_experts": self.num_shared,
             **self.extra,
         }
 
@@ -112,6 +172,26 @@ GPT_OSS = {
         ],
     },
 }
+DEEPSEEK_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 40, "original_max_position_embeddings": 4096}
+V2_LITE = {
+    "intermediate_size": 10944,
+    "first_k_dense_replace": 1,
+    "topk_method": "greedy",
+    "rope_parameters": {**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+}
+GLM_FLASH = {
+    "intermediate_size": 10240,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+}
+V3_SLICE = {  # four layers, one of them dense, of 61
+    "intermediate_size": 18432,
+    "first_k_dense_replace": 1,
+    "n_group": 8,
+    "topk_group": 4,
+    "rope_parameters": {**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+}
 
 SHAPES = {
     "llama3-8b": Shape(4096, 32, 32, 8, 14336, 128256, 5e5, 131072),
@@ -127,6 +207,43 @@ SHAPES = {
     ),
     "gpt-oss-20b": Shape(
         *(2880, 24, 64, 8, 2880, 201088, 15e4, 131072, 64, 32, 4), ("GptOssForCausalLM", "gpt_oss"), GPT_OSS
+    ),
+    "glm4-9b": Shape(
+        *(4096, 40, 32, 2, 13696, 151552, 1e4, 32768),
+        family=("Glm4ForCausalLM", "glm4"),
+        extra={"attention_bias": True, "partial_rotary_factor": 0.5},
+    ),
+    "phi4": Shape(
+        *(5120, 40, 40, 10, 17920, 100352, 25e4, 16384), family=("Phi3ForCausalLM", "phi3"), extra={"pad_token_id": 0}
+    ),
+    "deepseek-v2-lite": LatentShape(
+        *(2048, 27, 16, 16, 1408, 102400, 1e4, 163840, 128, 64, 6),
+        ("DeepseekV2ForCausalLM", "deepseek_v2"),
+        V2_LITE,
+        num_shared=2,
+    ),
+    "glm-4.7-flash": LatentShape(
+        *(2048, 47, 20, 20, 1536, 154880, 1e6, 202752, 128, 64, 4),
+        ("Glm4MoeLiteForCausalLM", "glm4_moe_lite"),
+        GLM_FLASH,
+        nope_dim=192,
+        value_dim=256,
+        q_rank=768,
+    ),
+    "deepseek-v3-slice": LatentShape(
+        *(7168, 4, 128, 128, 2048, 129280, 1e4, 163840, 128, 256, 8),
+        ("DeepseekV3ForCausalLM", "deepseek_v3"),
+        V3_SLICE,
+        q_rank=1536,
+    ),
+    "demo-latent": LatentShape(
+        *(256, 2, 4, 4, 128, 8192, 1e4, 2048, 64, 8, 2),
+        ("DeepseekV2ForCausalLM", "deepseek_v2"),
+        V2_LITE,
+        rank=128,
+        rope_dim=32,
+        nope_dim=32,
+        value_dim=32,
     ),
     "tiny": Shape(1024, 2, 8, 2, 2048, 32000),
     "demo": Shape(384, 6, 6, 2, 1024, 8192, 1e4, 2048, 64),

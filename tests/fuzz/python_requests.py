@@ -13,6 +13,7 @@ import struct
 import time
 from dataclasses import dataclass, replace
 
+import backend_wire
 import toy_tokenizers
 from slipstream.core.config import EngineConfig, ModelConfig, ServingConfig
 from slipstream.core.errors import RequestError
@@ -105,7 +106,7 @@ def read_one(payload: bytes, config: EngineConfig, counts: Counts) -> None:
     counts.cases += 1
     raw = read_request(payload, answers.append)
     if raw is None:
-        [response] = wire.decode_responses(answers[0][wire.FRAME_HEADER_BYTES :])
+        [response] = backend_wire.decode_responses(backend_wire.payload_of(answers[0]))
         assert response.handle == int.from_bytes(payload[:8], "little") and response.error_code
         counts.unreadable += 1
         return
@@ -124,7 +125,7 @@ def fuzz(seconds: float, seed: int = 0) -> Counts:
     logging.disable(logging.CRITICAL)  # each unreadable frame is logged with its traceback
     try:
         while time.monotonic() < deadline:
-            payload = damaged(wire.encode_request(any_request(dice))[wire.FRAME_HEADER_BYTES :], dice)
+            payload = damaged(backend_wire.payload_of(backend_wire.encode_request(any_request(dice))), dice)
             try:
                 read_one(payload, dice.choice(CONFIGS), counts)
             except Exception as error:

@@ -64,7 +64,7 @@ def post(gateway: GatewayProcess, path: str, body: bytes, **headers: str) -> tup
         (CHAT, {"n": 0}, "n", "greater than or equal to 1"),
         (CHAT, {"n": 10**30}, "n", "less than or equal to 128"),
         (CHAT, {"max_tokens": 1.5}, "max_tokens", "valid integer"),
-        (CHAT, {"temprature": 1}, "temprature", "is not a known parameter"),
+        (CHAT, {"use_beam_search": True}, "use_beam_search", "there is no beam search"),
         (CHAT, {"tool_choice": "auto"}, "tool_choice", "without tools"),
         (
             CHAT,

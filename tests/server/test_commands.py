@@ -14,7 +14,8 @@ import pytest
 from llm_server import LlmServer, missing_server
 from patience import PATIENCE_S
 from slipstream.cli import VERBS, main
-from slipstream.commands import examinations, serve
+from slipstream.commands import examinations, serve, serve_openai
+from slipstream.core.errors import ConfigError
 from slipstream.core.host_memory import HostMemory
 from triton_server import HOST, free_ports
 
@@ -109,14 +110,30 @@ def get_when_there(url: str, timeout_s: float = 2 * PATIENCE_S) -> bytes:
             time.sleep(0.1)
 
 
-def test_the_gateway_of_serve_is_told_of_the_embedding_model() -> None:
+def parsed(*given: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    return parser.parse_args(given)
+
+
+def test_the_gateway_of_serve_is_told_of_its_options_and_the_embedding_model() -> None:
     def command(*given: str) -> list[str]:
-        parser = argparse.ArgumentParser()
-        serve.add_arguments(parser)
-        return serve.gateway_command(ROOT / "model_repository", parser.parse_args([*given, "--openai-port", "9000"]))
+        return serve.gateway_command(ROOT / "model_repository", parsed(*given, "--openai-port", "9000"))
 
     assert command()[-4:-2] == ["--embedding-model", "embedding"] == command("--load", "embedding")[-4:-2]
     assert "--embedding-model" not in command("--load", "llm")
+    given = ["--alias", "a=llm", "--alias", "b=llm", "--tool-parser", "hermes", "--api-key-file", "/keys"]
+    assert serve_openai.passed_on(parsed(*given)) == given and given[0] in command(*given)
+    with pytest.raises(ConfigError, match=r"--alias='a=llm': needs --openai-port"):
+        serve.check_common_arguments(parsed(*given))
+    serve.check_common_arguments(parsed("--set", "a=b"))
+
+
+def test_a_checkpoint_has_its_own_name(demo_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "small.Q4.gguf").touch()
+    assert serve.own_name(f"{demo_model}/") == "slipstream-demo-code"
+    assert serve.own_name(str(tmp_path / "small.Q4.gguf")) == "small.Q4"
+    assert serve.own_name("org/name") == "org/name"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +193,8 @@ def test_serve_with_a_checkpoint_and_the_gateway(demo_model: Path) -> None:
     command += ["--", "--exit-timeout-secs=5"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        assert json.loads(get_when_there(f"http://{HOST}:{ports['openai']}/ready"))["models"] == ["llm"]
+        ready = json.loads(get_when_there(f"http://{HOST}:{ports['openai']}/ready"))
+        assert ready["models"] == ["llm", demo_model.name]
     finally:
         server.terminate()
         output, _ = server.communicate(timeout=2 * PATIENCE_S)
@@ -217,3 +235,20 @@ def test_doctor_knows_what_encoders_run_with(monkeypatch: pytest.MonkeyPatch) ->
 def test_doctor_knows_gpus(line: str, state: str, words: str) -> None:
     finding = examinations._gpu(line)
     assert finding.state == state and words in finding.text + finding.advice
+
+
+@pytest.mark.parametrize(
+    ("link", "nodes", "state", "words"),
+    [
+        ("NV18", "00", "ok", "2 GPUs, all linked by NVLink (NV18): tensor_parallel_size up to 2"),
+        ("SYS", "01", "note", "2 GPUs, linked by SYS, on NUMA nodes 0, 1: sums"),
+    ],
+)
+def test_doctor_knows_how_gpus_are_linked(link: str, nodes: str, state: str, words: str) -> None:
+    """In the form of driver 580: an underlined header, tabs, a network card between the GPUs and their places."""
+    header = "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m"
+    rows = f"GPU0\t X \t{link}\tPIX\t0-47\t{nodes[0]}\t\tN/A\nGPU1\t{link}\t X \tSYS\t48-95\t{nodes[1]}\t\tN/A"
+    legend = "\nNIC0\tPIX\tSYS\t X \n\nLegend:\n\n  X    = Self\n  NV#  = a bonded set of # NVLinks\n"
+    [finding] = examinations._gpu_links(f"{header}\n{rows}{legend}")
+    assert finding.state == state and words in finding.text
+    assert examinations._gpu_links("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n") == []

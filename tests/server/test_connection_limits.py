@@ -163,6 +163,7 @@ def test_slow_connections_do_not_shut_others_out(bounded: GatewayProcess) -> Non
         honest.sendall(HEAD)
         idle = stack.enter_context(connect(bounded, "127.0.0.2"))
         idle.sendall(HEAD + b"\r\n")
+        assert idle.recv(65536).startswith(b"HTTP/1.1 200 "), "answered: before that it may not be closed for others"
         for _ in range(220):
             stack.enter_context(connect(bounded, "127.0.0.2"))
         for _ in range(5):
@@ -170,7 +171,7 @@ def test_slow_connections_do_not_shut_others_out(bounded: GatewayProcess) -> Non
         honest.sendall(b"\r\n")
         assert honest.recv(65536).startswith(b"HTTP/1.1 200 ")
         while idle.recv(65536):
-            pass  # its answer, and the end: the idle one has gone first
+            pass  # the end: the idle one has gone first
     assert refusals(bounded)["max_connections"] > 0
 
 

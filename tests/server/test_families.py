@@ -22,7 +22,7 @@ from tiny_checkpoints import CLASSES, VARIANTS
 PARAMETERS = {"device": "cpu", "num_blocks": 64, "max_num_seqs": 4}
 IN_CI = (
     "llama-2", "qwen3", "qwen3-moe", "mistral-small-3.1", "minimax-m2", "gpt-oss", "glm-4-0414", "chatglm3", "glm-4.5",
-    "gemma-3", "phi-4", "granite-3", "olmo-3", "baichuan-13b",
+    "gemma-3", "phi-4", "granite-3", "olmo-3", "baichuan-13b", "deepseek-r1",
 )  # fmt: skip
 SERVED = FAMILIES if os.environ.get("SLIPSTREAM_LONG_TESTS") == "1" else IN_CI
 

@@ -20,10 +20,10 @@ from gateway import GatewayProcess
 from llm_server import LlmServer
 
 SEED, EXAMPLES = os.environ.get("SLIPSTREAM_FUZZ", "1 15").split()
-# every value at the border of its type, of all but the two large bodies (1,400 more, a minute); then random ones of all
+# every value at the border of its type, of all but the four large bodies (thousands more); then random ones of all
 BORDERS = ["--phases", "coverage"]
 if "SLIPSTREAM_FUZZ" not in os.environ:
-    BORDERS += ["--exclude-path-regex", "completions"]
+    BORDERS += ["--exclude-path-regex", "completions|responses|messages"]
 PHASES = ((BORDERS, 100), (["--phases", "fuzzing", "--max-examples", EXAMPLES], 50))
 CHECKS = ",".join(
     (

@@ -234,4 +234,11 @@ def test_metrics_are_the_gateways_and_tritons(gateway: GatewayProcess, client: o
     metrics = gateway.metrics()
     assert metrics['slipstream_gateway_first_byte_seconds_count{endpoint="completions"}'] >= 1
     assert any(name.startswith("slipstream_kv_blocks_total") for name in metrics), "Triton's are behind them"
+    with pytest.raises(openai.BadRequestError, match="not in the vocabulary"):
+        client.completions.create(model="llm", prompt=[10**6])
+    refused = "slipstream_requests_refused_total{"
+    wait_until(
+        lambda: any(n.startswith(refused) and "invalid_arg" in n and v for n, v in gateway.metrics().items()),
+        "the refusal to be counted",
+    )
     assert gateway.get("/ready")[0] == 200

@@ -318,13 +318,39 @@ def test_embeddings(fake_client: openai.OpenAI, fake_gateway: GatewayProcess) ->
     raw = fake_client.embeddings.with_raw_response.create(model="encoder", input="x", encoding_format="base64")
     vector = np.frombuffer(base64.b64decode(json.loads(raw.text)["data"][0]["embedding"]), np.float32)
     assert vector.tolist() == [1.0, 0.0, 0.5]
-    texts = ["x" * length for length in range(20)]  # the model takes eight at once
+    texts = ["x" * length for length in range(1, 21)]  # the model takes eight at once
     many = fake_client.embeddings.create(model="batched_encoder", input=texts)
-    assert [entry.embedding[0] for entry in many.data] == list(range(20))
+    assert [entry.embedding[0] for entry in many.data] == list(range(1, 21))
     with pytest.raises(openai.BadRequestError, match="dimensions"):
         fake_client.embeddings.create(model="encoder", input="x", dimensions=2)
     with pytest.raises(openai.NotFoundError):
         fake_client.embeddings.create(model="plain", input="x")
+
+
+def test_texts_are_ranked_by_their_embeddings(fake_client: openai.OpenAI) -> None:
+    """A vector is (length, spaces, 0.5): a text with as many spaces per character is nearest."""
+
+    def post(path: str, **body: object) -> dict:
+        return fake_client.post(path, cast_to=dict, body={"model": "encoder", **body})
+
+    documents = ["aaaa", "a b c", {"text": "a b cd"}]
+    ranked = post("/rerank", query="x y z", documents=documents, top_n=2)
+    assert [result["index"] for result in ranked["results"]] == [1, 2]
+    assert ranked["results"][0]["relevance_score"] == pytest.approx(1.0)
+    assert ranked["results"][1]["document"] == {"text": "a b cd"}
+    scored = post("/score", text_1="x y z", text_2=["a b c", "aaaa"])["data"]
+    assert [entry["index"] for entry in scored] == [0, 1] and scored[0]["score"] == pytest.approx(1.0)
+    assert 0 < scored[1]["score"] < scored[0]["score"]
+    pairs = post("/score", text_1=["a b c", "aaaa"], text_2=["a b c", "aaaa"])["data"]
+    assert [entry["score"] for entry in pairs] == pytest.approx([1.0, 1.0])
+    for path, body, words in (
+        ("/rerank", {"query": "a", "documents": []}, "at least 1"),
+        ("/rerank", {"query": "", "documents": ["a"]}, "has an empty text"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "has 2 texts, accepted: 1 text, or 3"),
+        ("/score", {"text_1": "a", "text_2": ["a"] * 1025}, "at most 1024"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=words):
+            post(path, **body)
 
 
 def test_workers_share_their_counts(fake_gateway: GatewayProcess) -> None:

@@ -30,6 +30,7 @@ KEYS = {
         {"name": "team 2", "key": "sk-team-2", "cache_salt": "the team's"},
         {"name": "small", "key": "sk-small", "max_num_seqs": 2},
         {"name": "slow", "key": "sk-slow", "requests_per_minute": 3},
+        {"name": "reader", "key": "sk-reader", "requests_per_minute": 2},
         {"name": "short", "key": "sk-short", "tokens_per_minute": 30},
         {"name": "burst", "key": "sk-burst", "tokens_per_minute": 200},
         {"name": "settled", "key": "sk-settled", "tokens_per_minute": 600},
@@ -133,6 +134,16 @@ def test_one_key_cannot_take_all_sequences(keyed: GatewayProcess) -> None:
     with pytest.raises(openai.BadRequestError, match=r"has 3 sequences.*accepted: at most 2"):
         client_of(keyed, "sk-small").completions.create(model="plain", prompt=["{}"] * 3)
     wait_until(lambda: all(is_served() for _ in range(4)), "every seat to be given back")
+
+
+def test_kept_answers_are_read_and_deleted_within_the_limits(keyed: GatewayProcess) -> None:
+    client = client_of(keyed, "sk-reader")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve("resp_1")
+    with pytest.raises(openai.NotFoundError):
+        client.responses.delete("resp_1")
+    with pytest.raises(openai.RateLimitError, match="2 requests per minute"):
+        client.responses.retrieve("resp_1")
 
 
 def test_requests_per_minute(keyed: GatewayProcess) -> None:

@@ -225,9 +225,10 @@ def test_a_grpc_cancel_reaches_the_engine(server: TritonServer, model: str) -> N
 def test_every_one_of_many_cancelled_requests_is_noticed(server: TritonServer) -> None:
     before = cancelled(server, "slow")
     with GrpcStream(server.grpc_url) as stream:
-        for _ in range(300):  # several holds of the watcher's lock, and a longer period
-            stream.send("slow", {"tokens": 100000})
-        stream.wait(num_texts=600)
+        for index in range(300):  # several holds of the watcher's lock, and a longer period
+            stream.send("slow", {"tokens": 100000}, request_id=str(index))
+        while len(stream.answered) < 300:  # a request that the server has not read yet would never begin
+            stream.wait(num_texts=len(stream.texts) + 1)
         stream.cancel()
         server.wait_until(lambda: cancelled(server, "slow") == before + 300, "all cancellations to arrive")
 

@@ -56,6 +56,7 @@ ORDINARY: dict[str, Any] = {
     "embedding_bias_words": ["return"],
     "embedding_bias_weights": [1.0],
     "speculative_method": "none",
+    "num_draft_tokens": 0,  # more is refused by a model that drafts nothing
     "speculative_acceptance": "exact",
 }
 # tensors that mean something only together with others

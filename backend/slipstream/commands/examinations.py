@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -84,6 +85,31 @@ def _gpu(line: str) -> Finding:
         return Finding("gpu", "ok", text)
     advice = "the kernels in CUDA are for Hopper (9.0): Triton-lang kernels and torch serve on this one, slower"
     return Finding("gpu", "note", text, advice)
+
+
+def gpu_links() -> list[Finding]:
+    """How GPUs are linked, where there are several."""
+    reply = _output(["nvidia-smi", "topo", "-m"]) if shutil.which("nvidia-smi") else None
+    return [] if reply is None else _gpu_links(reply)
+
+
+def _gpu_links(matrix: str) -> list[Finding]:
+    """matrix: as `nvidia-smi topo -m` prints it: a row and a column a GPU, "NV18" for 18 NVLinks between two."""
+    rows = [line.split("\t") for line in matrix.splitlines() if re.match(r"GPU\d+\s", line)]
+    count = len(rows)
+    if count < 2:
+        return []
+    links = [row[1 + other].strip() for place, row in enumerate(rows) for other in range(place + 1, count)]
+    header = re.sub(r"\x1b\[\d*m", "", next(line for line in matrix.splitlines() if "GPU0" in line)).split("\t")
+    nodes = header.index("NUMA Affinity") if "NUMA Affinity" in header else len(rows[0])
+    homes = dict.fromkeys(row[nodes].strip() for row in rows if nodes < len(row))
+    where = f", on NUMA nodes {', '.join(homes)}" if len(homes) > 1 else ""
+    kinds = ", ".join(dict.fromkeys(links))
+    if all(link.startswith("NV") for link in links):
+        text = f"{count} GPUs, all linked by NVLink ({kinds}){where}: tensor_parallel_size up to {count}"
+        return [Finding("gpu links", "ok", text)]
+    text = f"{count} GPUs, linked by {kinds}{where}: sums of tensor parallelism would cross PCIe"
+    return [Finding("gpu links", "note", text, "serve models that fit one GPU by one server a GPU")]
 
 
 def cuda() -> list[Finding]:
@@ -216,4 +242,13 @@ def _output(command: list[str], timeout_s: float = 20) -> str | None:
     return done.stdout if done.returncode == 0 else None
 
 
-ALL: tuple[Callable[[], list[Finding]], ...] = (machine, storage, gpu, cuda, packages, server, ports)
+ALL: tuple[Callable[[], list[Finding]], ...] = (
+    machine,
+    storage,
+    gpu,
+    gpu_links,
+    cuda,
+    packages,
+    server,
+    ports,
+)

@@ -4,7 +4,8 @@
     slipstream serve --model /models/Llama-3.1-8B-Instruct --set max_num_seqs=128 --openai-port 9000
 
 --model writes a repository of one model, `llm`, for the time that the server runs; --set gives it parameters of
-docs/configuration.md. --openai-port also starts the OpenAI gateway and the chat page, once the models are ready.
+docs/configuration.md. --openai-port also starts the OpenAI gateway and the chat page, once the models are ready; there
+the model has its own name, too.
 What follows a lone -- goes to tritonserver as it is. Ctrl-C drains and stops everything; a second one ends it at once.
 """
 
@@ -15,6 +16,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,9 +24,11 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from slipstream.commands.serve_openai import add_passed_on, passed_on
 from slipstream.core.config import ServingConfig
 from slipstream.core.errors import ConfigError
 
@@ -33,6 +37,8 @@ SOURCE_TREE = Path(__file__).resolve().parents[3]
 OWN_MODELS = ("llm", "preprocessing", "postprocessing", "ensemble")
 CONTAINER = Path("/opt/tritonserver/bin/tritonserver")
 EXIT_TIMEOUT = "--exit-timeout-secs"
+GPU_DRIVER = Path("/dev/nvidiactl")
+_NO_GPU = ("--allow-gpu-metrics=false", "--pinned-memory-pool-byte-size=0")  # else the server's log begins with errors
 LAST_WORDS_S = 3.0  # time for the server to answer its clients after a second Ctrl-C
 
 
@@ -41,20 +47,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model-repository", type=Path, metavar="DIR", help="folders of models, each with config.pbtxt")
     what.add_argument("--model", metavar="FOLDER_OR_ID", help="a checkpoint folder, or a Hugging Face id")
     parser.add_argument(
-        "--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter for --model (repeatable)"
-    )
-    parser.add_argument(
         "--load", action="append", default=[], metavar="MODEL", help="load only this model (repeatable); default: all"
+    )
+    add_common_arguments(parser)
+    parser.add_argument(
+        "--tritonserver", type=Path, metavar="FILE", help="the server to start, if it is not found by itself"
+    )
+    parser.add_argument("server_arguments", nargs="*", metavar="-- ARGUMENT", help="further arguments of tritonserver")
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `slipstream serve` and `make serve`."""
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="a parameter for --model (repeatable)"
     )
     parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface (%(default)s)")
     parser.add_argument("--http-port", type=int, default=8000, help="(%(default)s)")
     parser.add_argument("--grpc-port", type=int, default=8001, help="(%(default)s)")
     parser.add_argument("--metrics-port", type=int, default=8002, help="(%(default)s)")
     parser.add_argument("--openai-port", type=int, metavar="PORT", help="start the OpenAI gateway there as well")
-    parser.add_argument(
-        "--tritonserver", type=Path, metavar="FILE", help="the server to start, if it is not found by itself"
-    )
-    parser.add_argument("server_arguments", nargs="*", metavar="-- ARGUMENT", help="further arguments of tritonserver")
+    gateway = parser.add_argument_group("with --openai-port")
+    add_passed_on(gateway, gateway)
+
+
+def check_common_arguments(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for an option of a gateway that is not started."""
+    given = passed_on(arguments)
+    if given and arguments.openai_port is None:
+        raise ConfigError(given[0], given[1], "needs --openai-port, which starts the gateway")
+
+
+def own_name(model: str) -> str:
+    """What clients of OpenAI's API may call a checkpoint: its folder's name, its file's without `.gguf`, its hub id."""
+    path = Path(model)
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, str]:
+    """The parameters of --set. Raises ConfigError for one that is not NAME=VALUE."""
+    settings = {}
+    for text in arguments.set:
+        name, equals, value = text.partition("=")
+        if not (name and equals):
+            raise ConfigError("--set", text, "accepted: NAME=VALUE with a name of docs/configuration.md")
+        settings[name] = value
+    return settings
 
 
 def find_tritonserver() -> tuple[Path | None, str]:
@@ -70,16 +107,11 @@ def find_tritonserver() -> tuple[Path | None, str]:
     return None, f"neither {launcher} (make assemble) nor in PATH nor {CONTAINER}"
 
 
-def write_repository(folder: Path, model: str, settings: list[str]) -> Path:
+def write_repository(folder: Path, model: str, settings: Mapping[str, str]) -> Path:
     """A repository of one model, `llm`. Raises ConfigError for a checkpoint that is not there."""
     from slipstream.nn.checkpoint_path import resolve_checkpoint
 
-    parameters = {"model": str(resolve_checkpoint(model).resolve())}
-    for text in settings:
-        name, equals, value = text.partition("=")
-        if not (name and equals):
-            raise ConfigError("--set", text, "accepted: NAME=VALUE with a name of docs/configuration.md")
-        parameters[name] = value
+    parameters = {"model": str(resolve_checkpoint(model).resolve()), **settings}
     (folder / "llm/1").mkdir(parents=True)
     lines = [f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}' for key, value in parameters.items()]
     (folder / "llm/config.pbtxt").write_text("\n".join(['name: "llm"', 'backend: "slipstream"', *lines]) + "\n")
@@ -89,13 +121,20 @@ def write_repository(folder: Path, model: str, settings: list[str]) -> Path:
 def server_command(server: Path, repository: Path, arguments: argparse.Namespace) -> list[str]:
     """Explicit mode with models loaded by name, so that readiness covers them (docs/operations.md)."""
     command = [str(server), f"--model-repository={repository}", "--model-control-mode=explicit"]
-    if not any(argument.startswith(EXIT_TIMEOUT) for argument in arguments.server_arguments):
+    if not _is_given(EXIT_TIMEOUT, arguments):
         command.append(f"{EXIT_TIMEOUT}={exit_timeout_s(repository)}")
     is_ours = repository.resolve() == (SOURCE_TREE / "model_repository").resolve()
     command += [f"--load-model={name}" for name in arguments.load or (OWN_MODELS if is_ours else ("*",))]
+    if not GPU_DRIVER.exists():
+        command += [option for option in _NO_GPU if not _is_given(option, arguments)]
     for name in ("http", "grpc", "metrics"):
         command += [f"--{name}-address={arguments.host}", f"--{name}-port={getattr(arguments, f'{name}_port')}"]
     return [*command, *arguments.server_arguments]
+
+
+def _is_given(option: str, arguments: argparse.Namespace) -> bool:
+    name = option.partition("=")[0]
+    return any(argument.startswith(name) for argument in arguments.server_arguments)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -106,10 +145,12 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--tritonserver", str(server), "no such file")
     if arguments.set and not arguments.model:
         raise ConfigError("--set", arguments.set[0], "needs --model; a repository has its parameters in config.pbtxt")
+    check_common_arguments(arguments)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         if arguments.model:
+            arguments.alias.append(f"{own_name(arguments.model)}=llm")
             arguments.load = arguments.load or ["llm"]  # by name, so that the server's last words say why it failed
-            repository = write_repository(Path(folder), arguments.model, arguments.set)
+            repository = write_repository(Path(folder), arguments.model, settings_of(arguments))
         else:
             repository = arguments.model_repository or SOURCE_TREE / "model_repository"
         if not repository.is_dir():
@@ -135,19 +176,45 @@ def drain_timeout_s(config: str) -> float:
 
 def supervise(command: list[str], repository: Path, arguments: argparse.Namespace) -> int:
     """Run the server, then the gateway, until the server ends. Returns its exit status."""
+    check_ports(arguments)
     print(" ".join(command), flush=True)
+    if not GPU_DRIVER.exists():
+        print("no GPU here: the server's line `CudaDriverHelper has not been initialized` is no error", flush=True)
     server = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: server.send_signal(signal.SIGTERM))
     signal.signal(signal.SIGINT, InterruptHandler(server))
     gateway = None
     try:
-        if arguments.openai_port is not None and wait_until_ready(server, arguments):
-            gateway = subprocess.Popen(gateway_command(repository, arguments))
+        if wait_until_ready(server, arguments):
+            print(ready_line(arguments), flush=True)
+            if arguments.openai_port is not None:
+                gateway = subprocess.Popen(gateway_command(repository, arguments))
         return server.wait()
     finally:
         if gateway is not None:
             gateway.send_signal(signal.SIGTERM)
             gateway.wait()
+
+
+def check_ports(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for a port that another process has: the server would say so only after minutes of loading."""
+    for name in ("http", "grpc", "metrics", "openai"):
+        port = getattr(arguments, f"{name}_port", None)
+        if port:
+            with socket.socket(socket.AF_INET6 if ":" in arguments.host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                try:
+                    probe.bind((arguments.host, port))
+                except OSError as error:
+                    why = f"cannot listen on {arguments.host}:{port}: {(error.strerror or str(error)).lower()}"
+                    raise ConfigError(f"--{name}-port", port, f"{why}; accepted: a free port") from None
+
+
+def ready_line(arguments: argparse.Namespace) -> str:
+    """What is served where; the gateway has a line of its own."""
+    host, loaded = arguments.host, ", ".join(arguments.load) if arguments.load else "all models of the repository"
+    http, metrics = f"http://{host}:{arguments.http_port}", f"http://{host}:{arguments.metrics_port}/metrics"
+    return f"ready: {loaded}; HTTP {http}, gRPC {host}:{arguments.grpc_port}, metrics {metrics}"
 
 
 class InterruptHandler:
@@ -200,7 +267,7 @@ def gateway_command(repository: Path, arguments: argparse.Namespace) -> list[str
     start = "import sys; sys.path[:] = filter(None, sys.path); from slipstream.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", start, "serve-openai", "--host", arguments.host]
     command += ["--triton", f"{host}:{arguments.grpc_port}", "--port", str(arguments.openai_port)]
-    command += ["--model-repository", os.fspath(repository)]
+    command += ["--model-repository", os.fspath(repository), *passed_on(arguments)]
     if (repository / "embedding/config.pbtxt").exists() and "embedding" in (arguments.load or ["embedding"]):
         command += ["--embedding-model", "embedding"]
     return [*command, "--metrics-url", f"http://{host}:{arguments.metrics_port}/metrics"]

@@ -16,6 +16,8 @@ from pathlib import Path
 
 from slipstream.core.errors import ConfigError
 
+AUTO = "auto"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--triton", default="localhost:8001", metavar="HOST:PORT", help="Triton's gRPC (%(default)s)")
@@ -24,13 +26,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, default=1, help="processes; one sends some 13 000 events/s (%(default)s)"
     )
-    _add_models(parser.add_argument_group("models"))
-    _add_access(parser.add_argument_group("access and limits"))
+    models, access = parser.add_argument_group("models"), parser.add_argument_group("access and limits")
+    _add_models(models)
+    add_passed_on(models, access)
+    _add_access(access)
     parser.add_argument(
         "--metrics-url", default="", metavar="URL", help="Triton's /metrics, shown behind the gateway's"
     )
     parser.add_argument("--no-page", action="store_true", help="do not serve the chat page")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument("--log-format", default="text", choices=("text", "json"), help="of the log (%(default)s)")
+
+
+def add_passed_on(models: argparse._ArgumentGroup, access: argparse._ArgumentGroup) -> None:
+    """The options that `slipstream serve` and `make serve` take, too, for the gateway that they start."""
+    models.add_argument(
+        "--alias", action="append", default=[], metavar="NAME=MODEL", help="a further public name (repeatable)"
+    )
+    models.add_argument(
+        "--tool-parser",
+        default=AUTO,
+        choices=(AUTO, "hermes", "llama3", "mistral", "none"),
+        help="how models write tool calls; auto reads it off the chat template (%(default)s)",
+    )
+    models.add_argument(
+        "--chat-template", type=Path, metavar="FILE", help="a Jinja template in place of the checkpoint's"
+    )
+    access.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="accepted keys, one per line, or JSON with limits per key (docs/gateway.md)",
+    )
+
+
+def passed_on(arguments: argparse.Namespace) -> list[str]:
+    """What was given of these, as words of a command."""
+    words = [word for alias in arguments.alias for word in ("--alias", alias)]
+    if arguments.tool_parser != AUTO:
+        words += ["--tool-parser", arguments.tool_parser]
+    for option, file in (("--chat-template", arguments.chat_template), ("--api-key-file", arguments.api_key_file)):
+        words += [option, str(file)] if file is not None else []
+    return words
 
 
 def _add_models(group: argparse._ArgumentGroup) -> None:
@@ -45,33 +82,15 @@ def _add_models(group: argparse._ArgumentGroup) -> None:
         help="folder with a model's tokenizer and chat template; without MODEL= for every model (repeatable)",
     )
     group.add_argument(
-        "--alias", action="append", default=[], metavar="NAME=MODEL", help="a further public name (repeatable)"
-    )
-    group.add_argument(
         "--embedding-model",
         action="append",
         default=[],
         metavar="MODEL",
         help="Triton model behind /v1/embeddings (repeatable)",
     )
-    group.add_argument(
-        "--tool-parser",
-        default="auto",
-        choices=("auto", "hermes", "llama3", "mistral", "none"),
-        help="how models write tool calls; auto reads it off the chat template (%(default)s)",
-    )
-    group.add_argument(
-        "--chat-template", type=Path, metavar="FILE", help="a Jinja template in place of the checkpoint's"
-    )
 
 
 def _add_access(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="accepted keys, one per line, or JSON with limits per key (docs/gateway.md)",
-    )
     group.add_argument(
         "--api-key", action="append", default=[], metavar="KEY", help="an accepted key; others see it in ps"
     )
@@ -88,6 +107,13 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="NAME",
         help="further name in Host headers, as of a proxy; *.NAME for names below, * for any (repeatable)",
+    )
+    _add_limits(group)
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--strict", action="store_true", help="refuse fields that are not known, instead of ignoring and naming them"
     )
     group.add_argument("--max-url-bytes", type=int, default=8 << 10, help="longer URLs get 414 (%(default)s)")
     group.add_argument("--max-headers", type=int, default=100, help="requests with more get 431 (%(default)s)")
@@ -117,6 +143,15 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         type=int,
         default=4000,
         help="streamed events of a worker above which several tokens share an event; 0 never (%(default)s)",
+    )
+    group.add_argument(
+        "--max-stored-bytes",
+        type=int,
+        default=64 << 20,
+        help="of answers of /v1/responses that are kept; 0 none (%(default)s)",
+    )
+    group.add_argument(
+        "--stored-response-ttl-s", type=float, default=3600.0, help="how long each is kept at most (%(default)s)"
     )
     group.add_argument("--header-timeout-s", type=float, default=10.0, help="to send a request's headers (%(default)s)")
     group.add_argument("--body-timeout-s", type=float, default=60.0, help="to send its body (%(default)s)")
@@ -159,11 +194,15 @@ def run(arguments: argparse.Namespace) -> int:
         max_concurrent_requests=arguments.max_concurrent_requests,
         max_connections=arguments.max_connections,
         max_events_per_s=arguments.max_events_per_s,
+        max_stored_bytes=arguments.max_stored_bytes,
+        stored_response_ttl_s=arguments.stored_response_ttl_s,
         header_timeout_s=arguments.header_timeout_s,
         body_timeout_s=arguments.body_timeout_s,
         send_timeout_s=arguments.send_timeout_s,
         shutdown_timeout_s=arguments.shutdown_timeout_s,
         log_level=arguments.log_level,
+        log_format=arguments.log_format,
+        is_strict=arguments.strict,
     )
     serve(options)
     return 0

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 import urllib.request
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import slipstream
-from slipstream.core.setting_values import shown
-from slipstream.core.settings import BY_NAME
 from slipstream.server.chat import chat
 from slipstream.server.completions import complete
 from slipstream.server.embeddings import cards, embed
@@ -32,10 +30,29 @@ from slipstream.server.errors import ApiError, error_body, model_not_found
 from slipstream.server.gateway import Gateway
 from slipstream.server.guard import Guard
 from slipstream.server.ledger import Ledger, make_ledger
+from slipstream.server.messages.endpoint import count_tokens, send
+from slipstream.server.messages.schemas import CountTokensRequest, MessagesRequest
 from slipstream.server.metrics import Metrics, make_file
 from slipstream.server.options import GatewayOptions
-from slipstream.server.sampling import PASSED_NAMES, naming_guides_as_asked
-from slipstream.server.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, ErrorBody
+from slipstream.server.ranking import rerank, score
+from slipstream.server.responses.endpoint import delete, respond, retrieve
+from slipstream.server.responses.schemas import ResponsesRequest
+from slipstream.server.responses.store import ResponseStore
+from slipstream.server.sampling import naming_guides_as_asked
+from slipstream.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    ErrorBody,
+    NamedRequest,
+    RerankRequest,
+    ScoreRequest,
+    TokenizeRequest,
+)
+from slipstream.server.tokenize import detokenize, tokenize
+from slipstream.server.unknown_fields import unknown_fields, warning
+from slipstream.server.validation import explain
 
 logger = logging.getLogger(__name__)
 PAGE = Path(__file__).parent / "page"
@@ -59,40 +76,49 @@ class Shared:
 
     metrics: Path
     ledger: Path
+    responses: Path
 
 
 @dataclass(frozen=True)
 class Counts:
-    """A worker's counters in the shared files."""
+    """A worker's counters in the shared files, and the answers that all workers keep."""
 
     metrics: Metrics
     ledger: Ledger
+    store: ResponseStore
 
 
 def make_shared(folder: Path, options: GatewayOptions) -> Shared:
     metrics = make_file(folder, options.workers, _names(options))
-    return Shared(metrics, make_ledger(folder / "ledger", len(options.api_keys), options.workers))
+    (folder / "responses").mkdir(mode=0o700)
+    ledger = make_ledger(folder / "ledger", len(options.api_keys), options.workers)
+    return Shared(metrics, ledger, folder / "responses")
 
 
 def open_counts(options: GatewayOptions, shared: Shared | None) -> Counts:
     """shared: None for a process on its own."""
     metrics = Metrics(shared.metrics if shared else None, _names(options))
-    return Counts(metrics, Ledger(len(options.api_keys), shared.ledger if shared else None))
+    store = ResponseStore(shared.responses if shared else None, options.max_stored_bytes, options.stored_response_ttl_s)
+    return Counts(metrics, Ledger(len(options.api_keys), shared.ledger if shared else None), store)
 
 
 def _names(options: GatewayOptions) -> list[str]:
     return [key.name for key in options.api_keys]
 
 
-def create_app(options: GatewayOptions, counts: Counts) -> FastAPI:
+def create_app(options: GatewayOptions, counts: Counts, announces: bool = False) -> FastAPI:
+    """announces: log once what is served where."""
     metrics = counts.metrics
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        gateway = app.state.gateway = Gateway(options, metrics)
-        ticker = asyncio.create_task(_tick(gateway))
+        gateway = app.state.gateway = Gateway(options, metrics, counts.store)
+        tasks = [asyncio.create_task(_tick(gateway))]
+        if announces:
+            tasks.append(asyncio.create_task(_announce(gateway)))
         yield
-        ticker.cancel()
+        for task in tasks:
+            task.cancel()
         await gateway.link.close()
 
     app = FastAPI(
@@ -104,6 +130,8 @@ def create_app(options: GatewayOptions, counts: Counts) -> FastAPI:
         redoc_url=None,
     )
     _add_generation(app)
+    _add_other_apis(app)
+    _add_tokens(app)
     _add_models(app)
     _add_operations(app, options, metrics)
     if options.has_page:
@@ -120,17 +148,77 @@ def create_app(options: GatewayOptions, counts: Counts) -> FastAPI:
 def _add_generation(app: FastAPI) -> None:
     @app.post("/v1/chat/completions", responses=_STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        _note(body, request)
         with naming_guides_as_asked(body):
             return await chat(request.app.state.gateway, body, request)
 
     @app.post("/v1/completions", responses=_STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
+        _note(body, request)
         with naming_guides_as_asked(body):
             return await complete(request.app.state.gateway, body, request)
 
     @app.post("/v1/embeddings", responses=_ERRORS)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        _note(body, request)
         return await embed(request.app.state.gateway, body, request)
+
+    @app.post("/v1/score", responses=_ERRORS)
+    async def scores(body: ScoreRequest, request: Request) -> Response:
+        _note(body, request)
+        return JSONResponse(await score(request.app.state.gateway, body, request))
+
+    @app.post("/v1/rerank", responses=_ERRORS)
+    async def ranks(body: RerankRequest, request: Request) -> Response:
+        _note(body, request)
+        return JSONResponse(await rerank(request.app.state.gateway, body, request))
+
+
+def _add_other_apis(app: FastAPI) -> None:
+    @app.post("/v1/responses", responses=_STREAMED)
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        _note(body, request)
+        return await respond(request.app.state.gateway, body, request)
+
+    @app.get("/v1/responses/{response_id:path}", responses=_ERRORS)
+    async def response(response_id: str, request: Request) -> Response:
+        return await retrieve(request.app.state.gateway, response_id, request)
+
+    @app.delete("/v1/responses/{response_id:path}", responses=_ERRORS)
+    async def delete_response(response_id: str, request: Request) -> Response:
+        return await delete(request.app.state.gateway, response_id, request)
+
+    @app.post("/v1/messages", responses=_STREAMED)
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        _note(body, request)
+        return await send(request.app.state.gateway, body, request)
+
+    @app.post("/v1/messages/count_tokens", responses=_ERRORS)
+    async def message_tokens(body: CountTokensRequest, request: Request) -> Response:
+        _note(body, request)
+        return await count_tokens(request.app.state.gateway, body)
+
+
+def _add_tokens(app: FastAPI) -> None:
+    @app.post("/tokenize", responses=_ERRORS)
+    async def token_ids(body: TokenizeRequest, request: Request) -> Response:
+        _note(body, request)
+        return JSONResponse(await tokenize(request.app.state.gateway, body))
+
+    @app.post("/detokenize", responses=_ERRORS)
+    async def text(body: DetokenizeRequest, request: Request) -> Response:
+        _note(body, request)
+        return JSONResponse(await detokenize(request.app.state.gateway, body))
+
+
+def _note(body: NamedRequest, request: Request) -> None:
+    """Name the request for log and engine, and say what of it is ignored. Raises ApiError for a field not served."""
+    record = request.state.record
+    record.adopt_id(body.request_id or "")
+    body.request_id, record.model = record.request_id, body.model
+    fields = unknown_fields(body, request.app.state.gateway.options.is_strict)
+    if fields:
+        record.warning = warning(body, fields)
 
 
 def _add_models(app: FastAPI) -> None:
@@ -194,6 +282,29 @@ def _add_page(app: FastAPI) -> None:
         app.add_api_route(path, page, include_in_schema=False)
 
 
+async def _announce(gateway: Gateway) -> None:
+    """Log one line once Triton has a model that is ready."""
+    options = gateway.options
+    while True:
+        try:
+            names = [_served(card) for card in await _cards(gateway)]
+        except ApiError:
+            names = []
+        if names:
+            break
+        await asyncio.sleep(1.0)
+    url = f"http://{f'[{options.host}]' if ':' in options.host else options.host}:{options.port}"
+    page = f", chat page at {url}" if options.has_page else ""
+    logger.info("ready: %s/v1 serves %s of Triton at %s%s", url, ", ".join(names), options.triton_url, page)
+
+
+def _served(card: dict[str, Any]) -> str:
+    """A model's name and what it is for."""
+    if card["task"] != "generate":
+        return f"{card['id']} ({card['task']})"
+    return f"{card['id']} ({'chat' if card['has_chat_template'] else 'completions'})"
+
+
 async def _tick(gateway: Gateway) -> None:
     """Four times a second: collect the counts of streams and the lag of the event loop."""
     pace, metrics = gateway.pace, gateway.metrics
@@ -218,6 +329,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def refuse(request: Request, error: HTTPException) -> Response:
         if isinstance(error, ApiError):
+            request.state.record.fail(error.message)
             return JSONResponse(error.body(), error.status_code, headers=error.headers)
         told = _UNREADABLE if error.status_code == 400 else str(error.detail)  # FastAPI's own 400 says no reason
         body = error_body(error.status_code, told, _CODES.get(error.status_code))
@@ -226,6 +338,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
         message, param = explain(error.errors())
+        request.state.record.fail(message)
         return JSONResponse(error_body(400, message, "invalid_value", param), 400)
 
     @app.exception_handler(UnicodeEncodeError)
@@ -234,32 +347,5 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def fail(request: Request, error: Exception) -> Response:
+        request.state.record.fail("the gateway failed")
         return JSONResponse(error_body(500, "The gateway failed; its log says why", "internal_error"), 500)
-
-
-def _specificity(error: Any) -> tuple[bool, int]:
-    """Sort key of errors: for a union, the error inside the matching type is more useful than "is not a string"."""
-    return not error["type"].endswith("_type"), len(error["loc"])
-
-
-def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """The message and field of the first error, without pydantic's names of types and branches.
-
-    For a setting, the engine's message precedes pydantic's.
-    """
-    first = max(errors, key=_specificity)
-    if first["type"] == "json_invalid":
-        return f"The request body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
-    path = [part for part in first["loc"] if part != "body"]
-    field = ""
-    for part in path:
-        if isinstance(part, int):
-            field += f"[{part}]"
-        elif part.replace("_", "").isalnum() and part not in ("str", "int", "NamedTool"):
-            field += f".{part}" if field else part
-    words = {"extra_forbidden": "is not a known parameter", "missing": "is missing"}.get(first["type"], first["msg"])
-    if not field:
-        return f"The request body: {words} (a JSON object is needed, sent as application/json)", None
-    if field in PASSED_NAMES:
-        words = f"got {shown(first['input'])}, accepted: {BY_NAME[field].kind.accepted} ({words})"
-    return f"{field}: {words}", field

@@ -18,8 +18,8 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.generation_config import read_generation_config
 from slipstream.server.chat_template import ChatTemplate, load_template
 from slipstream.server.errors import ApiError, model_not_found
+from slipstream.server.model_tokenizer import ModelTokenizer
 from slipstream.server.options import GatewayOptions
-from slipstream.server.token_bytes import TokenBytes
 from slipstream.server.tools.select import ToolFormat, select_format
 from slipstream.server.triton import TritonLink
 
@@ -50,7 +50,7 @@ class Model:
     template: ChatTemplate | None = None
     no_template: str = ""
     tool_format: ToolFormat | None = None
-    token_bytes: TokenBytes = field(default_factory=lambda: TokenBytes(None))
+    tokenizer: ModelTokenizer = field(default_factory=lambda: ModelTokenizer(None))
     settings: dict[str, str] = field(default_factory=dict)
     inputs: frozenset[str] = frozenset()  # both as declared: Triton refuses a request that names any other
     outputs: frozenset[str] = frozenset()
@@ -181,7 +181,7 @@ class Catalog:
         model.max_model_len = _max_model_len(model.settings, folder)
         checkpoint = self._folder(model.triton_name, model.settings, _CHECKPOINTS)
         model.max_new_tokens = _max_new_tokens(model.settings, checkpoint) if checkpoint is not None else 0
-        model.token_bytes = TokenBytes(folder)
+        model.tokenizer = ModelTokenizer(folder)
         if model.template is not None:
             model.tool_format = select_format(self._options.tool_parser, model.template.source)
         return model

@@ -18,6 +18,7 @@ from slipstream.server.generation import Generation, Response
 from slipstream.server.sampling import UNLIMITED_TOKENS, sampling_parameters
 from slipstream.server.schemas import ChatRequest, Message, TextPart
 from slipstream.server.sse import TextEvents, event
+from slipstream.server.token_ids import ids_of_piece, output_ids, with_further_outputs
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event
 from slipstream.server.tools.select import ToolUse, plan_tools
 from slipstream.server.usage import Usage
@@ -27,7 +28,7 @@ async def chat(gateway: Gateway, request: ChatRequest, http: HttpRequest) -> Htt
     model = await gateway.catalog.find(request.model)
     tools = plan_tools(request, model.tool_format)
     if request.logprobs:
-        await asyncio.to_thread(model.token_bytes.prepare)
+        await asyncio.to_thread(model.tokenizer.prepare)
     generation = make_generation(request, model, tools)
     http.state.lease.prepare([generation], model)
     if request.stream:
@@ -55,11 +56,12 @@ def make_generation(request: ChatRequest, model: Model, tools: ToolUse) -> Gener
     if request.prediction is not None and "ngram" in model.speculative_methods:  # elsewhere it is a hint without use
         sampling["reference_text"] = plain_text(request.prediction.content)
         sampling.setdefault("speculative_method", "ngram")
-    sampling["add_special_tokens"] = False  # the template writes them
+    sampling["add_special_tokens"] = bool(request.add_special_tokens)  # the template writes them
     usage = not request.stream or wants_usage(request)
     outputs = outputs_for(
         model, stream=bool(request.stream), n=request.n or 1, usage=usage, logprobs=bool(request.logprobs)
     )
+    outputs = with_further_outputs(request, model, outputs)
     if request.stream_interval:
         sampling["stream_interval"] = request.stream_interval
     return Generation(model.triton_name, render(request, model, tools), sampling, outputs, bool(request.stream))
@@ -73,8 +75,9 @@ def render(request: ChatRequest, model: Model, tools: ToolUse) -> str:
     if model.template is None:
         raise ApiError(400, f"The model {model.name!r} cannot chat: {model.no_template}", param="model")
     extra: dict[str, Any] = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        extra.setdefault("reasoning_effort", request.reasoning_effort)
+    for name in ("reasoning_effort", "verbosity", "documents"):
+        if (value := getattr(request, name)) is not None:
+            extra.setdefault(name, value)
     return model.template.render(
         [for_template(message, index) for index, message in enumerate(request.messages)],
         tools.tools,
@@ -115,16 +118,35 @@ def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: R
     for index, (text, reason) in enumerate(zip(texts, reasons)):
         check_time_out(text, reason, request.timeout_ms)
         message, has_calls = whole_message(text, tools)
+        if echo := echoed(request):
+            message["content"] = echo + (message["content"] or "")
         choice: dict[str, Any] = {"index": index, "message": message, "logprobs": None}
         if request.logprobs:
             choice["logprobs"] = logprob_forms.chat_logprobs(
-                logprob_forms.parse(entries[index]), request.top_logprobs or 0, model.token_bytes
+                logprob_forms.parse(entries[index]), form_of(request, model)
             )
         ended = finish_reason(reason)
-        choice["finish_reason"] = "tool_calls" if has_calls and ended == "stop" else ended
+        choice["finish_reason"] = tools.finish_reason if has_calls and ended == "stop" else ended
+        if request.return_token_ids:
+            choice["token_ids"] = output_ids(response)[index]
         choices.append(choice)
-    head = {**new_head("chat.completion", "chatcmpl", model), **safety_of(model, response)}
+    head = {**new_head("chat.completion", "chatcmpl", request.request_id or "", model), **safety_of(model, response)}
+    if request.return_token_ids:
+        head["prompt_token_ids"] = response.integers("prompt_token_ids")
+    if request.prompt_logprobs is not None:
+        head["prompt_logprobs"] = logprob_forms.parse(response.text("prompt_logprobs"))
     return {**head, "choices": choices, "usage": usage.to_json()}
+
+
+def form_of(request: ChatRequest, model: Model) -> logprob_forms.LogprobForm:
+    shows_ids = bool(request.return_tokens_as_token_ids)
+    return logprob_forms.LogprobForm(model.tokenizer, request.top_logprobs or 0, shows_ids)
+
+
+def echoed(request: ChatRequest) -> str:
+    """The text that `echo` puts in front: a last message of the assistant's, which the answer continues."""
+    last = request.messages[-1]
+    return plain_text(last.content or "") if request.echo and last.role == "assistant" else ""
 
 
 def whole_message(text: str, tools: ToolUse) -> tuple[dict[str, Any], bool]:
@@ -143,7 +165,9 @@ def whole_message(text: str, tools: ToolUse) -> tuple[dict[str, Any], bool]:
             calls[-1]["function"]["arguments"] += found.text
     message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
     message["refusal"] = None
-    if calls:
+    if calls and tools.is_legacy:
+        message["function_call"] = calls[0]["function"]
+    elif calls:
         message["tool_calls"] = calls
     return message, bool(calls)
 
@@ -155,10 +179,11 @@ class ChatWriter:
     """The chunks of one streamed answer. Text alone, the usual case, goes through prepared JSON."""
 
     def __init__(self, request: ChatRequest, model: Model, tools: ToolUse) -> None:
-        self._head = new_head("chat.completion.chunk", "chatcmpl", model)
+        self._head = new_head("chat.completion.chunk", "chatcmpl", request.request_id or "", model)
         self._model, self._tools = model, tools
         self._num_choices = request.n or 1
-        self._num_top = (request.top_logprobs or 0) if request.logprobs else None
+        self._form = form_of(request, model) if request.logprobs else None
+        self._echo, self._has_ids = echoed(request), bool(request.return_token_ids)
         self._usage = Usage(model) if wants_usage(request) else None
         options = request.stream_options
         self._has_running_usage = bool(options and options.include_usage and options.continuous_usage_stats)
@@ -172,7 +197,7 @@ class ChatWriter:
         return TextEvents(self._head, lambda text: _choice(index, {"content": text}))
 
     def start(self) -> bytes:
-        role = {"role": "assistant", "content": ""}
+        role = {"role": "assistant", "content": self._echo}
         return b"".join(self._chunk(_choice(index, role)) for index in range(self._num_choices))
 
     def _chunk(self, choice: dict[str, Any]) -> bytes:
@@ -188,8 +213,9 @@ class ChatWriter:
         data = b""
         if self._parsers:
             data = self._parsed(index, self._parsers[index].feed(text), response)
-        elif self._num_top is not None:
-            data = self._chunk(_choice(index, {"content": text}, self._logprobs(response)))
+        elif self._form is not None or self._has_ids:
+            ids = ids_of_piece(response) if self._has_ids else {}
+            data = self._chunk({**_choice(index, {"content": text}, self._logprobs(response)), **ids})
         elif text and self._has_running_usage:
             data = self._chunk(_choice(index, {"content": text}))
         elif text:
@@ -199,24 +225,26 @@ class ChatWriter:
         return data + self._finish(index, reason) if reason else data
 
     def _logprobs(self, response: Response) -> dict[str, Any] | None:
-        if self._num_top is None:
+        if self._form is None:
             return None
-        entries = logprob_forms.parse(response.text("logprobs"))
-        return logprob_forms.chat_logprobs(entries, self._num_top, self._model.token_bytes)
+        return logprob_forms.chat_logprobs(logprob_forms.parse(response.text("logprobs")), self._form)
 
     def _parsed(self, index: int, events: list[Event], response: Response | None) -> bytes:
         data = b""
         logprobs = self._logprobs(response) if response is not None else None
+        ids = ids_of_piece(response) if response is not None and self._has_ids else {}
         for found in events:
-            data += self._chunk(_choice(index, self._delta(index, found), logprobs))
-            logprobs = None
-        if logprobs:  # tokens whose text is held back or is a mark have them too
-            data += self._chunk(_choice(index, {}, logprobs))
+            data += self._chunk({**_choice(index, self._delta(index, found), logprobs), **ids})
+            logprobs, ids = None, {}
+        if logprobs or ids:  # tokens whose text is held back or is a mark have them too
+            data += self._chunk({**_choice(index, {}, logprobs), **ids})
         return data
 
     def _delta(self, index: int, found: Event) -> dict[str, Any]:
         if isinstance(found, Content):
             return {"content": found.text}
+        if self._tools.is_legacy:
+            return self._legacy_delta(index, found)
         if isinstance(found, CallArguments):
             return {"tool_calls": [{"index": self._num_calls[index] - 1, "function": {"arguments": found.text}}]}
         number = self._num_calls[index]
@@ -225,11 +253,20 @@ class ChatWriter:
         call_id = found.call_id or self._tools.make_id()
         return {"tool_calls": [{"index": number, "id": call_id, "type": "function", "function": function}]}
 
+    def _legacy_delta(self, index: int, found: CallStart | CallArguments) -> dict[str, Any]:
+        """The first call alone: `function_call` has no room for more."""
+        self._num_calls[index] += isinstance(found, CallStart)
+        if self._num_calls[index] > 1:
+            return {}
+        if isinstance(found, CallStart):
+            return {"function_call": {"name": found.name, "arguments": ""}}
+        return {"function_call": {"arguments": found.text}}
+
     def _finish(self, index: int, reason: str) -> bytes:
         data = self._parsed(index, self._parsers[index].finish(), None) if self._parsers else b""
         ended = finish_reason(reason)
         if self._num_calls[index] and ended == "stop":
-            ended = "tool_calls"
+            ended = self._tools.finish_reason
         return data + self._chunk({**_choice(index, {}), "finish_reason": ended})
 
     def end(self) -> bytes:

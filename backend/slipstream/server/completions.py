@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from slipstream.server.generation import Generation, Response
 from slipstream.server.sampling import sampling_parameters
 from slipstream.server.schemas import CompletionRequest
 from slipstream.server.sse import TextEvents, event
+from slipstream.server.token_ids import ids_of_piece, output_ids, with_further_outputs
 from slipstream.server.usage import Usage
 
 PromptValue = str | Sequence[int]
@@ -26,6 +28,8 @@ PromptValue = str | Sequence[int]
 async def complete(gateway: Gateway, request: CompletionRequest, http: HttpRequest) -> HttpResponse:
     model = await gateway.catalog.find(request.model)
     check(request)
+    if request.logprobs is not None:
+        await asyncio.to_thread(model.tokenizer.prepare)
     generations = make_generations(request, model)
     http.state.lease.prepare(generations, model)
     if request.stream:
@@ -43,6 +47,9 @@ def check(request: CompletionRequest) -> None:
     if request.best_of not in (None, request.n or 1):
         message = f"best_of: got {request.best_of}, accepted: n={request.n or 1}; every sequence made is returned"
         raise ApiError(400, message, param="best_of")
+    if request.echo and request.truncate_prompt_tokens is not None:
+        message = "echo and truncate_prompt_tokens: accepted: one of them, as the echo would be of the whole prompt"
+        raise ApiError(400, message, param="echo")
     if request.stream and request.echo and not all(isinstance(prompt, str) for prompt in prompts_of(request)):
         raise ApiError(400, "echo: a prompt of token ids is echoed only without stream", param="echo")
     if request.stream and request.echo and request.logprobs is not None:
@@ -73,9 +80,10 @@ def make_generations(request: CompletionRequest, model: Model) -> list[Generatio
     if request.echo and not stream:
         sampling["exclude_input_in_output"] = False
         if has_logprobs:
-            sampling["prompt_logprobs"] = request.logprobs
+            sampling.setdefault("prompt_logprobs", request.logprobs)
             require_output(model, "prompt_logprobs", "echo", "without logprobs only")
             outputs = (*outputs, "prompt_logprobs")
+    outputs = with_further_outputs(request, model, outputs)
     if request.stream_interval:
         sampling["stream_interval"] = request.stream_interval
     prompts = prompts_of(request)
@@ -103,23 +111,38 @@ def whole_answer(
             check_time_out(text, reason, request.timeout_ms)
             choice: dict[str, Any] = {"index": len(choices), "text": text, "logprobs": None}
             if request.logprobs is not None:
-                choice["logprobs"] = _logprobs(request, response, sequence)
+                choice["logprobs"] = _logprobs(request, model, generation.prompt, response, sequence)
             choice["finish_reason"] = finish_reason(reason)
+            if request.return_token_ids:
+                choice["token_ids"] = output_ids(response)[sequence]
+                choice["prompt_token_ids"] = response.integers("prompt_token_ids")
+            if request.prompt_logprobs is not None:
+                choice["prompt_logprobs"] = logprob_forms.parse(response.text("prompt_logprobs"))
             if request.max_tokens == 0:
                 _drop_output(choice, request, generation, response)
             choices.append(choice)
     if request.max_tokens == 0:
         usage.completion_tokens = 0
-    return {**new_head("text_completion", "cmpl", model), "choices": choices, "usage": usage.to_json()}
+    head = new_head("text_completion", "cmpl", request.request_id or "", model)
+    return {**head, "choices": choices, "usage": usage.to_json()}
 
 
-def _logprobs(request: CompletionRequest, response: Response, sequence: int) -> dict[str, Any]:
+def _logprobs(
+    request: CompletionRequest, model: Model, prompt: PromptValue, response: Response, sequence: int
+) -> dict[str, Any]:
+    form, first = form_of(request, model), ""
     entries = logprob_forms.parse(response.texts("logprobs")[sequence])
     if request.max_tokens == 0:
         entries = []
     if request.echo:
-        entries = logprob_forms.parse(response.texts("prompt_logprobs")[sequence]) + entries
-    return logprob_forms.completion_logprobs(entries, request.logprobs or 0, 0)
+        echoed = logprob_forms.parse(response.texts("prompt_logprobs")[sequence])
+        first = logprob_forms.first_token_text(prompt, echoed, form)
+        entries = echoed + entries
+    return logprob_forms.completion_logprobs(entries, form, first=first)
+
+
+def form_of(request: CompletionRequest, model: Model) -> logprob_forms.LogprobForm:
+    return logprob_forms.LogprobForm(model.tokenizer, request.logprobs or 0, bool(request.return_tokens_as_token_ids))
 
 
 def _drop_output(
@@ -143,7 +166,7 @@ class StreamedAnswer:
 
     def __init__(self, request: CompletionRequest, model: Model) -> None:
         self.request, self.model = request, model
-        self.head = new_head("text_completion", "cmpl", model)
+        self.head = new_head("text_completion", "cmpl", request.request_id or "", model)
         self.usage = Usage(model) if wants_usage(request) else None
         if self.usage is not None:
             self.head["usage"] = None
@@ -162,7 +185,9 @@ class CompletionWriter:
     def __init__(self, answer: StreamedAnswer, number: int, echo: str) -> None:
         self._answer, self._number, self._echo = answer, number, echo
         self._n = answer.request.n or 1
-        self._num_top = answer.request.logprobs
+        has_logprobs = answer.request.logprobs is not None
+        self._form = form_of(answer.request, answer.model) if has_logprobs else None
+        self._has_ids = bool(answer.request.return_token_ids)
         self._is_first = True
         self._offsets = [len(echo)] * self._n
         indices = range(number * self._n, (number + 1) * self._n)
@@ -179,12 +204,14 @@ class CompletionWriter:
         self._is_first = False
         if self._answer.request.max_tokens == 0:
             text = ""
-        if not reason and self._num_top is None:
+        if not reason and self._form is None and not self._has_ids:
             return self._texts[sequence].make(text) if text else b""
         choice = _choice(self._number * self._n + sequence, text)
-        if self._num_top is not None:
+        if self._has_ids:
+            choice |= ids_of_piece(response)
+        if self._form is not None:
             entries = logprob_forms.parse(response.text("logprobs"))
-            choice["logprobs"] = logprob_forms.completion_logprobs(entries, self._num_top, self._offsets[sequence])
+            choice["logprobs"] = logprob_forms.completion_logprobs(entries, self._form, self._offsets[sequence])
             self._offsets[sequence] += len(text)
         choice["finish_reason"] = finish_reason(reason) if reason else None
         return event({**self._answer.head, "choices": [choice]})

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, served by the encoder models that the gateway's options name.
+"""POST /v1/embeddings, and embeddings for ranking.py, by the encoder models that the gateway's options name.
 
 Such a model takes texts in one BYTES input and gives one vector per text in an FP32 output, named `embedding` or
 `embeddings` if there are several; both with or without a batch dimension.
@@ -28,20 +28,8 @@ _BYTES, _FP32 = "TYPE_STRING", "TYPE_FP32"
 
 
 async def embed(gateway: Gateway, request: EmbeddingRequest, http: HttpRequest) -> JSONResponse:
-    served = gateway.options.embedding_models
-    if not served:
-        raise ApiError(404, "no embeddings are served here: start the gateway with --embedding-model", param="model")
-    model = gateway.options.aliases.get(request.model, request.model)
-    if model not in served:
-        raise model_not_found(request.model, list(served))
     texts = [request.input] if isinstance(request.input, str) else request.input
-    config = await gateway.link.config(model)
-    lease: Lease = http.state.lease
-    lease.enter(1)
-    if any(output.name == _COUNT for output in config.output):
-        lease.reserve(sum(num_prompt_tokens(text) for text in texts))
-    vectors, num_tokens = await _vectors(gateway, config, texts)
-    lease.add_tokens(num_tokens)
+    vectors, num_tokens = await embed_texts(gateway, request.model, texts, http, "input")
     if request.dimensions not in (None, vectors.shape[1]):
         message = f"dimensions: got {request.dimensions}, accepted: {vectors.shape[1]}, what this model gives"
         raise ApiError(400, message, param="dimensions")
@@ -51,6 +39,32 @@ async def embed(gateway: Gateway, request: EmbeddingRequest, http: HttpRequest) 
     ]
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     return JSONResponse({"object": "list", "data": data, "model": request.model, "usage": usage})
+
+
+async def embed_texts(
+    gateway: Gateway, name: str, texts: list[str], http: HttpRequest, param: str
+) -> tuple[np.ndarray, int]:
+    """[num_texts, dimension] float32, and the number of tokens. name: of an embedding model, as clients say it.
+
+    Raises ApiError for a model that gives no embeddings, for an empty text, and for the limits of the key.
+    """
+    served = gateway.options.embedding_models
+    if not served:
+        raise ApiError(404, "no embeddings are served here: start the gateway with --embedding-model", param="model")
+    model = gateway.options.aliases.get(name, name)
+    if model not in served:
+        raise model_not_found(name, list(served))
+    if not all(texts):
+        raise ApiError(400, f"{param}: has an empty text, accepted: text of at least one character", param=param)
+    config = await gateway.link.config(model)
+    lease: Lease = http.state.lease
+    lease.enter(1)
+    if any(output.name == _COUNT for output in config.output):
+        lease.reserve(sum(num_prompt_tokens(text) for text in texts))
+    vectors, num_tokens = await _vectors(gateway, config, texts)
+    lease.add_tokens(num_tokens)
+    http.state.record.count(num_tokens, 0)
+    return vectors, num_tokens
 
 
 async def cards(gateway: Gateway) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -22,7 +21,9 @@ from slipstream.server.generation import Generation, Response
 from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
 from slipstream.server.pace import Pace
-from slipstream.server.sse import EventStream, Writer
+from slipstream.server.responses.store import ResponseStore
+from slipstream.server.sse import OPENAI_FORM, EventStream, StreamForm, Writer
+from slipstream.server.tenancy import Meter
 from slipstream.server.triton import GenerateStream, TritonLink, together
 from slipstream.server.usage import count_outputs
 
@@ -33,20 +34,19 @@ CLIENT_GONE = 499  # nginx's status; appears in metrics only
 class Gateway:
     """Made on the event loop that serves."""
 
-    def __init__(self, options: GatewayOptions, metrics: Metrics) -> None:
-        self.options, self.metrics = options, metrics
+    def __init__(self, options: GatewayOptions, metrics: Metrics, store: ResponseStore) -> None:
+        self.options, self.metrics, self.store = options, metrics, store
         self.link = TritonLink(options.triton_url)
         self.catalog = Catalog(options, self.link)
         self.pace = Pace(options.max_events_per_s)
 
     async def run(self, http: HttpRequest, generations: Sequence[Generation]) -> list[Response]:
         """The one response of each request. Raises ApiError."""
-        streams = self.link.generate(generations)
+        streams = self._generate(http, generations)
         async with self._attended(http, streams):
             responses = await together([_whole(stream) for stream in streams])
         for response in responses:
-            if (meter := http.state.lease.meter()) is not None:
-                meter.add(response)
+            Meter(http.state.lease, http.state.record).add(response)
         return responses
 
     async def stream(
@@ -55,21 +55,30 @@ class Gateway:
         generations: Sequence[Generation],
         writers: Sequence[Writer],
         last: Callable[[], bytes],
+        form: StreamForm = OPENAI_FORM,
     ) -> EventStream:
         """A streamed answer. Waits for the first responses, so that errors of a request set the HTTP status."""
         interval = max(self.pace.enter() for _ in generations)
         try:  # a failure from here on, also while the requests are written, must leave the pace again
             for generation in generations:
                 interval = generation.sampling.setdefault("stream_interval", interval)
-            streams = self.link.generate(generations)
+            streams = self._generate(http, generations)
             async with self._attended(http, streams, keep=True):
                 first = await together([_first(stream) for stream in streams])
         except BaseException:
             for _ in generations:
                 self.pace.leave()
             raise
-        meters = [http.state.lease.meter() for _ in streams]
-        return EventStream(list(zip(streams, first)), writers, last, self.pace, interval, meters)
+        meters = [Meter(http.state.lease, http.state.record) for _ in streams]
+        return EventStream(list(zip(streams, first)), writers, last, form, self.pace, interval, meters)
+
+    def _generate(self, http: HttpRequest, generations: Sequence[Generation]) -> list[GenerateStream]:
+        """The engine knows each by the id that the client gets in a header."""
+        record = http.state.record
+        for index, generation in enumerate(generations):
+            generation.request_id = record.request_id if len(generations) == 1 else f"{record.request_id}-{index}"
+        record.is_streamed = generations[0].stream
+        return self.link.generate(generations)
 
     @asynccontextmanager
     async def _attended(
@@ -93,6 +102,7 @@ class Gateway:
                 raise  # the server is stopping
             self.pace.num_disconnects += 1
             http.state.lease.abandon(is_streamed=keep)
+            http.state.record.end = "client_gone"
             raise ApiError(CLIENT_GONE, "the client has gone") from None
         finally:
             watcher.cancel()
@@ -115,9 +125,9 @@ async def _whole(stream: GenerateStream) -> Response:
     return response
 
 
-def new_head(kind: str, prefix: str, model: Model) -> dict[str, Any]:
+def new_head(kind: str, prefix: str, request_id: str, model: Model) -> dict[str, Any]:
     """The leading fields of an answer and its chunks."""
-    return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model.name}
+    return {"id": f"{prefix}-{request_id}", "object": kind, "created": int(time.time()), "model": model.name}
 
 
 def outputs_for(model: Model, *, stream: bool, n: int, usage: bool, logprobs: bool) -> tuple[str, ...]:

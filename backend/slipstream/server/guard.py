@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import secrets
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +19,7 @@ from slipstream.server.hosts import HostRule
 from slipstream.server.ledger import Ledger
 from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
+from slipstream.server.request_log import RequestRecord
 from slipstream.server.tenancy import Lease, Tenants
 
 logger = logging.getLogger(__name__)
@@ -27,9 +27,16 @@ _ENDPOINTS = {
     "/v1/chat/completions": "chat",
     "/v1/completions": "completions",
     "/v1/embeddings": "embeddings",
+    "/v1/responses": "responses",
+    "/v1/messages": "messages",
+    "/v1/messages/count_tokens": "tokenize",
+    "/v1/score": "rerank",
+    "/v1/rerank": "rerank",
+    "/tokenize": "tokenize",
+    "/detokenize": "tokenize",
     "/v1/models": "models",
 }
-_COUNTED = ("chat", "completions", "embeddings")
+_COUNTED = ("chat", "completions", "embeddings", "responses", "messages", "rerank", "tokenize")
 _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json", "/chat.js", "/chat.css"})
 
 
@@ -46,8 +53,10 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        answer, body = _Answer(send), _Body(receive)
-        endpoint = _ENDPOINTS.get(scope["path"], "other")
+        record = RequestRecord(scope["method"], scope["path"])
+        record.adopt_id(_header(scope, b"x-request-id").decode("latin-1"))
+        answer, body = _Answer(send, record), _Body(receive)
+        endpoint = _endpoint(scope["path"])
         self._metrics.add("requests_in_flight")
         lease = self._tenants.anybody()
         try:
@@ -57,7 +66,7 @@ class Guard:
             self._check(scope, endpoint, lease)
             if endpoint in _COUNTED:
                 lease.begin()
-            scope.setdefault("state", {})["lease"] = lease
+            scope.setdefault("state", {}).update(lease=lease, record=record)
             await self._app(scope, partial(self._receive, body, lease), answer)
         except ApiError as error:
             await answer.refuse(error)
@@ -65,17 +74,19 @@ class Guard:
             lease.end()
             self._num_body_bytes -= body.num_bytes
             self._metrics.add("requests_in_flight", -1)
-            self._count(endpoint, answer, lease)
+            self._count(endpoint, record, lease)
 
-    def _count(self, endpoint: str, answer: _Answer, lease: Lease) -> None:
+    def _count(self, endpoint: str, record: RequestRecord, lease: Lease) -> None:
         now = time.monotonic()
-        status = answer.status or CLIENT_GONE
+        record.status = status = record.status or CLIENT_GONE
+        record.key = lease.key_name
+        record.write()
         self._metrics.count_request(endpoint, status)
         if endpoint in _COUNTED and status in (429, 503) and not lease.is_refused:
             lease.count_refusal("model")
         if endpoint != "other" and status == 200:
-            self._metrics.observe("first_byte_seconds", endpoint, answer.first_byte - answer.started)
-            self._metrics.observe("request_duration_seconds", endpoint, now - answer.started)
+            self._metrics.observe("first_byte_seconds", endpoint, record.first_byte - record.started)
+            self._metrics.observe("request_duration_seconds", endpoint, now - record.started)
 
     def _check_host(self, scope: Scope, nobody: Lease) -> None:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
@@ -87,7 +98,8 @@ class Guard:
 
     def _find(self, scope: Scope, nobody: Lease) -> Lease:
         try:
-            return self._tenants.find(_header(scope, b"authorization"))
+            own = _header(scope, b"x-api-key")  # of Anthropic's clients
+            return self._tenants.find(_header(scope, b"authorization") or (own and b"Bearer " + own))
         except ApiError:
             nobody.count_refusal("api_key")
             raise
@@ -135,36 +147,42 @@ class _Body:
     num_bytes: int = 0
 
 
+def _endpoint(path: str) -> str:
+    """The name in limits and metrics. GET and DELETE of a kept answer count as its endpoint: both read a file."""
+    return "responses" if path.startswith("/v1/responses/") else _ENDPOINTS.get(path, "other")
+
+
 def _header(scope: Scope, name: bytes) -> bytes:
     """The last of that name, b"" if there is none."""
     return next((value for found, value in reversed(scope["headers"]) if found == name), b"")
 
 
 class _Answer:
-    """`send` that notes status and times, and names the request in a header."""
+    """`send` that notes status and times, and names the request and what it ignores of it in headers."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.started = self.first_byte = time.monotonic()
-        self.status = 0
+    def __init__(self, send: Send, record: RequestRecord) -> None:
+        self._send, self._record = send, record
         self._has_body = False
         self.lease: Lease | None = None
 
     async def __call__(self, message: Message) -> None:
         if not self._has_body:
             if message["type"] == "http.response.start":
-                self.status = message["status"]
-                own = [(b"x-request-id", secrets.token_hex(12).encode())]
+                self._record.status = message["status"]
+                own = [(b"x-request-id", self._record.request_id.encode())]
+                if self._record.warning:
+                    own.append((b"warning", f'299 slipstream "{self._record.warning}"'.encode()))
                 own += self.lease.headers() if self.lease is not None else ()
                 message = {**message, "headers": [*message.get("headers", ()), *own]}
             else:
                 self._has_body = True
-                self.first_byte = time.monotonic()
+                self._record.first_byte = time.monotonic()
         await self._send(message)
 
     async def refuse(self, error: ApiError) -> None:
-        if self.status:
+        if self._record.status:
             raise error
+        self._record.fail(error.message)
         body = json.dumps(error.body()).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         headers += [(name.lower().encode(), value.encode()) for name, value in (error.headers or {}).items()]

@@ -3,11 +3,37 @@
 from __future__ import annotations
 
 import json
+from codecs import getincrementaldecoder
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
 from typing import Any
 
-from slipstream.server.token_bytes import TokenBytes
+from slipstream.server.model_tokenizer import ModelTokenizer
 
 Entry = dict[str, dict[str, Any]]  # token id -> logprob, rank, decoded_token; the chosen token first
+
+
+@dataclass(frozen=True)
+class LogprobForm:
+    """num_top: alternatives to show beside those asked for by id; -1: all. shows_ids: tokens are shown as
+    "token_id:7", so that equal texts are told apart."""
+
+    tokenizer: ModelTokenizer
+    num_top: int = 0
+    shows_ids: bool = False
+
+    def name(self, token_id: str, value: dict[str, Any]) -> str:
+        return f"token_id:{token_id}" if self.shows_ids else value["decoded_token"]
+
+    def exact(self, token_id: str, value: dict[str, Any]) -> bytes:
+        return bytes(self.tokenizer.bytes_of(int(token_id), value["decoded_token"]))
+
+    def top(self, entry: Entry) -> list[tuple[str, dict[str, Any]]]:
+        """The likeliest tokens by rank, then those without one, which the client asked for by id."""
+        num_top = inf if self.num_top == -1 else self.num_top
+        shown = [pair for pair in entry.items() if pair[1]["rank"] is None or pair[1]["rank"] <= num_top]
+        return sorted(shown, key=lambda pair: inf if pair[1]["rank"] is None else pair[1]["rank"])
 
 
 def parse(text: str) -> list[Entry | None]:
@@ -15,30 +41,49 @@ def parse(text: str) -> list[Entry | None]:
     return json.loads(text) or [] if text else []
 
 
-def chat_logprobs(entries: list[Entry | None], num_top: int, token_bytes: TokenBytes) -> dict[str, Any]:
-    return {"content": [_chat_entry(entry, num_top, token_bytes) for entry in entries if entry], "refusal": None}
+def chat_logprobs(entries: list[Entry | None], form: LogprobForm) -> dict[str, Any]:
+    return {"content": [_chat_entry(entry, form) for entry in entries if entry], "refusal": None}
 
 
-def _chat_entry(entry: Entry, num_top: int, token_bytes: TokenBytes) -> dict[str, Any]:
-    tokens = [_token(int(token_id), value, token_bytes) for token_id, value in entry.items()]
-    ranked = sorted(zip(entry.values(), tokens), key=lambda pair: pair[0]["rank"])
-    return {**tokens[0], "top_logprobs": [token for value, token in ranked if value["rank"] <= num_top]}
+def _chat_entry(entry: Entry, form: LogprobForm) -> dict[str, Any]:
+    chosen = next(iter(entry.items()))
+    return {
+        **_token(*chosen, form),
+        "top_logprobs": [_token(token_id, value, form) for token_id, value in form.top(entry)],
+    }
 
 
-def _token(token_id: int, value: dict[str, Any], token_bytes: TokenBytes) -> dict[str, Any]:
-    text = value["decoded_token"]
-    return {"token": text, "logprob": value["logprob"], "bytes": token_bytes.of(token_id, text)}
+def _token(token_id: str, value: dict[str, Any], form: LogprobForm) -> dict[str, Any]:
+    return {
+        "token": form.name(token_id, value),
+        "logprob": value["logprob"],
+        "bytes": list(form.exact(token_id, value)),
+    }
 
 
-def completion_logprobs(entries: list[Entry | None], num_top: int, offset: int) -> dict[str, Any]:
-    """offset: characters of the text before these tokens."""
+def completion_logprobs(
+    entries: list[Entry | None], form: LogprobForm, offset: int = 0, first: str = ""
+) -> dict[str, Any]:
+    """offset: characters of the text before these tokens. first: the text of a token without an entry."""
     tokens, chosen, top, offsets = [], [], [], []
+    decoder = getincrementaldecoder("utf-8")("replace")  # a token may be part of a character
     for entry in entries:
-        values = list(entry.values()) if entry else []
-        tokens.append(values[0]["decoded_token"] if values else "")
-        chosen.append(values[0]["logprob"] if values else None)
-        ranked = sorted((value for value in values if value["rank"] <= num_top), key=lambda value: value["rank"])
-        top.append({value["decoded_token"]: value["logprob"] for value in ranked} if values else None)
         offsets.append(offset)
-        offset += len(tokens[-1])
+        token_id, value = next(iter(entry.items())) if entry else ("", {"logprob": None, "decoded_token": first})
+        tokens.append(form.name(token_id, value) if entry else first)
+        chosen.append(value["logprob"])
+        top.append({form.name(*pair): pair[1]["logprob"] for pair in form.top(entry)} if entry else None)
+        offset += len(decoder.decode(form.exact(token_id, value) if entry else first.encode("utf-8", "replace")))
     return {"tokens": tokens, "token_logprobs": chosen, "top_logprobs": top, "text_offset": offsets}
+
+
+def first_token_text(prompt: str | Sequence[int], entries: list[Entry | None], form: LogprobForm) -> str:
+    """The text of a prompt's first token, which has no entry. entries: of the prompt.
+
+    It is what the other tokens leave of a text; empty for a special token in front, which is no part of the text.
+    """
+    if not isinstance(prompt, str):
+        return bytes(form.tokenizer.bytes_of(prompt[0], "")).decode("utf-8", "replace")
+    others = sum(len(form.exact(*next(iter(entry.items())))) for entry in entries if entry)
+    data = prompt.encode("utf-8", "replace")
+    return data[: max(0, len(data) - others)].decode("utf-8", "replace")

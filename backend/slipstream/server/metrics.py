@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-ENDPOINTS = ("chat", "completions", "embeddings", "models", "other")
+ENDPOINTS = ("chat", "completions", "embeddings", "responses", "messages", "rerank", "tokenize", "models", "other")
 REASONS = (  # the limit of docs/security.md or of a key, by its name, that a request or a connection has met
     "max_connections",
     "max_url_bytes",

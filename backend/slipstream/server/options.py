@@ -9,6 +9,7 @@ from pathlib import Path
 from slipstream.core.errors import ConfigError
 from slipstream.server.hosts import HostRule
 from slipstream.server.keys import ApiKey
+from slipstream.server.request_log import FORMATS as LOG_FORMATS
 
 _COUNTS = (
     "workers",
@@ -33,7 +34,8 @@ class GatewayOptions:
     whose key sets none. aliases: public name -> model in Triton.
     allowed_hosts: names in Host headers besides addresses, localhost and `host`.
     metrics_url: Triton's /metrics, appended to the gateway's. max_events_per_s: streamed events per second and worker
-    above which several tokens share an event (0: never).
+    above which several tokens share an event (0: never). log_format: of request_log.py. is_strict: refuse unknown
+    fields of requests instead of ignoring them.
     """
 
     triton_url: str = "localhost:8001"
@@ -61,11 +63,15 @@ class GatewayOptions:
     max_concurrent_requests: int = 1024
     max_connections: int = 4096
     max_events_per_s: int = 4000
+    max_stored_bytes: int = 64 << 20
+    stored_response_ttl_s: float = 3600.0
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     send_timeout_s: float = 60.0
     shutdown_timeout_s: int = 30
     log_level: str = "info"
+    log_format: str = "text"
+    is_strict: bool = False
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -79,6 +85,11 @@ class GatewayOptions:
             raise ConfigError("port", self.port, "accepted: 0 (any free one) to 65535")
         if self.max_events_per_s < 0:
             raise ConfigError("max_events_per_s", self.max_events_per_s, "accepted: 0 (no limit) or more")
+        for name in ("max_stored_bytes", "stored_response_ttl_s"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(name, getattr(self, name), "accepted: 0 (nothing is stored) or more")
+        if self.log_format not in LOG_FORMATS:
+            raise ConfigError("log_format", self.log_format, f"accepted: {', '.join(LOG_FORMATS)}")
         if self.tool_parser not in TOOL_PARSERS:
             raise ConfigError("tool_parser", self.tool_parser, f"accepted: {', '.join(TOOL_PARSERS)}")
         named = [("checkpoint", folder) for folder in self.checkpoints.values()]

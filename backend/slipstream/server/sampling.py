@@ -14,6 +14,8 @@ from slipstream.server.schemas import ResponseFormat, Sampling, passed_on
 PASSED_NAMES = tuple(setting.name for setting in passed_on(SETTINGS))
 _SPECULATION = frozenset(setting.name for setting in SETTINGS if setting.openai == IN_SPECULATION)
 UNLIMITED_TOKENS = MAX_INT32
+# vLLM's fields before structured_outputs -> the key there
+_OLDER_GUIDES = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
 
 
 def sampling_parameters(request: Sampling, max_tokens: int | None, response_format: ResponseFormat | None) -> dict:
@@ -29,10 +31,19 @@ def sampling_parameters(request: Sampling, max_tokens: int | None, response_form
         settings.update(request.speculation)
     if max_tokens is not None:
         settings["max_tokens"] = max_tokens
-    guide = guide_of(response_format)
-    if guide is not None:
-        if "structured_outputs" in settings:
-            raise ApiError(400, "response_format: given together with structured_outputs, accepted: one of them")
+    if request.prompt_logprobs is not None:
+        settings["prompt_logprobs"] = request.prompt_logprobs
+    named = [(name, value) for name in _OLDER_GUIDES if (value := getattr(request, name)) is not None]
+    guides = [
+        ("structured_outputs", settings.get("structured_outputs")),
+        ("response_format", guide_of(response_format)),
+    ]
+    guides += [(name, {_OLDER_GUIDES[name]: value}) for name, value in named]
+    given = [(name, guide) for name, guide in guides if guide is not None]
+    if len(given) > 1:
+        names = " and ".join(name for name, _ in given)
+        raise ApiError(400, f"{given[-1][0]}: {names} are given together, accepted: one of them", param=given[-1][0])
+    for _, guide in given:
         settings["structured_outputs"] = guide
     return settings
 

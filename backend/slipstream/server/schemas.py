@@ -1,8 +1,8 @@
 """Request schemas: OpenAI's, with vLLM's sampling extensions. Checked strictly, once per request.
 
-An unknown key is refused, as OpenAI does: a misspelt setting must not be ignored. The fields of settings that go to the
-engine unchanged are made from the rows of core/settings.py, bounds included. The engine checks what depends on the
-model. FastAPI makes the OpenAPI schema of these classes.
+Unknown keys are kept, so that unknown_fields.py can name or refuse them. The fields of settings that go to the engine
+unchanged are made from the rows of core/settings.py, bounds included. The engine checks what depends on the model.
+FastAPI makes the OpenAPI schema of these classes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,36 @@ from pydantic.fields import FieldInfo
 
 from slipstream.core import setting_kinds as kinds
 from slipstream.core.setting_values import MAX_ENTRIES, MAX_INT32
-from slipstream.core.settings import BY_NAME, MAX_CACHE_SALT_BYTES, PASSED_ON, SETTINGS, Setting
+from slipstream.core.settings import (
+    BY_NAME,
+    MAX_CACHE_SALT_BYTES,
+    MAX_REQUEST_ID_BYTES,
+    PASSED_ON,
+    SETTINGS,
+    Setting,
+)
 
-MAX_STOPS, MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS = 64, 10_000, 128, 256
+MAX_TOKENIZED_CHARS, MAX_DETOKENIZED_TOKENS = 1 << 20, 1 << 20  # half a second
+MAX_STOPS, MAX_MESSAGES, MAX_TOOLS, MAX_PROMPTS, MAX_DOCUMENTS = 64, 10_000, 128, 256, 1024
+MAX_METADATA_PAIRS, MAX_METADATA_KEY_CHARS, MAX_METADATA_VALUE_CHARS = 16, 64, 512  # OpenAI's
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 Text = Annotated[str, Field(max_length=1 << 24)]
+MetadataKey = Annotated[str, Field(max_length=MAX_METADATA_KEY_CHARS)]
+MetadataValue = Annotated[str, Field(max_length=MAX_METADATA_VALUE_CHARS)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=MAX_METADATA_PAIRS)]
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    """Types are not converted."""
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class NamedRequest(Strict):
+    """What every request has. request_id: the client's name for it, in place of the gateway's (vLLM's field)."""
+
+    model: Annotated[str, Field(min_length=1, max_length=512)]
+    request_id: Annotated[str, Field(max_length=MAX_REQUEST_ID_BYTES)] | None = None
 
 
 class StreamOptions(Strict):
@@ -49,7 +70,7 @@ def field_type(setting: Setting) -> Any:
         return Text | Annotated[list[Text], Field(max_length=MAX_ENTRIES)]
     if isinstance(kind, kinds.TokenIds):
         least = 0 if kind.is_empty_accepted else 1
-        return Annotated[list[TokenId], Field(min_length=least, max_length=MAX_ENTRIES)]
+        return Annotated[list[TokenId], Field(min_length=least, max_length=kind.max_entries)]
     if isinstance(kind, kinds.TokenBiases):
         return dict[str, Annotated[float, Field(ge=-kind.limit, le=kind.limit)]]
     if isinstance(kind, kinds.Object):
@@ -78,30 +99,47 @@ def bounds_of(name: str) -> FieldInfo:
 
 
 if TYPE_CHECKING:
-    PassedOn = Strict
+    PassedOn = NamedRequest
 else:
-    PassedOn = create_model("PassedOn", __base__=Strict, **make_fields(SETTINGS))
+    PassedOn = create_model("PassedOn", __base__=NamedRequest, **make_fields(SETTINGS))
+
+
+class TurnRequest(PassedOn):
+    """What requests of other chat APIs (responses/, messages/) share."""
+
+    n: Annotated[int, bounds_of("n")] | None = None
+    timeout_ms: Annotated[int, bounds_of("timeout_ms")] | None = None
+    truncate_prompt_tokens: Annotated[int, bounds_of("truncate_prompt_tokens")] | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
 
 
 class Sampling(PassedOn):
     """Fields of both kinds of generation, beside the settings that are passed on. None: the model's default."""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Annotated[int, bounds_of("n")] | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOPS)] | None = None
-    user: str | None = None  # accepted without effect, as the next four
-    metadata: dict[str, str] | None = None
+    user: str | None = None  # accepted without effect, as the next six
+    metadata: Metadata | None = None
     store: bool | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     # beyond OpenAI's
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_BYTES)] | None = None
     timeout_ms: Annotated[int, bounds_of("timeout_ms")] | None = None
     stream_interval: Annotated[int, Field(ge=1, le=4096)] | None = None
     structured_outputs: dict[str, JsonValue] | None = None
     speculation: dict[str, JsonValue] | None = None  # the model's speculation settings, by the engine's names
+    prompt_logprobs: Annotated[int, bounds_of("prompt_logprobs")] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    guided_json: Text | dict[str, JsonValue] | None = None  # structured_outputs, as vLLM named it before
+    guided_regex: Text | None = None
+    guided_choice: Annotated[list[Text], Field(max_length=MAX_ENTRIES)] | None = None
+    guided_grammar: Text | None = None
 
 
 class JsonSchema(Strict):
@@ -184,8 +222,14 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
-    reasoning_effort: str | None = None  # to the template, as the next
+    reasoning_effort: str | None = None  # to the template, as the next three
+    verbosity: str | None = None
+    documents: Annotated[list[dict[str, JsonValue]], Field(max_length=MAX_DOCUMENTS)] | None = None
     chat_template_kwargs: dict[str, JsonValue] | None = None
+    echo: bool | None = None  # begin with the last message, if that is the assistant's
+    add_special_tokens: bool | None = None  # the tokenizer's, beside the template's
+    functions: Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS)] | None = None  # OpenAI's older tools
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
@@ -207,17 +251,63 @@ class CompletionRequest(Sampling):
     echo: bool | None = None
     best_of: Annotated[int, bounds_of("best_of")] | None = None
     suffix: str | None = None
+    truncate_prompt_tokens: Annotated[int, bounds_of("truncate_prompt_tokens")] | None = None
     response_format: ResponseFormat | None = None
     add_special_tokens: bool | None = None
 
 
-class EmbeddingRequest(Strict):
+class TokenizeRequest(NamedRequest):
+    """POST /tokenize"""
+
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    add_special_tokens: bool | None = None  # by default of a prompt, but not of a chat, whose template writes them
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+
+
+class DetokenizeRequest(NamedRequest):
+    """POST /detokenize"""
+
+    tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED_TOKENS)]
+
+
+class EmbeddingRequest(NamedRequest):
     """POST /v1/embeddings"""
 
-    model: Annotated[str, Field(min_length=1, max_length=512)]
     input: Text | Annotated[list[Text], Field(min_length=1, max_length=2048)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+
+
+Texts = Text | Annotated[list[Text], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+
+
+class ScoreRequest(NamedRequest):
+    """POST /v1/score"""
+
+    text_1: Texts
+    text_2: Texts
+    truncate_prompt_tokens: int | None = None  # accepted: the encoder cuts a long text by itself
+    user: str | None = None
+
+
+class Document(Strict):
+    text: Text
+
+
+class RerankRequest(NamedRequest):
+    """POST /v1/rerank"""
+
+    query: Text
+    documents: Annotated[list[Text | Document], Field(min_length=1, max_length=MAX_DOCUMENTS)]
+    top_n: Annotated[int, Field(ge=0, le=MAX_INT32)] | None = None  # 0: all, as with vLLM
+    return_documents: bool | None = None
+    truncate_prompt_tokens: int | None = None  # as above
     user: str | None = None
 
 

@@ -11,13 +11,16 @@ import resource
 import signal
 import tempfile
 import threading
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
-from socket import socket
+from socket import AF_INET, AF_INET6, SO_REUSEADDR, SOL_SOCKET, socket
 
 import uvicorn
 
+from slipstream.core.errors import ConfigError
+from slipstream.server import request_log
 from slipstream.server.app import Counts, Shared, create_app, make_shared, open_counts
 from slipstream.server.connection import BoundedConnection, GatewayConfig
 from slipstream.server.options import GatewayOptions
@@ -32,24 +35,41 @@ def serve(options: GatewayOptions) -> None:
     _raise_file_limit(options.max_connections * 2 + 256)
     with tempfile.TemporaryDirectory(prefix="slipstream-gateway-") as folder:
         shared = make_shared(Path(folder), options)
-        listening = make_config(options, open_counts(options, None)).bind_socket()
+        listening = listen(options.host, options.port)
+        options = replace(options, port=listening.getsockname()[1])
         if options.workers == 1:
-            _work(options, shared, listening)
+            _work(options, shared, listening, announces=True)
         else:
             _supervise(options, shared, listening)
 
 
-def make_config(options: GatewayOptions, counts: Counts) -> GatewayConfig:
+def listen(host: str, port: int) -> socket:
+    """Raises ConfigError for an address that cannot be taken."""
+    listening = socket(AF_INET6 if ":" in host else AF_INET)
+    listening.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        listening.close()
+        why = (error.strerror or str(error)).lower()
+        accepted = f"cannot listen on {host}:{port}: {why}; accepted: a free port of this machine, or 0 for any"
+        raise ConfigError("port", port, accepted) from None
+    listening.set_inheritable(True)
+    return listening
+
+
+def make_config(options: GatewayOptions, counts: Counts, announces: bool) -> GatewayConfig:
     return GatewayConfig(
         options,
         counts.metrics,
-        app=partial(create_app, options, counts),
+        app=partial(create_app, options, counts, announces),
         factory=True,
         host=options.host,
         port=options.port,
         http=BoundedConnection,
         ws="none",
         access_log=False,
+        log_config=None,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=options.shutdown_timeout_s,
@@ -57,9 +77,9 @@ def make_config(options: GatewayOptions, counts: Counts) -> GatewayConfig:
     )
 
 
-def _work(options: GatewayOptions, shared: Shared, listening: socket) -> None:
-    logging.basicConfig(level=options.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    uvicorn.Server(make_config(options, open_counts(options, shared))).run(sockets=[listening])
+def _work(options: GatewayOptions, shared: Shared, listening: socket, announces: bool) -> None:
+    request_log.set_up(options.log_level, options.log_format)
+    uvicorn.Server(make_config(options, open_counts(options, shared), announces)).run(sockets=[listening])
 
 
 def _supervise(options: GatewayOptions, shared: Shared, listening: socket) -> None:
@@ -68,12 +88,12 @@ def _supervise(options: GatewayOptions, shared: Shared, listening: socket) -> No
         signal.signal(number, lambda *_: stop.set())
     context = multiprocessing.get_context("spawn")
 
-    def start() -> SpawnProcess:
-        worker = context.Process(target=_work, args=(options, shared, listening))
+    def start(announces: bool = False) -> SpawnProcess:
+        worker = context.Process(target=_work, args=(options, shared, listening, announces))
         worker.start()
         return worker
 
-    workers = [start() for _ in range(options.workers)]
+    workers = [start(announces=index == 0) for index in range(options.workers)]
     while not stop.wait(_CHECK_S):
         for index, worker in enumerate(workers):
             if not worker.is_alive():

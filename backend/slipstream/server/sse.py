@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from json import JSONEncoder, dumps
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from starlette.responses import Response as HttpResponse
 from starlette.types import Receive, Scope, Send
@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from slipstream.server.errors import ApiError, error_body
 from slipstream.server.generation import Response
 from slipstream.server.pace import Pace
+from slipstream.server.request_log import RequestRecord
 from slipstream.server.tenancy import Meter
 from slipstream.server.triton import GRACE_S, GenerateStream
 
@@ -27,6 +28,21 @@ to_json: Callable[[object], str] = JSONEncoder(ensure_ascii=False, separators=("
 
 def event(body: object) -> bytes:
     return b"data: " + dumps(body, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace") + b"\n\n"
+
+
+def named_event(body: dict[str, Any]) -> bytes:
+    """An event whose name is its type."""
+    return f"event: {body['type']}\n".encode() + event(body)
+
+
+class StreamForm(NamedTuple):
+    """How a stream ends: what follows the last event, and the event of an error (errors.py) that ends it early."""
+
+    done: bytes
+    failed: Callable[[dict[str, Any]], bytes]
+
+
+OPENAI_FORM = StreamForm(DONE, lambda body: event(body) + DONE)
 
 
 class Writer(Protocol):
@@ -49,29 +65,34 @@ class EventStream(HttpResponse):
         streams: Sequence[tuple[GenerateStream, Response | None]],
         writers: Sequence[Writer],
         last: Callable[[], bytes],
+        form: StreamForm,
         pace: Pace,
         interval: int,
-        meters: Sequence[Meter | None],
+        meters: Sequence[Meter],
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._streams, self._writers, self._last = streams, writers, last
+        self._streams, self._writers, self._last, self._form = streams, writers, last, form
         self._pace, self._interval, self._meters = pace, interval, meters
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(self._cancel_on_disconnect(receive))
+        record = scope["state"]["record"]
+        watcher = asyncio.create_task(self._cancel_on_disconnect(receive, record))
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._write_all(send)
-            await _body(send, self._last() + DONE, more=False)
+            await _body(send, self._last() + self._form.done, more=False)
         except ApiError as error:
-            await _body(send, event(error.body()) + DONE, more=False)
+            record.fail(error.message)
+            await _body(send, self._form.failed(error.body()), more=False)
         except asyncio.CancelledError:
             if not self._streams[0][0].is_cancelled:
                 raise  # the server is stopping
         except Exception:
             logger.exception("an answer failed in mid-stream")
-            await _body(send, event(error_body(500, "the gateway failed", "internal_error")) + DONE, more=False)
+            record.fail("the gateway failed")
+            failed = self._form.failed(error_body(500, "the gateway failed", "internal_error"))
+            await _body(send, failed, more=False)
         finally:
             watcher.cancel()
             self.cancel()
@@ -91,15 +112,14 @@ class EventStream(HttpResponse):
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(
-        self, stream: GenerateStream, response: Response | None, writer: Writer, meter: Meter | None, send: Send
+        self, stream: GenerateStream, response: Response | None, writer: Writer, meter: Meter, send: Send
     ) -> None:
         pace, interval = self._pace, self._interval
         data = writer.start()
         while response is not None:
             data += writer.response(response)
             pace.num_tokens += interval
-            if meter is not None:
-                meter.add(response)
+            meter.add(response)
             if data:
                 pace.num_events += 1
                 await send({"type": "http.response.body", "body": data, "more_body": True})
@@ -109,9 +129,10 @@ class EventStream(HttpResponse):
         if data:
             await send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def _cancel_on_disconnect(self, receive: Receive) -> None:
+    async def _cancel_on_disconnect(self, receive: Receive, record: RequestRecord) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        record.end = "client_gone"
         self._pace.num_disconnects += 1
         self.cancel()
 

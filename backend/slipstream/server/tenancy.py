@@ -16,6 +16,7 @@ from slipstream.server.errors import RETRY_AFTER_S, ApiError
 from slipstream.server.keys import ApiKey, digest_of
 from slipstream.server.ledger import MINUTE, REQUESTS, TOKENS, Ledger
 from slipstream.server.metrics import Metrics
+from slipstream.server.request_log import RequestRecord
 from slipstream.server.sampling import UNLIMITED_TOKENS
 
 if TYPE_CHECKING:
@@ -71,6 +72,15 @@ class Lease:
         self._num_prompt = 0  # tokens of it reserved for prompts
         self.is_refused = False
 
+    @property
+    def owner(self) -> bytes:
+        """Who may read again what this request leaves: its key, or everybody where there are none."""
+        return self._key.digest
+
+    @property
+    def key_name(self) -> str:
+        return self._key.name
+
     def count_refusal(self, reason: str) -> None:
         """reason: one of metrics.REASONS."""
         self._metrics.count_refusal(reason, self._key.name)
@@ -110,7 +120,7 @@ class Lease:
             self._set_priority(generation)
             self._set_salt(generation)
             self._set_max_tokens(generation)
-            if self._key.tokens_per_minute and model.outputs.issuperset(_COUNTS):
+            if model.outputs.issuperset(_COUNTS):  # for the log, and the quota of the key
                 generation.outputs += tuple(name for name in _COUNTS if name not in generation.outputs)
         self.enter(sum(generation.sampling.get("n", 1) for generation in generations))
         if model.outputs.issuperset(_COUNTS):
@@ -164,10 +174,6 @@ class Lease:
         return pairs
 
     # ---- tokens
-
-    def meter(self) -> Meter | None:
-        """The token counter of one generation; None for a key without token limits."""
-        return Meter(self) if self._key.tokens_per_minute else None
 
     def add_tokens(self, count: int) -> None:
         self._num_uncharged += count
@@ -235,16 +241,17 @@ def most_output_tokens(generation: Generation, model: Model) -> int:
 
 
 class Meter:
-    """Counts the tokens of one generation: its prompt once, then those of each response."""
+    """Counts the tokens of one generation: its prompt once, then those of each response; and notes how it ended."""
 
-    def __init__(self, lease: Lease) -> None:
-        self._lease, self._has_prompt = lease, False
+    def __init__(self, lease: Lease, record: RequestRecord) -> None:
+        self._lease, self._record, self._has_prompt = lease, record, False
 
     def add(self, response: Response) -> None:
+        self._record.end = response.text("finish_reason") or self._record.end
         if _COUNTS[0] not in response.positions:
             return  # a model that counts no tokens
-        count = sum(response.integers("num_output_tokens"))
-        if not self._has_prompt:
-            count += response.integer("num_input_tokens")
-            self._has_prompt = True
-        self._lease.add_tokens(count)
+        num_output = sum(response.integers("num_output_tokens"))
+        num_prompt = 0 if self._has_prompt else response.integer("num_input_tokens")
+        self._has_prompt = True
+        self._record.count(num_prompt, num_output)
+        self._lease.add_tokens(num_prompt + num_output)

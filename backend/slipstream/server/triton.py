@@ -36,6 +36,7 @@ class GenerateStream:
     def __init__(self, call: Any, request: service_pb2.ModelInferRequest) -> None:
         self._call, self._request = call, request
         self._positions: dict[str, int] = {}
+        self._sending: asyncio.Task[None] | None = None
         self.is_cancelled = False
 
     async def __aenter__(self) -> GenerateStream:
@@ -47,6 +48,14 @@ class GenerateStream:
         self._call.cancel()  # no effect after the end
 
     async def start(self) -> None:
+        """Send the request. Raises ApiError, or CancelledError after cancel().
+
+        A task of its own, because gRPC never ends a write() of a call that was cancelled before it had begun.
+        """
+        self._sending = asyncio.create_task(self._send())
+        await self._sending
+
+    async def _send(self) -> None:
         try:
             await self._call.write(self._request)
             await self._call.done_writing()
@@ -94,9 +103,11 @@ class GenerateStream:
             raise from_grpc(code, await self._call.details() or "")
 
     def cancel(self) -> None:
-        """End the request in Triton; a pending read() raises CancelledError."""
+        """End the request in Triton; a pending start() or read() raises CancelledError."""
         self.is_cancelled = True
         self._call.cancel()
+        if self._sending is not None:
+            self._sending.cancel()  # no effect after its end
 
 
 async def together(parts: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:

@@ -6,6 +6,7 @@ content. Marks may be split over tokens, so a possible beginning of one is held 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import Protocol
 
@@ -43,15 +44,11 @@ def _read_up_to(mark: str, text: str, events: list[Event]) -> tuple[bool, str]:
     return False, before[ready:]
 
 
-class HermesParser:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, text around them."""
-
-    begin, end = "<tool_call>", "</tool_call>"
+class _SteppingParser(ABC):
+    """Consumes the collected text in steps, until a step needs more of it."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._call: JsonCall | None = None
-        self._is_behind_call = False
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -60,8 +57,22 @@ class HermesParser:
             pass
         return events
 
+    @abstractmethod
     def _step(self, events: list[Event]) -> bool:
         """Consume some of the text. Returns False if more text is needed."""
+
+
+class HermesParser(_SteppingParser):
+    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, text around them."""
+
+    begin, end = "<tool_call>", "</tool_call>"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._call: JsonCall | None = None
+        self._is_behind_call = False
+
+    def _step(self, events: list[Event]) -> bool:
         if self._call is None:
             return self._read_content(events)
         found, rest = self._call.feed(self._text)
@@ -178,7 +189,7 @@ class CallList:
         return events, text
 
 
-class MistralParser:
+class MistralParser(_SteppingParser):
     """`[TOOL_CALLS][{...}, ...]` (v3), or `[TOOL_CALLS]name[ARGS]{...}` and `[TOOL_CALLS]name{...}` (v11 and later).
 
     An id may stand behind the name: `name[CALL_ID]123456789[ARGS]{...}`.
@@ -187,16 +198,9 @@ class MistralParser:
     mark, id_mark, arguments_mark = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 
     def __init__(self) -> None:
-        self._text = ""
+        super().__init__()
         self._is_calling = False
         self._reader: CallList | JsonCall | None = None
-
-    def feed(self, text: str) -> list[Event]:
-        events: list[Event] = []
-        self._text += text
-        while self._step(events):
-            pass
-        return events
 
     def _step(self, events: list[Event]) -> bool:
         if self._reader is not None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.server.errors import ApiError
-from slipstream.server.schemas import ChatRequest, NamedTool, Tool
+from slipstream.server.schemas import ChatRequest, FunctionName, NamedTool, Tool
 from slipstream.server.tools.parsers import (
     HermesParser,
     Llama3Parser,
@@ -61,11 +61,28 @@ class ToolUse:
     make_parser: Callable[[], ToolParser] | None = None
     make_id: Callable[[], str] = str
     shows_marks: bool = False
+    is_legacy: bool = False  # asked for as `functions`: the answer has one `function_call`
+
+    @property
+    def finish_reason(self) -> str:
+        """Of an answer that calls."""
+        return "function_call" if self.is_legacy else "tool_calls"
 
 
 def plan_tools(request: ChatRequest, form: ToolFormat | None) -> ToolUse:
     """Raises ApiError for a choice of an unknown tool, or for tools if the model has no tool format."""
-    tools, choice = request.tools or [], request.tool_choice
+    if not request.functions:
+        return _plan(request.tools or [], request.tool_choice, request.parallel_tool_calls, form)
+    if request.tools:
+        raise ApiError(400, "functions: given together with tools, accepted: one of them", param="functions")
+    tools, choice = [Tool(type="function", function=function) for function in request.functions], request.function_call
+    asked = NamedTool(type="function", function=choice) if isinstance(choice, FunctionName) else choice
+    return replace(_plan(tools, asked, False, form), is_legacy=True)
+
+
+def _plan(
+    tools: list[Tool], choice: str | NamedTool | None, is_parallel: bool | None, form: ToolFormat | None
+) -> ToolUse:
     if not tools:
         if choice in (None, "none"):
             return ToolUse()
@@ -79,7 +96,7 @@ def plan_tools(request: ChatRequest, form: ToolFormat | None) -> ToolUse:
         schema = _parameters(_named(tools, name))
         return ToolUse(shown, {"json": schema}, lambda: NamedParser(name), make_id)
     if choice == "required":
-        return ToolUse(shown, {"json": _list_schema(tools, request.parallel_tool_calls)}, RequiredParser, make_id)
+        return ToolUse(shown, {"json": _list_schema(tools, is_parallel)}, RequiredParser, make_id)
     if form is None:
         message = (
             "tools: this model's chat template has no format for tool calls; accepted: tool_choice none, required or a "

@@ -1,0 +1,71 @@
+"""A chat that was asked for in another API's form (responses/, messages/): in as a ChatRequest, out as events.
+
+Both APIs translate; everything between (template, tools, grammar, limits, the engine) is that of /v1/chat/completions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from slipstream.server.catalog import Model
+from slipstream.server.errors import ApiError
+from slipstream.server.generation import Response
+from slipstream.server.sampling import PASSED_NAMES
+from slipstream.server.schemas import ChatRequest, TurnRequest
+from slipstream.server.tools.json_call import Content, Event
+from slipstream.server.tools.select import ToolUse
+from slipstream.server.usage import Usage
+from slipstream.server.validation import explain
+
+MAX_INPUT_PARTS = 10_000  # items of an input, and parts of an item
+
+
+def chat_request(request: TurnRequest, **fields: Any) -> ChatRequest:
+    """The chat that a request means: its settings of the engine, and these fields. Raises ApiError (400)."""
+    if request.n not in (None, 1):
+        raise ApiError(400, f"n: got {request.n}, accepted: 1, as this API has one answer", param="n")
+    settings = {name: value for name in PASSED_NAMES if (value := getattr(request, name)) is not None}
+    given = {name: value for name, value in {**settings, **fields}.items() if value is not None}
+    given["stream_options"] = {"include_usage": True} if given.get("stream") else None
+    try:
+        return ChatRequest.model_validate(given)
+    except ValidationError as error:
+        message, param = explain(error.errors())
+        raise ApiError(400, message, param=param) from None
+
+
+def text_of(parts: str | Sequence[Mapping[str, Any]], kinds: Sequence[str], where: str) -> str:
+    """The text of a message's parts. Raises ApiError for a part of another kind than these."""
+    if isinstance(parts, str):
+        return parts
+    texts = []
+    for index, part in enumerate(parts):
+        if part.get("type") not in kinds or not isinstance(part.get("text"), str):
+            accepted = f"accepted: parts of type {', '.join(kinds)} with a text; this is a text model"
+            raise ApiError(400, f"{where}[{index}]: got type {str(part.get('type'))[:64]!r}, {accepted}", param=where)
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+class ChatReader:
+    """Reads the responses of one generation. reason: the engine's finish reason, "" before the end; stop_string: the
+    stop string that ended the text, if the model says it."""
+
+    def __init__(self, model: Model, tools: ToolUse) -> None:
+        self._parser = tools.make_parser() if tools.make_parser is not None else None
+        self._says_stop = "stop_reason" in model.outputs
+        self.usage = Usage(model)
+        self.reason = self.stop_string = ""
+
+    def read(self, response: Response) -> list[Event]:
+        self.usage.add(response)
+        self.reason = response.text("finish_reason")
+        if self.reason and self._says_stop and "stop_reason" in response.positions:
+            self.stop_string = response.text("stop_reason")
+        text = response.text("text_output")
+        if self._parser is None:
+            return [Content(text)] if text else []
+        return [*self._parser.feed(text), *(self._parser.finish() if self.reason else [])]

@@ -1,0 +1,40 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse
+from starlette.responses import Response as HttpResponse
+
+from slipstream.server.chat import make_generation, render
+from slipstream.server.chat_turn import ChatReader
+from slipstream.server.gateway import Gateway, check_time_out
+from slipstream.server.messages.answer import FORM, MessageWriter
+from slipstream.server.messages.input import to_chat
+from slipstream.server.messages.schemas import CountTokensRequest, MessagesRequest
+from slipstream.server.tokenize import encode
+from slipstream.server.tools.select import plan_tools
+
+
+async def send(gateway: Gateway, request: MessagesRequest, http: HttpRequest) -> HttpResponse:
+    model = await gateway.catalog.find(request.model)
+    chat = to_chat(request)
+    tools = plan_tools(chat, model.tool_format)
+    generation = make_generation(chat, model, tools)
+    if "stop_reason" in model.outputs:
+        generation.outputs += ("stop_reason",)
+    http.state.lease.prepare([generation], model)
+    writer = MessageWriter(request, ChatReader(model, tools), tools)
+    if request.stream:
+        return await gateway.stream(http, [generation], [writer], writer.last, FORM)
+    [response] = await gateway.run(http, [generation])
+    check_time_out(response.text("text_output"), response.text("finish_reason"), request.timeout_ms)
+    writer.response(response)
+    return JSONResponse(writer.body)
+
+
+async def count_tokens(gateway: Gateway, request: CountTokensRequest) -> JSONResponse:
+    model = await gateway.catalog.find(request.model)
+    chat = to_chat(request)
+    token_ids = await encode(model, render(chat, model, plan_tools(chat, model.tool_format)), False, "messages")
+    return JSONResponse({"input_tokens": len(token_ids)})

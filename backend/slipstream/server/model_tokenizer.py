@@ -1,0 +1,47 @@
+"""A model's tokenizer in the gateway: the exact bytes of tokens for `logprobs`, and /tokenize and /detokenize.
+
+A token may be part of a character, which text cannot represent. Loaded at the first request that needs it; immutable
+afterwards.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+from slipstream.server.errors import ApiError
+from slipstream.tokenizer.tokenizer import TextTokenizer
+
+
+class ModelTokenizer:
+    """folder: that of tokenizer.json; None: bytes are those of the engine's text, and nothing is tokenised."""
+
+    def __init__(self, folder: Path | None) -> None:
+        file = folder / "tokenizer.json" if folder is not None else None
+        self._file = file if file is not None and file.is_file() else None
+
+    def prepare(self) -> None:
+        """Load it. Takes up to a second: do not call it on the event loop."""
+        _ = self._tokenizer
+
+    def bytes_of(self, token_id: int, text: str) -> list[int]:
+        """text: what the engine shows of the token, for a token without exact bytes."""
+        tokenizer = self._tokenizer
+        table = tokenizer.token_table if tokenizer is not None else None
+        piece = table.pieces[token_id] if table is not None and token_id < len(table.pieces) else text
+        return list(
+            piece if isinstance(piece, bytes) else (text if piece is None else piece).encode("utf-8", "replace")
+        )
+
+    def loaded(self) -> TextTokenizer:
+        """Raises ApiError (400) if the gateway has no file of it."""
+        if self._tokenizer is None:
+            message = (
+                "the gateway has no tokenizer.json of this model; start it with --checkpoint or --model-repository"
+            )
+            raise ApiError(400, f"model: {message}", param="model")
+        return self._tokenizer
+
+    @cached_property
+    def _tokenizer(self) -> TextTokenizer | None:
+        return TextTokenizer.load(self._file) if self._file is not None else None

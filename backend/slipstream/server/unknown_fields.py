@@ -1,0 +1,98 @@
+"""Fields of a request that the gateway does not know, or knows and does not serve. Pure functions.
+
+An unknown field is ignored and named in the answer's `warning` header, so that a client of another server changes only
+its base URL; --strict refuses it. A known field that would change the answer is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import BaseModel
+
+from slipstream.server.errors import ApiError
+
+MAX_NAMED_FIELDS = 16  # of the unknown ones, in a header and a log line
+_MAX_NAME_CHARS = 64
+_TEXT_MODEL = "this is a text model"
+_NO_BEAMS = "there is no beam search"
+
+# field -> values that change nothing, why no others are served
+NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
+    "audio": ((), _TEXT_MODEL),
+    "modalities": (([], ["text"]), _TEXT_MODEL),
+    "mm_processor_kwargs": (({},), _TEXT_MODEL),
+    "web_search_options": ((), "the gateway searches nothing"),
+    "use_beam_search": ((False,), _NO_BEAMS),
+    "length_penalty": ((1, 1.0), _NO_BEAMS),
+    "early_stopping": ((False,), _NO_BEAMS),
+    "logits_processors": (([],), "code of a client is not run"),
+    "spaces_between_special_tokens": ((True,), "special tokens are shown as they are"),
+    "kv_transfer_params": (({},), "prompts are computed where they are answered"),
+    "chat_template": ((), "a template is code; the operator names one with --chat-template"),
+    "background": ((False,), "an answer is made while its client waits"),
+    "conversation": ((), "conversations are kept as answers; use previous_response_id"),
+    "prompt_embeds": ((), "a prompt is text or token ids"),
+}
+
+
+def unknown_fields(body: BaseModel, is_strict: bool) -> list[str]:
+    """Paths of the fields that are ignored. Raises ApiError (400) for one that is refused."""
+    found: list[str] = []
+    for name, value in (body.model_extra or {}).items():
+        if name in NOT_SERVED:
+            _check_not_served(name, value)
+        else:
+            found.append(name)
+    found += _nested(body)
+    if found and is_strict:
+        path = found[0]
+        raise ApiError(400, f"{shown(path)}: is not a known parameter{_hint(body, path)} (--strict)", param=shown(path))
+    return found
+
+
+def warning(body: BaseModel, fields: list[str]) -> str:
+    """What a header says of ignored fields: ASCII, of a bounded length."""
+    named = [shown(path) + _hint(body, path) for path in fields[:MAX_NAMED_FIELDS]]
+    if len(fields) > MAX_NAMED_FIELDS:
+        named.append(f"{len(fields) - MAX_NAMED_FIELDS} more")
+    return f"ignored parameters: {', '.join(named)}"
+
+
+def shown(path: str) -> str:
+    text = path.encode("ascii", "backslashreplace").decode()
+    text = "".join(char if char.isprintable() and char not in '"\\' else "?" for char in text)
+    return text if len(text) <= _MAX_NAME_CHARS else text[: _MAX_NAME_CHARS - 3] + "..."
+
+
+def _hint(body: BaseModel, path: str) -> str:
+    if len(path) > _MAX_NAME_CHARS or "." in path:
+        return ""
+    close = difflib.get_close_matches(path, list(type(body).model_fields), n=1, cutoff=0.8)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _check_not_served(name: str, value: Any) -> None:
+    neutral, reason = NOT_SERVED[name]
+    if value is not None and value not in neutral:
+        accepted = " or ".join(map(repr, neutral)) or "null, or leave it out"
+        raise ApiError(400, f"{name}: not served, because {reason}; accepted: {accepted}", param=name)
+
+
+def _nested(body: BaseModel) -> Iterator[str]:
+    """Unknown fields of the objects inside. Not of messages, whose further keys are for the chat template."""
+    for name in type(body).model_fields:
+        if name != "messages":
+            yield from _inside(getattr(body, name), name)
+
+
+def _inside(value: Any, path: str) -> Iterator[str]:
+    if isinstance(value, BaseModel):
+        yield from (f"{path}.{name}" for name in value.model_extra or {})
+        for name in type(value).model_fields:
+            yield from _inside(getattr(value, name), f"{path}.{name}")
+    elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
+        for index, entry in enumerate(value):
+            yield from _inside(entry, f"{path}[{index}]")

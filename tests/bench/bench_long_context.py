@@ -1,0 +1,154 @@
+"""Long contexts on one GPU: TTFT of a long prompt, TPOT behind it, and what it does to streams that decode meanwhile.
+
+    python tests/bench/bench_long_context.py --length 196608 --set quantization=fp8 --set kv_cache_dtype=fp8
+    python tests/bench/bench_long_context.py --measure beside --length 131072 --streams 32 --limits 0,1024,256
+
+Random weights of the shape, random prompts, greedy. ttft: one prompt, computed in full. tpot: decodes behind contexts
+that are registered as cached but never computed, as their values do not change the time. beside: the time between two
+tokens of streams, quiet and while a prompt is computed, for values of max_mixed_prefill_tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(TESTS / "bench"))
+sys.path.insert(0, str(TESTS / "support"))
+
+from bench_engine import EngineBench  # noqa: E402
+from measures import Record, draw_prompts, emit, numbers, parser_of  # noqa: E402
+from registered_prefix import register_prefix  # noqa: E402
+from slipstream.core.prefill_budget import PrefillBudget  # noqa: E402
+from slipstream.core.request import Request  # noqa: E402
+
+NUM_WARM = 8  # steps
+NUM_DECODED = 64  # steps that tpot times
+
+
+def measure_ttft(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[Record]:
+    """Of a second prompt: the first compiles what such lengths need, on a prompt of 4,096 tokens."""
+    bench.timed(draw_prompts(bench.shape, 1, min(4096, arguments.length - 1), seed=7), 1)
+    seconds = bench.timed(draw_prompts(bench.shape, 1, arguments.length - 1), 1)
+    yield {"what": "ttft", "batch": 1, "input_len": arguments.length - 1, "ttft_ms": round(seconds * 1e3, 1)}
+
+
+def measure_tpot(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[Record]:
+    num_output = NUM_WARM + NUM_DECODED + 8
+    context = arguments.length - num_output
+    for batch in arguments.batches:
+        if batch * arguments.length > bench.pool_tokens:
+            yield {"what": "tpot", "batch": batch, "context": context, "skipped": "the KV cache does not hold it"}
+            continue
+        prompts = draw_prompts(bench.shape, batch, context, seed=batch)
+        for prompt in prompts:
+            register_prefix(bench.engine.scheduler.cache, prompt)
+        seconds = decode_seconds(bench, bench.submit(prompts, num_output))
+        limit = bench.shape.limit_s(batch, context, arguments.weight_bytes, arguments.kv_bytes)
+        yield {"what": "tpot", "batch": batch, "context": context, "tpot_ms": round(seconds * 1e3, 3),
+               "limit": round(limit / seconds, 3)}  # fmt: skip
+
+
+def decode_seconds(bench: EngineBench, requests: list[Request]) -> float:
+    """Of a step in which all requests decode; runs them to their ends."""
+    decode(bench, requests, NUM_WARM)
+    start, first = time.perf_counter(), requests[0].num_output_tokens
+    decode(bench, requests[:1], first + NUM_DECODED)
+    seconds = (time.perf_counter() - start) / (requests[0].num_output_tokens - first)
+    step_until(bench, lambda: not bench.engine.has_work)
+    return seconds
+
+
+def decode(bench: EngineBench, requests: list[Request], num_tokens: int) -> None:
+    """Until every request has so many tokens of output, or has ended."""
+    step_until(bench, lambda: all(one.num_output_tokens >= num_tokens or one.is_finished for one in requests))
+
+
+def step_until(bench: EngineBench, is_over: Callable[[], bool]) -> None:
+    while not is_over():
+        bench.engine.step()
+        if bench.engine.error is not None:
+            raise bench.engine.error
+
+
+def measure_beside(bench: EngineBench, arguments: argparse.Namespace) -> Iterator[Record]:
+    """Streams keep decoding through all limits; their contexts grow by a token a step."""
+    streams = bench.submit(draw_prompts(bench.shape, arguments.streams, arguments.stream_len), arguments.stream_tokens)
+    decode(bench, streams, NUM_WARM)
+    scheduler, length = bench.engine.scheduler, (arguments.beside_length or arguments.length) - 2
+    for seed, limit in enumerate(arguments.limits):
+        quiet = gaps(bench, streams[0], arguments.quiet_steps)
+        most = limit or scheduler.config.max_num_batched_tokens
+        scheduler.prefill_budget = PrefillBudget(most, bench.engine.spec.attention_parity)
+        start = time.perf_counter()
+        [prompt] = bench.submit(draw_prompts(bench.shape, 1, length, seed), 1)
+        during = gaps(bench, streams[0], until=prompt)
+        ttft = time.perf_counter() - start
+        assert not streams[0].is_finished, "the streams ended before the prompt: raise --stream-tokens"
+        yield {"what": "beside", "streams": arguments.streams, "input_len": length, "limit_tokens": most,
+               "steps": len(during), "ttft_ms": round(ttft * 1e3, 1), "quiet_ms": percentiles(quiet),
+               "during_ms": percentiles(during), "p99_ratio": round(p99(during) / p99(quiet), 2)}  # fmt: skip
+    for stream in streams:
+        bench.engine.finish(stream)
+    step_until(bench, lambda: not bench.engine.has_work)
+
+
+def gaps(bench: EngineBench, stream: Request, num_steps: int = 0, until: Request | None = None) -> list[float]:
+    """Seconds between tokens of a stream: of a number of them, or until a prompt has its first token."""
+    found: list[float] = []
+    last, known = time.perf_counter(), stream.num_output_tokens
+    while len(found) < num_steps or (until is not None and until.num_output_tokens == 0):
+        decode(bench, [stream], known + 1)
+        now, known = time.perf_counter(), stream.num_output_tokens
+        found.append(now - last)
+        last = now
+        if stream.is_finished:
+            break
+    return found
+
+
+def p99(seconds: list[float]) -> float:
+    return sorted(seconds)[min(len(seconds) - 1, int(len(seconds) * 0.99))]
+
+
+def percentiles(seconds: list[float]) -> Record:
+    found = {"p50": statistics.median(seconds), "p99": p99(seconds), "max": max(seconds)}
+    return {name: round(value * 1e3, 2) for name, value in found.items()}
+
+
+MEASURES = {"ttft": measure_ttft, "tpot": measure_tpot, "beside": measure_beside}
+
+
+def main() -> None:
+    parser = parser_of(__doc__, measures="ttft,tpot,beside")
+    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
+    parser.add_argument("--length", type=int, default=131072, help="max_model_len, and about the prompts' length")
+    parser.add_argument("--streams", type=int, default=32)
+    parser.add_argument("--stream-len", type=int, default=1024, help="tokens of the streams' prompts")
+    parser.add_argument("--stream-tokens", type=int, default=30000)
+    parser.add_argument("--beside-length", type=int, default=0, help="of the prompt beside them; 0: --length")
+    parser.add_argument("--quiet-steps", type=int, default=300)
+    parser.add_argument("--limits", type=numbers, default=[0], help="values of max_mixed_prefill_tokens")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=4096)
+    parser.set_defaults(batches=[1, 4])
+    arguments = parser.parse_args()
+    arguments.set = [f"max_model_len={arguments.length}", "enable_prefix_caching=true", *arguments.set]
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = EngineBench(arguments, Path(folder))
+        settings = {"shape": arguments.shape, "set": arguments.set}
+        emit({**settings, "what": "plan", "plan": str(bench.engine.memory_plan).splitlines()}, arguments.out)
+        for name in arguments.measure.split(","):
+            for record in MEASURES[name](bench, arguments):
+                emit({**settings, **record}, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Fields that the gateway does not know or serve, the ids of requests, and the line that each leaves in the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+from argparse import Namespace
+
+import openai
+import pytest
+from fake_triton import FakeTriton
+from gateway import GatewayProcess
+from patience import wait_until
+from slipstream.commands.serve import check_ports
+from slipstream.core.errors import ConfigError
+from slipstream.server.errors import ApiError
+from slipstream.server.request_log import JsonFormatter, RequestRecord, TextFormatter
+from slipstream.server.schemas import ChatRequest, CompletionRequest
+from slipstream.server.serve import listen
+from slipstream.server.unknown_fields import NOT_SERVED, unknown_fields, warning
+
+SCRIPT = json.dumps({"pieces": ["Hel", "lo"]})
+CHAT = {"model": "plain", "messages": [{"role": "user", "content": SCRIPT}]}
+TOOL = {"type": "function", "function": {"name": "f", "x-vendor": 1}}
+
+
+def request(**fields: object) -> ChatRequest:
+    return ChatRequest.model_validate({**CHAT, **fields})
+
+
+def test_unknown_fields_are_named_with_what_was_perhaps_meant() -> None:
+    body = request(temprature=1, zzz={"a": 1}, tools=[TOOL], response_format={"type": "text", "b": 2})
+    fields = unknown_fields(body, is_strict=False)
+    assert fields == ["temprature", "zzz", "response_format.b", "tools[0].function.x-vendor"]
+    told = warning(body, fields)
+    assert told.startswith(
+        "ignored parameters: temprature (did you mean temperature?), zzz, response_format.b, tools[0]"
+    )
+    with pytest.raises(ApiError) as refused:
+        unknown_fields(body, is_strict=True)
+    assert refused.value.param == "temprature" and "(did you mean temperature?) (--strict)" in refused.value.message
+    assert unknown_fields(request(user="x", prompt_cache_key="y"), is_strict=True) == []
+
+
+def test_a_header_of_any_names_is_short_and_plain() -> None:
+    body = request(**{'a"\r\nset-cookie: x': 1, "é" * 5000: 2, **{f"n{i}": i for i in range(2000)}})
+    told = warning(body, unknown_fields(body, is_strict=False))
+    assert len(told) < 1600 and told.isascii() and told.isprintable() and '"' not in told
+    assert told.endswith(", 1986 more")
+
+
+@pytest.mark.parametrize("name", NOT_SERVED)
+def test_what_would_change_the_answer_is_refused_with_the_reason(name: str) -> None:
+    neutral, reason = NOT_SERVED[name]
+    for value in (None, *neutral):
+        assert unknown_fields(request(**{name: value}), is_strict=True) == []
+    with pytest.raises(ApiError, match=f"{name}: not served, because {reason}; accepted: ") as refused:
+        unknown_fields(request(**{name: ["other"]}), is_strict=False)
+    assert (refused.value.status_code, refused.value.param) == (400, name)
+
+
+def test_a_field_of_another_server_does_not_stop_a_request(fake_client: openai.OpenAI) -> None:
+    extra = {"temprature": 1, "vllm_xargs": {"a": 1}}
+    raw = fake_client.chat.completions.with_raw_response.create(**CHAT, extra_body=extra)
+    assert raw.parse().choices[0].message.content == "Hello"
+    ignored = "ignored parameters: temprature (did you mean temperature?), vllm_xargs"
+    assert raw.headers["warning"] == f'299 slipstream "{ignored}"'
+    assert "warning" not in fake_client.chat.completions.with_raw_response.create(**CHAT).headers
+    with pytest.raises(openai.BadRequestError, match="audio: not served, because this is a text model"):
+        fake_client.chat.completions.create(**CHAT, extra_body={"audio": {"voice": "alloy"}})
+
+
+def test_one_id_names_a_request_everywhere(
+    fake_client: openai.OpenAI, fake_triton: FakeTriton, fake_gateway: GatewayProcess
+) -> None:
+    """In the header, in the answer, in the log and in the engine."""
+    raw = fake_client.chat.completions.with_raw_response.create(**CHAT)
+    own = raw.headers["x-request-id"]
+    assert raw.parse().id == f"chatcmpl-{own}" and fake_triton.requests[-1].id == own
+    given = fake_client.chat.completions.with_raw_response.create(**CHAT, extra_body={"request_id": "job-7"})
+    assert given.headers["x-request-id"] == fake_triton.requests[-1].id == "job-7"
+    prompts = [SCRIPT, SCRIPT]
+    header = {"x-request-id": "batch/1"}
+    many = fake_client.completions.with_raw_response.create(model="plain", prompt=prompts, extra_headers=header)
+    assert many.headers["x-request-id"] == "batch/1" and many.parse().id == "cmpl-batch/1"
+    assert {request.id for request in fake_triton.requests[-2:]} == {"batch/1-0", "batch/1-1"}
+    forged = {"x-request-id": "a b\tc"}
+    answer = fake_client.chat.completions.with_raw_response.create(**CHAT, extra_headers=forged)
+    assert " " not in answer.headers["x-request-id"]
+    wait_until(lambda: "id=batch/1 " in fake_gateway.log, "the last of these to be logged")
+
+
+def line_of(gateway: GatewayProcess, request_id: str) -> dict[str, str]:
+    """The values of a request's line."""
+    wait_until(lambda: f" id={request_id} " in gateway.log, "the line")
+    [line] = [line for line in gateway.log.splitlines() if f" id={request_id} " in line]
+    assert " INFO slipstream.server.request_log: request " in line
+    return dict(part.split("=", 1) for part in line.split("request ", 1)[1].split(" ") if "=" in part)
+
+
+def test_each_request_leaves_one_line(fake_client: openai.OpenAI, fake_gateway: GatewayProcess) -> None:
+    fake_client.chat.completions.create(**CHAT, extra_body={"request_id": "whole-1"})
+    told = line_of(fake_gateway, "whole-1")
+    assert float(told.pop("first_byte_ms")) <= float(told.pop("total_ms")) < 60_000
+    assert told.pop("key")
+    assert told == {"id": "whole-1", "method": "POST", "path": "/v1/chat/completions", "status": "200"} | {
+        "model": "plain", "prompt_tokens": "5", "output_tokens": "1", "end": "stop"
+    }  # fmt: skip
+    list(fake_client.chat.completions.create(**CHAT, stream=True, extra_body={"request_id": "stream-1"}))
+    told = line_of(fake_gateway, "stream-1")
+    assert (told["stream"], told["output_tokens"], told["end"]) == ("true", "2", "stop")
+    failing = json.dumps({"pieces": ["a", "b"], "fail": ["", "it broke\nINFO forged"]})
+    messages = [{"role": "user", "content": failing}]
+    with pytest.raises(openai.APIError):
+        list(
+            fake_client.chat.completions.create(
+                model="plain", messages=messages, stream=True, extra_body={"request_id": "broken-1"}
+            )
+        )
+    told = line_of(fake_gateway, "broken-1")
+    assert told["end"] == "error" and told["error"].startswith('"it') and "\nINFO forged" not in fake_gateway.log
+    with pytest.raises(openai.NotFoundError):
+        fake_client.chat.completions.create(**{**CHAT, "model": "no"}, extra_body={"request_id": "none-1"})
+    assert line_of(fake_gateway, "none-1")["status"] == "404"
+
+
+def test_the_log_says_once_what_is_served_where(fake_gateway: GatewayProcess) -> None:
+    begins = f"ready: {fake_gateway.url}/v1 serves "  # errors of other tests' models say "not ready: "
+    wait_until(lambda: begins in fake_gateway.log, "the line")
+    [line] = [line for line in fake_gateway.log.splitlines() if begins in line]
+    assert "plain (chat)" in line
+    assert "bare (completions)" in line and "encoder (embedding)" in line and "chat page at " in line
+
+
+def test_a_port_that_is_taken_is_named(fake_gateway: GatewayProcess) -> None:
+    with pytest.raises(ConfigError) as refused:
+        listen("127.0.0.1", fake_gateway.port)
+    assert str(refused.value).startswith(f"port={fake_gateway.port}: cannot listen on 127.0.0.1:{fake_gateway.port}: ")
+    asked = Namespace(host="127.0.0.1", http_port=0, grpc_port=fake_gateway.port, metrics_port=0, openai_port=None)
+    with pytest.raises(ConfigError, match=f"--grpc-port={fake_gateway.port}: cannot listen on .*accepted: a free port"):
+        check_ports(asked)
+
+
+def test_a_client_that_leaves_is_told_from_an_end(fake_client: openai.OpenAI, fake_gateway: GatewayProcess) -> None:
+    messages = [{"role": "user", "content": json.dumps({"pieces": ["a", "b"], "hang": True})}]
+    asked = {"model": "plain", "messages": messages, "stream": True, "extra_body": {"request_id": "left-1"}}
+    stream = fake_client.chat.completions.create(**asked)
+    next(iter(stream))
+    stream.close()
+    told = line_of(fake_gateway, "left-1")
+    assert (told["status"], told["end"]) == ("200", "client_gone")
+
+
+def test_a_line_is_text_or_json() -> None:
+    record = RequestRecord("POST", "/v1/x y", request_id="r", model='a"b' + "c" * 500, status=200, end="stop")
+    entry = logging.makeLogRecord({"name": "n", "levelname": "INFO", "msg": "request", "fields": record.fields()})
+    text = TextFormatter().format(entry)
+    assert 'path="/v1/x y"' in text and "model=" in text and len(text) < 500 and "\n" not in text
+    body = json.loads(JsonFormatter().format(entry))
+    assert (body["level"], body["message"], body["id"], body["status"]) == ("INFO", "request", "r", 200)
+    assert len(body["model"]) == 200 and "prompt_tokens" not in body
+
+
+def test_completions_have_the_same_rules() -> None:
+    body = CompletionRequest.model_validate({"model": "m", "prompt": "x", "guidance": 1})
+    assert unknown_fields(body, is_strict=False) == ["guidance"]
