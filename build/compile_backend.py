@@ -1,6 +1,6 @@
 """Compile the C++ backend into libtriton_slipstream.so with plain g++.
 
-    python build/compile_backend.py --out DIR [--sanitize thread]
+    .venv/bin/python build/compile_backend.py --out DIR [--sanitize thread]
 
 The result is cached by the hash of the sources and the command, so that a second call costs nothing.
 """

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Measure the quality of quantised weights and KV caches: perplexity, KL to the full model and top-1 agreement on text.
 
-    python build/evaluate.py --model MODEL --text notes.txt --weights none,fp8,wint4,wint4:64 --kv auto,int8
-    python build/evaluate.py --model MODEL --text TEXT --weights awq=/checkpoints/model-awq --output results/
+    .venv/bin/python build/evaluate.py --model MODEL --text notes.txt --weights none,fp8,wint4,wint4:64 --kv auto,int8
+    .venv/bin/python build/evaluate.py --model MODEL --text TEXT --weights awq=/checkpoints/model-awq --output results/
 
 Weights are methods, with a group size after ":" if wanted, or checkpoints as NAME=FOLDER; "none" is the model as it is.
 The reference is --model unquantised, with a KV cache of its own type.
@@ -22,7 +22,7 @@ from quantization.forward import Schedule, window_logits
 from quantization.measures import Measures, compare
 from quantization.report import Result, draw, table, write_json
 from quantization.text import cut_windows, read_token_ids
-from slipstream.core.config import GROUP_SIZES, ModelConfig
+from slipstream.core.config import GROUP_SIZES, PREFILL_DTYPES, ModelConfig
 from slipstream.core.errors import ConfigError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
 from slipstream.nn.decoder import Decoder
@@ -36,7 +36,12 @@ def parse_weights(entry: str, args: argparse.Namespace) -> tuple[str, ModelConfi
     """(name in the table, config to load) of one entry of --weights."""
     name, has_folder, folder = entry.partition("=")
     method, _, group_size = name.partition(":")
-    common = {"device": args.device, "dtype": args.dtype, "quantize_lm_head": args.quantize_lm_head and name != "none"}
+    common = {
+        "device": args.device,
+        "dtype": args.dtype,
+        "quantize_lm_head": args.quantize_lm_head and name != "none",
+        "prefill_attention_dtype": args.prefill_attention_dtype,
+    }
     if has_folder:
         return name, ModelConfig(model=folder, **common)
     accepted = [str(size) for size in GROUP_SIZES if size]
@@ -105,6 +110,9 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--batch-windows", type=positive, default=16, help="windows in one step")
     parser.add_argument("--quantize-lm-head", action="store_true")
+    parser.add_argument(
+        "--prefill-attention-dtype", choices=PREFILL_DTYPES, default="auto", help="not of the reference"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--output", type=Path, help="a folder for evaluation.{md,json,png}")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Let a chat model write the text that its draft heads learn from: questions that it asks itself, and its answers.
 
-    python build/generate_texts.py --model MODEL --out texts.jsonl --num-questions 6000
-    python build/generate_texts.py --model MODEL --out texts.jsonl --num-passages 2000 --documents manual.txt notes.md
+    .venv/bin/python build/generate_texts.py --model MODEL --out texts.jsonl --num-questions 6000
+    .venv/bin/python build/generate_texts.py --model MODEL --out texts.jsonl --num-passages 2000 --documents *.md
 
 A question is what the model writes after the chat template's opening of a user's turn (arXiv:2406.08464); documents are
 cut in passages, each behind a task. Answers are greedy for --greedy-share of the prompts, else drawn at --temperature.

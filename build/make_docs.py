@@ -1,7 +1,7 @@
 """Write the tables in docs/ (PAGES) from the code, between their markers.
 
-    python build/make_docs.py          # rewrite
-    python build/make_docs.py --check  # exit 1 if a page is out of date
+    .venv/bin/python build/make_docs.py  # rewrite
+    .venv/bin/python build/make_docs.py --check  # exit 1 if a page is out of date
 
 The text around the tables is written by hand and not changed.
 """
@@ -157,6 +157,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "model parameters": lambda: parameters("task", "model"),
     "cache parameters": lambda: parameters("cache"),
     "scheduler parameters": lambda: parameters("scheduler"),
+    "parallel parameters": lambda: parameters("parallel"),
     "serving parameters": lambda: parameters("serving"),
     "speculation parameters": lambda: parameters("speculation"),
     "guided parameters": lambda: parameters("structured_output"),

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Makes a quantised checkpoint of an unquantised one, with calibration on text where the algorithm needs it.
 
-    python build/quantize.py --model MODEL --output OUT --method wint4 --algorithm gptq --text calibration.txt
-    python build/quantize.py --model MODEL --output OUT --method wint4 --algorithm awq --zeros --format awq --text TEXT
-    python build/quantize.py --model MODEL --output OUT --method w8a8_int8 --algorithm smoothquant --text TEXT
-    python build/quantize.py --model MODEL --output OUT --method fp8 --kv-scales --text TEXT
-    python build/quantize.py --model MIXTRAL --output OUT --method a8w8_fp8_wint4 --algorithm gptq --text TEXT
+    .venv/bin/python build/quantize.py --model MODEL --output OUT --method wint4 --algorithm gptq --text T
+    .venv/bin/python build/quantize.py --model MODEL --output OUT --method wint4 --algorithm awq --format awq --text T
+    .venv/bin/python build/quantize.py --model MODEL --output OUT --method w8a8_int8 --algorithm smoothquant --text T
+    .venv/bin/python build/quantize.py --model MODEL --output OUT --method fp8 --kv-scales --text T
+    .venv/bin/python build/quantize.py --model MIXTRAL --output OUT --method a8w8_fp8_wint4 --algorithm gptq --text T
 
 Algorithms may be joined, as in "awq,gptq". Without one, weights are rounded to the best of a grid of scales, which is
 what `quantization` in config.pbtxt does at load. Formats: docs/quantization.md.
@@ -73,6 +73,8 @@ def check_shapes(plan: Plan, model: Path) -> None:
     stored = spec.stored_format or spec.expert_format
     if stored:
         raise ValueError(f"model: {model} is quantised already, in {stored.method}")
+    if any(attention.latent is not None for attention in spec.attentions):
+        raise ValueError(f"model: {model} has latent attention, whose kv_b_proj stays as it is; quantise it at load")
     if not all(isinstance(name, str) for name in FAMILIES.get(spec.architecture).names.values()):
         raise ValueError(f"model: {spec.architecture} stores layers fused or transformed: not written here")
     size = (plan.group_size or CHANNEL) if grouped else 0

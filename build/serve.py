@@ -1,10 +1,11 @@
 """Run tritonserver on a model repository, from a terminal (`make serve`) or for the demo.
 
-python build/serve.py                          # SmolLM2-135M-Instruct; ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics)
-python build/serve.py --model /path/or/hub-id  # the same model_repository with another checkpoint
-python build/serve.py --model code             # the repository as it is: the small code model that it names
-python build/serve.py --speculate medusa       # with a drafter of models/: medusa, mtp, eagle, draft_model; or ngram
-python build/serve.py --encoders               # also safety, quality, embedding and the guarded pipelines
+.venv/bin/python build/serve.py  # SmolLM2-135M-Instruct; ports 8000 (HTTP), 8001 (gRPC), 8002 (metrics)
+.venv/bin/python build/serve.py --model /path/or/hub-id  # the same model_repository with another checkpoint
+.venv/bin/python build/serve.py --model code  # the repository as it is: the small code model that it names
+.venv/bin/python build/serve.py --speculate medusa  # a drafter of models/: medusa, mtp, eagle, draft_model; or ngram
+.venv/bin/python build/serve.py --encoders  # also safety, quality, embedding and the guarded pipelines
+.venv/bin/python build/serve.py --set max_num_seqs=8 --openai-port 9000  # and the other options of `slipstream serve`
 
 `slipstream serve`, which starts the server for both, serves a checkpoint by itself: `llm` and nothing beside it.
 """
@@ -21,7 +22,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,16 @@ from pathlib import Path
 from chat_model import FOLDER, chat_model
 from drafters import CHAT_DRAFTERS, CODE_DRAFTERS, drafter_parameters
 from free_ports import free_ports
-from slipstream.commands.serve import OWN_MODELS, exit_timeout_s, server_command, supervise
+from slipstream.commands.serve import (
+    OWN_MODELS,
+    add_common_arguments,
+    check_common_arguments,
+    exit_timeout_s,
+    own_name,
+    server_command,
+    settings_of,
+    supervise,
+)
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import ConfigError, SlipstreamError
 from slipstream.nn.checkpoint_path import resolve_checkpoint
@@ -45,7 +55,7 @@ ENCODER_MODELS = (
     "guarded_ensemble",
 )  # `make encoders` installs their weights
 CODE_MODEL = "code"  # the one that model_repository names
-CODE_PROMPT, TEXT_PROMPT = "def fibonacci(n):\\n", "The capital of France is"
+CODE_PROMPT, TEXT_PROMPT = "def fibonacci(n):\\n", "Photosynthesis is the process by which"
 CHECKPOINT_PARAMETERS = ("model", "tokenizer_dir")
 
 _PARAMETER = r'parameters \{{ key: "{key}"\s+value \{{ string_value: "[^"]*" \}} \}}\n?'
@@ -164,21 +174,24 @@ def default_model() -> str:
         return CODE_MODEL
 
 
-def prepare_repository(model: str, scratch: Path, method: str = "") -> Path:
-    """The model repository to serve: a copy in `scratch`, but for the code model as it is. method: of speculation.
+def prepare_repository(model: str, scratch: Path, method: str = "", settings: Mapping[str, str] | None = None) -> Path:
+    """The model repository to serve: a copy in `scratch`, but for the code model as it is.
+
+    method: of speculation.  settings: further parameters of `llm`.
 
     Raises SystemExit if the repository has no drafter of that method for the model.
     """
     model = model or default_model()
-    if model == CODE_MODEL and not method:
+    settings = settings or {}
+    if model == CODE_MODEL and not (method or settings):
         return REPOSITORY
     repository = copied_repository(scratch) if model == CODE_MODEL else repository_for(model, scratch)
-    if method:
-        path = repository / "llm" / "config.pbtxt"
-        try:
-            path.write_text(with_parameters(path.read_text(), drafter_parameters(method, drafters_of(model))))
-        except ValueError as error:
-            raise SystemExit(str(error)) from None
+    try:
+        drafter = drafter_parameters(method, drafters_of(model)) if method else {}
+    except ValueError as error:
+        raise SystemExit(str(error)) from None
+    path = repository / "llm" / "config.pbtxt"
+    path.write_text(with_parameters(path.read_text(), {**drafter, **settings}))
     return repository
 
 
@@ -189,7 +202,7 @@ def drafters_of(model: str) -> str:
     return CHAT_DRAFTERS if Path(model).resolve() == FOLDER.resolve() else ""
 
 
-def with_parameters(config: str, parameters: dict[str, str]) -> str:
+def with_parameters(config: str, parameters: Mapping[str, str]) -> str:
     """A config.pbtxt with these parameters, in place of those of the same names."""
     for key, value in parameters.items():
         config = re.sub(_PARAMETER.format(key=key), "", config).rstrip() + "\n"
@@ -213,7 +226,8 @@ def banner(address: Address, repository: Path) -> str:
     metrics = f"http://{address.host}:{address.metrics}/metrics"
     gateway = f"--triton {address.grpc_url} --model-repository model_repository --metrics-url {metrics}"
     http = f"http://{address.http_url}"
-    body = f"""'{{"text_input": "{prompt}", "max_tokens": 64, "temperature": 0}}'"""
+    num_tokens = 64 if prompt == CODE_PROMPT else 25
+    body = f"""'{{"text_input": "{prompt}", "max_tokens": {num_tokens}, "temperature": 0}}'"""
     code = " --code" if prompt == CODE_PROMPT else ""
     streaming = body.replace("}'", ', "stream": true}\'')
     return f"""
@@ -232,17 +246,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="", help="folder of a checkpoint, a Hugging Face id, or `code`")
     parser.add_argument("--speculate", default="", help="medusa, mtp, eagle, draft_model or ngram")
-    parser.add_argument("--host", default="127.0.0.1", help="0.0.0.0 listens on every interface")
-    parser.add_argument("--http-port", type=int, default=8000)
-    parser.add_argument("--grpc-port", type=int, default=8001)
-    parser.add_argument("--metrics-port", type=int, default=8002)
     parser.add_argument("--encoders", action="store_true", help="also load safety, quality, embedding and guarded")
+    add_common_arguments(parser)
     arguments, extra = parser.parse_known_args()
     arguments.load = OWN_MODELS + (ENCODER_MODELS if arguments.encoders else ())
-    arguments.server_arguments, arguments.openai_port = extra, None
+    arguments.server_arguments = extra
     address = Address(arguments.host, arguments.http_port, arguments.grpc_port, arguments.metrics_port)
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
-        repository = prepare_repository(arguments.model, Path(folder), arguments.speculate)
+        try:
+            check_common_arguments(arguments)
+            settings = settings_of(arguments)
+        except ConfigError as error:
+            raise SystemExit(str(error)) from None
+        model = arguments.model or default_model()
+        repository = prepare_repository(model, Path(folder), arguments.speculate, settings)
+        if model != CODE_MODEL:
+            arguments.alias.append(f"{own_name(model)}=llm")
         print(banner(address, repository), flush=True)
         return supervise(server_command(LAUNCHER, repository, arguments), repository, arguments)
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Train Medusa heads, an MTP module, an EAGLE-3 head or a small draft model, from a model's own predictions.
 
-    python build/train_heads.py medusa --model models/slipstream-demo-code --out models/slipstream-demo-medusa
+    .venv/bin/python build/train_heads.py medusa --model models/slipstream-demo-code --out models/slipstream-demo-medusa
 
 Text comes packed (build/train_demo_model.py pack) or as JSON lines with a "text" or "token_ids" each (--texts;
 build/generate_texts.py lets the model write them), of which a hundredth is held out. The checkpoint written has the

@@ -1,7 +1,7 @@
 """Train the head of the safety model on the labelled texts, and evaluate it on held-out ones.
 
-    python build/train_safety_head.py                        # writes model_repository/safety/head.json
-    python build/train_safety_head.py --model FOLDER_OR_ID   # for another sentence encoder
+    .venv/bin/python build/train_safety_head.py  # writes model_repository/safety/head.json
+    .venv/bin/python build/train_safety_head.py --model FOLDER_OR_ID  # for another sentence encoder
 
 build/safety_texts has a file per category, and two without any: benign.txt, and lookalike.txt (harmless texts with the
 words of harmful ones). Every third line of a file is held out. Thresholds maximise F1 on five-fold scores of the

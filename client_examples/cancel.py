@@ -1,8 +1,8 @@
 """Stop a running generation, in the two ways there are over gRPC.
 
-python cancel.py                # cancel the stream: ends every request on it
-python cancel.py --stop         # send a request with the same id and `stop`: ends that request, keeps the stream;
-                                # reaches a request that was sent to `ensemble` as well
+.venv/bin/python client_examples/cancel.py         # cancel the stream: ends every request on it
+.venv/bin/python client_examples/cancel.py --stop  # send a request with the same id and `stop`: ends that one alone,
+                                                   # also one that was sent to `ensemble`
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stream through `ensemble` (preprocessing -> llm -> postprocessing) with the tensors of TensorRT-LLM's clients.
 
-    python ensemble.py --prompt "def fibonacci(n):" --max-tokens 64
+    .venv/bin/python client_examples/ensemble.py --prompt "def fibonacci(n):" --max-tokens 64
 
 Every tensor has a leading batch dimension of 1 here, as those clients send it; `llm` alone takes shapes without it.
 """

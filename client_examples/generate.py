@@ -1,6 +1,6 @@
 """Complete a prompt and print the whole text at once, over gRPC (or HTTP with --protocol http).
 
-python generate.py --prompt "def fibonacci(n):" --max-tokens 48
+.venv/bin/python client_examples/generate.py --prompt "def fibonacci(n):" --max-tokens 48
 """
 
 from __future__ import annotations

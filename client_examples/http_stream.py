@@ -1,6 +1,6 @@
 """Stream a completion over HTTP (server-sent events of `generate_stream`), with the standard library alone.
 
-python http_stream.py --prompt "def fibonacci(n):" --max-tokens 64
+.venv/bin/python client_examples/http_stream.py --prompt "def fibonacci(n):" --max-tokens 64
 """
 
 from __future__ import annotations

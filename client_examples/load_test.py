@@ -1,6 +1,6 @@
 """Many concurrent streams over gRPC: percentiles of TTFT and inter-token latency, tokens per second, failures.
 
-    python load_test.py --streams 32 --requests 128 --max-tokens 64
+    .venv/bin/python client_examples/load_test.py --streams 32 --requests 128 --max-tokens 64
 
 A Python client spends 65-380 µs per message: above some thousand tokens per second it measures itself, not the server.
 """

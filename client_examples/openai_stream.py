@@ -1,6 +1,6 @@
 """A streamed chat through the OpenAI gateway (`slipstream serve-openai`), with the standard library alone.
 
-python openai_stream.py --url http://localhost:9000 --prompt "add two numbers"
+.venv/bin/python client_examples/openai_stream.py --url http://localhost:9000 --prompt "add two numbers"
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Stream a completion over gRPC: text is printed as it arrives, then the time to first token and tokens per second.
 
-python stream.py --prompt "def fibonacci(n):" --max-tokens 64
+.venv/bin/python client_examples/stream.py --prompt "def fibonacci(n):" --max-tokens 64
 """
 
 from __future__ import annotations

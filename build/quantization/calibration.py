@@ -13,9 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from slipstream.nn.attention import ATTENTION_BACKENDS, LayerCache
+from slipstream.nn.attention import ATTENTION_BACKENDS
 from slipstream.nn.decoder import Decoder, DecoderLayer
 from slipstream.nn.experts import Experts
+from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.linear import ExpertLinear, Linear
 from slipstream.nn.quant.method import Weights
@@ -151,7 +152,10 @@ def recording(linear: Linear) -> Iterator[Seen]:
 
     own = {"apply": lambda x: apply(show(x)), "apply_gated": lambda x, quant: apply_gated(show(x), quant)}
     if isinstance(linear, ExpertLinear):
-        own = {"apply_grouped": partial(_show_experts, linear.apply_grouped, statistics)}
+        own = {
+            "apply_grouped": partial(_show_experts, linear.apply_grouped, statistics),
+            "apply_grouped_gated": partial(_show_experts, linear.apply_grouped_gated, statistics),
+        }
     linear.__dict__.update(own)  # in the place of the methods
     try:
         yield statistics
@@ -161,15 +165,16 @@ def recording(linear: Linear) -> Iterator[Seen]:
 
 
 def _show_experts(
-    multiply: Callable[..., Tensor],
+    multiply: Callable[..., ops.Activation],
     statistics: Seen,
-    x: Tensor,
+    x: ops.Activation,
     routing: ops.Routing,
     *,
     by_token: bool = False,
-    gated: bool = False,
-) -> Tensor:
+    **how: ops.ActivationQuant[ops.Activation],
+) -> ops.Activation:
+    assert isinstance(x, Tensor)
     rows = x[routing.tokens.long()] if by_token else x
     for expert, (start, end) in zip(statistics, pairwise(routing.offsets.tolist())):
         expert.add(rows[start:end])
-    return multiply(x, routing, by_token=by_token, gated=gated)
+    return multiply(x, routing, by_token=by_token, **how)

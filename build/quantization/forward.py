@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from slipstream.nn.attention import LayerCache
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.decoder import Decoder
-from slipstream.nn.kv_layout import key_value_cache
+from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.kv_types import resolve_kv_dtype
 from slipstream_kernels import ops
 from torch import Tensor
@@ -33,7 +32,7 @@ def empty_caches(decoder: Decoder, num_blocks: int, kv_dtype: str) -> list[Layer
     caches = []
     for layer in decoder.layers:
         planes = layer.attention.spec.kv_layout(dtype).empty(num_blocks, BLOCK_SIZE, context.device)
-        caches.append(key_value_cache({**planes, **(layer.attention.kv_scales if is_fp8 else {})}))
+        caches.append(layer.attention.spec.kv_cache({**planes, **(layer.attention.kv_scales if is_fp8 else {})}))
     return caches
 
 

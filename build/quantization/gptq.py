@@ -19,21 +19,22 @@ def round_by_feedback(weight: Tensor, gram: Tensor, num_rows: int, grid: Grid) -
     """weight: [out, in] fp32. gram: [in, in], sum of x xᵀ over num_rows inputs. Returns values on the grid, [out, in].
 
     With few rows, correlations between features are mostly noise, which `_trusted` reduces.
+    The loop never indexes by a number on the device: the host would wait for it once a column.
     """
     order = torch.argsort(gram.diagonal(), descending=True)
-    work, result = weight[:, order].clone(), torch.empty_like(weight)
+    work, ordered = weight[:, order].clone(), torch.empty_like(weight)
     factor = _inverse_factor(_trusted(gram[order][:, order], num_rows))
     for start in range(0, work.shape[1], COLUMNS):
         end = min(start + COLUMNS, work.shape[1])
         errors = torch.empty(work.shape[0], end - start, device=work.device)
         for column in range(start, end):
             rounded = grid.nearest(order[column : column + 1], work[:, column : column + 1])
-            result[:, order[column]] = rounded[:, 0]
+            ordered[:, column] = rounded[:, 0]
             error = (work[:, column] - rounded[:, 0]) / factor[column, column]
             work[:, column:end] -= error[:, None] * factor[column, column:end]
             errors[:, column - start] = error
         work[:, end:] -= errors @ factor[start:end, end:]
-    return result
+    return ordered[:, torch.argsort(order)]
 
 
 def _trusted(gram: Tensor, num_rows: int) -> Tensor:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
-from slipstream.nn.attention import LayerCache
 from slipstream.nn.decoder import Decoder, DecoderLayer
+from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.linear import Linear
 from torch import Tensor
 from tqdm import tqdm
