@@ -33,7 +33,15 @@ def loaded(server: TritonServer) -> TritonServer:
 
 
 def engines(server: TritonServer) -> list[int]:
-    return [child.pid for child in psutil.Process(server.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
+    """Those that have not ended; psutil's own listing may hold one that ends meanwhile."""
+    return [child.pid for child in psutil.Process(server.pid).children() if is_alive(child)]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def own_threads(server: TritonServer) -> Counter[str]:
