@@ -113,13 +113,13 @@ std::string Engine::why_down() {
   return "the engine of model '" + setup_.model_name + "' " + end_for_clients_ + what_now;
 }
 
-bool Engine::submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std::string_view frame) {
+bool Engine::submit(uint64_t handle, const OpenRequest& request, std::string_view frame) {
   std::shared_ptr<EngineLink> link;
   {
     std::lock_guard<std::mutex> lock(mutex_);  // with engine_ended(): no request slips in behind its fail_all()
     if (link_ == nullptr) return false;
     link = link_;
-    live_.add(handle, factory);
+    live_.add(handle, request);
     was_asked_ = true;
   }
   if (link->offer(frame) || !live_.take_back(handle)) return true;
@@ -129,11 +129,10 @@ bool Engine::submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std
           std::to_string(EngineLink::kMaxUnreadBytes >> 20) + " MiB of them are unread");
 }
 
-void Engine::refuse(
-    TRITONBACKEND_ResponseFactory* factory, TRITONSERVER_Error_Code code, const std::string& reason) {
+void Engine::refuse(const OpenRequest& request, TRITONSERVER_Error_Code code, const std::string& reason) {
   services_.pacer.before_send();
-  send_error(factory, code, reason);
-  log_if_failed(TRITONBACKEND_ResponseFactoryDelete(factory), "response factory");
+  send_error(request.factory, code, reason);
+  request.close(false, request.passed_ns);
 }
 
 void Engine::send_cancel(uint64_t handle) {

@@ -20,6 +20,7 @@
 #include "held_model.h"
 #include "live_requests.h"
 #include "metrics.h"
+#include "open_request.h"
 #include "pacing.h"
 #include "reloader.h"
 #include "server_exit.h"
@@ -83,12 +84,12 @@ class Engine {
   // Why requests cannot be taken now; for error messages to clients.
   std::string why_down();
 
-  // Hand a request over: its frame goes to the engine, its factory to the live requests.  False, and nothing is taken,
+  // Hand a request over: its frame goes to the engine, the rest to the live requests.  False, and nothing is taken,
   // while the engine is down.  Throws BackendError, and nothing is taken, while the engine has too much unread.
-  bool submit(uint64_t handle, TRITONBACKEND_ResponseFactory* factory, std::string_view frame);
+  bool submit(uint64_t handle, const OpenRequest& request, std::string_view frame);
 
-  // Answer a request that was not taken; the factory is deleted.
-  void refuse(TRITONBACKEND_ResponseFactory* factory, TRITONSERVER_Error_Code code, const std::string& reason);
+  // Answer a request that was not taken, and close it.
+  void refuse(const OpenRequest& request, TRITONSERVER_Error_Code code, const std::string& reason);
 
   // Have the engine stop working on a request, as if its client had cancelled.  False if it is not live here.
   // Does not wait: the caller holds the lock of all engines, and this one may not be reading its socket.

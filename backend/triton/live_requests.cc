@@ -54,40 +54,50 @@ void send_error(
   TRITONSERVER_ErrorDelete(error);
 }
 
-void LiveRequests::add(uint64_t handle, TRITONBACKEND_ResponseFactory* factory) {
+void LiveRequests::add(uint64_t handle, const OpenRequest& request) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!live_.emplace(handle, Live{factory}).second) {
+  if (!live_.emplace(handle, Live{request}).second) {
     throw BackendError(TRITONSERVER_ERROR_INTERNAL, "two requests drew the same handle; send this one again");
   }
   if (live_.size() == 1) changed_.notify_one();
 }
 
-TRITONBACKEND_ResponseFactory* LiveRequests::find(uint64_t handle, bool remove) {
+std::optional<OpenRequest> LiveRequests::find(uint64_t handle, bool remove) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = live_.find(handle);
-  if (found == live_.end()) return nullptr;
-  TRITONBACKEND_ResponseFactory* factory = found->second.factory;
+  if (found == live_.end()) return std::nullopt;
+  const OpenRequest request = found->second.request;
   if (remove) live_.erase(found);
-  return factory;
+  return request;
 }
 
 void LiveRequests::respond(const ResponseView& response, const std::vector<OutputSpec>& outputs) {
   for (const ResponseView::Output& output : response.outputs) {
     if (output.index >= outputs.size()) throw ProtocolError("an output index is out of range");
   }
-  TRITONBACKEND_ResponseFactory* factory = find(response.handle, response.is_final());
-  if (factory == nullptr) return;
+  const auto request = find(response.handle, response.is_final());
+  if (!request) return;
+  const uint64_t answered_ns = response.is_final() ? monotonic_ns() : 0;
+  const bool is_error = (response.flags & kFlagError) != 0;
   pacer_.before_send();
-  if (response.flags & kFlagError) {
+  if (is_error) {
     const auto code = static_cast<TRITONSERVER_Error_Code>(response.error_code);
-    send_error(factory, code, std::string(response.error_message), response.is_final());
+    send_error(request->factory, code, std::string(response.error_message), response.is_final());
   } else if ((response.flags & kFlagEmpty) == 0) {
-    send_content(factory, response, outputs);
+    send_content(request->factory, response, outputs);
   } else if (response.is_final()) {
     log_if_failed(
-        TRITONBACKEND_ResponseFactorySendFlags(factory, TRITONSERVER_RESPONSE_COMPLETE_FINAL), "cannot end a request");
+        TRITONBACKEND_ResponseFactorySendFlags(request->factory, TRITONSERVER_RESPONSE_COMPLETE_FINAL),
+        "cannot end a request");
   }
-  if (response.is_final()) log_if_failed(TRITONBACKEND_ResponseFactoryDelete(factory), "response factory");
+  if (response.is_final()) request->close(!is_error, answered_ns);
+}
+
+void LiveRequests::fail(const OpenRequest& request, TRITONSERVER_Error_Code code, const std::string& message) {
+  const uint64_t answered_ns = monotonic_ns();
+  pacer_.before_send();
+  send_error(request.factory, code, message);
+  request.close(false, answered_ns);
 }
 
 size_t LiveRequests::fail_all(TRITONSERVER_Error_Code code, const std::string& message) {
@@ -96,29 +106,23 @@ size_t LiveRequests::fail_all(TRITONSERVER_Error_Code code, const std::string& m
     std::lock_guard<std::mutex> lock(mutex_);
     failed.swap(live_);
   }
-  for (const auto& [handle, live] : failed) {
-    pacer_.before_send();
-    send_error(live.factory, code, message);
-    log_if_failed(TRITONBACKEND_ResponseFactoryDelete(live.factory), "response factory");
-  }
+  for (const auto& [handle, live] : failed) fail(live.request, code, message);
   return failed.size();
 }
 
 void LiveRequests::fail_ignored_cancels() {
-  std::vector<TRITONBACKEND_ResponseFactory*> ignored;
+  std::vector<OpenRequest> ignored;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     for (auto it = live_.begin(); it != live_.end();) {
       const bool is_ignored = it->second.is_cancelled && Clock::now() - it->second.cancelled_at > kCancelGrace;
-      if (is_ignored) ignored.push_back(it->second.factory);
+      if (is_ignored) ignored.push_back(it->second.request);
       it = is_ignored ? live_.erase(it) : std::next(it);
     }
   }
-  for (TRITONBACKEND_ResponseFactory* factory : ignored) {
+  for (const OpenRequest& request : ignored) {
     log_warning("the engine did not answer a cancellation within 5 s");
-    pacer_.before_send();
-    send_error(factory, TRITONSERVER_ERROR_CANCELLED, "cancelled; the engine did not confirm it");
-    log_if_failed(TRITONBACKEND_ResponseFactoryDelete(factory), "response factory");
+    fail(request, TRITONSERVER_ERROR_CANCELLED, "cancelled; the engine did not confirm it");
   }
 }
 
@@ -150,7 +154,7 @@ bool LiveRequests::is_newly_cancelled(uint64_t handle) {
   const auto found = live_.find(handle);
   if (found == live_.end() || found->second.is_cancelled) return false;
   bool is_cancelled = false;
-  if (TRITONSERVER_Error* error = TRITONBACKEND_ResponseFactoryIsCancelled(found->second.factory, &is_cancelled)) {
+  if (TRITONSERVER_Error* error = TRITONBACKEND_ResponseFactoryIsCancelled(found->second.request.factory, &is_cancelled)) {
     TRITONSERVER_ErrorDelete(error);
   }
   if (!is_cancelled) return false;

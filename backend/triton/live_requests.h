@@ -1,18 +1,20 @@
 // The requests that the engine has and that have not seen their last response.
 //
 // execute() adds (Triton's threads); the engine's reader thread sends responses, and it alone removes; the watcher
-// thread looks for cancelled ones.  A response factory is touched without the lock by the reader thread only.
+// thread looks for cancelled ones.  A request and its factory are touched without the lock by the reader thread only.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "api.h"
+#include "open_request.h"
 #include "pacing.h"
 #include "wire.h"
 
@@ -22,11 +24,11 @@ class LiveRequests {
  public:
   explicit LiveRequests(HttpPacer& pacer) : pacer_(pacer) {}
 
-  // Takes the factory over, unless it throws BackendError because the handle is in use.
-  void add(uint64_t handle, TRITONBACKEND_ResponseFactory* factory);
+  // Takes the request over, unless it throws BackendError because the handle is in use.
+  void add(uint64_t handle, const OpenRequest& request);
 
-  // Give the factory of a request that the engine never got back to the caller.  False if it was answered meanwhile.
-  bool take_back(uint64_t handle) { return find(handle, true) != nullptr; }
+  // Give a request that the engine never got back to the caller.  False if it was answered meanwhile.
+  bool take_back(uint64_t handle) { return find(handle, true).has_value(); }
 
   // Reader thread: send one response of the engine; outputs are named by READY's list.  Unknown handles are ignored
   // (their request was answered already).  Throws ProtocolError for an output index out of range.
@@ -52,13 +54,14 @@ class LiveRequests {
  private:
   using Clock = std::chrono::steady_clock;
   struct Live {
-    TRITONBACKEND_ResponseFactory* factory;
+    OpenRequest request;
     bool is_cancelled = false;
     Clock::time_point cancelled_at{};
   };
 
   bool is_newly_cancelled(uint64_t handle);
-  TRITONBACKEND_ResponseFactory* find(uint64_t handle, bool remove);
+  std::optional<OpenRequest> find(uint64_t handle, bool remove);
+  void fail(const OpenRequest& request, TRITONSERVER_Error_Code code, const std::string& message);
 
   HttpPacer& pacer_;
   std::mutex mutex_;

@@ -1,7 +1,5 @@
 #include "model.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <fstream>
@@ -47,12 +45,6 @@ std::chrono::milliseconds drain_timeout(const std::string& config) {
   const auto given = json_path(config, {"parameters", "drain_timeout_s", "string_value"});
   const double seconds = given ? std::strtod(json_string(*given).c_str(), nullptr) : kDefaultSeconds;
   return std::chrono::milliseconds(static_cast<int64_t>(std::clamp(seconds, 0.0, kMostSeconds) * 1e3));
-}
-
-uint64_t monotonic_ns() {
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1000000000u + static_cast<uint64_t>(now.tv_nsec);
 }
 
 }  // namespace
@@ -137,36 +129,32 @@ void Model::cancel_upstream(TRITONBACKEND_Request* request) {
 
 void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request) {
   static thread_local FrameWriter writer;
-  const uint64_t started = monotonic_ns();
-  TRITONBACKEND_ResponseFactory* factory = nullptr;
+  OpenRequest open{instance, request, nullptr, monotonic_ns(), 0};
   bool is_taken = false;
-  if (log_if_failed(TRITONBACKEND_ResponseFactoryNew(&factory, request), "response factory")) {
-    TRITONSERVER_Error_Code code = TRITONSERVER_ERROR_UNAVAILABLE;
-    std::string reason;
-    try {
-      cancel_upstream(request);
-      const uint64_t handle = new_handle();
-      is_taken = engine_->submit(handle, factory, encode_request(writer, handle, request));
-      if (!is_taken) reason = engine_->why_down();
-    } catch (const BackendError& error) {
-      code = error.code;
-      reason = error.what();
-    } catch (const std::exception& error) {  // out of memory, say: this request alone fails, and is told no details
-      log_error(std::string("a request could not be passed on: ") + error.what());
-      code = TRITONSERVER_ERROR_INTERNAL;
-      reason = "the request could not be passed on to the engine; the server's log says why";
-    }
-    if (!is_taken) engine_->refuse(factory, code, reason);
+  if (!log_if_failed(TRITONBACKEND_ResponseFactoryNew(&open.factory, request), "response factory")) {
+    open.passed_ns = monotonic_ns();
+    return open.close(false, open.passed_ns);
   }
-  const uint64_t ended = monotonic_ns();
-  log_if_failed(
-      TRITONBACKEND_ModelInstanceReportStatistics(instance, request, is_taken, started, started, ended, ended),
-      "statistics");
-  if (is_taken) {  // Triton's execution count: to it every request is an execution, whatever the engine batches
-    log_if_failed(
-        TRITONBACKEND_ModelInstanceReportBatchStatistics(instance, 1, started, started, ended, ended), "statistics");
+  TRITONSERVER_Error_Code code = TRITONSERVER_ERROR_UNAVAILABLE;
+  std::string reason;
+  try {
+    cancel_upstream(request);
+    const uint64_t handle = new_handle();
+    const std::string_view frame = encode_request(writer, handle, request);
+    open.passed_ns = monotonic_ns();
+    is_taken = engine_->submit(handle, open, frame);  // it may be answered and released by now
+    if (!is_taken) reason = engine_->why_down();
+  } catch (const BackendError& error) {
+    code = error.code;
+    reason = error.what();
+  } catch (const std::exception& error) {  // out of memory, say: this request alone fails, and is told no details
+    log_error(std::string("a request could not be passed on: ") + error.what());
+    code = TRITONSERVER_ERROR_INTERNAL;
+    reason = "the request could not be passed on to the engine; the server's log says why";
   }
-  log_if_failed(TRITONBACKEND_RequestRelease(request, TRITONSERVER_REQUEST_RELEASE_ALL), "request release");
+  if (is_taken) return;
+  open.passed_ns = monotonic_ns();
+  engine_->refuse(open, code, reason);
 }
 
 }  // namespace slipstream

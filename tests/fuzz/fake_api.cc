@@ -229,6 +229,8 @@ Error TRITONBACKEND_ModelInstanceModel(TRITONBACKEND_ModelInstance* instance, TR
 Error TRITONBACKEND_ModelInstanceReportStatistics(
     TRITONBACKEND_ModelInstance*, TRITONBACKEND_Request* request, const bool, uint64_t, uint64_t, uint64_t, uint64_t) {
   require(request->num_releases == 0, "statistics of a released request");
+  std::lock_guard<std::mutex> lock(request->client->mutex);
+  require(request->client->has_ended, "statistics before the last response");
   return nullptr;
 }
 Error TRITONBACKEND_ModelInstanceReportBatchStatistics(
@@ -316,6 +318,7 @@ Error TRITONBACKEND_RequestIsCancelled(TRITONBACKEND_Request* request, bool* is_
 }
 Error TRITONBACKEND_RequestRelease(TRITONBACKEND_Request* request, uint32_t) {
   require(++request->num_releases == 1, "a request is released twice");
+  if (request->on_release != nullptr) request->on_release(request);
   return nullptr;
 }
 

@@ -63,6 +63,7 @@ struct TRITONBACKEND_Request {
   std::vector<RequestParameter> parameters;
   std::shared_ptr<Client> client = std::make_shared<Client>();
   std::atomic<int> num_releases{0};
+  void (*on_release)(TRITONBACKEND_Request*) = nullptr;  // may delete it, as the server does
 };
 
 struct TRITONBACKEND_ResponseFactory {

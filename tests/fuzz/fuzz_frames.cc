@@ -1,6 +1,8 @@
 // libFuzzer: any bytes as the stream of an engine: headers, HELLO, READY, RESPONSES to live requests, METRICS.
-// A frame is used or refused with ProtocolError; every request still gets exactly one final response.
+// A frame is used or refused with ProtocolError; every request still gets exactly one final response
+// and is released once.
 #include <cstdlib>
+#include <deque>
 
 #include "fake_api.h"
 #include "live_requests.h"
@@ -17,11 +19,10 @@ class Peer {
  public:
   Peer() : live_(pacer_), metrics_(registry_, "llm", 1) {
     for (uint64_t handle = 1; handle <= kNumRequests; ++handle) {
-      TRITONBACKEND_Request request;
-      TRITONBACKEND_ResponseFactory* factory = nullptr;
-      TRITONBACKEND_ResponseFactoryNew(&factory, &request);
-      live_.add(handle, factory);
-      clients_.push_back(request.client);
+      TRITONBACKEND_Request& request = requests_.emplace_back();
+      OpenRequest open{nullptr, &request, nullptr, 0, 0};
+      TRITONBACKEND_ResponseFactoryNew(&open.factory, &request);
+      live_.add(handle, open);
     }
   }
 
@@ -38,8 +39,8 @@ class Peer {
 
   void end() {
     live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, "the engine is gone");
-    for (const auto& client : clients_) {
-      if (!client->has_ended) std::abort();
+    for (const TRITONBACKEND_Request& request : requests_) {
+      if (!request.client->has_ended || request.num_releases != 1) std::abort();
     }
   }
 
@@ -66,7 +67,7 @@ class Peer {
   LiveRequests live_;
   MetricRegistry registry_;
   ModelMetrics metrics_;
-  std::vector<std::shared_ptr<Client>> clients_;
+  std::deque<TRITONBACKEND_Request> requests_;
   std::vector<OutputSpec> outputs_;
   ResponseView response_;
 };

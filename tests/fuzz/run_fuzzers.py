@@ -25,7 +25,7 @@ CORPUS = FOLDER / "corpus"
 BACKEND = ROOT / "backend/triton"
 SOURCES = {  # of backend/triton, by target
     "request": ("request", "wire"),
-    "frames": ("wire", "live_requests", "metrics", "pacing"),
+    "frames": ("wire", "live_requests", "metrics", "open_request", "pacing"),
     "json": ("json_splice",),
 }
 TARGETS = (*SOURCES, "python")

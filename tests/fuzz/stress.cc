@@ -2,7 +2,7 @@
 // read, cancel, forge handles and crash the engine.  For ThreadSanitizer, which a real server cannot be run under.
 //
 //   stress LIBRARY BACKEND_DIR SECONDS
-// Exits with 1 when a request has no end, a forged handle ends a request, or a rightful one does not.
+// Exits with 1 when a request has no end or is not released, a forged handle ends a request, or a rightful one does not.
 #include <dlfcn.h>
 
 #include <chrono>
@@ -18,7 +18,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 constexpr int kEndMs = 20000;
-std::atomic<size_t> num_requests{0}, num_errors{0}, num_cancelled{0};
+std::atomic<size_t> num_requests{0}, num_errors{0}, num_cancelled{0}, num_open{0};
 
 [[noreturn]] void fail(const char* what) {
   std::fprintf(stderr, "stress: %s\n", what);
@@ -82,28 +82,34 @@ class Host {
   ~Host() {
     for (TRITONBACKEND_Model* model : {&llm_, &detok_}) check(library_.unload(model));
     check(library_.finalize(&backend_));
+    if (num_open != 0) fail("a request was not released");
   }
 
-  std::shared_ptr<Client> ask(TRITONBACKEND_ModelInstance& instance, TRITONBACKEND_Request& request) {
-    TRITONBACKEND_Request* one = &request;
-    check(library_.execute(&instance, &one, 1));
-    if (request.num_releases != 1) fail("a request was not released");
+  std::shared_ptr<Client> ask(TRITONBACKEND_ModelInstance& instance, std::unique_ptr<TRITONBACKEND_Request> request) {
+    const std::shared_ptr<Client> client = request->client;
+    request->on_release = [](TRITONBACKEND_Request* released) {
+      delete released;
+      --num_open;
+    };
+    ++num_open;
     ++num_requests;
-    return request.client;
+    TRITONBACKEND_Request* one = request.release();
+    check(library_.execute(&instance, &one, 1));
+    return client;
   }
   std::shared_ptr<Client> generate(const std::string& script) {
-    TRITONBACKEND_Request request;
-    request.inputs.push_back(bytes_input(script));
-    request.outputs = {"text_output", "request_handle"};
-    return ask(llm_instance_, request);
+    auto request = std::make_unique<TRITONBACKEND_Request>();
+    request->inputs.push_back(bytes_input(script));
+    request->outputs = {"text_output", "request_handle"};
+    return ask(llm_instance_, std::move(request));
   }
   // A cancelled request to the model at the end of an ensemble, as the server makes it.
   void cancel_by_handle(uint64_t handle) {
-    TRITONBACKEND_Request request;
-    request.inputs = {bytes_input("x"), handle_input(handle)};
-    request.outputs = {"text_output"};
-    request.client->is_cancelled = true;
-    end(ask(detok_instance_, request));
+    auto request = std::make_unique<TRITONBACKEND_Request>();
+    request->inputs = {bytes_input("x"), handle_input(handle)};
+    request->outputs = {"text_output"};
+    request->client->is_cancelled = true;
+    end(ask(detok_instance_, std::move(request)));
   }
   static void end(const std::shared_ptr<Client>& client) {
     if (!client->wait_end(kEndMs)) fail("a request has no end");

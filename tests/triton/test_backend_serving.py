@@ -34,14 +34,15 @@ input { name: "REQUEST_HANDLE" data_type: TYPE_UINT64 dims: [1] optional: true }
 
 @pytest.fixture(scope="module")
 def server(fake_backend_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    """llm: as fast as it can; slow: a token per 10 ms; deaf: slow and ignores cancels; tok, detok: not decoupled.
+    """llm: as fast as it can; slow, paced: a token per 10 ms; deaf: slow, ignores cancels; tok, detok: not decoupled.
 
-    executed and observed are asked by one test each, so that their counters are its own.
+    executed, observed, paced and refusing are asked by one test each, so that their counters are its own.
     """
     repository = tmp_path_factory.mktemp("repository")
-    for name in ("llm", "executed", "observed"):
+    for name in ("llm", "executed", "observed", "refusing"):
         add_model(repository, name, {"burst": "4"})
-    add_model(repository, "slow", {"step_ms": "10"})
+    for name in ("slow", "paced"):
+        add_model(repository, name, {"step_ms": "10"})
     add_model(repository, "deaf", {"step_ms": "10", "ignore_cancel": "true"})
     add_model(repository, "tok", {"task": "tokenize"})
     add_model(repository, "one_answer", {}, "model_transaction_policy { decoupled: false }\n")
@@ -296,6 +297,41 @@ def test_executions_are_counted(server: TritonServer) -> None:
     server.wait_until(lambda: counts() == [3, 3], "the executions to be counted")  # an answer may be there before
     [stats] = json.loads(server.get("/v2/models/executed/versions/1/stats")[1])["model_stats"]
     assert stats["execution_count"] == 3
+
+
+def stats_of(server: TritonServer, model: str) -> dict[str, dict[str, int]]:
+    [stats] = json.loads(server.get(f"/v2/models/{model}/versions/1/stats")[1])["model_stats"]
+    return stats["inference_stats"]
+
+
+def test_durations_of_triton_reach_to_the_last_response(server: TritonServer) -> None:
+    before = stats_of(server, "paced")
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send("paced", {"tokens": 30})  # a token per 10 ms
+        stream.wait(num_ends=1)
+    server.wait_until(lambda: stats_of(server, "paced")["success"]["count"] == 1, "the request to be counted")
+    after = stats_of(server, "paced")
+    seconds = {name: (after[name]["ns"] - before[name]["ns"]) * 1e-9 for name in after}
+    assert seconds["compute_infer"] > 0.25, "it ended with the first call"
+    assert seconds["success"] >= seconds["compute_infer"] > 10 * seconds["compute_input"]
+    assert metric(server, "nv_inference_compute_infer_duration_us", "paced") > 250_000
+
+
+def test_refused_and_failed_requests_are_failures(server: TritonServer) -> None:
+    def counts() -> tuple[int, int]:
+        stats = stats_of(server, "refusing")
+        return stats["success"]["count"], stats["fail"]["count"]
+
+    with GrpcStream(server.grpc_url) as stream:
+        stream.send("refusing", "fine")
+        stream.send("refusing", {"tokens": 3, "then": "error"})  # by the engine
+        stream.wait(num_ends=2)
+        stream.send("refusing", "fine", parameters={"x" * 300: "a name that is too long"})  # by the backend
+        stream.wait(num_ends=3)
+    server.wait_until(lambda: counts() == (1, 2), f"one success and two failures, not {counts()}")
+    found = server.metrics().items()
+    failures = {name: value for name, value in found if "request_failure" in name and "refusing" in name}
+    assert sum(failures.values()) == 2, failures
 
 
 def test_metrics_of_the_engine_are_exported_with_model_and_version(server: TritonServer) -> None:
