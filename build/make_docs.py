@@ -17,8 +17,9 @@ from pathlib import Path
 
 from slipstream.core.config_parse import parameter_default
 from slipstream.core.config_table import FOREIGN, PARAMETERS
+from slipstream.core.metric_aliases import ALIASES, describe
 from slipstream.core.settings import IN_SPECULATION, PASSED_ON, SETTINGS, Setting
-from slipstream.core.stats import METRICS, MetricKind
+from slipstream.core.stats import METRICS
 from slipstream.nn.quant import NAMES as QUANTIZATIONS
 from slipstream.protocol.contract import DETOKENIZE, GENERATE, TOKENIZE
 from slipstream.protocol.tensor_spec import TYPE_NAMES, InputSpec, OutputSpec, Use
@@ -129,9 +130,19 @@ def metrics() -> str:
     rows = {}
     for metric in METRICS:
         labels = ", ".join(["model", "version", *metric.labels])
-        unit = "histogram, seconds" if metric.kind is MetricKind.HISTOGRAM else metric.kind.name.lower()
+        unit = metric.kind.name.lower() + (", seconds" if metric.buckets and metric.family.endswith("_seconds") else "")
         rows[metric.family] = (f"`{metric.family}`", unit, labels, metric.help)
     return table(("metric", "kind", "labels", "meaning"), rows.values())
+
+
+def metric_aliases() -> str:
+    rows = []
+    for name, aliases in ALIASES.items():
+        for alias in aliases:
+            labels = ", ".join(f'{label}="{value}"' for label, value in alias.labels.items())
+            family = f"`{alias.family}{{{labels}}}`" if labels else f"`{alias.family}`"
+            rows.append((f"`{name}`", family, f"`{describe(alias)}`" if alias.source is not None else describe(alias)))
+    return table(("set", "metric", "what it repeats"), rows)
 
 
 def gateway_metrics() -> str:
@@ -163,6 +174,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "guided parameters": lambda: parameters("structured_output"),
     "foreign parameters": foreign,
     "metrics": metrics,
+    "metric aliases": metric_aliases,
     "gateway metrics": gateway_metrics,
 }
 PAGES = ("contracts.md", "gateway.md", "configuration.md", "metrics.md")

@@ -232,6 +232,16 @@ def test_a_prefix_is_found_again_and_metrics_move(llm_server: LlmServer, greedy:
     assert llm_server.metric("slipstream_requests_finished_total", reason="length") > 0
     assert llm_server.metric("slipstream_time_to_first_token_seconds_count") > 0
     assert llm_server.metric("slipstream_kv_blocks_free") == llm_server.metric("slipstream_kv_blocks_total")
+    generated = llm_server.settled("slipstream_generation_tokens_total")
+    assert llm_server.metric("vllm:generation_tokens_total", model_name="llm") == generated
+    for family in (
+        "vllm:time_per_output_token_seconds_count",
+        "vllm:request_params_n_count",
+        "nv_llm_input_token_len_sum",
+    ):
+        assert llm_server.metric(family) > 0
+    blocks = llm_server.metric("nv_trt_llm_kv_cache_block_metrics", kv_cache_block_type="max")
+    assert blocks == llm_server.metric("slipstream_kv_blocks_total") > 0
 
 
 def test_the_config_was_completed(llm_server: LlmServer) -> None:

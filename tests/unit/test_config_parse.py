@@ -45,6 +45,7 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "eagle_top_k": "8",
         "ngram_max": "3",
         "guided_memory_bytes": "134217728",
+        "metrics_aliases": "vllm",
     }
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])
@@ -60,7 +61,7 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
     of_config = {f"{name}.{field.name}" for name, section in sections.items() for field in fields(section)}
     of_config -= {"speculation.options"}  # made of the parameters of the methods
     without = of_config - {parameter.path for parameter in PARAMETERS}
-    of_pbtxt = {"serving.max_batch_size", "serving.is_decoupled"}  # it has fields of its own
+    of_pbtxt = {"serving.max_batch_size", "serving.is_decoupled", "serving.model_name"}  # fields of its own
     assert without == {*of_pbtxt, "serving.stated", "serving.generation_defaults"}  # the last two: found out, not given
     names = [name for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)]
     assert len(names) == len(set(names)) and not set(names) & set(FOREIGN)

@@ -128,6 +128,9 @@ def test_a_request_leaves_its_latencies_and_counts() -> None:
     assert news[Metric.FINISHED_LENGTH] == [2.0]
     assert (news[Metric.KV_BLOCKS_TOTAL], news[Metric.KV_BLOCKS_FREE]) == ([16.0], [16.0])
     assert news[Metric.KV_BLOCKS_LEAKED] == news[Metric.KV_BLOCKS_USED] == news[Metric.REQUESTS_RUNNING] == [0.0]
+    assert sorted(news[Metric.REQUEST_PROMPT_TOKENS]) == [9.0, 9.0] and news[Metric.REQUEST_SEQUENCES] == [1.0, 1.0]
+    assert sorted(news[Metric.REQUEST_GENERATION_TOKENS]) == [3.0, 4.0]
+    assert all(value >= 0 for value in (*news[Metric.PREFILL_TIME], *news[Metric.DECODE_TIME]))
     times = first.times
     assert times.arrival_ns < times.first_scheduled_ns <= times.first_token_ns <= times.last_token_ns
 
@@ -142,6 +145,7 @@ def test_gauges_show_running_waiting_and_leaks() -> None:
     news = drained(llm.scheduler.stats)
     assert (news[Metric.REQUESTS_RUNNING], news[Metric.REQUESTS_WAITING]) == ([1.0], [2.0])
     assert (news[Metric.KV_BLOCKS_USED], news[Metric.KV_BLOCKS_LEAKED]) == ([5.0], [2.0])
+    assert news[Metric.KV_UTILIZATION] == [5 / llm.scheduler.cache.num_blocks]
 
 
 def test_a_cancel_counts_twice_once_as_such_and_once_as_an_end() -> None:

@@ -23,6 +23,8 @@ LOAD_FORMATS = ("auto", "safetensors", "dummy", "null")
 ACCEPTANCES = ("exact", "rejection", "typical", "top_p_window")
 THROTTLES = ("auto", "off")
 NO_SPECULATION = "none"
+ALIAS_SETS = ("vllm", "tensorrt_llm")  # whose names metrics have beside ours
+NO_ALIASES = "none"
 T = TypeVar("T")
 
 
@@ -175,6 +177,8 @@ class ServingConfig:
     max_logprobs: int = 20  # alternatives of a token, the bound of `logprobs`; -1: the whole vocabulary
     stop_by_request_id: bool = False  # whether `stop: true` from any client ends the request of that id
     ignored_request_parameters: str = ""  # patterns like "x-*,traceparent" of request parameters to ignore
+    metrics_aliases: str = "vllm,tensorrt_llm"  # sets of core/metric_aliases.py, with commas
+    model_name: str = ""  # Triton's
     is_decoupled: bool = True  # from config.pbtxt; False: one response per request, for plain infer calls
     max_batch_size: int = 0  # from config.pbtxt; above 0 every tensor has a leading batch dimension of 1
 

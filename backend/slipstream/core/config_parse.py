@@ -37,7 +37,7 @@ def parse_config(received: WireConfig) -> EngineConfig:
     config = parse_parameters(parameters, Path(received.model_dir), received.model_version, max_batch_size)
     # The backend fills in a missing policy. Without auto-complete it stays missing, which Triton takes as false.
     is_decoupled = triton.get("model_transaction_policy", {}).get("decoupled", False)
-    return replace(config, serving=replace(config.serving, is_decoupled=is_decoupled))
+    return replace(config, serving=replace(config.serving, is_decoupled=is_decoupled, model_name=received.model_name))
 
 
 def parse_parameters(

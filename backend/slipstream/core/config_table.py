@@ -12,11 +12,13 @@ from typing import Any
 
 from slipstream.core.config import (
     ACCEPTANCES,
+    ALIAS_SETS,
     DTYPES,
     GENERATION_CONFIGS,
     GROUP_SIZES,
     KV_CACHE_DTYPES,
     LOAD_FORMATS,
+    NO_ALIASES,
     NO_SPECULATION,
     OVERLAP_MODES,
     PREFILL_DTYPES,
@@ -55,6 +57,11 @@ _METHODS = DRAFT_METHODS.names()
 def _are_methods(value: str) -> bool:
     names = [name.strip() for name in value.split(",")]
     return len(set(names)) == len(names) and all(name in (*_METHODS, NO_SPECULATION) for name in names)
+
+
+def _are_alias_sets(value: str) -> bool:
+    names = [name.strip() for name in value.split(",")]
+    return names == [NO_ALIASES] or (len(set(names)) == len(names) and all(name in ALIAS_SETS for name in names))
 
 
 def _is_graph_sizes(value: str) -> bool:
@@ -133,6 +140,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("max_tokenizing_bytes", "serving.max_tokenizing_bytes", "Bytes of waiting requests above 8192 bytes each that are not tokenised yet; above it, or above `max_waiting_requests` of them, UNAVAILABLE.", **at_least(1)),
     Parameter("add_special_tokens", "serving.add_special_tokens", "The tokenizer puts its special tokens around a prompt."),
     Parameter("skip_special_tokens", "serving.skip_special_tokens", "Leave special tokens out of text."),
+    Parameter("metrics_aliases", "serving.metrics_aliases", "Repeat metrics under the names of other backends ([list](metrics.md#names-of-other-backends)): `vllm`, `tensorrt_llm`, both with a comma, or `none`.", limits="vllm, tensorrt_llm, both with a comma, or none", is_good=_are_alias_sets),
     Parameter("ignored_request_parameters", "serving.ignored_request_parameters", "Patterns such as `x-*,traceparent`: request parameters to ignore (headers that Triton forwards) instead of refusing them."),
 )  # fmt: skip
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from slipstream.core.outputs import StepOutput
-from slipstream.core.stats import Metric, Stats
+from slipstream.core.request import FinishReason, Request
+from slipstream.core.stats import FINISHED_METRIC, Metric, Stats
 
 
 def note_times(stats: Stats, outputs: Sequence[StepOutput], now_ns: int) -> None:
@@ -27,4 +29,26 @@ def note_times(stats: Stats, outputs: Sequence[StepOutput], now_ns: int) -> None
             if times.arrival_ns:
                 stats.observe(Metric.TTFT, max(0, now_ns - times.arrival_ns) * 1e-9)
         times.last_token_ns = now_ns
+        if output.finish_reason is not None:
+            _note_lengths(stats, output.request)
     stats.add(Metric.GENERATION_TOKENS, num_generated)
+
+
+def _note_lengths(stats: Stats, request: Request) -> None:
+    """Observe what a sequence was that ended by a token of its own."""
+    times = request.times
+    stats.observe(Metric.PREFILL_TIME, max(0, times.first_token_ns - times.first_scheduled_ns) * 1e-9)
+    stats.observe(Metric.DECODE_TIME, max(0, times.last_token_ns - times.first_token_ns) * 1e-9)
+    stats.observe(Metric.REQUEST_PROMPT_TOKENS, request.num_prompt_tokens)
+    stats.observe(Metric.REQUEST_GENERATION_TOKENS, request.num_output_tokens)
+    if request.sequence_index == 0:
+        stats.observe(Metric.REQUEST_SEQUENCES, request.params.n)
+
+
+def note_end(stats: Stats, request: Request, reason: FinishReason) -> None:
+    """Count an ended sequence, however it ended, and observe its duration."""
+    stats.add(FINISHED_METRIC[reason])
+    if reason is FinishReason.CANCELLED:
+        stats.add(Metric.CANCELLATIONS)
+    if request.times.arrival_ns:
+        stats.observe(Metric.E2E_TIME, max(0, time.time_ns() - request.times.arrival_ns) * 1e-9)

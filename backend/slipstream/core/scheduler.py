@@ -22,13 +22,13 @@ from slipstream.core.admission import check_fits, num_owed_blocks
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
 from slipstream.core.errors import CapacityError, ConfigError
 from slipstream.core.kv_cache import FoundBlock, KVCacheManager
-from slipstream.core.latencies import note_times
+from slipstream.core.latencies import note_end, note_times
 from slipstream.core.outputs import StepOutput
 from slipstream.core.prefill_budget import PrefillBudget
 from slipstream.core.queue_order import ExpiryQueue, SortKey, sort_key
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.speculation import DraftPlanner, truncate_drafts, update_after_verify
-from slipstream.core.stats import FINISHED_METRIC, Metric, Stats
+from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
 
 _MAX_SKIPPED = 64  # waiting requests skipped in one step because another request is computing their prefix
@@ -297,9 +297,12 @@ class Scheduler:
         stats, cache = self.stats, self.cache
         stats.set(Metric.REQUESTS_RUNNING, len(self._running))
         stats.set(Metric.REQUESTS_WAITING, len(self._waiting))
+        num_prefilling = sum(request.num_computed_tokens < request.num_prompt_tokens for request in self._running)
+        stats.set(Metric.REQUESTS_PREFILLING, num_prefilling)
         stats.set(Metric.KV_BLOCKS_TOTAL, cache.num_blocks)
         stats.set(Metric.KV_BLOCKS_FREE, cache.num_free_blocks)
         stats.set(Metric.KV_BLOCKS_USED, cache.num_used_blocks)
+        stats.set(Metric.KV_UTILIZATION, cache.num_used_blocks / max(1, cache.num_blocks))
         stats.set(Metric.KV_BLOCKS_LEAKED, cache.leaked_blocks(self.live_requests))
         if cache.host is not None:
             cache.host.record(stats)
@@ -393,8 +396,4 @@ class Scheduler:
         request.drop_drafts()
         reason = request.finish_reason
         assert reason is not None
-        self.stats.add(FINISHED_METRIC[reason])
-        if reason is FinishReason.CANCELLED:
-            self.stats.add(Metric.CANCELLATIONS)
-        if request.times.arrival_ns:
-            self.stats.observe(Metric.E2E_TIME, max(0, time.time_ns() - request.times.arrival_ns) * 1e-9)
+        note_end(self.stats, request, reason)

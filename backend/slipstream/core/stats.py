@@ -10,7 +10,9 @@ from __future__ import annotations
 import enum
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import CapacityError, RequestError
@@ -60,6 +62,16 @@ class Metric(enum.IntEnum):
     REFUSED_INVALID = 29
     REFUSED_CAPACITY = 30
     REFUSED_INTERNAL = 31
+    KV_UTILIZATION = 32
+    KV_BLOCK_TOKENS = 33
+    REQUESTS_MAX = 34
+    REQUESTS_PREFILLING = 35
+    NUM_STEPS = 36
+    PREFILL_TIME = 37
+    DECODE_TIME = 38
+    REQUEST_PROMPT_TOKENS = 39
+    REQUEST_GENERATION_TOKENS = 40
+    REQUEST_SEQUENCES = 41
 
 
 @dataclass(frozen=True)
@@ -77,6 +89,7 @@ _TTFT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.25, 0.5, 
 _ITL_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _REQUEST_BUCKETS = (0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0)
 _QUEUE_BUCKETS = (0.0005, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_LENGTH_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
 FINISHED_METRIC = {reason: Metric[f"FINISHED_{reason.name}"] for reason in FinishReason}
 
 
@@ -147,6 +160,28 @@ _SPECS: dict[Metric, MetricSpec] = {
     Metric.REFUSED_INVALID: _refused("invalid_arg"),
     Metric.REFUSED_CAPACITY: _refused("unavailable"),
     Metric.REFUSED_INTERNAL: _refused("internal"),
+    Metric.KV_UTILIZATION: _gauge("slipstream_kv_utilization", "Share of the KV blocks in use, from 0 to 1"),
+    Metric.KV_BLOCK_TOKENS: _gauge("slipstream_kv_block_tokens", "Tokens of a KV block"),
+    Metric.REQUESTS_MAX: _gauge("slipstream_requests_max", "Sequences that may run at once"),
+    Metric.REQUESTS_PREFILLING: _gauge(
+        "slipstream_requests_prefilling", "Running sequences whose prompt is not computed yet"
+    ),
+    Metric.NUM_STEPS: _gauge("slipstream_engine_steps", "Steps since the engine started"),
+    Metric.PREFILL_TIME: _histogram(
+        "slipstream_prefill_time_seconds", _TTFT_BUCKETS, "Seconds from the first step to the first token"
+    ),
+    Metric.DECODE_TIME: _histogram(
+        "slipstream_decode_time_seconds", _REQUEST_BUCKETS, "Seconds from the first token to the last"
+    ),
+    Metric.REQUEST_PROMPT_TOKENS: _histogram(
+        "slipstream_request_prompt_tokens", _LENGTH_BUCKETS, "Prompt tokens of a sequence that ended"
+    ),
+    Metric.REQUEST_GENERATION_TOKENS: _histogram(
+        "slipstream_request_generation_tokens", _LENGTH_BUCKETS, "Generated tokens of a sequence that ended"
+    ),
+    Metric.REQUEST_SEQUENCES: _histogram(
+        "slipstream_request_sequences", (1.0, 2.0, 5.0, 10.0, 20.0), "Sequences that a request asked for (`n`)"
+    ),
 }
 _METHODS = tuple(DRAFT_METHODS.names())
 _NUM_POSITIONS = 8  # draft positions with a counter each; the last counts all later positions too
@@ -189,10 +224,23 @@ class _Values:
         self.observations: dict[int, list[float]] = {}
 
 
-class Stats:
-    """Accumulates on the engine thread, drains on the output thread. Refusals may be counted on any thread."""
+class Repeats(Protocol):
+    """core/metric_aliases.py. specs: of the metrics with the indices from len(METRICS) on."""
 
-    def __init__(self) -> None:
+    specs: tuple[MetricSpec, ...]
+
+    def repeat(self, news: Sequence[tuple[int, list[float]]]) -> list[tuple[int, list[float]]]: ...
+
+
+class Stats:
+    """Accumulates on the engine thread, drains on the output thread. Refusals may be counted on any thread.
+
+    aliases: further metrics that repeat these. specs: what `drain` reports, by index.
+    """
+
+    def __init__(self, aliases: Repeats | None = None) -> None:
+        self.specs = (*METRICS, *(aliases.specs if aliases is not None else ()))
+        self._aliases = aliases
         self.last_step_time = 0.0  # time.monotonic() of the last step's end or of the first arrival; 0.0 when idle
         self._values = _Values()
         self._mailbox: _Values | None = None
@@ -243,9 +291,8 @@ class Stats:
         last_step_time = self.last_step_time
         age = max(0.0, time.monotonic() - last_step_time) if last_step_time else 0.0
         news: list[tuple[int, list[float]]] = [(int(Metric.LAST_STEP_AGE), [age])]
-        if values is None:
-            return news
-        for scalars in (values.counts, values.gauges):
-            news.extend((int(metric), [float(value)]) for metric, value in scalars.items())
-        news.extend((int(metric), seen) for metric, seen in values.observations.items() if seen)
-        return news
+        if values is not None:
+            for scalars in (values.counts, values.gauges):
+                news.extend((int(metric), [float(value)]) for metric, value in scalars.items())
+            news.extend((int(metric), seen) for metric, seen in values.observations.items() if seen)
+        return news if self._aliases is None else news + self._aliases.repeat(news)

@@ -22,6 +22,7 @@ from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.core.generation_config import with_generation_defaults
 from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.metric_aliases import MetricAliases, chosen_names
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.scheduler import Scheduler
@@ -88,7 +89,8 @@ class Engine:
         self.max_model_len = self.memory_plan.max_model_len
         self.start_up.log()
         planner = make_planner(config, self.spec, hardware, self.worker.info.costs)
-        self.stats = Stats()
+        serving = config.serving
+        self.stats = Stats(MetricAliases(chosen_names(serving.metrics_aliases), serving.model_name))
         plan, settings = self.memory_plan, config.cache
         cache = KVCacheManager(
             plan.num_blocks, settings.block_size, settings.enable_prefix_caching, plan.num_host_blocks, plan.groups
@@ -111,6 +113,7 @@ class Engine:
         self._wake = threading.Condition()
         self._gauges_due = 0.0
         self._decoded_at = 0.0  # time.monotonic() of the last decode step, if no other step came after it
+        self._record_gauges()
 
     # ---- any thread
 
@@ -352,8 +355,14 @@ class Engine:
         self.stats.last_step_time = now if has_work else 0.0
         if now >= self._gauges_due or not has_work:
             self._gauges_due = now + _GAUGE_PERIOD_S
-            self.scheduler.record_gauges()
+            self._record_gauges()
         self.stats.publish()
+
+    def _record_gauges(self) -> None:
+        self.stats.set(Metric.NUM_STEPS, self._num_steps)
+        self.stats.set(Metric.REQUESTS_MAX, self.config.scheduler.max_num_seqs)
+        self.stats.set(Metric.KV_BLOCK_TOKENS, self.config.cache.block_size)
+        self.scheduler.record_gauges()
 
     def _post(self, message: _Finish) -> None:
         with self._wake:

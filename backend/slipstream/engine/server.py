@@ -17,7 +17,6 @@ import threading
 import time
 from dataclasses import replace
 
-from slipstream.core import stats
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError, EngineError
 from slipstream.core.outputs import RequestOutput, StepOutput
@@ -67,7 +66,7 @@ class GenerateServer:
     def ready_frame(self) -> bytes:
         metrics = [
             wire.MetricSpec(m.family, wire.MetricKind(m.kind), m.help, tuple(m.labels.items()), m.buckets)
-            for m in stats.METRICS
+            for m in self._engine.stats.specs
         ]
         return wire.encode_ready(contract.OUTPUTS[self._config.task], metrics)
 
