@@ -64,7 +64,9 @@ def post(gateway: GatewayProcess, path: str, body: bytes, **headers: str) -> tup
         (CHAT, {"n": 0}, "n", "greater than or equal to 1"),
         (CHAT, {"n": 10**30}, "n", "less than or equal to 128"),
         (CHAT, {"max_tokens": 1.5}, "max_tokens", "valid integer"),
-        (CHAT, {"use_beam_search": True}, "use_beam_search", "there is no beam search"),
+        (CHAT, {"use_beam_search": True, "n": 2, "min_tokens": 1}, "min_tokens", "accepted with beam search: 0"),
+        (CHAT, {"use_beam_search": True, "n": 11}, "beam_width", "at most max_beam_width=10"),
+        (CHAT, {"length_penalty": 11}, "length_penalty", "less than or equal to 10"),
         (CHAT, {"tool_choice": "auto"}, "tool_choice", "without tools"),
         (
             CHAT,

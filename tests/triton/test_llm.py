@@ -88,7 +88,7 @@ def test_concurrent_streams_do_not_mix(llm_server: LlmServer, greedy: Callable[.
         ({"temprature": 0.5}, "temprature"),
         ({"temperature": -1}, "temperature"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"beam_width": 4}, "beam_width"),
+        ({"beam_width": 11}, "beam_width"),
         ({"sampling_parameters": "{not json"}, "sampling_parameters"),
         ({"sampling_parameters": '{"tempature": 1}'}, "tempature"),
         ({"guided_decoding_guide_type": "poem", "guided_decoding_guide": "x"}, "guided_decoding_guide_type"),
@@ -122,6 +122,19 @@ def test_n_sequences(llm_server: LlmServer) -> None:
         texts[int(response["sequence_index"][0])] += response["text_output"][0].decode()
     assert all(texts.values()) and len(set(texts.values())) > 1
     assert sorted(filter(None, answer.all("finish_reason"))) == [b"length"] * 3
+
+
+@pytest.mark.parametrize(
+    "settings", [{"beam_width": 3}, {"use_beam_search": True, "n": 3}, {"beam_width": 3, "num_return_sequences": 3}]
+)
+def test_beam_search_by_the_names_of_either_backend(llm_server: LlmServer, settings: dict[str, Any]) -> None:
+    inputs = {"text_input": PROMPT, "exclude_input_in_output": True, "return_cumulative_logprob": True}
+    given = {"max_tokens": 6, "ignore_eos": True, **settings}
+    inputs["sampling_parameters"] = json.dumps(given)
+    [response] = infer(llm_server, inputs, outputs=("text_output", "cumulative_logprob")).responses
+    assert len(set(response["text_output"])) == 3
+    sums = list(response["cumulative_logprob"])
+    assert sums == sorted(sums, reverse=True) and sums[0] < 0
 
 
 def test_n_sequences_share_one_response_unless_streaming(llm_server: LlmServer) -> None:

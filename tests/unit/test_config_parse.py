@@ -91,7 +91,7 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"num_blocks": "4", "memory_bytes": "5"}, "memory_bytes=5: given together with num_blocks=4"),
         ({"enable_chunked_prefill": "false", "max_model_len": "8192"}, "max_num_batched_tokens=4096: .*=8192"),
         ({"gpt_model_type": "V1"}, "gpt_model_type='V1': a TensorRT-LLM or vLLM parameter .*remove it"),
-        ({"max_beam_width": "4"}, "max_beam_width='4': .*no beam search"),
+        ({"max_beam_width": "65"}, "max_beam_width='65': accepted: an integer from 1 to 64"),
         ({"enforce_eager": "true"}, "enforce_eager='true': a TensorRT-LLM or vLLM parameter .*use `cuda_graphs: off`"),
         ({"enable_lora": "true"}, "enable_lora='true': .*LoRA adapters are not served"),
         ({"pipeline_parallel_size": "2"}, "pipeline_parallel_size='2': .*use `tensor_parallel_size`"),

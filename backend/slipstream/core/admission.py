@@ -23,6 +23,8 @@ def check_fits(request: Request, config: SchedulerConfig, cache: KVCacheManager,
     if num_prompt > budget and not config.enable_chunked_prefill:
         accepted = f"accepted: at most max_num_batched_tokens={budget}, because enable_chunked_prefill is off"
         raise RequestError("prompt", f"has {num_prompt} tokens, {accepted}")
+    if request.params.beam_width > 1:
+        _check_beams(request.params.beam_width, config, cache)
     stop = StopConditions(request, max_model_len)
     num_blocks = cache.num_blocks_for(stop.max_len)
     if num_blocks > cache.num_blocks:
@@ -34,6 +36,14 @@ def check_fits(request: Request, config: SchedulerConfig, cache: KVCacheManager,
             f"{num_blocks} KV blocks of {cache.block_size}, there are {cache.num_blocks}; {accepted}",
         )
     return stop
+
+
+def _check_beams(width: int, config: SchedulerConfig, cache: KVCacheManager) -> None:
+    if width > config.max_beam_width:
+        accepted = f"accepted: at most max_beam_width={config.max_beam_width}, a parameter of the model"
+        raise RequestError("beam_width", f"got {width}, {accepted}")
+    if not cache.enable_prefix_caching:
+        raise RequestError("beam_width", f"got {width}, accepted: 0 or 1, because enable_prefix_caching is off")
 
 
 def num_owed_blocks(request: Request, cache: KVCacheManager, num_promised: int, num_worst: int) -> int:

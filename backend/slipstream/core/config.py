@@ -83,6 +83,7 @@ class SchedulerConfig:
     max_waiting_requests: int = 1024
     enable_chunked_prefill: bool = True
     default_max_queue_ms: int = 0  # 0 = wait without limit
+    max_beam_width: int = 10  # beams of a request's beam search, the bound of `beam_width`; 1 = none
     priority_aging_s: float = 5.0  # a waiting request gains one priority level per interval; 0 = never
     overlap_scheduling: str = "auto"  # on for CUDA
 

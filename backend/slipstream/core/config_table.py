@@ -29,7 +29,7 @@ from slipstream.core.config import (
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import RequestError
 from slipstream.core.parameter import FRACTION, Parameter, at_least, between
-from slipstream.core.settings import BY_NAME
+from slipstream.core.settings import BY_NAME, MAX_BEAMS
 
 
 def _default_of(setting: str) -> dict[str, Any]:
@@ -134,6 +134,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("stream_interval", "serving.stream_interval", "Tokens per streamed response by default; the first token leaves at once.", **_default_of("stream_interval")),
     Parameter("max_response_entries", "serving.max_response_entries", "Most entries of one response: n x max_tokens x (1 + `logprobs`), plus the prompt's with `prompt_logprobs` or echo. When streaming, `stream_interval` counts instead of max_tokens. An entry with log-probabilities takes about 100 bytes.", **at_least(1)),
     Parameter("max_logprobs", "serving.max_logprobs", "Most alternatives that `logprobs` and `prompt_logprobs` may ask for; -1: the whole vocabulary, which holds up the text of other requests for some tenths of a second per token.", **at_least(-1)),
+    Parameter("max_beam_width", "scheduler.max_beam_width", "Most beams of a request's beam search; 1: none. A step of a search is as much work as so many requests.", **between(1, MAX_BEAMS)),
     Parameter("stop_by_request_id", "serving.stop_by_request_id", "Accept `stop: true`, which ends the running request of the same id ([risks](clients.md#stop-a-generation)). Off: refused."),
     Parameter("exclude_input_in_output", "serving.exclude_input_in_output", "Leave the prompt out of a response; unset: left out when streaming, echoed otherwise."),
     Parameter("drain_timeout_s", "serving.drain_timeout_s", "Seconds that running requests have to finish at unload or SIGTERM.", limits="a number >= 0", is_good=lambda value: value >= 0.0),
@@ -148,7 +149,6 @@ _PERIOD = "remove it: Slipstream has no polling loops to tune"
 _ONE_PROCESS = "remove it: set `device` instead"
 _NO_ENCODER = "remove it: encoder-decoder models are not served"
 _NO_LORA = "remove it: LoRA adapters are not served"
-_NO_BEAMS = "remove it: there is no beam search"
 _LOOKAHEAD = "remove it: lookahead decoding is not served; use `speculative_method`"
 _OTHER_ENGINE = "remove it: there is one engine, and no such choice"
 _CHECKPOINTS = "remove it: config.json of the checkpoint says it"
@@ -158,7 +158,6 @@ _STATS = "remove it: statistics are at Triton's /metrics"
 FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
     "gpt_model_type": (("inflight_fused_batching", "inflight_batching"), "remove it: batching is always in flight"),
     "batching_strategy": (("inflight_fused_batching", "inflight_batching"), "remove it: batching is always in flight"),
-    "max_beam_width": (("1",), _NO_BEAMS),
     "decoding_mode": (
         ("top_k", "top_p", "top_k_top_p", "auto"),
         "remove it: requests choose top_k and top_p; see `speculative_method`",

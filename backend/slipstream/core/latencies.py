@@ -1,4 +1,4 @@
-"""Time stamps and latency metrics of a step's tokens. Engine thread."""
+"""Time stamps and latency metrics of a step's tokens and of ended requests. Engine thread."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def note_times(stats: Stats, outputs: Sequence[StepOutput], now_ns: int) -> None
             if times.arrival_ns:
                 stats.observe(Metric.TTFT, max(0, now_ns - times.arrival_ns) * 1e-9)
         times.last_token_ns = now_ns
-        if output.finish_reason is not None:
-            _note_lengths(stats, output.request)
+        if output.finish_reason is not None and output.request.search is None:
+            note_lengths(stats, output.request)
     stats.add(Metric.GENERATION_TOKENS, num_generated)
 
 
-def _note_lengths(stats: Stats, request: Request) -> None:
+def note_lengths(stats: Stats, request: Request) -> None:
     """Observe what a sequence was that ended by a token of its own."""
     times = request.times
     stats.observe(Metric.PREFILL_TIME, max(0, times.first_token_ns - times.first_scheduled_ns) * 1e-9)
@@ -45,8 +45,12 @@ def _note_lengths(stats: Stats, request: Request) -> None:
         stats.observe(Metric.REQUEST_SEQUENCES, request.params.n)
 
 
-def note_end(stats: Stats, request: Request, reason: FinishReason) -> None:
-    """Count an ended sequence, however it ended, and observe its duration."""
+def note_end(stats: Stats, request: Request) -> None:
+    """Count an ended sequence, however it ended, and observe its duration. A step of a beam search is none."""
+    if request.search is not None:
+        return
+    reason = request.finish_reason
+    assert reason is not None
     stats.add(FINISHED_METRIC[reason])
     if reason is FinishReason.CANCELLED:
         stats.add(Metric.CANCELLATIONS)

@@ -97,6 +97,7 @@ class Request:
     queue_deadline: float | None = None  # time.monotonic() by which its first step must be scheduled
     stop_conditions: StopConditions = None  # type: ignore[assignment]  # derived from params by Scheduler.add
     grammar_state: Any = None  # owned by engine/grammar_host.py
+    search: Any = None  # the BeamSearch that this request of one token is a step of, engine/beam_search.py
     is_held: bool = False  # not scheduled while its grammar is being compiled or matched
     times: RequestTimes = field(default_factory=RequestTimes)
 

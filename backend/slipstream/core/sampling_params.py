@@ -36,6 +36,8 @@ class SamplingParams:
     bad_words: texts; bad_words_ids / stop_token_ids / allowed_token_ids (None = all): token ids. logit_bias: (token id,
     bias) pairs; embedding_bias: a bias per token of the vocabulary, or nothing. Both are added.
     end_id replaces the checkpoint's end-of-sequence tokens when given.
+    beam_width: above 1, the n best sequences of a beam search are returned, and nothing is drawn: temperature, top_k,
+    top_p, min_p and seed have no effect (engine/beam_search.py). length_penalty and early_stopping are its.
     are_checked: the kinds have checked the values as they read them (client_settings.py).
     num_draft_tokens (0 = off), speculative_method, speculative_acceptance: None = the model's. reference_ids: tokens of
     a text that the output is expected to repeat in part, for n-gram drafts.
@@ -54,6 +56,9 @@ class SamplingParams:
     embedding_bias: tuple[float, ...] = DEFAULTS["embedding_bias"]
     seed: int | None = DEFAULTS["seed"]
     n: int = DEFAULTS["n"]
+    beam_width: int = DEFAULTS["beam_width"]
+    length_penalty: float = DEFAULTS["length_penalty"]
+    early_stopping: bool = DEFAULTS["early_stopping"]
     stop: tuple[str, ...] = DEFAULTS["stop"]
     stop_token_ids: tuple[int, ...] = DEFAULTS["stop_token_ids"]
     stop_words_ids: tuple[tuple[int, ...], ...] = DEFAULTS["stop_words_ids"]
@@ -92,6 +97,8 @@ class SamplingParams:
             object.__setattr__(self, "logprobs", 0)
         if self.stop and not self.detokenize:
             raise RequestError("stop", "stop strings are found in text, accepted: none with detokenize=false")
+        if self.beam_width > 1:
+            self._check_beams()
         if self.min_tokens > self.max_tokens:
             raise RequestError("min_tokens", f"got {self.min_tokens}, accepted: at most max_tokens={self.max_tokens}")
 
@@ -103,6 +110,13 @@ class SamplingParams:
         if self.guide is not None and self.guide.type not in GUIDE_TYPES:
             accepted = ", ".join(GUIDE_TYPES)
             raise RequestError("guided_decoding_guide_type", f"got {self.guide.type!r}, accepted: {accepted}")
+
+    def _check_beams(self) -> None:
+        if self.n > self.beam_width:
+            raise RequestError("n", f"got {self.n}, accepted: at most beam_width={self.beam_width}")
+        for name in _NOT_WITH_BEAMS:
+            if (value := getattr(self, name)) != (default := DEFAULTS.get(name)):
+                raise RequestError(name, f"got {value!r:.80}, accepted with beam search: {default!r}")
 
     @property
     def is_greedy(self) -> bool:
@@ -145,6 +159,12 @@ class SamplingParams:
             _ = self.bad_words_automaton
 
 
+# beams are chosen by the model's own probabilities, and a text is known only when it is chosen
+_NOT_WITH_BEAMS = (
+    *("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "embedding_bias"),
+    *("stop", "stop_words_ids", "bad_words", "bad_words_ids", "allowed_token_ids", "logprob_token_ids"),
+    *("prompt_logprobs", "guide"),
+)
 _KINDS = tuple((f.name, BY_NAME[f.name].kind, f.default) for f in fields(SamplingParams) if f.name in BY_NAME)
 FIELD_NAMES = tuple(name for name, _, _ in _KINDS)
 _TEXTS = tuple(name for name, kind, _ in _KINDS if isinstance(kind, Texts))

@@ -21,6 +21,7 @@ from operator import attrgetter
 from slipstream.core.admission import check_fits, num_owed_blocks
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
 from slipstream.core.errors import CapacityError, ConfigError
+from slipstream.core.finish import StopConditions
 from slipstream.core.kv_cache import FoundBlock, KVCacheManager
 from slipstream.core.latencies import note_end, note_times
 from slipstream.core.outputs import StepOutput
@@ -60,8 +61,7 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.stats = Stats() if stats is None else stats
         self.planner = DraftPlanner() if planner is None else planner
-        # a step cannot hold more requests than tokens
-        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._max_running = min(config.max_num_seqs, config.max_num_batched_tokens)  # a request is a token or more
         self._never_evicts = config.policy == "guaranteed_no_evict"
         self._running: list[Request] = []  # both sorted by sort_key
         self._waiting: list[Request] = []
@@ -81,7 +81,6 @@ class Scheduler:
 
     @property
     def may_admit(self) -> bool:
-        # below max_num_seqs; free blocks are not checked
         return len(self._running) < self._max_running and any(not request.is_held for request in self._waiting)
 
     @property
@@ -95,14 +94,11 @@ class Scheduler:
     # ---- in and out
 
     def add(self, request: Request, now: float | None = None) -> None:
-        """Queue a request. now: time.monotonic().
-
-        Raises RequestError if the request can never run here, CapacityError if the queue is full.
-        """
+        """`add_all` for a request of one sequence."""
         self.add_all((request,), now)
 
     def add_all(self, requests: Sequence[Request], now: float | None = None) -> None:
-        """Queue all sequences of one client request, or none of them."""
+        """Queue all sequences of one client request, or none. Raises RequestError, CapacityError. now: monotonic s."""
         for request in requests:
             request.stop_conditions = check_fits(request, self.config, self.cache, self.max_model_len)
         limit = self.config.max_waiting_requests + max(0, self._max_running - len(self._running))
@@ -122,6 +118,14 @@ class Scheduler:
             self.expiries.add(request)
             insort(self._waiting, request, key=_sort_key)
 
+    def add_next(self, request: Request, last: Request) -> None:
+        """Queue what goes on where `last` has ended, in its place, however many wait."""
+        request.stop_conditions = StopConditions(request, self.max_model_len)
+        self._num_added += 1
+        request.sort_key = (last.sort_key[0], self._num_added)
+        self.expiries.add(request)
+        insort(self._waiting, request, key=_sort_key)
+
     def finish(
         self, request: Request, reason: FinishReason, stop_reason: str | int | None = None, error: str = ""
     ) -> StepOutput | None:
@@ -138,7 +142,7 @@ class Scheduler:
         return StepOutput(request, [], reason, error=error)
 
     def expire(self, now: float) -> list[StepOutput]:
-        """End the requests whose deadline or queue time-out has passed. now: time.monotonic()."""
+        """End the requests whose deadline or queue time-out has passed."""
         ended = (self.finish(request, FinishReason.TIMEOUT) for request in self.expiries.pop(now))
         return [output for output in ended if output is not None]
 
@@ -308,8 +312,7 @@ class Scheduler:
             cache.host.record(stats)
 
     def most_slots(self, request: Request) -> int:
-        """Most slots of a request while it drafts; guaranteed_no_evict reserved blocks up to its own end only."""
-        return request.stop_conditions.max_len if self._never_evicts else self.max_model_len
+        return request.stop_conditions.max_len if self._never_evicts else self.max_model_len  # of one that drafts
 
     # ---- parts
 
@@ -394,6 +397,4 @@ class Scheduler:
             self.cache.free(request)
         request.status = RequestStatus.FINISHED
         request.drop_drafts()
-        reason = request.finish_reason
-        assert reason is not None
-        note_end(self.stats, request, reason)
+        note_end(self.stats, request)

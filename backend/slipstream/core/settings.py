@@ -38,6 +38,7 @@ MAX_BIAS = 100.0  # of one token's logit, either way
 MAX_CACHE_SALT_BYTES = 256
 MAX_LOGPROB_TOKENS = 128  # of logprob_token_ids: vLLM's own bound
 MAX_CHOICES = 128
+MAX_BEAMS = 64  # whatever a model's max_beam_width
 MAX_REQUEST_ID_BYTES = 1024  # as of the id that is not a parameter, kMaxRequestIdBytes
 MAX_TIMEOUT_US = 2**63 - 1
 NUM_LOGPROBS = Integer(-1, words=f"an integer from 0 to {MAX_INT32}, or -1 for the whole vocabulary")
@@ -108,6 +109,10 @@ _SAMPLING = (
     Setting("seed", Integer(-(2**63), 2**64 - 1, "a 64-bit integer"), None, "The same seed gives the same text, whatever else is in the batch. `random_seed` is the name in older releases.", {"seed": TRT, "random_seed": TRT, "sampling_param_seed": (TRT_LLMAPI,)}, openai=PASSED_ON),
     Setting("n", Integer(1, MAX_CHOICES), 1, "Sequences to generate; they share the prompt's cache.", {"num_return_sequences": TRT}, json=("n",), openai=PASSED_ON),
     Setting("best_of", Integer(1, MAX_CHOICES), None, "Accepted when equal to the number of sequences returned.", {"sampling_param_best_of": (TRT_LLMAPI,)}, json=("best_of",), openai="`best_of` of completions"),
+    Setting("beam_width", Integer(0, MAX_BEAMS), 0, "Above 1: beam search with so many beams, at most the model's `max_beam_width`. Without `num_return_sequences` all are returned, best first.", {"beam_width": TRT}),
+    Setting("use_beam_search", Flag(), False, "Beam search with `n` beams.", json=("use_beam_search",), openai=PASSED_ON),
+    Setting("length_penalty", Number(-10.0, 10.0), 1.0, "Of beam search: a score is the log-probability divided by the number of tokens to this power. TensorRT-LLM's default is 0.", {"length_penalty": (TRT_ENSEMBLE,), "len_penalty": (TRT_CORE,)}, openai=PASSED_ON),
+    Setting("early_stopping", Flag(), False, "Of beam search: end as soon as there are `beam_width` results, without looking for better ones.", {"early_stopping": (TRT_CORE,)}, openai=PASSED_ON),
     Setting("logprobs", NUM_LOGPROBS, None, "Likeliest tokens to report beside each new one, at most the model's `max_logprobs`; 0 for the chosen one alone.", json=("logprobs",), openai="`logprobs`, `top_logprobs`"),
     Setting("prompt_logprobs", NUM_LOGPROBS, None, "The same for each token of the prompt.", json=("prompt_logprobs",), openai="`prompt_logprobs`; `echo` with `logprobs`"),
     Setting("logprob_token_ids", TokenIds(max_entries=MAX_LOGPROB_TOKENS), (), "Tokens to report beside each new one, likely or not; without a rank.", json=("logprob_token_ids",), openai=PASSED_ON),
@@ -159,7 +164,6 @@ DEFAULTS: dict[str, Any] = {setting.name: setting.default for setting in SETTING
 # Fields of vLLM's SamplingParams that are not served and that no tensor has -> values accepted, why no others are.
 KEYS_NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "spaces_between_special_tokens": ((True,), "special tokens are shown as they are"),
-    "use_beam_search": ((False,), "there is no beam search"),
     "logits_processors": (([],), "code of a client is not run"),
     "output_kind": ((), "`stream` says whether text comes in pieces"),
     "flat_logprobs": ((False,), "log-probabilities are JSON"),

@@ -30,6 +30,7 @@ from slipstream.core.speculation import MeasuredStep
 from slipstream.core.start_up import StartUp
 from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
+from slipstream.engine.beam_search import BeamSearches, first_step
 from slipstream.engine.drafting import Drafting, make_planner
 from slipstream.engine.executor import MakeWorker, local_worker
 from slipstream.engine.grammar_host import GrammarHost
@@ -108,6 +109,7 @@ class Engine:
         limits = config.structured_output
         self._input_processor = InputProcessor(self.spec, self.tokenizer, limits, self._drafting.resolve)
         self._structured = StructuredOutputs(self._grammar_host(tokenizer_path), self.scheduler, self._fail)
+        self._searches = BeamSearches(self.scheduler, self._forget)
         self._inbox: deque[_Add | _Finish] = deque()
         self._num_arriving = 0  # sequences in the inbox
         self._wake = threading.Condition()
@@ -124,12 +126,14 @@ class Engine:
         """
         sequences = self._input_processor.prepare(request)
         for sequence in sequences:
-            check_fits(sequence, self.config.scheduler, self.scheduler.cache, self.max_model_len)
+            stop = check_fits(sequence, self.config.scheduler, self.scheduler.cache, self.max_model_len)
+        if request.params.beam_width > 1:
+            sequences = [first_step(request, stop, self.spec.vocab_size)]
         self.scheduler.cache.hash_prompt(sequences)
         with self._wake:
             if self.error is not None:
                 raise self.error
-            self._check_capacity(len(sequences))
+            self._check_capacity(max(len(sequences), request.params.beam_width))
             self._num_arriving += len(sequences)
             self._inbox.append(_Add(sequences))
             self._wake.notify()
@@ -185,7 +189,9 @@ class Engine:
             self._read_all(outputs, self._num_ahead if step.requests else 0)
             if not step.requests and not outputs:  # all requests may wait for grammars
                 self._structured.poll(outputs, _HELD_WAIT_S)
-            self._forget([output.request for output in outputs if output.finish_reason is not None])
+            ended = [output.request for output in outputs if output.finish_reason is not None]
+            self._forget(ended)
+            outputs = self._searches.advance(outputs, ended)
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
             lost = self.ranks.loss_behind_failure()

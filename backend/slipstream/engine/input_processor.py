@@ -108,7 +108,7 @@ class InputProcessor:
 def expand(request: Request) -> list[Request]:
     """The n sequences of a client request, the given one first. Each has a seed of its own, derived from the first's;
     only the first reports prompt log-probabilities, which all share."""
-    if request.params.n == 1:
+    if request.params.n == 1 or request.params.beam_width > 1:
         return [request]
     siblings_params = request.params
     if siblings_params.prompt_logprobs is not None:

@@ -69,7 +69,6 @@ def inputs_of(setting: Setting) -> tuple[InputSpec, ...]:
     return tuple(specs)
 
 
-_NO_BEAMS = "there is no beam search"
 _NO_LORA = "LoRA adapters are not served"
 _NO_IMAGE = "this is a text model"
 _NO_DRAFT = "drafts are made by the server, not sent by clients"
@@ -81,11 +80,7 @@ _NO_LOOKAHEAD = "lookahead decoding is not served"
 
 NOT_SERVED = (
     InputSpec("pad_id", INT32, ONE, "", TRT, "Accepted; nothing is padded here.", use=Use.WITHOUT_EFFECT),
-    _neutral("beam_width", INT32, ONE, TRT, _NO_BEAMS, 0, 1),
-    _neutral("length_penalty", FP32, ONE, (TRT_ENSEMBLE,), _NO_BEAMS, 0.0, 1.0),
-    _neutral("len_penalty", FP32, ONE, (TRT_CORE,), _NO_BEAMS, 0.0, 1.0),
-    _neutral("early_stopping", BOOL, ONE, (TRT_CORE,), _NO_BEAMS, False),
-    _neutral("beam_search_diversity_rate", FP32, ONE, (TRT_CORE,), _NO_BEAMS, 0.0),
+    _neutral("beam_search_diversity_rate", FP32, ONE, (TRT_CORE,), "beams are not made diverse", 0.0),
     _neutral("runtime_top_p_min", FP32, ONE, (TRT_CORE,), "top_p does not decay", 0.0, 1e-6),
     _neutral("runtime_top_p_decay", FP32, ONE, (TRT_CORE,), "top_p does not decay", 0.0, 1.0),
     _neutral("runtime_top_p_reset_ids", INT32, ONE, (TRT_CORE,), "top_p does not decay", -1),

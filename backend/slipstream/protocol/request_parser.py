@@ -69,6 +69,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     """Raises RequestError that names the setting, its value and what is accepted."""
     has_batch_dim = config.serving.max_batch_size > 0
     settings = read_settings(raw, has_batch_dim, config.serving.ignored_request_parameters)
+    settle_beams(settings)
     request_id = raw.request_id or settings.get("request_id", "")
     outputs = read_outputs(raw, settings)
     if settings.get("stop_request"):
@@ -189,6 +190,18 @@ def read_deadline(raw: WireRequest, settings: Settings) -> float | None:
 
 
 # ---------------------------------------------------------------- outputs
+
+
+def settle_beams(settings: Settings) -> None:
+    """Say as `n` and `beam_width` how many sequences a beam search returns: vLLM's has n beams, TensorRT-LLM's
+    returns all of beam_width unless told otherwise."""
+    width, n = settings.get("beam_width", 0), settings.get("n", 1)
+    if settings.pop("use_beam_search", False):
+        width = max(width, n)
+        if width == 1:
+            settings["temperature"] = 0.0  # the search of one beam takes the likeliest token
+    if width > 1:
+        settings["beam_width"], settings["n"] = width, settings.get("n", width)
 
 
 def read_outputs(raw: WireRequest, settings: Settings) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.wire_messages import Request as WireRequest
 from slipstream.protocol.client_settings import TENSORS, read_settings
 from slipstream.protocol.prompts import TextCodec, check_prompt_bytes
-from slipstream.protocol.request_parser import ClientRequest, read_deadline, read_outputs
+from slipstream.protocol.request_parser import ClientRequest, read_deadline, read_outputs, settle_beams
 from slipstream.protocol.responses import encode_gathered, encode_response, is_gathered
 
 _PEEKED_BYTES = 4096  # of a tensor or parameter
@@ -32,6 +32,7 @@ def peek(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> Client
     has_batch_dim = serving.max_batch_size > 0
     peeked = replace(raw, inputs=tuple(small), parameters=given)
     settings = read_settings(peeked, has_batch_dim, serving.ignored_request_parameters)
+    settle_beams(settings)
     for tensor in raw.inputs:
         if tensor.name == "text_input" and max_model_len and "truncate_prompt_tokens" not in settings:
             check_prompt_bytes(tensor.name, len(tensor.data) - 4, tokenizer, max_model_len)  # after its length

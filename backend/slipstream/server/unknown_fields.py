@@ -17,7 +17,6 @@ from slipstream.server.errors import ApiError
 MAX_NAMED_FIELDS = 16  # of the unknown ones, in a header and a log line
 _MAX_NAME_CHARS = 64
 _TEXT_MODEL = "this is a text model"
-_NO_BEAMS = "there is no beam search"
 
 # field -> values that change nothing, why no others are served
 NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
@@ -25,9 +24,6 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "modalities": (([], ["text"]), _TEXT_MODEL),
     "mm_processor_kwargs": (({},), _TEXT_MODEL),
     "web_search_options": ((), "the gateway searches nothing"),
-    "use_beam_search": ((False,), _NO_BEAMS),
-    "length_penalty": ((1, 1.0), _NO_BEAMS),
-    "early_stopping": ((False,), _NO_BEAMS),
     "logits_processors": (([],), "code of a client is not run"),
     "spaces_between_special_tokens": ((True,), "special tokens are shown as they are"),
     "kv_transfer_params": (({},), "prompts are computed where they are answered"),
