@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include "status.h"
+#include "trace.h"
 
 namespace slipstream {
 namespace {
@@ -197,6 +198,7 @@ uint64_t upstream_handle(TRITONBACKEND_Request* request) {
 
 std::string_view encode_request(FrameWriter& writer, uint64_t handle, TRITONBACKEND_Request* request) {
   const Contents contents = measure(request);
+  const std::string traceparent = traceparent_of(request);
   try {
     writer.begin(FrameType::kRequest);
     writer.u64(handle);
@@ -211,8 +213,13 @@ std::string_view encode_request(FrameWriter& writer, uint64_t handle, TRITONBACK
     }
     writer.count16(contents.num_inputs);
     for (uint32_t i = 0; i < contents.num_inputs; ++i) write_input(writer, request, i);
-    writer.count16(contents.num_parameters);
+    writer.count16(contents.num_parameters + (traceparent.empty() ? 0 : 1));
     for (uint32_t i = 0; i < contents.num_parameters; ++i) write_parameter(writer, request, i);
+    if (!traceparent.empty()) {  // behind the client's: of two with this name the last one counts
+      writer.str(kTritonTraceparent);
+      writer.u8(static_cast<uint8_t>(ParameterKind::kString));
+      writer.text(traceparent);
+    }
     return writer.finish();
   } catch (const std::length_error& error) {
     throw BackendError(TRITONSERVER_ERROR_INVALID_ARG, error.what());

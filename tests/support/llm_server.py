@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -42,7 +42,9 @@ def parameter(key: str, value: object) -> str:
 class LlmServer(TritonServer):
     """tritonserver on a copy of model_repository whose checkpoint paths are absolute."""
 
-    def __init__(self, folder: Path, checkpoint: Path, **options: object) -> None:
+    def __init__(
+        self, folder: Path, checkpoint: Path, *, load_models: Sequence[str] = MODELS, **options: object
+    ) -> None:
         backends = backends_dir()
         assert backends is not None, "run `make assemble` first"
         self.repository = folder / "model_repository"
@@ -58,7 +60,7 @@ class LlmServer(TritonServer):
             self.repository,
             backends,
             control_mode="explicit",
-            load_models=MODELS,
+            load_models=load_models,
             env=path,
             **options,
         )

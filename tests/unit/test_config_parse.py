@@ -46,6 +46,7 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "ngram_max": "3",
         "guided_memory_bytes": "134217728",
         "metrics_aliases": "vllm",
+        "otlp_endpoint": "http://collector:4318",
     }
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])

@@ -24,9 +24,12 @@ ALLOWED = {
     "slipstream.protocol": {"slipstream.core", "slipstream.protocol"},
     "slipstream.worker": {f"slipstream.{name}" for name in ("core", "tokenizer", "nn", "worker")}
     | {"slipstream_kernels"},
-    "slipstream.engine": {f"slipstream.{name}" for name in ("core", "protocol", "tokenizer", "nn", "worker", "engine")}
+    "slipstream.engine": {
+        f"slipstream.{name}" for name in ("core", "protocol", "tokenizer", "tracing", "nn", "worker", "engine")
+    }
     | {"slipstream_kernels"},
-    "slipstream.server": {"slipstream.core", "slipstream.tokenizer", "slipstream.server"},
+    "slipstream.tracing": {"slipstream.core", "slipstream.tracing"},
+    "slipstream.server": {f"slipstream.{name}" for name in ("core", "tokenizer", "tracing", "server")},
     "slipstream.encoders": {"slipstream.core", "slipstream.encoders"},
     "slipstream_kernels": {"slipstream_kernels"},
 }

@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metrics-url", default="", metavar="URL", help="Triton's /metrics, shown behind the gateway's"
     )
+    parser.add_argument(
+        "--otlp-endpoint", default="", metavar="URL", help="an OpenTelemetry collector that gets traces of requests"
+    )
+    parser.add_argument(
+        "--trace-ratio", type=float, default=1.0, help="traced share of requests without a trace (%(default)s)"
+    )
     parser.add_argument("--no-page", action="store_true", help="do not serve the chat page")
     parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
     parser.add_argument("--log-format", default="text", choices=("text", "json"), help="of the log (%(default)s)")
@@ -182,6 +188,8 @@ def run(arguments: argparse.Namespace) -> int:
         api_keys=read_keys(arguments.api_key_file, arguments.api_key),
         max_priority=arguments.max_priority,
         metrics_url=arguments.metrics_url,
+        otlp_endpoint=arguments.otlp_endpoint,
+        trace_ratio=arguments.trace_ratio,
         cors_origins=tuple(arguments.cors_origin),
         has_page=not arguments.no_page,
         allowed_hosts=tuple(arguments.allowed_host),

@@ -180,6 +180,8 @@ class ServingConfig:
     ignored_request_parameters: str = ""  # patterns like "x-*,traceparent" of request parameters to ignore
     metrics_aliases: str = "vllm,tensorrt_llm"  # sets of core/metric_aliases.py, with commas
     model_name: str = ""  # Triton's
+    otlp_endpoint: str = ""  # a collector of traces; "" = none
+    trace_ratio: float = 1.0  # of requests without a trace of their own
     is_decoupled: bool = True  # from config.pbtxt; False: one response per request, for plain infer calls
     max_batch_size: int = 0  # from config.pbtxt; above 0 every tensor has a leading batch dimension of 1
 

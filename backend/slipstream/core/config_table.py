@@ -30,6 +30,7 @@ from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import RequestError
 from slipstream.core.parameter import FRACTION, Parameter, at_least, between
 from slipstream.core.settings import BY_NAME, MAX_BEAMS
+from slipstream.core.trace_context import ENDPOINT_FORM, is_endpoint
 
 
 def _default_of(setting: str) -> dict[str, Any]:
@@ -142,6 +143,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("add_special_tokens", "serving.add_special_tokens", "The tokenizer puts its special tokens around a prompt."),
     Parameter("skip_special_tokens", "serving.skip_special_tokens", "Leave special tokens out of text."),
     Parameter("metrics_aliases", "serving.metrics_aliases", "Repeat metrics under the names of other backends ([list](metrics.md#names-of-other-backends)): `vllm`, `tensorrt_llm`, both with a comma, or `none`.", limits="vllm, tensorrt_llm, both with a comma, or none", is_good=_are_alias_sets),
+    Parameter("otlp_endpoint", "serving.otlp_endpoint", "Send traces of requests to this OpenTelemetry collector ([traces](metrics.md#traces)); empty: none. Needs the extra `tracing`.", limits=ENDPOINT_FORM, is_good=is_endpoint),
+    Parameter("trace_ratio", "serving.trace_ratio", "Share of requests that are traced, of those that bring no trace of their own.", limits="a number from 0 to 1", is_good=lambda value: 0.0 <= value <= 1.0),
     Parameter("ignored_request_parameters", "serving.ignored_request_parameters", "Patterns such as `x-*,traceparent`: request parameters to ignore (headers that Triton forwards) instead of refusing them."),
 )  # fmt: skip
 

@@ -72,6 +72,8 @@ class Metric(enum.IntEnum):
     REQUEST_PROMPT_TOKENS = 39
     REQUEST_GENERATION_TOKENS = 40
     REQUEST_SEQUENCES = 41
+    SPANS_EXPORTED = 42
+    SPANS_DROPPED = 43
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,10 @@ _SPECS: dict[Metric, MetricSpec] = {
     Metric.REQUEST_SEQUENCES: _histogram(
         "slipstream_request_sequences", (1.0, 2.0, 5.0, 10.0, 20.0), "Sequences that a request asked for (`n`)"
     ),
+    Metric.SPANS_EXPORTED: _counter("slipstream_spans_exported_total", "Spans that the collector of traces has taken"),
+    Metric.SPANS_DROPPED: _counter(
+        "slipstream_spans_dropped_total", "Spans lost because the collector of traces was away or too slow"
+    ),
 }
 _METHODS = tuple(DRAFT_METHODS.names())
 _NUM_POSITIONS = 8  # draft positions with a counter each; the last counts all later positions too
@@ -233,7 +239,7 @@ class Repeats(Protocol):
 
 
 class Stats:
-    """Accumulates on the engine thread, drains on the output thread. Refusals may be counted on any thread.
+    """Accumulates on the engine thread, drains on the output thread. `count` and `count_refusal` are for any thread.
 
     aliases: further metrics that repeat these. specs: what `drain` reports, by index.
     """
@@ -244,11 +250,16 @@ class Stats:
         self.last_step_time = 0.0  # time.monotonic() of the last step's end or of the first arrival; 0.0 when idle
         self._values = _Values()
         self._mailbox: _Values | None = None
-        self._refusals: deque[Metric] = deque()
+        self._counted: deque[tuple[Metric, int]] = deque()
 
     def count_refusal(self, fault: type[Exception]) -> None:
         """Count a request that was answered with an error before it became a sequence."""
-        self._refusals.append(_REFUSED_METRIC.get(fault, Metric.REFUSED_INTERNAL))
+        self.count(_REFUSED_METRIC.get(fault, Metric.REFUSED_INTERNAL), 1)
+
+    def count(self, metric: Metric, increment: int) -> None:
+        """Increase a counter; any thread."""
+        if increment:
+            self._counted.append((metric, increment))
 
     # ---- engine thread
 
@@ -274,8 +285,8 @@ class Stats:
 
         Called at the end of every step and on every idle iteration of the engine loop.
         """
-        while self._refusals:
-            self.add(self._refusals.popleft())
+        while self._counted:
+            self.add(*self._counted.popleft())
         values = self._values
         if self._mailbox is None and (values.counts or values.gauges or values.observations):
             self._values = _Values()

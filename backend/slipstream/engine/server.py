@@ -21,9 +21,11 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.errors import CapacityError, EngineError
 from slipstream.core.outputs import RequestOutput, StepOutput
 from slipstream.core.request import FinishReason
+from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
+from slipstream.engine.request_tracing import make_request_tracer
 from slipstream.engine.socket import EngineLink, error_answer, read_request, too_large
 from slipstream.protocol import contract, wire
 from slipstream.protocol.request_parser import ClientRequest, parse_request
@@ -49,6 +51,7 @@ class GenerateServer:
 
     def __init__(self, link: EngineLink, config: EngineConfig) -> None:
         self._link = link
+        self._tracer = make_request_tracer(config.serving)
         self._engine = Engine(config)
         config = self._engine.config
         self._config = replace(config, model=replace(config.model, max_model_len=self._engine.max_model_len))
@@ -86,6 +89,8 @@ class GenerateServer:
                 self._handle(kind, payload)
         finally:
             self._is_stopping = True
+            if self._tracer is not None:
+                self._tracer.close()
         return self._exit_status
 
     # ------------------------------------------------------------ input thread
@@ -245,6 +250,7 @@ class GenerateServer:
             self._pool.expire()
             now = time.monotonic()
             if now >= metrics_due:
+                self._count_spans()
                 self._link.send(wire.encode_metrics(self._engine.stats.drain()))
                 metrics_due = now + _METRICS_PERIOD_S
             if step:
@@ -259,6 +265,8 @@ class GenerateServer:
             if client is None:
                 continue  # another sequence of a request that was too large
             answer, is_final = self._encode(client, output), output.is_final
+            if self._tracer is not None and output.finish_reason is not None:
+                self._tracer.ended(client, output)
             if len(answer) > most_bytes:
                 answer, is_final = too_large(handle, answer), True
                 self._outputs.discard(handle)
@@ -267,6 +275,8 @@ class GenerateServer:
                 answers.append(answer)
             if is_final:
                 self._gathered.pop(handle, None)
+                if self._tracer is not None:
+                    self._tracer.forget(handle)
                 self._forget(handle)
         if answers:
             for frame in response_frames(answers):
@@ -279,6 +289,12 @@ class GenerateServer:
         outputs = self._gathered.setdefault(client.handle, [])
         outputs.append(output)
         return encode_gathered(client, outputs) if output.is_final else b""
+
+    def _count_spans(self) -> None:
+        if self._tracer is not None:
+            exported, dropped = self._tracer.take_counts()
+            self._engine.stats.count(Metric.SPANS_EXPORTED, exported)
+            self._engine.stats.count(Metric.SPANS_DROPPED, dropped)
 
     def _is_drained(self) -> bool:
         """After DRAIN: whether nothing runs any more or the time is over. Then all requests have been answered."""

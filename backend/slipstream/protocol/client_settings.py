@@ -17,6 +17,7 @@ from typing import Any
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import check_text, refuse, shown
 from slipstream.core.settings import KEYS_NOT_SERVED, SETTINGS, Setting
+from slipstream.core.trace_context import PROPAGATED
 from slipstream.core.wire_messages import DataType, Request
 from slipstream.protocol.contract_generate import NOT_SERVED, inputs_of
 from slipstream.protocol.tensor_spec import InputSpec, Use
@@ -85,6 +86,8 @@ def read_settings(raw: Request, has_batch_dim: bool = False, ignored: str = "", 
     """
     tensors = _from_tensors(raw, has_batch_dim, index)
     given = raw.parameters
+    if not PROPAGATED.isdisjoint(given):
+        given = {name: value for name, value in given.items() if name not in PROPAGATED}
     if ignored and given:
         patterns = [pattern.strip() for pattern in ignored.split(",")]
         given = {name: given[name] for name in given if not any(fnmatchcase(name, pattern) for pattern in patterns)}

@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from slipstream.core.request import Request, RequestTimes
 from slipstream.core.sampling_params import FIELD_NAMES, Guide, SamplingParams
 from slipstream.core.setting_values import read_text, read_texts, refuse
 from slipstream.core.settings import BY_NAME, DEFAULTS
+from slipstream.core.trace_context import PROPAGATED
 from slipstream.core.wire_messages import Request as WireRequest
 from slipstream.protocol.client_settings import Settings, read_settings, unknown
 from slipstream.protocol.contract_generate import OUTPUTS
@@ -48,7 +49,8 @@ class ClientRequest:
     echo_text: the prompt, if the output starts with it, else "".
     outputs: names of the output tensors to send; is_text_only: text_output alone, without batch dimension.
     has_batch_dim: the model has max_batch_size > 0, so every tensor's first dimension is the batch (1).
-    token_text: the text of one token, for log-probabilities.
+    token_text: the text of one token, for log-probabilities. trace_parameters: which trace it
+    belongs to, as sent.
     """
 
     handle: int
@@ -63,6 +65,7 @@ class ClientRequest:
     is_text_only: bool = True
     wants_context: bool = False
     token_text: Callable[[int], str] = str
+    trace_parameters: Mapping[str, object] = field(default_factory=dict)
 
 
 def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) -> ClientRequest:
@@ -109,6 +112,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         is_text_only=outputs == ("text_output",) and not has_batch_dim,
         wants_context="context_ids" in outputs,
         token_text=tokenizer.token_text,
+        trace_parameters={name: raw.parameters[name] for name in PROPAGATED if name in raw.parameters},
     )
 
 

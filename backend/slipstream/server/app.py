@@ -51,6 +51,7 @@ from slipstream.server.schemas import (
     TokenizeRequest,
 )
 from slipstream.server.tokenize import detokenize, tokenize
+from slipstream.server.tracing import GatewayTracing, make_tracing
 from slipstream.server.unknown_fields import unknown_fields, warning
 from slipstream.server.validation import explain
 
@@ -108,18 +109,20 @@ def _names(options: GatewayOptions) -> list[str]:
 
 def create_app(options: GatewayOptions, counts: Counts, announces: bool = False) -> FastAPI:
     """announces: log once what is served where."""
-    metrics = counts.metrics
+    metrics, tracing = counts.metrics, make_tracing(options)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gateway = app.state.gateway = Gateway(options, metrics, counts.store)
-        tasks = [asyncio.create_task(_tick(gateway))]
+        tasks = [asyncio.create_task(_tick(gateway, tracing))]
         if announces:
             tasks.append(asyncio.create_task(_announce(gateway)))
         yield
         for task in tasks:
             task.cancel()
         await gateway.link.close()
+        if tracing.tracer is not None:
+            await asyncio.to_thread(tracing.tracer.close)
 
     app = FastAPI(
         title="Slipstream gateway",
@@ -137,7 +140,7 @@ def create_app(options: GatewayOptions, counts: Counts, announces: bool = False)
     if options.has_page:
         _add_page(app)
     _add_error_handlers(app)
-    app.add_middleware(Guard, options=options, metrics=metrics, ledger=counts.ledger)
+    app.add_middleware(Guard, options=options, metrics=metrics, ledger=counts.ledger, tracing=tracing)
     if options.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=list(options.cors_origins), allow_methods=["*"], allow_headers=["*"]
@@ -305,7 +308,7 @@ def _served(card: dict[str, Any]) -> str:
     return f"{card['id']} ({'chat' if card['has_chat_template'] else 'completions'})"
 
 
-async def _tick(gateway: Gateway) -> None:
+async def _tick(gateway: Gateway, tracing: GatewayTracing) -> None:
     """Four times a second: collect the counts of streams and the lag of the event loop."""
     pace, metrics = gateway.pace, gateway.metrics
     while True:
@@ -320,6 +323,9 @@ async def _tick(gateway: Gateway) -> None:
         ):
             metrics.add(name, value - pace.reported.get(name, 0))
             pace.reported[name] = value
+        if tracing.tracer is not None:
+            for name, count in zip(("spans_exported_total", "spans_dropped_total"), tracing.tracer.take_counts()):
+                metrics.add(name, count)
 
 
 # ---------------------------------------------------------------- errors

@@ -76,6 +76,7 @@ class Gateway:
         """The engine knows each by the id that the client gets in a header."""
         record = http.state.record
         for index, generation in enumerate(generations):
+            generation.traceparent = record.trace.header if record.trace is not None else ""
             generation.request_id = record.request_id if len(generations) == 1 else f"{record.request_id}-{index}"
         record.is_streamed = generations[0].stream
         return self.link.generate(generations)

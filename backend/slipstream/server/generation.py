@@ -13,6 +13,8 @@ from typing import Any
 
 from tritonclient.grpc import service_pb2
 
+from slipstream.core.trace_context import TRACEPARENT
+
 
 @dataclass(slots=True)
 class Generation:
@@ -24,6 +26,7 @@ class Generation:
     outputs: tuple[str, ...]
     stream: bool = False
     request_id: str = ""
+    traceparent: str = ""
 
     def to_proto(self) -> service_pb2.ModelInferRequest:
         request = service_pb2.ModelInferRequest(model_name=self.model, id=self.request_id)
@@ -37,6 +40,8 @@ class Generation:
         _add(request, "stream", "BOOL", 1, b"\x01" if self.stream else b"\x00")
         for name in self.outputs:
             request.outputs.add(name=name)
+        if self.traceparent:
+            request.parameters[TRACEPARENT].string_param = self.traceparent
         return request
 
 

@@ -21,6 +21,7 @@ from slipstream.server.metrics import Metrics
 from slipstream.server.options import GatewayOptions
 from slipstream.server.request_log import RequestRecord
 from slipstream.server.tenancy import Lease, Tenants
+from slipstream.server.tracing import GatewayTracing
 
 logger = logging.getLogger(__name__)
 _ENDPOINTS = {
@@ -41,8 +42,10 @@ _OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json", 
 
 
 class Guard:
-    def __init__(self, app: ASGIApp, options: GatewayOptions, metrics: Metrics, ledger: Ledger) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(
+        self, app: ASGIApp, options: GatewayOptions, metrics: Metrics, ledger: Ledger, tracing: GatewayTracing
+    ) -> None:
+        self._app, self._metrics, self._tracing = app, metrics, tracing
         self._tenants = Tenants(options.api_keys, options.max_priority, ledger, metrics)
         self._hosts = HostRule(options.host, options.allowed_hosts)
         self._max_body_bytes = options.max_body_bytes
@@ -57,6 +60,8 @@ class Guard:
         record.adopt_id(_header(scope, b"x-request-id").decode("latin-1"))
         answer, body = _Answer(send, record), _Body(receive)
         endpoint = _endpoint(scope["path"])
+        if endpoint in _COUNTED:
+            self._tracing.begin(record, _header(scope, b"traceparent").decode("latin-1"))
         self._metrics.add("requests_in_flight")
         lease = self._tenants.anybody()
         try:
@@ -81,6 +86,8 @@ class Guard:
         record.status = status = record.status or CLIENT_GONE
         record.key = lease.key_name
         record.write()
+        if endpoint in _COUNTED:
+            self._tracing.end(record, endpoint)
         self._metrics.count_request(endpoint, status)
         if endpoint in _COUNTED and status in (429, 503) and not lease.is_refused:
             lease.count_refusal("model")

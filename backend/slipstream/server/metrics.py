@@ -76,6 +76,8 @@ FAMILIES = (
     Family("stream_events_total", "counter", "Server-sent events with text"),
     Family("stream_tokens_total", "counter", "Tokens of streamed answers, an upper bound where events hold several"),
     Family("disconnects_total", "counter", "Clients that went away before their answer ended"),
+    Family("spans_exported_total", "counter", "Spans that the collector of traces has taken"),
+    Family("spans_dropped_total", "counter", "Spans lost because the collector of traces was away or too slow"),
     Family("loop_lag_seconds", "gauge", "How late the event loop is, at most of all workers; above 0.05 add workers"),
     Family("first_byte_seconds", "histogram", "Seconds from a request to the first byte of its answer", _BY_ENDPOINT),
     Family("request_duration_seconds", "histogram", "Seconds from a request to the end of its answer", _BY_ENDPOINT),

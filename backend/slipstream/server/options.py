@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slipstream.core.errors import ConfigError
+from slipstream.core.trace_context import ENDPOINT_FORM, is_endpoint
 from slipstream.server.hosts import HostRule
 from slipstream.server.keys import ApiKey
 from slipstream.server.request_log import FORMATS as LOG_FORMATS
@@ -35,7 +36,8 @@ class GatewayOptions:
     allowed_hosts: names in Host headers besides addresses, localhost and `host`.
     metrics_url: Triton's /metrics, appended to the gateway's. max_events_per_s: streamed events per second and worker
     above which several tokens share an event (0: never). log_format: of request_log.py. is_strict: refuse unknown
-    fields of requests instead of ignoring them.
+    fields of requests instead of ignoring them. otlp_endpoint: a collector of traces, "" for none; trace_ratio: share
+    of requests that are traced, of those that bring no trace of their own.
     """
 
     triton_url: str = "localhost:8001"
@@ -51,6 +53,8 @@ class GatewayOptions:
     api_keys: tuple[ApiKey, ...] = ()
     max_priority: int = 0
     metrics_url: str = ""
+    otlp_endpoint: str = ""
+    trace_ratio: float = 1.0
     cors_origins: tuple[str, ...] = ()
     has_page: bool = True
     allowed_hosts: tuple[str, ...] = ()
@@ -88,6 +92,10 @@ class GatewayOptions:
         for name in ("max_stored_bytes", "stored_response_ttl_s"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(name, getattr(self, name), "accepted: 0 (nothing is stored) or more")
+        if not is_endpoint(self.otlp_endpoint):
+            raise ConfigError("otlp_endpoint", self.otlp_endpoint, f"accepted: {ENDPOINT_FORM}")
+        if not 0.0 <= self.trace_ratio <= 1.0:
+            raise ConfigError("trace_ratio", self.trace_ratio, "accepted: a number from 0 to 1")
         if self.log_format not in LOG_FORMATS:
             raise ConfigError("log_format", self.log_format, f"accepted: {', '.join(LOG_FORMATS)}")
         if self.tool_parser not in TOOL_PARSERS:

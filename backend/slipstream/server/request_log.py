@@ -14,6 +14,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from slipstream.core.trace_context import TraceContext
+
 logger = logging.getLogger(__name__)
 FORMATS = ("text", "json")
 MAX_CLIENT_ID_CHARS = 128
@@ -44,6 +46,8 @@ class RequestRecord:
     end: str = ""
     error: str = ""
     warning: str = ""  # for the header of that name
+    parent: TraceContext | None = None  # the client's
+    trace: TraceContext | None = None  # this request's, which the engine continues
 
     def adopt_id(self, given: str) -> None:
         """Take a client's own id, if it can stand in a header and a log."""
@@ -61,6 +65,7 @@ class RequestRecord:
         """The line's values; those that are not known are left out."""
         values = {
             "id": self.request_id,
+            "trace": f"{self.trace.trace_id:032x}" if self.trace is not None else None,
             "method": self.method,
             "path": self.path,
             "status": self.status,

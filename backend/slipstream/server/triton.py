@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from slipstream.core.trace_context import TRACEPARENT
 from slipstream.server.errors import ApiError, from_grpc, from_text
 from slipstream.server.generation import Generation, Response
 
@@ -140,7 +141,11 @@ class TritonLink:
     def generate(self, generations: Sequence[Generation]) -> list[GenerateStream]:
         """A stream for each, opened only if all are valid. Raises UnicodeEncodeError for a lone surrogate."""
         requests = [generation.to_proto() for generation in generations]
-        return [GenerateStream(self._stub.ModelStreamInfer(), request) for request in requests]
+        calls = [
+            self._stub.ModelStreamInfer(metadata=((TRACEPARENT, one.traceparent),) if one.traceparent else None)
+            for one in generations  # Triton takes a trace from metadata, the engine from the request
+        ]
+        return [GenerateStream(call, request) for call, request in zip(calls, requests)]
 
     async def is_live(self) -> bool:
         try:
