@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from slipstream.cli import build_parser
 from slipstream.commands import serve
+from slipstream.nn.gguf import convert
 
 Instructions = list[tuple[str, str]]
 
@@ -90,7 +92,7 @@ def test_extras_and_the_default_encoder_are_those_of_the_project(instructions: I
 def test_the_environment_is_first_in_path(instructions: Instructions) -> None:
     """Its pip and python are the ones that later commands name, and the one of Triton's Python backend."""
     [folder] = arguments_of(instructions, "WORKDIR")
-    assert arguments_of(instructions, "ENV") == [f"PATH={folder}/.venv/bin:$PATH"]
+    assert arguments_of(instructions, "ENV")[0] == f"PATH={folder}/.venv/bin:$PATH"
     names = [name for name, arguments in instructions]
     assert (
         names.index("WORKDIR")
@@ -109,10 +111,49 @@ def test_the_model_repository_finds_its_checkpoint_in_the_image(instructions: In
     for config in root.glob("model_repository/*/config.pbtxt"):
         for path in re.findall(r'string_value: "(\.\./[^"]+)"', config.read_text()):
             assert (config.parent / path).is_dir(), f"{config}: {path}"
-    [folder], [command] = arguments_of(instructions, "WORKDIR"), arguments_of(instructions, "CMD")
-    server, repository, *options = json.loads(command)
-    assert (server, repository) == ("tritonserver", f"--model-repository={folder}/model_repository")
-    loaded = [option.split("=")[1] for option in options if option.startswith("--load-model=")]
-    needed = serve.exit_timeout_s(root / "model_repository")
-    assert f"--exit-timeout-secs={needed}" in options and f"-t {needed + 5}" in (root / "Dockerfile").read_text()
-    assert loaded and all((root / "model_repository" / name / "config.pbtxt").exists() for name in loaded)
+
+
+def test_the_command_starts_server_and_gateway_for_clients_outside(instructions: Instructions, root: Path) -> None:
+    [command] = arguments_of(instructions, "CMD")
+    program, *arguments = json.loads(command)
+    assert program == "slipstream"
+    given = build_parser().parse_args(arguments)
+    assert (given.command, given.host, given.openai_port) == ("serve", "0.0.0.0", 9000)
+    repository = root / "model_repository"
+    started = serve.server_command(Path("/opt/tritonserver/bin/tritonserver"), repository, given)
+    loaded = [option.split("=")[1] for option in started if option.startswith("--load-model=")]
+    assert loaded and all((repository / name / "config.pbtxt").exists() for name in loaded)
+    needed = serve.exit_timeout_s(repository)
+    assert f"--exit-timeout-secs={needed}" in started and f"-t {needed + 5}" in (root / "Dockerfile").read_text()
+    exposed = {int(port) for line in arguments_of(instructions, "EXPOSE") for port in line.split()}
+    assert exposed == {given.http_port, given.grpc_port, given.metrics_port, given.openai_port}
+
+
+def test_it_runs_as_a_user_that_can_read_the_kernels_and_write_its_home(instructions: Instructions) -> None:
+    names = [name for name, arguments in instructions]
+    environment = dict(line.split("=", 1) for line in arguments_of(instructions, "ENV"))
+    [user], [folder] = arguments_of(instructions, "USER"), arguments_of(instructions, "WORKDIR")
+    assert all(int(number) > 0 for number in user.split(":"))
+    assert names.index("USER") > max(index for index, name in enumerate(names) if name in ("RUN", "COPY"))
+    cache = environment["XDG_CACHE_HOME"]
+    assert cache.startswith(f"{folder}/") and not environment["HOME"].startswith("/root")
+    runs = [(name, arguments) for name, arguments in instructions if name in ("ENV", "RUN")]
+    where = next(index for index, (name, arguments) in enumerate(runs) if arguments.startswith("XDG_CACHE_HOME="))
+    built = next(index for index, (name, arguments) in enumerate(runs) if "slipstream_kernels.cuda.build" in arguments)
+    assert where < built, "the kernels are built into another cache"
+    assert "chmod 1777 $HOME" in " ".join(" ".join(words) for words in commands_of(instructions))
+
+
+def test_the_cache_of_converted_files_may_be_a_link_to_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the image, where the rest of the cache is read-only."""
+    cache, home = tmp_path / "cache/slipstream", tmp_path / "home"
+    cache.mkdir(parents=True)
+    home.mkdir()
+    (cache / "gguf").symlink_to(home)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "m.gguf"
+    file.touch()
+    monkeypatch.setattr(convert, "convert", lambda source, folder: folder.mkdir())
+    assert convert.converted(file).resolve().parent == home

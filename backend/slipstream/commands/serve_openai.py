@@ -34,9 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--metrics-url", default="", metavar="URL", help="Triton's /metrics, shown behind the gateway's"
     )
     parser.add_argument(
-        "--otlp-endpoint", default="", metavar="URL", help="an OpenTelemetry collector that gets traces of requests"
-    )
-    parser.add_argument(
         "--trace-ratio", type=float, default=1.0, help="traced share of requests without a trace (%(default)s)"
     )
     parser.add_argument("--no-page", action="store_true", help="do not serve the chat page")
@@ -64,6 +61,16 @@ def add_passed_on(models: argparse._ArgumentGroup, access: argparse._ArgumentGro
         metavar="FILE",
         help="accepted keys, one per line, or JSON with limits per key (docs/gateway.md)",
     )
+    access.add_argument(
+        "--allowed-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="further name in Host headers, as of a proxy; *.NAME for names below, * for any (repeatable)",
+    )
+    access.add_argument(
+        "--otlp-endpoint", default="", metavar="URL", help="an OpenTelemetry collector that gets traces of requests"
+    )
 
 
 def passed_on(arguments: argparse.Namespace) -> list[str]:
@@ -73,7 +80,8 @@ def passed_on(arguments: argparse.Namespace) -> list[str]:
         words += ["--tool-parser", arguments.tool_parser]
     for option, file in (("--chat-template", arguments.chat_template), ("--api-key-file", arguments.api_key_file)):
         words += [option, str(file)] if file is not None else []
-    return words
+    words += [word for name in arguments.allowed_host for word in ("--allowed-host", name)]
+    return words + (["--otlp-endpoint", arguments.otlp_endpoint] if arguments.otlp_endpoint else [])
 
 
 def _add_models(group: argparse._ArgumentGroup) -> None:
@@ -107,13 +115,6 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         help="most urgent (lowest) priority of a request whose key does not say; else 400 (%(default)s)",
     )
     group.add_argument("--cors-origin", action="append", default=[], metavar="ORIGIN", help="web origin that may call")
-    group.add_argument(
-        "--allowed-host",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="further name in Host headers, as of a proxy; *.NAME for names below, * for any (repeatable)",
-    )
     _add_limits(group)
 
 

@@ -1,0 +1,186 @@
+"""deploy/: the chart, rendered as Helm does it, against the schemas of Kubernetes, and its values against the code.
+
+Helm itself is no package of Python's: a renderer of Go's templates stands in for it. The resources of KEDA, KServe, the
+Prometheus operator and the inference extension have no schema here; what the chart says in them is checked by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from slipstream.cli import build_parser
+from slipstream.commands.serve import settings_of
+from slipstream.core.config import ServingConfig
+from slipstream.core.config_parse import config_from_values
+from slipstream.core.stats import METRICS
+
+helm = pytest.importorskip("gotpl.exts.helm", reason="needs gotpl, which needs Python 3.11")
+kubernetes_validate = pytest.importorskip("kubernetes_validate")
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy/helm/slipstream"
+EVERYTHING: dict[str, Any] = {
+    "model": {"source": "Llama-3.1-8B-Instruct", "aliases": ["gpt-4o"], "hubTokenSecret": "hub"},
+    "settings": {"max_model_len": 32768, "kv_cache_dtype": "fp8", "enable_prefix_caching": True},
+    "gpus": 2,
+    "resources": {"requests": {"cpu": "8"}, "limits": {"memory": "64Gi"}},
+    "volume": {"existingClaim": "models"},
+    "gateway": {
+        "apiKeySecret": "keys",
+        "allowedHosts": ["llm.example.com"],
+        "extraArguments": ["--tool-parser", "hermes"],
+    },
+    "tracing": {"otlpEndpoint": "http://collector:4318"},
+    "metrics": {"podMonitor": True},
+    "autoscaling": {"enabled": True},
+    "inferencePool": {"enabled": True},
+    "podDisruptionBudget": {"enabled": True},
+    "podAnnotations": {"team": "search"},
+    "nodeSelector": {"nvidia.com/gpu.product": "NVIDIA-H200"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists"}],
+    "imagePullSecrets": [{"name": "registry"}],
+}
+
+
+def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    both = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if isinstance(base[key], dict)}
+    return {**base, **over, **both}
+
+
+@cache
+def default_values() -> dict[str, Any]:
+    return yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def rendered(values: Mapping[str, Any], release: str = "slipstream") -> dict[str, Any]:
+    """The resources by kind."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    given = merged(default_values(), values)
+    context = {
+        "Values": given,
+        "Chart": {"Name": chart["name"], "Version": chart["version"], "AppVersion": chart["appVersion"]},
+        "Release": {"Name": release, "Namespace": "models", "Service": "Helm"},
+    }
+    sources = {path.name: path.read_text() for path in (CHART / "templates").iterdir()}
+    engine = helm.HelmTemplateEngine(sources, strict=True)
+    texts = engine.render({name: context for name in sources if not name.startswith("_")})
+    assert f"{release} serves" in texts.pop("NOTES.txt") or release != "slipstream"
+    found = [one for text in texts.values() for one in yaml.safe_load_all(text) if one]
+    assert len({one["kind"] for one in found}) == len(found)
+    return {one["kind"]: one for one in found}
+
+
+def container_of(resources: Mapping[str, Any]) -> dict[str, Any]:
+    [container] = resources["Deployment"]["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING, {"gpus": 0}], ids=["defaults", "everything", "cpu"])
+def test_kubernetes_takes_what_is_rendered(values: dict[str, Any]) -> None:
+    resources = rendered(values)
+    for kind in {"Deployment", "Service", "PodDisruptionBudget"} & resources.keys():
+        kubernetes_validate.validate(resources[kind], "1.30", strict=True)
+    names = {one["metadata"]["name"] for one in resources.values()}
+    assert names == {"slipstream"}, names
+    pod = resources["Deployment"]["spec"]["template"]
+    mounted = {mount["name"] for mount in container_of(resources)["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["spec"]["volumes"]}
+    assert resources["Service"]["spec"]["selector"].items() <= pod["metadata"]["labels"].items()
+    ports = {port["name"] for port in container_of(resources)["ports"]}
+    assert {port["targetPort"] for port in resources["Service"]["spec"]["ports"]} == ports
+
+
+@pytest.mark.parametrize("values", [{}, EVERYTHING], ids=["defaults", "everything"])
+def test_the_command_is_one_that_slipstream_takes(values: dict[str, Any]) -> None:
+    program, *arguments = container_of(rendered(values, "llm"))["args"]
+    assert program == "slipstream"
+    given = build_parser().parse_args(arguments)
+    assert (given.command, given.host, given.openai_port) == ("serve", "0.0.0.0", 9000)
+    config = config_from_values(settings_of(given), is_complete=False)
+    assert "llm-slipstream.models.svc" in given.allowed_host
+    if values:
+        assert given.model == "/models/Llama-3.1-8B-Instruct" and given.alias == ["gpt-4o=llm"]
+        assert config.parallel.tensor_parallel_size == 2 and config.model.max_model_len == 32768
+        assert config.serving.otlp_endpoint == given.otlp_endpoint == "http://collector:4318"
+        assert config.cache.enable_prefix_caching and config.cache.dtype == "fp8_e4m3"
+        assert "llm.example.com" in given.allowed_host and given.tool_parser == "hermes"
+        assert given.api_key_file == Path("/run/slipstream/keys")
+
+
+def test_the_gpus_of_a_pod_are_its_limit() -> None:
+    assert container_of(rendered({}))["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+    both = {"limits": {"nvidia.com/gpu": 2, "memory": "64Gi"}, "requests": {"cpu": "8"}}
+    assert container_of(rendered(EVERYTHING))["resources"] == both
+    assert not container_of(rendered({"gpus": 0}))["resources"]
+
+
+def test_pods_run_as_the_user_of_the_image_and_write_only_where_they_may() -> None:
+    resources = rendered({})
+    pod, container = resources["Deployment"]["spec"]["template"]["spec"], container_of(resources)
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    user = re.search(r"^USER (\d+):(\d+)$", dockerfile, re.M)
+    assert user is not None
+    assert (pod["securityContext"]["runAsUser"], pod["securityContext"]["runAsGroup"]) == tuple(map(int, user.groups()))
+    assert pod["securityContext"]["runAsNonRoot"] and container["securityContext"]["readOnlyRootFilesystem"]
+    home = re.search(r"^ENV HOME=(\S+)$", dockerfile, re.M)
+    writable = {mount["mountPath"] for mount in container["volumeMounts"] if not mount.get("readOnly")}
+    assert home is not None and writable == {"/tmp", "/dev/shm", home[1]}
+
+
+def test_a_pod_has_the_time_to_drain() -> None:
+    values = default_values()
+    assert values["terminationGracePeriodSeconds"] >= ServingConfig().exit_timeout_s + 5 + 10
+    probes = container_of(rendered({}))
+    assert probes["startupProbe"]["periodSeconds"] * probes["startupProbe"]["failureThreshold"] == 1800
+    assert probes["readinessProbe"]["httpGet"]["path"] == "/ready", "the gateway's, which asks for the model"
+
+
+def test_autoscaling_asks_for_metrics_that_exist() -> None:
+    resources = rendered(EVERYTHING)
+    triggers = resources["ScaledObject"]["spec"]["triggers"]
+    queries = [trigger["metadata"]["query"] for trigger in triggers]
+    asked = {name for query in queries for name in re.findall(r"slipstream_\w+", query)}
+    assert asked == {"slipstream_requests_waiting", "slipstream_kv_utilization"}
+    assert asked <= {spec.family for spec in METRICS}
+    assert all(isinstance(trigger["metadata"]["threshold"], str) for trigger in triggers), "KEDA reads text"
+    assert "replicas" not in resources["Deployment"]["spec"], "Helm and KEDA would fight over it"
+    assert resources["ScaledObject"]["spec"]["scaleTargetRef"]["name"] == resources["Deployment"]["metadata"]["name"]
+
+
+def test_the_pool_and_the_monitor_find_the_pods() -> None:
+    resources = rendered(EVERYTHING)
+    labels = resources["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    for kind in ("InferencePool", "PodMonitor", "PodDisruptionBudget"):
+        assert resources[kind]["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    assert resources["InferencePool"]["spec"]["targetPorts"] == [{"number": 9000}]
+
+
+def test_the_schema_knows_every_value_and_refuses_others() -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    for values in ({}, EVERYTHING):
+        jsonschema.validate(merged(default_values(), values), schema)
+    assert schema["properties"].keys() - {"global"} == default_values().keys()
+    for wrong in ({"gpu": 1}, {"gpus": 3}, {"tracing": {"otlpEndpoint": "collector"}}, {"model": {"source": ""}}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(merged(default_values(), wrong), schema)
+
+
+def test_the_runtime_of_kserve_starts_what_slipstream_takes() -> None:
+    runtime = yaml.safe_load((ROOT / "deploy/kserve/servingruntime.yaml").read_text())
+    [container] = runtime["spec"]["containers"]
+    program, *arguments = container["args"]
+    given = build_parser().parse_args(arguments)
+    assert (program, given.command, given.model) == ("slipstream", "serve", "/mnt/models")
+    assert container["ports"][0]["containerPort"] == given.openai_port == container["readinessProbe"]["httpGet"]["port"]
+    service = yaml.safe_load((ROOT / "deploy/kserve/inferenceservice.yaml").read_text())
+    model = service["spec"]["predictor"]["model"]
+    assert model["runtime"] == runtime["metadata"]["name"]
+    assert model["modelFormat"]["name"] in {one["name"] for one in runtime["spec"]["supportedModelFormats"]}
