@@ -13,6 +13,7 @@ import pytest
 from slipstream import LLM, SamplingParams
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig
 from slipstream.core.errors import RequestError
+from slipstream.core.sampling_params import Guide
 
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 TEXTS = ["The quick brown fox", "def add(a, b):", "ça va très bien", "你好"]
@@ -182,3 +183,11 @@ def test_a_prompt_that_is_empty_or_cannot_fit_is_refused_as_by_the_server(llm: L
         with pytest.raises(RequestError, match=f"^prompt: .*{words}"):
             llm.generate([prompt])
     assert not llm.engine.has_work
+
+
+def test_the_null_runner_keeps_to_a_grammar(tiny_llama: Path) -> None:
+    pytest.importorskip("xgrammar")
+    params = SamplingParams(max_tokens=8, guide=Guide("regex", "(ab|cd)"))
+    with LLM.from_config(_config(tiny_llama, "null")) as llm:
+        [answer] = llm.generate("a", params)
+    assert answer.finish_reason == "stop" and answer.text in ("ab", "cd")

@@ -100,7 +100,7 @@ def refusal_of(**values: object) -> str:
 def counted(stats: Stats) -> dict[str, float]:
     counts: Counter[str] = Counter()
     for _ in range(2):  # what was published, and what was kept back
-        counts.update({METRICS[index].family: sum(values) for index, values in stats.drain()})
+        counts.update({stats.specs[index].family: sum(values) for index, values in stats.drain()})
         stats.publish()
     return dict(counts)
 
