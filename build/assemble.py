@@ -18,6 +18,7 @@ import sysconfig
 from pathlib import Path
 
 from compile_backend import compile_backend
+from page_libraries import add_page_libraries
 
 ROOT = Path(__file__).resolve().parent.parent
 BACKEND = "slipstream"
@@ -86,6 +87,8 @@ def assemble(backends: Path, launcher: Path | None) -> None:
     compile_backend(folder)
     write_contract(folder / "contract.json")
     write_engine_launcher(folder / "slipstream-engine")
+    if why := add_page_libraries():
+        print(f"the chat page will show answers as plain text: {why}", file=sys.stderr)
     if launcher is None:
         return
     pytriton = package_folder("pytriton")

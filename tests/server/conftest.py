@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from patience import PATIENCE_S
 
 pytest.importorskip("fastapi", reason="the gateway's packages are not installed: pip install 'slipstream[gateway]'")
 pytest.importorskip("uvicorn")
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from fake_triton import FakeTriton
     from gateway import GatewayProcess
     from llm_server import LlmServer
+    from playwright.sync_api import Browser
 
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MAX_BODY_BYTES = 1 << 20
 
 
@@ -88,3 +92,25 @@ def fake_gateway(fake_triton: FakeTriton) -> Iterator[GatewayProcess]:
 def fake_client(fake_gateway: GatewayProcess) -> openai.OpenAI:
     openai = pytest.importorskip("openai")
     return openai.OpenAI(base_url=f"{fake_gateway.url}/v1", api_key="sk-right", max_retries=0, timeout=120)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed (Debian: apt install chromium)")
+    with api.sync_playwright() as playwright:
+        options = {"executable_path": found, "timeout": 1000 * PATIENCE_S}
+        running = playwright.chromium.launch(args=["--no-sandbox", "--disable-gpu"], **options)
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="session")
+def open_gateway(fake_triton: FakeTriton) -> Iterator[GatewayProcess]:
+    """Before the scripted stand-in, for everybody."""
+    from gateway import GatewayProcess
+
+    with GatewayProcess(fake_triton.url, ["--log-level", "warning"]) as running:
+        yield running

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -13,21 +12,6 @@ from patience import PATIENCE_S
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
-    if found is None:
-        pytest.skip(f"no browser: none of {', '.join(BROWSERS)} is installed (Debian: apt install chromium)")
-    with api.sync_playwright() as playwright:
-        options = {"executable_path": found, "timeout": 1000 * PATIENCE_S}
-        running = playwright.chromium.launch(args=["--no-sandbox", "--disable-gpu"], **options)
-        yield running
-        running.close()
 
 
 @pytest.fixture
@@ -54,7 +38,7 @@ def say(page: Page, text: str, max_tokens: int = 12) -> None:
 
 def wait_for_answer(page: Page) -> str:
     page.wait_for_selector("article.assistant:last-of-type:not(.busy)", timeout=1000 * PATIENCE_S)
-    return page.text_content("article.assistant:last-of-type .text") or ""
+    return page.inner_text("article.assistant:last-of-type .text")
 
 
 def test_a_talk(page: Page) -> None:

@@ -211,7 +211,7 @@ def test_wrong_keys(fake_gateway: GatewayProcess, key: str) -> None:
 def test_right_keys_and_open_paths(fake_gateway: GatewayProcess) -> None:
     for key in ("sk-right", "sk-also"):
         assert openai.OpenAI(base_url=f"{fake_gateway.url}/v1", api_key=key).models.list().data
-    assert [fake_gateway.get(path)[0] for path in ("/health", "/ready", "/metrics", "/", "/chat.js")] == [200] * 5
+    assert [fake_gateway.get(path)[0] for path in ("/health", "/ready", "/metrics", "/", "/page/app.js")] == [200] * 5
 
 
 def test_models_in_every_state(fake_client: openai.OpenAI) -> None:

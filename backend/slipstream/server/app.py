@@ -17,13 +17,14 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 import slipstream
 from slipstream.server.chat import chat
+from slipstream.server.chat_page import PREFIX, answer, read_page
 from slipstream.server.completions import complete
 from slipstream.server.embeddings import cards, embed
 from slipstream.server.errors import ApiError, error_body, model_not_found
@@ -56,12 +57,6 @@ from slipstream.server.unknown_fields import unknown_fields, warning
 from slipstream.server.validation import explain
 
 logger = logging.getLogger(__name__)
-PAGE = Path(__file__).parent / "page"
-_SECURITY = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Cache-Control": "no-cache",
-}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 415, 421, 429, 500, 503, 504)
 }
@@ -277,12 +272,13 @@ def _fetch(url: str) -> str:
 
 
 def _add_page(app: FastAPI) -> None:
-    for path, file in (("/", "index.html"), ("/chat.js", "chat.js"), ("/chat.css", "chat.css")):
+    files = read_page()
 
-        async def page(file: str = file) -> Response:
-            return FileResponse(PAGE / file, headers=_SECURITY)
+    async def page(request: Request, name: str = "") -> Response:
+        return answer(files, name, request)
 
-        app.add_api_route(path, page, include_in_schema=False)
+    for path in ("/", f"{PREFIX}{{name:path}}"):
+        app.add_api_route(path, page, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 async def _announce(gateway: Gateway) -> None:

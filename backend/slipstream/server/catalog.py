@@ -27,6 +27,7 @@ REFRESH_S = 10.0
 RESTART_S = 60.0  # a restarting engine appears as an unloaded model on servers before 26.03
 _LENGTHS = ("max_model_len", "max_seq_len")
 _INPUTS, _OUTPUTS = {"text_input", "sampling_parameters", "stream"}, {"text_output", "finish_reason"}  # none without
+_VERDICTS = {"safety", "blocked"}  # outputs of a model whose answers a safety model may withhold
 _SPECULATION = "speculative_method"
 _DEFAULT_MAX_TOKENS = "default_max_tokens"
 _BLOCK_SIZES = ("block_size", "tokens_per_block")
@@ -87,6 +88,7 @@ class Model:
             "task": "generate",
         }
         has = {"has_chat_template": self.template is not None, "speculative_methods": self.speculative_methods}
+        has["has_safety"] = not self.outputs.isdisjoint(_VERDICTS)
         return {**card, "max_model_len": self.max_model_len or None, "triton_name": self.triton_name, **has}
 
 

@@ -13,6 +13,7 @@ from functools import partial
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from slipstream.server.chat_page import is_page
 from slipstream.server.errors import RETRY_AFTER_S, ApiError
 from slipstream.server.gateway import CLIENT_GONE
 from slipstream.server.hosts import HostRule
@@ -38,7 +39,7 @@ _ENDPOINTS = {
     "/v1/models": "models",
 }
 _COUNTED = ("chat", "completions", "embeddings", "responses", "messages", "rerank", "tokenize")
-_OPEN_PATHS = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json", "/chat.js", "/chat.css"})
+_OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})  # and the chat page
 
 
 class Guard:
@@ -66,7 +67,8 @@ class Guard:
         lease = self._tenants.anybody()
         try:
             self._check_host(scope, lease)
-            if scope["path"] not in _OPEN_PATHS and scope["method"] != "OPTIONS":
+            is_open = scope["path"] in _OPEN_PATHS or is_page(scope["path"])
+            if not is_open and scope["method"] != "OPTIONS":
                 answer.lease = lease = self._find(scope, lease)
             self._check(scope, endpoint, lease)
             if endpoint in _COUNTED:

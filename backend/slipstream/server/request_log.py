@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.core.trace_context import TraceContext
+from slipstream.server.chat_page import is_page
 
 logger = logging.getLogger(__name__)
 FORMATS = ("text", "json")
@@ -22,7 +23,7 @@ MAX_CLIENT_ID_CHARS = 128
 _MAX_CHARS = 200  # of a value of the line
 _CLIENT_ID = re.compile(rf"[A-Za-z0-9._:/=+-]{{1,{MAX_CLIENT_ID_CHARS}}}")
 _PLAIN = re.compile(r"[!#-\[\]-~]+")  # printable ASCII but for spaces, quotes and backslashes
-_QUIET = frozenset({"/", "/health", "/ready", "/metrics", "/openapi.json", "/chat.js", "/chat.css"})
+_QUIET = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})
 
 
 @dataclass(slots=True)
@@ -84,7 +85,7 @@ class RequestRecord:
 
     def write(self) -> None:
         """Log the line: INFO, but for probes and pages."""
-        level = logging.DEBUG if self.path in _QUIET else logging.INFO
+        level = logging.DEBUG if self.path in _QUIET or is_page(self.path) else logging.INFO
         if logger.isEnabledFor(level):
             logger.log(level, "request", extra={"fields": self.fields()})
 
