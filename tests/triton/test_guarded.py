@@ -137,7 +137,7 @@ def test_embedding(server: LlmServer) -> None:
 
 
 def test_what_the_dashboard_shows_of_encoders_is_there(server: LlmServer, root: Path) -> None:
-    """Triton's own metrics, whose names are not ours to know; those under TensorRT-LLM's names are of models of text."""
+    """Triton's own metrics, whose names are not ours to know. Those with TensorRT-LLM's names are of text models."""
     generate(server, "safety", text="hello")
     asked = set(re.findall(r"nv_\w+", (root / "deploy/grafana/slipstream.json").read_text()))
     asked |= set(re.findall(r"nv_\w+[^\W_]\b", (root / "docs/metrics.md").read_text()))  # not nv_inference_*
