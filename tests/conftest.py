@@ -42,6 +42,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
         raise pytest.UsageError(missing_server())
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """How a test failed that passed when it ran again (Makefile): -rR prints its name alone."""
+    for report in terminalreporter.getreports("rerun"):
+        terminalreporter.write_sep("_", f"first run of {report.nodeid}")
+        terminalreporter.write_line(report.longreprtext)
+
+
 def draw_the_same(name: str) -> None:
     """Start the global generators anew, by a name: what is drawn depends on no test before, nor on a worker's share."""
     seed = zlib.crc32(name.encode())

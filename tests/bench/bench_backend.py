@@ -22,12 +22,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
 from fake_backend import add_model, compile_library, make_backend_dir  # noqa: E402
+from processes import only_child  # noqa: E402
 from triton_server import TritonServer, find_tritonserver  # noqa: E402
 
 CLIENT_SOURCE = Path(__file__).with_name("load_client.cc")
@@ -90,8 +89,7 @@ def cpu_seconds(pid: int) -> float:
 
 def engine_of(pid: int) -> int:
     """The engine process of a server with one model."""
-    [engine] = psutil.Process(pid).children()
-    return engine.pid
+    return only_child(pid).pid
 
 
 def measure(server: TritonServer, client: Path, request: Path, num_streams: int, num_tokens: int) -> dict[str, float]:

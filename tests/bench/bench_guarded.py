@@ -22,13 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "backend"), str(ROOT / "tests/support")]
 
 from llm_client import grpc_stream  # noqa: E402
 from llm_server import LlmServer, missing_server, parameter  # noqa: E402
+from processes import asked, children_of  # noqa: E402
 from tiny_encoders import has_default_encoder, write_random_minilm  # noqa: E402
 
 DEMO_MODEL = ROOT / "models/slipstream-demo-code"
@@ -83,8 +82,7 @@ class Figures:
 def cpu_seconds(server: LlmServer, model: str) -> float:
     """Of the Python backend's processes of a model; 0 for `llm`, which has none."""
     file = str(server.repository / model / "1/model.py")
-    processes = [one for one in psutil.Process(server.pid).children() if file in one.cmdline()]
-    return sum(one.cpu_times().user + one.cpu_times().system for one in processes)
+    return sum(sum(asked(one.cpu_times, (0.0, 0.0))[:2]) for one in children_of(server.pid, file))
 
 
 def measure(server: LlmServer, arguments: argparse.Namespace) -> None:

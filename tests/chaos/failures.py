@@ -19,6 +19,7 @@ from clock import Clock
 from llm_client import GrpcStream
 from llm_server import LlmServer
 from outcome import Outcome
+from processes import children_of, is_alive
 from slipstream.engine.grammar_messages import MAX_KILLS
 from traffic import Ledger, Target
 from watch import own_engines
@@ -133,7 +134,7 @@ class Failures:
         self._downtimes.begin(model)
         began, engine = time.monotonic(), self.engines.pop(model)
         self._server.unload(model)
-        while engine.is_running() and engine.status() != psutil.STATUS_ZOMBIE:
+        while is_alive(engine):
             if time.monotonic() - began > timeout_s:
                 return timeout_s
             time.sleep(0.05)
@@ -174,7 +175,7 @@ class Failures:
 
     def _kill_helper(self, strength: float) -> None:
         """One of the processes that match grammars, or that begin to: guided requests go on in a new one."""
-        helpers = self.engines[self._target.model].children(recursive=True)
+        helpers = children_of(self.engines[self._target.model].pid, recursive=True)
         if not helpers:
             return  # no grammar was asked for yet, or the last kill was a moment ago
         with self._downtimes.lock:
@@ -198,14 +199,16 @@ class Failures:
         (run.py). Less would hit memory files, too, which no full disk does.
         """
         processes = [self._server.pid, *(engine.pid for engine in own_engines(self._server))]
-        limits = [resource.prlimit(pid, resource.RLIMIT_FSIZE) for pid in processes]
+        limits: dict[int, tuple[int, int]] = {}
         try:
-            for pid, (_, hard) in zip(processes, limits):
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (DISK_LIMIT, hard))
+            for pid in processes:
+                with suppress(ProcessLookupError):  # unloaded meanwhile
+                    limits[pid] = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                    resource.prlimit(pid, resource.RLIMIT_FSIZE, (DISK_LIMIT, limits[pid][1]))
             time.sleep(0.5 + 2.0 * strength)
         finally:
-            for pid, limit in zip(processes, limits):
-                with suppress(ProcessLookupError):  # unloaded meanwhile
+            for pid, limit in limits.items():
+                with suppress(ProcessLookupError):
                     resource.prlimit(pid, resource.RLIMIT_FSIZE, limit)
 
     def _move_clock(self, strength: float) -> None:

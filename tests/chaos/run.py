@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from gateway import GatewayProcess  # noqa: E402
 from llm_server import LlmServer, missing_server  # noqa: E402
 from lost_streams import refusal  # noqa: E402
 from outcome import Texts  # noqa: E402
+from processes import is_gone, wait_gone  # noqa: E402
 from report import Report, RoundFigures  # noqa: E402
 from rounds import Round, make_rounds  # noqa: E402
 from traffic import Doors, Ledger, Target, Traffic  # noqa: E402
@@ -199,9 +201,9 @@ class Run:
 
     def survivors(self) -> list[int]:
         """Engines and their helpers that are still there when the server has ended."""
-        known = [psutil.Process(pid) for pid in self._watch.lives if psutil.pid_exists(pid)]
-        _, alive = psutil.wait_procs(known, timeout=5.0)
-        return [process.pid for process in alive]
+        with suppress(AssertionError):
+            wait_gone(*self._watch.lives, timeout_s=5.0)
+        return [pid for pid in self._watch.lives if not is_gone(pid)]
 
     def _judge_processes(self) -> None:
         self._watch.stop()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
 import psutil
 from llm_server import LlmServer
 from lost_streams import LostStreams
+from processes import asked, children_of, thread_names, zombies_of
 
 PERIOD_S = 1.0
 MIN_SAMPLES = 100  # fewer say nothing of growth
@@ -85,9 +84,11 @@ class Watch:
 
     def _run(self) -> None:
         while not self._is_over.wait(PERIOD_S):
-            for process in [psutil.Process(self._server.pid), *own_engines(self._server)]:
+            server = asked(lambda: [psutil.Process(self._server.pid)], [])
+            for process in [*server, *own_engines(self._server)]:
                 try:
-                    helpers = [] if process.pid == self._server.pid else process.children(recursive=True)
+                    is_server = process.pid == self._server.pid
+                    helpers = [] if is_server else children_of(process.pid, recursive=True)
                     samples = [_sample(one) for one in (process, *helpers)]
                 except psutil.Error:
                     continue
@@ -104,11 +105,7 @@ class Watch:
 
 def num_engine_threads(pid: int) -> int:
     """Threads of the server that the backend has for its engines."""
-    names = []
-    for comm in Path(f"/proc/{pid}/task").glob("*/comm"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-            names.append(comm.read_text().strip())
-    return sum(name in ENGINE_THREADS for name in names)
+    return sum(name in ENGINE_THREADS for name in thread_names(pid))
 
 
 def idle_engine_threads(server: LlmServer) -> str:
@@ -131,14 +128,7 @@ def too_many_lost(num_lost: int, num_cancelled: int) -> str:
 
 def own_engines(server: LlmServer) -> list[psutil.Process]:
     """The server's engines, not what they have just forked."""
-    return [engine for engine in server.engines() if _parent(engine) == server.pid]
-
-
-def _parent(process: psutil.Process) -> int:
-    try:
-        return process.ppid()
-    except psutil.NoSuchProcess:
-        return 0
+    return [engine for engine in server.engines() if asked(engine.ppid, 0) == server.pid]
 
 
 def _sample(process: psutil.Process) -> tuple[float, int, int]:
@@ -148,15 +138,8 @@ def _sample(process: psutil.Process) -> tuple[float, int, int]:
 def zombies(server: LlmServer) -> list[int]:
     """Children of the server that have ended and that it has not asked about for some seconds."""
     deadline = time.monotonic() + ZOMBIE_PATIENCE_S
-    while dead := [child.pid for child in psutil.Process(server.pid).children(recursive=True) if _is_zombie(child)]:
+    while dead := zombies_of(server.pid):
         if time.monotonic() > deadline:
             return dead
         time.sleep(0.2)
     return []
-
-
-def _is_zombie(process: psutil.Process) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from engine_driver import GREEDY, Told, make_engine, run_steps
-from grammar_processes import LETTERS, PROMPT, process_of, workers_of
+from grammar_processes import LETTERS, PROMPT, process_of, signal_a_trial, worker_of, workers_of
 from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.request import FinishReason, Request
@@ -163,8 +163,7 @@ def test_a_killed_process_loses_no_text(limited: Engine, victim: str) -> None:
     told = _submit(limited, LETTERS, params=params)
     while max(len(one.token_ids) for one in told.values()) < 8:
         run_steps(limited, told, 1)
-    for pid in workers_of(limited) if victim == "worker" else [process_of(limited)]:
-        os.kill(pid, signal.SIGKILL)
+    os.kill(worker_of(limited) if victim == "worker" else process_of(limited), signal.SIGKILL)
     run_steps(limited, told)
     assert [one.error for one in told.values()] == [""] * 3
     assert _texts(told) == _texts(undisturbed)
@@ -175,7 +174,7 @@ def test_a_stuck_process_is_killed_and_others_go_on(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, structured_output=StructuredOutputConfig(max_step_ms=300))
     run_steps(engine, _submit(engine, LETTERS))
     expected, _ = _victim(engine, {})
-    (worker,) = workers_of(engine)
+    worker = worker_of(engine)
     told = _submit(engine, LETTERS)
     while not next(iter(told.values())).token_ids:
         run_steps(engine, told, 1)
@@ -191,16 +190,10 @@ def test_a_stuck_process_is_killed_and_others_go_on(tiny_llama: Path) -> None:
 
 
 def test_a_trial_that_somebody_kills_is_not_the_grammars_fault(limited: Engine) -> None:
-    told = _submit(limited, Guide("regex", "|".join(f"[a-z]{{{n}}}" for n in range(1, 150))))
-    running = set(workers_of(limited))
-    process = process_of(limited)
-    os.kill(process, signal.SIGSTOP)  # it forks when it goes on
-    run_steps(limited, told, 2)
-    os.kill(process, signal.SIGCONT)
-    while not (trials := set(workers_of(limited)) - running):
-        assert not any(one.finish_reason for one in told.values())
-    for pid in trials:
-        os.kill(pid, signal.SIGKILL)
+    def ask(attempt: int) -> dict[Request, Told]:
+        return _submit(limited, Guide("regex", "|".join(f"[a-z]{{{n}}}" for n in range(1, 150 + attempt))))
+
+    told = signal_a_trial(limited, ask, signal.SIGKILL).told
     run_steps(limited, told)
     assert [one.error for one in told.values()] == [""]
 
@@ -214,7 +207,7 @@ def test_a_call_that_outlives_its_request_ends_though_nobody_else_comes(
     told = _submit(limited, LETTERS)
     while not next(iter(told.values())).token_ids:
         run_steps(limited, told, 1)
-    (worker,) = workers_of(limited)
+    worker = worker_of(limited)
     os.kill(worker, signal.SIGSTOP)
     run_steps(limited, told)
     assert not limited.has_work and not host.is_idle
@@ -316,7 +309,7 @@ def test_memory_stays_bounded_over_many_grammars(limited: Engine) -> None:
             run_steps(limited, told)
 
     serve(range(20))
-    (worker,) = workers_of(limited)
+    worker = worker_of(limited)
     own, forked = _resident_bytes(os.getpid()), _resident_bytes(worker)
     serve(range(20, 80))
     assert _resident_bytes(os.getpid()) - own < 8 << 20

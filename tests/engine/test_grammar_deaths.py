@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from engine_driver import Told, make_engine, run_steps
-from grammar_processes import GUIDED, children, is_gone, process_of, served_engine, start, wait_until_gone
+from grammar_processes import GUIDED, process_of, served_engine, start, worker_of, workers_of
+from processes import only_child, wait_gone
 from slipstream import LLM
 from slipstream.core.config import CacheConfig, EngineConfig, ModelConfig, StructuredOutputConfig
 from slipstream.core.errors import CapacityError, RequestError
@@ -96,14 +97,14 @@ def _end_worker_in_a_call(engine: Engine, told: dict[Request, Told], signal_numb
     """While it has a call of the request, which it does not answer."""
     (request,) = told
     state, link = request.grammar_state, engine._structured._host._link
-    _step_until(engine, told, lambda: state.is_open and children(process_of(engine)))
-    (worker,) = children(process_of(engine))
+    _step_until(engine, told, lambda: state.is_open and workers_of(engine))
+    worker = worker_of(engine)
     os.kill(worker, signal.SIGSTOP)
     _step_until(engine, told, lambda: state.asked_at)
     generation = link._generation
     os.kill(worker, signal_number)
     os.kill(worker, signal.SIGCONT)
-    wait_until_gone(worker)
+    wait_gone(worker)
     _step_until(engine, told, lambda: link._generation > generation)
 
 
@@ -135,9 +136,9 @@ def test_workers_that_crash_twice_at_one_token_are(served: Engine, monkeypatch: 
 
     def crash_and_send(kind: str, *arguments: object) -> None:
         if kind == "open":
-            (worker,) = children(process_of(served))
+            worker = worker_of(served)
             os.kill(worker, CRASH)
-            wait_until_gone(worker)
+            wait_gone(worker)
         send(kind, *arguments)
 
     monkeypatch.setattr(link, "send_to_worker", crash_and_send)
@@ -153,14 +154,12 @@ def test_workers_that_crash_twice_at_one_token_are(served: Engine, monkeypatch: 
 @pytest.mark.parametrize("num_kills", [2, MAX_KILLS])
 def test_a_trial_killed_from_outside_says_nothing_of_its_grammar(served: Engine, num_kills: int) -> None:
     guide = replace(SLOW_TO_COMPILE, text=f"{SLOW_TO_COMPILE.text}|{num_kills}")
+    known = {worker_of(served)}
     request, one = start(served, replace(GUIDED, guide=guide))
-    run_steps(served, {request: one}, 1)
-    killed: set[int] = set()
-    workers = set(children(process_of(served)))
     for _ in range(num_kills):
-        _step_until(served, {request: one}, lambda: set(children(process_of(served))) - killed - workers)
-        (trial,) = set(children(process_of(served))) - killed - workers
-        killed.add(trial)
+        _step_until(served, {request: one}, lambda: workers_of(served) - known)
+        (trial,) = workers_of(served) - known
+        known.add(trial)
         os.kill(trial, signal.SIGKILL)
     run_steps(served, {request: one})
     if num_kills < MAX_KILLS:
@@ -180,13 +179,12 @@ def test_a_killed_engine_takes_its_grammar_processes_along(tiny_llama: Path, sta
         try:
             assert engine.stdout is not None
             process = int(engine.stdout.readline())
-            pids = [process, *children(process)]
-            assert len(pids) == 2 and not any(map(is_gone, pids))
+            pids = [process, only_child(process).pid]
             if state == "stopped":  # it does not see that its socket is closed
                 os.kill(process, signal.SIGSTOP)
         finally:
             engine.kill()
-    wait_until_gone(*pids)
+    wait_gone(*pids)
     assert _shared_memory() == before
 
 
@@ -196,12 +194,11 @@ def test_an_engine_in_process_takes_them_along(tiny_llama: Path, way: str) -> No
     model = ModelConfig(model=str(tiny_llama), device="cpu")
     llm = LLM.from_config(EngineConfig(model=model, cache=CacheConfig(block_size=8, num_blocks=64)))
     llm.generate("a", GUIDED)
-    pids = [process_of(llm.engine), *children(process_of(llm.engine))]
-    assert len(pids) == 2 and not any(map(is_gone, pids))
+    pids = [process_of(llm.engine), worker_of(llm.engine)]
     if way == "closed":
         llm.close()
     else:
         del llm
         gc.collect()
-    wait_until_gone(*pids)
+    wait_gone(*pids)
     assert _shared_memory() == before

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 from engine_driver import GREEDY, Told, make_engine, run_steps
-from grammar_processes import GUIDED, children, process_of, served_engine, start, state_of, wait_until_gone
+from grammar_processes import GUIDED, process_of, served_engine, signal_a_trial, start, state_of, worker_of
 from patience import wait_until
+from processes import only_child, wait_gone
 from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import CapacityError
 from slipstream.core.request import FinishReason, Request
@@ -95,11 +96,11 @@ def test_a_process_that_is_stopped_at_its_start_is_replaced(engine: Engine, monk
                 break
     run_steps(engine, told)
     assert one.error == "" and one.finish_reason is FinishReason.STOP
-    wait_until_gone(stopped)
+    wait_gone(stopped)
 
 
 def test_a_process_that_is_stopped_with_a_trial_is_replaced(served: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped = [process_of(served), *children(process_of(served))]
+    stopped = [process_of(served), worker_of(served)]
     os.kill(stopped[0], signal.SIGSTOP)
     request, one = start(served, replace(GUIDED, guide=Guide("regex", "[a-z]{41}")))
     told = {request: one}
@@ -109,7 +110,7 @@ def test_a_process_that_is_stopped_with_a_trial_is_replaced(served: Engine, monk
                 break
     run_steps(served, told)
     assert one.error == "" and one.finish_reason is FinishReason.STOP
-    wait_until_gone(*stopped)
+    wait_gone(*stopped)
 
 
 @pytest.mark.parametrize("num_hanging", [1, MAX_KILLS])
@@ -134,23 +135,19 @@ def test_a_worker_that_hangs_at_its_start_is_replaced(
         assert one.error == "" and one.finish_reason is FinishReason.STOP
     else:
         assert one.fault is CapacityError and "structured output is not available" in one.error
-    wait_until_gone(*map(int, log.read_text().split()[:num_hanging]))
+    wait_gone(*map(int, log.read_text().split()[:num_hanging]))
 
 
 def test_a_trial_that_is_stopped_is_not_the_doing_of_its_grammar(served: Engine) -> None:
-    workers = set(children(process_of(served)))
-    os.kill(process_of(served), signal.SIGSTOP)  # it forks when it goes on
-    request, one = start(served, replace(GUIDED, guide=Guide("regex", "|".join(f"[a-z]{{{n}}}" for n in range(90)))))
-    told = {request: one}
-    run_steps(served, told, 2)
-    os.kill(process_of(served), signal.SIGCONT)
-    while not (trials := set(children(process_of(served))) - workers):
-        assert one.finish_reason is None
-    for trial in trials:
-        os.kill(trial, signal.SIGSTOP)
-    run_steps(served, told)
+    def ask(attempt: int) -> dict[Request, Told]:
+        text = "|".join(f"[a-z]{{{n}}}" for n in range(90 + attempt))
+        return dict([start(served, replace(GUIDED, guide=Guide("regex", text)))])
+
+    caught = signal_a_trial(served, ask, signal.SIGSTOP)
+    run_steps(served, caught.told)
+    [one] = caught.told.values()
     assert one.error == "" and one.finish_reason is not None
-    wait_until_gone(*trials)
+    wait_gone(caught.trial)
 
 
 def test_a_process_that_gets_little_time_is_not_taken_for_one_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +217,7 @@ def test_a_stopped_process_holds_up_no_step(served: Engine, monkeypatch: pytest.
     told = dict([start(served), start(served, replace(GREEDY, max_tokens=200))])
     with monkeypatch.context() as stopping:
         stopping.setattr(link, "start_worker", start_behind_others)
-        (worker,) = children(process)
+        worker = only_child(process).pid
         os.kill(worker, signal.SIGKILL)
         times = [time.monotonic()]
         for _ in itertools.takewhile(lambda _: len(times) < 150, _steps(served, told)):
@@ -237,10 +234,10 @@ def test_a_stopped_process_holds_up_no_step(served: Engine, monkeypatch: pytest.
 
 def test_what_hangs_in_a_worker_ends_with_the_process_that_forked_it(served: Engine) -> None:
     process = process_of(served)
-    (worker,) = children(process)
+    worker = only_child(process).pid
     os.kill(worker, signal.SIGSTOP)  # none of its threads sees that a socket is closed
     os.kill(process, signal.SIGKILL)
-    wait_until_gone(process, worker)
+    wait_gone(process, worker)
     request, one = start(served)
     run_steps(served, {request: one})
     assert one.error == "" and one.finish_reason is FinishReason.STOP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
 from patience import wait_until
+from processes import children_of
 from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig
 from slipstream.core.errors import ConfigError, RankLostError
 from slipstream.core.request import FinishReason, Request
@@ -38,14 +40,7 @@ TWO = ParallelConfig(tensor_parallel_size=2)
 
 def ranks() -> list[psutil.Process]:
     """The processes of ranks beside this one."""
-    return [child for child in psutil.Process().children() if "rank_process" in command_of(child)]
-
-
-def command_of(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:  # it has ended
-        return ""
+    return children_of(os.getpid(), "rank_process")
 
 
 def make_two(model: Path, folder: Path) -> Engine:

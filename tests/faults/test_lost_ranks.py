@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import psutil
 from llm_client import grpc_infer, grpc_stream, http_generate
 from llm_server import LlmServer
+from processes import children_of
 
 PROMPT = "def add(a, b):\n"
 SHORT = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
@@ -18,14 +19,7 @@ LOST = "rank 1 has ended: the model starts again [UNAVAILABLE]"
 
 def ranks_of(server: LlmServer) -> list[psutil.Process]:
     """Processes of ranks that run below the server."""
-    found = []
-    for child in psutil.Process(server.pid).children(recursive=True):
-        try:
-            if "rank_process" in " ".join(child.cmdline()):
-                found.append(child)
-        except psutil.Error:
-            continue  # it has ended
-    return found
+    return children_of(server.pid, "rank_process", recursive=True)
 
 
 def text_of(server: LlmServer, model: str) -> str:
@@ -49,13 +43,13 @@ def test_two_processes_serve_a_model_until_one_is_killed_or_stopped(llm_server: 
             assert stream.collect(timeout_s=10).error.endswith(LOST)
             status, reply = whole.result(timeout=10)
             assert status >= 400 and LOST in str(reply)
-        llm_server.wait_until(lambda: not llm_server.is_model_ready(model), "the model not to be ready", 5)
+        llm_server.wait_until(lambda: not llm_server.is_model_ready(model), "the model not to be ready")
         llm_server.wait_model_ready(model)
         assert text_of(llm_server, model) == expected
         (again,) = ranks_of(llm_server)
         assert again.pid != rank.pid
         again.suspend()  # while nothing runs: no request has to find out
-        llm_server.wait_until(lambda: not llm_server.is_model_ready(model), "the model not to be ready", 5)
+        llm_server.wait_until(lambda: not llm_server.is_model_ready(model), "the model not to be ready")
         llm_server.wait_model_ready(model)
         assert text_of(llm_server, model) == expected
     llm_server.wait_until(lambda: not ranks_of(llm_server), "the ranks to end with their model")

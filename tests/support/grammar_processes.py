@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine_driver import Told, make_engine, run_steps
-from patience import PATIENCE_S
+from processes import only_child, pids_of
 from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import Guide, SamplingParams
@@ -23,6 +26,14 @@ def start(engine: Engine, params: SamplingParams = GUIDED, **named: int) -> tupl
     """Submit a request; nothing of it has run."""
     (request,) = engine.submit(Request(list(PROMPT), params, handle=7, **named))
     return request, Told()
+
+
+@dataclass
+class Caught:
+    """told: what is told of the requests whose grammar the trial tries."""
+
+    told: dict[Request, Told]
+    trial: int
 
 
 @contextmanager
@@ -40,13 +51,32 @@ def process_of(engine: Engine) -> int:
     return process.pid if process is not None else 0
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def workers_of(engine: Engine) -> list[int]:
+def workers_of(engine: Engine) -> set[int]:
     """Process ids of what the forking process has forked: its worker and its trials."""
-    return children(process_of(engine))
+    return pids_of(process_of(engine))
+
+
+def worker_of(engine: Engine) -> int:
+    """Waits until no trial runs beside the worker."""
+    return only_child(process_of(engine)).pid
+
+
+def signal_a_trial(engine: Engine, ask: Callable[[int], dict[Request, Told]], number: signal.Signals) -> Caught:
+    """Stop or kill a trial while it runs.  ask(attempt) submits a grammar that needs one: a trial may end unseen."""
+    for attempt in range(10):
+        process, workers = process_of(engine), workers_of(engine)
+        os.kill(process, signal.SIGSTOP)  # it forks when it goes on
+        told = ask(attempt)
+        run_steps(engine, told, 2)
+        os.kill(process, signal.SIGCONT)
+        deadline = time.monotonic() + 2.0
+        while time.monotonic() < deadline:
+            for trial in workers_of(engine) - workers:
+                with suppress(ProcessLookupError):
+                    os.kill(trial, number)
+                    return Caught(told, trial)
+        run_steps(engine, told)
+    raise AssertionError("every trial ended before it was seen")
 
 
 def state_of(pid: int) -> str:
@@ -55,14 +85,3 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return "X"
-
-
-def is_gone(pid: int) -> bool:
-    return state_of(pid) in "ZX"
-
-
-def wait_until_gone(*pids: int) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not all(map(is_gone, pids)):
-        assert time.monotonic() < deadline, f"grammar processes go on: {pids}"
-        time.sleep(0.01)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 from patience import PATIENCE_S
+from processes import children_of
 from triton_server import TritonServer, find_tritonserver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,7 +88,7 @@ class LlmServer(TritonServer):
 
     def engines(self) -> list[psutil.Process]:
         """Engine processes of this server that run (a process that is just ending is not among them)."""
-        return [child for child in psutil.Process(self.pid).children(recursive=True) if is_engine(child)]
+        return children_of(self.pid, "slipstream.engine.main", recursive=True)
 
     def metric(self, family: str, model: str = "llm", **labels: str) -> float:
         """Sum of the samples of a family for a model; 0 when there is none."""
@@ -126,10 +127,3 @@ class LlmServer(TritonServer):
             seen = made
             time.sleep(0.15)
         assert self.metric("slipstream_kv_blocks_leaked", model) == 0
-
-
-def is_engine(process: psutil.Process) -> bool:
-    try:
-        return "slipstream.engine.main" in " ".join(process.cmdline())
-    except psutil.Error:
-        return False

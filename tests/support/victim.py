@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Protocol
 
-import psutil
 from patience import PATIENCE_S
+from processes import cpu_seconds
 
 PROMPT = "import os\n"
 NUM_TOKENS = 100
@@ -143,22 +143,12 @@ def _run_beside(attack: Attack, client: subprocess.Popen[str]) -> None:
         raise failures[0]
 
 
-def _cpu_seconds(pid: int) -> float:
-    total = 0.0
-    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
-        try:
-            total += sum(process.cpu_times()[:2])
-        except psutil.NoSuchProcess:
-            continue
-    return total
-
-
 def wait_at_rest(server: Server, timeout_s: float = PATIENCE_S) -> None:
     """Wait until server and engines are idle.  AssertionError if they stay busy because of the attack."""
-    deadline, spent = time.monotonic() + timeout_s, _cpu_seconds(server.pid)
+    deadline, spent = time.monotonic() + timeout_s, cpu_seconds(server.pid)
     while True:
         time.sleep(0.25)
-        before, spent = spent, _cpu_seconds(server.pid)
+        before, spent = spent, cpu_seconds(server.pid)
         if spent - before < AT_REST * 0.25:
             return
         assert time.monotonic() < deadline, f"the server is still busy after {timeout_s} s without a request"

@@ -16,6 +16,7 @@ import pytest
 from fake_backend import add_model
 from grpc_stream import GrpcStream
 from patience import wait_until
+from processes import only_child, pids_of, wait_gone
 from sse_client import stream_many
 from triton_server import TritonServer
 
@@ -26,19 +27,7 @@ RUNNING = 'slipstream_fake_running{model="llm",state="running",version="1"}'
 
 def engine_pid(server: TritonServer) -> int:
     """The engine process of a server that has one model loaded."""
-    [engine] = psutil.Process(server.pid).children()
-    return engine.pid
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def wait_gone(pid: int) -> None:
-    wait_until(lambda: not is_running(pid), f"process {pid} to end")
+    return only_child(server.pid).pid
 
 
 def connect_to_engine_socket(pid: int) -> None:
@@ -86,15 +75,15 @@ def test_strangers_on_the_socket_are_turned_away(healthy: TritonServer) -> None:
 
 def test_sigkill_in_mid_stream_and_text_flows_again(healthy: TritonServer) -> None:
     engine = psutil.Process(engine_pid(healthy))
-    [worker] = engine.children()
+    worker = only_child(engine.pid)
     with GrpcStream(healthy.grpc_url) as stream:
         stream.send("llm", {"tokens": 100000})
         stream.wait(num_texts=5)
         engine.kill()
-        stream.wait(num_ends=1, timeout_s=10)
+        stream.wait(num_ends=1)
         assert len(stream.errors) == 1
         wait_gone(worker.pid)
-        assert not engine.is_running(), "a zombie was left"
+        wait_until(lambda: not engine.is_running(), "the engine to end and leave no zombie")
         healthy.wait_until(lambda: healthy.metrics()[UP] == 1, "the engine to be up")
         stream.send("llm", "back again")
         stream.wait(num_texts=len(stream.texts) + 2)
@@ -178,11 +167,11 @@ def explicit(fake_backend_dir: Path, repository: Path) -> Iterator[TritonServer]
     ],
 )
 def test_the_load_fails_with_the_reason(explicit: TritonServer, model: str, text: str) -> None:
-    others = set(psutil.Process(explicit.pid).children())
+    others = pids_of(explicit.pid)
     status, body = explicit.load(model)
     assert status == 400 and text in body.decode(), body
     assert explicit.get(f"/v2/models/{model}/ready")[0] == 400
-    assert set(psutil.Process(explicit.pid).children()) <= others, "an engine was left behind"
+    wait_until(lambda: pids_of(explicit.pid) <= others, "the engine to end")
 
 
 # ---------------------------------------------------------------- readiness, unload, shutdown (explicit mode)
@@ -206,8 +195,8 @@ def test_ready_is_false_while_the_engine_is_down_and_dependents_come_back(
     flag = repository / "fails"
     flag.touch()
     crash(loaded)
-    loaded.wait_until(lambda: not loaded.is_model_ready("llm"), "llm not to be ready", 5)
-    loaded.wait_until(lambda: not loaded.is_model_ready("ensemble"), "the ensemble not to be ready", 5)
+    loaded.wait_until(lambda: not loaded.is_model_ready("llm"), "llm not to be ready")
+    loaded.wait_until(lambda: not loaded.is_model_ready("ensemble"), "the ensemble not to be ready")
     loaded.wait_until(lambda: "could not be loaded again, next try" in loaded.log, "a failed restart")
     samples = loaded.metrics()
     assert samples[UP] == 0 and samples[RESTARTS] == before + 1  # the metrics outlive the unloaded model
@@ -222,12 +211,12 @@ def test_ready_is_false_while_the_engine_is_down_and_dependents_come_back(
 
 
 def test_a_model_whose_folder_is_gone_is_not_loaded_again(explicit: TritonServer, repository: Path) -> None:
-    others = set(psutil.Process(explicit.pid).children())
+    others = pids_of(explicit.pid)
     add_model(repository, "gone", {})
     assert explicit.load("gone")[0] == 200
-    [engine] = set(psutil.Process(explicit.pid).children()) - others
+    [engine] = pids_of(explicit.pid) - others
     (repository / "gone").rename(repository.parent / "moved-away")
-    engine.kill()
+    os.kill(engine, signal.SIGKILL)
     explicit.wait_until(lambda: not explicit.is_model_ready("gone"), "the model to be unloaded")
     explicit.wait_until(lambda: "model gone is not in the repository any more" in explicit.log, "the end of trying")
     explicit.wait_until(lambda: UP.replace("llm", "gone") not in explicit.metrics(), "its metrics to be gone")
@@ -282,7 +271,8 @@ def test_sigterm_in_mid_stream_finishes_the_stream(fake_backend_dir: Path, tmp_p
 def test_sigterm_answers_what_does_not_end_within_the_drain_timeout(fake_backend_dir: Path, tmp_path: Path) -> None:
     add_model(tmp_path / "repository", "hung", {"drain_timeout_s": "0.5"})
     with small_server(fake_backend_dir, tmp_path) as server:
-        engines = psutil.Process(server.pid).children()
+        engines = pids_of(server.pid)
+        assert len(engines) == 2
         with GrpcStream(server.grpc_url) as stream:
             stream.send("llm", {"tokens": 100})  # has the default of 60 s, and needs half a second
             stream.send("hung", {"tokens": 1, "then": "hang"})
@@ -298,8 +288,7 @@ def test_sigterm_answers_what_does_not_end_within_the_drain_timeout(fake_backend
         assert time.monotonic() - started < 10, "a hung engine must not outlast the server's exit time-out"
         assert "exit timeout expired" not in server.log.lower()
         assert server.log.count("did not drain in time; terminating it") == 1
-        for engine in engines:
-            wait_gone(engine.pid)
+        wait_gone(*engines)
 
 
 def test_no_orphan_is_left_when_the_server_is_killed(fake_backend_dir: Path, tmp_path: Path) -> None:
@@ -315,7 +304,6 @@ def test_a_server_killed_before_its_engine_connects_leaves_nothing(fake_backend_
     add_model(tmp_path / "repository", "llm", {})
     with TritonServer(tmp_path / "repository", fake_backend_dir, control_mode="explicit", env=environment) as server:
         threading.Thread(target=server.load, args=("llm",), daemon=True).start()
-        server.wait_until(lambda: len(psutil.Process(server.pid).children()) == 1, "the engine to be started")
         pid = engine_pid(server)
         os.kill(server.pid, signal.SIGKILL)
         wait_gone(pid)

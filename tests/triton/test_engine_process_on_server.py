@@ -18,6 +18,7 @@ from fake_backend import add_model
 from grpc_stream import GrpcStream
 from llm_server import ROOT, missing_server
 from patience import wait_until
+from processes import children_of
 from slipstream.commands import serve
 from triton_server import TritonServer
 
@@ -26,8 +27,7 @@ MIB = 1 << 20
 
 def engine_of(server: TritonServer, model: str) -> psutil.Process:
     """By the order in which the models were loaded: each has one engine."""
-    engines = sorted(psutil.Process(server.pid).children(), key=lambda process: process.create_time())
-    return engines[["stopped", "other"].index(model)]
+    return children_of(server.pid)[["stopped", "other"].index(model)]
 
 
 # ---------------------------------------------------------------- SIGCHLD
@@ -121,14 +121,17 @@ def test_one_refused_unload_leaves_the_readiness_of_others_honest(fake_backend_d
     models = ("dies_early", "dies_later")
     server = TritonServer(tmp_path / "repository", fake_backend_dir, control_mode="explicit", load_models=models)
 
-    def has_worker(process: psutil.Process) -> bool:
-        return bool(process.children())
+    def engine_of(has_worker: bool) -> psutil.Process:
+        def found() -> list[psutil.Process]:
+            return [one for one in children_of(server.pid) if bool(children_of(one.pid)) is has_worker]
+
+        wait_until(lambda: len(found()) == 1, "one such engine")
+        return found()[0]
 
     def kill_while_the_other_loads() -> None:
         try:
             wait_until(lambda: "the engine of model 'dies_early' is up" in server.log, "the first engine to be up")
-            [engine] = [process for process in psutil.Process(server.pid).children() if has_worker(process)]
-            engine.kill()
+            engine_of(has_worker=True).kill()
             wait_until(lambda: "restarts in place" in server.log, "the unload to be refused")
         finally:
             slow.unlink()
@@ -138,9 +141,8 @@ def test_one_refused_unload_leaves_the_readiness_of_others_honest(fake_backend_d
     with server:
         killer.join()
         server.wait_until(lambda: server.log.count("the engine of model 'dies_early' is up") == 2, "the restart")
-        [engine] = [process for process in psutil.Process(server.pid).children() if not has_worker(process)]
         slow.touch()
-        engine.kill()
-        server.wait_until(lambda: not server.is_model_ready("dies_later"), "the model not to be ready", 5)
+        engine_of(has_worker=False).kill()
+        server.wait_until(lambda: not server.is_model_ready("dies_later"), "the model not to be ready")
         slow.unlink()
         server.wait_model_ready("dies_later")

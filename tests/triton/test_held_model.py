@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from fake_backend import add_model
 from grpc_stream import GrpcStream
 from patience import wait_until
+from processes import pids_of, thread_names
 from triton_server import TritonServer
 
 UP = 'slipstream_engine_up{model="llm",version="1"}'
@@ -32,21 +34,13 @@ def loaded(server: TritonServer) -> TritonServer:
     return server
 
 
-def engines(server: TritonServer) -> list[int]:
-    """Those that have not ended; psutil's own listing may hold one that ends meanwhile."""
-    return [child.pid for child in psutil.Process(server.pid).children() if is_alive(child)]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def engines(server: TritonServer) -> set[int]:
+    return pids_of(server.pid)
 
 
 def own_threads(server: TritonServer) -> Counter[str]:
     """The threads that the backend has for its engines, by name."""
-    names = [comm.read_text().strip() for comm in Path(f"/proc/{server.pid}/task").glob("*/comm")]
+    names = thread_names(server.pid)
     return Counter(name for name in names if name.startswith("slip-") and name != "slip-reloader")
 
 
@@ -80,7 +74,7 @@ def test_so_does_that_of_a_model_that_was_loaded_anew(loaded: TritonServer) -> N
         with GrpcStream(loaded.grpc_url) as other:
             ask(loaded, other)
             wait_until(lambda: held not in engines(loaded), "the engine that nobody can ask any more")
-            assert len(engines(loaded)) == 1
+            wait_until(lambda: len(engines(loaded)) == 1, "one engine to be left")
             ask(loaded, other)
     assert loaded.unload("llm")[0] == 200
 
@@ -103,8 +97,8 @@ def test_an_instance_whose_engine_died_keeps_no_threads_while_the_server_holds_i
         wait_until(lambda: own_threads(loaded).total() == 3, "the threads of one engine")
         before = own_threads(loaded)
         [engine] = engines(loaded)
-        psutil.Process(engine).kill()
-        wait_until(lambda: engines(loaded) not in ([], [engine]), "another engine")
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: engines(loaded) - {engine}, "another engine")
         loaded.wait_model_ready("llm")
         wait_until(lambda: own_threads(loaded) == before, "the threads of the dead engine's instance to end")
     assert loaded.unload("llm")[0] == 200

@@ -14,13 +14,13 @@ import time
 import urllib.request
 from pathlib import Path
 
-import psutil
 import pytest
 from fake_backend import add_model
 from grpc_stream import GrpcStream
 from llm_client import grpc_stream
 from llm_server import missing_server
 from patience import PATIENCE_S, wait_until
+from processes import is_alive, only_child
 from triton_server import HOST, TritonServer, fetch, free_ports
 
 EXIT_TIMEOUT_S = 10  # of TritonServer
@@ -37,11 +37,6 @@ def wait_end(server: TritonServer, timeout_s: float) -> int:
     return server.process.wait(timeout_s)
 
 
-def engine_of(server: TritonServer) -> psutil.Process:
-    [engine] = psutil.Process(server.pid).children()
-    return engine
-
-
 @pytest.mark.parametrize(
     "script", [None, {"tokens": 3}, {"tokens": 1, "then": "error"}], ids=["unused", "ended", "failed"]
 )
@@ -49,13 +44,13 @@ def test_a_grpc_stream_that_stays_open_does_not_keep_the_server(
     fake_backend_dir: Path, tmp_path: Path, script: dict[str, object] | None
 ) -> None:
     with server_with(fake_backend_dir, tmp_path, {}) as server, GrpcStream(server.grpc_url) as stream:
-        engine = engine_of(server)
+        engine = only_child(server.pid)
         if script is not None:
             stream.send("llm", script)
             stream.wait(num_ends=1)
         os.kill(server.pid, signal.SIGTERM)
         assert wait_end(server, EXIT_TIMEOUT_S) == 0
-        wait_until(lambda: not engine.is_running(), "the engine to end")
+        wait_until(lambda: not is_alive(engine), "the engine to end")
 
 
 def test_a_cancel_that_meets_the_last_token_does_not_keep_the_server(fake_backend_dir: Path, tmp_path: Path) -> None:
@@ -78,7 +73,7 @@ def test_everybody_is_answered_before_the_server_gives_up(fake_backend_dir: Path
     """drain_timeout_s is 60 here: the server's own limit is less, so it counts."""
     with server_with(fake_backend_dir, tmp_path, {}) as server, GrpcStream(server.grpc_url) as stream:
         assert "--exit-timeout-secs is 10, so that requests have 5 s when it exits, not the 60 s of" in server.log
-        engine = engine_of(server)
+        engine = only_child(server.pid)
         stream.send("llm", {"tokens": 1, "then": "hang"})
         stream.wait(num_texts=1)
         os.kill(server.pid, signal.SIGTERM)
@@ -87,7 +82,7 @@ def test_everybody_is_answered_before_the_server_gives_up(fake_backend_dir: Path
             "the server is shutting down and the request did not end within drain_timeout_s [UNAVAILABLE]"
         ]
         # the stream stays open, so that the server never unloads the model: the engine must go all the same
-        wait_until(lambda: not engine.is_running(), "the engine to end", timeout_s=EXIT_TIMEOUT_S)
+        wait_until(lambda: not is_alive(engine), "the engine to end", timeout_s=EXIT_TIMEOUT_S)
         assert wait_end(server, 2 * EXIT_TIMEOUT_S) == 0
         assert "failed to stop server" not in server.log
 
@@ -100,7 +95,7 @@ def test_an_engine_that_dies_while_the_server_exits_says_so_and_stays_down(
         stream.wait(num_texts=1)
         os.kill(server.pid, signal.SIGTERM)
         server.wait_until(lambda: "Waiting for in-flight requests" in server.log, "the server to exit")
-        engine_of(server).kill()
+        only_child(server.pid).kill()
         stream.wait(num_ends=1, timeout_s=EXIT_TIMEOUT_S)
         assert stream.errors == [
             "the engine of model 'llm' was killed by signal 9 (Killed); the server is shutting down [UNAVAILABLE]"
