@@ -79,7 +79,7 @@ $(SETUP): pyproject.toml constraints.txt
 	command -v g++ > /dev/null || { echo "a C++ compiler is needed: apt install g++" >&2; exit 1; }
 	[ -x $(PY) ] || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "apt install python3-venv" >&2; exit 1; }
 	echo "setting up $(VENV) (once; downloads some hundred megabytes, with PyTorch's CUDA build some GB)"
-	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[server,dev]'
+	$(PIP) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -c constraints.txt -e '.[server,dev,clients]'
 	if ! $(PY) -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('pytriton') is None)"
 	then $(PIP) --no-deps -c constraints.txt nvidia-pytriton; fi  # Python 3.13, see pyproject.toml
 	touch $@

@@ -79,7 +79,7 @@ async def cards(gateway: Gateway) -> list[dict[str, Any]]:
     return [{"id": name, **kind, "triton_name": target} for name, target in names.items() if target in ready]
 
 
-def _encoded(vector: np.ndarray, form: str) -> Any:
+def _encoded(vector: np.ndarray, form: str | None) -> Any:
     return base64.b64encode(vector.tobytes()).decode() if form == "base64" else vector.tolist()
 
 

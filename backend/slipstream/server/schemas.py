@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, create_model
 from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
 
 from slipstream.core import setting_kinds as kinds
 from slipstream.core.setting_values import MAX_ENTRIES, MAX_INT32
@@ -275,11 +276,21 @@ class DetokenizeRequest(NamedRequest):
     tokens: Annotated[list[TokenId], Field(max_length=MAX_DETOKENIZED_TOKENS)]
 
 
+def _refuse_token_ids(value: Any) -> Any:
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, (int, list)):
+        told = "token ids are not served, as they are of another model's tokenizer; accepted: text"
+        raise PydanticCustomError("token_ids", f"{told} (LangChain: check_embedding_ctx_length=False)")
+    return value
+
+
 class EmbeddingRequest(NamedRequest):
     """POST /v1/embeddings"""
 
-    input: Text | Annotated[list[Text], Field(min_length=1, max_length=2048)]
-    encoding_format: Literal["float", "base64"] = "float"
+    input: Annotated[
+        Text | Annotated[list[Text], Field(min_length=1, max_length=2048)], BeforeValidator(_refuse_token_ids)
+    ]
+    encoding_format: Literal["float", "base64"] | None = None  # float; LiteLLM sends null
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
 
