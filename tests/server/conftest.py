@@ -70,6 +70,14 @@ def fake_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeTriton
     for name, sign in signs.items():
         template = "{# " + sign + " #}{{ messages[-1]['content'] }}{{ extra }}"
         models[name] = {"model": str(write_checkpoint(folder / name, template))}
+    for name, ending in (("thinking", "<think>\n"), ("pondering", "")):  # the second writes <think> itself
+        closed = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+        template = (
+            "{# <tool_call> </think> #}{{ messages[-1]['content'] }}" + closed + "{% else %}" + ending + "{% endif %}"
+        )
+        models[name] = {"model": str(write_checkpoint(folder / name, template))}
+    template = "{# <|channel|> #}{{ messages[-1]['content'] }}"
+    models["harmony"] = {"model": str(write_checkpoint(folder / "harmony", template))}
     models["bare"] = {"model": "../elsewhere"}
     models["broken"] = {"model": str(write_checkpoint(folder / "broken", "{% for %}"))}
     states = {"loading": ("LOADING", ""), "gone": ("UNAVAILABLE", "unloaded"), "dead": ("UNAVAILABLE", "no weights")}

@@ -79,7 +79,7 @@ def post(gateway: GatewayProcess, path: str, body: bytes, **headers: str) -> tup
         (CHAT, {"response_format": NO_SCHEMA}, "response_format", "not a usable json_schema"),
         (COMPLETIONS, {"response_format": NO_SCHEMA}, "response_format", "not a usable json_schema"),
         (CHAT, {"structured_outputs": {"json": {"type": "zzz"}}}, "structured_outputs", "not a usable json_schema"),
-        (CHAT, {"tools": [BAD_TOOL], "tool_choice": "required"}, "tools", "not a usable json_schema"),
+        (CHAT, {"tools": [BAD_TOOL], "tool_choice": "required"}, "tools", "not a usable structural_tag"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format.type", "json_object"),
         (CHAT, {"stop": ["a"] * 65}, "stop", "at most 64"),
         (CHAT, {"logit_bias": {"99999999": 1}}, "logit_bias", "not in the vocabulary"),

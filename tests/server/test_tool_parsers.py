@@ -9,18 +9,42 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from slipstream.server.tools.json_call import CallArguments, CallStart, Content
-from slipstream.server.tools.parsers import (
-    HermesParser,
-    Llama3Parser,
-    MistralParser,
-    NamedParser,
-    RequiredParser,
-    ToolParser,
-)
+from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Reasoning
+from slipstream.server.tools.lists import ListParser, MistralParser
+from slipstream.server.tools.marked import may_be_text
+from slipstream.server.tools.parsers import HermesParser, Llama3Parser, ToolParser
+from slipstream.server.tools.select import FORMATS, select_format
 
 A, B = {"a": [1, {"b": '}]" {'}], "c": "é\n"}, {}
-A_TEXT, NAMES = json.dumps(A), ("f", "g")
+A_TEXT, NAMES = json.dumps(A), {"f": {}, "g": {}}
+_TYPES = {"n": {"type": "integer"}, "s": {"type": "string"}, "o": {"type": "object"}, "m": {"type": ["null", "string"]}}
+SCHEMAS = {"typed": {"type": "object", "properties": _TYPES}, "f": {}, "g": {}}
+TYPED = {"n": 3, "s": "3", "o": {"k": [1]}, "m": "null", "x": True, "y": "two\nlines < & >"}
+UNTYPED = TYPED | {"s": 3, "m": None}
+_VALUES = {"n": "3", "s": "3", "o": '{"k": [1]}', "m": "null", "x": "true", "y": "two\nlines < & >"}
+_PARAMETERS = "\n".join(f"<parameter={name}>\n{value}\n</parameter>" for name, value in _VALUES.items())
+QWEN = f"""<tool_call>
+<function=typed>
+{_PARAMETERS}
+</function>
+</tool_call>
+<tool_call>
+<function=g>
+</function>
+</tool_call>"""
+_PAIRS = "\n".join(f"<arg_key>{name}</arg_key>\n<arg_value>{value}</arg_value>" for name, value in _VALUES.items())
+GLM = f"<tool_call>typed\n{_PAIRS}\n</tool_call>"
+_PARAMETERS = "\n".join(f'<parameter name="{name}">{value}</parameter>' for name, value in _VALUES.items())
+MINIMAX = f'<invoke name="typed">\n{_PARAMETERS}\n</invoke>'
+DS, SEP = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+DE = "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+KB, KA, KE = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+KS = f"<|tool_calls_section_begin|>{KB}"
+
+
+def of(name: str) -> Callable[[], ToolParser]:
+    return lambda: FORMATS[name].make_parser(SCHEMAS)
+
 
 # (parser, what the model writes, content, calls)
 CASES: list[tuple[Callable[[], ToolParser], str, str, list[tuple[str, object]]]] = [
@@ -52,12 +76,48 @@ CASES: list[tuple[Callable[[], ToolParser], str, str, list[tuple[str, object]]]]
     (MistralParser, f"[TOOL_CALLS]f[CALL_ID]abc123def[ARGS]{A_TEXT}", "", [("f", A)]),
     (MistralParser, "[TOOL_CALLS]f[CALL_ID]abc123def{}[TOOL_CALLS]g[ARGS]{}", "", [("f", B), ("g", B)]),
     (MistralParser, "[TOOL] [1, 2]", "[TOOL] [1, 2]", []),
-    (lambda: NamedParser("f"), A_TEXT, "", [("f", A)]),
     (
-        RequiredParser,
+        ListParser,
         f'[ {{"name": "f", "arguments": {A_TEXT}}} , {{"name":"g","arguments":{{}}}}]',
         "",
         [("f", A), ("g", B)],
+    ),
+    (of("granite"), f'Well.<|tool_call|> [{{"name": "f", "arguments": {A_TEXT}}}]', "Well.", [("f", A)]),
+    (of("granite"), "<|tool_call|> b", "<|tool_call|> b", []),
+    (of("phi4"), 'functools[{"name": "g", "arguments": {}}]', "", [("g", B)]),
+    (of("phi4"), '<|tool_call|>[{"name": "g", "arguments": {}}]<|/tool_call|>', "", [("g", B)]),
+    (of("deepseek_v3"), f"Hm.{DS}function{SEP}f\n```json\n{A_TEXT}\n```{DE}", "Hm.", [("f", A)]),
+    (
+        of("deepseek_v31"),
+        f"{DS}f{SEP}{A_TEXT}<｜tool▁call▁end｜><｜tool▁call▁begin｜>g{SEP}{{}}{DE}",
+        "",
+        [("f", A), ("g", B)],
+    ),
+    (of("deepseek_v31"), "<｜tool▁call▁begin｜> b", "<｜tool▁call▁begin｜> b", []),
+    (of("kimi_k2"), f"{KS}functions.f:0{KA}{A_TEXT}{KE}{KB}functions.g:1{KA}{{}}{KE}", "", [("f", A), ("g", B)]),
+    (of("qwen3_coder"), f"So.\n{QWEN}", "So.", [("typed", TYPED), ("g", B)]),
+    (of("qwen3_coder"), "<tool_call> b > c", "<tool_call> b > c", []),
+    (
+        of("glm45"),
+        f"{GLM}\n{GLM.replace('typed', 'other')}",
+        "",
+        [("typed", TYPED), ("other", UNTYPED)],
+    ),
+    (of("glm45"), "<tool_call>g</tool_call>", "", [("g", B)]),
+    (of("minimax_m2"), f"<minimax:tool_call>\n{MINIMAX}\n</minimax:tool_call>", "", [("typed", TYPED)]),
+    (of("pythonic"), "[f(a=[1, {'b': '}]\" {'}], c='é\\n'), g()]", "", [("f", A), ("g", B)]),
+    (of("pythonic"), "<|python_start|>[x.y(a=-1.5, b=None)]<|python_end|>", "", [("x.y", {"a": -1.5, "b": None})]),
+    (of("pythonic"), '[{"name": "g", "arguments": {}}]', "", [("g", B)]),
+    (of("pythonic"), "[1, 2] are numbers", "[1, 2] are numbers", []),
+    (of("pythonic"), "[f(x)]", "[f(x)]", []),
+    (of("pythonic"), "[f(a=1", "[f(a=1", []),
+    (of("pythonic"), "[f(a=__import__('os'))]", "[f(a=__import__('os'))]", []),
+    (of("pythonic"), "plain", "plain", []),
+    (
+        of("harmony"),
+        '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "",
+        [("f", {"a": 1})],
     ),
 ]
 
@@ -70,7 +130,7 @@ def read(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, ob
         elif isinstance(event, CallStart):
             calls.append([event.name, ""])
         else:
-            assert isinstance(event, CallArguments)
+            assert isinstance(event, CallArguments) and not isinstance(event, Reasoning)
             calls[-1][1] += event.text
     return content, [(name, json.loads(arguments)) for name, arguments in calls]
 
@@ -93,8 +153,13 @@ def test_any_cut(case: int, places: list[int]) -> None:
     assert read(make(), cut(text, places)) == (content, calls)
 
 
-@pytest.mark.parametrize("make", [HermesParser, MistralParser, lambda: Llama3Parser(NAMES), RequiredParser])
-@given(text=st.text(alphabet='<>tool_call/[]TOOL_CALLS{}"namefrgust:, \n\\', max_size=80))
+MARKS = """<tool_call> </tool_call> [TOOL_CALLS] {"name":"f" "arguments":{ } ] [ , \\ " <function=f> <parameter=a>
+</parameter> <arg_key> </arg_value> <invoke name="f"> f(a= ) <|channel|> <|message|> to=functions.f <|call|>"""
+PIECES_OF_CALLS = st.sampled_from([" ", "\n", *MARKS.split(), DS, SEP, DE, KB, KA, KE])
+
+
+@pytest.mark.parametrize("make", [ListParser, *(of(name) for name in FORMATS)])
+@given(text=st.lists(PIECES_OF_CALLS, max_size=12).map("".join))
 def test_no_text_breaks_a_parser(make: Callable[[], ToolParser], text: str) -> None:
     for pieces in ([text], list(text)):
         parser = make()
@@ -114,3 +179,40 @@ def test_arguments_leave_before_the_call_is_whole() -> None:
     assert parser.feed('<tool_call>{"name": "f", "arguments": {"a": ') == [CallStart("f"), CallArguments('{"a": ')]
     assert parser.feed("1") == [CallArguments("1")]
     assert parser.finish() == [], "cut off by the length: what there is was sent"
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("<|channel|>analysis", "harmony"),
+        ("<tool_call>\n<arg_key>", "glm45"),
+        ("<tool_call>\n<function=", "qwen3_coder"),
+        ("<tool_call>", "hermes"),
+        ("<｜tool▁call▁begin｜>x<｜tool▁sep｜>\n```json", "deepseek_v3"),
+        ("<｜tool▁call▁begin｜>x<｜tool▁sep｜>", "deepseek_v31"),
+        ("Write ```json here", None),
+        ("<|tool|>", "phi4"),
+    ],
+)
+def test_a_format_is_read_off_the_template(template: str, name: str | None) -> None:
+    form = select_format("auto", template)
+    assert (form.name if form else None) == name
+    assert select_format("none", template) is None
+
+
+def test_values_keep_their_text_where_the_schema_names_strings() -> None:
+    texts = [{"type": "string"}, {"enum": ["1"]}, {"const": "1"}, {"anyOf": [{"type": "null"}, {"type": "string"}]}]
+    assert all(may_be_text(schema) for schema in texts)
+    assert not any(may_be_text(schema) for schema in ({}, None, {"type": "integer"}, {"enum": [1]}, {"anyOf": 3}))
+
+
+def test_a_long_value_costs_time_by_its_length_alone() -> None:
+    parser = of("qwen3_coder")()
+    parser.feed("<tool_call><function=f><parameter=a>")
+    num_searched = 0
+    for _ in range(20_000):
+        before = parser._num_searched
+        assert parser.feed("abcdefgh<") == []
+        num_searched += len(parser._text) - before
+    assert num_searched < 20_000 * 40
+    assert parser.feed("/parameter></function></tool_call>")[-1] == CallArguments("}")

@@ -49,8 +49,14 @@ def add_passed_on(models: argparse._ArgumentGroup, access: argparse._ArgumentGro
     models.add_argument(
         "--tool-parser",
         default=AUTO,
-        choices=(AUTO, "hermes", "llama3", "mistral", "none"),
+        metavar="NAME",
         help="how models write tool calls; auto reads it off the chat template (%(default)s)",
+    )
+    models.add_argument(
+        "--reasoning-parser",
+        default=AUTO,
+        metavar="NAME",
+        help="how models mark their reasoning; auto reads it off the chat template (%(default)s)",
     )
     models.add_argument(
         "--chat-template", type=Path, metavar="FILE", help="a Jinja template in place of the checkpoint's"
@@ -78,6 +84,8 @@ def passed_on(arguments: argparse.Namespace) -> list[str]:
     words = [word for alias in arguments.alias for word in ("--alias", alias)]
     if arguments.tool_parser != AUTO:
         words += ["--tool-parser", arguments.tool_parser]
+    if arguments.reasoning_parser != AUTO:
+        words += ["--reasoning-parser", arguments.reasoning_parser]
     for option, file in (("--chat-template", arguments.chat_template), ("--api-key-file", arguments.api_key_file)):
         words += [option, str(file)] if file is not None else []
     words += [word for name in arguments.allowed_host for word in ("--allowed-host", name)]
@@ -185,6 +193,7 @@ def run(arguments: argparse.Namespace) -> int:
         aliases=dict(_pair("--alias", text) for text in arguments.alias),
         embedding_models=tuple(arguments.embedding_model),
         tool_parser=arguments.tool_parser,
+        reasoning_parser=arguments.reasoning_parser,
         chat_template=arguments.chat_template,
         api_keys=read_keys(arguments.api_key_file, arguments.api_key),
         max_priority=arguments.max_priority,

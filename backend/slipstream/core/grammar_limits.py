@@ -18,6 +18,7 @@ FIELD = "guided_decoding_guide"
 _COUNTS = frozenset(
     ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties", "minContains", "maxContains")
 )
+_TAG_COUNTS = frozenset(("min", "max", "max_chars"))  # of a structural tag's formats
 _REGEX_LITERALS = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _EBNF_LITERALS = re.compile(r"\"(?:\\.|[^\"\\])*\"|\[(?:\\.|[^\]\\])*\]|\#[^\n]*", re.DOTALL)
 _REPEAT = re.compile(r"\{\s*(\d*)\s*(?:,\s*(\d*)\s*)?\}")
@@ -32,9 +33,9 @@ def check_grammar(guide: Guide, limits: StructuredOutputConfig) -> None:
     elif guide.type == "ebnf_grammar":
         _check("bytes", _num_bytes(text), limits.max_grammar_bytes, "guided_max_grammar_bytes")
         _check_expression(_EBNF_LITERALS.sub("x", text), limits)
-    elif guide.type == "json_schema":
+    elif guide.type in ("json_schema", "structural_tag"):
         _check("bytes", _num_bytes(text), limits.max_schema_bytes, "guided_max_schema_bytes")
-        _check_schema(text, limits)
+        _check_schema(text, limits, guide.type)
 
 
 def _check(unit: str, value: int, limit: int, parameter: str) -> None:
@@ -63,11 +64,11 @@ def _number(digits: str) -> int:
     return int(digits[:19] or 0)  # no longer: int() refuses thousands of digits, and these are too many anyway
 
 
-def _check_schema(text: str, limits: StructuredOutputConfig) -> None:
+def _check_schema(text: str, limits: StructuredOutputConfig, kind: str) -> None:
     try:
         schema = json.loads(text)
     except ValueError as error:
-        raise RequestError(FIELD, f"not a usable json_schema: {error}") from error
+        raise RequestError(FIELD, f"not a usable {kind}: {error}") from error
     except RecursionError as error:
         raise RequestError(FIELD, f"is nested too deeply, accepted: guided_max_depth={limits.max_depth}") from error
     num_properties = 0
@@ -87,13 +88,14 @@ def _check_schema(text: str, limits: StructuredOutputConfig) -> None:
 
 def _check_object(node: dict[str, object], limits: StructuredOutputConfig) -> int:
     """Returns how many properties it declares."""
-    for name in _COUNTS & node.keys():
+    counts = _COUNTS | _TAG_COUNTS if node.get("type") in ("repeat", "any_text") else _COUNTS
+    for name in counts & node.keys():
         value = node[name]
         if isinstance(value, int | float):
             _check(f"as {name}", int(min(value, 10**18)), limits.max_repeat, "guided_max_repeat")
-    pattern = node.get("pattern")
-    if isinstance(pattern, str):
-        _check_expression(_REGEX_LITERALS.sub("x", pattern), limits)
+    for name, literals in (("pattern", _REGEX_LITERALS), ("grammar", _EBNF_LITERALS)):
+        if isinstance(expression := node.get(name), str):
+            _check_expression(literals.sub("x", expression), limits)
     found = 0
     for name in ("properties", "patternProperties"):
         declared = node.get(name)

@@ -42,7 +42,7 @@ MAX_BEAMS = 64  # whatever a model's max_beam_width
 MAX_REQUEST_ID_BYTES = 1024  # as of the id that is not a parameter, kMaxRequestIdBytes
 MAX_TIMEOUT_US = 2**63 - 1
 NUM_LOGPROBS = Integer(-1, words=f"an integer from 0 to {MAX_INT32}, or -1 for the whole vocabulary")
-GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar")
+GUIDE_TYPES = ("json", "json_schema", "regex", "ebnf_grammar", "structural_tag")
 
 # what `openai` of a setting may be besides names of the gateway's own fields
 PASSED_ON = "a field of the same name, passed on as it is"
@@ -125,9 +125,9 @@ _SAMPLING = (
     Setting("speculative_acceptance", Choice(ACCEPTANCES), None, "`exact`, `rejection`, `typical` or `top_p_window`; the last two change the distribution.", {"speculative_acceptance": OURS}, openai=IN_SPECULATION, parameter="speculative_acceptance"),
     Setting("reference_text", Text(), None, "For `ngram`: a text that the output is expected to repeat in part.", {"reference_text": OURS}, openai=IN_SPECULATION),
     Setting("reference_ids", TokenIds(is_text=True), (), "`reference_text` as token ids.", {"reference_ids": OURS}, openai=IN_SPECULATION),
-    Setting("guided_decoding_guide_type", Choice(GUIDE_TYPES), None, "`json`, `json_schema`, `regex` or `ebnf_grammar`.", {"guided_decoding_guide_type": TRT}),
+    Setting("guided_decoding_guide_type", Choice(GUIDE_TYPES), None, "`json`, `json_schema`, `regex`, `ebnf_grammar` or `structural_tag`.", {"guided_decoding_guide_type": TRT}),
     Setting("guided_decoding_guide", Text(), None, "The schema, expression or grammar.", {"guided_decoding_guide": TRT}),
-    Setting("structured_outputs", Object(), None, "A grammar for the output: an object with one of `json`, `json_object`, `regex`, `grammar` and `choice`.", json=("structured_outputs", "guided_decoding"), openai=PASSED_ON),
+    Setting("structured_outputs", Object(), None, "A grammar for the output: an object with one of `json`, `json_object`, `regex`, `grammar`, `choice` and `structural_tag`.", json=("structured_outputs", "guided_decoding"), openai=PASSED_ON),
 )  # fmt: skip
 
 _SERVING = (
@@ -169,5 +169,5 @@ KEYS_NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "flat_logprobs": ((False,), "log-probabilities are JSON"),
     "skip_reading_prefix_cache": ((False,), "a `cache_salt` of its own keeps a request from cached prefixes"),
     "extra_args": (({},), "no plugin reads them"),
-    "thinking_token_budget": ((), "reasoning has no budget of its own"),
+    "thinking_token_budget": ((), "the gateway knows what reasoning is, the engine does not"),
 }

@@ -5,7 +5,6 @@ A compilation cannot be interrupted, its time and memory depend on the text, and
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 
@@ -13,12 +12,8 @@ import xgrammar
 from transformers import PreTrainedTokenizerFast
 
 from slipstream.core.sampling_params import Guide
+from slipstream.engine.structural_tags import bounded_tag, schema_grammar
 from slipstream.tokenizer.tokenizer import TextTokenizer
-
-# xgrammar 0.2 allows control characters (a tab) in strings with minLength or maxLength, which JSON parsers reject
-_LAX_CHARACTER = r"[^\"\\\r\n]"
-_STRICT_CHARACTER = r"[^\0-\x1f\"\\]"
-MAX_WHITESPACE = 32  # consecutive characters between JSON tokens: allows indentation, but no endless white space
 
 
 class GrammarError(Exception):
@@ -39,15 +34,16 @@ class GrammarCompiler:
         compiler = xgrammar.GrammarCompiler(self._info, max_threads=1, cache_enabled=False)
         compile_text: dict[str, Callable[[str], xgrammar.CompiledGrammar]] = {
             "json": lambda text: compiler.compile_builtin_json_grammar(),
-            "json_schema": lambda text: compiler.compile_grammar(_schema_grammar(text)),
+            "json_schema": lambda text: compiler.compile_grammar(schema_grammar(text)),
             "regex": compiler.compile_regex,
             "ebnf_grammar": compiler.compile_grammar,
+            "structural_tag": lambda text: compiler.compile_structural_tag(bounded_tag(text)),
         }
         try:
             if guide.type != "json" and not guide.text.strip():
                 raise ValueError("the text is empty")
             return compile_text[guide.type](guide.text)
-        except (RuntimeError, ValueError, TypeError) as error:  # raised by xgrammar for invalid texts
+        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # raised by xgrammar for invalid texts
             raise GrammarError(first_line(error)) from error
 
 
@@ -55,13 +51,3 @@ def first_line(error: BaseException) -> str:
     """The first line of xgrammar's message without its time stamp and source position."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", lines[0])[:300] if lines else type(error).__name__
-
-
-def _schema_grammar(text: str) -> xgrammar.Grammar:
-    if not isinstance(json.loads(text), (dict, bool)):
-        raise ValueError("a JSON schema is an object or a boolean")
-    grammar = xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
-    rules = str(grammar)
-    if _LAX_CHARACTER in rules and "Regex(" not in rules:  # a Regex rule cannot be read back from its text
-        grammar = xgrammar.Grammar.from_ebnf(rules.replace(_LAX_CHARACTER, _STRICT_CHARACTER))
-    return grammar

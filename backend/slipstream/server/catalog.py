@@ -20,6 +20,7 @@ from slipstream.server.chat_template import ChatTemplate, load_template
 from slipstream.server.errors import ApiError, model_not_found
 from slipstream.server.model_tokenizer import ModelTokenizer
 from slipstream.server.options import GatewayOptions
+from slipstream.server.reasoning import select_reasoning
 from slipstream.server.tools.select import ToolFormat, select_format
 from slipstream.server.triton import TritonLink
 
@@ -51,6 +52,7 @@ class Model:
     template: ChatTemplate | None = None
     no_template: str = ""
     tool_format: ToolFormat | None = None
+    reasoning_format: str = ""  # of reasoning.py
     tokenizer: ModelTokenizer = field(default_factory=lambda: ModelTokenizer(None))
     settings: dict[str, str] = field(default_factory=dict)
     inputs: frozenset[str] = frozenset()  # both as declared: Triton refuses a request that names any other
@@ -186,6 +188,7 @@ class Catalog:
         model.tokenizer = ModelTokenizer(folder)
         if model.template is not None:
             model.tool_format = select_format(self._options.tool_parser, model.template.source)
+            model.reasoning_format = select_reasoning(self._options.reasoning_parser, model.template.source)
         return model
 
     async def _find_folder(self, name: str, settings: dict[str, str]) -> Path | None:

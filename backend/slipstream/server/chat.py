@@ -15,30 +15,51 @@ from slipstream.server.catalog import Model
 from slipstream.server.errors import ApiError
 from slipstream.server.gateway import Gateway, check_time_out, finish_reason, new_head, outputs_for, safety_of
 from slipstream.server.generation import Generation, Response
+from slipstream.server.reasoning import guide_behind, plan_reasoning, with_reasoning
 from slipstream.server.sampling import UNLIMITED_TOKENS, sampling_parameters
 from slipstream.server.schemas import ChatRequest, Message, TextPart
 from slipstream.server.sse import TextEvents, event
 from slipstream.server.token_ids import ids_of_piece, output_ids, with_further_outputs
-from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event
+from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, Reasoning
 from slipstream.server.tools.select import ToolUse, plan_tools
 from slipstream.server.usage import Usage
 
 
 async def chat(gateway: Gateway, request: ChatRequest, http: HttpRequest) -> HttpResponse:
     model = await gateway.catalog.find(request.model)
-    tools = plan_tools(request, model.tool_format)
     if request.logprobs:
         await asyncio.to_thread(model.tokenizer.prepare)
-    generation = make_generation(request, model, tools)
+    generation, tools = plan_answer(request, model)
     http.state.lease.prepare([generation], model)
     if request.stream:
         writer = ChatWriter(request, model, tools)
         return await gateway.stream(http, [generation], [writer], writer.last)
     [response] = await gateway.run(http, [generation])
-    return JSONResponse(whole_answer(request, model, tools, response))
+    body = whole_answer(request, model, tools, response)
+    await count_reasoning(body, model)
+    return JSONResponse(body)
 
 
-def make_generation(request: ChatRequest, model: Model, tools: ToolUse) -> Generation:
+def plan_answer(request: ChatRequest, model: Model) -> tuple[Generation, ToolUse]:
+    """What the engine is asked for, and how its text is read. Raises ApiError."""
+    tools = plan_tools(request, model.tool_format)
+    prompt = render(request, model, tools)
+    reasoning = plan_reasoning(request, model.reasoning_format, prompt)
+    tools = with_reasoning(tools, reasoning)
+    sampling = _sampling(request, model, tools)
+    guide = sampling.get("structured_outputs")
+    guide = guide_behind(reasoning, guide, request.thinking_token_budget, is_of_calls=tools.guide is not None)
+    if guide is not None:
+        sampling["structured_outputs"] = guide
+    usage = not request.stream or wants_usage(request)
+    outputs = outputs_for(
+        model, stream=bool(request.stream), n=request.n or 1, usage=usage, logprobs=bool(request.logprobs)
+    )
+    outputs = with_further_outputs(request, model, outputs)
+    return Generation(model.triton_name, prompt, sampling, outputs, bool(request.stream)), tools
+
+
+def _sampling(request: ChatRequest, model: Model, tools: ToolUse) -> dict[str, Any]:
     by_default = None if model.max_new_tokens else UNLIMITED_TOKENS  # None: the model's own
     max_tokens = request.max_completion_tokens or request.max_tokens or by_default
     sampling = sampling_parameters(request, max_tokens, request.response_format)
@@ -57,14 +78,9 @@ def make_generation(request: ChatRequest, model: Model, tools: ToolUse) -> Gener
         sampling["reference_text"] = plain_text(request.prediction.content)
         sampling.setdefault("speculative_method", "ngram")
     sampling["add_special_tokens"] = bool(request.add_special_tokens)  # the template writes them
-    usage = not request.stream or wants_usage(request)
-    outputs = outputs_for(
-        model, stream=bool(request.stream), n=request.n or 1, usage=usage, logprobs=bool(request.logprobs)
-    )
-    outputs = with_further_outputs(request, model, outputs)
     if request.stream_interval:
         sampling["stream_interval"] = request.stream_interval
-    return Generation(model.triton_name, render(request, model, tools), sampling, outputs, bool(request.stream))
+    return sampling
 
 
 def wants_usage(request: ChatRequest) -> bool:
@@ -138,6 +154,14 @@ def whole_answer(request: ChatRequest, model: Model, tools: ToolUse, response: R
     return {**head, "choices": choices, "usage": usage.to_json()}
 
 
+async def count_reasoning(body: dict[str, Any], model: Model) -> None:
+    """Add the tokens of the reasoning to the usage of a whole answer: of its text, as the engine counts all in one."""
+    texts = [text for choice in body["choices"] if (text := choice["message"].get("reasoning_content"))]
+    if texts and body["usage"] is not None and model.tokenizer.is_there:
+        count = await asyncio.to_thread(model.tokenizer.count, texts)
+        body["usage"].setdefault("completion_tokens_details", {})["reasoning_tokens"] = count
+
+
 def form_of(request: ChatRequest, model: Model) -> logprob_forms.LogprobForm:
     shows_ids = bool(request.return_tokens_as_token_ids)
     return logprob_forms.LogprobForm(model.tokenizer, request.top_logprobs or 0, shows_ids)
@@ -154,22 +178,31 @@ def whole_message(text: str, tools: ToolUse) -> tuple[dict[str, Any], bool]:
     if tools.make_parser is None:
         return {"role": "assistant", "content": text, "refusal": None}, False
     parser = tools.make_parser()
-    content, calls = "", list[dict[str, Any]]()
+    content, thoughts, calls = "", "", list[dict[str, Any]]()
     for found in [*parser.feed(text), *parser.finish()]:
         if isinstance(found, Content):
             content += found.text
+        elif isinstance(found, Reasoning):
+            thoughts += found.text
         elif isinstance(found, CallStart):
             function = {"name": found.name, "arguments": ""}
             calls.append({"id": found.call_id or tools.make_id(), "type": "function", "function": function})
         else:
             calls[-1]["function"]["arguments"] += found.text
-    message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+    message: dict[str, Any] = {"role": "assistant", "content": content if content or not (calls or thoughts) else None}
+    if thoughts:
+        message.update(_reasoning(thoughts))
     message["refusal"] = None
     if calls and tools.is_legacy:
         message["function_call"] = calls[0]["function"]
     elif calls:
         message["tool_calls"] = calls
     return message, bool(calls)
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """DeepSeek's name of it, which most clients read, and the one that vLLM has now."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 # ---------------------------------------------------------------- streamed answers
@@ -212,7 +245,10 @@ class ChatWriter:
                 self._head["usage"] = self._usage.to_json()
         data = b""
         if self._parsers:
-            data = self._parsed(index, self._parsers[index].feed(text), response)
+            events = self._parsers[index].feed(text)
+            if self._usage is not None and self._tools.has_reasoning:
+                self._usage.add_reasoning(response, index, events)
+            data = self._parsed(index, events, response)
         elif self._form is not None or self._has_ids:
             ids = ids_of_piece(response) if self._has_ids else {}
             data = self._chunk({**_choice(index, {"content": text}, self._logprobs(response)), **ids})
@@ -243,6 +279,8 @@ class ChatWriter:
     def _delta(self, index: int, found: Event) -> dict[str, Any]:
         if isinstance(found, Content):
             return {"content": found.text}
+        if isinstance(found, Reasoning):
+            return _reasoning(found.text)
         if self._tools.is_legacy:
             return self._legacy_delta(index, found)
         if isinstance(found, CallArguments):

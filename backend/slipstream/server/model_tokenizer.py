@@ -24,6 +24,14 @@ class ModelTokenizer:
         """Load it. Takes up to a second: do not call it on the event loop."""
         _ = self._tokenizer
 
+    @property
+    def is_there(self) -> bool:
+        return self._file is not None
+
+    def count(self, texts: list[str]) -> int:
+        """Tokens of these texts. Takes a second for some megabytes: do not call it on the event loop."""
+        return sum(len(self.loaded().encode(text, add_special_tokens=False)) for text in texts)
+
     def bytes_of(self, token_id: int, text: str) -> list[int]:
         """text: what the engine shows of the token, for a token without exact bytes."""
         tokenizer = self._tokenizer

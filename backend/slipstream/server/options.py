@@ -10,7 +10,10 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.trace_context import ENDPOINT_FORM, is_endpoint
 from slipstream.server.hosts import HostRule
 from slipstream.server.keys import ApiKey
+from slipstream.server.reasoning import FORMATS
 from slipstream.server.request_log import FORMATS as LOG_FORMATS
+from slipstream.server.tools.select import ALIASES as TOOL_ALIASES
+from slipstream.server.tools.select import FORMATS as TOOL_FORMATS
 
 _COUNTS = (
     "workers",
@@ -23,7 +26,8 @@ _COUNTS = (
     "max_concurrent_requests",
     "max_connections",
 )
-TOOL_PARSERS = ("auto", "hermes", "llama3", "mistral", "none")
+TOOL_PARSERS = ("auto", *TOOL_FORMATS, *TOOL_ALIASES, "none")
+REASONING_PARSERS = ("auto", *FORMATS, "none")
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class GatewayOptions:
     aliases: Mapping[str, str] = field(default_factory=dict)
     embedding_models: tuple[str, ...] = ()
     tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
     chat_template: Path | None = None
     api_keys: tuple[ApiKey, ...] = ()
     max_priority: int = 0
@@ -100,6 +105,9 @@ class GatewayOptions:
             raise ConfigError("log_format", self.log_format, f"accepted: {', '.join(LOG_FORMATS)}")
         if self.tool_parser not in TOOL_PARSERS:
             raise ConfigError("tool_parser", self.tool_parser, f"accepted: {', '.join(TOOL_PARSERS)}")
+        if self.reasoning_parser not in REASONING_PARSERS:
+            accepted = f"accepted: {', '.join(REASONING_PARSERS)}"
+            raise ConfigError("reasoning_parser", self.reasoning_parser, accepted)
         named = [("checkpoint", folder) for folder in self.checkpoints.values()]
         for name, folder in (*named, ("model_repository", self.model_repository)):
             if folder is not None and not folder.is_dir():

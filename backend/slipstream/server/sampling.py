@@ -66,6 +66,9 @@ def guide_of(response_format: ResponseFormat | None) -> dict[str, Any] | None:
         return None
     if response_format.type == "json_object":
         return {"json_object": True}
+    if response_format.type == "structural_tag":
+        parts = {name: getattr(response_format, name) for name in ("format", "structures", "triggers")}
+        return {"structural_tag": {"type": "structural_tag", **{k: v for k, v in parts.items() if v is not None}}}
     if response_format.json_schema is None or response_format.json_schema.schema_ is None:
         message = "response_format.json_schema: missing, accepted: an object with `name` and `schema`"
         raise ApiError(400, message, param="response_format.json_schema")

@@ -151,8 +151,13 @@ class JsonSchema(Strict):
 
 
 class ResponseFormat(Strict):
-    type: Literal["text", "json_object", "json_schema"]
+    """format, or structures and triggers: of a structural tag, as xgrammar and vLLM have it."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
+    format: dict[str, JsonValue] | None = None
+    structures: list[dict[str, JsonValue]] | None = None
+    triggers: list[str] | None = None
 
 
 class FunctionDefinition(Strict):
@@ -223,6 +228,8 @@ class ChatRequest(Sampling):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
+    thinking_token_budget: Annotated[int, bounds_of("max_tokens")] | None = None  # of the reasoning; then it is ended
+    include_reasoning: bool | None = None  # false: left out of the answer
     reasoning_effort: str | None = None  # to the template, as the next three
     verbosity: str | None = None
     documents: Annotated[list[dict[str, JsonValue]], Field(max_length=MAX_DOCUMENTS)] | None = None

@@ -6,6 +6,7 @@ from typing import Any
 
 from slipstream.server.catalog import Model
 from slipstream.server.generation import Response
+from slipstream.server.tools.json_call import Event, Reasoning
 
 COUNTS = ("num_input_tokens", "num_output_tokens", "kv_cache_reused_blocks")
 DRAFT_COUNTS = ("total_draft_tokens", "total_accepted_draft_tokens")
@@ -32,6 +33,8 @@ class Usage:
         self.completion_tokens = 0
         self._drafted: dict[int, int] = {}  # by sequence: the engine's counts are cumulative
         self._accepted: dict[int, int] = {}
+        self._reasoning_tokens: int | None = None
+        self._thinks: dict[int, bool] = {}  # by sequence: whether its last piece was reasoning
 
     def add(self, response: Response, index: int = 0, is_prompt_new: bool = False) -> None:
         """Count a response of sequence `index`; is_prompt_new: the first of another prompt."""
@@ -47,6 +50,15 @@ class Usage:
             self._drafted[index] = response.integer("total_draft_tokens")
             self._accepted[index] = response.integer("total_accepted_draft_tokens")
 
+    def add_reasoning(self, response: Response, index: int, events: list[Event]) -> None:
+        """Count a piece of a stream whose text gave these events; one held back belongs to what came before."""
+        if not self._has_counts:
+            return
+        if events:
+            self._thinks[index] = isinstance(events[0], Reasoning)
+        num_tokens = sum(response.integers("num_output_tokens")) if self._thinks.get(index) else 0
+        self._reasoning_tokens = (self._reasoning_tokens or 0) + num_tokens
+
     def to_json(self) -> dict[str, Any] | None:
         if not self._has_counts:
             return None
@@ -61,4 +73,6 @@ class Usage:
             accepted, drafted = sum(self._accepted.values()), sum(self._drafted.values())
             details = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafted - accepted}
             body["completion_tokens_details"] = details
+        if self._reasoning_tokens is not None:
+            body.setdefault("completion_tokens_details", {})["reasoning_tokens"] = self._reasoning_tokens
         return body

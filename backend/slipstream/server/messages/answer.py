@@ -10,10 +10,11 @@ from slipstream.server.gateway import finish_reason
 from slipstream.server.generation import Response
 from slipstream.server.messages.schemas import MessagesRequest
 from slipstream.server.sse import StreamForm, named_event
-from slipstream.server.tools.json_call import CallArguments, CallStart, Event
+from slipstream.server.tools.json_call import CallArguments, CallStart, Event, Reasoning
 from slipstream.server.tools.select import ToolUse
 
 _STOP_REASONS = {"length": "max_tokens", "content_filter": "refusal", "stop": "end_turn"}
+_THINKING = {"type": "thinking", "thinking": "", "signature": ""}  # nobody signs it: requests may leave it out
 FORM = StreamForm(b"", lambda body: named_event({"type": "error", **body}))
 
 
@@ -57,10 +58,17 @@ class MessageWriter:
         if isinstance(found, CallStart):
             block = {"type": "tool_use", "id": found.call_id or self._tools.make_id(), "name": found.name, "input": {}}
             return self._close() + self._open(block)
-        is_text = self._is_open and self._blocks[-1]["type"] == "text"
+        if isinstance(found, Reasoning):
+            begun = b"" if self._has_open("thinking") else self._close() + self._open(dict(_THINKING))
+            self._blocks[-1]["thinking"] += found.text
+            return begun + self._delta({"type": "thinking_delta", "thinking": found.text})
+        is_text = self._has_open("text")
         data = b"" if is_text else self._close() + self._open({"type": "text", "text": ""})
         self._blocks[-1]["text"] += found.text
         return data + self._delta({"type": "text_delta", "text": found.text})
+
+    def _has_open(self, kind: str) -> bool:
+        return self._is_open and self._blocks[-1]["type"] == kind
 
     def _open(self, block: dict[str, Any]) -> bytes:
         self._is_open, self._arguments = True, ""

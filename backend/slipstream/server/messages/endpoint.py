@@ -6,7 +6,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 
-from slipstream.server.chat import make_generation, render
+from slipstream.server.chat import plan_answer, render
 from slipstream.server.chat_turn import ChatReader
 from slipstream.server.gateway import Gateway, check_time_out
 from slipstream.server.messages.answer import FORM, MessageWriter
@@ -19,8 +19,7 @@ from slipstream.server.tools.select import plan_tools
 async def send(gateway: Gateway, request: MessagesRequest, http: HttpRequest) -> HttpResponse:
     model = await gateway.catalog.find(request.model)
     chat = to_chat(request)
-    tools = plan_tools(chat, model.tool_format)
-    generation = make_generation(chat, model, tools)
+    generation, tools = plan_answer(chat, model)
     if "stop_reason" in model.outputs:
         generation.outputs += ("stop_reason",)
     http.state.lease.prepare([generation], model)

@@ -12,7 +12,7 @@ from slipstream.server.gateway import finish_reason
 from slipstream.server.generation import Response
 from slipstream.server.responses.schemas import ResponsesRequest
 from slipstream.server.sse import StreamForm, named_event
-from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event
+from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, Reasoning
 from slipstream.server.tools.select import ToolUse
 
 _REPEATED = ("instructions", "max_output_tokens", "metadata", "previous_response_id", "temperature", "top_p", "user")
@@ -68,6 +68,8 @@ class ResponseWriter:
             return self._event("response.function_call_arguments.delta", **self._place(item), delta=found.text)
         if isinstance(found, CallStart):
             return self._close() + self._open_call(found)
+        if isinstance(found, Reasoning):
+            return (b"" if self._has_open("reasoning") else self._close() + self._open_reasoning()) + self._think(found)
         return (b"" if self._has_open("message") else self._close() + self._open_message()) + self._add_text(found)
 
     def _has_open(self, kind: str) -> bool:
@@ -84,6 +86,17 @@ class ResponseWriter:
         self._items[-1]["content"].append(part)
         place = {**self._place(self._items[-1]), "content_index": 0}
         return data + self._event("response.content_part.added", **place, part=part)
+
+    def _open_reasoning(self) -> bytes:
+        item = {"type": "reasoning", "id": f"rs_{self._id}_{len(self._items)}", "summary": [], "status": "in_progress"}
+        self._items.append({**item, "content": [{"type": "reasoning_text", "text": ""}]})
+        return self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
+
+    def _think(self, found: Reasoning) -> bytes:
+        item = self._items[-1]
+        item["content"][0]["text"] += found.text
+        place = {**self._place(item), "content_index": 0}
+        return self._event("response.reasoning_text.delta", **place, delta=found.text)
 
     def _add_text(self, found: Content) -> bytes:
         item = self._items[-1]
@@ -108,6 +121,9 @@ class ResponseWriter:
             part, place = item["content"][0], {**place, "content_index": 0}
             data = self._event("response.output_text.done", **place, text=part["text"], logprobs=[])
             data += self._event("response.content_part.done", **place, part=part)
+        elif item["type"] == "reasoning":
+            text = item["content"][0]["text"]
+            data = self._event("response.reasoning_text.done", **place, content_index=0, text=text)
         else:
             data = self._event("response.function_call_arguments.done", **place, arguments=item["arguments"])
         return data + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)

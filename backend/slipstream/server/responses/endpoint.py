@@ -9,14 +9,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 
-from slipstream.server.chat import make_generation
+from slipstream.server.chat import plan_answer
 from slipstream.server.chat_turn import ChatReader
 from slipstream.server.errors import ApiError
 from slipstream.server.gateway import Gateway, check_time_out
 from slipstream.server.responses.answer import FORM, ResponseWriter, answer_message
 from slipstream.server.responses.input import Messages, input_messages, to_chat
 from slipstream.server.responses.schemas import ResponsesRequest
-from slipstream.server.tools.select import plan_tools
 
 
 async def respond(gateway: Gateway, request: ResponsesRequest, http: HttpRequest) -> HttpResponse:
@@ -24,8 +23,7 @@ async def respond(gateway: Gateway, request: ResponsesRequest, http: HttpRequest
     owner = http.state.lease.owner
     earlier = await _earlier(gateway, owner, request.previous_response_id)
     chat = to_chat(request, earlier)
-    tools = plan_tools(chat, model.tool_format)
-    generation = make_generation(chat, model, tools)
+    generation, tools = plan_answer(chat, model)
     http.state.lease.prepare([generation], model)
     if not gateway.store.keeps:
         request.store = False

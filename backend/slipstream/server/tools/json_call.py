@@ -21,6 +21,13 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text that the model writes for itself before its answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallStart:
     """call_id: as the model wrote it, "" if it wrote none."""
 
@@ -35,7 +42,7 @@ class CallArguments:
     text: str
 
 
-Event = Content | CallStart | CallArguments
+Event = Content | Reasoning | CallStart | CallArguments
 
 
 class JsonCall:

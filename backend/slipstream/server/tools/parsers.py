@@ -1,16 +1,17 @@
-"""Parsers of tool calls in a model's text: Hermes / Qwen, Llama 3, Mistral, and calls forced by a grammar.
+"""Parsers of tool calls that a model writes as JSON objects: Hermes / Qwen, Llama 3; and what all parsers share.
 
 A parser belongs to one answer: feed() takes text deltas, finish() the rest. Text that only looks like a call becomes
-content. Marks may be split over tokens, so a possible beginning of one is held back.
+content. Marks may be split over tokens, so a possible beginning of one is held back. Lists of calls are in lists.py,
+calls between other marks in marked.py, gpt-oss's channels in harmony.py.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, JsonCall
+from slipstream.server.tools.json_call import Content, Event, JsonCall
 
 
 class ToolParser(Protocol):
@@ -30,21 +31,27 @@ def held_back(text: str, mark: str) -> int:
     return length + len(body) - len(body.rstrip())
 
 
-def _read_up_to(mark: str, text: str, events: list[Event]) -> tuple[bool, str]:
+def read_up_to(mark: str, text: str, events: list[Event]) -> tuple[bool, str]:
     """Emit the content before `mark`. Returns whether the mark was found, and the text after it; if not found, the
     suffix that may begin one."""
-    before, found, after = text.partition(mark)
-    if found:
-        if before.strip():
-            events.append(Content(before.rstrip()))
-        return True, after
-    ready = len(before) - held_back(before, mark)
-    if before[:ready]:
-        events.append(Content(before[:ready]))
-    return False, before[ready:]
+    found, rest = read_up_to_any((mark,), text, events)
+    return bool(found), rest
 
 
-class _SteppingParser(ABC):
+def read_up_to_any(marks: Sequence[str], text: str, events: list[Event]) -> tuple[str, str]:
+    """As `read_up_to`, of the first mark in the text: the mark, "" for none, and the text after it."""
+    place, mark = min(((place, mark) for mark in marks if (place := text.find(mark)) >= 0), default=(-1, ""))
+    if mark:
+        if text[:place].strip():
+            events.append(Content(text[:place].rstrip()))
+        return mark, text[place + len(mark) :]
+    ready = len(text) - max(held_back(text, mark) for mark in marks)
+    if text[:ready]:
+        events.append(Content(text[:ready]))
+    return "", text[ready:]
+
+
+class SteppingParser(ABC):
     """Consumes the collected text in steps, until a step needs more of it."""
 
     def __init__(self) -> None:
@@ -62,7 +69,7 @@ class _SteppingParser(ABC):
         """Consume some of the text. Returns False if more text is needed."""
 
 
-class HermesParser(_SteppingParser):
+class HermesParser(SteppingParser):
     """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of them, text around them."""
 
     begin, end = "<tool_call>", "</tool_call>"
@@ -95,7 +102,7 @@ class HermesParser(_SteppingParser):
                 self._text = self._text if self._is_behind_call else ""
                 return False
             self._is_behind_call, self._text = False, start.removeprefix(self.end)
-        is_found, self._text = _read_up_to(self.begin, self._text, events)
+        is_found, self._text = read_up_to(self.begin, self._text, events)
         if is_found:
             self._call = JsonCall()
         return is_found
@@ -160,106 +167,3 @@ class Llama3Parser:
     def finish(self) -> list[Event]:
         text = self._text if self._call is None else "" if self._call.has_started else self._call.raw
         return [Content(text)] if text.strip(" \t\r\n;,") and not self._is_content else []
-
-
-class CallList:
-    """`[{"name": ..., "arguments": {...}}, ...]`: Mistral's list, and the form that `tool_choice: required` forces."""
-
-    def __init__(self) -> None:
-        self.is_done = False
-        self._call: JsonCall | None = None
-
-    def feed(self, text: str) -> tuple[list[Event], str]:
-        """(events, text after the list)."""
-        events: list[Event] = []
-        while text and not self.is_done:
-            if self._call is None:
-                text = text.lstrip(" \t\r\n[,")
-                if text.startswith("]"):
-                    self.is_done, text = True, text[1:]
-                elif text:
-                    self._call = JsonCall()
-                continue
-            found, text = self._call.feed(text)
-            events += found
-            if self._call.is_broken:
-                events.append(Content(self._call.raw))
-            if self._call.is_done or self._call.is_broken:
-                self._call = None
-        return events, text
-
-
-class MistralParser(_SteppingParser):
-    """`[TOOL_CALLS][{...}, ...]` (v3), or `[TOOL_CALLS]name[ARGS]{...}` and `[TOOL_CALLS]name{...}` (v11 and later).
-
-    An id may stand behind the name: `name[CALL_ID]123456789[ARGS]{...}`.
-    """
-
-    mark, id_mark, arguments_mark = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._is_calling = False
-        self._reader: CallList | JsonCall | None = None
-
-    def _step(self, events: list[Event]) -> bool:
-        if self._reader is not None:
-            found, self._text = self._reader.feed(self._text)
-            events += found
-            if not self._reader.is_done:
-                return False
-            self._reader, self._is_calling = None, False
-            return bool(self._text)
-        return self._begin() if self._is_calling else self._read_content(events)
-
-    def _begin(self) -> bool:
-        """Read the text after the mark: a list, or a name and its arguments."""
-        text = self._text.lstrip()
-        if text.startswith("["):
-            self._reader = CallList()
-            return True
-        head, brace, _ = text.partition("{")
-        if not brace:
-            return False
-        self._text = text[len(head) :]
-        name, _, call_id = head.strip().removesuffix(self.arguments_mark).partition(self.id_mark)
-        self._reader = JsonCall(name.strip() or "unknown", call_id.strip())
-        return True
-
-    def _read_content(self, events: list[Event]) -> bool:
-        self._is_calling, self._text = _read_up_to(self.mark, self._text, events)
-        return self._is_calling
-
-    def finish(self) -> list[Event]:
-        return [Content(self._text)] if self._text.strip() and self._reader is None else []
-
-
-class NamedParser:
-    """`tool_choice` names one function: a grammar makes the whole text its arguments."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._has_started = False
-
-    def feed(self, text: str) -> list[Event]:
-        if not text:
-            return []
-        start: list[Event] = [] if self._has_started else [CallStart(self._name)]
-        self._has_started = True
-        return [*start, CallArguments(text)]
-
-    def finish(self) -> list[Event]:
-        return []
-
-
-class RequiredParser:
-    """`tool_choice: required`: a grammar makes the whole text a list of calls."""
-
-    def __init__(self) -> None:
-        self._list = CallList()
-
-    def feed(self, text: str) -> list[Event]:
-        return self._list.feed(text)[0]
-
-    def finish(self) -> list[Event]:
-        return []

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from slipstream.server.errors import ApiError
 from slipstream.server.schemas import ChatRequest, FunctionName, NamedTool, Tool
-from slipstream.server.tools.parsers import (
-    HermesParser,
-    Llama3Parser,
-    MistralParser,
-    NamedParser,
-    RequiredParser,
-    ToolParser,
-)
+from slipstream.server.tools import marked
+from slipstream.server.tools.calls_grammar import PLAIN_LIST, ListForm, calls_guide
+from slipstream.server.tools.harmony import HarmonyParser
+from slipstream.server.tools.lists import ListParser, MistralParser, PythonicParser
+from slipstream.server.tools.parsers import HermesParser, Llama3Parser, ToolParser
 
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """shows_marks: the format's marks are special tokens, which are output only on request."""
+    """grammar: of calls, a format of xgrammar's model templates or a list. shows_marks: the format's marks are special
+    tokens, which are output only on request."""
 
     name: str
-    make_parser: Callable[[Collection[str]], ToolParser]
+    make_parser: Callable[[marked.Schemas], ToolParser]
+    grammar: str | ListForm = PLAIN_LIST
     shows_marks: bool = False
     is_id_short: bool = False  # Mistral's template takes ids of nine letters and digits only
 
@@ -37,19 +36,73 @@ class ToolFormat:
         return f"call_{secrets.token_hex(12)}"
 
 
+def _json_marks(marks: marked.JsonMarks) -> Callable[[marked.Schemas], ToolParser]:
+    return lambda schemas: marked.MarkedJsonParser(marks)
+
+
+def _xml_marks(marks: marked.XmlMarks) -> Callable[[marked.Schemas], ToolParser]:
+    return lambda schemas: marked.XmlParser(marks, schemas)
+
+
+_PHI_MARKS, _PHI_END = ("<|tool_call|>", "functools"), ("<|/tool_call|>",)
 FORMATS = {
-    "hermes": ToolFormat("hermes", lambda names: HermesParser()),
-    "llama3": ToolFormat("llama3", Llama3Parser),
-    "mistral": ToolFormat("mistral", lambda names: MistralParser(), shows_marks=True, is_id_short=True),
+    form.name: form
+    for form in (
+        ToolFormat("hermes", lambda schemas: HermesParser(), "qwen_3"),
+        ToolFormat("llama3", Llama3Parser, "llama"),
+        ToolFormat(
+            "mistral", lambda schemas: MistralParser(), ListForm("[TOOL_CALLS]"), shows_marks=True, is_id_short=True
+        ),
+        ToolFormat("qwen3_coder", _xml_marks(marked.QWEN_CODER), "qwen_3_coder"),
+        ToolFormat("deepseek_v3", _json_marks(marked.DEEPSEEK), "deepseek_r1", shows_marks=True),
+        ToolFormat("deepseek_v31", _json_marks(marked.DEEPSEEK), "deepseek_v3_1", shows_marks=True),
+        ToolFormat("glm45", _xml_marks(marked.GLM), "glm_4_7", shows_marks=True),
+        ToolFormat("kimi_k2", _json_marks(marked.KIMI), "kimi", shows_marks=True),
+        ToolFormat("minimax_m2", _xml_marks(marked.MINIMAX), "minimax", shows_marks=True),
+        ToolFormat("harmony", lambda schemas: HarmonyParser(), "harmony", shows_marks=True),
+        ToolFormat("pythonic", lambda schemas: PythonicParser(), shows_marks=True),
+        ToolFormat(
+            "granite", lambda schemas: ListParser(("<|tool_call|>",)), ListForm("<|tool_call|>"), shows_marks=True
+        ),
+        ToolFormat(
+            "phi4", lambda schemas: ListParser(_PHI_MARKS, _PHI_END), ListForm("<|tool_call|>"), shows_marks=True
+        ),
+    )
 }
-_SIGNS = (("[TOOL_CALLS]", "mistral"), ("<tool_call>", "hermes"), ("<|python_tag|>", "llama3"), ("ipython", "llama3"))
+# other names of vLLM's parsers
+ALIASES = {
+    "llama3_json": "llama3",
+    "qwen3_xml": "qwen3_coder",
+    "glm47": "glm45",
+    "openai": "harmony",
+    "llama4_pythonic": "pythonic",
+    "phi4_mini_json": "phi4",
+}
+ANY_FORMAT = ToolFormat("json", lambda schemas: ListParser())  # of forced calls, where the template has none
+_SIGNS = (
+    ("<|channel|>", "harmony"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<minimax:tool_call>", "minimax_m2"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("<|tool_call_begin|>", "kimi_k2"),
+    ("```json", "deepseek_v3"),
+    ("<｜tool▁call▁begin｜>", "deepseek_v31"),
+    ("<|python_start|>", "pythonic"),
+    ("<|python_tag|>", "llama3"),
+    ("ipython", "llama3"),
+    ("<|tool_call|>", "granite"),
+    ("<|tool|>", "phi4"),
+)
 
 
 def select_format(asked: str, template: str) -> ToolFormat | None:
     """The format named on the command line; for "auto" the one that the chat template writes, if any."""
     if asked != "auto":
-        return FORMATS.get(asked)
-    return next((FORMATS[name] for sign, name in _SIGNS if sign in template), None)
+        return FORMATS.get(ALIASES.get(asked, asked))
+    names = (name for sign, name in _SIGNS if sign in template)
+    return next((FORMATS[name] for name in names if name != "deepseek_v3" or "<｜tool▁sep｜>" in template), None)
 
 
 @dataclass(frozen=True)
@@ -61,6 +114,7 @@ class ToolUse:
     make_parser: Callable[[], ToolParser] | None = None
     make_id: Callable[[], str] = str
     shows_marks: bool = False
+    has_reasoning: bool = False  # which the parser tells from the text
     is_legacy: bool = False  # asked for as `functions`: the answer has one `function_call`
 
     @property
@@ -90,21 +144,21 @@ def _plan(
     shown = [tool.model_dump(exclude_none=True) for tool in tools]
     if choice == "none":
         return ToolUse(shown)
-    make_id = form.make_id if form is not None else FORMATS["hermes"].make_id
+    used = form or ANY_FORMAT
     if isinstance(choice, NamedTool):
-        name = choice.function.name
-        schema = _parameters(_named(tools, name))
-        return ToolUse(shown, {"json": schema}, lambda: NamedParser(name), make_id)
-    if choice == "required":
-        return ToolUse(shown, {"json": _list_schema(tools, is_parallel)}, RequiredParser, make_id)
-    if form is None:
+        tools = [_named(tools, choice.function.name)]
+    elif choice != "required" and form is None:
         message = (
             "tools: this model's chat template has no format for tool calls; accepted: tool_choice none, required or a "
             "named function, or a gateway started with --tool-parser"
         )
         raise ApiError(400, message, param="tools")
-    names = frozenset(tool.function.name for tool in tools)
-    return ToolUse(shown, None, lambda: form.make_parser(names), make_id, form.shows_marks)
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    is_forced = isinstance(choice, NamedTool) or choice == "required"
+    is_one = isinstance(choice, NamedTool) or is_parallel is False
+    has_grammar = is_forced or (used.grammar != PLAIN_LIST and any(tool.function.strict for tool in tools))
+    guide = calls_guide(used.grammar, tools, is_forced, is_one) if has_grammar else None
+    return ToolUse(shown, guide, lambda: used.make_parser(schemas), used.make_id, used.shows_marks)
 
 
 def _named(tools: list[Tool], name: str) -> Tool:
@@ -113,24 +167,3 @@ def _named(tools: list[Tool], name: str) -> Tool:
             return tool
     known = ", ".join(tool.function.name for tool in tools)
     raise ApiError(400, f"tool_choice: no tool is named {name!r}, accepted: {known}", param="tool_choice")
-
-
-def _parameters(tool: Tool) -> dict[str, Any]:
-    return tool.function.parameters or {"type": "object", "properties": {}}
-
-
-def _list_schema(tools: list[Tool], is_parallel: bool | None) -> dict[str, Any]:
-    """The schema of a list of at least one call; `name` is first, so that it can be streamed first."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": tool.function.name}, "arguments": _parameters(tool)},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    schema: dict[str, Any] = {"type": "array", "items": {"anyOf": calls}, "minItems": 1}
-    if is_parallel is False:
-        schema["maxItems"] = 1
-    return schema
