@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from slipstream.core.config import SchedulerConfig
-from slipstream.core.errors import RequestError
+from slipstream.core.errors import CapacityError, RequestError
 from slipstream.core.finish import StopConditions
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.request import Request
+
+if TYPE_CHECKING:
+    from slipstream.core.scheduler import Scheduler
 
 
 def check_fits(request: Request, config: SchedulerConfig, cache: KVCacheManager, max_model_len: int) -> StopConditions:
@@ -36,6 +41,17 @@ def check_fits(request: Request, config: SchedulerConfig, cache: KVCacheManager,
             f"{num_blocks} KV blocks of {cache.block_size}, there are {cache.num_blocks}; {accepted}",
         )
     return stop
+
+
+def check_capacity(scheduler: Scheduler, num_arriving: int, num_sequences: int) -> None:
+    """Raises CapacityError above the admission limit. num_arriving: sequences that the scheduler has not got yet."""
+    limits, num_waiting = scheduler.config, scheduler.num_waiting + num_arriving
+    num_free = max(0, min(limits.max_num_seqs, limits.max_num_batched_tokens) - scheduler.num_running)
+    if num_waiting + num_sequences > limits.max_waiting_requests + num_free:
+        raise CapacityError(
+            f"{scheduler.num_running} requests are running and {num_waiting} waiting; "
+            f"max_num_seqs={limits.max_num_seqs}, max_waiting_requests={limits.max_waiting_requests}"
+        )
 
 
 def _check_beams(width: int, config: SchedulerConfig, cache: KVCacheManager) -> None:

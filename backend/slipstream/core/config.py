@@ -177,6 +177,9 @@ class ServingConfig:
     max_response_entries: int = 1 << 20  # max tokens and log-probability alternatives of one response
     max_logprobs: int = 20  # alternatives of a token, the bound of `logprobs`; -1: the whole vocabulary
     stop_by_request_id: bool = False  # whether `stop: true` from any client ends the request of that id
+    enable_sleep_mode: bool = False  # whether any client may have the model sleep, wake and reload its weights
+    wake_on_request: bool = False
+    reload_root: str = ""  # where `reload_weights` may read checkpoints; "" = the model's own alone
     ignored_request_parameters: str = ""  # patterns like "x-*,traceparent" of request parameters to ignore
     metrics_aliases: str = "vllm,tensorrt_llm"  # sets of core/metric_aliases.py, with commas
     model_name: str = ""  # Triton's

@@ -64,12 +64,18 @@ class KVCacheManager:
         self.block_size = block_size
         self.groups = groups
         self.enable_prefix_caching = enable_prefix_caching
-        self.host = HostCache(num_host_blocks) if num_host_blocks and enable_prefix_caching else None
-        self.pool = BlockPool(num_blocks, self.host.store if self.host is not None else None)
+        self._sizes = num_blocks, num_host_blocks if enable_prefix_caching else 0
         self.num_prefix_queries = 0  # tokens looked up, over all admissions
         self.num_prefix_hits = 0  # tokens found
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all content, also that in host memory. No request may hold a block."""
+        num_blocks, num_host_blocks = self._sizes
+        self.host = HostCache(num_host_blocks) if num_host_blocks else None
+        self.pool = BlockPool(num_blocks, self.host.store if self.host is not None else None)
         self._computing: dict[bytes, Request] = {}  # prompt blocks that a running request will publish
-        self.windows = WindowBlocks(self.pool, groups, block_size) if groups.num_windowed else None
+        self.windows = WindowBlocks(self.pool, self.groups, self.block_size) if self.groups.num_windowed else None
 
     @property
     def num_blocks(self) -> int:

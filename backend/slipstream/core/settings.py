@@ -14,6 +14,7 @@ from typing import Any
 
 from slipstream.core.config import ACCEPTANCES, NO_SPECULATION
 from slipstream.core.contract_origins import SLIPSTREAM, TRT_CORE, TRT_ENSEMBLE, TRT_LLMAPI, VLLM
+from slipstream.core.control import COMMANDS, MAX_FOLDER_BYTES, MODES
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.setting_kinds import (
     Biases,
@@ -138,6 +139,10 @@ _SERVING = (
     Setting("priority", Integer(-MAX_INT32 - 1), 0, "Lower runs first. A waiting request gains a level per `priority_aging_s` of the model.", {"priority": OURS}, openai=PASSED_ON),
     Setting("cache_salt", Text(MAX_CACHE_SALT_BYTES), "", "Only requests with the same salt share cached prefixes, so that others cannot detect a prompt by its cache hits. Keep it secret; at most 256 bytes, empty for none.", {"cache_salt": OURS}, openai=PASSED_ON),
     Setting("timeout_ms", Integer(0), 0, "After this time the request ends with finish_reason `timeout`; 0: none. Triton's own request timeout works too.", {"timeout_ms": OURS}, openai=PASSED_ON),
+    Setting("control", Choice(COMMANDS), None, "A command to the model instead of a generation, where `enable_sleep_mode` allows it: `sleep`, `wake_up`, `reload_weights` or `is_sleeping`. Nothing else is needed.", parameters=("control",), is_in_json=False),
+    Setting("sleep_level", Integer(1, 2), 1, "Of `sleep`: 1 keeps the weights in host memory, 2 frees them.", parameters=("sleep_level",), is_in_json=False),
+    Setting("sleep_mode", Choice(MODES), "wait", "Of `sleep` and `reload_weights`: `wait` for running requests, at most `drain_timeout_s`, or `abort` them.", parameters=("sleep_mode",), is_in_json=False),
+    Setting("reload_folder", Text(MAX_FOLDER_BYTES), "", "Of `reload_weights`: the checkpoint, below `reload_root`; none: the model's own.", parameters=("reload_folder",), is_in_json=False),
     # Fields of Triton's own that HTTP `generate` (2.51) takes for parameters.
     Setting("timeout_us", Integer(0, MAX_TIMEOUT_US), 0, "Triton's request timeout, in microseconds.", parameters=("timeout",), is_in_json=False),
     Setting("request_id", Text(MAX_REQUEST_ID_BYTES), "", "Triton's request id.", parameters=("id", "request_id"), is_in_json=False),

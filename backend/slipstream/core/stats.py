@@ -74,6 +74,7 @@ class Metric(enum.IntEnum):
     REQUEST_SEQUENCES = 41
     SPANS_EXPORTED = 42
     SPANS_DROPPED = 43
+    SLEEP_LEVEL = 44
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ _SPECS: dict[Metric, MetricSpec] = {
     Metric.SPANS_DROPPED: _counter(
         "slipstream_spans_dropped_total", "Spans lost because the collector of traces was away or too slow"
     ),
+    Metric.SLEEP_LEVEL: _gauge("slipstream_sleep_level", "0 awake, 1 asleep with weights in host memory, 2 without"),
 }
 _METHODS = tuple(DRAFT_METHODS.names())
 _NUM_POSITIONS = 8  # draft positions with a counter each; the last counts all later positions too

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -12,10 +13,10 @@ from slipstream.core.errors import RequestError
 from slipstream.core.request import RequestStatus
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.scheduler import Scheduler
-from slipstream.core.speculation import DraftPlanner, Speculation
+from slipstream.core.speculation import DraftPlanner, MeasuredStep, Speculation
 from slipstream.core.step import ScheduledRequest, ScheduledStep
 from slipstream.core.step_costs import StepCosts
-from slipstream.engine.in_flight import InFlightStep
+from slipstream.engine.in_flight import InFlightStep, SampledStep
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.nn.quant import FREE_TOKENS, choose_methods
 from slipstream.nn.spec import DecoderSpec
@@ -38,6 +39,7 @@ class Drafting:
         self._drafters = {drafter.method: drafter for drafter in drafters}
         self._heads = [drafter for drafter in drafters if drafter.is_head]
         self.proposers = [drafter.method for drafter in drafters if not drafter.is_head]
+        self._decoded_at = 0.0  # time.monotonic() of the last decode step, if no other step came after it
 
     @property
     def is_empty(self) -> bool:
@@ -148,6 +150,19 @@ class Drafting:
         for budget, tokens in zip(drafts.budgets, result.drafts, strict=True):
             request = by_id[budget.sequence_id]
             request.draft_token_ids, request.draft_parents = list(tokens.token_ids), list(tokens.parents)
+
+    def measure(self, step: ScheduledStep, sampled: SampledStep) -> None:
+        """Report accepted drafts, and the time since the previous decode step, to the planner."""
+        now, planner, count = time.monotonic(), self._scheduler.planner, len(step.requests)
+        for index, rows in sampled.accepted_rows.items():
+            if (speculation := step.requests[index].speculation) is not None:
+                planner.observe(speculation.method, step.num_drafts[index], rows)
+        is_decode = step.total_num_scheduled_tokens == count + sum(step.num_drafts)
+        num_tokens = sum(map(len, sampled.token_ids))  # none if all have ended meanwhile
+        if is_decode and self._decoded_at and num_tokens:
+            seconds, method = now - self._decoded_at, self.method_after(step)
+            planner.measure(MeasuredStep(count, step.total_num_scheduled_tokens, seconds, num_tokens / count, method))
+        self._decoded_at = now if is_decode else 0.0
 
     # ---- parts
 

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slipstream.core.admission import check_fits
+from slipstream.core.admission import check_capacity, check_fits
 from slipstream.core.config import EngineConfig
+from slipstream.core.control import RELOAD, Control
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
 from slipstream.core.generation_config import with_generation_defaults
@@ -26,18 +27,18 @@ from slipstream.core.metric_aliases import MetricAliases, chosen_names
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.scheduler import Scheduler
-from slipstream.core.speculation import MeasuredStep
 from slipstream.core.start_up import StartUp
 from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
 from slipstream.engine.beam_search import BeamSearches, first_step
 from slipstream.engine.drafting import Drafting, make_planner
-from slipstream.engine.executor import MakeWorker, local_worker
+from slipstream.engine.executor import MakeWorker, local_worker, overlaps
 from slipstream.engine.grammar_host import GrammarHost
 from slipstream.engine.grammar_messages import Setup
 from slipstream.engine.in_flight import AheadStep, InFlightStep, SampledStep, sampled_step
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.ranks import Ranks
+from slipstream.engine.residency import Order, Residency, check_reload
 from slipstream.engine.step_inputs import StepInputs
 from slipstream.engine.structured_output import StructuredOutputs
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
@@ -81,6 +82,7 @@ class Engine:
         tokenizer_path = resolve_tokenizer(config.model.tokenizer or str(checkpoint))
         self.tokenizer = TextTokenizer.load(tokenizer_path)
         hardware = resolve_hardware(config, self.spec)
+        self._hardware = hardware
         self.ranks = Ranks(config, self.spec, hardware)
         try:
             self.memory_plan, self.worker = self._load(hardware, make_worker)
@@ -99,7 +101,7 @@ class Engine:
         self.scheduler = Scheduler(
             config.scheduler, cache, self.max_model_len, self.stats, planner, self.spec.attention_parity
         )
-        self._num_ahead = 1 if overlaps(config.scheduler.overlap_scheduling, hardware.device.type) else 0
+        self._num_ahead = 1 if overlaps(config, hardware) else 0
         self._in_flight: deque[InFlightStep] = deque()
         self._ahead: AheadStep | None = None
         self._num_steps = 0
@@ -110,11 +112,11 @@ class Engine:
         self._input_processor = InputProcessor(self.spec, self.tokenizer, limits, self._drafting.resolve)
         self._structured = StructuredOutputs(self._grammar_host(tokenizer_path), self.scheduler, self._fail)
         self._searches = BeamSearches(self.scheduler, self._forget)
+        self.residency = Residency(config, self.worker, self._forget_computed)
         self._inbox: deque[_Add | _Finish] = deque()
         self._num_arriving = 0  # sequences in the inbox
         self._wake = threading.Condition()
         self._gauges_due = 0.0
-        self._decoded_at = 0.0  # time.monotonic() of the last decode step, if no other step came after it
         self._record_gauges()
 
     # ---- any thread
@@ -133,7 +135,8 @@ class Engine:
         with self._wake:
             if self.error is not None:
                 raise self.error
-            self._check_capacity(max(len(sequences), request.params.beam_width))
+            self.residency.check_awake()
+            check_capacity(self.scheduler, self._num_arriving, max(len(sequences), request.params.beam_width))
             self._num_arriving += len(sequences)
             self._inbox.append(_Add(sequences))
             self._wake.notify()
@@ -149,9 +152,21 @@ class Engine:
         """End one sequence, by default because its text has reached a stop string."""
         self._post(_Finish(lambda other: other is request, reason, stop_reason))
 
+    def post(self, control: Control) -> Order:
+        """Have the engine thread carry out a command. Raises RequestError (weights that do not fit), CapacityError
+        (another command is under way), EngineError."""
+        if control.command == RELOAD:
+            check_reload(self.config, self.spec, self._hardware, control.folder)
+        with self._wake:
+            if self.error is not None:
+                raise self.error
+            self._wake.notify()
+            return self.residency.post(control)
+
     @property
     def has_work(self) -> bool:
-        return self.error is None and (bool(self._inbox or self._in_flight) or self.scheduler.has_work)
+        is_told = bool(self._inbox or self._in_flight or self.residency.order)
+        return self.error is None and (is_told or self.scheduler.has_work)
 
     # ---- engine thread
 
@@ -176,9 +191,12 @@ class Engine:
         try:
             start = time.monotonic()
             self.stats.last_step_time = self.stats.last_step_time or start  # a first step that hangs shows its age
+            self.residency.wake_if_told()
             self._drain_inbox(outputs)
             self._structured.poll(outputs)
             outputs += self.scheduler.expire(start)
+            for request in self.residency.ended(self.scheduler.live_requests):
+                self._fail(request, CapacityError("the model was put to sleep before the request ended"), outputs)
             if self._in_flight and self._drafting.method_after(self._in_flight[-1].step):
                 self._read_all(outputs)  # the next step depends on the accepted drafts
             ahead, self._ahead = self._ahead, None
@@ -192,6 +210,8 @@ class Engine:
             ended = [output.request for output in outputs if output.finish_reason is not None]
             self._forget(ended)
             outputs = self._searches.advance(outputs, ended)
+            if not (self._inbox or self._in_flight or self.scheduler.has_work):
+                self.residency.carry_out()
             self._measure(step, start)
         except Exception as error:  # the engine loop's one catch-all: answer everybody, then refuse
             lost = self.ranks.loss_behind_failure()
@@ -202,6 +222,7 @@ class Engine:
         """Refuse new requests; those that run are the caller's to answer. Any thread."""
         with self._wake:
             self.error = self.error or error
+            self.residency.fail(error)
             self._wake.notify_all()
 
     def close(self) -> None:
@@ -233,16 +254,10 @@ class Engine:
         num_states = 2 * self.config.scheduler.max_num_seqs
         return GrammarHost(setup, num_states, 1 if self._drafting.is_empty else 1 + MAX_DRAFT_TOKENS)
 
-    def _check_capacity(self, num_sequences: int) -> None:
-        """Raise CapacityError above the admission limit; requests in the inbox count."""
-        limits, scheduler = self.config.scheduler, self.scheduler
-        num_waiting = scheduler.num_waiting + self._num_arriving
-        num_free = max(0, min(limits.max_num_seqs, limits.max_num_batched_tokens) - scheduler.num_running)
-        if num_waiting + num_sequences > limits.max_waiting_requests + num_free:
-            raise CapacityError(
-                f"{scheduler.num_running} requests are running and {num_waiting} waiting; "
-                f"max_num_seqs={limits.max_num_seqs}, max_waiting_requests={limits.max_waiting_requests}"
-            )
+    def _forget_computed(self) -> None:
+        """Before weights go: what they computed is of no use to those that come."""
+        self._ahead = None
+        self.scheduler.cache.clear()
 
     def _launch(self, step: ScheduledStep) -> InFlightStep:
         self._drafting.prepare(step, is_ahead=self._num_ahead > 0)
@@ -289,7 +304,7 @@ class Engine:
         self._add_logprobs(committed, sampled, result)
         self._structured.advance(committed)
         if not self._drafting.is_empty:
-            self._measure_decode(in_flight.step, sampled)
+            self._drafting.measure(in_flight.step, sampled)
             drafts = self._drafting.input_after(in_flight, sampled.token_ids, self._inputs)
             if drafts is not None:
                 self._drafting.assign(in_flight.step, drafts, self.worker.draft(drafts))
@@ -301,21 +316,8 @@ class Engine:
             self.worker.forget(sequence_ids)
             self._structured.forget(ended)
 
-    def _measure_decode(self, step: ScheduledStep, sampled: SampledStep) -> None:
-        """Report accepted drafts, and the time since the previous decode step, to the planner."""
-        now, planner, count = time.monotonic(), self.scheduler.planner, len(step.requests)
-        for index, rows in sampled.accepted_rows.items():
-            if (speculation := step.requests[index].speculation) is not None:
-                planner.observe(speculation.method, step.num_drafts[index], rows)
-        is_decode = step.total_num_scheduled_tokens == count + sum(step.num_drafts)
-        num_tokens = sum(map(len, sampled.token_ids))  # none if all have ended meanwhile
-        if is_decode and self._decoded_at and num_tokens:
-            seconds, method = now - self._decoded_at, self._drafting.method_after(step)
-            planner.measure(MeasuredStep(count, step.total_num_scheduled_tokens, seconds, num_tokens / count, method))
-        self._decoded_at = now if is_decode else 0.0
-
     def _drain_inbox(self, outputs: list[StepOutput]) -> None:
-        while self._inbox:
+        while self._inbox and not self.residency.is_waking:
             with self._wake:
                 message = self._inbox.popleft()
                 if isinstance(message, _Add):
@@ -329,6 +331,7 @@ class Engine:
 
     def _admit(self, requests: list[Request], outputs: list[StepOutput]) -> None:
         try:
+            self.residency.check_taken()
             self.scheduler.add_all(requests)
             self._structured.start(requests)
         except (RequestError, CapacityError) as error:  # checked by submit; may be outdated
@@ -366,6 +369,7 @@ class Engine:
 
     def _record_gauges(self) -> None:
         self.stats.set(Metric.NUM_STEPS, self._num_steps)
+        self.stats.set(Metric.SLEEP_LEVEL, self.residency.level)
         self.stats.set(Metric.REQUESTS_MAX, self.config.scheduler.max_num_seqs)
         self.stats.set(Metric.KV_BLOCK_TOKENS, self.config.cache.block_size)
         self.scheduler.record_gauges()
@@ -380,6 +384,7 @@ class Engine:
         text = str(error)
         with self._wake:
             self.error = error
+            self.residency.fail(error)
             arriving = [request for message in self._inbox if isinstance(message, _Add) for request in message.requests]
             self._inbox.clear()
         answered = {id(output.request) for output in outputs if output.finish_reason is not None}
@@ -393,8 +398,3 @@ class Engine:
                 answered.add(id(request))
                 request.status, request.finish_reason, request.error = RequestStatus.FINISHED, FinishReason.ERROR, text
                 outputs.append(StepOutput(request, [], FinishReason.ERROR, error=text, fault=type(error)))
-
-
-def overlaps(wanted: str, device_type: str) -> bool:
-    """Whether steps are launched ahead. Not on a CPU, where a launch computes the step."""
-    return device_type == "cuda" if wanted == "auto" else wanted == "on"

@@ -45,6 +45,12 @@ def local_worker(
     return ModelWorker(config, spec, hardware, plan, phases)
 
 
+def overlaps(config: EngineConfig, hardware: Hardware) -> bool:
+    """Whether steps are launched ahead. Not on a CPU, where a launch computes the step."""
+    wanted = config.scheduler.overlap_scheduling
+    return hardware.device.type == "cuda" if wanted == "auto" else wanted == "on"
+
+
 class SerializedWorker:
     """A worker whose messages and answers are pickled and unpickled."""
 
@@ -72,6 +78,12 @@ class SerializedWorker:
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
         self.worker.forget(_copied(sequence_ids))
+
+    def sleep(self, level: int) -> None:
+        self.worker.sleep(level)
+
+    def wake(self, model: str) -> None:
+        self.worker.wake(model)
 
     def close(self) -> None:
         self.worker.close()

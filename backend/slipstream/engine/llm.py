@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.config_parse import config_from_values
+from slipstream.core.control import RELOAD, SLEEP, WAKE_UP, Control
 from slipstream.core.errors import CapacityError, RequestError, SlipstreamError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
 from slipstream.core.request import Request
@@ -132,6 +133,18 @@ class LLM:
         conversations: Any = [messages] if is_one else messages
         return self.generate([self._encode_chat(conversation) for conversation in conversations], params)
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of the KV cache and, on a GPU, of the weights: level 1 keeps them in host memory, 2 nowhere.
+        Until `wake_up` requests raise CapacityError."""
+        self._carry_out(Control(SLEEP, level))
+
+    def wake_up(self) -> None:
+        self._carry_out(Control(WAKE_UP))
+
+    def reload_weights(self, model: str = "") -> None:
+        """Serve other weights of the same architecture and sizes, or those of the same folder as it is now."""
+        self._carry_out(Control(RELOAD, folder=model))
+
     @property
     def default_params(self) -> SamplingParams:
         """The settings' defaults, changed by the checkpoint's generation_config.json."""
@@ -147,6 +160,13 @@ class LLM:
         self.close()
 
     # ---- parts
+
+    def _carry_out(self, control: Control) -> None:
+        order = self.engine.post(control)
+        while not order.done.is_set():
+            with self._lock:
+                self._advance()
+        order.wait()
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -148,9 +148,9 @@ class Ranks:
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
         return LeadingWorker(worker, self)
 
-    def begin(self, *call: object) -> None:
-        """Have the other ranks make a call; this one makes it until `end`."""
-        self._busy_since = time.monotonic()
+    def begin(self, *call: object, is_step: bool = True) -> None:
+        """Have the other ranks make a call; this one makes it until `end`. is_step: rank_timeout_s holds for it."""
+        self._busy_since = time.monotonic() if is_step else 0.0
         message = pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
         for rank in self._others:
             rank.connection.send_bytes(message)
@@ -259,11 +259,17 @@ class LeadingWorker:
     def forget(self, sequence_ids: Sequence[int]) -> None:
         self._call("forget", sequence_ids)
 
+    def sleep(self, level: int) -> None:
+        self._call("sleep", level, is_step=False)
+
+    def wake(self, model: str) -> None:
+        self._call("wake", model, is_step=False)
+
     def close(self) -> None:
         self.worker.close()
 
-    def _call(self, name: str, argument: object) -> Any:
-        self._ranks.begin(name, argument)
+    def _call(self, name: str, argument: object, is_step: bool = True) -> Any:
+        self._ranks.begin(name, argument, is_step=is_step)
         result = getattr(self.worker, name)(argument)
         self._ranks.end()
         return result

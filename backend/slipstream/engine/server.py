@@ -10,6 +10,7 @@ Knows nothing of tensors: protocol/request_parser.py reads requests and output_p
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import math
 import queue
@@ -18,6 +19,7 @@ import time
 from dataclasses import replace
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.control import STATE, Control
 from slipstream.core.errors import CapacityError, EngineError
 from slipstream.core.outputs import RequestOutput, StepOutput
 from slipstream.core.request import FinishReason
@@ -26,6 +28,7 @@ from slipstream.engine.engine import Engine
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
 from slipstream.engine.request_tracing import make_request_tracer
+from slipstream.engine.residency import allowed_folder
 from slipstream.engine.socket import EngineLink, error_answer, read_request, too_large
 from slipstream.protocol import contract, wire
 from slipstream.protocol.request_parser import ClientRequest, parse_request
@@ -62,6 +65,7 @@ class GenerateServer:
         self._handles_by_id: dict[str, int] = {}
         self._gathered: dict[int, list[RequestOutput]] = {}  # outputs of requests with unfinished sequences
         self._engine.ranks.on_loss = self._lose
+        self._is_controlling = threading.Lock()
         self._drain_deadline: float | None = None
         self._is_stopping = False
         self._exit_status = 0
@@ -136,6 +140,9 @@ class GenerateServer:
 
     def _start(self, client: ClientRequest) -> None:
         request = client.request
+        if client.control is not None:
+            self._start_control(client, client.control)
+            return
         if request is None:
             self._stop_by_id(client)
             return
@@ -158,8 +165,35 @@ class GenerateServer:
         earlier = self._handles_by_id.get(client.request_id)
         if earlier is not None:
             self._cancel(earlier)
+        self._answer_once(client, "")
+
+    def _control(self, client: ClientRequest, control: Control) -> None:
+        """On a thread of its own, of which there is one at a time: it takes as long as a load."""
+        try:
+            start = time.monotonic()
+            self._engine.post(replace(control, folder=allowed_folder(self._config, control.folder))).wait()
+            self._answer_state(client, time.monotonic() - start)
+        except Exception as error:
+            self._refuse(client.handle, error)
+        finally:
+            self._is_controlling.release()
+
+    def _start_control(self, client: ClientRequest, control: Control) -> None:
+        if control.command == STATE:
+            self._answer_state(client)
+        elif self._is_controlling.acquire(blocking=False):
+            threading.Thread(target=self._control, args=(client, control), name="control", daemon=True).start()
+        else:
+            raise CapacityError("another command to the model is under way; try again later")
+
+    def _answer_state(self, client: ClientRequest, seconds: float = 0.0) -> None:
+        level = self._engine.residency.level
+        told = {"is_sleeping": level > 0, "sleep_level": level, "seconds": round(seconds, 3)}
+        self._answer_once(client, json.dumps(told))
+
+    def _answer_once(self, client: ClientRequest, text: str) -> None:
         shape = (1, 1) if client.has_batch_dim else (1,)
-        texts = [(_TEXT_OUTPUT, shape, wire.bytes_tensor([b""]))] if client.outputs else []
+        texts = [(_TEXT_OUTPUT, shape, wire.bytes_tensor([text.encode()]))] if client.outputs else []
         self._link.send(wire.encode_responses([wire.tensor_response(client.handle, wire.ResponseFlag.FINAL, texts)]))
 
     def _cancel(self, handle: int) -> None:

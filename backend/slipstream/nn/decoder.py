@@ -196,6 +196,11 @@ class Decoder:
         if isinstance(self.lm_head, Linear):
             yield from self.lm_head.weights.values()
 
+    def forget_caches(self) -> None:
+        """Hold no cache of a step any more, so that its memory can be freed."""
+        if self._stacked is not None:
+            self._stacked.forget_caches()
+
     def weight_slots(self, names: Names) -> dict[str, WeightSlot]:
         """Checkpoint tensor name -> slot, for every tensor this model needs. names: as LLAMA_NAMES."""
         shape = self.embedding.num_rows, self.spec.hidden_size

@@ -49,6 +49,9 @@ class StackedLayers:
             logger.info("layers in one launch: %s", refusal or f"decodes of up to {self._max_tokens} requests")
         return num_tokens <= self._max_tokens
 
+    def forget_caches(self) -> None:
+        self._stack, self._cache, self._max_tokens = None, None, 0
+
     def forward(self, hidden: Tensor, batch: ForwardBatch) -> Tensor:
         """hidden: [T, hidden_size] embeddings -> the residual stream after the last layer."""
         assert self._stack is not None

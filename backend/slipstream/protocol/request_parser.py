@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from slipstream.core.config import EngineConfig
+from slipstream.core.control import Control
 from slipstream.core.errors import RequestError
 from slipstream.core.request import Request, RequestTimes
 from slipstream.core.sampling_params import FIELD_NAMES, Guide, SamplingParams
@@ -44,8 +45,8 @@ class ClientRequest:
 
     handle: the server's number of the request. request_id: the client's name for it, may be "".
 
-    request: ready for Engine.submit; its params.n sequences answer under one handle. None when is_stop.
-    is_stop: this is no generation; it stops the running request that has this request_id.
+    request: ready for Engine.submit; its params.n sequences answer under one handle. None when is_stop or control.
+    is_stop: this is no generation; it stops the running request that has this request_id. control: nor is this.
     echo_text: the prompt, if the output starts with it, else "".
     outputs: names of the output tensors to send; is_text_only: text_output alone, without batch dimension.
     has_batch_dim: the model has max_batch_size > 0, so every tensor's first dimension is the batch (1).
@@ -57,6 +58,7 @@ class ClientRequest:
     request: Request | None
     request_id: str = ""
     is_stop: bool = False
+    control: Control | None = None
     stream: bool = False
     stream_interval: int = 1
     echo_text: str = ""
@@ -79,6 +81,9 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         if not config.serving.stop_by_request_id:
             raise RequestError("stop", STOP_IS_OFF)
         return _stop_request(raw.handle, request_id, outputs, has_batch_dim)
+    if settings.get("control"):
+        control = _control(settings, config)
+        return ClientRequest(raw.handle, None, control=control, outputs=_text_of(outputs), has_batch_dim=has_batch_dim)
     stream: bool = settings.get("stream", DEFAULTS["stream"])
     if not config.serving.is_decoupled:
         _check_one_response(settings, stream, has_batch_dim or "context_ids" in outputs)
@@ -169,8 +174,19 @@ def _check_logprobs(settings: Settings, params: SamplingParams, config: EngineCo
 def _stop_request(handle: int, request_id: str, outputs: tuple[str, ...], has_batch_dim: bool) -> ClientRequest:
     if not request_id:
         raise RequestError("stop", "needs a request id: that of the running request which is to stop")
-    text = tuple(name for name in outputs if name == "text_output")
+    text = _text_of(outputs)
     return ClientRequest(handle, None, request_id=request_id, is_stop=True, outputs=text, has_batch_dim=has_batch_dim)
+
+
+def _control(settings: Settings, config: EngineConfig) -> Control:
+    if not config.serving.enable_sleep_mode:
+        raise refuse("control", settings["control"], "nothing: the model has enable_sleep_mode off")
+    of_control = {name: settings.get(name) or DEFAULTS[name] for name in ("sleep_level", "sleep_mode", "reload_folder")}
+    return Control(settings["control"], *of_control.values())
+
+
+def _text_of(outputs: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in outputs if name == "text_output")
 
 
 def _is_echoed(settings: Settings, stream: bool, config: EngineConfig) -> bool:

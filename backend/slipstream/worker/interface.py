@@ -211,6 +211,15 @@ class Worker(Protocol):
         """Drop the state of ended requests; unknown ids are ignored."""
         ...
 
+    def sleep(self, level: int) -> None:
+        """Give device memory back: KV pool, graphs and drafters; the weights go to host memory (level 1) or nowhere
+        (level 2). All requests have been forgotten. Asleep already: the level may rise."""
+        ...
+
+    def wake(self, model: str) -> None:
+        """Be as after the load again. model: the checkpoint from now on, "" for the same. If it fails, it sleeps on."""
+        ...
+
     def close(self) -> None:
         """Free weights and KV pool."""
         ...

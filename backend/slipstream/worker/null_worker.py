@@ -44,5 +44,11 @@ class NullWorker:
     def forget(self, sequence_ids: Sequence[int]) -> None:
         pass
 
+    def sleep(self, level: int) -> None:
+        pass
+
+    def wake(self, model: str) -> None:
+        pass
+
     def close(self) -> None:
         pass

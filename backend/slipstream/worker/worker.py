@@ -13,6 +13,7 @@ import torch
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.start_up import StartUp
+from slipstream.nn.decoder import Decoder
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.input_batch import BlockTables
 from slipstream.worker.interface import (
@@ -29,6 +30,7 @@ from slipstream.worker.launched_step import LaunchedSample, RunningStep
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.model_runner import ModelRunner, finish_phase, load_target
 from slipstream.worker.request_state import RequestStates
+from slipstream.worker.residency import HostWeights, freeze_again, give_memory_back
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.interface import SpeculatorContext
 from slipstream.worker.spec_decode.speculator import HeadOutputs, Speculator, measured_costs
@@ -47,9 +49,17 @@ class ModelWorker:
     def __init__(
         self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware, plan: MemoryPlan, phases: StartUp
     ) -> None:
+        self._config, self._spec, self._hardware, self._plan = config, spec, hardware, plan
+        self._target: Decoder | None = load_target(config, spec, hardware, phases)  # None: asleep without weights
+        self._host_weights: HostWeights | None = None
+        self._is_asleep = self._was_frozen = False
+        self._assemble(self._target, phases)
+
+    def _assemble(self, target: Decoder, phases: StartUp) -> None:
+        """Make everything around the weights: it holds their addresses, and those of the KV pool."""
+        config, hardware, plan = self._config, self._hardware, self._plan
         num_rows, groups = 2 * config.scheduler.max_num_seqs, plan.groups
         self._tables = BlockTables.sized(num_rows, plan.max_model_len, plan.block_size, groups)
-        target = load_target(config, spec, hardware, phases)
         context = SpeculatorContext(config, hardware, plan, target, self._tables)
         self.speculator = Speculator(config.speculation.loaded, context)
         if config.speculation.loaded:
@@ -109,15 +119,54 @@ class ModelWorker:
         return self.speculator.draft(drafts, self._launched[drafts.step_id].heads, self._states)
 
     def forget(self, sequence_ids: Sequence[int]) -> None:
+        if self._is_asleep:
+            return
         self._states.forget(sequence_ids)
         self._tables.drop(sequence_ids)
         self.runner.forget(sequence_ids)
         self.speculator.forget(sequence_ids)
 
+    def sleep(self, level: int) -> None:
+        if not self._is_asleep:
+            assert self._target is not None
+            self._launched.clear()
+            self._waiting = None
+            self._target.forget_caches()
+            self._is_asleep = True
+            del self.runner, self.speculator
+        device = self._hardware.device
+        if level > 1:
+            self._target = self._host_weights = None
+        elif self._target is not None and self._host_weights is None and device.type != "cpu":
+            self._host_weights = HostWeights(self._target.tensors())
+        self._was_frozen = give_memory_back(device) or self._was_frozen
+
+    def wake(self, model: str) -> None:
+        phases, config, has_weights = StartUp(), self._config, self._target is not None
+        if model:
+            self._config = replace(config, model=replace(config.model, model=model))
+        try:
+            if self._host_weights is not None:
+                self._host_weights.restore()
+                self._host_weights = None
+            if self._target is None:
+                self._target = load_target(self._config, self._spec, self._hardware, phases)
+            self._assemble(self._target, phases)
+        except BaseException:
+            self._config = config
+            self.__dict__.pop("runner", None)
+            self.__dict__.pop("speculator", None)
+            self.sleep(1 if has_weights else 2)
+            raise
+        self._is_asleep = False
+        if self._was_frozen:
+            freeze_again()
+
     def close(self) -> None:
         self._launched.clear()
-        self._waiting = None
-        del self.runner, self.speculator
+        self._waiting = self._target = self._host_weights = None
+        if not self._is_asleep:
+            del self.runner, self.speculator
 
     # ---- parts
 

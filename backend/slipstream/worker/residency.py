@@ -1,0 +1,77 @@
+"""Where the weights of a model that sleeps are, and memory given back to device and system. Engine thread.
+
+Weights come back into the same storages, but at other addresses: what holds addresses (CUDA graphs, tables of
+pointers) has to be made again. The worker therefore drops everything but the weights before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, UntypedStorage
+
+
+class HostWeights:
+    """The contents of tensors in host memory, while their storages are empty. Views of a storage stay its views."""
+
+    @torch.inference_mode()
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._storages: list[tuple[UntypedStorage, Tensor]] = []
+        known: set[int] = set()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == 0 or storage.data_ptr() in known:
+                continue
+            known.add(storage.data_ptr())
+            self._storages.append((storage, _bytes_of(storage).to("cpu", copy=True)))
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(copy.numel() for _, copy in self._storages)
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Fill the storages again. All are empty again if the device has no room (torch.OutOfMemoryError)."""
+        try:
+            for storage, copy in self._storages:
+                storage.resize_(copy.numel())
+                _bytes_of(storage).copy_(copy)
+        except BaseException:
+            for storage, _ in self._storages:
+                storage.resize_(0)
+            raise
+
+
+def give_memory_back(device: torch.device) -> bool:
+    """Free what nothing refers to any more, and leave it to others. Returns whether objects had been frozen for the
+    garbage collector, which is undone: a frozen cycle would never be freed."""
+    was_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    else:
+        _trim_heap()
+    return was_frozen
+
+
+def freeze_again() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _trim_heap() -> None:
+    """glibc keeps freed blocks of up to 32 MiB for itself."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
