@@ -61,6 +61,7 @@ def write_checkpoint(folder: Path, template: str) -> Path:
 @pytest.fixture(scope="session")
 def fake_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeTriton]:
     """Models whose prompt is the last message and `extra`; the comment in the template says the tool format."""
+    import toy_tokenizers
     from fake_triton import FakeTriton
 
     folder = tmp_path_factory.mktemp("checkpoints")
@@ -76,6 +77,7 @@ def fake_triton(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeTriton
             "{# <tool_call> </think> #}{{ messages[-1]['content'] }}" + closed + "{% else %}" + ending + "{% endif %}"
         )
         models[name] = {"model": str(write_checkpoint(folder / name, template))}
+    toy_tokenizers.byte_level().save(str(folder / "thinking/tokenizer.json"))
     template = "{# <|channel|> #}{{ messages[-1]['content'] }}"
     models["harmony"] = {"model": str(write_checkpoint(folder / "harmony", template))}
     models["bare"] = {"model": "../elsewhere"}

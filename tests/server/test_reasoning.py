@@ -11,6 +11,7 @@ import pytest
 import toy_tokenizers
 from fake_triton import FakeTriton
 from slipstream.core.sampling_params import Guide
+from slipstream.server.model_tokenizer import ModelTokenizer
 from slipstream.server.reasoning import ReasoningUse, ThinkParser, guide_behind, select_reasoning
 from slipstream.server.tools.harmony import HarmonyParser
 from slipstream.server.tools.json_call import CallArguments, CallStart, Content, Event, Reasoning
@@ -177,12 +178,22 @@ def test_an_answer_has_its_reasoning_beside_it(fake_client: openai.OpenAI, model
 
 def test_usage_counts_the_reasoning(fake_client: openai.OpenAI) -> None:
     whole = ask(fake_client, "thinking", PIECES["thinking"]).usage
-    assert 3 <= whole.completion_tokens_details.reasoning_tokens <= len("Let me see."), "its text, encoded"
+    assert whole.completion_tokens_details.reasoning_tokens == 1, "no more than all tokens"
+    untold = ask(fake_client, "pondering", PIECES["pondering"]).usage
+    assert untold.completion_tokens_details is None, "the gateway has no tokenizer of this model"
     options = {"include_usage": True}
     *_, last = ask(fake_client, "thinking", PIECES["thinking"], stream=True, stream_options=options)
     assert last.usage.completion_tokens_details.reasoning_tokens == 2, "two pieces of a token each"
     *_, last = ask(fake_client, "plain", ["x"], stream=True, stream_options=options)
     assert last.usage.completion_tokens_details is None
+
+
+def test_reasoning_of_a_whole_answer_is_counted_by_its_text(tmp_path: Path) -> None:
+    tokenizer = toy_tokenizers.byte_level()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    one = len(tokenizer.encode("Let me see.", add_special_tokens=False).ids)
+    assert one > 3 and ModelTokenizer(tmp_path).count(["Let me see."] * 2) == 2 * one
+    assert ModelTokenizer(tmp_path).is_there and not ModelTokenizer(tmp_path / "none").is_there
 
 
 def test_a_cut_off_thought_leaves_no_content(fake_client: openai.OpenAI) -> None:

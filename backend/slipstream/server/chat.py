@@ -159,6 +159,7 @@ async def count_reasoning(body: dict[str, Any], model: Model) -> None:
     texts = [text for choice in body["choices"] if (text := choice["message"].get("reasoning_content"))]
     if texts and body["usage"] is not None and model.tokenizer.is_there:
         count = await asyncio.to_thread(model.tokenizer.count, texts)
+        count = min(count, body["usage"]["completion_tokens"])  # another cut of the text may have more
         body["usage"].setdefault("completion_tokens_details", {})["reasoning_tokens"] = count
 
 
