@@ -68,6 +68,12 @@ def add_passed_on(models: argparse._ArgumentGroup, access: argparse._ArgumentGro
         help="accepted keys, one per line, or JSON with limits per key (docs/gateway.md)",
     )
     access.add_argument(
+        "--admin-key-file",
+        type=Path,
+        metavar="FILE",
+        help="serve /sleep, /wake_up and /reload_weights to the holder of the key in it (docs/gateway.md)",
+    )
+    access.add_argument(
         "--allowed-host",
         action="append",
         default=[],
@@ -86,8 +92,12 @@ def passed_on(arguments: argparse.Namespace) -> list[str]:
         words += ["--tool-parser", arguments.tool_parser]
     if arguments.reasoning_parser != AUTO:
         words += ["--reasoning-parser", arguments.reasoning_parser]
-    for option, file in (("--chat-template", arguments.chat_template), ("--api-key-file", arguments.api_key_file)):
-        words += [option, str(file)] if file is not None else []
+    files = {
+        "--chat-template": arguments.chat_template,
+        "--api-key-file": arguments.api_key_file,
+        "--admin-key-file": arguments.admin_key_file,
+    }
+    words += [word for option, file in files.items() if file is not None for word in (option, str(file))]
     words += [word for name in arguments.allowed_host for word in ("--allowed-host", name)]
     return words + (["--otlp-endpoint", arguments.otlp_endpoint] if arguments.otlp_endpoint else [])
 
@@ -178,7 +188,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     try:
-        from slipstream.server.keys import read_keys
+        from slipstream.server.keys import read_admin_digest, read_keys
         from slipstream.server.options import GatewayOptions
         from slipstream.server.serve import serve
     except ImportError as error:
@@ -196,6 +206,7 @@ def run(arguments: argparse.Namespace) -> int:
         reasoning_parser=arguments.reasoning_parser,
         chat_template=arguments.chat_template,
         api_keys=read_keys(arguments.api_key_file, arguments.api_key),
+        admin_digest=read_admin_digest(arguments.admin_key_file),
         max_priority=arguments.max_priority,
         metrics_url=arguments.metrics_url,
         otlp_endpoint=arguments.otlp_endpoint,

@@ -51,6 +51,7 @@ from slipstream.server.schemas import (
     ScoreRequest,
     TokenizeRequest,
 )
+from slipstream.server.sleep import add_sleep, is_awake
 from slipstream.server.tokenize import detokenize, tokenize
 from slipstream.server.tracing import GatewayTracing, make_tracing
 from slipstream.server.unknown_fields import unknown_fields, warning
@@ -132,6 +133,8 @@ def create_app(options: GatewayOptions, counts: Counts, announces: bool = False)
     _add_tokens(app)
     _add_models(app)
     _add_operations(app, options, metrics)
+    if options.admin_digest:
+        add_sleep(app, options.admin_digest, _ERRORS)
     if options.has_page:
         _add_page(app)
     _add_error_handlers(app)
@@ -249,9 +252,11 @@ def _add_operations(app: FastAPI, options: GatewayOptions, metrics: Metrics) -> 
         gateway = request.app.state.gateway
         if not await gateway.link.is_live():
             raise ApiError(503, f"Triton at {options.triton_url} does not answer", code="unavailable")
-        names = [model.name for model in await gateway.catalog.all()]
+        models = await gateway.catalog.all()
+        names = [model.name for model in models if await is_awake(gateway, model)]
         if not names:
-            raise ApiError(503, "no model is ready", code="unavailable")
+            told = "every model sleeps" if models else "no model is ready"
+            raise ApiError(503, told, code="unavailable")
         return JSONResponse({"status": "ready", "models": names})
 
     @app.get("/metrics", response_class=PlainTextResponse)

@@ -77,6 +77,10 @@ class Model:
         return int(named) if named.isdecimal() else CacheConfig().block_size
 
     @property
+    def may_sleep(self) -> bool:
+        return self.settings.get("enable_sleep_mode", "").lower() in ("true", "1")
+
+    @property
     def has_speculation(self) -> bool:
         return bool(self.speculative_methods)
 

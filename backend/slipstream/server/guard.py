@@ -40,6 +40,7 @@ _ENDPOINTS = {
 }
 _COUNTED = ("chat", "completions", "embeddings", "responses", "messages", "rerank", "tokenize")
 _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})  # and the chat page
+ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/reload_weights", "/is_sleeping"})  # with a key of their own: sleep.py
 
 
 class Guard:
@@ -49,6 +50,7 @@ class Guard:
         self._app, self._metrics, self._tracing = app, metrics, tracing
         self._tenants = Tenants(options.api_keys, options.max_priority, ledger, metrics)
         self._hosts = HostRule(options.host, options.allowed_hosts)
+        self._open_paths = _OPEN_PATHS | ADMIN_PATHS if options.admin_digest else _OPEN_PATHS
         self._max_body_bytes = options.max_body_bytes
         self._max_total_body_bytes = options.max_total_body_bytes
         self._num_body_bytes = 0  # of all unanswered requests of this worker
@@ -67,7 +69,7 @@ class Guard:
         lease = self._tenants.anybody()
         try:
             self._check_host(scope, lease)
-            is_open = scope["path"] in _OPEN_PATHS or is_page(scope["path"])
+            is_open = scope["path"] in self._open_paths or is_page(scope["path"])
             if not is_open and scope["method"] != "OPTIONS":
                 answer.lease = lease = self._find(scope, lease)
             self._check(scope, endpoint, lease)

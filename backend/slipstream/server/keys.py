@@ -83,6 +83,19 @@ def read_keys(path: Path | None, given: Sequence[str] = ()) -> tuple[ApiKey, ...
     return tuple(keys)
 
 
+def read_admin_digest(path: Path | None) -> bytes:
+    """Of the one key in the file of --admin-key-file; b"" without one. Raises ConfigError."""
+    if path is None:
+        return b""
+    try:
+        keys = path.read_text("utf-8").split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError("--admin-key-file", str(path), f"cannot be read: {error}") from None
+    if len(keys) != 1:
+        raise ConfigError("--admin-key-file", str(path), f"holds {len(keys)} keys, accepted: one")
+    return digest_of(keys[0].encode("utf-8"))
+
+
 def _from_lines(text: str) -> list[ApiKey]:
     lines = [line.strip() for line in text.splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]

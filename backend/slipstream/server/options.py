@@ -35,7 +35,8 @@ class GatewayOptions:
     """triton_url: host:port of Triton's gRPC. checkpoints: model -> folder with its tokenizer and chat template, for
     models whose config.pbtxt has no absolute path; model_repository: base of relative paths.
 
-    api_keys: the accepted keys; none: no key is needed. max_priority: the most urgent (lowest) priority of requests
+    api_keys: the accepted keys; none: no key is needed. admin_digest: of the key of sleep.py; b"": it is not served.
+    max_priority: the most urgent (lowest) priority of requests
     whose key sets none. aliases: public name -> model in Triton.
     allowed_hosts: names in Host headers besides addresses, localhost and `host`.
     metrics_url: Triton's /metrics, appended to the gateway's. max_events_per_s: streamed events per second and worker
@@ -56,6 +57,7 @@ class GatewayOptions:
     reasoning_parser: str = "auto"
     chat_template: Path | None = None
     api_keys: tuple[ApiKey, ...] = ()
+    admin_digest: bytes = b""
     max_priority: int = 0
     metrics_url: str = ""
     otlp_endpoint: str = ""

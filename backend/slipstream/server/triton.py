@@ -147,6 +147,10 @@ class TritonLink:
         ]
         return [GenerateStream(call, request) for call, request in zip(calls, requests)]
 
+    def open(self, request: service_pb2.ModelInferRequest) -> GenerateStream:
+        """The stream of a request that is no generation."""
+        return GenerateStream(self._stub.ModelStreamInfer(), request)
+
     async def is_live(self) -> bool:
         try:
             return (await self._unary(self._stub.ServerLive, service_pb2.ServerLiveRequest())).live
