@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -14,6 +17,8 @@ from fake_triton import FakeTriton
 from gateway import GatewayProcess
 from slipstream.server.options import GatewayOptions
 from slipstream.server.responses import store as store_module
+from slipstream.server.responses.answer import ResponseWriter
+from slipstream.server.responses.schemas import ResponsesRequest
 from slipstream.server.responses.store import ResponseStore
 
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": False}
@@ -149,6 +154,22 @@ def test_wrong_requests(fake_client: openai.OpenAI, fields: dict, words: str) ->
         fake_client.responses.create(**{"model": "plain", "input": "{}", **fields})
 
 
+def test_an_answer_is_kept_on_a_thread_and_its_end_says_so() -> None:
+    threads = []
+
+    def keep(body: dict) -> None:
+        threads.append(threading.get_ident())
+        body["store"] = False
+
+    reader = SimpleNamespace(reason="stop")
+    writer = ResponseWriter(ResponsesRequest(model="m", input="x"), reader, SimpleNamespace(), keep)
+    event = json.loads(asyncio.run(writer.last()).partition(b"data: ")[2])
+    assert event["response"]["store"] is False, "what could not be kept is not said to be"
+    assert threads and threading.get_ident() not in threads, "the event loop serves others meanwhile"
+    reader.reason = ""
+    assert asyncio.run(writer.last()) == b"" and len(threads) == 1, "an answer without its end is not kept"
+
+
 # ---------------------------------------------------------------- the store
 
 
@@ -172,6 +193,24 @@ def test_the_store_is_bounded_in_bytes_number_and_time(tmp_path: Path, monkeypat
     assert len(list(tmp_path.iterdir())) == 2
     os.utime(store._path(b"me", "s4"), (1, 1))
     assert store.get(b"me", "s4") is None, "too old"
+
+
+@pytest.mark.parametrize("limit", ["bytes", "number"])
+def test_one_key_drives_out_its_own_answers_and_nobody_elses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(store_module, "MAX_STORED_RESPONSES", 10 if limit == "number" else 4096)
+    store = ResponseStore(tmp_path, max_bytes=3000 if limit == "bytes" else 1 << 20, ttl_s=1e9)
+    kept = [(b"first", f"f{number}") for number in range(3)]
+    for number, (owner, name) in enumerate(kept):
+        assert store.put(owner, body(name, 200), [])
+        os.utime(store._path(owner, name), (1e9 + number, 1e9 + number))  # older than all that comes
+    for number in range(30):
+        assert store.put(b"greedy", body(f"g{number}", 200), [])
+        os.utime(store._path(b"greedy", f"g{number}"), (1.5e9 + number, 1.5e9 + number))
+    assert all(store.get(*one) for one in kept) and store.get(b"greedy", "g29") and not store.get(b"greedy", "g0")
+    assert store.put(b"second", body("s0", 200), []) and all(store.get(*one) for one in [*kept, (b"second", "s0")])
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3000 or limit == "number"
 
 
 def test_what_a_request_may_load_is_bounded_by_the_bodies_together() -> None:

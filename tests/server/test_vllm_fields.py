@@ -14,10 +14,11 @@ import openai
 import pytest
 from fake_triton import FakeTriton
 from gateway import GatewayProcess
+from slipstream.server.errors import ApiError
 from slipstream.server.logprobs import Entry, LogprobForm, completion_logprobs, first_token_text
-from slipstream.server.model_tokenizer import ModelTokenizer
+from slipstream.server.model_tokenizer import MAX_WAITING_CHARS, ModelTokenizer, TokenizerThreads
 from slipstream.server.schemas import TokenizeRequest
-from slipstream.server.tokenize import tokenize
+from slipstream.server.tokenize import _json, tokenize
 from tokenizers import Tokenizer
 
 PROMPT = "def add(a, b):\n"
@@ -171,10 +172,35 @@ def test_texts_of_tokens_are_looked_up_on_a_thread() -> None:
     async def find(name: str) -> SimpleNamespace:
         return SimpleNamespace(tokenizer=SimpleNamespace(loaded=Slow), max_model_len=8)
 
-    gateway = SimpleNamespace(catalog=SimpleNamespace(find=find))
+    gateway = SimpleNamespace(catalog=SimpleNamespace(find=find), tokenizing=TokenizerThreads())
     asked = TokenizeRequest(model="llm", prompt="x", return_token_strs=True)
-    assert asyncio.run(tokenize(gateway, asked))["token_strs"] == ["1", "2"]
+    told = json.loads(asyncio.run(tokenize(gateway, asked, b"me")).body)
+    assert told == {"count": 2, "max_model_len": 8, "tokens": [1, 2], "token_strs": ["1", "2"]}
     assert threads and threading.get_ident() not in threads, "the event loop serves others meanwhile"
+
+
+def test_json_of_long_lists_is_written_in_parts() -> None:
+    for size in (0, 1, 4096, 4097, 9000):
+        numbers, texts = list(range(size)), [f'"{number}é' for number in range(size)]
+        assert json.loads(_json(numbers)) == numbers and json.loads(_json(texts)) == texts
+    assert _json(None) == "null" and json.loads(_json("é\ud800")) == "é\ud800"
+
+
+def test_one_key_cannot_fill_the_threads_that_tokenize() -> None:
+    async def run() -> None:
+        threads, go_on = TokenizerThreads(), threading.Event()
+        held = [asyncio.create_task(threads.run(b"me", MAX_WAITING_CHARS // 2, go_on.wait)) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match=f"accepted: {MAX_WAITING_CHARS}; try again later") as error:
+            await threads.run(b"me", 1, go_on.wait)
+        assert error.value.status_code == 429
+        held.append(asyncio.create_task(threads.run(b"you", 2 * MAX_WAITING_CHARS, go_on.wait)))  # a first one always
+        await asyncio.sleep(0)
+        go_on.set()
+        assert all(await asyncio.gather(*held)) and await threads.run(b"me", MAX_WAITING_CHARS, go_on.wait)
+        threads.close()
+
+    asyncio.run(run())
 
 
 # ---------------------------------------------------------------- log-probabilities of an echoed prompt

@@ -20,6 +20,7 @@ from processes import children_of
 from triton_server import TritonServer, find_tritonserver
 
 ROOT = Path(__file__).resolve().parents[2]
+POOL_BYTES = 1 << 28  # of each engine; the default is 1 GiB, and several servers with several models share a machine
 MODELS = ("llm", "preprocessing", "postprocessing", "ensemble")
 
 
@@ -54,7 +55,7 @@ class LlmServer(TritonServer):
         for path in self.repository.glob("*/config.pbtxt"):
             path.write_text(path.read_text().replace("../../models/slipstream-demo-code", str(checkpoint)))
         with (self.repository / "llm/config.pbtxt").open("a") as config:  # tests stop by id; by default that is refused
-            config.write(parameter("stop_by_request_id", "true"))
+            config.write(parameter("stop_by_request_id", "true") + parameter("memory_bytes", POOL_BYTES))
         # the Python backend's stub takes the environment of the first python3 in PATH: this one, which has the project
         path = {"PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ.get('PATH', '')}"}
         super().__init__(
@@ -71,6 +72,8 @@ class LlmServer(TritonServer):
         folder = self.repository / name / "1"
         folder.mkdir(parents=True, exist_ok=True)
         text = f'name: "{name}"\nbackend: "slipstream"\n' + parameter("model", model or self.checkpoint)
+        if model is None and not any("blocks" in key or "memory" in key or key == "task" for key in parameters):
+            text += parameter("memory_bytes", POOL_BYTES)
         text += "".join(parameter(key, value) for key, value in parameters.items())
         (folder.parent / "config.pbtxt").write_text(text)
 

@@ -116,6 +116,7 @@ def create_app(options: GatewayOptions, counts: Counts, announces: bool = False)
         yield
         for task in tasks:
             task.cancel()
+        gateway.tokenizing.close()
         await gateway.link.close()
         if tracing.tracer is not None:
             await asyncio.to_thread(tracing.tracer.close)
@@ -197,19 +198,19 @@ def _add_other_apis(app: FastAPI) -> None:
     @app.post("/v1/messages/count_tokens", responses=_ERRORS)
     async def message_tokens(body: CountTokensRequest, request: Request) -> Response:
         _note(body, request)
-        return await count_tokens(request.app.state.gateway, body)
+        return await count_tokens(request.app.state.gateway, body, request.state.lease.owner)
 
 
 def _add_tokens(app: FastAPI) -> None:
     @app.post("/tokenize", responses=_ERRORS)
     async def token_ids(body: TokenizeRequest, request: Request) -> Response:
         _note(body, request)
-        return JSONResponse(await tokenize(request.app.state.gateway, body))
+        return await tokenize(request.app.state.gateway, body, request.state.lease.owner)
 
     @app.post("/detokenize", responses=_ERRORS)
     async def text(body: DetokenizeRequest, request: Request) -> Response:
         _note(body, request)
-        return JSONResponse(await detokenize(request.app.state.gateway, body))
+        return await detokenize(request.app.state.gateway, body, request.state.lease.owner)
 
 
 def _note(body: NamedRequest, request: Request) -> None:

@@ -311,7 +311,7 @@ class ChatWriter:
     def end(self) -> bytes:
         return b""
 
-    def last(self) -> bytes:
+    async def last(self) -> bytes:
         usage = self._usage.to_json() if self._usage is not None else None
         return event({**self._head, "choices": [], "usage": usage}) if usage is not None else b""
 

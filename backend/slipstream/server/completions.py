@@ -174,7 +174,7 @@ class StreamedAnswer:
     def writer(self, number: int, prompt: PromptValue) -> CompletionWriter:
         return CompletionWriter(self, number, prompt if self.request.echo and isinstance(prompt, str) else "")
 
-    def last(self) -> bytes:
+    async def last(self) -> bytes:
         usage = self.usage.to_json() if self.usage is not None else None
         return event({**self.head, "choices": [], "usage": usage}) if usage is not None else b""
 

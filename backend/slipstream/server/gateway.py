@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from slipstream.server.catalog import Catalog, Model
 from slipstream.server.errors import ApiError
 from slipstream.server.generation import Generation, Response
 from slipstream.server.metrics import Metrics
+from slipstream.server.model_tokenizer import TokenizerThreads
 from slipstream.server.options import GatewayOptions
 from slipstream.server.pace import Pace
 from slipstream.server.responses.store import ResponseStore
@@ -39,6 +40,7 @@ class Gateway:
         self.link = TritonLink(options.triton_url)
         self.catalog = Catalog(options, self.link)
         self.pace = Pace(options.max_events_per_s)
+        self.tokenizing = TokenizerThreads()
 
     async def run(self, http: HttpRequest, generations: Sequence[Generation]) -> list[Response]:
         """The one response of each request. Raises ApiError."""
@@ -54,7 +56,7 @@ class Gateway:
         http: HttpRequest,
         generations: Sequence[Generation],
         writers: Sequence[Writer],
-        last: Callable[[], bytes],
+        last: Callable[[], Awaitable[bytes]],
         form: StreamForm = OPENAI_FORM,
     ) -> EventStream:
         """A streamed answer. Waits for the first responses, so that errors of a request set the HTTP status."""

@@ -6,11 +6,46 @@ afterwards.
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
-from slipstream.server.errors import ApiError
+from slipstream.server.errors import RETRY_AFTER_S, ApiError
 from slipstream.tokenizer.tokenizer import TextTokenizer
+
+NUM_THREADS = 2
+MAX_WAITING_CHARS = 4 << 20  # characters or tokens of an API key's requests at once: some two seconds of a thread
+T = TypeVar("T")
+
+
+class TokenizerThreads:
+    """Threads for the texts of /tokenize, so that nothing else waits for these. Used on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(NUM_THREADS, "tokenize")
+        self._waiting: Counter[bytes] = Counter()
+
+    async def run(self, owner: bytes, size: int, work: Callable[[], T]) -> T:
+        """owner: of the API key. size: of the text in characters or tokens. Raises ApiError (429)."""
+        if self._waiting[owner] and self._waiting[owner] + size > MAX_WAITING_CHARS:
+            message = (
+                f"{self._waiting[owner]} characters of this key are being tokenized, accepted: {MAX_WAITING_CHARS}"
+            )
+            raise ApiError(429, f"{message}; try again later", code="rate_limit_exceeded", retry_after_s=RETRY_AFTER_S)
+        self._waiting[owner] += size
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._waiting[owner] -= size
+            if not self._waiting[owner]:
+                del self._waiting[owner]
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class ModelTokenizer:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from json import JSONEncoder, dumps
 from typing import Any, NamedTuple, Protocol
 
@@ -64,7 +64,7 @@ class EventStream(HttpResponse):
         self,
         streams: Sequence[tuple[GenerateStream, Response | None]],
         writers: Sequence[Writer],
-        last: Callable[[], bytes],
+        last: Callable[[], Awaitable[bytes]],
         form: StreamForm,
         pace: Pace,
         interval: int,
@@ -81,7 +81,7 @@ class EventStream(HttpResponse):
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._write_all(send)
-            await _body(send, self._last() + self._form.done, more=False)
+            await _body(send, await self._last() + self._form.done, more=False)
         except ApiError as error:
             record.fail(error.message)
             await _body(send, self._form.failed(error.body()), more=False)

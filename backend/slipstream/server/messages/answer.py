@@ -46,7 +46,7 @@ class MessageWriter:
     def end(self) -> bytes:
         return b""
 
-    def last(self) -> bytes:
+    async def last(self) -> bytes:
         return b""
 
     # ---- parts

@@ -12,7 +12,7 @@ from slipstream.server.gateway import Gateway, check_time_out
 from slipstream.server.messages.answer import FORM, MessageWriter
 from slipstream.server.messages.input import to_chat
 from slipstream.server.messages.schemas import CountTokensRequest, MessagesRequest
-from slipstream.server.tokenize import encode
+from slipstream.server.tokenize import count
 from slipstream.server.tools.select import plan_tools
 
 
@@ -32,8 +32,8 @@ async def send(gateway: Gateway, request: MessagesRequest, http: HttpRequest) ->
     return JSONResponse(writer.body)
 
 
-async def count_tokens(gateway: Gateway, request: CountTokensRequest) -> JSONResponse:
+async def count_tokens(gateway: Gateway, request: CountTokensRequest, owner: bytes) -> JSONResponse:
     model = await gateway.catalog.find(request.model)
     chat = to_chat(request)
-    token_ids = await encode(model, render(chat, model, plan_tools(chat, model.tool_format)), False, "messages")
-    return JSONResponse({"input_tokens": len(token_ids)})
+    text = render(chat, model, plan_tools(chat, model.tool_format))
+    return JSONResponse({"input_tokens": await count(gateway, model, text, owner)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable
@@ -29,12 +30,12 @@ FORM = StreamForm(b"", _failed)
 
 
 class ResponseWriter:
-    """A Writer (sse.py) of one answer; `body` is the answer so far. on_end: called with the whole body."""
+    """A Writer (sse.py) of one answer; `body` is the answer so far. keep: called with the whole body, on a thread."""
 
     def __init__(
-        self, request: ResponsesRequest, reader: ChatReader, tools: ToolUse, on_end: Callable[[dict[str, Any]], None]
+        self, request: ResponsesRequest, reader: ChatReader, tools: ToolUse, keep: Callable[[dict[str, Any]], None]
     ) -> None:
-        self._reader, self._tools, self._on_end = reader, tools, on_end
+        self._reader, self._tools, self._keep = reader, tools, keep
         self._number = 0
         self._id = request.request_id or ""
         self._items: list[dict[str, Any]] = []
@@ -52,8 +53,12 @@ class ResponseWriter:
     def end(self) -> bytes:
         return b""
 
-    def last(self) -> bytes:
-        return b""
+    async def last(self) -> bytes:
+        """The event of the end, which says whether the answer is kept."""
+        if not self._reader.reason:
+            return b""
+        await asyncio.to_thread(self._keep, self.body)
+        return self._event(f"response.{self.body['status']}", response=self.body)
 
     # ---- parts
 
@@ -135,8 +140,7 @@ class ResponseWriter:
         self.body |= {"status": status, "output": self._items, "usage": _usage(self._reader)}
         self.body["incomplete_details"] = {"reason": why} if why else None
         self.body["completed_at"] = None if why else int(time.time())
-        self._on_end(self.body)
-        return data + self._event(f"response.{status}", response=self.body)
+        return data
 
 
 def answer_message(body: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,7 @@ async def respond(gateway: Gateway, request: ResponsesRequest, http: HttpRequest
     [response] = await gateway.run(http, [generation])
     check_time_out(response.text("text_output"), response.text("finish_reason"), request.timeout_ms)
     await asyncio.to_thread(writer.response, response)
+    await writer.last()
     return JSONResponse(writer.body)
 
 

@@ -1,6 +1,7 @@
 """Answers of the Responses API that are kept for `previous_response_id` and GET, for a bounded time and size.
 
-A file each, in a folder of the gateway's own that all workers share and that goes with it. Any thread.
+A file each, in a folder of the gateway's own that all workers share and that goes with it. When the folder is full, the
+oldest answer of whoever keeps the most goes first, so that one API key cannot drive out another's. Any thread.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import hashlib
 import json
 import logging
 import time
+from collections import defaultdict
+from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_STORED_RESPONSES = 4096  # files that a new one looks through
 MAX_STORED_RESPONSE_BYTES = 256 << 10  # of one, its conversation included: a short request loads it
@@ -71,13 +75,12 @@ class ResponseStore:
     def _path(self, owner: bytes, response_id: str) -> Path:
         """Clients choose ids, so a name is a hash of one; and a wrong owner finds nothing."""
         assert self._folder is not None
-        name = hashlib.sha256(len(owner).to_bytes(4, "little") + owner + response_id.encode()).hexdigest()
-        return self._folder / name
+        return self._folder / f"{hashlib.sha256(owner).hexdigest()}-{hashlib.sha256(response_id.encode()).hexdigest()}"
 
     def _write(self, path: Path, data: bytes) -> None:
         """Raises OSError, and leaves no part of a file."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # what cleans /tmp may have removed it
-        self._make_room(len(data))
+        self._make_room(path.name, len(data))
         written = path.with_suffix(f".{time.monotonic_ns()}")
         try:
             written.write_bytes(data)
@@ -87,18 +90,65 @@ class ResponseStore:
                 written.unlink()
             raise
 
-    def _make_room(self, num_bytes: int) -> None:
-        """Drop what is too old, then the oldest, until the new one fits."""
+    def _make_room(self, name: str, num_bytes: int) -> None:
+        """Drop what is too old, then the oldest answers of whoever has the largest share, until the new one fits."""
+        shares: defaultdict[str, _Share] = defaultdict(_Share)
+        oldest = time.time() - self._ttl_s
+        for kept in self._found():
+            if kept.modified < oldest:
+                kept.path.unlink(missing_ok=True)
+            else:
+                shares[_owner(kept.path.name)].add(kept)
+        shares[_owner(name)].num_bytes += num_bytes
+        shares[_owner(name)].count += 1
+        while not self._fits(shares.values()):
+            largest = max((one for one in shares.values() if one.kept), key=self._part, default=None)
+            if largest is None:
+                return
+            largest.drop_oldest()
+
+    def _found(self) -> list[_Kept]:
+        """All that is kept, the newest first."""
         assert self._folder is not None
         found = []
         for path in self._folder.iterdir():
             with suppress(FileNotFoundError):  # another worker was faster
-                found.append((path.stat().st_mtime, path.stat().st_size, path))
-        found.sort()
-        total, count, oldest = sum(size for _, size, _ in found), len(found), time.time() - self._ttl_s
-        for modified, size, path in found:
-            fits = total + num_bytes <= self._max_bytes and count < MAX_STORED_RESPONSES
-            if modified >= oldest and fits:
-                return
-            path.unlink(missing_ok=True)
-            total, count = total - size, count - 1
+                status = path.stat()
+                found.append(_Kept(status.st_mtime, status.st_size, path))
+        return sorted(found, key=lambda kept: kept.modified, reverse=True)
+
+    def _fits(self, shares: Collection[_Share]) -> bool:
+        total, count = sum(one.num_bytes for one in shares), sum(one.count for one in shares)
+        return total <= self._max_bytes and count <= MAX_STORED_RESPONSES
+
+    def _part(self, share: _Share) -> float:
+        """Of the limit that it is nearer to."""
+        return max(share.num_bytes / self._max_bytes, share.count / MAX_STORED_RESPONSES)
+
+
+def _owner(name: str) -> str:
+    return name.partition("-")[0]
+
+
+class _Kept(NamedTuple):
+    modified: float
+    num_bytes: int
+    path: Path
+
+
+@dataclass
+class _Share:
+    """What one owner keeps, the newest first, and the new answer if it is its."""
+
+    kept: list[_Kept] = field(default_factory=list)
+    num_bytes: int = 0
+    count: int = 0
+
+    def add(self, kept: _Kept) -> None:
+        self.kept.append(kept)
+        self.num_bytes, self.count = self.num_bytes + kept.num_bytes, self.count + 1
+
+    def drop_oldest(self) -> None:
+        dropped = self.kept.pop()
+        dropped.path.unlink(missing_ok=True)
+        self.num_bytes, self.count = self.num_bytes - dropped.num_bytes, self.count - 1
