@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import toy_tokenizers
 import xgrammar
 from engine_driver import Told, make_engine, run_steps
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.engine import Engine
+from slipstream.engine.grammar_compiler import GrammarCompiler, GrammarError
 from slipstream.engine.structural_tags import bounded_tag
 from slipstream.server.reasoning import ReasoningUse, guide_behind
 from slipstream.server.schemas import ChatRequest
@@ -178,6 +180,29 @@ def test_schemas_within_a_tag_are_as_strict_as_by_themselves() -> None:
     assert accepts(tag, "[1," + " " * 32 + "2]") and not accepts(tag, "[1," + " " * 33 + "2]")
     tag["format"]["max_whitespace_cnt"] = 0
     assert accepts(tag, "[1,2]") and not accepts(tag, "[1, 2]")
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        [],
+        {"format": {"type": "made up"}},
+        {"format": {"type": "tool_calls", "model": "made up", "tools": []}},
+        {"format": {"type": "tool_calls", "model": "qwen_3", "tools": [], "tool_choice": "required"}},
+        {"format": {"type": "tool_calls", "model": "qwen_3", "tools": [{"function": {"name": "f", "parameters": -1}}]}},
+        {"format": {"type": "tool_calls", "model": "minimax", "tools": 7}},
+        {"structures": 5, "triggers": None},
+        {"format": {"type": "any_text", "excludes": 3}},
+        {"format": {"type": "json_schema", "json_schema": {"type": "nonsense"}}},
+    ],
+    ids=str,
+)
+def test_what_is_no_tag_is_refused(tmp_path: Path, tag: object) -> None:
+    tokenizer = toy_tokenizers.byte_level()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(str(tmp_path / "tokenizer.json"), tokenizer.get_vocab_size(), [1])
+    with pytest.raises(GrammarError):
+        compiler.compile(Guide("structural_tag", json.dumps(tag)))
 
 
 REASONING = [

@@ -43,7 +43,8 @@ class GrammarCompiler:
             if guide.type != "json" and not guide.text.strip():
                 raise ValueError("the text is empty")
             return compile_text[guide.type](guide.text)
-        except (RuntimeError, ValueError, TypeError, KeyError) as error:  # raised by xgrammar for invalid texts
+        except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError) as error:
+            # raised by xgrammar for invalid texts: it asserts the form of structural tags
             raise GrammarError(first_line(error)) from error
 
 
