@@ -3,6 +3,7 @@
 # make demo      start a server, call it over gRPC, HTTP, the ensemble and the OpenAI gateway, stop it
 # make test      all tests, as CI runs them; ARGS='tests/unit -k name' chooses
 # make test-gpu  the tests that need a GPU, and the speeds compared with the recorded ones
+# make wheel     dist/slipstream-*.whl: Python, the C++ backend, the chat page
 # make lint      style and types
 # make clean     remove .venv, install/ and caches
 # Each command first makes what it needs: Python packages in .venv/, the server and the backend in install/.
@@ -27,7 +28,7 @@ ENCODERS ?=
 ENCODERS_SETUP := $(VENV)/.encoders-done
 ARGS ?=
 
-.PHONY: demo serve test test-gpu lint clean help setup assemble encoders
+.PHONY: demo serve test test-gpu wheel lint clean help setup assemble encoders
 
 demo: assemble
 	@$(PY) build/demo.py $(ARGS)
@@ -56,6 +57,9 @@ test: assemble encoders
 OUT ?= install/gpu-report
 test-gpu: setup
 	@$(PY) tests/gpu/run_gpu_tests.py --out $(OUT) $(ARGS)
+
+wheel: setup
+	@$(PY) build/make_wheel.py $(ARGS)
 
 lint: setup
 	$(PY) -m ruff check .

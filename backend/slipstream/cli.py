@@ -19,6 +19,7 @@ VERBS = {
     "convert": "write a GGUF file as a checkpoint folder",
     "bench": "load a running server: time to first token, time per token, tokens/s at rising concurrency",
     "chat": "talk to a model in the terminal, over gRPC",
+    "install-backend": "put the backend of an installed wheel into a tritonserver",
     "doctor": "say what this machine can do and why not: GPU, libraries, server, models",
 }
 DESCRIPTION = "Serve large language models with Triton Inference Server."

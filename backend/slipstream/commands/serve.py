@@ -28,6 +28,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from slipstream.commands import server_tree
 from slipstream.commands.serve_openai import add_passed_on, passed_on
 from slipstream.core.config import ServingConfig
 from slipstream.core.errors import ConfigError
@@ -99,6 +100,8 @@ def find_tritonserver() -> tuple[Path | None, str]:
     launcher = SOURCE_TREE / "install/tritonserver"
     if launcher.is_file():
         return launcher, "the install tree that `make assemble` made"
+    if packaged := server_tree.packaged_server():
+        return packaged, "the server of nvidia-pytriton with this wheel's backend"
     on_path = shutil.which("tritonserver")
     if on_path:
         return Path(on_path), "PATH"
