@@ -54,8 +54,9 @@ class LlmServer(TritonServer):
         shutil.copytree(ROOT / "model_repository", self.repository)
         for path in self.repository.glob("*/config.pbtxt"):
             path.write_text(path.read_text().replace("../../models/slipstream-demo-code", str(checkpoint)))
-        with (self.repository / "llm/config.pbtxt").open("a") as config:  # tests stop by id; by default that is refused
-            config.write(parameter("stop_by_request_id", "true") + parameter("memory_bytes", POOL_BYTES))
+        served = {"stop_by_request_id": "true", "max_logits_bytes": 4 << 20}  # refused by default, and tested
+        with (self.repository / "llm/config.pbtxt").open("a") as config:
+            config.write("".join(parameter(*one) for one in {**served, "memory_bytes": POOL_BYTES}.items()))
         # the Python backend's stub takes the environment of the first python3 in PATH: this one, which has the project
         path = {"PATH": f"{Path(sys.prefix) / 'bin'}:{os.environ.get('PATH', '')}"}
         super().__init__(

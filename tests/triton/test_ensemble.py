@@ -148,3 +148,25 @@ def test_two_requests_on_one_stream(llm_server: LlmServer, greedy: Callable[...,
             stream.send("ensemble", {"text_input": prompt, "stream": True, **GREEDY}, batched=True)
             texts.append(stream.collect().text)
     assert texts == [greedy(PROMPT), greedy("import os\n")]
+
+
+def test_logits_come_with_the_tensors_of_tensorrt_llm(llm_server: LlmServer) -> None:
+    inputs = {"text_input": PROMPT, **GREEDY, "return_context_logits": True, "return_generation_logits": True}
+    direct = grpc_infer(llm_server.grpc_url, "llm", {**inputs, "stream": True, "return_output_ids": True})
+    assert not direct.error, direct.error
+    (context,) = (found["context_logits"] for found in direct.responses if found["context_logits"].size)
+    generation = np.concatenate([found["generation_logits"][0] for found in direct.responses])
+    token_ids = np.concatenate([found["output_ids"][0] for found in direct.responses])
+    assert generation.argmax(axis=1).tolist() == token_ids.tolist()
+    np.testing.assert_allclose(context[-1], generation[0], atol=1e-3)  # the first new token is drawn from it
+
+    through = ensemble(llm_server, inputs)
+    (response,) = through.responses
+    assert response["generation_logits"].shape == (1, 1, *generation.shape)
+    np.testing.assert_allclose(response["generation_logits"][0, 0], generation, atol=1e-3)
+    assert response["context_logits"].shape == (1, *context.shape)
+    without = ensemble(llm_server, {"text_input": PROMPT, **GREEDY})
+    assert all(not response["context_logits"].size for response in without.responses)
+
+    refused = grpc_infer(llm_server.grpc_url, "llm", {**inputs, "num_return_sequences": 8, "max_tokens": 500})
+    assert "max_logits_bytes" in refused.error

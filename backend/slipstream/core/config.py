@@ -175,6 +175,7 @@ class ServingConfig:
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     max_response_entries: int = 1 << 20  # max tokens and log-probability alternatives of one response
+    max_logits_bytes: int = 0  # logits of all running requests together; 0: none are sent
     max_logprobs: int = 20  # alternatives of a token, the bound of `logprobs`; -1: the whole vocabulary
     stop_by_request_id: bool = False  # whether `stop: true` from any client ends the request of that id
     enable_sleep_mode: bool = False  # whether any client may have the model sleep, wake and reload its weights

@@ -13,7 +13,7 @@ class TokenLogprobs:
     """Log-probabilities of one position. top: (token id, logprob), likeliest first. rank of the chosen token: 1 = best.
 
     asked: likewise of the request's logprob_token_ids. json: their encoding for clients (protocol/responses.py); once
-    it is set, both lists are empty.
+    it is set, both lists are empty. logits: of all tokens, fp32, if the request wants them.
     """
 
     token_id: int
@@ -22,13 +22,15 @@ class TokenLogprobs:
     top: list[tuple[int, float]] = field(default_factory=list)
     asked: list[tuple[int, float]] = field(default_factory=list)
     json: str = ""
+    logits: bytes = b""
 
 
 @dataclass(slots=True)
 class StepOutput:
     """One request's output of one engine step, as token ids. finish_reason is set on the last one.
 
-    prompt_logprobs: one entry per prompt token, the first None; set once, with the first output token.
+    prompt_logprobs: one entry per prompt token, the first None; set once, with the first output token, as are
+    context_logits: of all tokens, fp32, a row per prompt token.
     """
 
     request: Request
@@ -36,6 +38,7 @@ class StepOutput:
     finish_reason: FinishReason | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    context_logits: list[bytes] | None = None
     error: str = ""  # set with FinishReason.ERROR
     fault: type[SlipstreamError] = EngineError  # the kind of error
 
@@ -59,6 +62,7 @@ class RequestOutput:
     stop_reason: str | int | None = None
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    context_logits: list[bytes] | None = None
     is_first: bool = False
     is_final: bool = False
     error: str = ""

@@ -70,6 +70,8 @@ class SamplingParams:
     logprobs: int | None = DEFAULTS["logprobs"]
     prompt_logprobs: int | None = DEFAULTS["prompt_logprobs"]
     logprob_token_ids: tuple[int, ...] = DEFAULTS["logprob_token_ids"]
+    return_context_logits: bool = DEFAULTS["return_context_logits"]
+    return_generation_logits: bool = DEFAULTS["return_generation_logits"]
     include_stop_str_in_output: bool = DEFAULTS["include_stop_str_in_output"]
     skip_special_tokens: bool = DEFAULTS["skip_special_tokens"]
     detokenize: bool = DEFAULTS["detokenize"]
@@ -93,8 +95,10 @@ class SamplingParams:
             object.__setattr__(self, "top_p", 1.0)
             if self.top_k == 0:
                 object.__setattr__(self, "temperature", 0.0)
-        if self.logprob_token_ids and self.logprobs is None:
+        if (self.logprob_token_ids or self.return_generation_logits) and self.logprobs is None:
             object.__setattr__(self, "logprobs", 0)
+        if self.return_context_logits and self.prompt_logprobs is None:
+            object.__setattr__(self, "prompt_logprobs", 0)
         if self.stop and not self.detokenize:
             raise RequestError("stop", "stop strings are found in text, accepted: none with detokenize=false")
         if self.beam_width > 1:
@@ -163,7 +167,7 @@ class SamplingParams:
 _NOT_WITH_BEAMS = (
     *("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "embedding_bias"),
     *("stop", "stop_words_ids", "bad_words", "bad_words_ids", "allowed_token_ids", "logprob_token_ids"),
-    *("prompt_logprobs", "guide"),
+    *("return_context_logits", "return_generation_logits", "prompt_logprobs", "guide"),
 )
 _KINDS = tuple((f.name, BY_NAME[f.name].kind, f.default) for f in fields(SamplingParams) if f.name in BY_NAME)
 FIELD_NAMES = tuple(name for name, _, _ in _KINDS)

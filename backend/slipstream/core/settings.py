@@ -157,6 +157,8 @@ _FLAGS = (
     Setting("return_num_input_tokens", Flag(), False, "Send `num_input_tokens`.", {"return_num_input_tokens": (VLLM,)}),
     Setting("return_num_output_tokens", Flag(), False, "Send `num_output_tokens`.", {"return_num_output_tokens": (VLLM,)}),
     Setting("return_log_probs", Flag(), False, "Send `cum_log_probs` and `output_log_probs`.", {"return_log_probs": TRT}),
+    Setting("return_context_logits", Flag(), False, "Send `context_logits`, where the model's `max_logits_bytes` allows it.", {"return_context_logits": TRT}),
+    Setting("return_generation_logits", Flag(), False, "Send `generation_logits`, likewise.", {"return_generation_logits": TRT}),
     Setting("return_output_ids", Flag(), False, "Send `output_ids` and `sequence_length`.", {"return_output_ids": OURS}),
     Setting("return_prompt_token_ids", Flag(), False, "Send `prompt_token_ids`.", {"return_prompt_token_ids": OURS}),
     Setting("return_perf_metrics", Flag(), False, "Send the cache, timing and speculation outputs.", {"return_perf_metrics": TRT, "sampling_param_return_perf_metrics": (TRT_LLMAPI,)}),

@@ -351,6 +351,7 @@ class Engine:
         for output in committed:
             request = output.request
             output.prompt_logprobs = result.prompt_logprobs.get(request.sequence_id)
+            output.context_logits = result.context_logits.get(request.sequence_id)
             entries = sampled.logprobs.get(request.sequence_id)
             if entries is not None:
                 output.logprobs = entries[: len(output.new_token_ids)]  # a stop may have truncated the step's tokens

@@ -112,7 +112,7 @@ def expand(request: Request) -> list[Request]:
         return [request]
     siblings_params = request.params
     if siblings_params.prompt_logprobs is not None:
-        siblings_params = replace(siblings_params, prompt_logprobs=None)
+        siblings_params = replace(siblings_params, prompt_logprobs=None, return_context_logits=False)
         siblings_params.build_automata()
     siblings = [
         Request(

@@ -143,6 +143,7 @@ class _Sequence:
         self._logprobs: list[TokenLogprobs] = []
         self._cumulative_logprob = 0.0
         self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._context_logits: list[bytes] | None = None
         self._decided = ""  # decided text of tokens that are still held
         self._held: list[tuple[int, int, TokenLogprobs | None]] = []  # token id, length of its text, log-probabilities
         self.is_done = False
@@ -151,7 +152,7 @@ class _Sequence:
     def take(self, step: StepOutput) -> RequestOutput | None:
         """Add one step's tokens. Returns the output that is due, or None. The caller sets is_final."""
         if step.prompt_logprobs is not None:
-            self._prompt_logprobs = step.prompt_logprobs
+            self._prompt_logprobs, self._context_logits = step.prompt_logprobs, step.context_logits
         if step.logprobs:
             write_logprobs(self._client, step.logprobs)
         if self._matcher is not None:
@@ -251,6 +252,7 @@ class _Sequence:
         output.cumulative_logprob = self._cumulative_logprob
         if self._prompt_logprobs is not None:
             output.prompt_logprobs, self._prompt_logprobs = self._prompt_logprobs, None
+            output.context_logits, self._context_logits = self._context_logits, None
         if client.wants_context:
             output.context_token_ids = self._context
             params = self._request.params

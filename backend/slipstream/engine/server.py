@@ -25,6 +25,7 @@ from slipstream.core.outputs import RequestOutput, StepOutput
 from slipstream.core.request import FinishReason
 from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
+from slipstream.engine.logits_budget import LogitsBudget
 from slipstream.engine.output_processor import OutputProcessor
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
 from slipstream.engine.request_tracing import make_request_tracer
@@ -66,6 +67,8 @@ class GenerateServer:
         self._gathered: dict[int, list[RequestOutput]] = {}  # outputs of requests with unfinished sequences
         self._engine.ranks.on_loss = self._lose
         self._is_controlling = threading.Lock()
+        vocab_size, max_model_len = self._engine.spec.vocab_size, self._engine.max_model_len
+        self._logits = LogitsBudget(config.serving.max_logits_bytes, vocab_size, max_model_len)
         self._drain_deadline: float | None = None
         self._is_stopping = False
         self._exit_status = 0
@@ -146,6 +149,7 @@ class GenerateServer:
         if request is None:
             self._stop_by_id(client)
             return
+        self._logits.take(request)
         self._live[client.handle] = client
         self._outputs.add(client)
         self._engine.submit(request)
@@ -205,6 +209,7 @@ class GenerateServer:
 
     def _forget(self, handle: int) -> None:
         client = self._live.pop(handle)
+        self._logits.give(handle)
         if self._handles_by_id.get(client.request_id) == handle:
             del self._handles_by_id[client.request_id]
 

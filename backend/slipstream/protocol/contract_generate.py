@@ -75,7 +75,6 @@ _NO_DRAFT = "drafts are made by the server, not sent by clients"
 _NO_ENCODER = "the model has no encoder"
 _NO_TABLE = "prompt tuning tables are not served"
 _NO_RETENTION = "the prefix cache keeps the most recently used blocks and takes no hints"
-_NO_LOGITS = "raw logits are not served; use logprobs"
 _NO_LOOKAHEAD = "lookahead decoding is not served"
 
 NOT_SERVED = (
@@ -84,8 +83,6 @@ NOT_SERVED = (
     _neutral("runtime_top_p_min", FP32, ONE, (TRT_CORE,), "top_p does not decay", 0.0, 1e-6),
     _neutral("runtime_top_p_decay", FP32, ONE, (TRT_CORE,), "top_p does not decay", 0.0, 1.0),
     _neutral("runtime_top_p_reset_ids", INT32, ONE, (TRT_CORE,), "top_p does not decay", -1),
-    _neutral("return_context_logits", BOOL, ONE, TRT, _NO_LOGITS, False),
-    _neutral("return_generation_logits", BOOL, ONE, TRT, _NO_LOGITS, False),
     _neutral("decoder_text_input", BYTES, ONE, (TRT_ENSEMBLE,), _NO_ENCODER, ""),
     _neutral("decoder_input_ids", INT32, ANY, (TRT_CORE,), _NO_ENCODER),
     _neutral("decoder_input_lengths", INT32, ONE, (TRT_CORE,), _NO_ENCODER, 0),
@@ -145,8 +142,8 @@ OUTPUTS = (
     OutputSpec("request_handle", UINT64, ONE, (SLIPSTREAM,), "The server's number of the request: random, and the right to cancel it through `postprocessing`; keep it secret."),
     OutputSpec("cum_log_probs", FP32, ANY, TRT, "[1]: as `cumulative_logprob`.", "return_log_probs"),
     OutputSpec("output_log_probs", FP32, (-1, -1), TRT, "[1, n]: log-probability of each new token.", "return_log_probs"),
-    OutputSpec("context_logits", FP32, (-1, -1), TRT, "Always empty; asking with `return_context_logits` is an error.", reason=_NO_LOGITS),
-    OutputSpec("generation_logits", FP32, (-1, -1, -1), TRT, "Always empty; asking with `return_generation_logits` is an error.", reason=_NO_LOGITS),
+    OutputSpec("context_logits", FP32, (-1, -1), TRT, "[m, vocabulary]: the logits behind each token of the prompt, with the first response, then empty.", "return_context_logits"),
+    OutputSpec("generation_logits", FP32, (-1, -1, -1), TRT, "[1, n, vocabulary]: the logits that each new token was drawn from, before penalties, biases and grammars.", "return_generation_logits"),
     OutputSpec("batch_index", INT32, ONE, TRT, "Always 0: a request is one prompt."),
     OutputSpec("sequence_index", INT32, ONE, TRT, "Which of the n sequences this response belongs to."),
     OutputSpec("kv_cache_alloc_new_blocks", INT32, ONE, TRT_ALL, "Cache blocks newly allocated for the sequence so far.", _PERF),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Sequence
+from math import prod
 
 from slipstream.core.errors import CapacityError, RankLostError, RequestError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
@@ -85,12 +86,12 @@ def encode_gathered(client: ClientRequest, outputs: Sequence[RequestOutput]) -> 
 
 
 def _stacked(parts: Sequence[Encoded]) -> Encoded:
-    """Along the first dimension. Rows are of four-byte elements (INT32, FP32)."""
+    """Along the first dimension, without empty parts. Elements have four bytes (INT32, FP32)."""
     shape = (sum(shape[0] for shape, _ in parts), *(max(sizes) for sizes in zip(*(shape[1:] for shape, _ in parts))))
     if len(shape) == 1:
         return shape, b"".join(data for _, data in parts)
-    width = 4 * shape[-1]
-    return shape, b"".join(data.ljust(width, b"\0") for _, data in parts)
+    width = 4 * prod(shape[1:])
+    return shape, b"".join(data.ljust(found[0] * width, b"\0") for found, data in parts)
 
 
 def _string(text: str) -> Encoded:
@@ -130,6 +131,16 @@ def _output_log_probs(client: ClientRequest, output: RequestOutput) -> Encoded:
     """Zeros where they were not computed, as TensorRT-LLM sends through an ensemble."""
     values = [0.0] * len(output.token_ids) if output.logprobs is None else [one.logprob for one in output.logprobs]
     return (1, len(values)), struct.pack(f"<{len(values)}f", *values)
+
+
+def _logits(rows: Sequence[bytes] | None) -> Encoded:
+    return ((len(rows), len(rows[0]) // 4), b"".join(rows)) if rows else ((0, 0), b"")
+
+
+def _generation_logits(client: ClientRequest, output: RequestOutput) -> Encoded:
+    if not output.request.params.return_generation_logits or not output.logprobs:
+        return (0, 0, 0), b""
+    return _row(_logits([entry.logits for entry in output.logprobs]))
 
 
 def write_logprobs(client: ClientRequest, entries: Sequence[TokenLogprobs]) -> None:
@@ -189,8 +200,8 @@ ENCODERS: dict[str, Callable[[ClientRequest, RequestOutput], Encoded]] = {
     "request_handle": lambda c, o: _scalar("Q", c.handle),
     "cum_log_probs": lambda c, o: _scalar("f", o.cumulative_logprob),
     "output_log_probs": _output_log_probs,
-    "context_logits": lambda c, o: ((0, 0), b""),
-    "generation_logits": lambda c, o: ((0, 0, 0), b""),
+    "context_logits": lambda c, o: _logits(o.context_logits),
+    "generation_logits": _generation_logits,
     "batch_index": lambda c, o: _scalar("i", 0),
     "sequence_index": lambda c, o: _scalar("i", o.request.sequence_index),
     "kv_cache_alloc_new_blocks": lambda c, o: _scalar("i", o.request.num_new_blocks),

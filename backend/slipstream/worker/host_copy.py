@@ -26,6 +26,12 @@ class HostCopy:
             self._event = torch.cuda.Event(blocking=not is_urgent)
             self._event.record()
 
+    def rows(self) -> list[bytes]:
+        """The rows of the first tensor."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [row.tobytes() for row in self._tensors[0].numpy()]
+
     def lists(self) -> list[list[Any]]:
         if self._event is not None:
             self._event.synchronize()

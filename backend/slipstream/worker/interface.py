@@ -103,13 +103,14 @@ class StepResult:
     token_ids: one per sampled row: per request that samples, its last token's row and one row per draft.
     accepted: per request a bit mask of accepted rows: bit 0 the last token, bit 1 + i draft i; None without drafts.
     logprobs: by sequence id, one entry per sampled row. prompt_logprobs: by sequence id, one entry per prompt token,
-    sent once with the first token.
+    sent once with the first token, as are context_logits: rows of fp32.
     """
 
     token_ids: list[int]
     accepted: list[int] | None = None
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
+    context_logits: dict[int, list[bytes]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from slipstream_kernels import ops
 
-from slipstream.core.outputs import TokenLogprobs
 from slipstream.nn.batch import ForwardBatch
 from slipstream.worker.graph_shapes import GraphShape, PromptShape
 from slipstream.worker.host_copy import HostCopy
 from slipstream.worker.interface import StepInput, StepResult
 from slipstream.worker.request_state import RequestState
+from slipstream.worker.sample.logprobs import NO_PROMPTS, TakenPrompts
 from slipstream.worker.sample.sampler import PendingTokens
 
 
@@ -56,7 +56,7 @@ class LaunchedSample:
     """
 
     tokens: PendingTokens | None = None
-    prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
+    prompts: TakenPrompts = NO_PROMPTS
     accepted: HostCopy | None = None
     rows: ComputedRows | None = None
 
@@ -66,7 +66,7 @@ class LaunchedSample:
             return StepResult([])
         accepted = None if self.accepted is None else self.accepted.lists()[0]  # first: it spins, tokens were before it
         sampled = self.tokens.result()
-        return StepResult(sampled.token_ids, accepted, sampled.logprobs, self.prompt_logprobs)
+        return StepResult(sampled.token_ids, accepted, sampled.logprobs, self.prompts.logprobs, self.prompts.logits)
 
 
 @dataclass(frozen=True)

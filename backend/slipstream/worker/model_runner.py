@@ -45,7 +45,7 @@ from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.request_state import RequestState
-from slipstream.worker.sample.logprobs import PromptLogprobs
+from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
 from slipstream.worker.sample.sampler import Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.verifier import DraftedRequest, Verifier, drafted_requests
@@ -197,7 +197,7 @@ class ModelRunner:
         tokens = self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks)
         rows_of_ids = {state.sequence_id: row for row, state in enumerate(sampling)}
         self._sampled = SampledTokens(rows_of_ids, tokens.token_ids)
-        taken = self._prompt_logprobs.take(step, states) if running.asks_prompt_logprobs else {}
+        taken = self._prompt_logprobs.take(step, states) if running.asks_prompt_logprobs else NO_PROMPTS
         return LaunchedSample(tokens, taken)
 
     @torch.inference_mode()

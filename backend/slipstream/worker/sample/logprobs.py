@@ -7,7 +7,7 @@ position until the request's first token leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,6 +58,22 @@ def read_columns(
     return entries
 
 
+def row_bytes(logits: torch.Tensor) -> list[bytes]:
+    """Each row as fp32; waits for the device."""
+    return [row.tobytes() for row in logits.float().cpu().numpy()]
+
+
+@dataclass(frozen=True)
+class TakenPrompts:
+    """By sequence id, of requests whose prompts are whole. logits: rows of row_bytes."""
+
+    logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
+    logits: dict[int, list[bytes]] = field(default_factory=dict)
+
+
+NO_PROMPTS = TakenPrompts()
+
+
 @dataclass(slots=True)
 class _PromptRows:
     """Rows of the step's hidden states that predict prompt tokens of one request."""
@@ -73,6 +89,7 @@ class PromptLogprobs:
 
     def __init__(self) -> None:
         self._entries: dict[int, list[TokenLogprobs | None]] = {}
+        self._logits: dict[int, list[bytes]] = {}  # of requests that want all logits
 
     def collect(
         self, step: StepInput, states: Sequence[RequestState], hidden: torch.Tensor, logits_of: LogitsOf
@@ -81,26 +98,30 @@ class PromptLogprobs:
         first_row = 0
         for state, start, count in zip(states, step.num_computed_tokens, step.num_scheduled_tokens):
             if state.params.prompt_logprobs is not None and state.num_output_tokens == 0:
-                end = min(start + count, state.num_prompt_tokens - 1)
+                is_last_read = state.params.return_context_logits  # its row predicts no prompt token
+                end = min(start + count, state.num_prompt_tokens - (not is_last_read))
                 if end > start:
                     self._collect_rows(_PromptRows(state, first_row, start, end - start), hidden, logits_of)
             first_row += count
 
-    def take(self, step: StepInput, states: Sequence[RequestState]) -> dict[int, list[TokenLogprobs | None]]:
-        """The entries of requests that sample their first token in this step, by sequence id; removed here."""
-        taken = {}
+    def take(self, step: StepInput, states: Sequence[RequestState]) -> TakenPrompts:
+        """Of requests that sample their first token in this step; removed here."""
+        taken = TakenPrompts()
         for index, state in enumerate(states):
             if state.params.prompt_logprobs is None or not step.samples[index]:
                 continue
             end = step.num_computed_tokens[index] + step.num_scheduled_tokens[index] - step.num_drafts[index]
             if end == state.num_prompt_tokens:
                 entries = self._entries.pop(state.sequence_id, None)
-                taken[state.sequence_id] = entries or [None]  # a prompt of one token has no predicted token
+                taken.logprobs[state.sequence_id] = entries or [None]  # a prompt of one token has no predicted token
+                if (rows := self._logits.pop(state.sequence_id, None)) is not None:
+                    taken.logits[state.sequence_id] = rows
         return taken
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
             self._entries.pop(sequence_id, None)
+            self._logits.pop(sequence_id, None)
 
     def _collect_rows(self, rows: _PromptRows, hidden: torch.Tensor, logits_of: LogitsOf) -> None:
         request = rows.request
@@ -110,5 +131,10 @@ class PromptLogprobs:
             count = min(MAX_PROMPT_ROWS, rows.num_rows - start)
             row, target = rows.first_row + start, rows.first_position + start + 1
             logits = logits_of(hidden[row : row + count])
-            targets = torch.tensor(request.token_ids[target : target + count], device=logits.device)
-            entries[target : target + count] = token_logprobs(logits, targets, [num_top] * count)
+            if request.params.return_context_logits:
+                kept = self._logits.setdefault(request.sequence_id, [b""] * request.num_prompt_tokens)
+                kept[target - 1 : target - 1 + count] = row_bytes(logits)
+                count = min(count, request.num_prompt_tokens - target)
+            if count:
+                targets = torch.tensor(request.token_ids[target : target + count], device=logits.device)
+                entries[target : target + count] = token_logprobs(logits[:count], targets, [num_top] * count)

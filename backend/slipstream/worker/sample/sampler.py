@@ -43,8 +43,11 @@ class PendingTokens:
         token_ids: torch.Tensor,
         asked: Sequence[RequestState] = (),
         logprobs: tuple[torch.Tensor, ...] = (),
+        logits: torch.Tensor | None = None,
     ) -> None:
+        """logits: of the rows among those asked for whose requests want them, fp32."""
         self.token_ids = token_ids
+        self._logits = None if logits is None else HostCopy((logits,))
         self._asked = asked  # for log-probabilities, in the order of `logprobs`' rows
         self._copy = HostCopy((token_ids, *logprobs))
 
@@ -54,6 +57,10 @@ class PendingTokens:
         params = [state.params for state in self._asked]
         num_top, asked = [p.logprobs or 0 for p in params], [p.logprob_token_ids for p in params]
         found = read_columns(num_top, columns, asked if len(columns) > 5 else ()) if columns else []
+        if self._logits is not None:
+            wanting = [entry for entry, p in zip(found, params) if p.return_generation_logits]
+            for entry, row in zip(wanting, self._logits.rows(), strict=True):
+                entry.logits = row
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for state, entry in zip(self._asked, found):
             logprobs.setdefault(state.sequence_id, []).append(entry)
@@ -95,6 +102,7 @@ class _Composition:
     penalised_rows: torch.Tensor
     with_logprobs: list[RequestState]
     logprob_rows: torch.Tensor
+    logits_rows: torch.Tensor | None  # which of these rows are wanted whole
     asked_token_ids: torch.Tensor | None  # logprob_token_ids of these rows, padded with 0
     draws: Draws
     penalties: _Penalties  # of the penalised rows
@@ -141,11 +149,12 @@ class Sampler:
             token_ids = judge(logits, rows.draws, positions, token_ids)
         if not rows.is_greedy:
             token_ids = self._parallel.agree(token_ids)
-        logprobs: tuple[torch.Tensor, ...] = ()
-        if original is not None:
-            max_top = max(request.params.logprobs or 0 for request in rows.with_logprobs)
-            logprobs = logprob_columns(original, token_ids[rows.logprob_rows], max_top, rows.asked_token_ids)
-        return PendingTokens(token_ids, rows.with_logprobs, logprobs)
+        if original is None:
+            return PendingTokens(token_ids)
+        max_top = max(request.params.logprobs or 0 for request in rows.with_logprobs)
+        logprobs = logprob_columns(original, token_ids[rows.logprob_rows], max_top, rows.asked_token_ids)
+        all_logits = None if rows.logits_rows is None else original[rows.logits_rows]
+        return PendingTokens(token_ids, rows.with_logprobs, logprobs, all_logits)
 
     def greedy(self, logits: torch.Tensor) -> PendingTokens:
         """`sample` for rows whose requests are all plain."""
@@ -167,6 +176,7 @@ class Sampler:
                 penalised_rows=self._ints(penalised, torch.int64),
                 with_logprobs=[requests[row] for row in with_logprobs],
                 logprob_rows=self._ints(with_logprobs, torch.int64),
+                logits_rows=self._logits_rows([requests[row] for row in with_logprobs]),
                 asked_token_ids=self._asked_token_ids([requests[row] for row in with_logprobs]),
                 draws=self._draw_parameters(requests),
                 penalties=self._penalties([requests[row] for row in penalised]),
@@ -179,6 +189,10 @@ class Sampler:
         if not width:
             return None
         return to_device([[*ids, *[0] * (width - len(ids))] for ids in asked], torch.int64, self._device)
+
+    def _logits_rows(self, requests: list[RequestState]) -> torch.Tensor | None:
+        rows = _where(requests, lambda request: request.params.return_generation_logits)
+        return self._ints(rows, torch.int64) if rows else None
 
     def _draw_parameters(self, requests: list[RequestState]) -> Draws:
         """A filter that no request uses is None, so that the kernel skips it."""

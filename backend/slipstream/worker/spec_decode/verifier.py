@@ -29,7 +29,7 @@ from slipstream.worker.kv_cache import Compaction
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.memory_plan import MemoryPlan
 from slipstream.worker.request_state import RequestState
-from slipstream.worker.sample.logprobs import PromptLogprobs
+from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
 from slipstream.worker.sample.penalties import Paths
 from slipstream.worker.sample.sampler import Draws, Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
@@ -290,7 +290,7 @@ class Verifier:
         if step.draft_parents:
             self._compact(verification, batch, counts, next_ids, accepted)
         paths = HostCopy((accepted.paths,), is_urgent=True)
-        taken = prompt_logprobs.take(step, running.states) if running.asks_prompt_logprobs else {}
+        taken = prompt_logprobs.take(step, running.states) if running.asks_prompt_logprobs else NO_PROMPTS
         computed = ComputedRows(batch, running.hidden, next_ids, accepted.last, accepted, running.tensors.graph)
         return LaunchedSample(tokens, taken, paths, computed)
 
