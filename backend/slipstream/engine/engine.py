@@ -25,7 +25,7 @@ from slipstream.core.generation_config import with_generation_defaults
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.metric_aliases import MetricAliases, chosen_names
 from slipstream.core.outputs import StepOutput
-from slipstream.core.request import FinishReason, Request, RequestStatus
+from slipstream.core.request import FinishReason, Request
 from slipstream.core.scheduler import Scheduler
 from slipstream.core.start_up import StartUp
 from slipstream.core.stats import Metric, Stats
@@ -35,7 +35,7 @@ from slipstream.engine.drafting import Drafting, make_planner
 from slipstream.engine.executor import MakeWorker, local_worker, overlaps
 from slipstream.engine.grammar_host import GrammarHost
 from slipstream.engine.grammar_messages import Setup
-from slipstream.engine.in_flight import AheadStep, InFlightStep, SampledStep, sampled_step
+from slipstream.engine.in_flight import AheadStep, InFlightStep, add_logprobs, end_all, sampled_step
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.ranks import Ranks
 from slipstream.engine.residency import Order, Residency, check_reload
@@ -44,7 +44,7 @@ from slipstream.engine.structured_output import StructuredOutputs
 from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
 from slipstream.nn.spec import DecoderSpec, read_spec
 from slipstream.tokenizer.tokenizer import TextTokenizer
-from slipstream.worker.interface import AheadInput, StepResult, Worker
+from slipstream.worker.interface import AheadInput, Worker
 from slipstream.worker.memory_plan import Hardware, MemoryPlan, plan_memory, resolve_hardware
 from slipstream.worker.null_worker import NullWorker
 
@@ -301,7 +301,7 @@ class Engine:
             self._structured.withdraw(in_flight.step, sampled.token_ids, in_flight.late)
         committed = self.scheduler.commit(in_flight.step, sampled.token_ids)
         outputs += committed
-        self._add_logprobs(committed, sampled, result)
+        add_logprobs(committed, sampled, result)
         self._structured.advance(committed)
         if not self._drafting.is_empty:
             self._drafting.measure(in_flight.step, sampled)
@@ -345,18 +345,6 @@ class Engine:
             output.fault = type(error)
             outputs.append(output)
 
-    def _add_logprobs(self, committed: list[StepOutput], sampled: SampledStep, result: StepResult) -> None:
-        if not (sampled.logprobs or result.prompt_logprobs):
-            return
-        for output in committed:
-            request = output.request
-            output.prompt_logprobs = result.prompt_logprobs.get(request.sequence_id)
-            output.context_logits = result.context_logits.get(request.sequence_id)
-            entries = sampled.logprobs.get(request.sequence_id)
-            if entries is not None:
-                output.logprobs = entries[: len(output.new_token_ids)]  # a stop may have truncated the step's tokens
-                request.cumulative_logprob += sum(entry.logprob for entry in output.logprobs)
-
     def _measure(self, step: ScheduledStep, start: float) -> None:
         now = time.monotonic()
         has_work = self.has_work
@@ -382,20 +370,14 @@ class Engine:
 
     def _die(self, error: EngineError, step: ScheduledStep, outputs: list[StepOutput]) -> None:
         """Answer every request with an error; the scheduler's state is no longer trusted."""
-        text = str(error)
         with self._wake:
             self.error = error
             self.residency.fail(error)
             arriving = [request for message in self._inbox if isinstance(message, _Add) for request in message.requests]
             self._inbox.clear()
-        answered = {id(output.request) for output in outputs if output.finish_reason is not None}
         # an interrupted commit may have ended requests without an output
         in_step = [request for in_flight in self._in_flight for request in in_flight.step.requests]
         in_step += step.requests
         self._in_flight.clear()
         self._ahead = None
-        for request in [*in_step, *self.scheduler.live_requests, *arriving]:
-            if id(request) not in answered:
-                answered.add(id(request))
-                request.status, request.finish_reason, request.error = RequestStatus.FINISHED, FinishReason.ERROR, text
-                outputs.append(StepOutput(request, [], FinishReason.ERROR, error=text, fault=type(error)))
+        end_all([*in_step, *self.scheduler.live_requests, *arriving], error, outputs)

@@ -8,13 +8,13 @@ is dropped: it has written only to slots that its requests do not use yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from slipstream.core.drafts import accepted_tokens
-from slipstream.core.errors import SlipstreamError
-from slipstream.core.outputs import TokenLogprobs
-from slipstream.core.request import Request
+from slipstream.core.errors import EngineError, SlipstreamError
+from slipstream.core.outputs import StepOutput, TokenLogprobs
+from slipstream.core.request import FinishReason, Request, RequestStatus
 from slipstream.core.step import ScheduledStep
 from slipstream.worker.interface import StepResult
 
@@ -108,3 +108,28 @@ def sampled_step(in_flight: InFlightStep, result: StepResult) -> SampledStep:
                 sampled.logprobs[request.sequence_id] = [entries[row] for row in found.rows]
         first += 1 + num_drafts
     return sampled
+
+
+def add_logprobs(committed: Sequence[StepOutput], sampled: SampledStep, result: StepResult) -> None:
+    """Give the outputs of a step what was asked beside its tokens: log probabilities and logits."""
+    if not (sampled.logprobs or result.prompt_logprobs):
+        return
+    for output in committed:
+        request = output.request
+        output.prompt_logprobs = result.prompt_logprobs.get(request.sequence_id)
+        output.context_logits = result.context_logits.get(request.sequence_id)
+        entries = sampled.logprobs.get(request.sequence_id)
+        if entries is not None:
+            output.logprobs = entries[: len(output.new_token_ids)]  # a stop may have truncated the step's tokens
+            request.cumulative_logprob += sum(entry.logprob for entry in output.logprobs)
+
+
+def end_all(requests: Iterable[Request], error: EngineError, outputs: list[StepOutput]) -> None:
+    """End each request that `outputs` does not end yet with the error, without the scheduler."""
+    answered = {id(output.request) for output in outputs if output.finish_reason is not None}
+    text = str(error)
+    for request in requests:
+        if id(request) not in answered:
+            answered.add(id(request))
+            request.status, request.finish_reason, request.error = RequestStatus.FINISHED, FinishReason.ERROR, text
+            outputs.append(StepOutput(request, [], FinishReason.ERROR, error=text, fault=type(error)))
