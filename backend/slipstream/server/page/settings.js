@@ -28,7 +28,7 @@ export function isKeeping() {
   return $("keep").checked;
 }
 
-/** Fields of the API for a model. */
+/** Fields of the API for a model: those that are set, as a model has its own for the rest (generation_config.json). */
 export function samplingFields(card) {
   const fields = {};
   for (const name of NUMBERS) {
@@ -74,11 +74,6 @@ export function startSettings(keyChanged) {
   for (const name of NUMBERS) {
     if (typeof stored[name] === "string") $(name).value = stored[name];
     $(name).addEventListener("change", store);
-  }
-  for (const name of ["temperature", "top_p"]) {
-    const update = () => { $(`${name}-value`).textContent = $(name).value; };
-    $(name).addEventListener("input", update);
-    update();
   }
   $("key").value = recall("sessionStorage", "key");
   $("key").addEventListener("change", () => {
