@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,11 +26,14 @@ from slipstream.core.errors import ConfigError, RankLostError
 from slipstream.core.request import FinishReason, Request
 from slipstream.core.sampling_params import Guide, SamplingParams
 from slipstream.engine.engine import Engine
+from slipstream.engine.executor import local_worker
 from slipstream.engine.ranks import LeadingWorker
 from slipstream.nn.spec import read_spec
-from slipstream.worker.memory_plan import MemoryPlan, plan_memory, resolve_hardware
-from slipstream.worker.process_group import GroupCollectives
-from slipstream.worker.symmetric_memory import SymmetricSum
+from slipstream.worker import process_group
+from slipstream.worker.interface import Worker
+from slipstream.worker.memory_plan import INTERMEDIATE_COPIES, Hardware, MemoryPlan, plan_memory, resolve_hardware
+from slipstream.worker.process_group import GroupCollectives, join
+from slipstream.worker.symmetric_memory import SymmetricSum, symmetric_sum
 from speculation_config import speculation_config
 from tiny_checkpoints import make_checkpoint
 from tiny_heads import make_eagle, make_medusa, make_mtp
@@ -130,6 +139,71 @@ def test_two_gpus(options: dict[str, object], tmp_path: Path) -> None:
     assert all(abs(a.logprobs[0].logprob - b.logprobs[0].logprob) < most for a, b in zip(one, two))
 
 
+def test_a_rank_that_fails_before_it_meets_the_others(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noticed while this rank waits for it, not when the wait times out; the same at a failure while loading."""
+    begun = time.monotonic()
+
+    def kill_and_join(*arguments: Any) -> Hardware:
+        ranks()[0].suspend()
+        return join(*arguments)
+
+    with monkeypatch.context() as patch, pytest.raises(RankLostError, match="rank 1"):
+        patch.setattr("slipstream.engine.ranks.join", kill_and_join)
+        patch.setattr(process_group, "_CONNECT_TIMEOUT", timedelta(seconds=3))
+        make_engine(tiny_llama, parallel=TWO)
+
+    def kill_and_load(*arguments: Any) -> Worker:
+        ranks()[0].suspend()
+        return local_worker(*arguments)
+
+    with pytest.raises(RankLostError, match="rank 1"):
+        make_engine(tiny_llama, parallel=TWO, make_worker=kill_and_load)
+    assert not ranks() and time.monotonic() - begun < 100
+
+
+def test_no_rank_is_left_when_the_engine_cannot_start(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails behind the load of the weights."""
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no planner")
+
+    monkeypatch.setattr("slipstream.engine.engine.make_planner", fail)
+    with pytest.raises(RuntimeError, match="no planner"):
+        make_engine(tiny_llama, parallel=TWO)
+    assert not ranks()
+
+
+def test_ranks_end_with_an_engine_of_another_thread(tiny_llama: Path) -> None:
+    """The kernel ends them when the engine's process is killed, whichever thread has made the engine."""
+    code = f"""
+import sys, threading, time
+sys.path[:] = {sys.path!r}
+from pathlib import Path
+from engine_driver import make_engine
+from slipstream.core.config import ParallelConfig
+def main():
+    engine = make_engine(Path({str(tiny_llama)!r}), parallel=ParallelConfig(2))
+    print(engine.ranks._others[0]._process.pid, flush=True)
+maker = threading.Thread(target=main)
+maker.start()
+maker.join()
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        rank = psutil.Process(int(engine.stdout.readline()))
+        rank.suspend()  # so that it cannot see that its connection has ended
+        engine.kill()
+    wait_until(lambda: not is_alive(rank), "the rank to end", 10)
+
+
+def is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_fails_every_request(tiny_llama: Path, prompts: list[list[int]], sign: int) -> None:
     two = make_engine(tiny_llama, parallel=TWO)
@@ -199,6 +273,16 @@ def test_a_rank_plans_for_its_part(tiny_llama: Path) -> None:
     assert 0.5 < half.weight_bytes / whole.weight_bytes < 0.52 and quarter.weight_bytes < half.weight_bytes
 
 
+def test_a_rank_has_a_part_of_the_workspace(tmp_path: Path) -> None:
+    """Of the intermediate features 1/N, experts' too, unless ranks split the experts: then all rows may be of one."""
+    model = make_checkpoint("mixtral", tmp_path, num_local_experts=4).path
+    sizes = (ParallelConfig(), TWO, ParallelConfig(2, expert_parallel=True))
+    whole, half, by_expert = (plan(model, size).workspace_bytes for size in sizes)
+    mlp = read_spec(model).layers[0].mlp
+    assert whole - half == EngineConfig().scheduler.max_num_batched_tokens * INTERMEDIATE_COPIES * mlp.width // 2 * 4
+    assert by_expert == whole
+
+
 def test_sums_in_the_order_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four ranks in deterministic mode: fp32 loses the first 1 and keeps the last."""
     collectives = GroupCollectives(4, is_ordered=True)
@@ -218,3 +302,39 @@ def test_small_sums_take_symmetric_memory(monkeypatch: pytest.MonkeyPatch) -> No
     )
     schema = str(torch.ops.symm_mem.one_shot_all_reduce_copy.default._schema)
     assert "(Tensor symm_buffer, Tensor local_input, str reduce_op, str group_name) -> Tensor" in schema
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"), [(("", ""), True), (("", "make"), False), (("make", ""), False), (("", "connect"), False)]
+)
+def test_ranks_agree_on_symmetric_memory(
+    failures: tuple[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If it fails for one rank, before or while ranks connect, none takes it, and none waits for the other for ever.
+    Two ranks are two threads here."""
+    here, both, said = threading.local(), threading.Barrier(2, timeout=30), [True, True]
+
+    class Fake:
+        def __init__(self, *_: object) -> None:
+            if here.failure == "make":
+                raise RuntimeError("no peer access")
+
+        def connect(self) -> None:
+            both.wait()
+            if here.failure == "connect":
+                raise RuntimeError("no peer access")
+
+    def all_agree(value: bool) -> bool:
+        said[here.rank] = value
+        both.wait()
+        found = all(said)
+        both.wait()
+        return found
+
+    def found_by(rank: int) -> bool:
+        here.rank, here.failure = rank, failures[rank]
+        return symmetric_sum(2, torch.float32, torch.device("cpu"), all_agree) is not None
+
+    monkeypatch.setattr("slipstream.worker.symmetric_memory.SymmetricSum", Fake)
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(found_by, (0, 1))) == [expected, expected]

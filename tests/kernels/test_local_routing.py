@@ -22,3 +22,12 @@ def test_the_sum_over_ranks_is_the_whole() -> None:
         y[int(routing.offsets[-1]) :] = torch.nan
         found += ops.combine_experts(ops.local_rows(y, routing), routing)
     torch.testing.assert_close(found, expected)
+
+
+def test_kernels_are_chosen_by_the_rows_of_a_rank() -> None:
+    """A quarter of the experts has a quarter of the rows on average, and memory for all of them."""
+    whole = ops.route_experts(torch.randn(64, 16), 2)
+    routing = ops.local_routing(whole, slice(4, 8))
+    assert whole.sizes == (64, 128, 16)
+    assert routing.sizes == (64, 32, 4) and routing.num_rows == 128
+    assert ops.local_routing(ops.route_experts(torch.randn(1, 16), 2), slice(0, 4)).sizes == (1, 1, 4)

@@ -85,19 +85,21 @@ class Engine:
         self._hardware = hardware
         self.ranks = Ranks(config, self.spec, hardware)
         try:
-            self.memory_plan, self.worker = self._load(hardware, make_worker)
+            self._prepare(hardware, tokenizer_path, make_worker)
         except BaseException:
             self.ranks.close()
             raise
+
+    def _prepare(self, hardware: Hardware, tokenizer_path: Path, make_worker: MakeWorker) -> None:
+        config = self.config
+        self.memory_plan, self.worker = self._load(hardware, make_worker)
         self.max_model_len = self.memory_plan.max_model_len
         self.start_up.log()
         planner = make_planner(config, self.spec, hardware, self.worker.info.costs)
-        serving = config.serving
+        plan, settings, serving = self.memory_plan, config.cache, config.serving
         self.stats = Stats(MetricAliases(chosen_names(serving.metrics_aliases), serving.model_name))
-        plan, settings = self.memory_plan, config.cache
-        cache = KVCacheManager(
-            plan.num_blocks, settings.block_size, settings.enable_prefix_caching, plan.num_host_blocks, plan.groups
-        )
+        reuses, num_host_blocks = settings.enable_prefix_caching, plan.num_host_blocks
+        cache = KVCacheManager(plan.num_blocks, settings.block_size, reuses, num_host_blocks, plan.groups)
         self.scheduler = Scheduler(
             config.scheduler, cache, self.max_model_len, self.stats, planner, self.spec.attention_parity
         )
@@ -146,11 +148,9 @@ class Engine:
         """End all sequences of a client request; an unknown handle is no error."""
         self._post(_Finish(lambda request: request.handle == handle, reason))
 
-    def finish(
-        self, request: Request, stop_reason: str | None = None, reason: FinishReason = FinishReason.STOP
-    ) -> None:
+    def finish(self, request: Request, stop: str | None = None, reason: FinishReason = FinishReason.STOP) -> None:
         """End one sequence, by default because its text has reached a stop string."""
-        self._post(_Finish(lambda other: other is request, reason, stop_reason))
+        self._post(_Finish(lambda other: other is request, reason, stop))
 
     def post(self, control: Control) -> Order:
         """Have the engine thread carry out a command. Raises RequestError (weights that do not fit), CapacityError

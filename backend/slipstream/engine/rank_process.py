@@ -80,11 +80,9 @@ def run(connection: Connection) -> int:
 
 
 def main() -> NoReturn:
-    """Arguments: the socket to the engine, and the engine's process id if it shall end with the thread that started
-    it."""
+    """Arguments: the socket to the engine, and the engine's process id."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for engine in sys.argv[2:]:
-        end_with(int(engine))
+    end_with(int(sys.argv[2]))
     configure_logging()
     if logging.getLogger().level == logging.INFO:
         logging.getLogger().setLevel(logging.WARNING)  # the first rank says the same

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.errors import EngineError, RankLostError
+from slipstream.core.errors import ConfigError, EngineError, RankLostError
 from slipstream.engine.rank_process import RankSetup
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.interface import (
@@ -50,15 +51,13 @@ _START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.rank_proces
 
 
 class Rank:
-    """The process of one other rank, and the connection to it."""
+    """The process of one other rank, and the connection to it. The process ends with the thread that makes this."""
 
     def __init__(self, setup: RankSetup) -> None:
         self.number = setup.hardware.parallel.rank
         ours, theirs = socket.socketpair()
         path = [place for place in sys.path if place]  # without the current directory, for safety
-        arguments = [str(theirs.fileno())]
-        if threading.current_thread() is threading.main_thread():
-            arguments.append(str(os.getpid()))
+        arguments = [str(theirs.fileno()), str(os.getpid())]
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START.format(path=path), *arguments],
             stdin=subprocess.DEVNULL,
@@ -80,6 +79,13 @@ class Rank:
         if found != kind:
             raise EngineError(f"rank {self.number}: {value}")
         return value
+
+    def poll(self, timeout_s: float) -> tuple[str, Any] | None:
+        """The next message, None if there is none, or the process ended without one."""
+        try:
+            return self.connection.recv() if self.connection.poll(timeout_s) else None
+        except (EOFError, OSError):
+            return None
 
     def loss(self) -> str:
         """What has become of the process, "" if it runs. Any one thread."""
@@ -121,7 +127,8 @@ class Ranks:
         self._timeout_s = config.parallel.rank_timeout_s
         self._others: list[Rank] = []
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._is_closing = False
+        self._closed = threading.Event()
         self._busy_since = 0.0  # time.monotonic() of a call that runs
         self.lost: RankLostError | None = None
         self.on_loss: Callable[[RankLostError], None] = lambda error: None
@@ -144,8 +151,7 @@ class Ranks:
             for rank in self._others:
                 rank.receive("ready")
         except Exception as error:
-            raise self._load_failure(error) from error
-        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+            raise self._load_failure(error, "ready") from error
         return LeadingWorker(worker, self)
 
     def begin(self, *call: object, is_step: bool = True) -> None:
@@ -158,6 +164,10 @@ class Ranks:
     def end(self) -> None:
         """Raises RankLostError if another rank was lost meanwhile: what the call computed is worth nothing."""
         self._busy_since = 0.0
+        self.check()
+
+    def check(self) -> None:
+        """Raises RankLostError if another rank was lost."""
         if self.lost is not None:
             raise self.lost
 
@@ -172,13 +182,14 @@ class Ranks:
     def close(self) -> None:
         """End the other ranks."""
         with self._lock:
-            self._closing.set()
+            self._is_closing = True
         for rank in self._others:
             rank.close()
         if self._others:
             leave(self._hardware.device)
             self._folder.cleanup()
         self._others = []
+        self._closed.set()
 
     # ---- parts
 
@@ -186,34 +197,54 @@ class Ranks:
         own, device, size = self._hardware, self._hardware.device, self._hardware.parallel.size
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-ranks-")  # for this user only
         store_path = f"{self._folder.name}/store"
+        setups = []
         for number in range(1, size):
             hardware = replace(own, device=_device_of(device, number), parallel=replace(own.parallel, rank=number))
-            self._others.append(Rank(RankSetup(config, spec, hardware, store_path)))
-        for rank in self._others:
-            rank.receive("hello", _START_TIMEOUT_S)
-        self._hardware = join(store_path, own, config.model.deterministic)
-        found = [rank.receive("memory", _START_TIMEOUT_S) for rank in self._others]
+            setups.append(RankSetup(config, spec, hardware, store_path))
+        started: Future[list[Rank]] = Future()
+        threading.Thread(target=self._watch, args=(setups, started), name="ranks", daemon=True).start()
+        self._others = started.result()
+        try:
+            for rank in self._others:
+                rank.receive("hello", _START_TIMEOUT_S)
+            self._hardware = join(store_path, own, config.model.deterministic, self.check)
+            found = [rank.receive("memory", _START_TIMEOUT_S) for rank in self._others]
+        except Exception as error:
+            raise self._load_failure(error, "memory") from error
         self.free_bytes = min(free_device_memory(own), *found)
 
-    def _load_failure(self, error: Exception) -> Exception:
-        """What has made a load fail: another rank's error comes first, as it breaks this one's collectives."""
+    def _load_failure(self, error: Exception, awaited: str) -> Exception:
+        """What has made a load fail. What another rank says of itself comes first, as it breaks this one's collectives;
+        then a loss. awaited: the message that a rank sends which has not failed."""
+        if isinstance(error, ConfigError):
+            return error
         for rank in self._others:
-            try:
-                if rank.connection.poll(_FIND_S):
-                    rank.receive("ready")
-            except EngineError as found:
-                return found
-        return error
+            while (found := rank.poll(_FIND_S)) is not None and found[0] in ("hello", "memory", awaited):
+                pass
+            if found is not None:
+                return EngineError(f"rank {rank.number}: {found[1]}")
+        return self.loss_behind_failure() or error
 
-    def _watch(self) -> None:
-        """The thread that looks after the other ranks."""
-        while self.lost is None and not self._closing.wait(_WATCH_PERIOD_S):
+    def _watch(self, setups: list[RankSetup], started: Future[list[Rank]]) -> None:
+        """The thread that starts the other ranks and looks after them: as they end with it, it lives as long as they
+        may."""
+        ranks: list[Rank] = []
+        try:
+            for setup in setups:
+                ranks.append(Rank(setup))
+        except BaseException as error:
+            for rank in ranks:
+                rank.close()
+            started.set_exception(error)
+            return
+        started.set_result(ranks)
+        while not self._closed.wait(_WATCH_PERIOD_S):
             self._look()
 
     def _look(self) -> None:
         """Any thread."""
         with self._lock:
-            if self.lost is not None or self._closing.is_set():
+            if self.lost is not None or self._is_closing:
                 return
             reason = next(filter(None, (rank.loss() for rank in self._others)), "")
             busy_since = self._busy_since

@@ -13,6 +13,7 @@ from torch import Tensor
 from slipstream.core.config import EngineConfig
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import planned_model
+from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.spec import DecoderSpec
 
 
@@ -42,13 +43,18 @@ class Planning:
 
 
 def draft_memory(
-    config: EngineConfig, spec: DecoderSpec, device: torch.device, dtype: torch.dtype, kv_dtype: torch.dtype
+    config: EngineConfig,
+    spec: DecoderSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    parallel: Parallel = SINGLE,
 ) -> DraftMemory:
-    """The memory of all methods loaded. Raises ConfigError for a drafter whose files cannot be read."""
+    """The memory of all methods loaded, on a rank. Raises ConfigError for a drafter whose files cannot be read."""
     from slipstream.worker.spec_decode import PROPOSERS  # which import the plan that this is part of
 
     if config.model.load_format == "null" or not config.speculation.loaded:
         return DraftMemory()
-    planning = Planning(config, planned_model(config.model, spec, dtype, device), kv_dtype)
+    planning = Planning(config, planned_model(config.model, spec, dtype, device, parallel), kv_dtype)
     methods = [PROPOSERS.get(name) for name in config.speculation.loaded]
     return sum((method.planned(planning) for method in methods), DraftMemory())

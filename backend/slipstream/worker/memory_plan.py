@@ -188,7 +188,7 @@ def plan_memory(spec: DecoderSpec, config: EngineConfig, hardware: Hardware, fre
     groups, full_hold_reason = plan_groups(own, config, hardware.device, hardware.kv_dtype, max_model_len)
     block_bytes = cache_bytes_per_token(own, hardware.kv_dtype, groups) * config.cache.block_size
     held_bytes = 0 if is_null else weight_bytes(config.model, spec, hardware.dtype, hardware.parallel)
-    drafting = draft_memory(config, spec, hardware.device, hardware.dtype, hardware.kv_dtype)
+    drafting = draft_memory(config, spec, hardware.device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
     draft_block_bytes = drafting.kv_bytes_per_token * config.cache.block_size
     held_bytes += drafting.weight_bytes
     workspace_bytes = 0 if is_null else _workspace_bytes(spec, config, hardware)
@@ -320,8 +320,9 @@ def _workspace_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware
     num_seqs = config.scheduler.max_num_seqs
     num_verified = min(MAX_DECODE_ROWS, num_seqs * (1 + MAX_DRAFT_TOKENS)) if config.speculation.loaded else 0
     logits = LOGITS_COPIES * max(num_seqs, num_verified, MAX_PROMPT_ROWS) * spec.vocab_size * 4
-    width = max(_activation_width(layer.mlp) for layer in spec.layers)
-    features = num_tokens * width + max(_latent_features(own, num_tokens) for own in spec.attentions)
+    width = max(_activation_width(layer.mlp, hardware.parallel) for layer in spec.layers)
+    attentions = spec.of_rank(hardware.parallel).attentions
+    features = num_tokens * width + max(_latent_features(attention, num_tokens) for attention in attentions)
     return logits + features * hardware.dtype.itemsize + _written_out_bytes(spec, config, hardware)
 
 
@@ -338,10 +339,13 @@ def _latent_features(attention: AttentionSpec, num_tokens: int) -> int:
     return num_tokens * (of_heads + row) + PREFIX_TOKENS * (attention.num_q_heads * made + row)
 
 
-def _activation_width(mlp: DenseSpec | ExpertsSpec) -> int:
-    """Features of one token that live at once in a layer."""
+def _activation_width(mlp: DenseSpec | ExpertsSpec, parallel: Parallel) -> int:
+    """Features of one token that live at once in a layer of a rank."""
     rows = 1 if isinstance(mlp, DenseSpec) else mlp.routing.num_experts_per_token  # of a token in the MLP
-    return (HIDDEN_COPIES + rows - 1) * mlp.hidden_size + INTERMEDIATE_COPIES * mlp.width
+    width = mlp.down.of_rank(parallel).in_features * rows  # whole where ranks split experts: all rows may be one rank's
+    if isinstance(mlp, ExpertsSpec) and mlp.shared is not None:
+        width += mlp.shared.down.of_rank(parallel).in_features
+    return (HIDDEN_COPIES + rows - 1) * mlp.hidden_size + INTERMEDIATE_COPIES * width
 
 
 def _written_out_bytes(spec: DecoderSpec, config: EngineConfig, hardware: Hardware) -> int:

@@ -6,9 +6,11 @@ One per process. All ranks run on this host and meet through a file. Engine thre
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,9 @@ from slipstream.worker.symmetric_memory import SymmetricSum, symmetric_sum
 T = TypeVar("T")
 HOST = torch.device("cpu")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
+_MEETING_TIMEOUT = timedelta(seconds=120)  # until all ranks have said where they are
+_CONNECT_TIMEOUT = timedelta(seconds=30)  # then; torch cannot be interrupted if one ends meanwhile
+_CHECK_PERIOD_S = 0.02
 # gloo's own limit: the engine ends ranks that are lost long before (engine/ranks.py)
 _COLLECTIVE_TIMEOUT = timedelta(hours=1)
 
@@ -59,11 +64,44 @@ class GroupCollectives:
         return box[0]
 
 
-def join(store_path: str, own: Hardware, is_ordered: bool) -> Hardware:
+class WatchedStore(dist.Store):
+    """Another store, in which waiting for a key can be interrupted; torch's own keep the interpreter's lock meanwhile.
+
+    check: called while others are waited for; may raise."""
+
+    def __init__(self, store: dist.Store, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._store, self._check = store, check
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self._store.add(key, amount)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """timeout: torch's, which is that of connecting. Raises what `check` raises, or EngineError if a rank does not
+        come."""
+        limit = time.monotonic() + _MEETING_TIMEOUT.total_seconds()
+        while not self._store.check(keys):
+            self._check()
+            if time.monotonic() > limit:
+                raise EngineError(f"not all ranks have come in {_MEETING_TIMEOUT.total_seconds():g} s")
+            time.sleep(_CHECK_PERIOD_S)
+
+
+def join(store_path: str, own: Hardware, is_ordered: bool, check: Callable[[], None] | None = None) -> Hardware:
     """Wait for the other ranks; returns `own` with the calls between them. is_ordered: see GroupCollectives.
 
-    store_path: a file that does not exist yet, the same for all ranks. Raises EngineError if this process is a rank
-    already.
+    store_path: a file that does not exist yet, the same for all ranks. check: called while others are waited for; may
+    raise. Raises EngineError if this process is a rank already.
     """
     device, rank, size = own.device, own.parallel.rank, own.parallel.size
     if dist.is_initialized():
@@ -73,14 +111,24 @@ def join(store_path: str, own: Hardware, is_ordered: bool) -> Hardware:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.FileStore(store_path, size)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_COLLECTIVE_TIMEOUT)
+    file = dist.FileStore(store_path, size)
+    store = file if check is None or device.type == "cuda" else WatchedStore(file, check)  # not known to NCCL
+    limit = _MEETING_TIMEOUT if store is file else _CONNECT_TIMEOUT
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT)
     symmetric = None
     if device.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=device))  # NCCL takes its memory now, before the plan counts what is free
-        symmetric = None if is_ordered else symmetric_sum(size, own.dtype, device)
+        symmetric = None if is_ordered else symmetric_sum(size, own.dtype, device, _all_agree)
     collectives = GroupCollectives(size, is_ordered, symmetric)
     return replace(own, parallel=replace(own.parallel, collectives=collectives))
+
+
+def _all_agree(value: bool) -> bool:
+    """Whether every rank says so."""
+    box = torch.tensor(int(value), dtype=torch.int32)
+    dist.all_reduce(box, dist.ReduceOp.MIN)
+    return bool(box)
 
 
 def leave(device: torch.device) -> None:
