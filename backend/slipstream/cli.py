@@ -20,6 +20,7 @@ VERBS = {
     "bench": "load a running server: time to first token, time per token, tokens/s at rising concurrency",
     "chat": "talk to a model in the terminal, over gRPC",
     "install-backend": "put the backend of an installed wheel into a tritonserver",
+    "worker": "serve ranks of this machine for an engine on another one",
     "doctor": "say what this machine can do and why not: GPU, libraries, server, models",
 }
 DESCRIPTION = "Serve large language models with Triton Inference Server."

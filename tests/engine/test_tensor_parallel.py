@@ -20,7 +20,7 @@ import pytest
 import torch
 from engine_driver import GREEDY, Told, make_engine, run_all, run_steps
 from patience import wait_until
-from processes import children_of
+from processes import children_of, is_alive
 from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig
 from slipstream.core.errors import ConfigError, RankLostError
 from slipstream.core.request import FinishReason, Request
@@ -195,13 +195,6 @@ time.sleep(600)
         rank.suspend()  # so that it cannot see that its connection has ended
         engine.kill()
     wait_until(lambda: not is_alive(rank), "the rank to end", 10)
-
-
-def is_alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:
-        return False
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])

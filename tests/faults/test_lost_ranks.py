@@ -1,15 +1,18 @@
-"""A model that two processes share, on the real server: it answers as one does, and a lost process is replaced."""
+"""A model that two processes or two nodes share, on the real server: it answers as one does, and a lost process is
+replaced. The other node is a `slipstream worker` behind a proxy of this machine."""
 
 from __future__ import annotations
 
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 from llm_client import grpc_infer, grpc_stream, http_generate
 from llm_server import LlmServer
-from processes import children_of
+from nodes import Node
+from processes import children_of, is_alive
 
 PROMPT = "def add(a, b):\n"
 SHORT = {"max_tokens": 24, "temperature": 0.0, "ignore_eos": True}
@@ -53,3 +56,38 @@ def test_two_processes_serve_a_model_until_one_is_killed_or_stopped(llm_server: 
         llm_server.wait_model_ready(model)
         assert text_of(llm_server, model) == expected
     llm_server.wait_until(lambda: not ranks_of(llm_server), "the ranks to end with their model")
+
+
+def test_two_nodes_serve_a_model_until_one_or_the_network_is_lost(llm_server: LlmServer, tmp_path: Path) -> None:
+    """The other node is killed in the middle of a stream and comes back; then nothing passes between them, while it
+    is idle. The model is ready exactly when both are there."""
+    expected = text_of(llm_server, "llm")
+    with Node(tmp_path, b"a secret of two machines") as node:
+        parameters = {
+            "tensor_parallel_size": 2,
+            "num_nodes": 2,
+            "rank_address": node.address,
+            "rank_secret_file": node.secret,
+            "node_timeout_s": 4,
+            "device": "cpu",
+        }
+        with llm_server.variant("nodes", parameters) as model:
+            assert text_of(llm_server, model) == expected
+            with grpc_stream(llm_server.grpc_url) as stream:
+                stream.send(model, {"text_input": PROMPT, "stream": True}, parameters=LONG)
+                assert not stream.receive()[2]
+                rank = node.rank()
+                node.worker.kill()
+                assert stream.collect(timeout_s=30).error.endswith("the model starts again [UNAVAILABLE]")
+            llm_server.wait_until(lambda: not llm_server.is_model_ready(model), "the model not to be ready")
+            llm_server.wait_until(lambda: not is_alive(rank), "the rank to end with its worker")
+            node.start()
+            llm_server.wait_model_ready(model)
+            assert text_of(llm_server, model) == expected
+            rank = node.rank()
+            node.proxy.pause()
+            llm_server.wait_until(lambda: not llm_server.is_model_ready(model), "the model not to be ready")
+            llm_server.wait_until(lambda: not is_alive(rank), "the rank to end by itself")
+            node.proxy.resume()
+            llm_server.wait_model_ready(model)
+            assert text_of(llm_server, model) == expected

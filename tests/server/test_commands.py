@@ -252,3 +252,22 @@ def test_doctor_knows_how_gpus_are_linked(link: str, nodes: str, state: str, wor
     [finding] = examinations._gpu_links(f"{header}\n{rows}{legend}")
     assert finding.state == state and words in finding.text
     assert examinations._gpu_links("\tGPU0\tCPU Affinity\nGPU0\t X \t0-15\n") == []
+
+
+def test_doctor_knows_gpus_that_nvlink_joins_in_pairs() -> None:
+    """As bridges do. Ranks take neighbours, so the advice names the first GPU of each pair."""
+    header = "\tGPU0\tGPU1\tGPU2\tGPU3\tCPU Affinity\tNUMA Affinity"
+    links = ["X NV4 SYS SYS", "NV4 X SYS SYS", "SYS SYS X NV4", "SYS SYS NV4 X"]
+    tabbed = [row.replace(" ", "\t") for row in links]
+    rows = [f"GPU{place}\t{row}\t0-31\t{place // 2}" for place, row in enumerate(tabbed)]
+    [finding] = examinations._gpu_links("\n".join([header, *rows]))
+    assert finding.state == "note" and "4 GPUs, linked by NV4, SYS, on NUMA nodes 0, 1" in finding.text
+    expected = "use device cuda:0 with tensor_parallel_size=2; device cuda:2 with tensor_parallel_size=2"
+    assert finding.advice == expected
+
+
+def test_doctor_says_when_links_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examinations.shutil, "which", lambda name: "/usr/bin/nvidia-smi")
+    monkeypatch.setattr(examinations, "_output", lambda command: None)
+    [finding] = examinations.gpu_links()
+    assert finding.state == "note" and "nvidia-smi topo -m" in finding.text

@@ -47,11 +47,17 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "guided_memory_bytes": "134217728",
         "metrics_aliases": "vllm",
         "otlp_endpoint": "http://collector:4318",
+        "num_nodes": "2",
+        "rank_address": "first:1234",
+        "rank_secret_file": "/secret",
+        "node_timeout_s": "2.5",
+        "node_start_timeout_s": "2.5",
     }
+    beside = {"num_nodes": {"tensor_parallel_size": "4", "rank_secret_file": "/secret"}}.get(parameter.name, {})
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])
     for name in (parameter.name, *parameter.aliases):
-        given = {"model": "/somewhere", name: text} if parameter.name != "model" else {name: text}
+        given = {"model": "/somewhere", **beside, name: text} if parameter.name != "model" else {name: text}
         config = parse_parameters(given, tmp_path)
         value = value_at(config, parameter.path)
         assert value != default and str(value).lower() == text
@@ -95,6 +101,10 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"max_beam_width": "65"}, "max_beam_width='65': accepted: an integer from 1 to 64"),
         ({"enforce_eager": "true"}, "enforce_eager='true': a TensorRT-LLM or vLLM parameter .*use `cuda_graphs: off`"),
         ({"enable_lora": "true"}, "enable_lora='true': .*LoRA adapters are not served"),
+        ({"num_nodes": "2"}, "num_nodes=2: accepted: 1, or what divides tensor_parallel_size=1"),
+        ({"num_nodes": "2", "tensor_parallel_size": "2"}, "rank_secret_file='': missing; accepted with several nodes"),
+        ({"rank_address": "29500"}, "rank_address='29500': accepted: HOST:PORT"),
+        ({"node_timeout_s": "0.5"}, "node_timeout_s='0.5': accepted: a number from 1 to 3600"),
         ({"pipeline_parallel_size": "2"}, "pipeline_parallel_size='2': .*use `tensor_parallel_size`"),
         ({"speculative_config": "{}"}, "speculative_config='{}': .*use `speculative_method`"),
         ({"gpu_device_ids": "0,1"}, "gpu_device_ids='0,1': .*set `device` instead"),

@@ -89,8 +89,13 @@ def _gpu(line: str) -> Finding:
 
 def gpu_links() -> list[Finding]:
     """How GPUs are linked, where there are several."""
-    reply = _output(["nvidia-smi", "topo", "-m"]) if shutil.which("nvidia-smi") else None
-    return [] if reply is None else _gpu_links(reply)
+    if shutil.which("nvidia-smi") is None:
+        return []
+    reply = _output(["nvidia-smi", "topo", "-m"])
+    if reply is None:
+        text = "not known: `nvidia-smi topo -m` fails, as in some containers and virtual machines"
+        return [Finding("gpu links", "note", text)]
+    return _gpu_links(reply)
 
 
 def _gpu_links(matrix: str) -> list[Finding]:
@@ -99,17 +104,35 @@ def _gpu_links(matrix: str) -> list[Finding]:
     count = len(rows)
     if count < 2:
         return []
-    links = [row[1 + other].strip() for place, row in enumerate(rows) for other in range(place + 1, count)]
+    links = [[row[1 + other].strip() for other in range(count)] for row in rows]
     header = re.sub(r"\x1b\[\d*m", "", next(line for line in matrix.splitlines() if "GPU0" in line)).split("\t")
     nodes = header.index("NUMA Affinity") if "NUMA Affinity" in header else len(rows[0])
-    homes = dict.fromkeys(row[nodes].strip() for row in rows if nodes < len(row))
-    where = f", on NUMA nodes {', '.join(homes)}" if len(homes) > 1 else ""
-    kinds = ", ".join(dict.fromkeys(links))
-    if all(link.startswith("NV") for link in links):
+    homes = [row[nodes].strip() if nodes < len(row) else "" for row in rows]
+    names = dict.fromkeys(homes)
+    where = f", on NUMA nodes {', '.join(names)}" if len(names) > 1 else ""
+    kinds = ", ".join(dict.fromkeys(links[one][other] for one in range(count) for other in range(one + 1, count)))
+    runs = _nvlinked_runs(links)
+    if runs[0] == (0, count):
         text = f"{count} GPUs, all linked by NVLink ({kinds}){where}: tensor_parallel_size up to {count}"
         return [Finding("gpu links", "ok", text)]
-    text = f"{count} GPUs, linked by {kinds}{where}: sums of tensor parallelism would cross PCIe"
-    return [Finding("gpu links", "note", text, "serve models that fit one GPU by one server a GPU")]
+    text = f"{count} GPUs, linked by {kinds}{where}"
+    if not runs[0][1] > 1:
+        text += ": sums of tensor parallelism would cross PCIe"
+        return [Finding("gpu links", "note", text, "serve models that fit one GPU by one server a GPU")]
+    joined = "; ".join(f"device cuda:{first} with tensor_parallel_size={size}" for first, size in runs if size > 1)
+    text += ": sums of tensor parallelism are fast only between GPUs that NVLink joins"
+    return [Finding("gpu links", "note", text, f"use {joined}")]
+
+
+def _nvlinked_runs(links: list[list[str]]) -> list[tuple[int, int]]:
+    """(first, number) of neighbours that NVLink joins each to each, as ranks take neighbours; the longest first."""
+    runs, first = [], 0
+    for end in range(1, len(links) + 1):
+        is_joined = end < len(links) and all(links[one][end].startswith("NV") for one in range(first, end))
+        if not is_joined:
+            runs.append((first, end - first))
+            first = end
+    return sorted(runs, key=lambda run: -run[1])
 
 
 def cuda() -> list[Finding]:

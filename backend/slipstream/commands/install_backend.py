@@ -2,7 +2,8 @@
 
     slipstream install-backend --to /opt/tritonserver/backends
 
-The backend starts its engine in the environment that this command runs in. Run it again after an upgrade.
+Then name it in a model's config.pbtxt, `backend: "slipstream"`, and start tritonserver as always. The backend starts
+its engine in the Python environment that this command runs in. Run it again after an upgrade.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from slipstream.commands.server_tree import install_backend
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--to", type=Path, default=Path("/opt/tritonserver/backends"), metavar="DIR", help="(%(default)s)"
+        "--to",
+        type=Path,
+        default=Path("/opt/tritonserver/backends"),
+        metavar="DIR",
+        help="tritonserver's folder of backends (%(default)s)",
     )
 
 

@@ -91,11 +91,17 @@ class SchedulerConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     """tensor_parallel_size: processes, each with a device and a part of every layer. rank_timeout_s: how long the
-    others may keep a step waiting."""
+    others may keep a step waiting. num_nodes: machines that have the same number of them each; the engine's listens at
+    rank_address for those of the others, which know the secret of rank_secret_file."""
 
     tensor_parallel_size: int = 1
     expert_parallel: bool = False  # ranks have whole experts, instead of a part of each
     rank_timeout_s: float = 60.0
+    num_nodes: int = 1
+    rank_address: str = "0.0.0.0:29500"
+    rank_secret_file: str = ""
+    node_timeout_s: float = 15.0  # without a word of a rank of another node
+    node_start_timeout_s: float = 600.0  # until the ranks of all nodes have come
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.config import EngineConfig, SpeculationConfig
+from slipstream.core.config import EngineConfig, ParallelConfig, SpeculationConfig
 from slipstream.core.config_table import FOREIGN, PARAMETERS
 from slipstream.core.draft_methods import DRAFT_METHODS, DraftMethod
 from slipstream.core.errors import ConfigError
@@ -60,7 +60,9 @@ def parse_parameters(
     )
     serving = replace(config.serving, max_batch_size=max_batch_size)
     speculation = _with_drafters(config.speculation, model_dir)
-    config = replace(config, model=resolved, speculation=speculation, serving=serving)
+    secret = _resolve("rank_secret_file", config.parallel.rank_secret_file, model_dir)
+    parallel = replace(config.parallel, rank_secret_file=secret)
+    config = replace(config, model=resolved, parallel=parallel, speculation=speculation, serving=serving)
     check(config)
     return config
 
@@ -246,9 +248,20 @@ def check(config: EngineConfig) -> None:
             f"given together with num_blocks={cache.num_blocks}; accepted: one of them",
         )
     _check_drafters(config)
+    _check_nodes(config.parallel)
     if not scheduler.enable_chunked_prefill and model.max_model_len > scheduler.max_num_batched_tokens:
         limit = f"accepted with enable_chunked_prefill=false: at least max_model_len={model.max_model_len}"
         raise ConfigError("max_num_batched_tokens", scheduler.max_num_batched_tokens, limit)
+
+
+def _check_nodes(parallel: ParallelConfig) -> None:
+    size, num_nodes = parallel.tensor_parallel_size, parallel.num_nodes
+    if num_nodes == 1:
+        return
+    if size % num_nodes:
+        raise ConfigError("num_nodes", num_nodes, f"accepted: 1, or what divides tensor_parallel_size={size}")
+    if not parallel.rank_secret_file:
+        raise ConfigError("rank_secret_file", "", "missing; accepted with several nodes: a file that all of them have")
 
 
 def _check_drafters(config: EngineConfig) -> None:

@@ -70,6 +70,11 @@ def _is_graph_sizes(value: str) -> bool:
     return value in ("auto", "off") or all(size.strip().isdecimal() and int(size) >= 1 for size in sizes)
 
 
+def _is_address(value: str) -> bool:
+    host, _, port = value.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
+
+
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter("task", "task", "What the model does: text generation, or TensorRT-LLM's `preprocessing` / `postprocessing`.", accepted=TASKS),
     Parameter("model", "model.model", "The checkpoint: a folder (relative to the model's folder), a GGUF file or a Hugging Face id. Without it: the version folder, if that holds one.", ("gpt_model_path", "engine_dir")),
@@ -109,6 +114,11 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("tensor_parallel_size", "parallel.tensor_parallel_size", "Processes that share every layer of the model, each with a device of its own: GPUs from `device` on ([scaling](scaling.md)). On a CPU they share its cores.", **between(1, 8)),
     Parameter("expert_parallel", "parallel.expert_parallel", "With several processes and a model of experts: each has some experts whole, instead of a part of every expert."),
     Parameter("rank_timeout_s", "parallel.rank_timeout_s", "With several processes: a step that takes longer, because one of them is stuck, ends all requests with UNAVAILABLE and the processes start again.", limits="a number from 0.1 to 3600", is_good=lambda value: 0.1 <= value <= 3600.0),
+    Parameter("num_nodes", "parallel.num_nodes", "Machines that share the model, each with `tensor_parallel_size` / `num_nodes` ranks; on each other one runs `slipstream worker` ([two nodes](scaling.md#two-nodes)).", **between(1, 8)),
+    Parameter("rank_address", "parallel.rank_address", "With several nodes: address and port at which the engine waits for the ranks of the others.", limits="HOST:PORT", is_good=_is_address),
+    Parameter("rank_secret_file", "parallel.rank_secret_file", "With several nodes, required: a file that all of them have, of at least 16 bytes. Who does not know it cannot join or read a step.", limits="a file"),
+    Parameter("node_timeout_s", "parallel.node_timeout_s", "With several nodes: a rank of another one that is silent for so long is lost. It says something four times in this time.", limits="a number from 1 to 3600", is_good=lambda value: 1.0 <= value <= 3600.0),
+    Parameter("node_start_timeout_s", "parallel.node_start_timeout_s", "With several nodes: how long a start waits for the ranks of the others.", limits="a number from 1 to 86400", is_good=lambda value: 1.0 <= value <= 86400.0),
     Parameter("speculative_method", "speculation.methods", "Speculation methods to load, with commas. The first is the default of requests; `none` or empty: no speculation.", limits=f"names of {', '.join(_METHODS)} with commas, or {NO_SPECULATION}", is_good=_are_methods),
     Parameter("num_draft_tokens", "speculation.num_draft_tokens", "Drafts per step by default, and the most that a request may ask for; 0: the method's own number.", ("num_speculative_tokens", "speculate_max_draft_token_num"), **between(0, _MOST_DRAFTS)),
     Parameter("speculative_acceptance", "speculation.acceptance", "How drafts are judged ([rules](speculation.md#what-is-accepted)). `exact` and `rejection` lose nothing; `typical` and `top_p_window` change the distribution.", accepted=ACCEPTANCES),
@@ -181,7 +191,6 @@ FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
     "normalize_log_probs": (("", "true", "false"), "remove it: log-probabilities are sums, not means"),
     "gpu_device_ids": (("",), _ONE_PROCESS),
     "participant_ids": (("",), _ONE_PROCESS),
-    "num_nodes": (("", "1"), _ONE_PROCESS),
     "executor_worker_path": (("",), "remove it: the backend starts its own engine process"),
     "worker_path": (("",), "remove it: the backend starts its own engine process"),
     "cancellation_check_period_ms": (("",), "remove it: cancels are looked at every step"),

@@ -10,7 +10,9 @@ import signal
 import sys
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
+
+import torch.distributed as dist
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import SlipstreamError
@@ -20,7 +22,7 @@ from slipstream.engine.main import configure_logging
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.interface import Worker
 from slipstream.worker.memory_plan import Hardware, MemoryPlan, free_device_memory
-from slipstream.worker.process_group import join
+from slipstream.worker.process_group import LOOPBACK, file_store, join
 from slipstream.worker.worker import ModelWorker
 
 logger = logging.getLogger(__name__)
@@ -28,18 +30,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What a rank is started with. hardware: its own. store_path: see process_group.join."""
+    """What a rank is started with. hardware: its own. store_path: see process_group.file_store; ranks of other nodes
+    reach it through the engine. interface: the one of this node to the others."""
 
     config: EngineConfig
     spec: DecoderSpec
     hardware: Hardware
-    store_path: str
+    store_path: str = ""
+    interface: str = LOOPBACK
 
 
-def load(connection: Connection, setup: RankSetup) -> Worker:
+class EngineConnection(Protocol):
+    """To the engine: a Connection, or that of another node."""
+
+    def send(self, message: Any) -> None: ...
+
+    def recv(self) -> Any: ...
+
+
+def load(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> Worker:
     """Say hello, join, report free memory, receive the plan, load."""
     connection.send(("hello", None))
-    hardware = join(setup.store_path, setup.hardware, setup.config.model.deterministic)
+    hardware = join(store, setup.hardware, setup.config.model.deterministic, setup.interface)
     connection.send(("memory", free_device_memory(hardware)))
     plan = connection.recv()
     assert isinstance(plan, MemoryPlan)
@@ -48,7 +60,7 @@ def load(connection: Connection, setup: RankSetup) -> Worker:
     return worker
 
 
-def serve(connection: Connection, worker: Worker) -> None:
+def serve(connection: EngineConnection, worker: Worker) -> None:
     """Make the first rank's calls until it closes the connection. What they return is the first rank's to use."""
     while True:
         try:
@@ -58,12 +70,10 @@ def serve(connection: Connection, worker: Worker) -> None:
         getattr(worker, name)(*arguments)
 
 
-def run(connection: Connection) -> int:
+def run(connection: EngineConnection, setup: RankSetup, store: dist.Store) -> int:
     """The exit status. Raises EOFError or OSError if the engine gives up its load, whose reason it tells itself."""
-    setup = connection.recv()
-    assert isinstance(setup, RankSetup)
     try:
-        worker = load(connection, setup)
+        worker = load(connection, setup, store)
     except EOFError:
         raise
     except Exception as error:
@@ -88,7 +98,10 @@ def main() -> NoReturn:
         logging.getLogger().setLevel(logging.WARNING)  # the first rank says the same
     status = 1
     try:
-        status = run(Connection(int(sys.argv[1])))
+        connection: Connection = Connection(int(sys.argv[1]))
+        setup = connection.recv()
+        assert isinstance(setup, RankSetup)
+        status = run(connection, setup, file_store(setup.store_path, setup.hardware))
     except (EOFError, OSError):
         status = 0  # the engine is gone
     sys.stderr.flush()

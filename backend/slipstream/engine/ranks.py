@@ -1,8 +1,9 @@
 """The other ranks of a model that several processes share, as the first one, the engine, has them.
 
-Each is a child process (engine/rank_process.py) that makes every call of the worker which LeadingWorker makes. If one
-ends, stops, or keeps a step waiting for longer than rank_timeout_s, all of them are killed, and the engine fails with
-RankLostError: ranks hold parts of every request, so none can go on alone. Engine thread, except where noted.
+Each is a child process (engine/rank_process.py), or one of another node (engine/remote_ranks.py), that makes every call
+of the worker which LeadingWorker makes. If one ends, stops, or keeps a step waiting for longer than rank_timeout_s, all
+of them are killed, and the engine fails with RankLostError: ranks hold parts of every request, so none can go on alone.
+Engine thread, except where noted.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from slipstream.core.config import EngineConfig
 from slipstream.core.errors import ConfigError, EngineError, RankLostError
 from slipstream.engine.rank_process import RankSetup
+from slipstream.engine.remote_ranks import Joined, Listener, RemoteRank
 from slipstream.nn.spec import DecoderSpec
 from slipstream.worker.interface import (
     AheadInput,
@@ -38,7 +41,7 @@ from slipstream.worker.interface import (
     WorkerInfo,
 )
 from slipstream.worker.memory_plan import Hardware, MemoryPlan, free_device_memory
-from slipstream.worker.process_group import join, leave
+from slipstream.worker.process_group import file_store, interface_of, join, leave, limit_calls
 from slipstream.worker.sample.structured_output import GrammarMasks
 
 logger = logging.getLogger(__name__)
@@ -65,8 +68,12 @@ class Rank:
         )
         theirs.close()
         self.connection = Connection(ours.detach())
-        self.connection.send(setup)
+        self.send(pickle.dumps(setup, pickle.HIGHEST_PROTOCOL))
         self._was_stopped = False
+
+    def send(self, message: bytes) -> None:
+        """message: pickled."""
+        self.connection.send_bytes(message)
 
     def receive(self, kind: str, timeout_s: float | None = None) -> Any:
         """The value of the next message. Raises EngineError if it is none of this kind."""
@@ -124,8 +131,8 @@ class Ranks:
 
     def __init__(self, config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> None:
         self._hardware = hardware
-        self._timeout_s = config.parallel.rank_timeout_s
-        self._others: list[Rank] = []
+        self._timeout_s, self._node_timeout_s = config.parallel.rank_timeout_s, config.parallel.node_timeout_s
+        self._others: list[Rank | RemoteRank] = []
         self._lock = threading.Lock()
         self._is_closing = False
         self._closed = threading.Event()
@@ -144,22 +151,21 @@ class Ranks:
         """The worker that `make` makes here, while the other ranks make theirs. Raises EngineError if one cannot."""
         if not self._others:
             return make(self._hardware)
-        for rank in self._others:
-            rank.connection.send(plan)
         try:
+            self._send(plan)
             worker = make(self._hardware)
             for rank in self._others:
                 rank.receive("ready")
         except Exception as error:
             raise self._load_failure(error, "ready") from error
+        if self._hardware.parallel.num_nodes > 1 and self._hardware.device.type == "cpu":
+            limit_calls(self._timeout_s)
         return LeadingWorker(worker, self)
 
     def begin(self, *call: object, is_step: bool = True) -> None:
         """Have the other ranks make a call; this one makes it until `end`. is_step: rank_timeout_s holds for it."""
         self._busy_since = time.monotonic() if is_step else 0.0
-        message = pickle.dumps(call, pickle.HIGHEST_PROTOCOL)
-        for rank in self._others:
-            rank.connection.send_bytes(message)
+        self._send(call)
 
     def end(self) -> None:
         """Raises RankLostError if another rank was lost meanwhile: what the call computed is worth nothing."""
@@ -193,21 +199,27 @@ class Ranks:
 
     # ---- parts
 
+    def _send(self, message: object) -> None:
+        pickled = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        for rank in self._others:
+            rank.send(pickled)
+
     def _start(self, config: EngineConfig, spec: DecoderSpec) -> None:
-        own, device, size = self._hardware, self._hardware.device, self._hardware.parallel.size
+        own = self._hardware
         self._folder = tempfile.TemporaryDirectory(prefix="slipstream-ranks-")  # for this user only
-        store_path = f"{self._folder.name}/store"
-        setups = []
-        for number in range(1, size):
-            hardware = replace(own, device=_device_of(device, number), parallel=replace(own.parallel, rank=number))
-            setups.append(RankSetup(config, spec, hardware, store_path))
-        started: Future[list[Rank]] = Future()
-        threading.Thread(target=self._watch, args=(setups, started), name="ranks", daemon=True).start()
-        self._others = started.result()
+        path = f"{self._folder.name}/store"
+        setup = RankSetup(config, spec, own, path)
+        joined = self._other_nodes(config) if own.parallel.num_nodes > 1 else []
+        if joined:
+            setup = replace(setup, interface=interface_of(joined[0].control.local_address))
+        started: Future[None] = Future()
+        threading.Thread(target=self._watch, args=(setup, joined, started), name="ranks", daemon=True).start()
+        started.result()
         try:
             for rank in self._others:
                 rank.receive("hello", _START_TIMEOUT_S)
-            self._hardware = join(store_path, own, config.model.deterministic, self.check)
+            store = file_store(path, own, self.check)
+            self._hardware = join(store, own, config.model.deterministic, setup.interface)
             found = [rank.receive("memory", _START_TIMEOUT_S) for rank in self._others]
         except Exception as error:
             raise self._load_failure(error, "memory") from error
@@ -225,19 +237,27 @@ class Ranks:
                 return EngineError(f"rank {rank.number}: {found[1]}")
         return self.loss_behind_failure() or error
 
-    def _watch(self, setups: list[RankSetup], started: Future[list[Rank]]) -> None:
-        """The thread that starts the other ranks and looks after them: as they end with it, it lives as long as they
-        may."""
-        ranks: list[Rank] = []
+    def _other_nodes(self, config: EngineConfig) -> list[Joined]:
+        parallel = self._hardware.parallel
+        listener = Listener(config.parallel, range(parallel.num_local, parallel.size))
         try:
-            for setup in setups:
-                ranks.append(Rank(setup))
+            return listener.wait(self.check)
+        finally:
+            listener.close()
+
+    def _watch(self, setup: RankSetup, joined: list[Joined], started: Future[None]) -> None:
+        """The thread that starts the other ranks and looks after them: those of this node end with it, so it lives as
+        long as they may."""
+        try:
+            for number in range(1, self._hardware.parallel.num_local):
+                self._others.append(Rank(_setup_of(setup, number)))
+            for one in joined:
+                store = dist.FileStore(setup.store_path)
+                self._others.append(RemoteRank(one, store, self._node_timeout_s, _setup_of(setup, one.number)))
         except BaseException as error:
-            for rank in ranks:
-                rank.close()
             started.set_exception(error)
-            return
-        started.set_result(ranks)
+        else:
+            started.set_result(None)
         while not self._closed.wait(_WATCH_PERIOD_S):
             self._look()
 
@@ -306,5 +326,11 @@ class LeadingWorker:
         return result
 
 
-def _device_of(first: torch.device, rank: int) -> torch.device:
-    return first if first.type == "cpu" else torch.device("cuda", (first.index or 0) + rank)
+def _setup_of(first: RankSetup, number: int) -> RankSetup:
+    """Of another rank. On its node it has the device of its place there."""
+    own = first.hardware
+    hardware = replace(own, parallel=replace(own.parallel, rank=number))
+    if own.device.type == "cuda":
+        index = (own.device.index or 0) + number % own.parallel.num_local
+        hardware = replace(hardware, device=torch.device("cuda", index))
+    return replace(first, hardware=hardware)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slipstream.core.config import EXIT_RESERVE_S, EngineConfig, ServingConfig
 from slipstream.core.config_parse import parse_parameters
@@ -17,6 +17,9 @@ from slipstream.core.errors import ConfigError
 from slipstream.core.generation_config import with_generation_defaults
 from slipstream.protocol.contract import TASKS
 from slipstream.protocol.tensor_spec import TYPE_NAMES, TaskContract
+
+if TYPE_CHECKING:
+    from slipstream.worker.memory_plan import Hardware
 
 BACKEND = "slipstream"
 
@@ -141,10 +144,28 @@ def _plan(config: EngineConfig) -> str:
     hardware = resolve_hardware(config, spec)
     if config.model.load_format != "null":
         check_model(config.model, spec, hardware.device, hardware.dtype, hardware.kv_dtype, hardware.parallel)
-    plan = str(plan_memory(spec, config, hardware, free_device_memory(hardware)))
+    plan = str(plan_memory(spec, config, hardware, free_device_memory(hardware))) + _ranks(hardware, config)
     defaults = with_generation_defaults(config, checkpoint).serving.generation_defaults
     told = ", ".join(f"{name}={value}" for name, value in defaults)
     return f"{plan}\nsampling defaults of generation_config.json: {told}" if told else plan
+
+
+def _ranks(hardware: Hardware, config: EngineConfig) -> str:
+    """Where the ranks of a model that several share are, "" for one alone."""
+    parallel, settings, device = hardware.parallel, config.parallel, hardware.device
+    if parallel.size == 1:
+        return ""
+    first, each = device.index or 0, parallel.num_local
+    where = f"{device}" if device.type == "cpu" else f"cuda:{first} to cuda:{first + each - 1}"
+    lines = [f"  {parallel.size} ranks, of which each holds the plan above", f"  this machine: {each} on {where}"]
+    if settings.num_nodes > 1:
+        from slipstream.engine.rank_link import read_secret
+
+        read_secret(settings.rank_secret_file)
+        port = settings.rank_address.rpartition(":")[2]
+        options = f"--address THIS_MACHINE:{port} --secret-file FILE --nodes {settings.num_nodes} --ranks {each}"
+        lines.append(f"  {each} on each other machine, not looked at: slipstream worker {options} --node 1")
+    return "\n".join(["", "ranks", *lines])
 
 
 def _tokenizer(config: EngineConfig) -> str:

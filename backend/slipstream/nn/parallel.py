@@ -39,12 +39,19 @@ class Collectives(Protocol):
 
 @dataclass(frozen=True)
 class Parallel:
-    """splits_experts: a rank has some experts whole, instead of a part of every expert."""
+    """splits_experts: a rank has some experts whole, instead of a part of every expert. num_nodes: machines that have
+    the same number of ranks each, the first ranks on the first."""
 
     rank: int = 0
     size: int = 1
     collectives: Collectives | None = field(default=None, compare=False)
     splits_experts: bool = False
+    num_nodes: int = 1
+
+    @property
+    def num_local(self) -> int:
+        """Ranks of a machine."""
+        return self.size // self.num_nodes
 
     @property
     def _others(self) -> Collectives:

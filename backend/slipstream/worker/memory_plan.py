@@ -70,10 +70,11 @@ def _first_rank(config: EngineConfig, device: torch.device) -> Parallel:
         return SINGLE
     if config.model.load_format == "null":
         raise ConfigError("tensor_parallel_size", size, "load_format=null computes nothing; accepted: 1")
-    if device.type == "cuda" and (device.index or 0) + size > torch.cuda.device_count():
+    parallel = Parallel(0, size, splits_experts=config.parallel.expert_parallel, num_nodes=config.parallel.num_nodes)
+    if device.type == "cuda" and (device.index or 0) + parallel.num_local > torch.cuda.device_count():
         found = torch.cuda.device_count() - (device.index or 0)
         raise ConfigError("tensor_parallel_size", size, f"there are {found} usable GPUs from {device} on")
-    return Parallel(0, size, splits_experts=config.parallel.expert_parallel)
+    return parallel
 
 
 def _check_deterministic(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> None:
@@ -161,7 +162,7 @@ def free_device_memory(hardware: Hardware) -> int:
     """Bytes that this process may still take on the device. Ranks on a CPU take from the same memory."""
     if hardware.device.type == "cuda":
         return torch.cuda.mem_get_info(hardware.device)[0]
-    return host_memory().available_bytes // hardware.parallel.size
+    return host_memory().available_bytes // hardware.parallel.num_local
 
 
 def resolve_max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:

@@ -1,11 +1,14 @@
 """The process group of the ranks of one model: torch.distributed over gloo (tensors on the host) and NCCL (on GPUs).
 
-One per process. All ranks run on this host and meet through a file. Engine thread.
+One per process. Engine thread.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
+import socket
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,10 +21,13 @@ from torch import Tensor
 
 from slipstream.core.errors import EngineError
 from slipstream.worker.memory_plan import Hardware
+from slipstream.worker.near_cores import bind_near
 from slipstream.worker.symmetric_memory import SymmetricSum, symmetric_sum
 
 T = TypeVar("T")
 HOST = torch.device("cpu")
+LOOPBACK = "lo"
+_SIOCGIFADDR = 0x8915
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name until torch 2.12
 _MEETING_TIMEOUT = timedelta(seconds=120)  # until all ranks have said where they are
 _CONNECT_TIMEOUT = timedelta(seconds=30)  # then; torch cannot be interrupted if one ends meanwhile
@@ -69,7 +75,8 @@ class WatchedStore(dist.Store):
 
     check: called while others are waited for; may raise."""
 
-    def __init__(self, store: dist.Store, check: Callable[[], None]) -> None:
+    def __init__(self, store: Any, check: Callable[[], None]) -> None:
+        """store: has set, get, check and add."""
         super().__init__()
         self._store, self._check = store, check
 
@@ -78,13 +85,18 @@ class WatchedStore(dist.Store):
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._store.get(key)
+        found: bytes = self._store.get(key)
+        return found
 
     def check(self, keys: list[str]) -> bool:
-        return self._store.check(keys)
+        return bool(self._store.check(keys))
 
     def add(self, key: str, amount: int) -> int:
-        return self._store.add(key, amount)
+        return int(self._store.add(key, amount))
+
+    def clone(self) -> WatchedStore:
+        """NCCL's threads want one each; here they share it."""
+        return self
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """timeout: torch's, which is that of connecting. Raises what `check` raises, or EngineError if a rank does not
@@ -97,31 +109,65 @@ class WatchedStore(dist.Store):
             time.sleep(_CHECK_PERIOD_S)
 
 
-def join(store_path: str, own: Hardware, is_ordered: bool, check: Callable[[], None] | None = None) -> Hardware:
+def file_store(path: str, hardware: Hardware, check: Callable[[], None] | None = None) -> dist.Store:
+    """Where ranks of a host meet. path: a file that does not exist yet, the same for all. check: see WatchedStore."""
+    file = dist.FileStore(path, hardware.parallel.size)
+    return file if check is None or hardware.device.type == "cuda" else WatchedStore(file, check)  # untested with NCCL
+
+
+def join(store: dist.Store, own: Hardware, is_ordered: bool, interface: str = LOOPBACK) -> Hardware:
     """Wait for the other ranks; returns `own` with the calls between them. is_ordered: see GroupCollectives.
 
-    store_path: a file that does not exist yet, the same for all ranks. check: called while others are waited for; may
-    raise. Raises EngineError if this process is a rank already.
+    interface: of the network that they share. Raises EngineError if this process is a rank already.
     """
     device, rank, size = own.device, own.parallel.rank, own.parallel.size
     if dist.is_initialized():
         raise EngineError("this process has a model of several ranks already: close it first")
-    for library in ("GLOO", "NCCL"):  # all ranks run here; by default both would listen on the network
-        os.environ[f"{library}_SOCKET_IFNAME"] = "lo"
+    _bind_to(interface)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    bind_near(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    file = dist.FileStore(store_path, size)
-    store = file if check is None or device.type == "cuda" else WatchedStore(file, check)  # not known to NCCL
-    limit = _MEETING_TIMEOUT if store is file else _CONNECT_TIMEOUT
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    limit = _CONNECT_TIMEOUT if isinstance(store, WatchedStore) else _MEETING_TIMEOUT
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+    except BaseException:
+        dist.distributed_c10d._world.group_count = 0  # it names keys of the store: the next group's would be others
+        raise
     dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT)
     symmetric = None
     if device.type == "cuda":
         dist.all_reduce(torch.zeros(1, device=device))  # NCCL takes its memory now, before the plan counts what is free
-        symmetric = None if is_ordered else symmetric_sum(size, own.dtype, device, _all_agree)
+        if not is_ordered and own.parallel.num_nodes == 1:
+            symmetric = symmetric_sum(size, own.dtype, device, _all_agree)
     collectives = GroupCollectives(size, is_ordered, symmetric)
     return replace(own, parallel=replace(own.parallel, collectives=collectives))
+
+
+def limit_calls(seconds: float) -> None:
+    """Let a call between ranks on hosts fail after so long: that of a rank on another node, which cannot be killed."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
+
+def interface_of(address: str) -> str:
+    """The network interface with an IPv4 address of this machine. Raises EngineError if there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                found = fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[20:24]
+            except OSError:
+                continue  # it has no such address
+            if socket.inet_ntoa(found) == address or (name == LOOPBACK and address.startswith("127.")):
+                return name
+    raise EngineError(f"no network interface has the address {address}")
+
+
+def _bind_to(interface: str) -> None:
+    """By default gloo and NCCL listen on every network. A choice by NCCL's own variables stays, between nodes."""
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if interface == LOOPBACK or os.environ.get(name, LOOPBACK) == LOOPBACK:
+            os.environ[name] = interface
 
 
 def _all_agree(value: bool) -> bool:

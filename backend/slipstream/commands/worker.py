@@ -1,0 +1,113 @@
+"""slipstream worker: serve the ranks of this machine for a model that an engine on another machine serves.
+
+Needs to know where the engine listens (rank_address), the secret of both (rank_secret_file) and which ranks are here.
+Takes what is not given from the variables of torchrun (MASTER_ADDR, MASTER_PORT, RANK, WORLD_SIZE, LOCAL_RANK: one rank
+a process) or of a Kubernetes LeaderWorkerSet (LWS_LEADER_ADDRESS, LWS_GROUP_SIZE, LWS_WORKER_INDEX: --ranks a pod).
+Waits for the engine, joins it again when it starts again, and ends with SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+
+from slipstream.core.errors import ConfigError
+from slipstream.engine.rank_link import read_secret
+
+DEFAULT_PORT = 29500
+MAX_RANKS = 8
+_START = "import sys; sys.path[:] = {path!r}; from slipstream.engine.node_rank import main; main()"
+_PAUSE_S = 1.0
+_LOOK_S = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--address", help="HOST:PORT at which the engine listens, its rank_address")
+    parser.add_argument("--secret-file", required=True, help="a file with the secret of rank_secret_file")
+    parser.add_argument("--nodes", type=int, help="machines that share the model, num_nodes")
+    parser.add_argument("--node", type=int, help="which one this is, from 1 on; the engine's is 0")
+    parser.add_argument("--ranks", type=int, help="ranks of this machine (default: its GPUs)")
+    parser.add_argument("--model", default="", help="the checkpoint here, if it has another path than at the engine's")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    ranks = ranks_here(arguments, os.environ)
+    read_secret(arguments.secret_file)
+    processes: dict[int, subprocess.Popen[bytes]] = {}
+    begun_at: dict[int, float] = {}
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        while True:
+            for place, rank in enumerate(ranks):
+                known = processes.get(place)
+                if (known is None or known.poll() is not None) and time.monotonic() > begun_at.get(place, 0) + _PAUSE_S:
+                    processes[place], begun_at[place] = _start(rank), time.monotonic()
+            time.sleep(_LOOK_S)
+    finally:
+        for process in processes.values():
+            process.kill()
+
+
+def ranks_here(arguments: argparse.Namespace, variables: Mapping[str, str]) -> list[dict[str, object]]:
+    """The fields of node_rank.NodeRank of each rank of this machine. Raises ConfigError."""
+    is_one_of_many = arguments.node is None and "RANK" in variables
+    host, port = _address(arguments.address, variables)
+    if is_one_of_many:
+        first, size = _number("RANK", variables), _number("WORLD_SIZE", variables)
+        places = [_number("LOCAL_RANK", variables) if "LOCAL_RANK" in variables else 0]
+    else:
+        nodes = arguments.nodes or _number("LWS_GROUP_SIZE", variables, "--nodes")
+        node = arguments.node if arguments.node is not None else _number("LWS_WORKER_INDEX", variables, "--node")
+        count = arguments.ranks or _num_gpus()
+        if not 1 <= count <= MAX_RANKS:
+            raise ConfigError("--ranks", count, f"accepted: 1 to {MAX_RANKS}")
+        first, size, places = node * count, nodes * count, list(range(count))
+    if not 0 < first < size <= MAX_RANKS:
+        accepted = f"accepted: up to {MAX_RANKS} ranks, of which the engine's machine has the first"
+        raise ConfigError("rank", f"{first} of {size}", accepted)
+    common = {"parent": os.getpid(), "host": host, "port": port, "world_size": size, "model": arguments.model}
+    common["secret_file"] = arguments.secret_file
+    return [{**common, "rank": first + (0 if is_one_of_many else place), "local_rank": place} for place in places]
+
+
+def _address(given: str | None, variables: Mapping[str, str]) -> tuple[str, int]:
+    host, _, port = (given or "").rpartition(":")
+    if given is None:
+        host = variables.get("MASTER_ADDR") or variables.get("LWS_LEADER_ADDRESS") or ""
+        port = variables.get("MASTER_PORT") or str(DEFAULT_PORT)
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        accepted = "accepted: HOST:PORT; or the variables MASTER_ADDR and MASTER_PORT, or LWS_LEADER_ADDRESS"
+        raise ConfigError("--address", given or "", accepted)
+    return host.strip("[]"), int(port)
+
+
+def _number(name: str, variables: Mapping[str, str], option: str = "") -> int:
+    value = variables.get(name, "")
+    if not value.isdecimal():
+        accepted = f"accepted: a number{f', or {option}' if option else ''}"
+        raise ConfigError(name, value, accepted)
+    return int(value)
+
+
+def _num_gpus() -> int:
+    """Of this machine or container; one rank without any."""
+    return len([entry for entry in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", entry.name)]) or 1
+
+
+def _start(rank: dict[str, object]) -> subprocess.Popen[bytes]:
+    path = [place for place in sys.path if place]  # without the current directory, for safety
+    command = [sys.executable, "-c", _START.format(path=path), json.dumps(rank)]
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    sys.exit(0)
