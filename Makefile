@@ -4,6 +4,7 @@
 # make test      all tests, as CI runs them; ARGS='tests/unit -k name' chooses
 # make test-gpu  the tests that need a GPU, and the speeds compared with the recorded ones
 # make wheel     dist/slipstream-*.whl: Python, the C++ backend, the chat page
+# make docs      the pages of docs/ as a site in install/site
 # make lint      style and types
 # make clean     remove .venv, install/ and caches
 # Each command first makes what it needs: Python packages in .venv/, the server and the backend in install/.
@@ -28,7 +29,7 @@ ENCODERS ?=
 ENCODERS_SETUP := $(VENV)/.encoders-done
 ARGS ?=
 
-.PHONY: demo serve test test-gpu wheel lint clean help setup assemble encoders
+.PHONY: demo serve test test-gpu wheel docs lint clean help setup assemble encoders
 
 demo: assemble
 	@$(PY) build/demo.py $(ARGS)
@@ -60,6 +61,10 @@ test-gpu: setup
 
 wheel: setup
 	@$(PY) build/make_wheel.py $(ARGS)
+
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict -q $(ARGS)  # the warning is of a major version not used here
+	echo install/site/index.html
 
 lint: setup
 	$(PY) -m ruff check .
