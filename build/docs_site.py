@@ -1,4 +1,4 @@
-"""A hook of mkdocs (mkdocs.yml): links of docs/ to files outside of it, which a site does not have, become their names."""
+"""A hook of mkdocs (mkdocs.yml): links of docs/ to files outside of it, which a site does not have, become names."""
 
 from __future__ import annotations
 

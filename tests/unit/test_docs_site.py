@@ -40,5 +40,5 @@ def test_the_python_api_has_its_docstrings(site: Path) -> None:
 def test_no_link_leads_out_of_the_site(site: Path) -> None:
     for page in site.rglob("index.html"):
         depth = len(page.relative_to(site).parents) - 1
-        out = re.findall(r'href="((?:\.\./){%d,}[^"]*)"' % (depth + 1), page.read_text())
+        out = re.findall(rf'href="((?:\.\./){{{depth + 1},}}[^"]*)"', page.read_text())
         assert out == [], page
