@@ -14,6 +14,7 @@ from slipstream.core.step import ScheduledStep
 from slipstream.engine.engine import Engine
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_shapes import MAX_TOKENS, PromptShape, prompt_shapes
+from slipstream.worker.input_batch import PendingRows
 from step_arrays import step_of
 from tiny_model import make_tiny_llama
 
@@ -41,7 +42,8 @@ def test_a_step_takes_the_smallest_graph_that_holds_it() -> None:
     assert graphs.shape_for(step_of([1, 60], tree=True)) is None
     drafts = replace(step_of([3, 60]), logits_indices=np.array([0, 1, 2, 62]))
     assert graphs.shape_for(drafts) is None
-    assert graphs.shape_for(replace(step_of([1, 60]), pending=[(5, 0)])) is None
+    behind_prompts = PendingRows(np.array([5]), np.array([0]), in_order=False)
+    assert graphs.shape_for(replace(step_of([1, 60]), pending=behind_prompts)) is None
 
 
 def test_prompts_lie_behind_the_room_for_decodes() -> None:

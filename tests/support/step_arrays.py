@@ -22,6 +22,5 @@ def step_of(lengths: list[int], num_decodes: int | None = None, tree: bool = Fal
         num_decode_requests=len(lengths) if num_decodes is None else num_decodes,
         num_decode_tokens=total,
         max_decode_query_len=max(lengths),
-        pending=[],
         tree_mask=np.arange(total) if tree else None,
     )

@@ -43,6 +43,9 @@ class StopConditions:
         Returns whether the request ended; finish_reason and stop_reason are then set.
         """
         token_ids, stop_ids, max_len, has_words = request.token_ids, self.token_ids, self.max_len, self.has_words
+        if len(new_token_ids) == 1 and not has_words:  # nearly always
+            token_ids += new_token_ids
+            return (len(token_ids) >= max_len or new_token_ids[0] in stop_ids) and self._check(request)
         for index, token_id in enumerate(new_token_ids):
             token_ids.append(token_id)
             if has_words:

@@ -18,12 +18,11 @@ def note_times(stats: Stats, outputs: Sequence[StepOutput], now_ns: int) -> None
         times = output.request.times
         num_new = len(output.new_token_ids)
         num_generated += num_new
-        if times.last_token_ns:
-            latency = (now_ns - times.last_token_ns) * 1e-9 / num_new
-            if num_new == 1:
-                latencies.append(latency)
-            else:
-                latencies.extend([latency] * num_new)
+        last_ns = times.last_token_ns
+        if last_ns and num_new == 1:
+            latencies.append((now_ns - last_ns) * 1e-9)
+        elif last_ns:
+            latencies.extend([(now_ns - last_ns) * 1e-9 / num_new] * num_new)
         else:
             times.first_token_ns = now_ns
             if times.arrival_ns:

@@ -77,7 +77,7 @@ class Request:
     draft_parents: list[int] = field(default_factory=list)  # core/drafts.py; none: a chain
     num_computed_tokens: int = 0
     num_output_placeholders: int = 0  # sampled, or about to be, by steps that are not committed yet
-    runs_ahead: bool = True  # may be scheduled with pending tokens; set by Scheduler.add
+    ahead_limit: int = 0  # with fewer tokens it may be scheduled while some are pending; set by Scheduler.add
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     num_drafted_tokens: int = 0

@@ -112,7 +112,7 @@ class Scheduler:
             self._num_added += 1
             request.sort_key = sort_key(request.priority, self._num_added, now, self.config.priority_aging_s)
             request.status = RequestStatus.WAITING
-            request.runs_ahead = not request.params.needs_last_token
+            request.ahead_limit = 0 if request.params.needs_last_token else request.stop_conditions.max_len
             if self.config.default_max_queue_ms > 0:
                 request.queue_deadline = now + self.config.default_max_queue_ms / 1e3
             self.expiries.add(request)
@@ -178,13 +178,19 @@ class Scheduler:
     def _schedule_decodes(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
         """Schedule one token plus drafts for each decoding request; append the others to `prefills`."""
         add_request, add_computed = step.requests.append, step.num_computed_tokens.append
-        add_scheduled, add_drafts = step.num_scheduled_tokens.append, step.num_drafts.append
+        num_drafts_of = self.planner.num_drafts
+        with_drafts: list[tuple[int, int]] = []  # (place in the step, number of drafts)
         draft_budget = (budget - len(self._running)) // 2
         for request in self._running:  # a preemption pops from the end of this list and so shortens the loop
             num_computed, num_pending = request.num_computed_tokens, request.num_output_placeholders
-            if request.is_held or (num_pending and not self._may_run_ahead(request)):
+            num_tokens = len(request.token_ids) + num_pending
+            if request.is_held:
                 continue
-            if len(request.token_ids) + num_pending - num_computed != 1:
+            if num_pending:  # go on without them, unless they have to be known first
+                is_drafting = request.speculation is not None and (request.draft_token_ids or num_drafts_of(request))
+                if is_drafting or num_tokens >= request.ahead_limit:
+                    continue
+            if num_tokens - num_computed != 1:
                 prefills.append(request)
                 continue
             if budget <= 0:
@@ -196,15 +202,19 @@ class Scheduler:
                 num_new = self._grow(request, num_new, step)
                 if num_new == 0:
                     break
+            if num_new > 1:
+                with_drafts.append((len(step.requests), num_new - 1))
             add_request(request)
             add_computed(num_computed)
-            add_scheduled(num_new)
-            add_drafts(num_new - 1)
             request.num_computed_tokens = num_computed + num_new
             request.num_output_placeholders = num_pending + 1
             budget -= num_new
             draft_budget -= num_new - 1
-        step.samples = [True] * len(step.requests)
+        num_decodes = len(step.requests)
+        step.num_scheduled_tokens, step.num_drafts = [1] * num_decodes, [0] * num_decodes
+        for place, num_drafts in with_drafts:
+            step.num_scheduled_tokens[place], step.num_drafts[place] = 1 + num_drafts, num_drafts
+        step.samples = [True] * num_decodes
         return budget
 
     def _schedule_prefills(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
@@ -274,18 +284,19 @@ class Scheduler:
         now_ns = time.time_ns()
         block_size = self.cache.block_size
         outputs: list[StepOutput] = []
+        finished = RequestStatus.FINISHED
         for request, samples, new_token_ids in zip(step.requests, step.samples, sampled_token_ids, strict=True):
-            if request.is_finished:
+            if request.status is finished:
                 continue
-            assert bool(new_token_ids) == samples, "tokens for the rows that sample, and for no other"
             is_over = False
-            if new_token_ids:
+            if samples:
+                assert new_token_ids, "tokens for the rows that sample"
                 request.num_output_placeholders -= 1
-                num_drafts = len(request.draft_token_ids)
-                if num_drafts:
+                has_drafts = bool(request.draft_token_ids)
+                if has_drafts:
                     update_after_verify(request, len(new_token_ids), self.stats)
                 is_over = request.stop_conditions.extend(request, new_token_ids)
-                if num_drafts:  # drafts that were rejected or cut off by a stop do not count as computed
+                if has_drafts:  # drafts that were rejected or cut off by a stop do not count as computed
                     request.num_computed_tokens = len(request.token_ids) - 1
                 outputs.append(StepOutput(request, new_token_ids, request.finish_reason))
             # blocks that the in-flight step is filling may be shared too: their readers run in later steps
@@ -298,30 +309,17 @@ class Scheduler:
 
     def record_gauges(self) -> None:
         """Update the gauges of `stats`. O(blocks in use) because it searches for leaks: do not call it every step."""
-        stats, cache = self.stats, self.cache
+        stats = self.stats
         stats.set(Metric.REQUESTS_RUNNING, len(self._running))
         stats.set(Metric.REQUESTS_WAITING, len(self._waiting))
         num_prefilling = sum(request.num_computed_tokens < request.num_prompt_tokens for request in self._running)
         stats.set(Metric.REQUESTS_PREFILLING, num_prefilling)
-        stats.set(Metric.KV_BLOCKS_TOTAL, cache.num_blocks)
-        stats.set(Metric.KV_BLOCKS_FREE, cache.num_free_blocks)
-        stats.set(Metric.KV_BLOCKS_USED, cache.num_used_blocks)
-        stats.set(Metric.KV_UTILIZATION, cache.num_used_blocks / max(1, cache.num_blocks))
-        stats.set(Metric.KV_BLOCKS_LEAKED, cache.leaked_blocks(self.live_requests))
-        if cache.host is not None:
-            cache.host.record(stats)
+        self.cache.record(stats, self.live_requests)
 
     def most_slots(self, request: Request) -> int:
         return request.stop_conditions.max_len if self._never_evicts else self.max_model_len  # of one that drafts
 
     # ---- parts
-
-    def _may_run_ahead(self, request: Request) -> bool:
-        """Whether to compute past tokens that the host does not know yet; False if they will end the request."""
-        num_tokens = len(request.token_ids) + request.num_output_placeholders
-        if not request.runs_ahead or request.draft_token_ids or num_tokens >= request.stop_conditions.max_len:
-            return False
-        return self.planner.num_drafts(request) == 0
 
     def _may_chunk(self, num_missing: int) -> bool:
         """Without chunked prefill only a preempted request that outgrew the budget of a step is split."""

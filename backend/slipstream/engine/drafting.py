@@ -100,6 +100,8 @@ class Drafting:
     def method_ahead(self, step: ScheduledStep, draft_methods: Sequence[str]) -> str:
         """The head whose drafts the next step verifies, if this is certain before the step is read: its requests will
         have the same numbers of drafts of that head again, and nothing can truncate them. "" if not certain."""
+        if not draft_methods:
+            return ""
         rows = step.rows
         speculation = rows[0].request.speculation
         if speculation is None or speculation.method not in draft_methods or not rows[0].num_drafts:
@@ -112,6 +114,8 @@ class Drafting:
 
     def method_after(self, step: ScheduledStep) -> str:
         """The method of the first request that may draft after a step; "" if none may."""
+        if not self._drafters:
+            return ""
         planner = self._scheduler.planner
         for request, num_drafts, samples in zip(step.requests, step.num_drafts, step.samples):
             speculation = request.speculation

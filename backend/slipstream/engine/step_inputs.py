@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import ge
 
 from slipstream.core.request import Request
 from slipstream.core.step import ScheduledStep
@@ -23,6 +24,8 @@ class StepInputs:
         self._readers: dict[int, Request] = {}  # requests whose text the worker reads, by id
         self._num_sent_tokens: dict[int, int] = {}  # of these
         self._num_sent_hashes: dict[int, int] = {}
+        self._last_requests: list[Request] = []
+        self._last_ids: list[int] = []
 
     def build(
         self,
@@ -39,7 +42,7 @@ class StepInputs:
         token_ids, pending = _token_ids(step)
         return StepInput(
             step_id=step_id,
-            sequence_ids=[request.sequence_id for request in requests],
+            sequence_ids=self._sequence_ids(requests),
             num_computed_tokens=step.num_computed_tokens,
             num_scheduled_tokens=step.num_scheduled_tokens,
             num_drafts=step.num_drafts,
@@ -67,12 +70,20 @@ class StepInputs:
         return Updates(self._new_blocks(requests, []), self._new_tokens(), hashes, self._new_window_blocks(requests))
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
+        self._last_requests = []
         for sequence_id in sequence_ids:
             self._readers.pop(sequence_id, None)
             self._num_sent_tokens.pop(sequence_id, None)
             self._num_sent_hashes.pop(sequence_id, None)
 
     # ---- parts
+
+    def _sequence_ids(self, requests: list[Request]) -> list[int]:
+        """While a step has the requests of the one before, the same list: the worker then knows at a glance."""
+        if requests != self._last_requests:  # by identity
+            self._last_requests = requests[:]
+            self._last_ids = [request.sequence_id for request in requests]
+        return self._last_ids
 
     def _new_blocks(self, requests: Sequence[Request], new_requests: list[NewRequest]) -> dict[int, list[int]]:
         """New blocks of known requests, by sequence id; the others are added to new_requests."""
@@ -142,14 +153,12 @@ def _token_ids(step: ScheduledStep) -> tuple[list[int], list[int]]:
     """Token ids of all rows, and the indices of requests whose token is not known yet (its id is 0)."""
     starts, counts = step.num_computed_tokens, step.num_scheduled_tokens
     if step.total_num_scheduled_tokens == len(counts):  # one token per request
-        token_ids = [
-            known[start] if start < len(known := request.token_ids) else -1
-            for request, start in zip(step.requests, starts)
-        ]
-        if min(token_ids) >= 0:
-            return token_ids, []
-        pending = [index for index, token_id in enumerate(token_ids) if token_id < 0]
-        return [max(0, token_id) for token_id in token_ids], pending
+        ends = [len(request.token_ids) for request in step.requests]
+        if all(map(ge, starts, ends)):
+            return [0] * len(starts), list(range(len(starts)))
+        pending = [index for index, (start, end) in enumerate(zip(starts, ends)) if start >= end]
+        rows = zip(step.requests, starts, ends)
+        return [request.token_ids[start] if start < end else 0 for request, start, end in rows], pending
     token_ids, pending = [], []
     for index, (request, start, count) in enumerate(zip(step.requests, starts, counts)):
         known, end = request.token_ids, start + count

@@ -141,6 +141,7 @@ class StepGraphs(Generic[Shape]):
         self._static = StaticTensors(self._shapes, max_blocks, device, num_groups)
         self._graphs: dict[Shape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = torch.cuda.graph_pool_handle() if shapes and device.type == "cuda" else None
+        self._last_batch: tuple[Shape, int, ForwardBatch] | None = None
 
     @property
     def shapes(self) -> Sequence[Shape]:
@@ -227,7 +228,10 @@ class StepGraphs(Generic[Shape]):
         """Copy a step into the static tensors. The batch has the graph's shape, except logits_indices, which has the
         step's. Valid until the next `load`."""
         self._static.load(shape, shape.spread(step))
-        return self._batch(shape, len(step.logits_indices))
+        num_logits = len(step.logits_indices)
+        if self._last_batch is None or self._last_batch[:2] != (shape, num_logits):
+            self._last_batch = shape, num_logits, self._batch(shape, num_logits)
+        return self._last_batch[2]
 
     def replay(self, shape: Shape) -> torch.Tensor:
         """The output of `forward`; valid until the next replay of any shape."""

@@ -228,7 +228,7 @@ class PromptShape:
             and 0 < num_requests - num_singles <= self.num_prompts
             and len(step.token_ids) - num_singles <= self.max_query_len
             and len(step.logits_indices) <= num_requests
-            and all(index < num_singles for index, _ in step.pending[-1:])
+            and all(place < num_singles for place in step.pending.places[-1:])
         )
 
     def spread(self, step: StepArrays) -> StepArrays:

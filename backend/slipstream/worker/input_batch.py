@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import torch
 from slipstream.core.drafts import row_depths, row_masks
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch, GroupTensors
-from slipstream.worker.host_copy import pack, to_device
+from slipstream.worker.host_copy import pack
 from slipstream.worker.interface import StepInput
 
 # On CUDA block tables are multiples of this wide: kernels are compiled once, for strides that 16 divides.
@@ -35,6 +36,8 @@ class BlockTables:
         self._num_window_blocks = np.zeros(num_rows, dtype=np.int64)
         self._rows: dict[int, int] = {}  # by request id
         self._free = list(range(num_rows))
+        self._last_ids: Sequence[int] = ()
+        self._last_rows = np.zeros(0, dtype=np.int64)
 
     @classmethod
     def sized(cls, num_rows: int, max_model_len: int, block_size: int, groups: KVGroups = ONE_GROUP) -> BlockTables:
@@ -46,6 +49,7 @@ class BlockTables:
         row = self._rows.get(sequence_id)
         if row is None:
             row = self._rows[sequence_id] = self._new_row()
+            self._last_ids = ()
         self._table[:, row] = -1
         self._num_blocks[row] = self._num_window_blocks[row] = 0
         self.extend(sequence_id, block_ids)
@@ -65,6 +69,7 @@ class BlockTables:
             self._num_window_blocks[row] += _append(table, start, window_block_ids)
 
     def drop(self, sequence_ids: Iterable[int]) -> None:
+        self._last_ids = ()
         self._free += [self._rows.pop(sequence_id) for sequence_id in sequence_ids if sequence_id in self._rows]
 
     def gather(self, sequence_ids: Sequence[int], width_step: int = 1) -> np.ndarray:
@@ -81,8 +86,11 @@ class BlockTables:
         return np.stack([table[indices, :width] for table in self._table[1:]])
 
     def _rows_of(self, sequence_ids: Sequence[int], width_step: int) -> tuple[np.ndarray, int]:
-        rows = self._rows
-        indices = np.array([rows[sequence_id] for sequence_id in sequence_ids], dtype=np.int64)
+        if not self._last_ids or sequence_ids != self._last_ids:
+            rows = self._rows
+            self._last_rows = np.array([rows[sequence_id] for sequence_id in sequence_ids], dtype=np.int64)
+            self._last_ids = sequence_ids
+        indices = self._last_rows
         longest = max(1, int(self._num_blocks[indices].max()))
         return indices, -(-longest // width_step) * width_step
 
@@ -109,15 +117,34 @@ def _append(table: np.ndarray, start: int, block_ids: Sequence[int]) -> int:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """What a step has drawn, on the device. rows: sequence_id -> its place in token_ids [S] int64."""
+    """What a step has drawn, on the device. sequence_ids: of token_ids [S] int64."""
 
-    rows: dict[int, int]
+    sequence_ids: Sequence[int]
     token_ids: torch.Tensor
+
+    @cached_property
+    def rows(self) -> dict[int, int]:
+        """sequence_id -> its place in token_ids."""
+        return {sequence_id: row for row, sequence_id in enumerate(self.sequence_ids)}
+
+
+class PendingRows(NamedTuple):
+    """Tokens that only the device has. places: of them in a step's token_ids, ascending. sources: in SampledTokens.
+
+    in_order: both are 0, 1, 2, …, because the same requests decode on.
+    """
+
+    places: np.ndarray
+    sources: np.ndarray
+    in_order: bool
+
+
+NONE_PENDING = PendingRows(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), True)
 
 
 @dataclass(frozen=True)
 class StepArrays:
-    """ForwardBatch's fields on the host. pending: (token, place in SampledTokens) of those that only the device has.
+    """ForwardBatch's fields on the host.
 
     other_tables, other_slots: of further KV groups, [num_groups - 1, R, max_blocks] and [num_groups - 1, T].
     """
@@ -134,7 +161,7 @@ class StepArrays:
     num_decode_requests: int
     num_decode_tokens: int
     max_decode_query_len: int
-    pending: list[tuple[int, int]]
+    pending: PendingRows = NONE_PENDING
     tree_mask: np.ndarray | None = None
     other_tables: np.ndarray | None = None
     other_slots: np.ndarray | None = None
@@ -283,26 +310,28 @@ def num_short_queries(lengths: np.ndarray) -> int:
     return int(is_long.argmax()) if is_long.any() else len(lengths)
 
 
-def fill_pending(token_ids: torch.Tensor, pending: list[tuple[int, int]], sampled: SampledTokens | None) -> None:
+def fill_pending(token_ids: torch.Tensor, pending: PendingRows, sampled: SampledTokens | None) -> None:
     """Put tokens that were never on the host into their places of token_ids [T]."""
-    if not pending:
+    count = len(pending.places)
+    if not count:
         return
     assert sampled is not None
-    count = len(pending)
-    if all(pair == (index, index) for index, pair in enumerate(pending)):  # the same requests decode on: one copy
+    if pending.in_order:
         token_ids[:count].copy_(sampled.token_ids[:count])
         return
-    flat = [number for column in zip(*pending) for number in column]
-    places, sources = to_device(flat, torch.int64, token_ids.device).view(2, count)
+    places, sources = pack([pending.places, pending.sources], token_ids.device)
     token_ids.index_copy_(0, places, sampled.token_ids.index_select(0, sources))
 
 
-def _pending_tokens(
-    step: StepInput, query_start_loc: np.ndarray, sampled: SampledTokens | None
-) -> list[tuple[int, int]]:
+def _pending_tokens(step: StepInput, query_start_loc: np.ndarray, sampled: SampledTokens | None) -> PendingRows:
     """Where tokens go that were sampled by the step before, and where they lie there."""
-    if not step.pending:
-        return []
+    count = len(step.pending)
+    if not count:
+        return NONE_PENDING
     assert sampled is not None, "a token that is not known, and no step that samples it"
-    rows, starts = sampled.rows, query_start_loc.tolist()
-    return [(starts[place], rows[step.sequence_ids[place]]) for place in step.pending]
+    order = np.arange(count)
+    if count == len(step.token_ids) and step.sequence_ids == sampled.sequence_ids:
+        return PendingRows(order, order, True)
+    rows, places = sampled.rows, query_start_loc[step.pending]
+    sources = np.array([rows[step.sequence_ids[place]] for place in step.pending])
+    return PendingRows(places, sources, np.array_equal(places, order) and np.array_equal(sources, order))

@@ -183,7 +183,10 @@ class ModelRunner:
             previous, self._sampled = self._sampled, None  # a verification keeps its tokens in AcceptedRows
             drafted = drafted_requests(running, draft_probs)
             return self._verifier.verify(running, drafted, self._prompt_logprobs, previous, masks)
-        sampling = [state for state, samples in zip(states, step.samples) if samples]
+        sampling, ids = states, step.sequence_ids
+        if not all(step.samples):
+            sampling = [state for state, samples in zip(states, step.samples) if samples]
+            ids = [state.sequence_id for state in sampling]
         if not sampling:
             self._sampled = None
             return LaunchedSample()
@@ -195,8 +198,7 @@ class ModelRunner:
             hidden, positions = hidden if tensors.is_last_only else hidden[rows], positions[rows]
         logits = self._model.lm_head(self._model.final(hidden))
         tokens = self._sampler.sample(sampling, logits, positions, self._sampled, masks=masks)
-        rows_of_ids = {state.sequence_id: row for row, state in enumerate(sampling)}
-        self._sampled = SampledTokens(rows_of_ids, tokens.token_ids)
+        self._sampled = SampledTokens(ids, tokens.token_ids)
         taken = self._prompt_logprobs.take(step, states) if running.asks_prompt_logprobs else NO_PROMPTS
         return LaunchedSample(tokens, taken)
 

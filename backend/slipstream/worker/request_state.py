@@ -79,9 +79,12 @@ class RequestStates:
         self._states: dict[int, RequestState] = {}
         self._counting: set[int] = set()  # requests with counts_tokens
         self._with_prompt_logprobs: set[int] = set()
+        self._last_ids: Sequence[int] = ()
+        self._last: list[RequestState] = []
 
     def add(self, new: NewRequest) -> RequestState:
         state = self._states[new.sequence_id] = RequestState(new, self._num_full_groups)
+        self._last_ids = ()
         if state.counts_tokens:
             self._counting.add(new.sequence_id)
         if new.params.prompt_logprobs is not None:
@@ -100,9 +103,12 @@ class RequestStates:
             if (state := self._states.get(sequence_id)) is not None:
                 state.block_hashes += block_hashes
 
-    def of(self, sequence_ids: Iterable[int]) -> list[RequestState]:
-        states = self._states
-        return [states[sequence_id] for sequence_id in sequence_ids]
+    def of(self, sequence_ids: Sequence[int]) -> list[RequestState]:
+        """The same list again for the same ids."""
+        if not self._last_ids or sequence_ids != self._last_ids:
+            states = self._states
+            self._last_ids, self._last = sequence_ids, [states[sequence_id] for sequence_id in sequence_ids]
+        return self._last
 
     def get(self, sequence_id: int) -> RequestState | None:
         return self._states.get(sequence_id)
@@ -122,6 +128,7 @@ class RequestStates:
         return bool(self._with_prompt_logprobs)
 
     def forget(self, sequence_ids: Iterable[int]) -> None:
+        self._last_ids, self._last = (), []
         for sequence_id in sequence_ids:
             self._states.pop(sequence_id, None)
             self._counting.discard(sequence_id)

@@ -94,7 +94,7 @@ class _Penalties(NamedTuple):
 class _Composition:
     """Everything that stays the same while the same requests sample in the same order."""
 
-    sequence_ids: list[int]
+    requests: list[RequestState]
     is_greedy: bool
     is_plain: bool  # argmax of the unchanged logits
     is_edited: bool
@@ -161,14 +161,13 @@ class Sampler:
         return PendingTokens(ops.greedy(logits))
 
     def _compose(self, requests: list[RequestState]) -> _Composition:
-        sequence_ids = [request.sequence_id for request in requests]
-        if self._composition is None or self._composition.sequence_ids != sequence_ids:
+        if self._composition is None or self._composition.requests != requests:  # by identity
             penalised = _where(requests, lambda request: request.params.has_penalties)
             with_logprobs = _where(requests, lambda request: request.params.logprobs is not None)
             is_edited = self._edits.compose(requests)
             is_greedy = all(request.params.is_greedy for request in requests)
             self._composition = _Composition(
-                sequence_ids=sequence_ids,
+                requests=requests,
                 is_greedy=is_greedy,
                 is_plain=all(request.is_plain for request in requests),
                 is_edited=is_edited,

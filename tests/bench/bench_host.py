@@ -1,0 +1,136 @@
+"""The host's time of a decode step, without a device: CPU time of the engine's thread from schedule to the read tokens.
+
+    .venv/bin/python tests/bench/bench_host.py --batches 1,8,64,200
+    .venv/bin/python tests/bench/bench_host.py --batches 200 --profile
+
+The real scheduler, worker, batch and sampler run with overlapped scheduling, as on a GPU, and a step's arrays are
+written as a CUDA graph's inputs are; the model itself returns constants. Not in it: launches of kernels, copies to and
+from the device, the output thread. Greedy requests of 1,000 tokens of prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import json
+import logging
+import pstats
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests/bench"))
+
+from measures import numbers  # noqa: E402
+from slipstream.core.config_parse import config_from_values  # noqa: E402
+from slipstream.core.request import Request  # noqa: E402
+from slipstream.core.sampling_params import SamplingParams  # noqa: E402
+from slipstream.engine.engine import Engine  # noqa: E402
+from slipstream.nn.batch import ForwardBatch  # noqa: E402
+from slipstream.worker.cuda_graphs import StepGraphs  # noqa: E402
+from slipstream.worker.graph_shapes import GraphShape, graph_shapes  # noqa: E402
+
+PROMPT, WIDTH, VOCABULARY = 1000, 64, 512
+SHAPE = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": WIDTH,
+    "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64,
+    "vocab_size": VOCABULARY, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "torch_dtype": "float32", "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+class _NoGraphs(StepGraphs[GraphShape]):
+    """Inputs are written as for CUDA graphs; a replay gives zeros."""
+
+    hidden = torch.zeros(1024, WIDTH)
+
+    def replay(self, shape: GraphShape) -> torch.Tensor:
+        return self.hidden[: shape.num_tokens]
+
+
+class HostBench:
+    """An engine whose model takes no time."""
+
+    def __init__(self, max_num_seqs: int, **settings: object) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
+            values = {
+                "model": folder, "tokenizer": str(ROOT / "models/slipstream-demo-code"), "load_format": "dummy",
+                "device": "cpu", "num_threads": 1, "max_model_len": 4096,
+                "max_num_seqs": max_num_seqs, "max_num_batched_tokens": 8192, "num_blocks": max_num_seqs * 257,
+                "block_size": 16, "overlap_scheduling": "on", **settings,
+            }  # fmt: skip
+            self.engine = Engine(config_from_values(values))
+        runner: Any = self.engine.worker.runner  # type: ignore[attr-defined]
+        model = runner.model
+        logits = torch.zeros(max_num_seqs, VOCABULARY)
+        logits[:, 1] = 1.0
+        model.forward = lambda batch, _: _zeros(len(batch.token_ids))
+        model.forward_last = lambda batch, _: _zeros(len(batch.logits_indices))
+        model.final = lambda hidden: hidden
+        model.lm_head = lambda hidden: logits[: len(hidden)]
+        sizes = sorted({1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs})
+        runner._graphs = _NoGraphs(
+            graph_shapes(sizes), runner._builder.max_blocks, 4096, _no_model, torch.device("cpu")
+        )
+
+    def decode(
+        self, batch: int, num_steps: int = 16, repeats: int = 40, profiler: cProfile.Profile | None = None
+    ) -> float:
+        """Microseconds of a step of `batch` requests: the least of several rounds, since the machine has other work."""
+        params = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
+        requests = [self.engine.submit(Request([5 + number] * PROMPT, params))[0] for number in range(batch)]
+        while min(request.num_output_tokens for request in requests) < 4:
+            self.engine.step()
+        times = []
+        for _ in range(repeats):
+            start = time.thread_time()
+            if profiler is not None:
+                profiler.enable()
+            for _ in range(num_steps):
+                self.engine.step()
+            if profiler is not None:
+                profiler.disable()
+            times.append((time.thread_time() - start) / num_steps)
+        assert self.engine.error is None and all(request.num_output_tokens > num_steps for request in requests)
+        for request in requests:
+            self.engine.cancel(request.handle)
+        while self.engine.has_work:
+            self.engine.step()
+        return min(times) * 1e6
+
+
+def _zeros(rows: int) -> torch.Tensor:
+    return torch.zeros(rows, WIDTH)
+
+
+def _no_model(batch: ForwardBatch) -> torch.Tensor:
+    raise AssertionError("nothing is captured")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=numbers, default=[1, 8, 64, 200])
+    parser.add_argument("--profile", action="store_true", help="and where the time of the last batch goes")
+    parser.add_argument("--set", action="append", default=[], metavar="PARAMETER=VALUE", help="as in config.pbtxt")
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    bench = HostBench(max(arguments.batches), **dict(pair.split("=", 1) for pair in arguments.set))
+    for batch in arguments.batches:
+        step_us = bench.decode(batch)
+        print(
+            json.dumps({"batch": batch, "step_us": round(step_us), "request_us": round(step_us / batch, 2)}), flush=True
+        )
+    if arguments.profile:
+        profiler = cProfile.Profile()
+        bench.decode(arguments.batches[-1], profiler=profiler)
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(35)
+
+
+if __name__ == "__main__":
+    main()
