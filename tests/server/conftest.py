@@ -104,8 +104,9 @@ def fake_client(fake_gateway: GatewayProcess) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{fake_gateway.url}/v1", api_key="sk-right", max_retries=0, timeout=120)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """No longer than a module: while it is there its event loop runs in this thread, where no other may be started."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
     if found is None:

@@ -173,14 +173,17 @@ class GenerateServer:
 
     def _control(self, client: ClientRequest, control: Control) -> None:
         """On a thread of its own, of which there is one at a time: it takes as long as a load."""
+        failure, start = None, time.monotonic()
         try:
-            start = time.monotonic()
             self._engine.post(replace(control, folder=allowed_folder(self._config, control.folder))).wait()
-            self._answer_state(client, time.monotonic() - start)
         except Exception as error:
-            self._refuse(client.handle, error)
+            failure = error
         finally:
-            self._is_controlling.release()
+            self._is_controlling.release()  # before the answer, behind which the next command may come
+        if failure is None:
+            self._answer_state(client, time.monotonic() - start)
+        else:
+            self._refuse(client.handle, failure)
 
     def _start_control(self, client: ClientRequest, control: Control) -> None:
         if control.command == STATE:
