@@ -103,8 +103,8 @@ TRITONSERVER_Error* TRITONBACKEND_ModelFinalize(TRITONBACKEND_Model* model) {
 
 TRITONSERVER_Error* TRITONBACKEND_ModelInstanceReady(TRITONBACKEND_ModelInstance* instance) {
   return at_c_border([&] {
-    Engine& engine = model_of(instance).engine();
-    if (!engine.is_up()) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, engine.why_down());
+    Replicas& replicas = model_of(instance).replicas();
+    if (!replicas.is_up()) throw BackendError(TRITONSERVER_ERROR_UNAVAILABLE, replicas.why_down());
   });
 }
 

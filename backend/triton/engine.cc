@@ -18,37 +18,22 @@ std::string in_seconds(std::chrono::milliseconds time) {
   return text;
 }
 
+std::string name_of(const EngineSetup& setup) {
+  const std::string which = setup.num_replicas > 1 ? "replica " + std::to_string(setup.replica) : "the engine";
+  return which + " of model '" + setup.model_name + "'";
+}
+
+std::string log_prefix_of(const EngineSetup& setup) {
+  return setup.model_name + (setup.num_replicas > 1 ? "[" + std::to_string(setup.replica) + "]: " : ": ");
+}
+
+Labels labels_of(const EngineSetup& setup) {
+  Labels labels{{"model", setup.model_name}, {"version", std::to_string(setup.model_version)}};
+  if (setup.num_replicas > 1) labels.emplace_back("replica", std::to_string(setup.replica));
+  return labels;
+}
+
 }  // namespace
-
-void EngineDirectory::add(Engine* engine) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  engines_.push_back(engine);
-}
-
-void EngineDirectory::remove(Engine* engine) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  engines_.erase(std::remove(engines_.begin(), engines_.end(), engine), engines_.end());
-}
-
-void EngineDirectory::cancel(uint64_t handle) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (Engine* engine : engines_) {
-    if (engine->cancel(handle)) return;
-  }
-}
-
-bool EngineDirectory::is_idle() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return std::all_of(engines_.begin(), engines_.end(), [](Engine* engine) { return engine->is_idle(); });
-}
-
-bool EngineDirectory::is_replaced(const Engine* engine) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto self = std::find(engines_.begin(), engines_.end(), engine);
-  return self != engines_.end() && std::any_of(self + 1, engines_.end(), [engine](const Engine* later) {
-           return later->was_asked() && later->is_of_model(*engine);
-         });
-}
 
 // The engine is gone.  what() is for the log and for whoever loads the model, for_clients for everybody else.
 class EngineEnded : public BackendError {
@@ -62,9 +47,10 @@ class EngineEnded : public BackendError {
 
 Engine::Engine(EngineSetup setup, Services& services)
     : setup_(std::move(setup)),
+      name_(name_of(setup_)),
       services_(services),
       exit_(std::make_shared<ServerExit>(setup_.server)),
-      metrics_(std::make_shared<ModelMetrics>(services.metrics, setup_.model_name, setup_.model_version)),
+      metrics_(std::make_shared<ModelMetrics>(services.metrics, labels_of(setup_), reports_)),
       live_(services.pacer),
       held_(exit_, setup_.model_name, setup_.model_version, setup_.drain_timeout) {
   metrics_->engine_is_down();
@@ -77,6 +63,15 @@ Engine::Engine(EngineSetup setup, Services& services)
 
 Engine::~Engine() {
   services_.engines.remove(this);
+  begin_end();
+  supervisor_.join();
+  live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, "model '" + setup_.model_name + "' is being unloaded");
+  live_.stop_watching();
+  watcher_.join();
+}
+
+void Engine::begin_end() {
+  if (stop_) return;
   std::shared_ptr<EngineLink> link;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -88,10 +83,6 @@ Engine::~Engine() {
   const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(drain_deadline_ - Clock::now()).count();
   FrameWriter writer;
   if (link != nullptr) link->send(encode_drain(writer, static_cast<uint32_t>(std::clamp(left, 0L, long(UINT32_MAX)))));
-  supervisor_.join();
-  live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, "model '" + setup_.model_name + "' is being unloaded");
-  live_.stop_watching();
-  watcher_.join();
 }
 
 void Engine::wait_until_ready() {
@@ -110,7 +101,7 @@ std::string Engine::why_down() {
   if (is_given_up_) return "the model is unloaded";
   const bool is_last = exit_->has_begun();
   const char* what_now = is_last ? "; the server is shutting down" : "; it is being restarted";
-  return "the engine of model '" + setup_.model_name + "' " + end_for_clients_ + what_now;
+  return name_ + " " + end_for_clients_ + what_now;
 }
 
 bool Engine::submit(uint64_t handle, const OpenRequest& request, std::string_view frame) {
@@ -125,8 +116,7 @@ bool Engine::submit(uint64_t handle, const OpenRequest& request, std::string_vie
   if (link->offer(frame) || !live_.take_back(handle)) return true;
   throw BackendError(
       TRITONSERVER_ERROR_UNAVAILABLE,
-      "the engine of model '" + setup_.model_name + "' does not keep up with its requests: more than " +
-          std::to_string(EngineLink::kMaxUnreadBytes >> 20) + " MiB of them are unread");
+      name_ + " does not keep up with its requests: more than " + std::to_string(EngineLink::kMaxUnreadBytes >> 20) + " MiB of them are unread");
 }
 
 void Engine::refuse(const OpenRequest& request, TRITONSERVER_Error_Code code, const std::string& reason) {
@@ -174,7 +164,7 @@ void Engine::supervise() {
 void Engine::run_engine() {
   auto listener = std::make_unique<EngineListener>();
   EngineProcess process(
-      {setup_.launcher, "--socket", listener->path(), "--token", listener->token_hex()}, setup_.model_name + ": ");
+      {setup_.launcher, "--socket", listener->path(), "--token", listener->token_hex()}, log_prefix_of(setup_));
   const int fd = listener->accept_engine([&] {
     throw_if_exiting();
     return !stop_ && !process.has_exited();
@@ -232,9 +222,10 @@ bool Engine::keep_house() {
 // The model is unloaded, the server holds it for a stream or a lost cancel, and it has had no request for drain_timeout_s:
 // from now on it takes none, so that its engine can end.
 bool Engine::is_given_up() {
-  if (link_ == nullptr || stop_ || !was_asked_) return false;
-  if (!live_.is_empty()) held_.is_used();
-  if (!live_.is_empty() || !held_.is_given_up(services_.engines.is_replaced(this))) return false;
+  if (link_ == nullptr || stop_ || !services_.engines.was_asked(this)) return false;
+  const bool is_used = services_.engines.has_requests(this);
+  if (is_used) held_.is_used();
+  if (is_used || !held_.is_given_up(services_.engines.is_replaced(this))) return false;
   std::lock_guard<std::mutex> lock(mutex_);
   if (drain_deadline_ != Clock::time_point{} || !live_.is_empty()) return false;
   link_ = nullptr;
@@ -271,7 +262,7 @@ void Engine::throw_if_exiting() {
 }
 
 void Engine::warn_of_short_exit() {
-  if (setup_.drain_timeout <= exit_->longest_drain()) return;
+  if (setup_.replica > 0 || setup_.drain_timeout <= exit_->longest_drain()) return;
   log_warning(
       "model '" + setup_.model_name + "': the server's --exit-timeout-secs is " + std::to_string(exit_->timeout().count()) +
       ", so that requests have " + in_seconds(exit_->longest_drain()) + " s when it exits, not the " +
@@ -292,7 +283,7 @@ void Engine::report_silence() {
   if (is_silence_reported_ || Clock::now() - silent_since_ < kLongestSilence) return;
   is_silence_reported_ = true;
   metrics_->engine_is_silent();
-  log_error("the engine of model '" + setup_.model_name + "' has requests and has sent nothing for 60 s: it hangs");
+  log_error(name_ + " has requests and has sent nothing for 60 s: it hangs");
 }
 
 // A server that exits unloads no model before its requests have ended (server 2.51): so they get their time from the
@@ -315,7 +306,7 @@ void Engine::answer_overdue() {
 
 void Engine::stop_process(EngineProcess& process, bool is_connected) {
   if ((is_drained_ || !is_connected) && process.wait_exit(kTerminateGraceMs)) return;  // it ends, or died meanwhile
-  log_warning("the engine of model '" + setup_.model_name + "' did not drain in time; terminating it");
+  log_warning(name_ + " did not drain in time; terminating it");
   process.terminate();
   if (!process.wait_exit(kTerminateGraceMs)) process.kill();
 }
@@ -351,6 +342,7 @@ void Engine::on_ready(std::string_view payload) {
   outputs_ = std::move(ready.outputs);
   metrics_->declare(ready.metrics);
   metrics_->engine_is_up();
+  if (setup_.on_empty_cache) setup_.on_empty_cache();
   was_ever_up_ = true;
   up_since_ = Clock::now();
   {
@@ -359,7 +351,7 @@ void Engine::on_ready(std::string_view payload) {
     state_ = State::kUp;
   }
   changed_.notify_all();
-  log_info("the engine of model '" + setup_.model_name + "' is up");
+  log_info(name_ + " is up");
 }
 
 void Engine::engine_ended(const BackendError& reason, const std::string& for_clients) {
@@ -376,7 +368,7 @@ void Engine::engine_ended(const BackendError& reason, const std::string& for_cli
   changed_.notify_all();
   if (!was_ever_up_) return;  // the load fails and says why
   metrics_->engine_restarts();
-  log_error("model '" + setup_.model_name + "': " + reason.what());
+  log_error((setup_.num_replicas > 1 ? name_ : "model '" + setup_.model_name + "'") + ": " + reason.what());
   live_.fail_all(TRITONSERVER_ERROR_UNAVAILABLE, why_down());
 }
 
@@ -384,7 +376,9 @@ void Engine::engine_ended(const BackendError& reason, const std::string& for_cli
 bool Engine::wait_for_restart() {
   const auto healthy_for = up_since_ == Clock::time_point{} ? Clock::duration{} : Clock::now() - up_since_;
   up_since_ = {};
-  const auto ticket = services_.reloader.reload(exit_, setup_.model_name, healthy_for, metrics_);
+  const bool serves_on = services_.engines.has_one_up(this);  // the model is ready, by another replica
+  const auto ticket =
+      serves_on ? nullptr : services_.reloader.reload(exit_, setup_.model_name, healthy_for, metrics_);
   const auto due = Clock::now() + backoff_.next(healthy_for);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stop_ && !exit_->has_begun()) {

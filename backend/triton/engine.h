@@ -1,4 +1,4 @@
-// One model's engine: start it, keep it running, hand requests to it and its answers to Triton.
+// An engine of a model: start it, keep it running, hand requests to it and its answers to Triton.
 //
 // Threads: `supervisor_` starts the process and reads its frames for as long as it lives, then starts the next one;
 // `watcher_` looks for cancelled requests; submit() runs on Triton's.
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "api.h"
+#include "engine_directory.h"
 #include "engine_process.h"
 #include "engine_socket.h"
 #include "held_model.h"
@@ -27,25 +28,6 @@
 #include "status.h"
 
 namespace slipstream {
-
-class Engine;
-
-// Every engine of the process, so that a request of one model can cancel a request of another by its handle.
-class EngineDirectory {
- public:
-  void add(Engine* engine);
-  void remove(Engine* engine);
-  // Cancel this request, whichever engine has it; nothing happens when none does.
-  void cancel(uint64_t handle);
-  // Whether no engine has a request.
-  bool is_idle();
-  // Whether requests for this engine's model go to an engine that was made later, after a reload.
-  bool is_replaced(const Engine* engine);
-
- private:
-  std::mutex mutex_;
-  std::vector<Engine*> engines_;  // in the order in which they were made
-};
 
 // What all models of the process share; outlives them.
 struct Services {
@@ -64,12 +46,17 @@ struct EngineSetup {
   std::string config_json;
   std::chrono::milliseconds drain_timeout;  // what running requests have when the model or the server ends
   TRITONSERVER_Server* server;
+  int replica = 0, num_replicas = 1;    // this one's number, and how many engines the model has
+  const void* siblings = nullptr;       // the same for the engines of one load of a model, and for no other
+  std::function<void()> on_empty_cache;  // called whenever its prefix cache has been emptied
 };
 
 class Engine {
  public:
   Engine(EngineSetup setup, Services& services);
   ~Engine();  // drains, then stops the process
+  // Have it drain, without waiting: engines that end together have the same time.
+  void begin_end();
   Engine(const Engine&) = delete;
 
   // Wait until the engine serves.  Throws BackendError with the reason why it never will.
@@ -78,6 +65,15 @@ class Engine {
   bool is_up();
   bool is_idle() { return live_.is_empty(); }
   bool was_asked() const { return was_asked_; }
+  size_t num_requests() { return live_.size(); }
+  // Whether it has a request of this client's id, as a hash.
+  bool has_request_of(uint64_t id_hash) { return live_.has_id(id_hash); }
+  bool is_replica_of(const Engine& other) const {
+    return setup_.siblings != nullptr && setup_.siblings == other.setup_.siblings;
+  }
+  // What the engine itself says in its metrics.
+  bool is_asleep() const { return reports_.sleep_level > 0; }
+  size_t num_cached_tokens() const { return reports_.num_cached_tokens(); }
   bool is_of_model(const Engine& other) const {
     return setup_.model_name == other.setup_.model_name && setup_.model_version == other.setup_.model_version;
   }
@@ -120,8 +116,10 @@ class Engine {
   void send_cancel(uint64_t handle);
 
   const EngineSetup setup_;
+  const std::string name_;  // for messages: engine of model 'llm', or replica 1 of model 'llm'
   Services& services_;
   const std::shared_ptr<ServerExit> exit_;  // of the server
+  EngineReports reports_;
   std::shared_ptr<ModelMetrics> metrics_;
   LiveRequests live_;
   HeldModel held_;  // of the supervisor thread

@@ -77,6 +77,7 @@ void LiveRequests::respond(const ResponseView& response, const std::vector<Outpu
   }
   const auto request = find(response.handle, response.is_final());
   if (!request) return;
+  if (request->broadcast != nullptr && !is_broadcast_over(*request, response)) return;
   const uint64_t answered_ns = response.is_final() ? monotonic_ns() : 0;
   const bool is_error = (response.flags & kFlagError) != 0;
   pacer_.before_send();
@@ -93,7 +94,25 @@ void LiveRequests::respond(const ResponseView& response, const std::vector<Outpu
   if (response.is_final()) request->close(!is_error, answered_ns);
 }
 
+// Whether this response is the answer to a request that other replicas have as well.  An error is answered here.
+bool LiveRequests::is_broadcast_over(const OpenRequest& request, const ResponseView& response) {
+  if ((response.flags & kFlagError) != 0) {
+    fail(request, static_cast<TRITONSERVER_Error_Code>(response.error_code), std::string(response.error_message));
+    return false;
+  }
+  if (!response.is_final() || !request.broadcast->settle()) return false;
+  const auto& error = request.broadcast->error();
+  if (error) fail_now(request, error->code, error->what());
+  return !error;
+}
+
 void LiveRequests::fail(const OpenRequest& request, TRITONSERVER_Error_Code code, const std::string& message) {
+  if (request.broadcast == nullptr) return fail_now(request, code, message);
+  if (!request.broadcast->settle(code, message)) return;
+  fail_now(request, request.broadcast->error()->code, request.broadcast->error()->what());
+}
+
+void LiveRequests::fail_now(const OpenRequest& request, TRITONSERVER_Error_Code code, const std::string& message) {
   const uint64_t answered_ns = monotonic_ns();
   pacer_.before_send();
   send_error(request.factory, code, message);
@@ -163,9 +182,16 @@ bool LiveRequests::is_newly_cancelled(uint64_t handle) {
   return true;
 }
 
-bool LiveRequests::is_empty() {
+size_t LiveRequests::size() {
   std::lock_guard<std::mutex> lock(mutex_);
-  return live_.empty();
+  return live_.size();
+}
+
+bool LiveRequests::has_id(uint64_t id_hash) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(live_.begin(), live_.end(), [id_hash](const auto& entry) {
+    return entry.second.request.id_hash == id_hash;
+  });
 }
 
 bool LiveRequests::mark_cancelled(uint64_t handle) {

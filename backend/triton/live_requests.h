@@ -45,7 +45,9 @@ class LiveRequests {
   bool wait_cancelled(std::vector<uint64_t>& cancelled);
   void stop_watching();
 
-  bool is_empty();
+  bool is_empty() { return size() == 0; }
+  size_t size();
+  bool has_id(uint64_t id_hash);
 
   // Mark as cancelled whatever the client says; the watcher finds it next.  Never waits for an engine.  False if it is not
   // live or was marked before.
@@ -62,6 +64,8 @@ class LiveRequests {
   bool is_newly_cancelled(uint64_t handle);
   std::optional<OpenRequest> find(uint64_t handle, bool remove);
   void fail(const OpenRequest& request, TRITONSERVER_Error_Code code, const std::string& message);
+  void fail_now(const OpenRequest& request, TRITONSERVER_Error_Code code, const std::string& message);
+  bool is_broadcast_over(const OpenRequest& request, const ResponseView& response);
 
   HttpPacer& pacer_;
   std::mutex mutex_;

@@ -120,8 +120,8 @@ std::shared_ptr<Metric> MetricRegistry::acquire(const MetricSpec& spec, const La
   return made;
 }
 
-ModelMetrics::ModelMetrics(MetricRegistry& registry, const std::string& model, uint64_t version)
-    : registry_(registry), labels_{{"model", model}, {"version", std::to_string(version)}} {
+ModelMetrics::ModelMetrics(MetricRegistry& registry, Labels labels, EngineReports& reports)
+    : registry_(registry), labels_(std::move(labels)), reports_(reports) {
   up_ = registry.acquire(
       {"slipstream_engine_up", MetricKind::kGauge, "1 while the model's engine process serves, else 0", {}, {}},
       labels_);
@@ -143,6 +143,7 @@ ModelMetrics::ModelMetrics(MetricRegistry& registry, const std::string& model, u
 
 void ModelMetrics::engine_is_down() {
   up_->record(0);
+  reports_.sleep_level = 0;
   for (const std::shared_ptr<Metric>& metric : declared_) {
     if (metric->is_gauge()) metric->record(0);
   }
@@ -152,6 +153,15 @@ void ModelMetrics::declare(const std::vector<MetricSpec>& specs) {
   std::vector<std::shared_ptr<Metric>> declared;
   for (const MetricSpec& spec : specs) declared.push_back(registry_.acquire(spec, labels_));
   declared_ = std::move(declared);
+  const std::map<std::string, std::atomic<double>*> kept = {
+      {"slipstream_sleep_level", &reports_.sleep_level},
+      {"slipstream_kv_blocks_total", &reports_.kv_blocks},
+      {"slipstream_kv_host_blocks_total", &reports_.kv_host_blocks},
+      {"slipstream_kv_block_tokens", &reports_.kv_block_tokens}};
+  reported_.clear();
+  for (size_t index = 0; index < specs.size(); ++index) {
+    if (const auto found = kept.find(specs[index].family); found != kept.end()) reported_[index] = found->second;
+  }
 }
 
 void ModelMetrics::record(std::string_view payload) {
@@ -159,7 +169,12 @@ void ModelMetrics::record(std::string_view payload) {
   for (uint16_t left = reader.u16(); left > 0; --left) {
     const uint16_t index = reader.u16();
     if (index >= declared_.size()) throw ProtocolError("a metric index is out of range");
-    for (uint32_t values = reader.u32(); values > 0; --values) declared_[index]->record(reader.f64());
+    const auto reported = reported_.find(index);
+    for (uint32_t values = reader.u32(); values > 0; --values) {
+      const double value = reader.f64();
+      declared_[index]->record(value);
+      if (reported != reported_.end()) *reported->second = value;
+    }
   }
   reader.finish();
 }

@@ -4,6 +4,7 @@
 // holds it, so that counters survive a restart of the engine and vanish when the model is unloaded.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -50,10 +51,19 @@ class MetricRegistry {
   std::map<std::string, Family> families_;
 };
 
-// What one model reports: the engine's own metrics by their index in READY, and the three that only this side can know.
+// What is known of an engine by the gauges that it reports; 0 while it has reported none.
+struct EngineReports {
+  std::atomic<double> sleep_level{0}, kv_blocks{0}, kv_host_blocks{0}, kv_block_tokens{0};
+
+  // Tokens that its prefix cache holds at most.
+  size_t num_cached_tokens() const { return static_cast<size_t>((kv_blocks + kv_host_blocks) * kv_block_tokens); }
+};
+
+// What one engine reports: its own metrics by their index in READY, and the three that only this side can know.
 class ModelMetrics {
  public:
-  ModelMetrics(MetricRegistry& registry, const std::string& model, uint64_t version);
+  // labels: of each of its metrics.  reports: what is kept of its gauges; outlives the calls of `record`.
+  ModelMetrics(MetricRegistry& registry, Labels labels, EngineReports& reports);
 
   void engine_is_up() { up_->record(1); }
   // Nothing runs and nothing waits any more: gauges go to 0, counters and histograms stay.
@@ -69,8 +79,10 @@ class ModelMetrics {
  private:
   MetricRegistry& registry_;
   const Labels labels_;
+  EngineReports& reports_;
   std::shared_ptr<Metric> up_, restarts_, silences_;
   std::vector<std::shared_ptr<Metric>> declared_;
+  std::map<size_t, std::atomic<double>*> reported_;  // by index in READY
 };
 
 }  // namespace slipstream

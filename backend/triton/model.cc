@@ -39,12 +39,19 @@ std::string read_contract(const std::string& directory) {
   return std::string(std::istreambuf_iterator<char>(file), {});
 }
 
-// The one parameter that this side acts upon; the engine has the default in core/config.py and refuses a bad value.
+// The parameters that this side acts upon; the engine has the defaults in core/config.py and refuses a bad value.
 std::chrono::milliseconds drain_timeout(const std::string& config) {
   constexpr double kDefaultSeconds = 60.0, kMostSeconds = 1e6;
   const auto given = json_path(config, {"parameters", "drain_timeout_s", "string_value"});
   const double seconds = given ? std::strtod(json_string(*given).c_str(), nullptr) : kDefaultSeconds;
   return std::chrono::milliseconds(static_cast<int64_t>(std::clamp(seconds, 0.0, kMostSeconds) * 1e3));
+}
+
+size_t load_slack(const std::string& config) {
+  constexpr long kDefaultSlack = 4;
+  const auto given = json_path(config, {"parameters", "replica_load_slack", "string_value"});
+  const long slack = given ? std::strtol(json_string(*given).c_str(), nullptr, 10) : kDefaultSlack;
+  return static_cast<size_t>(std::max(slack, 0L));
 }
 
 }  // namespace
@@ -72,17 +79,21 @@ std::string complete_config(const std::string& config, const std::string& contra
   return json_with_member(completed, "model_transaction_policy", policy);
 }
 
-int count_instances(const std::string& config) {
+int count_replicas(const std::string& config) {
   const auto groups = json_member(config, "instance_group");
   if (!groups) return 1;
-  int num_instances = 0;
+  long num_replicas = 0;
   for (const std::string_view group : json_elements(*groups)) {
     const auto count = json_member(group, "count");
-    const auto gpus = json_member(group, "gpus");
-    const int num_gpus = gpus ? static_cast<int>(json_elements(*gpus).size()) : 0;
-    num_instances += std::max(1, count ? std::stoi(std::string(*count)) : 1) * std::max(1, num_gpus);
+    const long given = count ? std::strtol(std::string(*count).c_str(), nullptr, 10) : 1;
+    num_replicas += std::clamp(given, 1L, long(kMostReplicas) + 1);
+    if (num_replicas <= kMostReplicas) continue;
+    throw BackendError(
+        TRITONSERVER_ERROR_INVALID_ARG,
+        "instance_group: got a count of " + std::to_string(given) + ", accepted: at most " +
+            std::to_string(kMostReplicas) + " engines in all");
   }
-  return std::max(1, num_instances);
+  return static_cast<int>(std::max(1L, num_replicas));
 }
 
 Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.services.engines) {
@@ -92,14 +103,7 @@ Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.se
 
   EngineSetup setup;
   setup.config_json = read_config(model);
-  // Refused here and not per instance: server 2.51 crashes when a second instance does not initialise.
-  if (const int num_instances = count_instances(setup.config_json); num_instances > 1) {
-    throw BackendError(
-        TRITONSERVER_ERROR_INVALID_ARG,
-        "instance_group: count must be 1, got " + std::to_string(num_instances) +
-            " instances: one engine process batches all requests of a model and owns its devices; for a second copy "
-            "of the model make a second model directory");
-  }
+  const int num_replicas = count_replicas(setup.config_json);
   const char* text;
   TRITONBACKEND_ArtifactType artifact;
   setup.launcher = backend.directory + "/slipstream-engine";
@@ -110,8 +114,9 @@ Model::Model(TRITONBACKEND_Model* model, Backend& backend) : engines_(backend.se
   setup.model_dir = text;
   check(TRITONBACKEND_ModelServer(model, &setup.server));
   setup.drain_timeout = drain_timeout(setup.config_json);
-  engine_ = std::make_unique<Engine>(std::move(setup), backend.services);
-  engine_->wait_until_ready();
+  const size_t slack = load_slack(setup.config_json);
+  replicas_ = std::make_unique<Replicas>(setup, num_replicas, slack, backend.services);
+  replicas_->wait_until_ready();
 }
 
 void Model::execute(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count) {
@@ -129,8 +134,7 @@ void Model::cancel_upstream(TRITONBACKEND_Request* request) {
 
 void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request* request) {
   static thread_local FrameWriter writer;
-  OpenRequest open{instance, request, nullptr, monotonic_ns(), 0};
-  bool is_taken = false;
+  OpenRequest open{instance, request, nullptr, monotonic_ns()};
   if (!log_if_failed(TRITONBACKEND_ResponseFactoryNew(&open.factory, request), "response factory")) {
     open.passed_ns = monotonic_ns();
     return open.close(false, open.passed_ns);
@@ -139,11 +143,7 @@ void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Req
   std::string reason;
   try {
     cancel_upstream(request);
-    const uint64_t handle = new_handle();
-    const std::string_view frame = encode_request(writer, handle, request);
-    open.passed_ns = monotonic_ns();
-    is_taken = engine_->submit(handle, open, frame);  // it may be answered and released by now
-    if (!is_taken) reason = engine_->why_down();
+    return replicas_->submit(writer, open);
   } catch (const BackendError& error) {
     code = error.code;
     reason = error.what();
@@ -152,9 +152,8 @@ void Model::execute_one(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Req
     code = TRITONSERVER_ERROR_INTERNAL;
     reason = "the request could not be passed on to the engine; the server's log says why";
   }
-  if (is_taken) return;
   open.passed_ns = monotonic_ns();
-  engine_->refuse(open, code, reason);
+  replicas_->refuse(open, code, reason);
 }
 
 }  // namespace slipstream

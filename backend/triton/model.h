@@ -1,4 +1,4 @@
-// A loaded model: its config completed from the contract, and its engine.
+// A loaded model: its config completed from the contract, and its engines.
 #pragma once
 
 #include <memory>
@@ -6,8 +6,11 @@
 
 #include "api.h"
 #include "engine.h"
+#include "replicas.h"
 
 namespace slipstream {
+
+constexpr int kMostReplicas = 64;
 
 // The backend's state in Triton: created by TRITONBACKEND_Initialize, lives until TRITONBACKEND_Finalize.
 struct Backend {
@@ -17,10 +20,10 @@ struct Backend {
 
 class Model {
  public:
-  // Completes the config, starts the engine and waits until it serves.  Throws BackendError: the load error.
+  // Completes the config, starts the engines and waits until they serve.  Throws BackendError: the load error.
   Model(TRITONBACKEND_Model* model, Backend& backend);
 
-  Engine& engine() { return *engine_; }
+  Replicas& replicas() { return *replicas_; }
 
   // Takes requests from Triton and always releases them.  Any thread.
   void execute(TRITONBACKEND_ModelInstance* instance, TRITONBACKEND_Request** requests, uint32_t count);
@@ -31,14 +34,14 @@ class Model {
   void cancel_upstream(TRITONBACKEND_Request* request);
 
   EngineDirectory& engines_;
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<Replicas> replicas_;
 };
 
 // Splice the contract's inputs, outputs and policy into a model config (both JSON), where the user gave none.
 // Throws std::runtime_error for a task that the contract does not know.
 std::string complete_config(const std::string& config, const std::string& contract);
 
-// How many instances Triton would make of this config.
-int count_instances(const std::string& config);
+// How many engines this config asks for.  Throws BackendError for more than kMostReplicas.
+int count_replicas(const std::string& config);
 
 }  // namespace slipstream

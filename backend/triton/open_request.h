@@ -4,7 +4,10 @@
 // last response has gone out.  Each one is closed exactly once, by the thread that sends its last response.
 #pragma once
 
+#include <memory>
+
 #include "api.h"
+#include "broadcast.h"
 
 namespace slipstream {
 
@@ -16,6 +19,8 @@ struct OpenRequest {
   TRITONBACKEND_ResponseFactory* factory = nullptr;
   uint64_t received_ns = 0;  // from Triton's queue
   uint64_t passed_ns = 0;    // on to the engine, or refused
+  uint64_t id_hash = 0;      // of the client's id; 0: none, or the model has one engine
+  std::shared_ptr<Broadcast> broadcast = nullptr;  // of a request that all replicas have
 
   // Report and release.  answered_ns: when the engine's last response was there; what follows counts as output.
   void close(bool is_success, uint64_t answered_ns) const;

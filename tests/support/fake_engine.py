@@ -2,7 +2,8 @@
 
 Started by the backend like the real one: fake_engine.py --socket PATH --token HEX.  Two places hold a script:
 the model's parameters (how to start: `load`, `step_ms`, `burst`, ...) and each request's text_input, which is JSON
-such as {"tokens": 20, "then": "crash"}; any other text is echoed word by word.  One thread; one frame per step.
+such as {"tokens": 20, "then": "crash"}; any other text is echoed word by word.  `"word": "replica"` makes the number
+of this replica each token.  One thread; one frame per step.
 """
 
 from __future__ import annotations
@@ -48,12 +49,13 @@ class Running:
     num_tokens: int
     then: str = "final"
     num_sent: int = 0
+    token: bytes = b" token"
 
     def word(self) -> bytes:
-        return self.words[self.num_sent] if self.words is not None else b" token"
+        return self.words[self.num_sent] if self.words is not None else self.token
 
 
-def parse(request: wire.Request) -> Running:
+def parse(request: wire.Request, replica: int) -> Running:
     """The script in a request's text_input (or its token_ids, for a detokenize model)."""
     inputs = {tensor.name: tensor for tensor in request.inputs}
     text = wire.bytes_elements(inputs["text_input"].data)[0] if "text_input" in inputs else b"x"
@@ -61,7 +63,8 @@ def parse(request: wire.Request) -> Running:
         words = [b" " + word for word in text.split()] or [b""]
         return Running(request, words, len(words))
     script = json.loads(text)
-    return Running(request, None, int(script.get("tokens", 1)), script.get("then", "final"))
+    token = str(replica).encode() if script.get("word") == "replica" else b" token"
+    return Running(request, None, int(script.get("tokens", 1)), script.get("then", "final"), token=token)
 
 
 def describe(request: wire.Request) -> bytes:
@@ -84,7 +87,8 @@ class FakeEngine:
         self.running: dict[int, Running] = {}
         self.num_cancelled = 0
         self.draining = False
-        parameters = json.loads(config.config_json).get("parameters", {})
+        declared = json.loads(config.config_json)
+        parameters, self.replica = declared.get("parameters", {}), declared.get("replica", 0)
         self.options = {name: value["string_value"] for name, value in parameters.items()}
         self.step_s = float(self.options.get("step_ms", "0")) / 1e3
         self.burst = int(self.options.get("burst", "1"))
@@ -122,7 +126,30 @@ class FakeEngine:
             data = wire.bytes_tensor([describe(request)])
             self.send([wire.tensor_response(request.handle, 1, [(SEEN, (1,), data)])])
             return
-        self.running[request.handle] = parse(request)
+        if "control" in request.parameters:
+            self.control(request)
+            return
+        if request.parameters.get("stop") is True:
+            self.stop(request)
+            return
+        self.running[request.handle] = parse(request, self.replica)
+
+    def control(self, request: wire.Request) -> None:
+        """`control_fails` is the number of the replica that refuses; others take 0.2 s for the answer."""
+        print(f"I told to {request.parameters['control']}", file=sys.stderr, flush=True)
+        if self.options.get("control_fails") == str(self.replica):
+            self.send([wire.error_response(request.handle, wire.ErrorCode.INVALID_ARG, f"{self.replica} cannot")])
+            return
+        time.sleep(0.2)
+        self.send([wire.bytes_response(request.handle, wire.ResponseFlag.FINAL, TEXT, b"done")])
+
+    def stop(self, request: wire.Request) -> None:
+        """Ends the requests of that id; its own text is how many there were."""
+        ended = [handle for handle, one in self.running.items() if one.request.request_id == request.request_id]
+        for handle in ended:
+            self.cancel(handle)
+        told = wire.bytes_response(request.handle, wire.ResponseFlag.FINAL, TEXT, str(len(ended)).encode())
+        self.send([told])
 
     def cancel(self, handle: int) -> None:
         if handle in self.running and self.options.get("ignore_cancel") != "true":

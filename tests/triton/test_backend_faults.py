@@ -134,7 +134,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("repository")
     for fault in ("fail", "die", "garbage"):
         add_model(folder, fault, {"load": fault})
-    add_model(folder, "two", {}, "instance_group { count: 2 kind: KIND_CPU }\n")
+    add_model(folder, "many", {}, "instance_group { count: 65 kind: KIND_CPU }\n")
     add_model(folder, "juggle", {"task": "juggle"})
     add_model(folder, "llm", {"step_ms": "5", "fail_file": str(folder / "fails")})
     (folder / "ensemble" / "1").mkdir(parents=True)
@@ -162,7 +162,7 @@ def explicit(fake_backend_dir: Path, repository: Path) -> Iterator[TritonServer]
         ("die", "killed by signal 9 (Killed); its last lines:\\n  I serving die"),
         ("die", "the last words of the engine"),
         ("garbage", "unknown frame type 99"),
-        ("two", "instance_group: count must be 1, got 2"),
+        ("many", "instance_group: got a count of 65, accepted: at most 64 engines in all"),
         ("juggle", "unknown task 'juggle'"),
     ],
 )

@@ -48,6 +48,7 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "metrics_aliases": "vllm",
         "otlp_endpoint": "http://collector:4318",
         "num_nodes": "2",
+        "replica_load_slack": "3",
         "rank_address": "first:1234",
         "rank_secret_file": "/secret",
         "node_timeout_s": "2.5",
@@ -69,7 +70,8 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
     of_config -= {"speculation.options"}  # made of the parameters of the methods
     without = of_config - {parameter.path for parameter in PARAMETERS}
     of_pbtxt = {"serving.max_batch_size", "serving.is_decoupled", "serving.model_name"}  # fields of its own
-    assert without == {*of_pbtxt, "serving.stated", "serving.generation_defaults"}  # the last two: found out, not given
+    found_out = {"serving.stated", "serving.generation_defaults", "parallel.replica"}
+    assert without == {*of_pbtxt, *found_out}
     names = [name for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)]
     assert len(names) == len(set(names)) and not set(names) & set(FOREIGN)
 
@@ -212,7 +214,8 @@ def test_validate_accepts_what_would_load(tmp_path: Path, capsys: pytest.Capture
         ('backend: "slipstream"\nparameters {', "config.pbtxt=.*cannot be parsed"),
         ('backend: "python"\n', "backend='python': accepted: 'slipstream'"),
         ('name: "other"\nbackend: "slipstream"\n', "name='other': accepted: the folder's name, 'llm'"),
-        ('backend: "slipstream"\ninstance_group { count: 2 }\n', "instance_group=2: accepted: 1 instance"),
+        ('backend: "slipstream"\ninstance_group { count: 65 }\n' + parameters(model="/m"),
+         "instance_group=65: accepted: at most 64 engines"),
         ('backend: "slipstream"\n' + parameters(modell="x"), "modell='x': unknown parameter; did you mean model"),
         ('backend: "slipstream"\n' + parameters(model="/m", kv_cache_dtype="fp7"),
          "kv_cache_dtype='fp7': accepted: auto, .*fp8_e4m3, int8, int4"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from slipstream.core.draft_methods import DraftMethod, default_options
+from slipstream.core.replicas import Replica
 
 SCHEDULER_POLICIES = ("max_utilization", "guaranteed_no_evict")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8_e4m3", "int8", "int4")
@@ -86,6 +87,7 @@ class SchedulerConfig:
     max_beam_width: int = 10  # beams of a request's beam search, the bound of `beam_width`; 1 = none
     priority_aging_s: float = 5.0  # a waiting request gains one priority level per interval; 0 = never
     overlap_scheduling: str = "auto"  # on for CUDA
+    replica_load_slack: int = 4  # requests that a replica may have more than the least loaded one (backend/triton)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,11 @@ class ParallelConfig:
     rank_secret_file: str = ""
     node_timeout_s: float = 15.0  # without a word of a rank of another node
     node_start_timeout_s: float = 600.0  # until the ranks of all nodes have come
+    replica: Replica = field(default_factory=Replica)  # from config.pbtxt: which of the model's engines this is
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.tensor_parallel_size // self.num_nodes
 
 
 @dataclass(frozen=True)

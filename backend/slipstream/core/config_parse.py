@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from slipstream.core.config_table import FOREIGN, PARAMETERS
 from slipstream.core.draft_methods import DRAFT_METHODS, DraftMethod
 from slipstream.core.errors import ConfigError
 from slipstream.core.parameter import Parameter
+from slipstream.core.replicas import read_replica
 from slipstream.core.wire_messages import Config as WireConfig
 
 _PLACEHOLDER = re.compile(r"\$\{[^}]*\}")
@@ -37,7 +38,18 @@ def parse_config(received: WireConfig) -> EngineConfig:
     config = parse_parameters(parameters, Path(received.model_dir), received.model_version, max_batch_size)
     # The backend fills in a missing policy. Without auto-complete it stays missing, which Triton takes as false.
     is_decoupled = triton.get("model_transaction_policy", {}).get("decoupled", False)
-    return replace(config, serving=replace(config.serving, is_decoupled=is_decoupled, model_name=received.model_name))
+    serving = replace(config.serving, is_decoupled=is_decoupled, model_name=received.model_name)
+    # The backend adds `replica` where a model has several engines.
+    parallel = with_replica(config.parallel, triton.get("instance_group", ()), triton.get("replica", 0))
+    return replace(config, serving=serving, parallel=parallel)
+
+
+def with_replica(parallel: ParallelConfig, groups: Sequence[Mapping[str, Any]], index: int) -> ParallelConfig:
+    """Fill in which engine of instance_group it is. Raises ConfigError."""
+    replica = read_replica(groups, index, parallel.devices_per_node)
+    if replica.num_replicas > 1 and parallel.num_nodes > 1:
+        raise ConfigError("num_nodes", parallel.num_nodes, "accepted with several engines in instance_group: 1")
+    return replace(parallel, replica=replica)
 
 
 def parse_parameters(

@@ -45,9 +45,10 @@ class Server(Protocol):
 def load(link: EngineLink, config: EngineConfig) -> Server:
     """The server of the config's task. Only generating needs torch, which takes seconds to import."""
     if config.task == "generate":
+        from slipstream.engine.placement import placed
         from slipstream.engine.server import GenerateServer
 
-        return GenerateServer(link, config)
+        return GenerateServer(link, placed(config))
     from slipstream.engine.tokenize_server import TokenizeServer
 
     return TokenizeServer(link, config)

@@ -7,12 +7,12 @@ of a load, so that the two cannot disagree. Needs the protobuf classes of triton
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.core.config import EXIT_RESERVE_S, EngineConfig, ServingConfig
-from slipstream.core.config_parse import parse_parameters
+from slipstream.core.config_parse import parse_parameters, with_replica
 from slipstream.core.errors import ConfigError
 from slipstream.core.generation_config import with_generation_defaults
 from slipstream.protocol.contract import TASKS
@@ -35,9 +35,13 @@ def validate(model_dir: str | Path) -> str:
         newest_version(folder),
         declared.max_batch_size,
     )
+    groups = [{"count": group.count, "gpus": list(group.gpus)} for group in declared.instance_group]
+    config = replace(config, parallel=with_replica(config.parallel, groups, 0))
     check_tensors(declared, TASKS[config.task])
     parts = [f"{folder.name}: {config.task} model, {config.model.model or config.model.tokenizer}", _settings(config)]
     parts.append(_plan(config) if config.task == "generate" else _tokenizer(config))
+    if (num_replicas := config.parallel.replica.num_replicas) > 1:
+        parts.append(f"instance_group: {num_replicas} engines, each of which has this")
     return "\n".join([*parts, _exit_timeout(config.serving), "ok: this would load"])
 
 
@@ -82,10 +86,6 @@ def check_declaration(declared: Any, folder: Path) -> None:
     if declared.backend != BACKEND:
         accepted = f"accepted: {BACKEND!r}; models of other backends are checked when they load"
         raise ConfigError("backend", declared.backend or declared.platform, accepted)
-    num_instances = sum(max(1, group.count) for group in declared.instance_group)
-    if num_instances > 1:
-        accepted = "1 instance (one engine batches all requests); leave instance_group out"
-        raise ConfigError("instance_group", num_instances, f"accepted: {accepted}")
 
 
 def check_tensors(declared: Any, task: TaskContract) -> None:
@@ -132,12 +132,14 @@ def _exit_timeout(serving: ServingConfig) -> str:
 
 
 def _plan(config: EngineConfig) -> str:
+    from slipstream.engine.placement import placed
     from slipstream.nn.checkpoint_path import resolve_checkpoint, resolve_tokenizer
     from slipstream.nn.load import check_model
     from slipstream.nn.spec import read_spec
     from slipstream.tokenizer.tokenizer import TextTokenizer
     from slipstream.worker.memory_plan import free_device_memory, plan_memory, resolve_hardware
 
+    config = placed(config)
     checkpoint = resolve_checkpoint(config.model.model)
     spec = read_spec(checkpoint, config.model.rope_scaling)
     TextTokenizer.load(resolve_tokenizer(config.model.tokenizer or str(checkpoint)))

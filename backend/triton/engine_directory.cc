@@ -1,0 +1,59 @@
+#include "engine_directory.h"
+
+#include <algorithm>
+
+#include "engine.h"
+
+namespace slipstream {
+
+void EngineDirectory::add(Engine* engine) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  engines_.push_back(engine);
+}
+
+void EngineDirectory::remove(Engine* engine) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  engines_.erase(std::remove(engines_.begin(), engines_.end(), engine), engines_.end());
+}
+
+void EngineDirectory::cancel(uint64_t handle) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (Engine* engine : engines_) {
+    if (engine->cancel(handle)) return;
+  }
+}
+
+bool EngineDirectory::is_idle() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::all_of(engines_.begin(), engines_.end(), [](Engine* engine) { return engine->is_idle(); });
+}
+
+bool EngineDirectory::is_replaced(const Engine* engine) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto self = std::find(engines_.begin(), engines_.end(), engine);
+  return self != engines_.end() && std::any_of(self + 1, engines_.end(), [engine](const Engine* later) {
+           return later->was_asked() && later->is_of_model(*engine) && !later->is_replica_of(*engine);
+         });
+}
+
+template <typename Question>
+bool EngineDirectory::any_replica(const Engine* engine, Question question) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(engines_.begin(), engines_.end(), [&](Engine* other) {
+    return (other == engine || other->is_replica_of(*engine)) && question(*other);
+  });
+}
+
+bool EngineDirectory::has_requests(const Engine* engine) {
+  return any_replica(engine, [](Engine& replica) { return !replica.is_idle(); });
+}
+
+bool EngineDirectory::was_asked(const Engine* engine) {
+  return any_replica(engine, [](Engine& replica) { return replica.was_asked(); });
+}
+
+bool EngineDirectory::has_one_up(const Engine* engine) {
+  return any_replica(engine, [](Engine& replica) { return replica.is_up(); });
+}
+
+}  // namespace slipstream

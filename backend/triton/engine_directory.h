@@ -1,0 +1,37 @@
+// Every engine of the process.  Any thread; an engine that is asked here never asks back under its own locks.
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <vector>
+
+namespace slipstream {
+
+class Engine;
+
+class EngineDirectory {
+ public:
+  void add(Engine* engine);
+  void remove(Engine* engine);
+  // Cancel this request, whichever engine has it; nothing happens when none does.  So a request of one model can cancel a
+  // request of another by its handle.
+  void cancel(uint64_t handle);
+  // Whether no engine has a request.
+  bool is_idle();
+  // Whether requests for this engine's model go to an engine that was made later, after a reload.
+  bool is_replaced(const Engine* engine);
+
+  // Of the engines that share this one's model, itself included: whether any has a request, was ever handed one, serves.
+  bool has_requests(const Engine* engine);
+  bool was_asked(const Engine* engine);
+  bool has_one_up(const Engine* engine);
+
+ private:
+  template <typename Question>
+  bool any_replica(const Engine* engine, Question question);
+
+  std::mutex mutex_;
+  std::vector<Engine*> engines_;  // in the order in which they were made
+};
+
+}  // namespace slipstream

@@ -1,0 +1,170 @@
+"""Several engines behind one model: which one gets a request, and what holds when one of them dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from fake_backend import add_model
+from grpc_stream import GrpcStream
+from patience import wait_until
+from processes import children_of, is_alive, pids_of
+from triton_server import TritonServer
+
+NUM_REPLICAS = 3
+GROUP = f"instance_group {{ count: {NUM_REPLICAS} kind: KIND_CPU }}\n"
+TELL = {"tokens": 1, "word": "replica"}
+LONG = "a prompt with a beginning of more than one block " * 40
+
+
+@pytest.fixture(scope="module")
+def server(fake_backend_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    repository = tmp_path_factory.mktemp("repository")
+    add_model(repository, "llm", {"step_ms": "2", "replica_load_slack": "2", "drain_timeout_s": "2"}, GROUP)
+    add_model(repository, "mutinous", {"control_fails": "1"}, GROUP)
+    add_model(repository, "broken", {"load": "fail"}, GROUP)
+    with TritonServer(repository, fake_backend_dir, control_mode="explicit", load_models=["llm"]) as started:
+        yield started
+
+
+@pytest.fixture
+def healthy(server: TritonServer) -> TritonServer:
+    server.wait_until(lambda: ups(server) == [1] * NUM_REPLICAS, "all replicas to be up")
+    server.wait_until(lambda: server.is_model_ready("llm"), "the model to be ready")
+    return server
+
+
+def of_replica(server: TritonServer, family: str, replica: int) -> float:
+    return server.metrics().get(f'{family}{{model="llm",replica="{replica}",version="1"}}', -1.0)
+
+
+def ups(server: TritonServer) -> list[float]:
+    return [of_replica(server, "slipstream_engine_up", replica) for replica in range(NUM_REPLICAS)]
+
+
+def told(server: TritonServer, prompt: str = "") -> int:
+    """The replica that answers a request."""
+    status, body = server.post("/v2/models/llm/generate", {"text_input": json.dumps({"prompt": prompt, **TELL})})
+    assert status == 200, body
+    return int(json.loads(body)["text_output"])
+
+
+@contextmanager
+def staying(server: TritonServer, num_left: int) -> Iterator[GrpcStream]:
+    """A stream for requests that hang; those that are left at the end are cancelled, and gone afterwards."""
+    before = server.log.count("]: cancelled after")
+    with GrpcStream(server.grpc_url) as stream:
+        yield stream
+        stream.cancel()
+        server.wait_until(lambda: server.log.count("]: cancelled after") == before + num_left, "the cancels")
+    told(server)  # behind the cancels' answers
+
+
+def test_requests_go_to_the_replica_with_the_fewest(healthy: TritonServer) -> None:
+    assert len(children_of(healthy.pid, "fake_engine")) == NUM_REPLICAS
+    assert Counter(told(healthy) for _ in range(2 * NUM_REPLICAS)) == Counter(dict.fromkeys(range(NUM_REPLICAS), 2))
+    with staying(healthy, 2 * NUM_REPLICAS) as stream:
+        for number in range(2 * NUM_REPLICAS):  # as they stay, each goes to one of those with the fewest
+            stream.send("llm", {"tokens": 1, "word": "replica", "then": "hang"})
+            stream.wait(num_texts=number + 1)
+        assert Counter(stream.texts) == Counter(dict.fromkeys(map(str, range(NUM_REPLICAS)), 2))
+
+
+def test_a_prompt_goes_where_its_beginning_is_cached_unless_that_one_has_too_much(healthy: TritonServer) -> None:
+    first = told(healthy, LONG)
+    told(healthy, "another " + LONG)
+    assert [told(healthy, LONG + f"turn {turn} " * turn) for turn in range(5)] == [first] * 5
+    with staying(healthy, 4) as stream:
+        script = {"prompt": LONG, "tokens": 1, "word": "replica", "then": "hang"}
+        for number in range(4):
+            stream.send("llm", script)
+            stream.wait(num_texts=number + 1)
+        assert stream.texts[:3] == [str(first)] * 3, "replica_load_slack is 2"
+        assert stream.texts[3] != str(first)
+
+
+def test_a_stop_goes_to_the_replica_that_has_the_request(healthy: TritonServer) -> None:
+    with GrpcStream(healthy.grpc_url) as stream:
+        for number in range(NUM_REPLICAS):
+            stream.send("llm", {"tokens": 1, "then": "hang"}, request_id=f"request {number}")
+        stream.wait(num_texts=NUM_REPLICAS)
+        for number in range(NUM_REPLICAS):
+            body = {"id": f"request {number}", "text_input": "", "parameters": {"stop": True}}
+            status, reply = healthy.post("/v2/models/llm/generate", body)
+            assert (status, json.loads(reply)["text_output"]) == (200, "1"), reply
+        stream.wait(num_ends=NUM_REPLICAS)
+    assert not stream.errors
+
+
+def test_a_command_is_for_all_and_has_one_answer(healthy: TritonServer) -> None:
+    before = healthy.log.count("told to sleep")
+    status, body = healthy.post("/v2/models/llm/generate", {"control": "sleep"})
+    assert (status, json.loads(body)["text_output"]) == (200, "done")
+    assert healthy.log.count("told to sleep") == before + NUM_REPLICAS
+
+
+def test_a_command_that_one_refuses_is_refused(server: TritonServer) -> None:
+    assert server.load("mutinous")[0] == 200
+    status, body = server.post("/v2/models/mutinous/generate", {"control": "sleep"})
+    assert status == 400 and json.loads(body)["error"] == "1 cannot [INVALID_ARG]"
+    assert server.unload("mutinous")[0] == 200
+
+
+def test_others_serve_while_a_replica_is_down(healthy: TritonServer) -> None:
+    restarts = [of_replica(healthy, "slipstream_engine_restarts_total", i) for i in range(NUM_REPLICAS)]
+    with staying(healthy, NUM_REPLICAS - 1) as stream:
+        for number in range(NUM_REPLICAS):
+            stream.send("llm", {"tokens": 1, "word": "replica", "then": "hang"})
+            stream.wait(num_texts=number + 1)
+        assert sorted(stream.texts) == ["0", "1", "2"]
+        stream.send("llm", {**TELL, "then": "crash"})
+        stream.wait(num_ends=2)
+        lost = int(stream.texts[-1])
+        assert len(stream.errors) == 2 and stream.num_finals == 0, "only those of the replica that died"
+        for error in stream.errors:
+            assert (
+                error.startswith(f"replica {lost} of model 'llm' was killed by signal 9") and "[UNAVAILABLE]" in error
+            )
+        seen = []
+        while of_replica(healthy, "slipstream_engine_up", lost) == 0:
+            assert healthy.is_model_ready("llm")
+            seen.append(told(healthy))
+        assert lost not in seen[:-1]
+        restarts[lost] += 1
+        assert restarts == [of_replica(healthy, "slipstream_engine_restarts_total", i) for i in range(NUM_REPLICAS)]
+        wait_until(lambda: told(healthy) == lost, "the replica to get requests again")
+
+
+def test_the_model_is_not_ready_while_all_are_down(healthy: TritonServer) -> None:
+    for process in children_of(healthy.pid, "fake_engine"):
+        process.kill()
+    healthy.wait_until(lambda: not healthy.is_model_ready("llm"), "the model to be unloaded")
+    healthy.wait_until(lambda: healthy.is_model_ready("llm"), "the model to come back")
+    healthy.wait_until(lambda: ups(healthy) == [1] * NUM_REPLICAS, "all replicas to be up")
+    assert len({told(healthy) for _ in range(NUM_REPLICAS)}) == NUM_REPLICAS
+
+
+def test_a_load_fails_when_a_replica_cannot_load(server: TritonServer) -> None:
+    others = pids_of(server.pid)
+    status, body = server.load("broken")
+    assert status == 400 and "tensor 'lm_head.weight' is missing" in body.decode()
+    wait_until(lambda: pids_of(server.pid) <= others, "the engines to end")
+
+
+def test_the_end_drains_all_replicas_in_the_same_time(healthy: TritonServer) -> None:
+    """Last of the module: the server is gone afterwards."""
+    with GrpcStream(healthy.grpc_url) as stream:
+        for _ in range(NUM_REPLICAS):
+            stream.send("llm", {"tokens": 1, "then": "hang"})
+        stream.wait(num_texts=NUM_REPLICAS)
+        engines = children_of(healthy.pid, "fake_engine")
+        os.kill(healthy.pid, signal.SIGTERM)
+        stream.wait(num_ends=NUM_REPLICAS)
+        assert all("did not end within drain_timeout_s" in error for error in stream.errors)
+    wait_until(lambda: not any(map(is_alive, engines)), "the engines to end")

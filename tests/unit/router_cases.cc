@@ -1,0 +1,63 @@
+// The router by itself; prints one line for each case, which test_router.py reads.
+#include <cstdio>
+#include <string>
+
+#include "router.h"
+
+using namespace slipstream;
+
+namespace {
+
+std::string prompt_of(char letter, size_t num_blocks) { return std::string(num_blocks * kBlockBytes, letter); }
+
+void print(const char* name, const std::vector<size_t>& order) {
+  printf("%s:", name);
+  for (const size_t replica : order) printf(" %zu", replica);
+  printf("\n");
+}
+
+std::vector<ReplicaLoad> loads(std::vector<size_t> nums, size_t down = 99) {
+  std::vector<ReplicaLoad> made;
+  for (size_t i = 0; i < nums.size(); ++i) made.push_back({i != down, nums[i]});
+  return made;
+}
+
+void rank_cases() {
+  Router router(3, 2);
+  const PromptBlocks none, known = hash_blocks(prompt_of('a', 4), ""), longer = hash_blocks(prompt_of('a', 6), "");
+  print("all equal", router.rank(none, loads({0, 0, 0})));
+  router.was_sent(0, none, 100);
+  print("longest ago", router.rank(none, loads({0, 0, 0})));
+  print("fewest", router.rank(none, loads({2, 1, 0})));
+  router.was_sent(2, known, 100);
+  print("known", router.rank(longer, loads({0, 0, 2})));
+  print("loaded", router.rank(longer, loads({0, 0, 3})));
+  router.was_sent(1, longer, 100);
+  print("longest", router.rank(longer, loads({0, 2, 2})));
+  print("down", router.rank(longer, loads({0, 0, 0}, 1)));
+  print("least of those that serve", router.rank(longer, loads({7, 0, 8}, 1)));
+  router.forget(1);
+  print("forgotten", router.rank(longer, loads({0, 0, 0})));
+  print("salted", router.rank(hash_blocks(prompt_of('a', 6), "salt"), loads({1, 1, 2})));
+}
+
+void known_cases() {
+  KnownBlocks known;
+  const PromptBlocks first = hash_blocks(prompt_of('a', 8), ""), second = hash_blocks(prompt_of('b', 8), "");
+  known.add(first, 12);
+  known.add(second, 12);
+  printf("evicted: %zu %zu of %zu\n", known.count_known(first), known.count_known(second), known.size());
+  known.add(hash_blocks(prompt_of('c', 20), ""), 12);
+  printf("too long: %zu\n", known.size());
+  printf("parts: %zu %zu\n", hash_blocks(std::string(kBlockBytes * 2 - 1, 'a'), "").size(), hash_blocks("", "").size());
+  printf("most: %zu\n", hash_blocks(std::string(kMostRoutedBytes + 9 * kBlockBytes, 'a'), "").size());
+  for (int i = 0; i < 40; ++i) known.add(hash_blocks(std::to_string(i) + prompt_of('d', 4096), ""), SIZE_MAX);
+  printf("bounded: %d\n", known.size() == kMostKnownBlocks);
+}
+
+}  // namespace
+
+int main() {
+  rank_cases();
+  known_cases();
+}
