@@ -47,6 +47,9 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "guided_memory_bytes": "134217728",
         "metrics_aliases": "vllm",
         "otlp_endpoint": "http://collector:4318",
+        "lora_modules": '{"a": "/b"}',
+        "lora_root": "/adapters",
+        "max_loras": "5",
         "num_nodes": "2",
         "replica_load_slack": "3",
         "rank_address": "first:1234",
@@ -54,7 +57,11 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "node_timeout_s": "2.5",
         "node_start_timeout_s": "2.5",
     }
-    beside = {"num_nodes": {"tensor_parallel_size": "4", "rank_secret_file": "/secret"}}.get(parameter.name, {})
+    beside = {
+        "num_nodes": {"tensor_parallel_size": "4", "rank_secret_file": "/secret"},
+        "lora_modules": {"enable_lora": "true"},
+        "lora_root": {"enable_lora": "true"},
+    }.get(parameter.name, {})
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])
     for name in (parameter.name, *parameter.aliases):
@@ -102,7 +109,13 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"gpt_model_type": "V1"}, "gpt_model_type='V1': a TensorRT-LLM or vLLM parameter .*remove it"),
         ({"max_beam_width": "65"}, "max_beam_width='65': accepted: an integer from 1 to 64"),
         ({"enforce_eager": "true"}, "enforce_eager='true': a TensorRT-LLM or vLLM parameter .*use `cuda_graphs: off`"),
-        ({"enable_lora": "true"}, "enable_lora='true': .*LoRA adapters are not served"),
+        ({"enable_lora": "true", "tensor_parallel_size": "2"}, "enable_lora=True: .* tensor_parallel_size=1"),
+        ({"enable_lora": "true", "deterministic": "true"}, "enable_lora=True: accepted without deterministic"),
+        ({"lora_modules": '{"a": "b"}'}, "lora_modules='{\"a\": \"b\"}': accepted with enable_lora=true"),
+        ({"lora_modules": "a=b"}, "lora_modules='a=b': accepted: a JSON object of names and folders"),
+        ({"lora_modules": '{"a": 1}'}, "lora_modules='{\"a\": 1}': accepted: a JSON object of names and folders"),
+        ({"max_loras": "0"}, "max_loras='0': accepted: an integer from 1 to 256"),
+        ({"lora_cache_host_memory_bytes": "1"}, "lora_cache_host_memory_bytes='1': .*max_loras"),
         ({"num_nodes": "2"}, "num_nodes=2: accepted: 1, or what divides tensor_parallel_size=1"),
         ({"num_nodes": "2", "tensor_parallel_size": "2"}, "rank_secret_file='': missing; accepted with several nodes"),
         ({"rank_address": "29500"}, "rank_address='29500': accepted: HOST:PORT"),

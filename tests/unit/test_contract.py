@@ -42,6 +42,7 @@ SAMPLES: dict[str, tuple[object, object]] = {
     "guided_decoding_guide_type": ("regex", "="),
     "guided_decoding_guide": ("[a-z]+", "="), "stream": (True, "="), "stream_interval": (4, "="),
     "exclude_input_in_output": (True, "="), "stop_request": (False, "="), "priority": (-3, "="),
+    "lora_name": ("sql", "="), "lora_path": ("folder", "="),
     "cache_salt": ("tenant", "="), "timeout_ms": (50, "="), "num_draft_tokens": (3, "="),
     "speculative_method": ("ngram", "="),
     "speculative_acceptance": ("exact", "="), "reference_text": ("a text", "="), "reference_ids": ([5, 6], (5, 6)),

@@ -9,6 +9,7 @@ import time
 from fake_llm import make_llm, make_request
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import CapacityError, RequestError
+from slipstream.core.gauges import record_gauges
 from slipstream.core.request import FinishReason
 from slipstream.core.stats import (
     FINISHED_METRIC,
@@ -118,7 +119,7 @@ def test_a_request_leaves_its_latencies_and_counts() -> None:
         request.times.arrival_ns = time.time_ns() - 2_000_000_000
         llm.scheduler.add(request)
     llm.run()
-    llm.scheduler.record_gauges()
+    record_gauges(llm.scheduler)
     news = drained(llm.scheduler.stats)
     assert (news[Metric.PROMPT_TOKENS], news[Metric.GENERATION_TOKENS]) == ([18.0], [7.0])
     assert (news[Metric.PREFIX_QUERIES], news[Metric.PREFIX_HITS]) == ([18.0], [8.0])
@@ -141,7 +142,7 @@ def test_gauges_show_running_waiting_and_leaks() -> None:
         llm.scheduler.add(make_request(length))
     llm.step()
     llm.scheduler.cache.pool.allocate(2)  # by nobody
-    llm.scheduler.record_gauges()
+    record_gauges(llm.scheduler)
     news = drained(llm.scheduler.stats)
     assert (news[Metric.REQUESTS_RUNNING], news[Metric.REQUESTS_WAITING]) == ([1.0], [2.0])
     assert (news[Metric.KV_BLOCKS_USED], news[Metric.KV_BLOCKS_LEAKED]) == ([5.0], [2.0])

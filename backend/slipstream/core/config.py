@@ -51,6 +51,12 @@ class ModelConfig:
     num_threads: int = 0  # of a CPU; 0 = one fewer than cores
     generation_config: str = "auto"
     seed: int = 0
+    enable_lora: bool = False
+    max_loras: int = 4  # adapters that run at once, each in a slot on the device
+    max_lora_rank: int = 16
+    max_cpu_loras: int = 64  # adapters that are loaded, in host memory
+    lora_modules: str = ""  # JSON: names of adapters and their folders
+    lora_root: str = ""  # below which a command may load others; "" = none
 
 
 @dataclass(frozen=True)

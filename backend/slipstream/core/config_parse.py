@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slipstream.core.config import EngineConfig, ParallelConfig, SpeculationConfig
+from slipstream.core.config import EngineConfig, ModelConfig, ParallelConfig, SpeculationConfig
 from slipstream.core.config_table import FOREIGN, PARAMETERS
 from slipstream.core.draft_methods import DRAFT_METHODS, DraftMethod
 from slipstream.core.errors import ConfigError
@@ -27,6 +27,7 @@ _TOKENS = "max_tokens_in_paged_kv_cache"  # TensorRT-LLM's cache size in tokens:
 _DEFAULTS = EngineConfig()
 _BY_NAME = {name: parameter for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)}
 _MODEL_PARAMETER = re.compile(r'key:\s*"model"\s*,?\s*value:?\s*\{\s*string_value:\s*"([^"]*)"')
+MULTI_LORA = "multi_lora.json"
 _TRUE, _FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -69,6 +70,8 @@ def parse_parameters(
         config.model,
         model=_resolve("model", model, model_dir),
         tokenizer=_resolve("tokenizer", config.model.tokenizer, model_dir),
+        lora_modules=_adapters(config.model, model_dir, version),
+        lora_root=_resolve("lora_root", config.model.lora_root, model_dir),
     )
     serving = replace(config.serving, max_batch_size=max_batch_size)
     speculation = _with_drafters(config.speculation, model_dir)
@@ -219,6 +222,20 @@ def _resolve(name: str, value: str, model_dir: Path) -> str:
     return value
 
 
+def _adapters(model: ModelConfig, model_dir: Path, version: int) -> str:
+    """lora_modules, or vLLM's file, with whole paths."""
+    if not model.enable_lora:
+        return model.lora_modules
+    text = model.lora_modules
+    for folder in (model_dir, model_dir / str(version)):
+        if not text and (folder / MULTI_LORA).is_file():
+            text = (folder / MULTI_LORA).read_text(encoding="utf-8")
+            if not _BY_NAME["lora_modules"].is_good(text):
+                raise ConfigError("lora_modules", str(folder / MULTI_LORA), "must be a JSON object of folders by name")
+    found = json.loads(text or "{}").items()
+    return json.dumps({name: str((model_dir / Path(folder).expanduser()).resolve()) for name, folder in found})
+
+
 def _with_drafters(speculation: SpeculationConfig, model_dir: Path) -> SpeculationConfig:
     """Resolve the checkpoints of the methods; one that may be a served model only if its method is loaded."""
     for method in DRAFT_METHODS.values():
@@ -261,6 +278,7 @@ def check(config: EngineConfig) -> None:
         )
     _check_drafters(config)
     _check_nodes(config.parallel)
+    _check_lora(config)
     if not scheduler.enable_chunked_prefill and model.max_model_len > scheduler.max_num_batched_tokens:
         limit = f"accepted with enable_chunked_prefill=false: at least max_model_len={model.max_model_len}"
         raise ConfigError("max_num_batched_tokens", scheduler.max_num_batched_tokens, limit)
@@ -274,6 +292,20 @@ def _check_nodes(parallel: ParallelConfig) -> None:
         raise ConfigError("num_nodes", num_nodes, f"accepted: 1, or what divides tensor_parallel_size={size}")
     if not parallel.rank_secret_file:
         raise ConfigError("rank_secret_file", "", "missing; accepted with several nodes: a file that all of them have")
+
+
+def _check_lora(config: EngineConfig) -> None:
+    model, size = config.model, config.parallel.tensor_parallel_size
+    if not model.enable_lora:
+        given = next((name for name in ("lora_modules", "lora_root") if getattr(model, name)), "")
+        if given:
+            raise ConfigError(given, getattr(model, given), "accepted with enable_lora=true")
+    elif size > 1:
+        raise ConfigError("enable_lora", True, f"accepted with tensor_parallel_size=1, not {size}")
+    elif model.deterministic:
+        raise ConfigError("enable_lora", True, "accepted without deterministic: adapters have no such kernels")
+    elif len(json.loads(model.lora_modules or "{}")) > model.max_cpu_loras:
+        raise ConfigError("lora_modules", model.lora_modules, f"accepted: at most max_cpu_loras={model.max_cpu_loras}")
 
 
 def _check_drafters(config: EngineConfig) -> None:

@@ -8,6 +8,7 @@ from its row in draft_methods.py.
 # ruff: noqa: E501  (one row, one line)
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from slipstream.core.config import (
@@ -75,6 +76,14 @@ def _is_address(value: str) -> bool:
     return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
+def _are_adapters(value: str) -> bool:
+    try:
+        adapters = json.loads(value or "{}")
+    except ValueError:
+        return False
+    return isinstance(adapters, dict) and all(isinstance(folder, str) and folder for folder in adapters.values())
+
+
 PARAMETERS: tuple[Parameter, ...] = (
     Parameter("task", "task", "What the model does: text generation, or TensorRT-LLM's `preprocessing` / `postprocessing`.", accepted=TASKS),
     Parameter("model", "model.model", "The checkpoint: a folder (relative to the model's folder), a GGUF file or a Hugging Face id. Without it: the version folder, if that holds one.", ("gpt_model_path", "engine_dir")),
@@ -93,6 +102,12 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("deterministic", "model.deterministic", "A request's tokens depend on nothing else in the batch, nor on chunks, prefix reuse, speculation or graphs; slower. [What it supports](speculation.md#the-same-text-to-the-last-bit-deterministic)."),
     Parameter("generation_config", "model.generation_config", "`auto`: the checkpoint's generation_config.json gives defaults for requests, as with vLLM ([order](contracts.md#which-value-counts)). `none`: only its `eos_token_id` is used.", accepted=GENERATION_CONFIGS),
     Parameter("num_threads", "model.num_threads", "Threads that compute on a CPU; 0: one fewer than the cores of the process, as threads that share a core with the server or its clients wait for each other. `OMP_NUM_THREADS` of the server may make it fewer.", **at_least(0)),
+    Parameter("enable_lora", "model.enable_lora", "Serve LoRA adapters beside the model ([how](lora.md)). Steps then have slots for `max_loras` adapters of `max_lora_rank`."),
+    Parameter("max_loras", "model.max_loras", "Adapters that run at once. Requests of others wait until one has no request left.", **between(1, 256)),
+    Parameter("max_lora_rank", "model.max_lora_rank", "Largest rank of an adapter. All slots have this size.", **between(1, 512)),
+    Parameter("max_cpu_loras", "model.max_cpu_loras", "Adapters that are loaded, in host memory.", **at_least(1)),
+    Parameter("lora_modules", "model.lora_modules", "Adapters that are loaded with the model: a JSON object of names and PEFT folders, relative to the model's folder. Without it: `multi_lora.json` beside config.pbtxt or in the version folder, as vLLM's backend has it.", limits="a JSON object of names and folders", is_good=_are_adapters),
+    Parameter("lora_root", "model.lora_root", "The folder below which `load_lora_adapter` finds adapters; empty: none are loaded or unloaded by request. Who reaches the server may then do it ([operations](operations.md#sleep-wake-and-reload))."),
     Parameter("seed", "model.seed", "Seed of `dummy` weights. Not of sampling: a request without `seed` draws its own.", **at_least(0)),
     Parameter("block_size", "cache.block_size", "Tokens per block of the KV cache.", ("tokens_per_block",), **_POWER_OF_TWO),
     Parameter("num_blocks", "cache.num_blocks", "Blocks of the KV cache; 0: as many as fit.", ("num_gpu_blocks_override",), **at_least(0)),
@@ -166,7 +181,7 @@ PARAMETERS: tuple[Parameter, ...] = (
 _PERIOD = "remove it: Slipstream has no polling loops to tune"
 _ONE_PROCESS = "remove it: set `device` instead"
 _NO_ENCODER = "remove it: encoder-decoder models are not served"
-_NO_LORA = "remove it: LoRA adapters are not served"
+_NO_LORA = "remove it: slots of adapters are sized by `max_loras` and `max_lora_rank`"
 _LOOKAHEAD = "remove it: lookahead decoding is not served; use `speculative_method`"
 _OTHER_ENGINE = "remove it: there is one engine, and no such choice"
 _CHECKPOINTS = "remove it: config.json of the checkpoint says it"
@@ -222,7 +237,9 @@ FOREIGN: dict[str, tuple[tuple[str, ...], str]] = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": (("no", "yes"), "remove it: it is for Python models"),
     # vLLM's engine arguments
     "enforce_eager": (("false",), "use `cuda_graphs: off`"),
-    "enable_lora": (("false",), _NO_LORA),
+    "fully_sharded_loras": (("false",), "remove it: adapters run on one GPU"),
+    "lora_extra_vocab_size": (("", "0"), "remove it: adapters do not extend the vocabulary"),
+    "lora_dtype": (("", "auto"), "remove it: adapters have the type of activations"),
     "enable_prompt_adapter": (("false",), "remove it: prompt tuning is not served"),
     "pipeline_parallel_size": (("1",), "remove it: stages of a model are not served; use `tensor_parallel_size`"),
     "data_parallel_size": (("1",), "remove it: start one server for each copy of the model"),

@@ -15,7 +15,6 @@ from slipstream.core.block_pool import BlockPool
 from slipstream.core.host_cache import BlockCopies, HostCache
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 from slipstream.core.request import Request
-from slipstream.core.stats import Metric, Stats
 from slipstream.core.window_blocks import WindowBlocks, group_hash
 
 _HASH_BYTES = 16  # finding a collision takes about 2^64 blocks, also on purpose
@@ -215,16 +214,6 @@ class KVCacheManager:
         if self.windows is not None:
             held.update(block for request in requests for block in self.windows.held(request))
         return self.pool.num_used_blocks - len(held)
-
-    def record(self, stats: Stats, live_requests: Iterable[Request]) -> None:
-        """Update the gauges of `stats`. O(blocks in use)."""
-        stats.set(Metric.KV_BLOCKS_TOTAL, self.num_blocks)
-        stats.set(Metric.KV_BLOCKS_FREE, self.num_free_blocks)
-        stats.set(Metric.KV_BLOCKS_USED, self.num_used_blocks)
-        stats.set(Metric.KV_UTILIZATION, self.num_used_blocks / max(1, self.num_blocks))
-        stats.set(Metric.KV_BLOCKS_LEAKED, self.leaked_blocks(live_requests))
-        if self.host is not None:
-            self.host.record(stats)
 
     # ---- parts
 

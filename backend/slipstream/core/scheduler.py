@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 
+from slipstream.core.adapters import AdapterSlots
 from slipstream.core.admission import check_fits, num_owed_blocks
 from slipstream.core.config import SCHEDULER_POLICIES, SchedulerConfig
 from slipstream.core.errors import CapacityError, ConfigError
@@ -53,6 +54,7 @@ class Scheduler:
         stats: Stats | None = None,
         planner: DraftPlanner | None = None,
         attention_parity: float = math.inf,
+        num_adapter_slots: int = 0,
     ) -> None:
         if config.policy not in SCHEDULER_POLICIES:
             raise ConfigError("policy", config.policy, f"accepted: {', '.join(SCHEDULER_POLICIES)}")
@@ -70,6 +72,7 @@ class Scheduler:
         self.prefill_budget = PrefillBudget.of(config, attention_parity)
         self._num_turn_tokens = 0  # tokens of the next step reserved for an unchunked prompt that decodes crowded out
         self.expiries = ExpiryQueue()
+        self.adapters = AdapterSlots(num_adapter_slots)
 
     @property
     def num_running(self) -> int:
@@ -163,6 +166,7 @@ class Scheduler:
             budget = self._schedule_decodes(step, budget, prefills)
         self.prefill_budget.begin_step(len(step.requests))
         can_admit = admits and bool(self._waiting) and not step.preempted
+        self.adapters.begin_step()
         if prefills:
             if can_admit and _sort_key(self._waiting[0]) < _sort_key(prefills[0]):
                 budget = self._schedule_waiting(step, budget, num_reserved > 0, before=_sort_key(prefills[0]))
@@ -172,7 +176,7 @@ class Scheduler:
             budget = self._schedule_waiting(step, budget, num_reserved > 0)
         step.total_num_scheduled_tokens = self.config.max_num_batched_tokens - budget
         if step.requests:
-            step.copies = self.cache.take_copies()
+            step.copies, step.adapters = self.cache.take_copies(), self.adapters.take_loads()
         return step
 
     def _schedule_decodes(self, step: ScheduledStep, budget: int, prefills: list[Request]) -> int:
@@ -238,8 +242,9 @@ class Scheduler:
             request = self._waiting[index]
             if request.sort_key >= before or len(self._running) >= self._max_running:
                 break
-            prefix = [] if request.is_held else self.cache.find_prefix(request)
-            if request.is_held or self.cache.is_prefix_underway(request, len(prefix)):
+            waits = request.is_held or (request.adapter is not None and self.adapters.must_wait(request.adapter))
+            prefix = [] if waits else self.cache.find_prefix(request)
+            if waits or self.cache.is_prefix_underway(request, len(prefix)):
                 index, num_skipped = index + 1, num_skipped + (not request.is_held)
                 continue
             if not self.cache.can_admit(request, prefix, self._num_spare_blocks(request)):
@@ -307,15 +312,6 @@ class Scheduler:
         note_times(self.stats, outputs, now_ns)
         return outputs
 
-    def record_gauges(self) -> None:
-        """Update the gauges of `stats`. O(blocks in use) because it searches for leaks: do not call it every step."""
-        stats = self.stats
-        stats.set(Metric.REQUESTS_RUNNING, len(self._running))
-        stats.set(Metric.REQUESTS_WAITING, len(self._waiting))
-        num_prefilling = sum(request.num_computed_tokens < request.num_prompt_tokens for request in self._running)
-        stats.set(Metric.REQUESTS_PREFILLING, num_prefilling)
-        self.cache.record(stats, self.live_requests)
-
     def most_slots(self, request: Request) -> int:
         return request.stop_conditions.max_len if self._never_evicts else self.max_model_len  # of one that drafts
 
@@ -349,6 +345,8 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.queue_deadline = None
         self._num_promised_blocks += self._worst_blocks(request)
+        if request.adapter is not None:
+            request.adapter_slot = self.adapters.hold(request.adapter)
         insort(self._running, request, key=_sort_key)
 
     def _grow(self, request: Request, num_new: int, step: ScheduledStep) -> int:
@@ -373,8 +371,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Free a request's blocks and requeue it with its old sort_key; it recomputes all its tokens."""
         del self._running[bisect_left(self._running, request.sort_key, key=_sort_key)]
-        self._num_promised_blocks -= self._worst_blocks(request)
-        self.cache.free(request)
+        self._give_back(request)
         request.status = RequestStatus.PREEMPTED
         request.num_computed_tokens = 0
         request.num_sent_blocks = -1
@@ -382,6 +379,12 @@ class Scheduler:
         request.num_preemptions += 1
         self.stats.add(Metric.PREEMPTIONS)
         insort(self._waiting, request, key=_sort_key)
+
+    def _give_back(self, request: Request) -> None:
+        self._num_promised_blocks -= self._worst_blocks(request)
+        self.cache.free(request)
+        if request.adapter is not None:
+            self.adapters.release(request.adapter)
 
     def _leave(self, request: Request) -> None:
         """Remove an ended request from its list and free its blocks."""
@@ -391,8 +394,7 @@ class Scheduler:
         if index < len(queue) and queue[index] is request:  # else it was never added
             del queue[index]
         if is_running:
-            self._num_promised_blocks -= self._worst_blocks(request)
-            self.cache.free(request)
+            self._give_back(request)
         request.status = RequestStatus.FINISHED
         request.drop_drafts()
         note_end(self.stats, request)

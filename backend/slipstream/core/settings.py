@@ -37,6 +37,7 @@ TRT = (TRT_ENSEMBLE, TRT_CORE)
 OURS = (SLIPSTREAM,)
 MAX_BIAS = 100.0  # of one token's logit, either way
 MAX_CACHE_SALT_BYTES = 256
+MAX_LORA_NAME_BYTES = 256
 MAX_LOGPROB_TOKENS = 128  # of logprob_token_ids: vLLM's own bound
 MAX_CHOICES = 128
 MAX_BEAMS = 64  # whatever a model's max_beam_width
@@ -139,10 +140,12 @@ _SERVING = (
     Setting("priority", Integer(-MAX_INT32 - 1), 0, "Lower runs first. A waiting request gains a level per `priority_aging_s` of the model.", {"priority": OURS}, openai=PASSED_ON),
     Setting("cache_salt", Text(MAX_CACHE_SALT_BYTES), "", "Only requests with the same salt share cached prefixes, so that others cannot detect a prompt by its cache hits. Keep it secret; at most 256 bytes, empty for none.", {"cache_salt": OURS}, openai=PASSED_ON),
     Setting("timeout_ms", Integer(0), 0, "After this time the request ends with finish_reason `timeout`; 0: none. Triton's own request timeout works too.", {"timeout_ms": OURS}, openai=PASSED_ON),
-    Setting("control", Choice(COMMANDS), None, "A command to the model instead of a generation, where `enable_sleep_mode` allows it: `sleep`, `wake_up`, `reload_weights` or `is_sleeping`. Nothing else is needed.", parameters=("control",), is_in_json=False),
+    Setting("control", Choice(COMMANDS), None, "A command to the model instead of a generation, where `enable_sleep_mode` allows it: `sleep`, `wake_up`, `reload_weights` or `is_sleeping`; or where `lora_root` does: `load_lora_adapter`, `unload_lora_adapter`; or `list_lora_adapters`. Nothing else is needed.", parameters=("control",), is_in_json=False),
     Setting("sleep_level", Integer(1, 2), 1, "Of `sleep`: 1 keeps the weights in host memory, 2 frees them.", parameters=("sleep_level",), is_in_json=False),
     Setting("sleep_mode", Choice(MODES), "wait", "Of `sleep` and `reload_weights`: `wait` for running requests, at most `drain_timeout_s`, or `abort` them.", parameters=("sleep_mode",), is_in_json=False),
     Setting("reload_folder", Text(MAX_FOLDER_BYTES), "", "Of `reload_weights`: the checkpoint, below `reload_root`; none: the model's own.", parameters=("reload_folder",), is_in_json=False),
+    Setting("lora_name", Text(MAX_LORA_NAME_BYTES), "", "The LoRA adapter to answer with, one of those that the model has loaded ([how](lora.md)); empty: none.", {"lora_name": (TRT_LLMAPI,)}, openai="`model`"),
+    Setting("lora_path", Text(MAX_FOLDER_BYTES), "", "Of `load_lora_adapter`: the adapter's folder, below the model's `lora_root`.", {"lora_path": (TRT_LLMAPI,)}, is_in_json=False),
     # Fields of Triton's own that HTTP `generate` (2.51) takes for parameters.
     Setting("timeout_us", Integer(0, MAX_TIMEOUT_US), 0, "Triton's request timeout, in microseconds.", parameters=("timeout",), is_in_json=False),
     Setting("request_id", Text(MAX_REQUEST_ID_BYTES), "", "Triton's request id.", parameters=("id", "request_id"), is_in_json=False),

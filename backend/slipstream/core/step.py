@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from slipstream.core.adapters import Adapter
 from slipstream.core.host_cache import BlockCopies
 from slipstream.core.request import Request
 
@@ -30,6 +31,7 @@ class ScheduledStep:
     """Aligned lists, as ScheduledRequest names them: decodes first, then prefills. Empty when nothing can run.
 
     preempted: lost their blocks just now. copies: between device and host memory, made before the step computes.
+    adapters: that have to be in slots before.
     """
 
     requests: list[Request] = field(default_factory=list)
@@ -40,6 +42,7 @@ class ScheduledStep:
     total_num_scheduled_tokens: int = 0
     preempted: list[Request] = field(default_factory=list)
     copies: BlockCopies = field(default_factory=BlockCopies)
+    adapters: list[tuple[int, Adapter]] = field(default_factory=list)
     _rows: list[ScheduledRequest] | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod

@@ -220,6 +220,7 @@ def _step_of(search: BeamSearch, beam: _Beam) -> Request:
         handle=request.handle,
         request_id=request.request_id,
         prefix_key=request.prefix_key,
+        adapter=request.adapter,
         times=RequestTimes(first_scheduled_ns=parent.times.first_scheduled_ns) if parent else request.times,
         search=search,
     )

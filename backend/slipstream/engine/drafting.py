@@ -173,6 +173,8 @@ class Drafting:
     def _goes_on_alike(self, row: ScheduledRequest, head: DrafterInfo) -> bool:
         """Whether the next step of a request certainly has the same number of drafts of this head, verified exactly."""
         request, count = row.request, row.num_drafts
+        if request.adapter is not None:  # its verification runs without the graph that the next one is launched with
+            return False
         if self._drafter_after(row) is not head or self._scheduler.planner.num_drafts(request) != count:
             return False
         speculation = request.speculation

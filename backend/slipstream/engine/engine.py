@@ -21,6 +21,7 @@ from slipstream.core.config import EngineConfig
 from slipstream.core.control import RELOAD, Control
 from slipstream.core.drafts import MAX_DRAFT_TOKENS
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError, internal_error
+from slipstream.core.gauges import record_gauges
 from slipstream.core.generation_config import with_generation_defaults
 from slipstream.core.kv_cache import KVCacheManager
 from slipstream.core.metric_aliases import MetricAliases, chosen_names
@@ -30,6 +31,7 @@ from slipstream.core.scheduler import Scheduler
 from slipstream.core.start_up import StartUp
 from slipstream.core.stats import Metric, Stats
 from slipstream.core.step import ScheduledStep
+from slipstream.engine.adapters import Adapters
 from slipstream.engine.beam_search import BeamSearches, first_step
 from slipstream.engine.drafting import Drafting, make_planner
 from slipstream.engine.executor import MakeWorker, local_worker, overlaps
@@ -83,6 +85,7 @@ class Engine:
         self.tokenizer = TextTokenizer.load(tokenizer_path)
         hardware = resolve_hardware(config, self.spec)
         self._hardware = hardware
+        self.adapters = Adapters(config.model, self.spec, hardware)
         self.ranks = Ranks(config, self.spec, hardware)
         try:
             self._prepare(hardware, tokenizer_path, make_worker)
@@ -101,8 +104,9 @@ class Engine:
         reuses, num_host_blocks = settings.enable_prefix_caching, plan.num_host_blocks
         cache = KVCacheManager(plan.num_blocks, settings.block_size, reuses, num_host_blocks, plan.groups)
         self.scheduler = Scheduler(
-            config.scheduler, cache, self.max_model_len, self.stats, planner, self.spec.attention_parity
-        )
+            config.scheduler, cache, self.max_model_len, self.stats, planner, self.spec.attention_parity,
+            config.model.max_loras if config.model.enable_lora else 0,
+        )  # fmt: skip
         self._num_ahead = 1 if overlaps(config, hardware) else 0
         self._in_flight: deque[InFlightStep] = deque()
         self._ahead: AheadStep | None = None
@@ -128,6 +132,7 @@ class Engine:
 
         Raises RequestError (it can never run here), CapacityError (too many wait), EngineError (the engine is dead).
         """
+        self.adapters.resolve(request)
         sequences = self._input_processor.prepare(request)
         for sequence in sequences:
             stop = check_fits(sequence, self.config.scheduler, self.scheduler.cache, self.max_model_len)
@@ -258,6 +263,7 @@ class Engine:
         """Before weights go: what they computed is of no use to those that come."""
         self._ahead = None
         self.scheduler.cache.clear()
+        self.scheduler.adapters.forget()
 
     def _launch(self, step: ScheduledStep) -> InFlightStep:
         self._drafting.prepare(step, is_ahead=self._num_ahead > 0)
@@ -361,7 +367,7 @@ class Engine:
         self.stats.set(Metric.SLEEP_LEVEL, self.residency.level)
         self.stats.set(Metric.REQUESTS_MAX, self.config.scheduler.max_num_seqs)
         self.stats.set(Metric.KV_BLOCK_TOKENS, self.config.cache.block_size)
-        self.scheduler.record_gauges()
+        record_gauges(self.scheduler)
 
     def _post(self, message: _Finish) -> None:
         with self._wake:

@@ -126,6 +126,7 @@ def expand(request: Request) -> list[Request]:
             sequence_index=index,
             eos_token_ids=request.eos_token_ids,
             prefix_key=request.prefix_key,
+            adapter=request.adapter,
             speculation=request.speculation,
             times=replace(request.times),
         )

@@ -19,7 +19,7 @@ import time
 from dataclasses import replace
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.control import STATE, Control
+from slipstream.core.control import LIST_LORA, OF_LORA, STATE, Control
 from slipstream.core.errors import CapacityError, EngineError
 from slipstream.core.outputs import RequestOutput, StepOutput
 from slipstream.core.request import FinishReason
@@ -175,19 +175,26 @@ class GenerateServer:
         """On a thread of its own, of which there is one at a time: it takes as long as a load."""
         failure, start = None, time.monotonic()
         try:
-            self._engine.post(replace(control, folder=allowed_folder(self._config, control.folder))).wait()
+            if control.command in OF_LORA:
+                self._engine.adapters.carry_out(control)
+            else:
+                self._engine.post(replace(control, folder=allowed_folder(self._config, control.folder))).wait()
         except Exception as error:
             failure = error
         finally:
             self._is_controlling.release()  # before the answer, behind which the next command may come
-        if failure is None:
-            self._answer_state(client, time.monotonic() - start)
-        else:
+        if failure is not None:
             self._refuse(client.handle, failure)
+        elif control.command in OF_LORA:
+            self._answer_adapters(client)
+        else:
+            self._answer_state(client, time.monotonic() - start)
 
     def _start_control(self, client: ClientRequest, control: Control) -> None:
         if control.command == STATE:
             self._answer_state(client)
+        elif control.command == LIST_LORA:
+            self._answer_adapters(client)
         elif self._is_controlling.acquire(blocking=False):
             threading.Thread(target=self._control, args=(client, control), name="control", daemon=True).start()
         else:
@@ -197,6 +204,9 @@ class GenerateServer:
         level = self._engine.residency.level
         told = {"is_sleeping": level > 0, "sleep_level": level, "seconds": round(seconds, 3)}
         self._answer_once(client, json.dumps(told))
+
+    def _answer_adapters(self, client: ClientRequest) -> None:
+        self._answer_once(client, json.dumps({"adapters": self._engine.adapters.names}))
 
     def _answer_once(self, client: ClientRequest, text: str) -> None:
         shape = (1, 1) if client.has_batch_dim else (1,)

@@ -57,6 +57,7 @@ class StepInputs:
             draft_methods=draft_methods,
             kv_update_methods=kv_update_methods,
             waits_for_masks=waits_for_masks,
+            adapters=step.adapters,
         )
 
     def updates(self, requests: Sequence[Request]) -> Updates:
@@ -146,6 +147,7 @@ def new_request(request: Request, with_hashes: bool = True) -> NewRequest:
         acceptance="exact" if speculation is None else speculation.acceptance,
         has_grammar=request.grammar_state is not None,
         window_block_ids=list(request.window_block_ids),
+        adapter_slot=request.adapter_slot,
     )
 
 

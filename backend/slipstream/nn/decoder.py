@@ -21,6 +21,7 @@ from slipstream.nn.latent_attention import LatentAttention, UpProjection
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import DenseSpec, LayerSpec
 from slipstream.nn.linear import Linear
+from slipstream.nn.lora import LoraLinear
 from slipstream.nn.mlp import MLP
 from slipstream.nn.norm import RMSNorm
 from slipstream.nn.quant.invariant import is_unquantized
@@ -101,6 +102,8 @@ class DecoderLayer:
         """All weights."""
         for linear in self.linears():
             yield from linear.weights.values()
+            if isinstance(linear, LoraLinear):
+                yield from (linear.a, linear.b)
         for _, norm in self.norms():
             yield norm.weight
         for vector in self.vectors().values():
@@ -134,7 +137,8 @@ class Decoder:
         self.layers = [DecoderLayer(layer, spec.norm_eps, ropes, context) for layer in spec.layers]
         self.final_norm = RMSNorm(spec.hidden_size, spec.norm_eps, context)
         is_shared = context.parallel.size > 1  # ranks meet between the products of a layer
-        self._stacked = StackedLayers(spec, self.layers) if backend.stacks_layers and not is_shared else None
+        is_stacked = backend.stacks_layers and not is_shared and context.lora is None
+        self._stacked = StackedLayers(spec, self.layers) if is_stacked else None
         shares_table = spec.tie_word_embeddings and is_unquantized(context.head_method)
         scale = LogitScale(spec.logit_scale, spec.logit_soft_cap)
         tied = TiedHead(context.head_method, scale) if shares_table else None

@@ -30,7 +30,7 @@ class Experts:
         self.selection_bias = Vector(spec.num_experts, context) if spec.routing.selection_bias else None
         self.gate_up = ExpertLinear(spec.gate_up, context)
         self.down = ExpertLinear(spec.down, context)
-        self.shared = None if spec.shared is None else MLP(spec.shared, context)
+        self.shared = None if spec.shared is None else MLP(spec.shared, replace(context, lora=None))
         self.shared_gate = Linear(spec.gate, plain) if spec.shared_gate else None
         self._own = context.parallel.experts(spec.num_experts) if context.parallel.splits_experts else None
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.nn.quant import QuantMethod
+
+if TYPE_CHECKING:
+    from slipstream.nn.lora import LoraRows
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,7 @@ class LayerContext:
     parallel: Parallel = SINGLE
     stands_for: torch.device | None = None  # the device that tensors on the meta device stand for
     expert_method: QuantMethod | None = None  # of the experts, if it differs
+    lora: LoraRows | None = None  # slots of adapters beside linear layers; None: adapters are not served
 
     @property
     def computes_on(self) -> torch.device:

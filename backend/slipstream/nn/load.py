@@ -18,6 +18,8 @@ from slipstream.nn.key_means import FP8 as FP8_PREFILL
 from slipstream.nn.key_means import check_fp8_prefill, read_key_means, set_key_means, zero_means
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import ExpertsSpec
+from slipstream.nn.lora import LoraRows, LoraTargets
+from slipstream.nn.models.family import FAMILIES
 from slipstream.nn.parallel import FIELD, SINGLE, Parallel
 from slipstream.nn.quant import choose_methods
 from slipstream.nn.spec import DecoderSpec, read_spec
@@ -122,7 +124,7 @@ def planned_model(
     """The decoder on the meta device: has every tensor that it will hold on `device`, but takes no memory."""
     _check_parallel(spec, parallel)
     methods = choose_methods(config, spec)
-    context = LayerContext(META, dtype, methods.linears, methods.head, parallel, device, methods.experts)
+    context = LayerContext(META, dtype, methods.linears, methods.head, parallel, device, methods.experts, _lora(config))
     return Decoder(spec, context, ATTENTION_BACKENDS.get(PLANNED_ATTENTION)(spec), num_positions=1)
 
 
@@ -189,8 +191,19 @@ def _build(
         lambda entry: _attention_refusal(entry, config, own, device, dtype, kv_dtype), _wanted_attention(config)
     )
     log.info("quantization of linear layers: %s; attention: %s", methods.name, backend_name)
-    context = LayerContext(place or device, dtype, methods.linears, methods.head, parallel, device, methods.experts)
+    context = LayerContext(
+        place or device, dtype, methods.linears, methods.head, parallel, device, methods.experts, _lora(config)
+    )
     return Decoder(spec, context, backend(own), config.max_model_len or spec.max_model_len)
+
+
+def lora_targets(decoder: Decoder) -> LoraTargets:
+    """What adapters may change in a decoder that was built with enable_lora."""
+    return LoraTargets(decoder, FAMILIES.get(decoder.spec.architecture).names_of(decoder.spec))
+
+
+def _lora(config: ModelConfig) -> LoraRows | None:
+    return LoraRows(config.max_loras, config.max_lora_rank) if config.enable_lora else None
 
 
 def _check_parallel(spec: DecoderSpec, parallel: Parallel) -> None:

@@ -9,13 +9,14 @@ from torch import Tensor
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import DenseSpec
 from slipstream.nn.linear import Linear
+from slipstream.nn.lora import make_linear
 
 
 class MLP:
     def __init__(self, spec: DenseSpec, context: LayerContext) -> None:
         self.spec = spec
-        self.gate_up = Linear(spec.gate_up, context)
-        self.down = Linear(spec.down, context)
+        self.gate_up = make_linear(spec.gate_up, context)
+        self.down = make_linear(spec.down, context)
 
     @property
     def activation_quant(self) -> ActivationQuant[Activation]:

@@ -15,6 +15,7 @@ from slipstream.nn.kv_layout import LayerCache
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import AttentionSpec
 from slipstream.nn.linear import Linear
+from slipstream.nn.lora import make_linear
 from slipstream.nn.norm import RMSNorm, SharedRMSNorm
 from slipstream.nn.rotary import RopeTables
 from slipstream.nn.vector import Vector
@@ -25,8 +26,8 @@ class SelfAttention:
 
     def __init__(self, spec: AttentionSpec, norm_eps: float, ropes: RopeTables, context: LayerContext) -> None:
         self.spec = spec
-        self.qkv = Linear(spec.qkv, context)
-        self.o = Linear(spec.o, context)
+        self.qkv = make_linear(spec.qkv, context)
+        self.o = make_linear(spec.o, context)
         self.norms = _norms(spec, norm_eps, context)  # queries', keys'
         self.kv_scales: dict[str, Tensor] = {}  # by plane of an FP8 cache, [own kv heads] fp32, if stored
         own = spec.of_rank(context.parallel)

@@ -69,7 +69,7 @@ def inputs_of(setting: Setting) -> tuple[InputSpec, ...]:
     return tuple(specs)
 
 
-_NO_LORA = "LoRA adapters are not served"
+_NO_LORA = "adapters are loaded by the operator and named by `lora_name`"
 _NO_IMAGE = "this is a text model"
 _NO_DRAFT = "drafts are made by the server, not sent by clients"
 _NO_ENCODER = "the model has no encoder"
@@ -98,8 +98,6 @@ NOT_SERVED = (
     _neutral("lora_weights", FP16, (-1, -1), TRT, _NO_LORA),
     _neutral("lora_config", INT32, (-1, 3), TRT, _NO_LORA),
     _neutral("lora_id", INT32, ONE, (TRT_LLMAPI,), _NO_LORA, 0),
-    _neutral("lora_name", BYTES, ONE, (TRT_LLMAPI,), _NO_LORA, ""),
-    _neutral("lora_path", BYTES, ONE, (TRT_LLMAPI,), _NO_LORA, ""),
     _neutral("lora_ckpt_source", BYTES, ONE, (TRT_LLMAPI,), _NO_LORA, "", "hf"),
     _neutral("image", BYTES, ANY, (VLLM,), _NO_IMAGE),
     _neutral("image_url", BYTES, ANY, (TRT_LLMAPI,), _NO_IMAGE, ""),

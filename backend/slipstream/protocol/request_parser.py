@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from slipstream.core.config import EngineConfig
-from slipstream.core.control import Control
+from slipstream.core.control import LIST_LORA, OF_LORA, Control
 from slipstream.core.errors import RequestError
 from slipstream.core.request import Request, RequestTimes
 from slipstream.core.sampling_params import FIELD_NAMES, Guide, SamplingParams
@@ -84,6 +84,8 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
     if settings.get("control"):
         control = _control(settings, config)
         return ClientRequest(raw.handle, None, control=control, outputs=_text_of(outputs), has_batch_dim=has_batch_dim)
+    if settings.get("lora_path"):
+        raise refuse("lora_path", settings["lora_path"], "nothing in a request: its adapter is loaded before")
     stream: bool = settings.get("stream", DEFAULTS["stream"])
     if not config.serving.is_decoupled:
         _check_one_response(settings, stream, has_batch_dim or "context_ids" in outputs)
@@ -103,6 +105,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         handle=raw.handle,
         request_id=request_id,
         prefix_key=settings.get("cache_salt", "").encode("utf-8"),  # begins the chain of block hashes (kv_cache.py)
+        adapter_name=settings.get("lora_name", ""),
         times=RequestTimes(arrival_ns=raw.arrival_ns),
     )
     return ClientRequest(
@@ -179,8 +182,15 @@ def _stop_request(handle: int, request_id: str, outputs: tuple[str, ...], has_ba
 
 
 def _control(settings: Settings, config: EngineConfig) -> Control:
+    command = settings["control"]
+    if command in OF_LORA:
+        if not config.model.enable_lora or not (config.model.lora_root or command == LIST_LORA):
+            raise refuse("control", command, "it of models with enable_lora and lora_root")
+        if command != LIST_LORA and not settings.get("lora_name"):
+            raise refuse("lora_name", "", "the adapter's name")
+        return Control(command, folder=settings.get("lora_path", ""), name=settings.get("lora_name", ""))
     if not config.serving.enable_sleep_mode:
-        raise refuse("control", settings["control"], "nothing: the model has enable_sleep_mode off")
+        raise refuse("control", command, "nothing: the model has enable_sleep_mode off")
     of_control = {name: settings.get(name) or DEFAULTS[name] for name in ("sleep_level", "sleep_mode", "reload_folder")}
     return Control(settings["control"], *of_control.values())
 

@@ -31,6 +31,7 @@ from slipstream.server.errors import ApiError, error_body, model_not_found
 from slipstream.server.gateway import Gateway
 from slipstream.server.guard import Guard
 from slipstream.server.ledger import Ledger, make_ledger
+from slipstream.server.lora import add_lora
 from slipstream.server.messages.endpoint import count_tokens, send
 from slipstream.server.messages.schemas import CountTokensRequest, MessagesRequest
 from slipstream.server.metrics import Metrics, make_file
@@ -136,6 +137,7 @@ def create_app(options: GatewayOptions, counts: Counts, announces: bool = False)
     _add_operations(app, options, metrics)
     if options.admin_digest:
         add_sleep(app, options.admin_digest, _ERRORS)
+        add_lora(app, options.admin_digest, _ERRORS)
     if options.has_page:
         _add_page(app)
     _add_error_handlers(app)

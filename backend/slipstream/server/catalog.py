@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.core.config import CacheConfig, ServingConfig
+from slipstream.core.control import LIST_LORA
 from slipstream.core.errors import ConfigError
 from slipstream.core.generation_config import read_generation_config
 from slipstream.server.chat_template import ChatTemplate, load_template
+from slipstream.server.control import tell
 from slipstream.server.errors import ApiError, model_not_found
 from slipstream.server.model_tokenizer import ModelTokenizer
 from slipstream.server.options import GatewayOptions
@@ -25,6 +27,7 @@ from slipstream.server.tools.select import ToolFormat, select_format
 from slipstream.server.triton import TritonLink
 
 REFRESH_S = 10.0
+ADAPTERS_TIMEOUT_S = 5.0  # a model that hangs must not keep the names of others waiting
 RESTART_S = 60.0  # a restarting engine appears as an unloaded model on servers before 26.03
 _LENGTHS = ("max_model_len", "max_seq_len")
 _INPUTS, _OUTPUTS = {"text_input", "sampling_parameters", "stream"}, {"text_output", "finish_reason"}  # none without
@@ -57,6 +60,7 @@ class Model:
     settings: dict[str, str] = field(default_factory=dict)
     inputs: frozenset[str] = frozenset()  # both as declared: Triton refuses a request that names any other
     outputs: frozenset[str] = frozenset()
+    adapter: str = ""  # a LoRA adapter of the Triton model, which this name stands for
 
     @property
     def speculative_methods(self) -> list[str]:
@@ -81,6 +85,10 @@ class Model:
         return self.settings.get("enable_sleep_mode", "").lower() in ("true", "1")
 
     @property
+    def takes_adapters(self) -> bool:
+        return self.settings.get("enable_lora", "").lower() in ("true", "1")
+
+    @property
     def has_speculation(self) -> bool:
         return bool(self.speculative_methods)
 
@@ -95,6 +103,8 @@ class Model:
         }
         has = {"has_chat_template": self.template is not None, "speculative_methods": self.speculative_methods}
         has["has_safety"] = not self.outputs.isdisjoint(_VERDICTS)
+        if self.adapter:
+            has["parent"] = self.triton_name
         return {**card, "max_model_len": self.max_model_len or None, "triton_name": self.triton_name, **has}
 
 
@@ -138,7 +148,7 @@ class Catalog:
     async def _ask(self) -> None:
         ready: dict[str, Model] = {}
         states: dict[str, str] = {}
-        by_target = {model.triton_name: model for model in self._models.values()}
+        by_target = {model.triton_name: model for model in self._models.values() if not model.adapter}
         for entry in await self._link.index():
             if entry.state == "READY":
                 model = by_target.get(entry.name) or await self._describe(entry.name)
@@ -146,16 +156,38 @@ class Catalog:
                     ready[entry.name] = model
             elif entry.state and entry.reason != "unloaded":
                 states[entry.name] = f"{entry.state.lower()} {entry.reason}".strip()
+        taking = [model for model in ready.values() if model.takes_adapters]
+        adapters = dict(
+            zip((model.triton_name for model in taking), await asyncio.gather(*map(self._adapters, taking)))
+        )
         self._states, self._refreshed = states, time.monotonic()
         self._last_ready |= dict.fromkeys(ready, self._refreshed)
-        self._models = {name: self._named(name, model) for name, model in ready.items()}
+        models = {name: self._named(name, model) for name, model in ready.items()}
         for alias, target in self._options.aliases.items():
             if target in ready:
-                self._models[alias] = self._named(alias, ready[target])
+                models[alias] = self._named(alias, ready[target])
+        for target, names in adapters.items():
+            for name in names:
+                models.setdefault(name, Model(**{**vars(ready[target]), "name": name, "adapter": name}))
+        self._models = models
+
+    async def _adapters(self, model: Model) -> list[str]:
+        """Those that a model has loaded; while it does not say so, those of last time."""
+        try:
+            told = await asyncio.wait_for(tell(self._link, model.triton_name, LIST_LORA), ADAPTERS_TIMEOUT_S)
+        except (ApiError, TimeoutError, asyncio.TimeoutError):
+            known = [one for one in self._models.values() if one.adapter and one.triton_name == model.triton_name]
+            return [one.name for one in known]
+        names: list[str] = told["adapters"]
+        return names
+
+    def forget(self) -> None:
+        """Ask Triton again before the next answer."""
+        self._refreshed = -REFRESH_S
 
     def _named(self, name: str, model: Model) -> Model:
         known = self._models.get(name)
-        if known is not None and known.triton_name == model.triton_name:
+        if known is not None and known.triton_name == model.triton_name and not known.adapter:
             return known
         return Model(**{**vars(model), "name": name})
 

@@ -51,6 +51,8 @@ def plan_answer(request: ChatRequest, model: Model) -> tuple[Generation, ToolUse
     guide = guide_behind(reasoning, guide, request.thinking_token_budget, is_of_calls=tools.guide is not None)
     if guide is not None:
         sampling["structured_outputs"] = guide
+    if model.adapter:
+        sampling["lora_name"] = model.adapter
     usage = not request.stream or wants_usage(request)
     outputs = outputs_for(
         model, stream=bool(request.stream), n=request.n or 1, usage=usage, logprobs=bool(request.logprobs)

@@ -84,6 +84,8 @@ def make_generations(request: CompletionRequest, model: Model) -> list[Generatio
             require_output(model, "prompt_logprobs", "echo", "without logprobs only")
             outputs = (*outputs, "prompt_logprobs")
     outputs = with_further_outputs(request, model, outputs)
+    if model.adapter:
+        sampling["lora_name"] = model.adapter
     if request.stream_interval:
         sampling["stream_interval"] = request.stream_interval
     prompts = prompts_of(request)

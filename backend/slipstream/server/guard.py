@@ -40,7 +40,9 @@ _ENDPOINTS = {
 }
 _COUNTED = ("chat", "completions", "embeddings", "responses", "messages", "rerank", "tokenize")
 _OPEN_PATHS = frozenset({"/health", "/ready", "/metrics", "/openapi.json"})  # and the chat page
-ADMIN_PATHS = frozenset({"/sleep", "/wake_up", "/reload_weights", "/is_sleeping"})  # with a key of their own: sleep.py
+ADMIN_PATHS = frozenset(  # with a key of their own: sleep.py, lora.py
+    {"/sleep", "/wake_up", "/reload_weights", "/is_sleeping", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
+)
 
 
 class Guard:

@@ -6,16 +6,15 @@ Event loop thread. The model does it, if its enable_sleep_mode allows it; a comm
 from __future__ import annotations
 
 import hmac
-import json
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.responses import Response
-from tritonclient.grpc import service_pb2
 
 from slipstream.core.control import RELOAD, SLEEP, STATE, WAKE_UP
 from slipstream.server.catalog import Model
+from slipstream.server.control import tell
 from slipstream.server.errors import ApiError
 from slipstream.server.gateway import Gateway
 from slipstream.server.keys import digest_of
@@ -25,13 +24,10 @@ def add_sleep(app: FastAPI, admin_digest: bytes, responses: dict[int | str, dict
     """admin_digest: of the key that every call has to bring."""
 
     async def control(request: Request, model: str, command: str, **settings: str | int) -> Response:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
-        if not hmac.compare_digest(digest_of(given.encode("utf-8", "surrogateescape")), admin_digest):
-            raise ApiError(
-                401, "accepted: Authorization: Bearer, with the key of --admin-key-file", code="invalid_api_key"
-            )
+        check_admin(request, admin_digest)
         gateway: Gateway = request.app.state.gateway
-        return JSONResponse(await tell(gateway, await _named(gateway, model), command, **settings))
+        named = await _named(gateway, model)
+        return JSONResponse(await tell(gateway.link, named.triton_name, command, **settings))
 
     @app.post("/sleep", responses=responses)
     async def sleep(request: Request, model: str = "", level: int = 1, mode: str = "wait") -> Response:
@@ -50,24 +46,11 @@ def add_sleep(app: FastAPI, admin_digest: bytes, responses: dict[int | str, dict
         return await control(request, model, STATE)
 
 
-async def tell(gateway: Gateway, model: Model, command: str, **settings: str | int) -> dict[str, Any]:
-    """The model's state once it has done it. Raises ApiError."""
-    request = service_pb2.ModelInferRequest(model_name=model.triton_name)
-    request.outputs.add(name="text_output")
-    for name, value in {"control": command, **settings}.items():
-        if isinstance(value, int):
-            request.parameters[name].int64_param = value
-        elif value:
-            request.parameters[name].string_param = value
-    stream = gateway.link.open(request)
-    await stream.start()
-    response = await stream.read()
-    if response is None:
-        raise ApiError(500, "the model sent no response", code="internal_error")
-    state: dict[str, Any] = json.loads(response.text("text_output"))
-    while await stream.read() is not None:
-        pass
-    return state
+def check_admin(request: Request, admin_digest: bytes) -> None:
+    """Raises ApiError for a caller without the operator's key."""
+    given = request.headers.get("authorization", "").removeprefix("Bearer ")
+    if not hmac.compare_digest(digest_of(given.encode("utf-8", "surrogateescape")), admin_digest):
+        raise ApiError(401, "accepted: Authorization: Bearer, with the key of --admin-key-file", code="invalid_api_key")
 
 
 async def is_awake(gateway: Gateway, model: Model) -> bool:
@@ -75,7 +58,7 @@ async def is_awake(gateway: Gateway, model: Model) -> bool:
     if not model.may_sleep:
         return True
     try:
-        return not (await tell(gateway, model, STATE))["is_sleeping"]
+        return not (await tell(gateway.link, model.triton_name, STATE))["is_sleeping"]
     except ApiError:
         return False
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from slipstream.core.adapters import NO_SLOT, Adapter
 from slipstream.core.host_cache import BlockCopies
 from slipstream.core.outputs import TokenLogprobs
 from slipstream.core.sampling_params import SamplingParams
@@ -24,7 +25,7 @@ class NewRequest:
 
     output_token_ids, block_ids, window_block_ids, block_hashes: those so far, as Request has them. early_token_ids: end
     tokens, banned for the first min_tokens. draft_method: "" if it does not speculate. acceptance: how its drafts are
-    verified. has_grammar: its rows need masks.
+    verified. has_grammar: its rows need masks. adapter_slot: of its adapter, if it has one.
     """
 
     sequence_id: int
@@ -40,6 +41,7 @@ class NewRequest:
     acceptance: str = "exact"
     has_grammar: bool = False
     window_block_ids: list[int] = field(default_factory=list)
+    adapter_slot: int = NO_SLOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class StepInput:
     token_ids: of all rows, request by request. pending: indices of the requests whose single token is sampled by the
     step before; its id is 0 here. draft_parents: of draft trees, by sequence id. copies: of blocks, made before the
     step. draft_methods: heads that draft after this step; kv_update_methods: heads that only update their KV caches.
-    waits_for_masks: the step samples only when `Worker.sample` brings the masks.
+    waits_for_masks: the step samples only when `Worker.sample` brings the masks. adapters: to be put into slots before.
     """
 
     step_id: int
@@ -82,6 +84,7 @@ class StepInput:
     draft_methods: tuple[str, ...] = ()
     kv_update_methods: tuple[str, ...] = ()
     waits_for_masks: bool = False
+    adapters: list[tuple[int, Adapter]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

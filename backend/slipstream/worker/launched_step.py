@@ -21,12 +21,15 @@ class StepTensors:
     """graph: the shape of the CUDA graph that the tensors belong to and are padded to; None: the step runs eagerly.
 
     is_last_only: the last layer computes only the sampled rows, in the graph prompt_graph if there is one.
+    has_adapters: some rows have one, perhaps in the graph adapter_graph.
     """
 
     batch: ForwardBatch
     graph: GraphShape | None = None
     prompt_graph: PromptShape | None = None
     is_last_only: bool = False
+    has_adapters: bool = False
+    adapter_graph: GraphShape | None = None
 
 
 @dataclass(frozen=True)

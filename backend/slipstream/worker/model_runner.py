@@ -20,6 +20,7 @@ from slipstream.nn.batch import MAX_DECODE_QUERY_LEN, ForwardBatch
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model, refuse_without_numbers
 from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.adapters import AdapterRows
 from slipstream.worker.cuda_graphs import StepGraphs
 from slipstream.worker.graph_shapes import (
     NO_DRAFTS,
@@ -103,6 +104,11 @@ class ModelRunner:
         prompts = [] if drafts.reads_all_rows else prompt_shapes(sizes, self._max_num_tokens)
         self._prompt_graphs = StepGraphs(prompts, *limits, self._run_last, device, num_groups)
         most = max((shape.num_tokens for shape in shapes), default=0)
+        self._adapters: AdapterRows | None = None
+        if model.context.lora is not None:
+            self._adapters = AdapterRows(model, self._kv_caches, max(self._max_num_tokens, most))
+            if not drafts.num_drafts:
+                self._adapters.graphs = StepGraphs(shapes, *limits, self._adapters.run, device, num_groups)
         capacity = most, max(config.scheduler.max_num_seqs, *sizes, 1)
         of_groups = compactions(pool, plan.groups, device)
         self._verifier = Verifier(model, self._sampler, of_groups, config.speculation, plan, capacity)
@@ -116,6 +122,8 @@ class ModelRunner:
         finish_phase(phases, "warm-up", self._device)
         self._prompt_graphs.capture()
         self._graphs.capture(beside=self._prompt_graphs)
+        if self._adapters is not None and self._adapters.graphs is not None:
+            self._adapters.graphs.capture(beside=self._graphs)
         self._verifier.warm_up(self.verified_rows())
         finish_phase(phases, "graphs", self._device)
 
@@ -142,12 +150,18 @@ class ModelRunner:
         if step.copies:
             assert self._host_blocks is not None
             self._host_blocks.run(step.copies)
+        if step.adapters:
+            assert self._adapters is not None
+            self._adapters.load(step.adapters)
         arrays = self._builder.arrays(step, self._sampled)
         tensors = self._tensors(step, states, arrays)
         fill_pending(tensors.batch.token_ids, arrays.pending, self._sampled)
         return tensors
 
     def _tensors(self, step: StepInput, states: Sequence[RequestState], arrays: StepArrays) -> StepTensors:
+        with_adapters = None if self._adapters is None else self._adapters.tensors(step, states, arrays)
+        if with_adapters is not None:
+            return with_adapters
         shape = self._graphs.shape_for(arrays)
         if shape is not None:
             return StepTensors(self._graphs.load(shape, arrays), shape)
@@ -162,6 +176,9 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, tensors: StepTensors) -> torch.Tensor:
         """Run the model. Returns the last hidden states of all rows, or of the sampled ones: [rows, hidden_size]."""
+        if tensors.has_adapters:
+            assert self._adapters is not None
+            return self._adapters.forward(tensors)
         if tensors.graph is not None:
             return self._graphs.replay(tensors.graph)
         if tensors.prompt_graph is not None:
@@ -269,6 +286,8 @@ class ModelRunner:
             logits.argmax(dim=-1)
             _draw_once(logits)
             self._graphs.warm_up()
+            if self._adapters is not None and self._adapters.graphs is not None:
+                self._adapters.graphs.warm_up()
             self._prompt_graphs.keep_launch_bound(self._parallel.decide)
 
 

@@ -27,6 +27,7 @@ class RequestState:
         self.draft_method = new.draft_method
         self.acceptance = new.acceptance
         self.has_grammar = new.has_grammar
+        self.adapter_slot = new.adapter_slot
         self.num_drawn_tokens = len(new.output_token_ids)
 
     @property

@@ -70,9 +70,9 @@ def head_spec(target: DecoderSpec, keeps_format: bool = False) -> DecoderSpec:
 
 
 def head_context(target: Decoder) -> LayerContext:
-    """Unquantised, and whole on every rank: a head is small, and all ranks draft the same."""
+    """Unquantised, without adapters, and whole on every rank: a head is small, and all ranks draft the same."""
     plain = QUANT_METHODS.get("none")
-    return replace(target.context, method=plain, head_method=plain, expert_method=None, parallel=SINGLE)
+    return replace(target.context, method=plain, head_method=plain, expert_method=None, parallel=SINGLE, lora=None)
 
 
 class MTPModule:
@@ -84,7 +84,7 @@ class MTPModule:
     def __init__(self, target: Decoder, num_positions: int, own: Collection[str] = ()) -> None:
         keeps_format = is_in_format(target.spec, own)
         spec, context = head_spec(target.spec, keeps_format), head_context(target)
-        of_layer = replace(target.context, parallel=SINGLE) if keeps_format else context
+        of_layer = replace(target.context, parallel=SINGLE, lora=None) if keeps_format else context
         has_embedding, has_head = "embed_tokens.weight" in own, "shared_head.head.weight" in own
         size = spec.hidden_size
         self._hands_on_raw = FAMILIES.get(spec.architecture).mtp_hands_on == "raw"

@@ -1,0 +1,112 @@
+"""The LoRA adapters of a model by name: read from PEFT folders at load and by command, found for requests.
+
+Any thread. Reading happens on the thread that asks, never on the engine's; adapters live in host memory, and the
+engine's worker copies one into a slot when a request of it starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import threading
+from pathlib import Path
+
+from slipstream.core.adapters import Adapter
+from slipstream.core.config import ModelConfig
+from slipstream.core.control import LOAD_LORA, UNLOAD_LORA, Control
+from slipstream.core.errors import ConfigError, RequestError
+from slipstream.core.request import Request
+from slipstream.core.setting_values import shown
+from slipstream.nn.adapter_files import read_adapter
+from slipstream.nn.load import lora_targets, planned_model
+from slipstream.nn.lora import LoraPair
+from slipstream.nn.models.family import FAMILIES
+from slipstream.nn.spec import DecoderSpec
+from slipstream.worker.memory_plan import Hardware
+
+logger = logging.getLogger(__name__)
+_NUM_SHOWN = 20
+
+
+class Adapters:
+    """Raises ConfigError if an adapter of lora_modules cannot be read."""
+
+    def __init__(self, config: ModelConfig, spec: DecoderSpec, hardware: Hardware) -> None:
+        self._config, self._hardware = config, hardware
+        self._family = FAMILIES.get(spec.architecture)
+        self._by_name: dict[str, Adapter] = {}
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        if config.enable_lora:
+            self._targets = lora_targets(planned_model(config, spec, hardware.dtype, hardware.device)).targets
+            for name, folder in json.loads(config.lora_modules or "{}").items():
+                self._put(self._read(name, Path(folder)))
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(self._by_name)
+
+    def resolve(self, request: Request) -> None:
+        """Give a request the adapter that it names. Raises RequestError."""
+        name = request.adapter_name
+        if not name:
+            return
+        if not self._config.enable_lora:
+            raise RequestError("lora_name", "LoRA feature is not enabled: the model has enable_lora off")
+        adapter = self._by_name.get(name)
+        if adapter is None:
+            known = ", ".join(map(repr, self.names[:_NUM_SHOWN]))
+            raise RequestError("lora_name", f"LoRA {shown(name)} is not supported, we currently support [{known}]")
+        request.adapter = adapter
+        request.prefix_key += adapter.prefix_key
+
+    def carry_out(self, control: Control) -> None:
+        """Load or unload an adapter, or neither. Requests that run keep the one that they have. Raises RequestError."""
+        if control.command == LOAD_LORA:
+            self._load(control.name, control.folder)
+        elif control.command == UNLOAD_LORA:
+            self._unload(control.name)
+
+    # ---- parts
+
+    def _load(self, name: str, folder: str) -> None:
+        root = Path(self._config.lora_root).resolve()
+        refusal = RequestError("lora_path", f"got {shown(folder)}, accepted: a folder below the model's lora_root")
+        try:
+            path = (root / folder).resolve()
+            if not folder or not path.is_relative_to(root) or path == root or not path.is_dir():
+                raise refusal
+        except (OSError, ValueError, RuntimeError):  # a name too long, a null byte, a circle of links
+            raise refusal from None
+        self._check_room(name)
+        try:
+            adapter = self._read(name, path)
+        except ConfigError as error:
+            raise RequestError("lora_path", error.accepted) from error
+        self._put(adapter)
+
+    def _unload(self, name: str) -> None:
+        with self._lock:
+            if self._by_name.pop(name, None) is None:
+                raise RequestError("lora_name", f"got {shown(name)}, accepted: an adapter that is loaded")
+        logger.info("adapter %s is unloaded", name)
+
+    def _check_room(self, name: str) -> None:
+        limit = self._config.max_cpu_loras
+        if name not in self._by_name and len(self._by_name) >= limit:
+            raise RequestError("lora_name", f"{limit} adapters are loaded, accepted: at most max_cpu_loras={limit}")
+
+    def _read(self, name: str, folder: Path) -> Adapter:
+        max_rank, dtype = self._config.max_lora_rank, self._hardware.dtype
+        pairs = read_adapter(folder, self._targets, self._family, max_rank, dtype)
+        num_bytes = sum(pair.a.nbytes + pair.b.nbytes for pair in pairs.values())
+        if self._hardware.device.type == "cuda":  # for copies that the engine's thread does not wait for
+            pairs = {module: LoraPair(pair.a.pin_memory(), pair.b.pin_memory()) for module, pair in pairs.items()}
+        logger.info("adapter %s: %d modules of %s, %.1f MB", name, len(pairs), folder, num_bytes / 1e6)
+        return Adapter(name, next(self._numbers), pairs, num_bytes, str(folder))
+
+    def _put(self, adapter: Adapter) -> None:
+        with self._lock:
+            self._check_room(adapter.name)
+            self._by_name[adapter.name] = adapter

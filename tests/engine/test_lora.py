@@ -1,0 +1,245 @@
+"""LoRA adapters: a request says what the model with its adapter merged says, whoever else is in the batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engine_driver import GREEDY, make_engine, model_worker, run_steps
+from lora_adapters import ALL, make_adapter, merged
+from safetensors.torch import load_file, save_file
+from slipstream.core.config import SpeculationConfig
+from slipstream.core.control import LOAD_LORA, RELOAD, SLEEP, UNLOAD_LORA, WAKE_UP, Control
+from slipstream.core.errors import ConfigError, RequestError
+from slipstream.core.request import Request
+from slipstream.engine.engine import Engine
+from tiny_model import make_tiny_windowed
+
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    make_adapter(root / "all", tiny_llama, 1)
+    make_adapter(root / "queries", tiny_llama, 2, rank=2, modules=("q_proj", "down_proj"), lora_alpha=6)
+    make_adapter(root / "rooted", tiny_llama, 3, rank=4, use_rslora=True, alpha_pattern={"v_proj": 1})
+    return {folder.name: folder for folder in root.iterdir()}
+
+
+def serving(checkpoint: Path, adapters: Mapping[str, Path], **settings: object) -> Engine:
+    modules = json.dumps({name: str(folder) for name, folder in adapters.items()})
+    model = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 6, "lora_modules": modules, **settings}
+    return make_engine(checkpoint, model)
+
+
+def answers(engine: Engine, asked: Sequence[tuple[str, list[int]]], **params: object) -> list[list[int]]:
+    """Of requests that run together: the tokens of each."""
+    told = {}
+    for name, prompt in asked:
+        request = Request(prompt, replace(GREEDY, **params), adapter_name=name)
+        told[engine.submit(request)[0].sequence_id] = []
+    while engine.has_work:
+        for output in engine.step():
+            assert not output.error, output.error
+            told[output.request.sequence_id] += output.new_token_ids
+    assert engine.error is None
+    return list(told.values())
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path, adapters: Mapping[str, Path]) -> Engine:
+    return serving(tiny_llama, adapters)
+
+
+@pytest.mark.parametrize(("name", "scale"), [("all", 1.0), ("queries", 3.0)])
+def test_a_request_says_what_the_merged_model_says(
+    engine: Engine, tiny_llama: Path, adapters: Mapping[str, Path], name: str, scale: float, tmp_path: Path
+) -> None:
+    reference = make_engine(merged(tmp_path / "merged", tiny_llama, adapters[name], scale))
+    [expected] = answers(reference, [("", PROMPT)])
+    [plain], [own] = answers(make_engine(tiny_llama), [("", PROMPT)]), answers(engine, [(name, PROMPT)])
+    assert own == expected != plain
+    assert answers(engine, [("", PROMPT)]) == [plain]
+
+
+def test_scales_of_rslora_and_patterns(engine: Engine, tiny_llama: Path, adapters: Mapping[str, Path]) -> None:
+    """lora_alpha 4 and rank 4: 2 by the root of the rank, and a quarter of it where the pattern says 1."""
+    stored = load_file(adapters["rooted"] / "adapter_model.safetensors")
+    pairs = engine.adapters._by_name["rooted"].pairs
+    for module, pair in pairs.items():
+        factor = 0.5 if module.endswith("v_proj") else 2.0
+        torch.testing.assert_close(pair.b, factor * stored[f"base_model.model.{module}.lora_B.weight"])
+    assert len(pairs) == 2 * len(ALL)
+
+
+def test_a_mixed_batch(engine: Engine, prompts: list[list[int]]) -> None:
+    asked = [(name, prompt) for name in ("all", "", "queries", "rooted") for prompt in (prompts[5], prompts[9])]
+    alone = [answers(engine, [one])[0] for one in asked]
+    assert answers(engine, asked) == alone
+    assert len({tuple(tokens) for tokens in alone}) == len(asked)
+
+
+def test_more_adapters_than_slots(tiny_llama: Path, adapters: Mapping[str, Path], engine: Engine) -> None:
+    one_slot = serving(tiny_llama, adapters, max_loras=1)
+    asked = [(name, PROMPT) for name in ("all", "queries", "all", "", "rooted", "queries")]
+    assert answers(one_slot, asked) == answers(engine, asked)
+    assert sorted(one_slot.scheduler.adapters._slots.values()) == [0]
+
+
+def test_prefixes_are_shared_by_requests_of_one_adapter_alone(engine: Engine, prompts: list[list[int]]) -> None:
+    prompt = [*prompts[11], 3]
+
+    def cached(name: str) -> int:
+        [request] = engine.submit(Request(prompt, GREEDY, adapter_name=name))
+        run_steps(engine, {})
+        return request.num_cached_tokens
+
+    assert [cached(name) > 0 for name in ("", "all", "queries", "all", "", "queries")] == [False] * 3 + [True] * 3
+
+
+def test_beams_several_sequences_and_sampling(engine: Engine) -> None:
+    def sequences(name: str, **params: object) -> list[list[int]]:
+        requests = engine.submit(Request(PROMPT, replace(GREEDY, **params), seed=4, adapter_name=name))
+        run_steps(engine, {})
+        return [request.token_ids for request in requests]
+
+    assert sequences("all", n=2, temperature=1.0, seed=4) != sequences("", n=2, temperature=1.0, seed=4)
+    request = Request(PROMPT, replace(GREEDY, n=2, beam_width=2, max_tokens=4), adapter_name="all")
+    assert engine.submit(request)[0].adapter is not None
+    run_steps(engine, {})
+    assert engine.error is None and not engine.scheduler.adapters._num_users
+
+
+def test_drafts_of_a_request_with_an_adapter(tiny_llama: Path, adapters: Mapping[str, Path], engine: Engine) -> None:
+    modules = json.dumps({"all": str(adapters["all"])})
+    drafting = make_engine(
+        tiny_llama,
+        {"enable_lora": True, "max_lora_rank": 6, "lora_modules": modules},
+        speculation=SpeculationConfig(methods="ngram"),
+    )
+    repeated = PROMPT * 4
+    asked = [("all", repeated), ("", repeated)]
+    assert answers(drafting, asked) == answers(engine, asked)
+
+
+def test_windowed_layers_and_biases(tmp_path: Path) -> None:
+    checkpoint = make_tiny_windowed(tmp_path / "windowed")
+    adapter = make_adapter(tmp_path / "adapter", checkpoint, 4, size=0.3)
+    reference = make_engine(merged(tmp_path / "merged", checkpoint, adapter))
+    prompt = PROMPT * 3
+    assert answers(serving(checkpoint, {"one": adapter}), [("one", prompt)]) == answers(reference, [("", prompt)])
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "wint8", "wint4"])
+def test_beside_quantised_weights(
+    tiny_llama: Path, adapters: Mapping[str, Path], quantization: str, prompts: list[list[int]]
+) -> None:
+    """The adapter's part is that of the unquantised model: logits differ by what quantisation does without it."""
+    settings = {"quantization": quantization, "quantization_group_size": 64 if quantization == "wint4" else 0}
+    engine = serving(tiny_llama, adapters, **settings)
+    plain = make_engine(tiny_llama, settings)
+    asked = [("", prompts[9])]
+    assert answers(engine, asked) == answers(plain, asked)
+    assert answers(engine, [("all", prompts[9])]) != answers(engine, asked)
+
+
+def test_without_adapters_a_step_does_what_it_does_elsewhere(
+    engine: Engine, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from slipstream.nn.linear import Linear
+    from slipstream.nn.lora import LoraLinear
+
+    plain = model_worker(make_engine(tiny_llama)).runner.model
+    assert {type(linear) for layer in plain.layers for linear in layer.linears()} == {Linear}
+    monkeypatch.setattr(LoraLinear, "_added", lambda *_: pytest.fail("no request of the step has an adapter"))
+    answers(engine, [("", PROMPT)])
+
+
+def test_loading_and_unloading(tiny_llama: Path, adapters: Mapping[str, Path], engine: Engine) -> None:
+    root = str(adapters["all"].parent)
+    other = serving(tiny_llama, {}, lora_root=root, max_cpu_loras=2)
+    with pytest.raises(RequestError, match="LoRA 'all' is not supported, we currently support"):
+        other.submit(Request(PROMPT, GREEDY, adapter_name="all"))
+    other.adapters.carry_out(Control(LOAD_LORA, name="all", folder="all"))
+    assert other.adapters.names == ["all"]
+    assert answers(other, [("all", PROMPT)]) == answers(engine, [("all", PROMPT)])
+    [running] = other.submit(Request(PROMPT, GREEDY, adapter_name="all"))
+    other.adapters.carry_out(Control(UNLOAD_LORA, name="all"))
+    run_steps(other, {})
+    assert running.token_ids[len(PROMPT) :] == answers(engine, [("all", PROMPT)])[0]
+    with pytest.raises(RequestError, match=r"^lora_name: .*accepted: an adapter that is loaded"):
+        other.adapters.carry_out(Control(UNLOAD_LORA, name="all"))
+    other.adapters.carry_out(Control(LOAD_LORA, name="all", folder="queries"))  # another one under the same name
+    assert answers(other, [("all", PROMPT)]) == answers(engine, [("queries", PROMPT)])
+    other.adapters.carry_out(Control(LOAD_LORA, name="second", folder="all"))
+    with pytest.raises(RequestError, match="max_cpu_loras=2"):
+        other.adapters.carry_out(Control(LOAD_LORA, name="third", folder="all"))
+
+
+@pytest.mark.parametrize("folder", ["", ".", "..", "../all", "/etc", "missing", "a\0b", "x" * 5000])
+def test_folders_elsewhere_are_refused(tiny_llama: Path, adapters: Mapping[str, Path], folder: str) -> None:
+    other = serving(tiny_llama, {}, lora_root=str(adapters["all"]))
+    with pytest.raises(RequestError, match=r"^lora_path: got .*accepted: a folder below the model's lora_root"):
+        other.adapters.carry_out(Control(LOAD_LORA, name="x", folder=folder))
+
+
+def test_sleep_and_reload_keep_adapters(tiny_llama: Path, adapters: Mapping[str, Path]) -> None:
+    engine = serving(tiny_llama, adapters)
+    before = answers(engine, [("all", PROMPT), ("", PROMPT)])
+    for controls in ((Control(SLEEP, 1), Control(WAKE_UP)), (Control(SLEEP, 2), Control(WAKE_UP)), (Control(RELOAD),)):
+        for control in controls:
+            order = engine.post(control)
+            run_steps(engine, {})
+            order.wait()
+        assert answers(engine, [("all", PROMPT), ("", PROMPT)]) == before
+
+
+def test_adapters_are_off_by_default(tiny_llama: Path) -> None:
+    with pytest.raises(RequestError, match=r"^lora_name: LoRA feature is not enabled"):
+        make_engine(tiny_llama).submit(Request(PROMPT, GREEDY, adapter_name="all"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": {"use_dora": True}}, "use_dora=True"),
+        ({"config": {"bias": "all"}}, "bias='all'"),
+        ({"config": {"modules_to_save": ["lm_head"]}}, "modules_to_save"),
+        ({"config": {"peft_type": "IA3"}}, "peft_type='IA3'"),
+        ({"rank": 8}, "has rank 8; accepted: 1 to max_lora_rank=6"),
+        ({"rename": ("layers.0.self_attn.q_proj", "layers.9.self_attn.q_proj")}, "layers.9.* is of no module"),
+        ({"drop": "lora_B"}, "has lora_A alone"),
+        ({"fill": float("inf")}, "holds NaN, infinity"),
+        ({"transposed": True}, "have shapes"),
+        ({"remove": "adapter_model.safetensors"}, "has no adapter_model.safetensors"),
+        ({"remove": "adapter_config.json"}, "has no adapter_config.json"),
+        ({"truncate": 100}, "not a whole safetensors file"),
+    ],
+)
+def test_what_cannot_be_served_is_named(
+    tiny_llama: Path, tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    folder = make_adapter(tmp_path / "a", tiny_llama, 1, rank=change.get("rank", 4), **change.get("config", {}))
+    file = folder / "adapter_model.safetensors"
+    tensors = load_file(file)
+    first = next(iter(tensors))
+    if "rename" in change:
+        tensors = {name.replace(*change["rename"]): tensor for name, tensor in tensors.items()}
+    if "drop" in change:
+        tensors = {name: tensor for name, tensor in tensors.items() if change["drop"] not in name}
+    if "fill" in change:
+        tensors[first].view(-1)[3] = change["fill"]
+    if "transposed" in change:
+        tensors = {name: tensor.t().contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, file)
+    if "remove" in change:
+        (folder / str(change["remove"])).unlink()
+    if "truncate" in change:
+        file.write_bytes(file.read_bytes()[: change["truncate"]])
+    with pytest.raises(ConfigError, match=message):
+        serving(tiny_llama, {"a": folder})
