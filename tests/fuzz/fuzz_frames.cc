@@ -14,14 +14,18 @@ using namespace slipstream;
 namespace {
 
 constexpr uint64_t kNumRequests = 6;  // handles 1 to 6
+constexpr uint64_t kNumAlone = 4;     // handles 5 and 6 are one request to two replicas
 
 class Peer {
  public:
-  Peer() : live_(pacer_), metrics_(registry_, "llm", 1) {
+  Peer() : live_(pacer_), metrics_(registry_, {{"model", "llm"}}, reports_) {
+    OpenRequest open;
     for (uint64_t handle = 1; handle <= kNumRequests; ++handle) {
-      TRITONBACKEND_Request& request = requests_.emplace_back();
-      OpenRequest open{nullptr, &request, nullptr, 0, 0};
-      TRITONBACKEND_ResponseFactoryNew(&open.factory, &request);
+      if (handle <= kNumAlone + 1) {
+        open.request = &requests_.emplace_back();
+        TRITONBACKEND_ResponseFactoryNew(&open.factory, open.request);
+      }
+      if (handle > kNumAlone) open.broadcast = broadcast_;
       live_.add(handle, open);
     }
   }
@@ -65,7 +69,9 @@ class Peer {
 
   HttpPacer pacer_;
   LiveRequests live_;
+  std::shared_ptr<Broadcast> broadcast_ = std::make_shared<Broadcast>(kNumRequests - kNumAlone);
   MetricRegistry registry_;
+  EngineReports reports_;
   ModelMetrics metrics_;
   std::deque<TRITONBACKEND_Request> requests_;
   std::vector<OutputSpec> outputs_;

@@ -5,6 +5,7 @@
 
 #include "fake_api.h"
 #include "request.h"
+#include "routing.h"
 #include "status.h"
 
 using namespace slipstream;
@@ -124,6 +125,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   upstream_handle(&request);
   try {
     check_frame(encode_request(writer, handle, &request), handle, request);
+    require(read_routing(&request).prompt.size() <= kMostRoutedBytes / kBlockBytes);
   } catch (const BackendError& error) {
     require(error.code == TRITONSERVER_ERROR_INVALID_ARG || error.code == TRITONSERVER_ERROR_UNSUPPORTED);
   }

@@ -24,7 +24,7 @@ ROOT = FOLDER.parents[1]
 CORPUS = FOLDER / "corpus"
 BACKEND = ROOT / "backend/triton"
 SOURCES = {  # of backend/triton, by target
-    "request": ("json_splice", "request", "trace", "wire"),
+    "request": ("json_splice", "request", "router", "routing", "trace", "wire"),
     "frames": ("wire", "live_requests", "metrics", "open_request", "pacing"),
     "json": ("json_splice",),
 }

@@ -1,5 +1,5 @@
 // A host of the backend's library, as the server is, with the stand-in engine behind it: threads of clients that ask,
-// read, cancel, forge handles and crash the engine.  For ThreadSanitizer, which a real server cannot be run under.
+// read, cancel, forge handles and crash the engines, of a model with one and of a model with three.  For ThreadSanitizer, which a real server cannot be run under.
 //
 //   stress LIBRARY BACKEND_DIR SECONDS
 // Exits with 1 when a request has no end or is not released, a forged handle ends a request, or a rightful one does not.
@@ -55,10 +55,11 @@ struct Library {
   }
 };
 
-std::string config_of(const char* name, const char* task, const char* step_ms) {
+std::string config_of(const char* name, const char* task, const char* step_ms, const char* num_engines = "1") {
   const std::string parameters = std::string("{\"task\":{\"string_value\":\"") + task +
                                  "\"},\"step_ms\":{\"string_value\":\"" + step_ms + "\"}}";
-  return std::string("{\"name\":\"") + name + "\",\"parameters\":" + parameters + "}";
+  return std::string("{\"name\":\"") + name + "\",\"instance_group\":[{\"count\":" + num_engines +
+         "}],\"parameters\":" + parameters + "}";
 }
 
 TRITONBACKEND_Input bytes_input(const std::string& text) {
@@ -77,10 +78,10 @@ class Host {
  public:
   Host(Library& library, const char* directory) : library_(library), backend_{directory} {
     check(library.initialize(&backend_));
-    for (TRITONBACKEND_Model* model : {&llm_, &detok_}) check(library.load(model));
+    for (TRITONBACKEND_Model* model : {&llm_, &replicated_, &detok_}) check(library.load(model));
   }
   ~Host() {
-    for (TRITONBACKEND_Model* model : {&llm_, &detok_}) check(library_.unload(model));
+    for (TRITONBACKEND_Model* model : {&llm_, &replicated_, &detok_}) check(library_.unload(model));
     check(library_.finalize(&backend_));
     if (num_open != 0) fail("a request was not released");
   }
@@ -97,11 +98,18 @@ class Host {
     check(library_.execute(&instance, &one, 1));
     return client;
   }
-  std::shared_ptr<Client> generate(const std::string& script) {
+  std::shared_ptr<Client> generate(const std::string& script, bool has_replicas = false) {
     auto request = std::make_unique<TRITONBACKEND_Request>();
     request->inputs.push_back(bytes_input(script));
     request->outputs = {"text_output", "request_handle"};
-    return ask(llm_instance_, std::move(request));
+    return ask(has_replicas ? replicated_instance_ : llm_instance_, std::move(request));
+  }
+  // For all replicas, with one answer.
+  std::shared_ptr<Client> command() {
+    auto request = std::make_unique<TRITONBACKEND_Request>();
+    request->parameters.push_back({"control", TRITONSERVER_PARAMETER_STRING, "sleep"});
+    request->outputs = {"text_output"};
+    return ask(replicated_instance_, std::move(request));
   }
   // A cancelled request to the model at the end of an ensemble, as the server makes it.
   void cancel_by_handle(uint64_t handle) {
@@ -121,8 +129,9 @@ class Host {
   Library& library_;
   TRITONBACKEND_Backend backend_;
   TRITONBACKEND_Model llm_{&backend_, "llm", config_of("llm", "generate", "1")};
+  TRITONBACKEND_Model replicated_{&backend_, "replicated", config_of("replicated", "generate", "1", "3")};
   TRITONBACKEND_Model detok_{&backend_, "detok", config_of("detok", "detokenize", "0")};
-  TRITONBACKEND_ModelInstance llm_instance_{&llm_}, detok_instance_{&detok_};
+  TRITONBACKEND_ModelInstance llm_instance_{&llm_}, replicated_instance_{&replicated_}, detok_instance_{&detok_};
 };
 
 void use_handles(Host& host) {
@@ -140,7 +149,16 @@ void use_handles(Host& host) {
 void run_client(Host& host, int seed, Clock::time_point until) {
   std::mt19937 dice(static_cast<unsigned>(seed));
   while (Clock::now() < until) {
-    const auto client = host.generate("{\"tokens\": " + std::to_string(1 + dice() % 30) + "}");
+    const bool has_replicas = seed % 2 != 0;
+    if (has_replicas && dice() % 8 == 0) {
+      const auto commanded = host.command();
+      commanded->is_cancelled = dice() % 2 == 0;
+      Host::end(commanded);
+      continue;
+    }
+    const std::string prompt(100 * (dice() % 40), 'p');
+    const std::string tokens = std::to_string(1 + dice() % 30);
+    const auto client = host.generate("{\"p\": \"" + prompt + "\", \"tokens\": " + tokens + "}", has_replicas);
     const unsigned kind = dice() % 4;
     if (kind == 0) std::this_thread::sleep_for(std::chrono::milliseconds(dice() % 10));
     if (kind == 1) host.cancel_by_handle(client->wait_handle(kEndMs));
@@ -155,7 +173,9 @@ void run_client(Host& host, int seed, Clock::time_point until) {
 void crash_engines(Host& host, Clock::time_point until) {
   while (Clock::now() + std::chrono::seconds(2) < until) {
     std::this_thread::sleep_for(std::chrono::milliseconds(900));
-    Host::end(host.generate("{\"tokens\": 2, \"then\": \"crash\"}"));
+    for (const bool has_replicas : {false, true}) {
+      Host::end(host.generate("{\"tokens\": 2, \"then\": \"crash\"}", has_replicas));
+    }
   }
 }
 

@@ -135,12 +135,11 @@ class FakeEngine:
         self.running[request.handle] = parse(request, self.replica)
 
     def control(self, request: wire.Request) -> None:
-        """`control_fails` is the number of the replica that refuses; others take 0.2 s for the answer."""
+        """`control_fails` is the number of the replica that refuses."""
         print(f"I told to {request.parameters['control']}", file=sys.stderr, flush=True)
         if self.options.get("control_fails") == str(self.replica):
             self.send([wire.error_response(request.handle, wire.ErrorCode.INVALID_ARG, f"{self.replica} cannot")])
             return
-        time.sleep(0.2)
         self.send([wire.bytes_response(request.handle, wire.ResponseFlag.FINAL, TEXT, b"done")])
 
     def stop(self, request: wire.Request) -> None:
