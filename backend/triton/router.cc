@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
-#include <numeric>
 #include <tuple>
 
 namespace slipstream {
@@ -52,49 +51,68 @@ PromptBlocks hash_blocks(std::string_view prompt, std::string_view seed) {
   return blocks;
 }
 
-size_t KnownBlocks::count_known(const PromptBlocks& prompt) const {
-  const auto unknown = std::find_if(prompt.begin(), prompt.end(), [this](uint64_t block) { return !places_.count(block); });
-  return static_cast<size_t>(unknown - prompt.begin());
+KnownPart KnownBlocks::find(const PromptBlocks& prompt) const {
+  KnownPart known;
+  for (const uint64_t hash : prompt) {
+    const auto block = blocks_.find(hash);
+    if (block == blocks_.end()) break;
+    ++known.num_blocks;
+    known.is_continued = !block->second.has_next || known.num_blocks == prompt.size();
+  }
+  return known;
 }
 
 // From the last block to the first: a block that others follow outlives them.
 void KnownBlocks::add(const PromptBlocks& prompt, size_t capacity) {
-  for (auto block = prompt.rbegin(); block != prompt.rend(); ++block) {
-    const auto [found, is_new] = places_.try_emplace(*block);
+  for (auto hash = prompt.rbegin(); hash != prompt.rend(); ++hash) {
+    const auto [found, is_new] = blocks_.try_emplace(*hash);
+    Block& block = found->second;
     if (is_new) {
-      by_age_.push_front(*block);
-      found->second = by_age_.begin();
+      by_age_.push_front(*hash);
+      block.place = by_age_.begin();
     } else {
-      by_age_.splice(by_age_.begin(), by_age_, found->second);
+      by_age_.splice(by_age_.begin(), by_age_, block.place);
     }
+    block.has_next = block.has_next || hash != prompt.rbegin();
   }
   while (by_age_.size() > std::min(capacity, kMostKnownBlocks)) {
-    places_.erase(by_age_.back());
+    blocks_.erase(by_age_.back());
     by_age_.pop_back();
   }
 }
 
 void KnownBlocks::clear() {
   by_age_.clear();
-  places_.clear();
+  blocks_.clear();
+}
+
+std::vector<KnownPart> Router::find(const PromptBlocks& prompt) const {
+  std::vector<KnownPart> known;
+  for (const Replica& replica : replicas_) known.push_back(replica.known.find(prompt));
+  return known;
 }
 
 std::vector<size_t> Router::rank(const PromptBlocks& prompt, const std::vector<ReplicaLoad>& loads) {
-  size_t least = std::numeric_limits<size_t>::max() - load_slack_;
-  for (const ReplicaLoad& load : loads) {
-    if (load.can_serve) least = std::min(least, load.num_requests);
-  }
-  std::vector<size_t> order(loads.size());
-  std::iota(order.begin(), order.end(), 0);
   std::lock_guard<std::mutex> lock(mutex_);
-  std::vector<std::tuple<bool, bool, size_t, size_t, uint64_t, size_t>> keys;  // the least is the best
-  for (const size_t i : order) {
-    const ReplicaLoad& load = loads[i];
-    const bool is_loaded = load.num_requests > least + load_slack_;
-    const size_t num_unknown = is_loaded ? 0 : prompt.size() - replicas_[i].known.count_known(prompt);
-    keys.emplace_back(!load.can_serve, is_loaded, num_unknown, load.num_requests, replicas_[i].last_sent, i);
+  const std::vector<KnownPart> known = find(prompt);
+  size_t least = std::numeric_limits<size_t>::max(), known_to_least = 0;
+  for (size_t i = 0; i < loads.size(); ++i) {
+    if (!loads[i].can_serve || loads[i].num_requests > least) continue;
+    known_to_least = loads[i].num_requests < least ? known[i].num_blocks : std::max(known_to_least, known[i].num_blocks);
+    least = loads[i].num_requests;
   }
-  std::sort(order.begin(), order.end(), [&keys](size_t a, size_t b) { return keys[a] < keys[b]; });
+  std::vector<std::tuple<bool, bool, size_t, size_t, uint64_t, size_t>> keys;  // the least is the best
+  for (size_t i = 0; i < loads.size(); ++i) {
+    const size_t num_known = known[i].num_blocks, num_requests = loads[i].num_requests;
+    const size_t num_alone = num_known - std::min(num_known, known_to_least);
+    const size_t most = known[i].is_continued ? load_slack_ : std::min(load_slack_, num_alone / kSharedBlocksPerRequest);
+    const bool is_loaded = num_requests > least && num_requests - least > most;
+    const size_t num_unknown = is_loaded ? 0 : prompt.size() - num_known;
+    keys.emplace_back(!loads[i].can_serve, is_loaded, num_unknown, num_requests, replicas_[i].last_sent, i);
+  }
+  std::sort(keys.begin(), keys.end());
+  std::vector<size_t> order;
+  for (const auto& key : keys) order.push_back(std::get<5>(key));
   return order;
 }
 

@@ -50,7 +50,7 @@ def ups(server: TritonServer) -> list[float]:
 
 def told(server: TritonServer, prompt: str = "") -> int:
     """The replica that answers a request."""
-    status, body = server.post("/v2/models/llm/generate", {"text_input": json.dumps({"prompt": prompt, **TELL})})
+    status, body = server.post("/v2/models/llm/generate", {"text_input": json.dumps({**TELL, "prompt": prompt})})
     assert status == 200, body
     return int(json.loads(body)["text_output"])
 
@@ -81,12 +81,21 @@ def test_a_prompt_goes_where_its_beginning_is_cached_unless_that_one_has_too_muc
     told(healthy, "another " + LONG)
     assert [told(healthy, LONG + f"turn {turn} " * turn) for turn in range(5)] == [first] * 5
     with staying(healthy, 4) as stream:
-        script = {"prompt": LONG, "tokens": 1, "word": "replica", "then": "hang"}
-        for number in range(4):
-            stream.send("llm", script)
+        for turn in range(1, 5):  # of one conversation, as nobody would: the earlier ones still run
+            stream.send("llm", {"tokens": 1, "word": "replica", "then": "hang", "prompt": turn * LONG})
+            stream.wait(num_texts=turn)
+        assert stream.texts[:3] == stream.texts[:1] * 3, "replica_load_slack is 2"
+        assert stream.texts[3] != stream.texts[0]
+
+
+def test_a_beginning_that_prompts_share_does_not_crowd_a_replica(healthy: TritonServer) -> None:
+    told(healthy, LONG + "one question " * 40)
+    with staying(healthy, NUM_REPLICAS) as stream:
+        for number in range(NUM_REPLICAS):
+            question = f"question {number} " * 40
+            stream.send("llm", {"tokens": 1, "word": "replica", "then": "hang", "prompt": LONG + question})
             stream.wait(num_texts=number + 1)
-        assert stream.texts[:3] == [str(first)] * 3, "replica_load_slack is 2"
-        assert stream.texts[3] != str(first)
+        assert len(set(stream.texts)) == NUM_REPLICAS
 
 
 def test_a_stop_goes_to_the_replica_that_has_the_request(healthy: TritonServer) -> None:

@@ -36,6 +36,13 @@ void rank_cases() {
   print("longest", router.rank(longer, loads({0, 2, 2})));
   print("down", router.rank(longer, loads({0, 0, 0}, 1)));
   print("least of those that serve", router.rank(longer, loads({7, 0, 8}, 1)));
+  print("shared", router.rank(hash_blocks(prompt_of('a', 3) + prompt_of('b', 3), ""), loads({0, 1, 1})));
+  const std::string document = prompt_of('d', 40);
+  router.was_sent(0, hash_blocks(document + prompt_of('x', 1), ""), 100);
+  print("much shared", router.rank(hash_blocks(document + prompt_of('y', 1), ""), loads({2, 0, 0})));
+  router.was_sent(1, hash_blocks(document + prompt_of('z', 1), ""), 100);
+  print("shared by all", router.rank(hash_blocks(document + prompt_of('y', 1), ""), loads({2, 0, 0})));
+  print("the same again", router.rank(hash_blocks(document + prompt_of('x', 1), ""), loads({2, 0, 0})));
   router.forget(1);
   print("forgotten", router.rank(longer, loads({0, 0, 0})));
   print("salted", router.rank(hash_blocks(prompt_of('a', 6), "salt"), loads({1, 1, 2})));
@@ -46,7 +53,7 @@ void known_cases() {
   const PromptBlocks first = hash_blocks(prompt_of('a', 8), ""), second = hash_blocks(prompt_of('b', 8), "");
   known.add(first, 12);
   known.add(second, 12);
-  printf("evicted: %zu %zu of %zu\n", known.count_known(first), known.count_known(second), known.size());
+  printf("evicted: %zu %zu of %zu\n", known.find(first).num_blocks, known.find(second).num_blocks, known.size());
   known.add(hash_blocks(prompt_of('c', 20), ""), 12);
   printf("too long: %zu\n", known.size());
   printf("parts: %zu %zu\n", hash_blocks(std::string(kBlockBytes * 2 - 1, 'a'), "").size(), hash_blocks("", "").size());

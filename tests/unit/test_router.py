@@ -18,6 +18,10 @@ EXPECTED = {
     "longest": "1 2 0",
     "down": "2 0 1",
     "least of those that serve": "2 0 1",
+    "shared": "0 2 1",  # a beginning of three blocks is not worth a request more than others
+    "much shared": "0 2 1",  # one of forty is
+    "shared by all": "1 2 0",
+    "the same again": "0 1 2",
     "forgotten": "2 0 1",
     "salted": "0 1 2",
     "evicted": "4 8 of 12",  # the beginning of a prompt outlives its end
