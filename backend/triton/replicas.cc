@@ -59,7 +59,7 @@ void Replicas::submit(FrameWriter& writer, OpenRequest& open) {
     return;
   }
   const RoutedRequest routed = read_routing(open.request);
-  if (routed.is_control) return submit_to_all(writer, open);
+  if (routed.is_control) return submit_to_all(writer, open, routed.empties_caches);
   open.id_hash = routed.is_stop ? 0 : routed.id_hash;
   submit_to_best(frame, handle, open, routed);
 }
@@ -98,7 +98,7 @@ std::vector<size_t> Replicas::rank(const RoutedRequest& routed) {
 }
 
 // A replica that is down is left out: it comes back as config.pbtxt says, awake.
-void Replicas::submit_to_all(FrameWriter& writer, OpenRequest& open) {
+void Replicas::submit_to_all(FrameWriter& writer, OpenRequest& open, bool empties_caches) {
   std::vector<size_t> up;
   for (size_t i = 0; i < engines_.size(); ++i) {
     if (engines_[i]->is_up()) up.push_back(i);
@@ -109,7 +109,7 @@ void Replicas::submit_to_all(FrameWriter& writer, OpenRequest& open) {
     const uint64_t handle = new_handle();
     frames.emplace_back(handle, encode_request(writer, handle, open.request));
   }
-  for (const size_t i : up) router_.forget(i);
+  for (size_t i = 0; i < engines_.size() && empties_caches; ++i) router_.forget(i);
   open.broadcast = std::make_shared<Broadcast>(up.size());
   for (size_t i = 0; i < up.size(); ++i) {
     const auto refused = [&](TRITONSERVER_Error_Code code, const std::string& reason) {

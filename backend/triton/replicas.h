@@ -39,7 +39,7 @@ class Replicas {
  private:
   std::vector<size_t> rank(const RoutedRequest& routed);
   void submit_to_best(std::string_view frame, uint64_t handle, const OpenRequest& open, const RoutedRequest& routed);
-  void submit_to_all(FrameWriter& writer, OpenRequest& open);
+  void submit_to_all(FrameWriter& writer, OpenRequest& open, bool empties_caches);
   size_t capacity_of(size_t replica) const;
 
   Router router_;

@@ -89,6 +89,7 @@ RoutedRequest read_routing(TRITONBACKEND_Request* request) {
   const std::string_view stop = tensor(request, "stop");
   routed.is_stop = stop.empty() ? parameters.is_stop : stop[0] != 0;
   routed.is_control = !parameters.control.empty();
+  routed.empties_caches = routed.is_control && parameters.control != "is_sleeping";
   if (routed.is_stop || routed.is_control) return routed;
   std::string_view prompt = tensor(request, "input_ids");
   if (prompt.empty()) prompt = text_tensor(request, "text_input");

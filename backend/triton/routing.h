@@ -10,7 +10,8 @@ struct RoutedRequest {
   PromptBlocks prompt;
   uint64_t id_hash = 0;     // of the client's id; 0 without one
   bool is_stop = false;     // ends the request of its id: for the replica that has it
-  bool is_control = false;  // sleep, wake up, reload: for all replicas
+  bool is_control = false;  // sleep, wake up, reload, or asking who sleeps: for all replicas
+  bool empties_caches = false;
 };
 
 // To be asked once encode_request() has found the request within its limits.  What cannot be read does not count: the

@@ -68,20 +68,24 @@ class LlmServer(TritonServer):
             **options,
         )
 
-    def add_variant(self, name: str, parameters: Mapping[str, object], model: Path | str | None = None) -> None:
-        """Write another `llm` into the repository; it is not loaded."""
+    def add_variant(
+        self, name: str, parameters: Mapping[str, object], model: Path | str | None = None, extra: str = ""
+    ) -> None:
+        """Write another `llm` into the repository; it is not loaded. extra: the end of its config.pbtxt."""
         folder = self.repository / name / "1"
         folder.mkdir(parents=True, exist_ok=True)
         text = f'name: "{name}"\nbackend: "slipstream"\n' + parameter("model", model or self.checkpoint)
         if model is None and not any("blocks" in key or "memory" in key or key == "task" for key in parameters):
             text += parameter("memory_bytes", POOL_BYTES)
         text += "".join(parameter(key, value) for key, value in parameters.items())
-        (folder.parent / "config.pbtxt").write_text(text)
+        (folder.parent / "config.pbtxt").write_text(text + extra)
 
     @contextmanager
-    def variant(self, name: str, parameters: Mapping[str, object], model: Path | str | None = None) -> Iterator[str]:
+    def variant(
+        self, name: str, parameters: Mapping[str, object], model: Path | str | None = None, extra: str = ""
+    ) -> Iterator[str]:
         """A loaded variant of `llm` for the length of the block."""
-        self.add_variant(name, parameters, model)
+        self.add_variant(name, parameters, model, extra)
         status, body = self.load(name)
         assert status == 200, body.decode()
         try:

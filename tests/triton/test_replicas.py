@@ -113,6 +113,10 @@ def test_a_stop_goes_to_the_replica_that_has_the_request(healthy: TritonServer) 
 
 def test_a_command_is_for_all_and_has_one_answer(healthy: TritonServer) -> None:
     before = healthy.log.count("told to sleep")
+    first = told(healthy, LONG)
+    for turn in range(1, 4):  # who asks changes nothing
+        assert healthy.post("/v2/models/llm/generate", {"control": "is_sleeping"})[0] == 200
+        assert told(healthy, LONG + "more " * 80 * turn) == first
     status, body = healthy.post("/v2/models/llm/generate", {"control": "sleep"})
     assert (status, json.loads(body)["text_output"]) == (200, "done")
     assert healthy.log.count("told to sleep") == before + NUM_REPLICAS
