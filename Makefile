@@ -3,7 +3,8 @@
 # make demo      start a server, call it over gRPC, HTTP, the ensemble and the OpenAI gateway, stop it
 # make test      all tests, as CI runs them; ARGS='tests/unit -k name' chooses
 # make test-gpu  the tests that need a GPU, and the speeds compared with the recorded ones
-# make wheel     dist/slipstream-*.whl: Python, the C++ backend, the chat page
+# make wheel     dist/slipstream-*.whl: Python, the C++ backend, kernels in CUDA (20 minutes of nvcc, once), the chat page;
+#                ARGS='--kernels none' leaves the compiled kernels out
 # make docs      the pages of docs/ as a site in install/site
 # make lint      style and types
 # make clean     remove .venv, install/ and caches

@@ -1,6 +1,10 @@
-"""Make a wheel that holds the Python packages, the C++ backend and the chat page's libraries.
+"""Make a wheel that holds the Python packages, the C++ backend, the kernels in CUDA and the chat page's libraries.
 
     .venv/bin/python build/make_wheel.py --out dist
+    .venv/bin/python build/make_wheel.py --kernels none                       # in seconds: kernels as sources only
+    .venv/bin/python build/make_wheel.py --kernels sm90_sample.cu,sm90_decode_attention.cu     # the libraries of these
+
+All kernels take nvcc 20 minutes of one core, once: they are kept in the user's cache folder.  No GPU is needed.
 
 Its platform tag is that of this machine (linux_x86_64): the backend needs a glibc and libstdc++ as new as those here.
 """
@@ -18,13 +22,17 @@ from pathlib import Path
 
 from compile_backend import LIBRARY, compile_backend
 from page_libraries import add_page_libraries
+from slipstream_kernels.cuda import prebuilt
 
 ROOT = Path(__file__).resolve().parent.parent
-_SKIPPED = shutil.ignore_patterns("__pycache__", "*.egg-info", "triton")
+_SKIPPED = shutil.ignore_patterns("__pycache__", "*.egg-info")
 
 
-def make_wheel(out: Path, compiled: Path) -> Path:
-    """compiled: where the compiled library is kept between calls. Raises RuntimeError."""
+def make_wheel(out: Path, compiled: Path, kernels: str) -> Path:
+    """compiled: where the compiled library is kept between calls.  kernels: "all", "none" or names of sources.
+
+    Raises RuntimeError, ValueError of an unknown source.
+    """
     library = compile_backend(compiled)
     if why := add_page_libraries():
         print(f"the chat page of this wheel will show answers as plain text: {why}", file=sys.stderr)
@@ -38,6 +46,9 @@ def make_wheel(out: Path, compiled: Path) -> Path:
         native = tree / "backend/slipstream/native"
         native.mkdir()
         shutil.copy2(library, native / LIBRARY)
+        if kernels != "none":
+            sources = () if kernels == "all" else kernels.split(",")
+            prebuilt.write(tree / "kernels/slipstream_kernels/prebuilt", sources)
         platform = f"--config-settings=--build-option=--plat-name={sysconfig.get_platform()}"
         command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", platform, "-w", str(made), str(tree)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -51,12 +62,15 @@ def make_wheel(out: Path, compiled: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the wheel (%(default)s)")
+    parser.add_argument(
+        "--kernels", default="all", help="kernels in CUDA to compile: all, none, or names of sources (%(default)s)"
+    )
     arguments = parser.parse_args()
     out = arguments.out.resolve()
     os.chdir(ROOT)
     try:
-        print(make_wheel(out, ROOT / "install/backends/slipstream"))
-    except RuntimeError as error:
+        print(make_wheel(out, ROOT / "install/backends/slipstream", arguments.kernels))
+    except (RuntimeError, ValueError) as error:
         raise SystemExit(str(error)) from None
 
 

@@ -136,16 +136,27 @@ def _nvlinked_runs(links: list[list[str]]) -> list[tuple[int, int]]:
 
 
 def cuda() -> list[Finding]:
-    nvcc = shutil.which("nvcc") or next((p for p in ("/usr/local/cuda/bin/nvcc",) if Path(p).exists()), None)
-    reply = _output([nvcc, "--version"]) if nvcc else None
-    if reply is None:
-        return [
-            Finding(
-                "nvcc", "note", "not found: kernels in CUDA cannot be built", "install the CUDA toolkit 12.4 or later"
-            )
-        ]
-    release = next((line.strip() for line in reply.splitlines() if "release" in line), reply.strip())
-    return [Finding("nvcc", "ok", f"{nvcc}, {release}")]
+    """Whether nvcc can build the kernels in CUDA, and whether this install brings them."""
+    from slipstream_kernels.cuda import build, prebuilt, toolkit
+
+    nvcc = toolkit.find_nvcc()
+    refusal = toolkit.compiler_refusal(nvcc)
+    unusable = prebuilt.refusal()
+    if unusable is None:
+        text = f"{prebuilt.count()} libraries, no compiler is needed for them"
+        brought = Finding("kernels", "ok", f"prebuilt in this install: {text}")
+    else:
+        num_cached = len(list(build.cache_folder().glob("*.so")))
+        kept = f"; {num_cached} libraries of earlier builds in {build.cache_folder()}"
+        where = "nvcc builds those that a model needs at its first start" if refusal is None else "Triton-lang's run"
+        advice = "" if refusal is None else "install a wheel that `make wheel` has made, or nvcc"
+        brought = Finding("kernels", "ok" if refusal is None else "note", f"{unusable}: {where}{kept}", advice)
+    if refusal is None and nvcc is not None:
+        version = toolkit.nvcc_version(nvcc)
+        assert version is not None
+        return [Finding("nvcc", "ok", f"{nvcc}, CUDA {toolkit.text_of(version)}"), brought]
+    advice = "" if unusable is None else f"install the CUDA toolkit {toolkit.text_of(toolkit.OLDEST_NVCC)} or later"
+    return [Finding("nvcc", "note", f"{refusal}: kernels in CUDA cannot be built", advice), brought]
 
 
 def packages() -> list[Finding]:

@@ -1,7 +1,8 @@
 """Builds CUDA sources into libraries with a plain C interface, and loads them with ctypes.
 
 ctypes instead of pybind11: without framework or Python headers a kernel builds in seconds and one library serves every
-Python and torch.  Libraries are cached in the user's cache folder by source, flags and architecture.
+Python and torch.  A library comes from the install (prebuilt.py), else from the user's cache folder, else from nvcc;
+its name holds a hash of source, flags and architecture.
 `python -m slipstream_kernels.cuda.build` builds all variants of the attention kernels ahead of time.
 """
 
@@ -13,15 +14,16 @@ import hashlib
 import logging
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, lru_cache, partial
-from importlib.util import find_spec
+from functools import cache
 from pathlib import Path
+
+from slipstream_kernels.cuda import prebuilt, toolkit
+from slipstream_kernels.cuda.toolkit import find_nvcc
 
 LOG = logging.getLogger(__name__)
 DEVICE_CODE = Path(__file__).resolve().parents[1] / "csrc"
@@ -47,19 +49,6 @@ def cache_folder() -> Path:
     """Where built libraries are kept: slipstream/kernels under the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "slipstream" / "kernels"
-
-
-@lru_cache
-def find_nvcc() -> Path | None:
-    """nvcc from PATH, a CUDA toolkit in its usual place, or the PyPI package nvidia-cuda-nvcc."""
-    on_path = shutil.which("nvcc")
-    if on_path is not None:
-        return Path(on_path)
-    candidates = sorted(Path("/usr/local").glob("cuda*/bin/nvcc"), reverse=True)
-    package = find_spec("nvidia")
-    for root in (package.submodule_search_locations or []) if package is not None else []:
-        candidates += sorted(Path(root).glob("cu*/bin/nvcc")) + sorted(Path(root).glob("cuda_nvcc/bin/nvcc"))
-    return next((path for path in candidates if os.access(path, os.X_OK)), None)
 
 
 def include_folders() -> list[Path]:
@@ -98,6 +87,8 @@ def build(
         raise KernelBuildError(
             f"nvcc: not on PATH, in /usr/local/cuda*/bin or in the package nvidia-cuda-nvcc; {source} cannot be built"
         )
+    if (reason := toolkit.compiler_refusal(nvcc)) is not None:
+        raise KernelBuildError(f"{source} cannot be built: {reason}")
     includes = [f"-I{path}" for path in (*include_folders(), *([] if headers is None else [headers()]))]
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,21 +112,40 @@ def build(
 def load(
     source: str, defines: tuple[str, ...], flags: tuple[str, ...] = (), headers: Callable[[], Path] | None = None
 ) -> ctypes.CDLL:
-    """Build if needed, and load into this process."""
-    return ctypes.CDLL(str(build(source, defines, flags=flags, headers=headers)))
+    """Load the library into this process: that of the install, else that of the cache; built if neither has it."""
+    name = _library_name(source, _options(defines, flags))
+    library = prebuilt.find(name)
+    origin = "prebuilt" if library is not None else "from the cache"
+    if library is None:
+        origin = origin if (cache_folder() / name).exists() else "built here"
+        library = build(source, defines, flags=flags, headers=headers)
+    LOG.info("kernel %s %s: %s", source, " ".join(defines), origin)
+    return ctypes.CDLL(str(library))
 
 
 @cache
 def missing(source: str, defines: tuple[str, ...], flags: tuple[str, ...] = ()) -> str | None:
-    """Why `source` can be neither loaded from the cache nor built here; None if it can."""
-    if find_nvcc() is not None or is_built(source, defines, flags):
+    """Why `source` can be neither loaded nor built here; None if it can.  The log warns of a reason once a source."""
+    if is_built(source, defines, flags):
         return None
-    return "nvcc is not installed, and no library built before is in the cache"
+    compiler = toolkit.compiler_refusal(find_nvcc())
+    if compiler is None:
+        return None
+    brought = prebuilt.refusal() or "this install's prebuilt kernels do not hold it"
+    reason = f"{compiler}, {brought}, and no library built before is in the cache"
+    _warn(source, reason)
+    return reason
+
+
+@cache
+def _warn(source: str, reason: str) -> None:
+    LOG.warning("kernel %s: %s; another kernel, which is slower, takes its place", source, reason)
 
 
 def is_built(source: str, defines: Sequence[str], flags: Sequence[str] = ()) -> bool:
-    """Whether the library is in the cache."""
-    return (cache_folder() / _library_name(source, _options(defines, flags))).exists()
+    """Whether the install brings the library or the cache holds it."""
+    name = _library_name(source, _options(defines, flags))
+    return prebuilt.find(name) is not None or (cache_folder() / name).exists()
 
 
 def _options(defines: Sequence[str], flags: Sequence[str]) -> tuple[str, ...]:
@@ -175,20 +185,18 @@ def _files_of(source: Path) -> list[Path]:
 
 def _main() -> None:
     from slipstream_kernels.cuda import cutlass
-    from slipstream_kernels.cuda.variants import on_cutlass, variants
+    from slipstream_kernels.cuda.variants import builders, variants
 
     parser = argparse.ArgumentParser(description="Build all variants of the CUDA kernels into the user's cache folder.")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     jobs = parser.parse_args().jobs
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    wanted = [partial(build, *variant) for variant in variants()]
+    wanted = builders()
     if (reason := cutlass.missing()) is not None:
         LOG.warning("without W4A8 products of many tokens: %s", reason)
-    else:
-        heavy = partial(build, flags=cutlass.FLAGS, headers=cutlass.include_folder)
-        wanted = [*(partial(heavy, *variant) for variant in on_cutlass()), *wanted]
+        wanted = wanted[-len(variants()) :]
     with ThreadPoolExecutor(jobs) as pool:
-        for library in pool.map(lambda job: job(), wanted):
+        for library in pool.map(lambda one: one[1](), wanted):
             print(library)
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
 from slipstream_kernels.attention.cuda import (
     decode_attention,
     latent_attention,
@@ -9,6 +13,8 @@ from slipstream_kernels.attention.cuda import (
     prefill_stage,
     verify_attention,
 )
+from slipstream_kernels.cuda import cutlass
+from slipstream_kernels.cuda.build import build
 from slipstream_kernels.fused_decode.cuda import decode_layers
 from slipstream_kernels.gemm.cuda import (
     int4_mm,
@@ -54,3 +60,10 @@ def variants() -> list[Variant]:
 def on_cutlass() -> list[Variant]:
     """Libraries with CUTLASS, for bf16 models; each compiles in about a minute."""
     return [(kernel.SOURCE, defines) for kernel in (w4a8_gemm, int8_gemm) for defines in kernel.variants()]
+
+
+def builders() -> list[tuple[str, Callable[[], Path]]]:
+    """The source of every library, and what builds it; those that take longest come first."""
+    heavy = partial(build, flags=cutlass.FLAGS, headers=cutlass.include_folder)
+    found = [(source, partial(heavy, source, defines)) for source, defines in on_cutlass()]
+    return [*found, *((source, partial(build, source, defines)) for source, defines in variants())]

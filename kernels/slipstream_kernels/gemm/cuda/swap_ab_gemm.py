@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from slipstream_kernels.cuda.build import build, load, missing
+from slipstream_kernels.cuda.build import load, missing
 from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.cuda.launch import fields, launch
 from slipstream_kernels.dependent_launch import launches_dependently
@@ -49,7 +49,7 @@ def refusal(x: torch.Tensor | Fp8Rows, weight: torch.Tensor, scales: torch.Tenso
 def build_all(output: torch.dtype, weight: torch.dtype, by_blocks: bool, columns: tuple[int, ...]) -> None:
     """Libraries of a format, side by side: one after the other they would take a start 20 s and not 7."""
     with ThreadPoolExecutor(len(columns)) as pool:
-        for _ in pool.map(lambda width: build(SOURCE, defines(output, weight, by_blocks, width)), columns):
+        for _ in pool.map(lambda width: load(SOURCE, defines(output, weight, by_blocks, width)), columns):
             pass
 
 

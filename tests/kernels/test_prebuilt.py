@@ -1,0 +1,173 @@
+"""Where kernels in CUDA come from: the install, the cache, nvcc; and what is said when none of these has them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hopper import require_nvcc
+from slipstream.commands import examinations
+from slipstream_kernels.cuda import build, prebuilt, toolkit
+from slipstream_kernels.gemm.cuda.int4_mm import DEQUANTISE
+
+DEFINES = ("NEVER_BUILT",)
+
+
+@pytest.fixture(autouse=True)
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An install without prebuilt kernels and without nvcc, an empty cache, no driver."""
+    folder = tmp_path / "prebuilt"
+    folder.mkdir()
+    monkeypatch.setattr(prebuilt, "FOLDER", folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    use_nvcc(monkeypatch, None)
+    use_driver(monkeypatch, None)
+    forget()
+    yield folder
+    forget()
+
+
+def forget() -> None:
+    for answer in (build.load, build.missing, build._warn, prebuilt.refusal, toolkit.nvcc_version):
+        answer.cache_clear()
+
+
+def use_nvcc(monkeypatch: pytest.MonkeyPatch, nvcc: Path | None) -> None:
+    monkeypatch.setattr(build, "find_nvcc", lambda: nvcc)
+    monkeypatch.setattr(toolkit, "find_nvcc", lambda: nvcc)
+
+
+def use_driver(monkeypatch: pytest.MonkeyPatch, version: toolkit.Version | None) -> None:
+    monkeypatch.setattr(toolkit, "driver_version", lambda: version)
+
+
+def fake_nvcc(folder: Path, version: str) -> Path:
+    """It says its release, and makes an empty file for a library."""
+    nvcc = folder / "nvcc"
+    nvcc.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && echo "Cuda compilation tools, release {version}, V{version}.1" && exit 0\n'
+        'while [ $# -gt 0 ]; do [ "$1" = -o ] && touch "$2"; shift; done\n'
+    )
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+def put_library(folder: Path, cuda: str = "13.0", defines: tuple[str, ...] = DEFINES) -> Path:
+    """A library of DEQUANTISE as a wheel brings it; it has no kernel, but it can be loaded."""
+    name = build._library_name(DEQUANTISE, build._options(defines, ()))
+    subprocess.run(["gcc", "-shared", "-x", "c", "/dev/null", "-o", str(folder / name)], check=True)
+    (folder / prebuilt.TOOLKIT).write_text(json.dumps({"cuda": cuda}))
+    return folder / name
+
+
+def test_a_prebuilt_library_needs_no_compiler(install: Path, caplog: pytest.LogCaptureFixture) -> None:
+    library = put_library(install)
+    assert build.missing(DEQUANTISE, DEFINES) is None
+    with caplog.at_level(logging.INFO):
+        assert build.load(DEQUANTISE, DEFINES)._name == str(library)
+    assert f"{DEQUANTISE} NEVER_BUILT: prebuilt" in caplog.text
+
+
+def test_one_of_other_sources_is_never_loaded(install: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    put_library(install)
+    changed = tmp_path / "csrc"
+    shutil.copytree(build.DEVICE_CODE, changed)
+    with (changed / "impls" / DEQUANTISE).open("a") as source:
+        source.write("// changed\n")
+    monkeypatch.setattr(build, "SOURCE_FOLDER", changed / "impls")
+    monkeypatch.setattr(build, "DEVICE_CODE", changed)
+    assert "do not hold it" in (build.missing(DEQUANTISE, DEFINES) or "")
+    with pytest.raises(build.KernelBuildError, match="cannot be built"):
+        build.load(DEQUANTISE, DEFINES)
+
+
+def test_without_any_of_them_the_reason_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    reason = build.missing(DEQUANTISE, DEFINES)
+    assert reason is not None and "nvcc is not installed" in reason and "brings no prebuilt kernels" in reason
+    build.missing(DEQUANTISE, ("ANOTHER",))
+    assert caplog.text.count(f"kernel {DEQUANTISE}: nvcc is not installed") == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "driver", "words"),
+    [
+        ("11.8", None, "is of CUDA 11.8, older than 12.4"),
+        ("13.0", (12, 8), "is of CUDA 13.0, the driver takes 12.8 at most"),
+        ("12.8", (12, 4), None),  # runs with every driver of its major version
+        ("12.8", (13, 0), None),
+    ],
+)
+def test_a_compiler_whose_libraries_would_not_run_builds_none(
+    version: str,
+    driver: toolkit.Version | None,
+    words: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    use_nvcc(monkeypatch, fake_nvcc(tmp_path, version))
+    use_driver(monkeypatch, driver)
+    if words is None:
+        assert build.missing(DEQUANTISE, DEFINES) is None
+        assert build.build(DEQUANTISE, DEFINES).exists()
+        return
+    assert words in (build.missing(DEQUANTISE, DEFINES) or "")
+    with pytest.raises(build.KernelBuildError, match=words):
+        build.build(DEQUANTISE, DEFINES)
+
+
+def test_an_old_driver_takes_a_library_of_its_own_version_instead(
+    install: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put_library(install, cuda="13.0")
+    use_driver(monkeypatch, (12, 8))
+    assert "the set of prebuilt kernels is of CUDA 13.0" in (build.missing(DEQUANTISE, DEFINES) or "")
+    forget()
+    use_nvcc(monkeypatch, fake_nvcc(tmp_path, "12.6"))
+    assert build.missing(DEQUANTISE, DEFINES) is None
+    built = build.build(DEQUANTISE, DEFINES)
+    assert built.parent == build.cache_folder()
+
+
+def test_doctor_says_which_kernels_run(install: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def found() -> dict[str, examinations.Finding]:
+        forget()
+        return {finding.subject: finding for finding in examinations.cuda()}
+
+    without = found()
+    assert without["nvcc"].state == without["kernels"].state == "note"
+    assert "Triton-lang's run" in without["kernels"].text and "nvcc" in without["kernels"].advice
+    put_library(install)
+    assert found()["kernels"].state == "ok" and "1 libraries" in found()["kernels"].text
+    assert not found()["nvcc"].advice  # nothing to install
+    use_driver(monkeypatch, (12, 8))
+    assert "the driver takes 12.8" in found()["kernels"].text
+    use_nvcc(monkeypatch, fake_nvcc(tmp_path, "12.6"))
+    assert found()["nvcc"].state == "ok" and "CUDA 12.6" in found()["nvcc"].text
+    assert "nvcc builds those" in found()["kernels"].text
+    use_nvcc(monkeypatch, fake_nvcc(tmp_path, "11.8"))
+    assert "older than 12.4" in found()["nvcc"].text
+
+
+def test_a_written_set_is_what_an_install_finds(
+    install: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.undo()
+    nvcc = require_nvcc()
+    monkeypatch.setattr(prebuilt, "FOLDER", install)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(install.parent / "cache"))
+    with pytest.raises(ValueError, match="no such source"):
+        prebuilt.write(install, ["sm90_nothing.cu"])
+    assert prebuilt.write(install, [DEQUANTISE]) == 1
+    forget()
+    [library] = install.glob("*.so")
+    assert prebuilt.toolkit_version() == toolkit.nvcc_version(nvcc) and prebuilt.count() == 1
+    shutil.rmtree(build.cache_folder())
+    use_nvcc(monkeypatch, None)
+    loaded = build.load(DEQUANTISE, ())
+    assert loaded._name == str(library)
+    assert loaded.slipstream_error_text is not None  # stripping leaves what is called
