@@ -35,7 +35,7 @@ std::string_view text_tensor(TRITONBACKEND_Request* request, const char* name) {
 
 // The request parameters of these names.
 struct Parameters {
-  std::string_view id, control, cache_salt, sampling_parameters;
+  std::string_view id, control, cache_salt, lora_name, sampling_parameters;
   bool is_stop = false;
 };
 
@@ -43,6 +43,7 @@ void read_text(Parameters& found, std::string_view name, std::string_view value)
   if (name == "id" || name == "request_id") found.id = value;
   if (name == "control") found.control = value;
   if (name == "cache_salt") found.cache_salt = value;
+  if (name == "lora_name") found.lora_name = value;
   if (name == "sampling_parameters") found.sampling_parameters = value;
 }
 
@@ -63,18 +64,26 @@ Parameters read_parameters(TRITONBACKEND_Request* request) {
   return found;
 }
 
-std::string salt_of(TRITONBACKEND_Request* request, const Parameters& parameters) {
-  std::string_view salt = text_tensor(request, "cache_salt");
-  if (salt.empty()) salt = parameters.cache_salt;
-  if (!salt.empty()) return std::string(salt);
-  std::string_view json = text_tensor(request, "sampling_parameters");
-  if (json.empty()) json = parameters.sampling_parameters;
-  if (json.find("cache_salt") == std::string_view::npos) return "";
+// A text that a client gives as tensor, request parameter or in the JSON, in this order.
+std::string_view text_of(
+    TRITONBACKEND_Request* request, const char* name, std::string_view parameter, std::string_view json) {
+  const std::string_view given = text_tensor(request, name);
+  if (!given.empty()) return given;
+  if (!parameter.empty() || json.find(name) == std::string_view::npos) return parameter;
   try {
-    return std::string(json_member(json, "cache_salt").value_or(""));
+    return json_member(json, name).value_or("");
   } catch (const std::runtime_error&) {  // no JSON
     return "";
   }
+}
+
+// What cached prefixes depend on besides the prompt.
+std::string seed_of(TRITONBACKEND_Request* request, const Parameters& parameters) {
+  std::string_view json = text_tensor(request, "sampling_parameters");
+  if (json.empty()) json = parameters.sampling_parameters;
+  std::string seed(text_of(request, "cache_salt", parameters.cache_salt, json));
+  seed += '\0';
+  return seed.append(text_of(request, "lora_name", parameters.lora_name, json));
 }
 
 }  // namespace
@@ -89,11 +98,11 @@ RoutedRequest read_routing(TRITONBACKEND_Request* request) {
   const std::string_view stop = tensor(request, "stop");
   routed.is_stop = stop.empty() ? parameters.is_stop : stop[0] != 0;
   routed.is_control = !parameters.control.empty();
-  routed.empties_caches = routed.is_control && parameters.control != "is_sleeping";
+  routed.empties_caches = parameters.control == "sleep" || parameters.control == "reload_weights";
   if (routed.is_stop || routed.is_control) return routed;
   std::string_view prompt = tensor(request, "input_ids");
   if (prompt.empty()) prompt = text_tensor(request, "text_input");
-  routed.prompt = hash_blocks(prompt, salt_of(request, parameters));
+  routed.prompt = hash_blocks(prompt, seed_of(request, parameters));
   return routed;
 }
 

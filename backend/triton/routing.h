@@ -10,7 +10,7 @@ struct RoutedRequest {
   PromptBlocks prompt;
   uint64_t id_hash = 0;     // of the client's id; 0 without one
   bool is_stop = false;     // ends the request of its id: for the replica that has it
-  bool is_control = false;  // sleep, wake up, reload, or asking who sleeps: for all replicas
+  bool is_control = false;  // sleep, load an adapter, or a question such as who sleeps: for all replicas
   bool empties_caches = false;
 };
 

@@ -48,11 +48,12 @@ def ups(server: TritonServer) -> list[float]:
     return [of_replica(server, "slipstream_engine_up", replica) for replica in range(NUM_REPLICAS)]
 
 
-def told(server: TritonServer, prompt: str = "") -> int:
+def told(server: TritonServer, prompt: str = "", **parameters: str) -> int:
     """The replica that answers a request."""
-    status, body = server.post("/v2/models/llm/generate", {"text_input": json.dumps({**TELL, "prompt": prompt})})
-    assert status == 200, body
-    return int(json.loads(body)["text_output"])
+    body = {"text_input": json.dumps({**TELL, "prompt": prompt}), "parameters": parameters}
+    status, reply = server.post("/v2/models/llm/generate", body)
+    assert status == 200, reply
+    return int(json.loads(reply)["text_output"])
 
 
 @contextmanager
@@ -86,6 +87,15 @@ def test_a_prompt_goes_where_its_beginning_is_cached_unless_that_one_has_too_muc
             stream.wait(num_texts=turn)
         assert stream.texts[:3] == stream.texts[:1] * 3, "replica_load_slack is 2"
         assert stream.texts[3] != stream.texts[0]
+
+
+@pytest.mark.parametrize("name", ["cache_salt", "lora_name", "sampling_parameters"])
+def test_what_parts_cached_prefixes_parts_prompts(healthy: TritonServer, name: str) -> None:
+    values = ['{"cache_salt": "one"}', '{"cache_salt": "two"}'] if name == "sampling_parameters" else ["one", "two"]
+    prompt = f"{name} " + LONG
+    first, second = (told(healthy, prompt, **{name: value}) for value in values)
+    assert first != second, "known of none, it went to the one that was chosen longest ago"
+    assert [told(healthy, prompt + LONG, **{name: value}) for value in values] == [first, second]
 
 
 def test_a_beginning_that_prompts_share_does_not_crowd_a_replica(healthy: TritonServer) -> None:
