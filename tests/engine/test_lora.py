@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from engine_driver import GREEDY, make_engine, model_worker, run_steps
-from lora_adapters import ALL, make_adapter, merged
+from lora_adapters import ALL, as_sent, make_adapter, merged
 from safetensors.torch import load_file, save_file
+from slipstream.core.adapters import Matrix, SentAdapter
 from slipstream.core.config import SpeculationConfig
 from slipstream.core.control import LOAD_LORA, RELOAD, SLEEP, UNLOAD_LORA, WAKE_UP, Control
-from slipstream.core.errors import ConfigError, RequestError
+from slipstream.core.errors import CapacityError, ConfigError, RequestError
 from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
 from tiny_model import make_tiny_windowed
@@ -202,6 +204,86 @@ def test_sleep_and_reload_keep_adapters(tiny_llama: Path, adapters: Mapping[str,
 def test_adapters_are_off_by_default(tiny_llama: Path) -> None:
     with pytest.raises(RequestError, match=r"^lora_name: LoRA feature is not enabled"):
         make_engine(tiny_llama).submit(Request(PROMPT, GREEDY, adapter_name="all"))
+
+
+def sent(task_id: int, weights: np.ndarray | None = None, config: np.ndarray | None = None) -> SentAdapter:
+    if weights is None or config is None:
+        return SentAdapter(task_id)
+    return SentAdapter(task_id, *(Matrix(one.dtype.char, one.shape, one.tobytes()) for one in (weights, config)))
+
+
+def told_by(engine: Engine, adapter: SentAdapter, salt: bytes = b"") -> list[int]:
+    [request] = engine.submit(Request(PROMPT, GREEDY, sent_adapter=adapter, prefix_key=salt))
+    run_steps(engine, {})
+    assert request.sent_adapter is None, "its weights are held no longer"
+    return request.token_ids[len(PROMPT) :]
+
+
+def test_weights_that_clients_send(tiny_llama: Path, adapters: Mapping[str, Path], tmp_path: Path) -> None:
+    """The first request of a number brings them; later ones name it, in the client's own cache alone."""
+    weights, config = as_sent(adapters["queries"], 3.0)
+    engine = serving(tiny_llama, {}, lora_cache_bytes=1 << 20)
+    rounded = make_adapter(tmp_path / "rounded", tiny_llama, 2, rank=2, modules=("q_proj", "down_proj"))
+    pairs = load_file(rounded / "adapter_model.safetensors")
+    scaled = {name: (3.0 * pair if ".lora_B." in name else pair) for name, pair in pairs.items()}
+    save_file({name: pair.half().float() for name, pair in scaled.items()}, rounded / "adapter_model.safetensors")
+    [expected] = answers(make_engine(merged(tmp_path / "merged", tiny_llama, rounded)), [("", PROMPT)])
+    assert told_by(engine, sent(7, weights, config)) == expected == told_by(engine, sent(7))
+    for adapter, salt in ((sent(8), b""), (sent(7), b"another client")):
+        with pytest.raises(RequestError, match=r"^lora_task_id: got .*send lora_weights and lora_config again"):
+            told_by(engine, adapter, salt)
+    other = as_sent(adapters["all"])
+    assert told_by(engine, sent(7, *other)) != expected  # sent again, it is another adapter
+    assert told_by(engine, sent(7)) == told_by(engine, sent(9, *other))
+
+
+def test_the_room_for_sent_adapters_is_bounded(tiny_llama: Path, adapters: Mapping[str, Path]) -> None:
+    weights, config = as_sent(adapters["queries"])
+    probe = serving(tiny_llama, {}, lora_cache_bytes=1 << 20)
+    told_by(probe, sent(1, weights, config))
+    [one] = probe.adapters._sent._live
+    engine = serving(tiny_llama, {}, lora_cache_bytes=2 * one.num_bytes)
+    for task_id in (1, 2, 1, 3):
+        told_by(engine, sent(task_id, weights, config))
+    assert [key[1] for key in engine.adapters._sent._known] == [1, 3]
+    for task_id in (4, 5):
+        engine.submit(Request(PROMPT, GREEDY, sent_adapter=sent(task_id, weights, config)))
+    with pytest.raises(CapacityError, match="fill lora_cache_host_memory_bytes"):
+        engine.submit(Request(PROMPT, GREEDY, sent_adapter=sent(6, weights, config)))
+    run_steps(engine, {})
+    assert told_by(engine, sent(6, weights, config))
+    with pytest.raises(RequestError, match=r"^lora_weights: has .* bytes, accepted: at most"):
+        told_by(serving(tiny_llama, {}, lora_cache_bytes=100), sent(1, weights, config))
+    with pytest.raises(RequestError, match=r"^lora_task_id: LoRA weights are not taken"):
+        told_by(serving(tiny_llama, {}), sent(1, weights, config))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights, config: (weights[:1], config), "lora_weights: has 1 rows and lora_config 4"),
+        (lambda weights, config: (weights, np.add(config, [[0, 0, 5]])), "lora_config: got rank 7"),
+        (
+            lambda weights, config: (weights, np.add(config, [[0, 9, 0]])),
+            "lora_config: got module 6 of layer 9, accepted",
+        ),
+        (
+            lambda weights, config: (weights, np.add(config * [[0, 1, 1]], [[13, 0, 0]])),
+            "lora_config: got module 13 of layer",
+        ),
+        (lambda weights, config: (weights, config * [[1, 0, 1]]), "lora_config: got module 6 of layer 0, .* once"),
+        (lambda weights, config: (weights[:, :50], config), "lora_weights: has rows of 50 numbers"),
+        (lambda weights, config: (np.full_like(weights, np.inf), config), "lora_weights: .* holds NaN, infinity"),
+        (lambda weights, config: (weights, config - [[0, 0, 3]]), "lora_config: got rank -1"),
+    ],
+)
+def test_sent_weights_that_do_not_fit(
+    tiny_llama: Path, adapters: Mapping[str, Path], change: Callable[..., tuple[np.ndarray, np.ndarray]], message: str
+) -> None:
+    weights, config = change(*as_sent(adapters["queries"]))
+    engine = serving(tiny_llama, {}, lora_cache_bytes=1 << 20)
+    with pytest.raises(RequestError, match=f"^{message}"):
+        told_by(engine, sent(1, weights, config.astype(np.int32)))
 
 
 @pytest.mark.parametrize(

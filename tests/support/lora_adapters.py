@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+MODULE_IDS = {"q_proj": 1, "k_proj": 2, "v_proj": 3, "o_proj": 4, "gate_proj": 5, "up_proj": 7, "down_proj": 6}
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -37,6 +40,20 @@ def make_adapter(
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": list(modules), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(settings | config))
     return folder
+
+
+def as_sent(adapter: Path, scale: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """TensorRT-LLM's lora_weights and lora_config of a folder, as its converter makes them."""
+    pairs, rows, config = load_file(adapter / "adapter_model.safetensors"), [], []
+    for name, a in pairs.items():
+        found = re.search(r"layers\.(\d+)\..*\.(\w+)\.lora_A", name)
+        if found is not None:
+            b = scale * pairs[name.replace(".lora_A.", ".lora_B.")]
+            rows.append(np.concatenate([a.numpy().ravel(), b.numpy().ravel()]))
+            config.append((MODULE_IDS[found[2]], int(found[1]), len(a)))
+    width = max(map(len, rows))
+    padded = np.stack([np.pad(row, (0, width - len(row))) for row in rows])
+    return padded.astype(np.float16), np.array(config, np.int32)
 
 
 def merged(folder: Path, checkpoint: Path, adapter: Path, scale: float = 1.0) -> Path:

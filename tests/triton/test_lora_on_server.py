@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from gateway import GatewayProcess
-from llm_client import grpc_infer, http_generate
+from llm_client import Answer, grpc_infer, http_generate
 from llm_server import LlmServer
-from lora_adapters import make_adapter
+from lora_adapters import as_sent, make_adapter
 
 PROMPT = "def fibonacci(n):\n"
 GREEDY = {"text_input": PROMPT, "exclude_input_in_output": True, "max_tokens": 16, "temperature": 0.0}
@@ -26,7 +27,9 @@ def tuned(llm_server: LlmServer, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = llm_server.repository / "tuned"
     (folder / "1").mkdir(parents=True, exist_ok=True)
     (folder / "1/multi_lora.json").write_text(json.dumps({"first": str(root / "first")}))
-    with llm_server.variant("tuned", {"enable_lora": "true", "max_loras": 2, "lora_root": root}) as name:
+    with llm_server.variant(
+        "tuned", {"enable_lora": "true", "max_loras": 2, "lora_root": root, "lora_cache_host_memory_bytes": 8 << 20}
+    ) as name:
         yield name
 
 
@@ -53,6 +56,25 @@ def test_by_name_over_http_and_grpc(llm_server: LlmServer, greedy: Callable[...,
     assert status == 400 and "lora_path" in reply["error"]
     status, reply = http_generate(llm_server.http_url, "llm", {**GREEDY, "lora_name": "first"})
     assert status == 400 and "LoRA feature is not enabled" in reply["error"]
+
+
+def test_weights_in_a_request(llm_server: LlmServer, tuned: str, tmp_path: Path) -> None:
+    """TensorRT-LLM's way, here with what `first` has: the same text up to the rounding of its numbers to fp16."""
+    folder = make_adapter(tmp_path / "sent", llm_server.checkpoint, 0, rank=8, modules=("q_proj", "v_proj", "up_proj"))
+    weights, config = as_sent(folder)
+
+    def ask(**inputs: Any) -> Answer:
+        tensors = {"text_input": PROMPT, "max_tokens": 8, "temperature": 0.0, "stream": True, **inputs}
+        return grpc_infer(llm_server.grpc_url, tuned, tensors)
+
+    number = np.array([5], np.uint64)
+    unknown = ask(lora_task_id=number)
+    assert "lora_task_id: got 5, accepted: an adapter that is in the cache" in unknown.error
+    first = ask(lora_task_id=number, lora_weights=weights, lora_config=config)
+    assert not first.error, first.error
+    assert first.text == ask(lora_task_id=number).text == ask(lora_name="first").text != ask().text
+    refused = ask(lora_task_id=number, lora_weights=weights[:2], lora_config=config)
+    assert "lora_weights: has 2 rows" in refused.error
 
 
 def test_by_the_model_of_openai_s_api(

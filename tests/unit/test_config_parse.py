@@ -61,6 +61,7 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "num_nodes": {"tensor_parallel_size": "4", "rank_secret_file": "/secret"},
         "lora_modules": {"enable_lora": "true"},
         "lora_root": {"enable_lora": "true"},
+        "lora_cache_host_memory_bytes": {"enable_lora": "true"},
     }.get(parameter.name, {})
     text = {**special, "cuda_graphs": "1,2,8"}.get(parameter.name)
     text = text or (parameter.accepted[-1] if parameter.accepted else samples[type(default)])
@@ -115,7 +116,8 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
         ({"lora_modules": "a=b"}, "lora_modules='a=b': accepted: a JSON object of names and folders"),
         ({"lora_modules": '{"a": 1}'}, "lora_modules='{\"a\": 1}': accepted: a JSON object of names and folders"),
         ({"max_loras": "0"}, "max_loras='0': accepted: an integer from 1 to 256"),
-        ({"lora_cache_host_memory_bytes": "1"}, "lora_cache_host_memory_bytes='1': .*max_loras"),
+        ({"lora_cache_host_memory_bytes": "1"}, "lora_cache_host_memory_bytes=1: accepted with enable_lora=true"),
+        ({"lora_cache_gpu_memory_fraction": "1"}, "lora_cache_gpu_memory_fraction='1': .*max_loras"),
         ({"num_nodes": "2"}, "num_nodes=2: accepted: 1, or what divides tensor_parallel_size=1"),
         ({"num_nodes": "2", "tensor_parallel_size": "2"}, "rank_secret_file='': missing; accepted with several nodes"),
         ({"rank_address": "29500"}, "rank_address='29500': accepted: HOST:PORT"),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import toy_tokenizers
+from slipstream.core.adapters import Matrix
 from slipstream.core.config import EngineConfig, ServingConfig
 from slipstream.core.errors import CapacityError, EngineError, RequestError, SlipstreamError
 from slipstream.core.outputs import RequestOutput, TokenLogprobs
@@ -42,7 +43,9 @@ SAMPLES: dict[str, tuple[object, object]] = {
     "guided_decoding_guide_type": ("regex", "="),
     "guided_decoding_guide": ("[a-z]+", "="), "stream": (True, "="), "stream_interval": (4, "="),
     "exclude_input_in_output": (True, "="), "stop_request": (False, "="), "priority": (-3, "="),
-    "lora_name": ("sql", "="), "lora_path": ("folder", "="),
+    "lora_name": ("sql", "="), "lora_path": ("folder", "="), "lora_task_id": (2**63, "="),
+    "lora_weights": ([1.5, 2.0], Matrix("e", (1, 2), b"\0\x3e\0\x40")),
+    "lora_config": ([1, 0, 2], Matrix("i", (1, 3), bytes([1, *[0] * 7, 2, 0, 0, 0]))),
     "cache_salt": ("tenant", "="), "timeout_ms": (50, "="), "num_draft_tokens": (3, "="),
     "speculative_method": ("ngram", "="),
     "speculative_acceptance": ("exact", "="), "reference_text": ("a text", "="), "reference_ids": ([5, 6], (5, 6)),
@@ -51,7 +54,7 @@ SAMPLES: dict[str, tuple[object, object]] = {
 
 def shaped(spec: InputSpec, values: object, batch: bool = False) -> wire.Tensor:
     flat = values if isinstance(values, list) else [values]
-    shape = (2, len(flat) // 2) if spec.dims == (2, -1) else (len(flat),)
+    shape = {(2, -1): (2, len(flat) // 2), (-1, -1): (1, len(flat)), (-1, 3): (1, 3)}.get(spec.dims, (len(flat),))
     return tensor(spec.name, flat, (1, *shape) if batch else shape)
 
 

@@ -13,7 +13,29 @@ from typing import Any
 NO_SLOT = -1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A tensor of two axes as a client sent it, little endian. item: of array's type codes, or "e"."""
+
+    item: str
+    shape: tuple[int, int]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class SentAdapter:
+    """An adapter as TensorRT-LLM's clients send it: its weights with the first request, its id with each.
+
+    weights: a row a module: A [r, in_features], then B [out_features, r] with the scale in it, padded by zeros.
+    config: int32, a row a module: (module id, layer, r).
+    """
+
+    task_id: int
+    weights: Matrix | None = None
+    config: Matrix | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class Adapter:
     """number: of this load of it, never used again. pairs: of each module, what the worker reads."""
 

@@ -57,6 +57,7 @@ class ModelConfig:
     max_cpu_loras: int = 64  # adapters that are loaded, in host memory
     lora_modules: str = ""  # JSON: names of adapters and their folders
     lora_root: str = ""  # below which a command may load others; "" = none
+    lora_cache_bytes: int = 0  # host memory of adapters that clients send; 0 = none is taken
 
 
 @dataclass(frozen=True)

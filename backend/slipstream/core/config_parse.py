@@ -297,9 +297,10 @@ def _check_nodes(parallel: ParallelConfig) -> None:
 def _check_lora(config: EngineConfig) -> None:
     model, size = config.model, config.parallel.tensor_parallel_size
     if not model.enable_lora:
-        given = next((name for name in ("lora_modules", "lora_root") if getattr(model, name)), "")
-        if given:
-            raise ConfigError(given, getattr(model, given), "accepted with enable_lora=true")
+        values = model.lora_modules, model.lora_root, model.lora_cache_bytes
+        for name, value in zip(("lora_modules", "lora_root", "lora_cache_host_memory_bytes"), values):
+            if value:
+                raise ConfigError(name, value, "accepted with enable_lora=true")
     elif size > 1:
         raise ConfigError("enable_lora", True, f"accepted with tensor_parallel_size=1, not {size}")
     elif model.deterministic:

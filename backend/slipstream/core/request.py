@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slipstream.core.adapters import NO_SLOT, Adapter
+from slipstream.core.adapters import NO_SLOT, Adapter, SentAdapter
 from slipstream.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ class Request:
     eos_token_ids: frozenset[int] = frozenset()
     prefix_key: bytes = b""
     adapter_name: str = ""  # as the client says it
+    sent_adapter: SentAdapter | None = None  # or as it sends it
     adapter: Adapter | None = None  # found by Engine.submit
     adapter_slot: int = NO_SLOT  # while it runs
     sequence_id: int = field(default_factory=lambda: next(_ids))

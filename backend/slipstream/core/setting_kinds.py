@@ -14,8 +14,10 @@ from numbers import Integral, Real
 from typing import Any, Protocol
 
 from slipstream.core import setting_values as values
+from slipstream.core.adapters import Matrix
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import MAX_ENTRIES, MAX_INT32, check_list, refuse
+from slipstream.core.wire_messages import DataType
 
 
 class Kind(Protocol):
@@ -240,6 +242,27 @@ class Biases:
 
     def check(self, name: str, value: Any) -> None:
         if not _are_numbers(value, self.limit):
+            raise refuse(name, value, self.accepted)
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A tensor of two axes that is not read into numbers here. num_columns: -1 for any."""
+
+    dtype: DataType
+    num_columns: int = -1
+
+    @property
+    def accepted(self) -> str:
+        return f"a tensor of type {self.dtype.name} and shape [n, {'m' if self.num_columns < 0 else self.num_columns}]"
+
+    def read(self, name: str, value: object) -> Matrix:
+        self.check(name, value)
+        assert isinstance(value, Matrix)
+        return value
+
+    def check(self, name: str, value: Any) -> None:
+        if not isinstance(value, Matrix):
             raise refuse(name, value, self.accepted)
 
 

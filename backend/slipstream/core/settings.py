@@ -23,6 +23,7 @@ from slipstream.core.setting_kinds import (
     Integer,
     Kind,
     Number,
+    Numbers,
     Object,
     Text,
     Texts,
@@ -31,6 +32,7 @@ from slipstream.core.setting_kinds import (
     WordsIds,
 )
 from slipstream.core.setting_values import MAX_INT32
+from slipstream.core.wire_messages import DataType
 
 Origins = tuple[str, ...]
 TRT = (TRT_ENSEMBLE, TRT_CORE)
@@ -145,6 +147,9 @@ _SERVING = (
     Setting("sleep_mode", Choice(MODES), "wait", "Of `sleep` and `reload_weights`: `wait` for running requests, at most `drain_timeout_s`, or `abort` them.", parameters=("sleep_mode",), is_in_json=False),
     Setting("reload_folder", Text(MAX_FOLDER_BYTES), "", "Of `reload_weights`: the checkpoint, below `reload_root`; none: the model's own.", parameters=("reload_folder",), is_in_json=False),
     Setting("lora_name", Text(MAX_LORA_NAME_BYTES), "", "The LoRA adapter to answer with, one of those that the model has loaded ([how](lora.md)); empty: none.", {"lora_name": (TRT_LLMAPI,)}, openai="`model`"),
+    Setting("lora_task_id", Integer(0, 2**64 - 1, "an integer from 0 (none) to 2^64 - 1"), 0, "The client's own number of an adapter that it sends, or has sent, with the same `cache_salt`.", {"lora_task_id": TRT}, is_in_json=False),
+    Setting("lora_weights", Numbers(DataType.FP16), None, "The adapter of `lora_task_id`, where `lora_cache_host_memory_bytes` allows it: a row a module, A then B. With the first request; later ones need the id alone.", {"lora_weights": TRT}, is_in_json=False),
+    Setting("lora_config", Numbers(DataType.INT32, 3), None, "Of `lora_weights`: TensorRT-LLM's module id, the layer and the rank of each row.", {"lora_config": TRT}, is_in_json=False),
     Setting("lora_path", Text(MAX_FOLDER_BYTES), "", "Of `load_lora_adapter`: the adapter's folder, below the model's `lora_root`.", {"lora_path": (TRT_LLMAPI,)}, is_in_json=False),
     # Fields of Triton's own that HTTP `generate` (2.51) takes for parameters.
     Setting("timeout_us", Integer(0, MAX_TIMEOUT_US), 0, "Triton's request timeout, in microseconds.", parameters=("timeout",), is_in_json=False),

@@ -18,6 +18,7 @@ from slipstream.core.control import LOAD_LORA, UNLOAD_LORA, Control
 from slipstream.core.errors import ConfigError, RequestError
 from slipstream.core.request import Request
 from slipstream.core.setting_values import shown
+from slipstream.engine.sent_adapters import SentAdapters
 from slipstream.nn.adapter_files import read_adapter
 from slipstream.nn.load import lora_targets, planned_model
 from slipstream.nn.lora import LoraPair
@@ -40,6 +41,8 @@ class Adapters:
         self._lock = threading.Lock()
         if config.enable_lora:
             self._targets = lora_targets(planned_model(config, spec, hardware.dtype, hardware.device)).targets
+            limit = config.lora_cache_bytes
+            self._sent = SentAdapters(self._targets, config.max_lora_rank, hardware.dtype, self._numbers, limit)
             for name, folder in json.loads(config.lora_modules or "{}").items():
                 self._put(self._read(name, Path(folder)))
 
@@ -49,12 +52,14 @@ class Adapters:
 
     def resolve(self, request: Request) -> None:
         """Give a request the adapter that it names. Raises RequestError."""
-        name = request.adapter_name
-        if not name:
+        name, sent = request.adapter_name, request.sent_adapter
+        if not name and sent is None:
             return
         if not self._config.enable_lora:
-            raise RequestError("lora_name", "LoRA feature is not enabled: the model has enable_lora off")
-        adapter = self._by_name.get(name)
+            field = "lora_name" if name else "lora_task_id"
+            raise RequestError(field, "LoRA feature is not enabled: the model has enable_lora off")
+        adapter = self._by_name.get(name) if sent is None else self._sent.find(request, sent)
+        request.sent_adapter = None  # its weights are large
         if adapter is None:
             known = ", ".join(map(repr, self.names[:_NUM_SHOWN]))
             raise RequestError("lora_name", f"LoRA {shown(name)} is not supported, we currently support [{known}]")

@@ -125,8 +125,11 @@ class LoraPair:
 
 @dataclass(frozen=True)
 class LoraTarget:
-    """A module of the checkpoint that adapters may change. parts: the layers and parts that it is stored for."""
+    """A module of the checkpoint that adapters may change. parts: the layers and parts that it is stored for; names:
+    what the decoder calls those of its layer, such as q."""
 
+    layer: int
+    names: tuple[str, ...]
     in_features: int
     out_features: int
     parts: tuple[tuple[LoraLinear, int], ...]
@@ -154,18 +157,21 @@ class LoraTargets:
     def _found(self, decoder: Decoder, names: Names) -> Iterator[tuple[str, LoraTarget]]:
         for index, layer in enumerate(decoder.layers):
             parts: dict[str, list[tuple[LoraLinear, int]]] = {}
+            own_names: dict[str, list[str]] = {}
             slots: list[tuple[str, str, WeightSlot]] = []
             for linear in layer.linears():
                 if isinstance(linear, LoraLinear):
                     for part, (name, num_rows) in enumerate(linear.spec.parts):
                         parts.setdefault(tensor_name(names, name, index), []).append((linear, part))
+                        own_names.setdefault(tensor_name(names, name, index), []).append(name)
                         load = partial(self._put_b, linear, part)
                         slots.append((name, "weight", WeightSlot((num_rows, 1), load, rows_axis=0, num_rows=num_rows)))
             heads = layer.spec.attention.num_kv_heads
             for stored, slot in stored_slots(slots, names, index, heads).items():
                 module = stored.removesuffix(".weight")
                 own = tuple(parts[module])
-                yield module, LoraTarget(own[0][0].spec.in_features, slot.shape[0], own, slot)
+                in_features = own[0][0].spec.in_features
+                yield module, LoraTarget(index, tuple(own_names[module]), in_features, slot.shape[0], own, slot)
 
     def _put_b(self, linear: LoraLinear, part: int, b: Tensor) -> None:
         linear.put_b(self._slot, part, b)

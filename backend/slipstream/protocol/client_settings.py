@@ -15,13 +15,14 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from slipstream.core.errors import RequestError
+from slipstream.core.setting_kinds import Numbers
 from slipstream.core.setting_values import check_text, refuse, shown
 from slipstream.core.settings import KEYS_NOT_SERVED, SETTINGS, Setting
 from slipstream.core.trace_context import PROPAGATED
 from slipstream.core.wire_messages import DataType, Request
 from slipstream.protocol.contract_generate import NOT_SERVED, inputs_of
 from slipstream.protocol.tensor_spec import InputSpec, Use
-from slipstream.protocol.tensor_values import tensor_values
+from slipstream.protocol.tensor_values import tensor_matrix, tensor_values
 
 
 class Settings(dict[str, Any]):
@@ -110,6 +111,9 @@ def _from_tensors(raw: Request, has_batch_dim: bool, index: NameIndex) -> Settin
         if tensor.name not in index.tensors:
             raise unknown(tensor.name, "input tensor", index.tensors)
         spec, setting = index.tensors[tensor.name]
+        if setting is not None and isinstance(setting.kind, Numbers):
+            settings.put(setting, spec.name, tensor_matrix(tensor, spec, has_batch_dim))
+            continue
         values = tensor_values(tensor, spec, has_batch_dim)
         if setting is not None:
             if spec.dtype is DataType.BYTES and spec.dims != (1,):

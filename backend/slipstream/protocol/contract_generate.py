@@ -16,6 +16,7 @@ from slipstream.core.setting_kinds import (
     Integer,
     Kind,
     Number,
+    Numbers,
     Object,
     Text,
     Texts,
@@ -61,7 +62,9 @@ def inputs_of(setting: Setting) -> tuple[InputSpec, ...]:
     """The tensors that set it: the first has its meaning, the others are other backends' names of the same."""
     specs: list[InputSpec] = []
     for name, origins in setting.tensors.items():
-        dtype, dims = _TENSOR_TYPES[type(setting.kind)]
+        dtype, dims = _TENSOR_TYPES.get(type(setting.kind), (FP16, ANY))
+        if isinstance(setting.kind, Numbers):
+            dtype, dims = setting.kind.dtype, (-1, setting.kind.num_columns)
         if isinstance(setting.kind, Integer) and setting.kind.high > MAX_INT32:
             dtype = UINT64
         doc = f"Same as `{specs[0].name}`." if specs else setting.doc
@@ -94,9 +97,6 @@ NOT_SERVED = (
     _neutral("prompt_table_extra_id", UINT64, ONE, TRT, _NO_TABLE, 0),
     _neutral("prompt_table_extra_ids", UINT64, ANY, (TRT_CORE,), _NO_TABLE, 0),
     _neutral("prompt_vocab_size", INT32, ONE, TRT, _NO_TABLE, 0),
-    _neutral("lora_task_id", UINT64, ONE, TRT, _NO_LORA, 0),
-    _neutral("lora_weights", FP16, (-1, -1), TRT, _NO_LORA),
-    _neutral("lora_config", INT32, (-1, 3), TRT, _NO_LORA),
     _neutral("lora_id", INT32, ONE, (TRT_LLMAPI,), _NO_LORA, 0),
     _neutral("lora_ckpt_source", BYTES, ONE, (TRT_LLMAPI,), _NO_LORA, "", "hf"),
     _neutral("image", BYTES, ANY, (VLLM,), _NO_IMAGE),

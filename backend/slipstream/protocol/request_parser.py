@@ -23,6 +23,7 @@ from slipstream.core.setting_values import read_text, read_texts, refuse
 from slipstream.core.settings import BY_NAME, DEFAULTS, GUIDE_TYPES
 from slipstream.core.trace_context import PROPAGATED
 from slipstream.core.wire_messages import Request as WireRequest
+from slipstream.protocol.adapters import read_sent_adapter
 from slipstream.protocol.client_settings import Settings, read_settings, unknown
 from slipstream.protocol.contract_generate import OUTPUTS
 from slipstream.protocol.prompts import CHARS_PER_TOKEN, TextCodec, read_prompt
@@ -106,6 +107,7 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         request_id=request_id,
         prefix_key=settings.get("cache_salt", "").encode("utf-8"),  # begins the chain of block hashes (kv_cache.py)
         adapter_name=settings.get("lora_name", ""),
+        sent_adapter=read_sent_adapter(settings),
         times=RequestTimes(arrival_ns=raw.arrival_ns),
     )
     return ClientRequest(

@@ -9,6 +9,7 @@ import math
 import struct
 from typing import Any
 
+from slipstream.core.adapters import Matrix
 from slipstream.core.errors import RequestError
 from slipstream.core.setting_values import check_num_entries
 from slipstream.core.wire_messages import DataType, ProtocolError, Tensor
@@ -67,6 +68,21 @@ def tensor_values(tensor: Tensor, spec: InputSpec, has_batch_dim: bool = False) 
         size = struct.calcsize(layout)
         raise RequestError(spec.name, f"got {len(tensor.data)} bytes, accepted: {size} for shape {list(tensor.shape)}")
     return list(struct.unpack(layout, tensor.data))
+
+
+def tensor_matrix(tensor: Tensor, spec: InputSpec, has_batch_dim: bool = False) -> Matrix:
+    """A tensor of two axes as it is, with its number of bytes checked. Raises RequestError as tensor_values."""
+    if tensor.dtype != spec.dtype:
+        raise RequestError(spec.name, f"got a tensor of type {_type_name(tensor.dtype)}, accepted: {spec.dtype.name}")
+    shape = tensor_shape(tensor, has_batch_dim)
+    if len(shape) != 2 or (spec.dims[1] > 0 and shape[1] != spec.dims[1]):
+        columns = "m" if spec.dims[1] < 0 else spec.dims[1]
+        raise RequestError(spec.name, f"got shape {list(tensor.shape)}, accepted: [n, {columns}]")
+    item = _STRUCT_CODES[spec.dtype]
+    size = math.prod(shape) * struct.calcsize(f"<{item}")
+    if len(tensor.data) != size:
+        raise RequestError(spec.name, f"got {len(tensor.data)} bytes, accepted: {size} for shape {list(tensor.shape)}")
+    return Matrix(item, (shape[0], shape[1]), tensor.data)
 
 
 def _texts(tensor: Tensor, num_elements: int) -> list[str]:
