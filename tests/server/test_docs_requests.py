@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -80,6 +81,20 @@ def test_python(llm_server: LlmServer, gateway: GatewayProcess, program: str) ->
     run = [sys.executable, "-c", here(program, llm_server, gateway)]
     done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0 and done.stdout.strip(), done.stdout + done.stderr
+
+
+def test_the_notebook(llm_server: LlmServer, gateway: GatewayProcess) -> None:
+    """Its cells, one after the other, as a program."""
+    pytest.importorskip("openai")
+    pytest.importorskip("tritonclient")
+    cells = json.loads((ROOT / "client_examples/tour.ipynb").read_text("utf-8"))["cells"]
+    program = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    run = [sys.executable, "-c", here(program, llm_server, gateway)]
+    done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = done.stdout.splitlines()
+    assert "'llm'" in told[0] and re.search(r"^chosen: (Berlin|Paris|Rome)$", done.stdout, re.MULTILINE)
+    assert told[-1].startswith("slipstream_generation_tokens")
 
 
 def test_they_are_seen() -> None:
