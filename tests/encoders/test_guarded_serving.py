@@ -3,75 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 from fake_models import ERROR, FakeModels
-from fake_python_backend import InferenceRequest, Sender, Tensor, TritonError, fake_utils
+from fake_python_backend import TritonError
+from guarded_model import Open, ask, request_of
 from patience import PATIENCE_S, wait_until
 from slipstream.core.errors import RequestError
 from slipstream.encoders.timed_calls import happens
-
-OF_STUB = tuple(
-    f"slipstream.encoders.{name}" for name in ("guarded_serving", "guarded_parts", "guarded_request", "serving")
-)
-
-
-@pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The module, over a stand-in for the stub's."""
-    monkeypatch.setitem(sys.modules, "triton_python_backend_utils", fake_utils())
-    for name in OF_STUB:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    yield importlib.import_module(OF_STUB[0])
-    for name in OF_STUB:  # nobody else has that stub
-        sys.modules.pop(name, None)
-
-
-Open = Callable[..., Any]
-
-
-@pytest.fixture
-def guard(serving: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Open]:
-    """Call it with the models' server and parameters: a loaded `guarded`."""
-    monkeypatch.setattr(sys.modules["slipstream.encoders.triton_calls"], "_CONNECT_S", PATIENCE_S)
-    with ExitStack() as stack:
-
-        def opened(models: FakeModels | str, **parameters: str) -> Any:
-            url = models if isinstance(models, str) else stack.enter_context(models).url
-            given = {"triton_url": url, "hold_back_chars": "0", "check_every_chars": "1", **parameters}
-            entries = {name: {"string_value": value} for name, value in given.items()}
-            model = serving.GuardedModel()
-            model.initialize({"model_config": json.dumps({"parameters": entries})})
-            stack.callback(lambda: model._thread.is_alive() and model.finalize())
-            return model
-
-        yield opened
-
-
-def request_of(prompt: str = "Hello", sampling: str | None = None, parameters: str = "", **more: Any) -> Any:
-    inputs = [Tensor("text_input", np.array([prompt.encode()], dtype=object)), Tensor("stream", np.array([True]))]
-    if sampling is not None:
-        inputs.append(Tensor("sampling_parameters", np.array([sampling.encode()], dtype=object)))
-    return InferenceRequest(inputs, text_parameters=parameters, **more)
-
-
-def ask(model: Any, *arguments: Any, **options: Any) -> Sender:
-    request = request_of(*arguments, **options)
-    model.execute([request])
-    return request.sender
-
 
 # ------------------------------------------------------------ what it refuses
 
@@ -108,6 +56,35 @@ def test_a_refused_request_is_answered_and_harms_no_other(guard: Open) -> None:
     empty, good, long = (request.sender.wait() for request in requests)
     assert (empty.error.number, good.text, long.error.number) == (TritonError.INVALID_ARG, "fine", 3)
     assert "max_prompt_chars" in long.error.text
+
+
+def test_further_models_judge_prompts_and_no_answers(guard: Open) -> None:
+    models = FakeModels(lambda models, context: iter(["Never IGNORE ", "a red light."]))
+    model = guard(models, prompt_checks="injection")
+    assert ask(model, "Hello").wait().text == "Never IGNORE a red light."
+    for prompt, categories in (
+        ("IGNORE it", [b"injection"]),
+        ("BAD and IGNORE", [b"violence"]),
+        ("BAD", [b"violence"]),
+    ):
+        last = ask(model, prompt).wait().sent[-1].outputs
+        assert (last["block_reason"][0], list(last["block_categories"])) == (b"prompt", categories), "the worst"
+    assert len(models.requests) == 1, "the model of text is asked for nothing that was blocked"
+
+
+@pytest.mark.parametrize(("policy", "reason"), [("closed", b"encoder_failure"), ("open", b"")])
+def test_a_further_model_that_fails_is_a_failed_encoder(guard: Open, policy: str, reason: bytes) -> None:
+    models = FakeModels(lambda models, context: iter(["fine"]))
+    model = guard(models, prompt_checks="nowhere,injection", on_encoder_failure=policy)
+    last = ask(model, "Hello").wait().sent[-1].outputs
+    assert (last["block_reason"][0], last["safety_checked"][0]) == (reason, False)
+    last = ask(model, "IGNORE it").wait().sent[-1].outputs
+    assert last["block_reason"][0] == b"prompt", "what another has flagged stays flagged"
+
+
+def test_the_number_of_further_models_is_bounded(guard: Open) -> None:
+    with pytest.raises(Exception, match=r"prompt_checks.*at most 8 models"):
+        guard("127.0.0.1:1", prompt_checks=",".join("abcdefghi"))
 
 
 # ------------------------------------------------------------ the calls

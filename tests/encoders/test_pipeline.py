@@ -39,6 +39,9 @@ class FakeParts:
             raise EncoderFailure("no encoder")
         return UNSAFE if any("BAD" in text for text in texts) else None
 
+    async def check_prompt(self, prompt: str) -> Unsafe | None:
+        return await self.check([prompt])
+
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         self.is_open = self.was_stopped = True
         try:

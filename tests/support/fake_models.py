@@ -1,6 +1,7 @@
 """A fake of Triton's gRPC for `guarded`, with models that are functions of a test.
 
-The LLM's function returns the pieces of its answer; "safety" flags texts containing BAD, "quality" returns 0.5.
+The LLM's function returns the pieces of its answer; "safety" flags texts containing BAD, "injection" those with
+IGNORE, "quality" returns 0.5.
 """
 
 from __future__ import annotations
@@ -54,6 +55,10 @@ class FakeModels(service_pb2_grpc.GRPCInferenceServiceServicer):
         texts = [text.decode() for text in deserialize_bytes_tensor(request.raw_input_contents[-1])]
         if request.model_name == "quality":
             return _reply(score=np.array([[0.5]], np.float32), checks=_strings([["{}"]]))
+        if request.model_name == "injection":
+            flagged = np.array([["IGNORE" in text] for text in texts])
+            names = _strings([["injection" if "IGNORE" in text else ""] for text in texts])
+            return _reply(flagged=flagged, categories=names, scores=flagged.astype(np.float32) / 2)
         if request.model_name != "safety":
             context.abort(grpc.StatusCode.NOT_FOUND, f"Request for unknown model: '{request.model_name}' is not found")
         self.checked += texts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,19 @@ class Checkpoint:
     labels: tuple[str, ...]
     is_multi_label: bool
     input_names: tuple[str, ...]
+
+
+def with_labels(checkpoint: Checkpoint, labels: tuple[str, ...]) -> Checkpoint:
+    """For an exported classifier whose config.json is its encoder's: one logit, with a sigmoid, for each label."""
+    return replace(checkpoint, kind=CLASSIFIER, width=len(labels), labels=labels, is_multi_label=True)
+
+
+def find_engine(name: str, base: Path) -> Path:
+    """A file or folder, relative to base, or within a package as `package:<installed package>/<place>`."""
+    if not name.startswith(PACKAGE):
+        return (base / name).resolve()
+    folder, _, last = name.rpartition("/")
+    return find_checkpoint(folder, base) / last
 
 
 def find_checkpoint(name: str, base: Path) -> Path:

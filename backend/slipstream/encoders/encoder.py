@@ -13,7 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from slipstream.core.errors import ConfigError
-from slipstream.encoders.checkpoint import Checkpoint, find_checkpoint, read_checkpoint
+from slipstream.encoders.checkpoint import Checkpoint, find_checkpoint, find_engine, read_checkpoint, with_labels
 from slipstream.encoders.parameters import Parameters
 from slipstream.encoders.runtime import RUNTIMES, Runtime, RuntimeSettings, open_runtime
 
@@ -74,12 +74,16 @@ def open_encoder(parameters: Parameters, model_folder: Path, kinds: tuple[str, .
         name=parameters.choice("runtime", "torch", RUNTIMES),
         device=parameters.choice("device", "auto", ("auto", "cpu", "cuda")),
         num_threads=parameters.integer("num_threads", 0, 0, 1024),
-        engine=(model_folder / engine).resolve() if engine else None,
+        engine=find_engine(engine, model_folder) if engine else None,
         dtype=parameters.choice("dtype", "auto", ("auto", "float32", "float16", "bfloat16")),
         cuda_graphs=parameters.choice("cuda_graphs", "auto", ("auto", "on", "off")),
     )
+    labels = parameters.names("labels")
     parameters.refuse_others()
+    if labels and settings.name == "torch":
+        raise ConfigError("labels", ",".join(labels), "accepted with runtime=onnxruntime or tensorrt only")
     checkpoint = read_checkpoint(find_checkpoint(name, model_folder))
+    checkpoint = with_labels(checkpoint, labels) if labels else checkpoint
     if checkpoint.kind not in kinds:
         raise ConfigError("model", name, f"is a {checkpoint.kind} checkpoint; accepted here: {', '.join(kinds)}")
     return Encoder(checkpoint, open_runtime(settings, checkpoint))

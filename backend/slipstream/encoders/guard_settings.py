@@ -11,6 +11,7 @@ from slipstream.encoders.own_server import own_grpc_url
 from slipstream.encoders.parameters import Parameters
 from slipstream.encoders.window import WindowSettings
 
+MAX_PROMPT_CHECKS = 8
 _URL = re.compile(r"[^\s/:\[\]]+:\d+|\[[\da-fA-F:]+\]:\d+")
 
 
@@ -18,6 +19,7 @@ _URL = re.compile(r"[^\s/:\[\]]+:\d+|\[[\da-fA-F:]+\]:\d+")
 class GuardSettings:
     llm: str
     safety: str
+    prompt_checks: tuple[str, ...]  # further models with the tensors of `safety`, for prompts alone
     quality: str
     triton_url: str
     on_failure: str
@@ -39,6 +41,7 @@ def read_settings(parameters: Parameters) -> GuardSettings:
     settings = GuardSettings(
         llm=parameters.text("llm", "llm"),
         safety=parameters.text("safety", "safety"),
+        prompt_checks=_prompt_checks(parameters),
         quality=parameters.text("quality", "quality"),
         triton_url=_triton_url(parameters.text("triton_url", "")),
         on_failure=parameters.choice("on_encoder_failure", CLOSED, (OPEN, CLOSED)),
@@ -49,6 +52,13 @@ def read_settings(parameters: Parameters) -> GuardSettings:
     )
     parameters.refuse_others()
     return settings
+
+
+def _prompt_checks(parameters: Parameters) -> tuple[str, ...]:
+    names = parameters.names("prompt_checks")
+    if len(names) > MAX_PROMPT_CHECKS:
+        raise ConfigError("prompt_checks", ",".join(names), f"accepted: at most {MAX_PROMPT_CHECKS} models, by commas")
+    return names
 
 
 def _triton_url(given: str) -> str:

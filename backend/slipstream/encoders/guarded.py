@@ -6,7 +6,7 @@ One `Pipeline` serves one request, as a task of the event loop; cancelling the t
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -63,6 +63,7 @@ class Parts(Protocol):
     async def check(
         self, texts: Sequence[str]
     ) -> Unsafe | None: ...  # the worst; None: all safe. Raises EncoderFailure
+    async def check_prompt(self, prompt: str) -> Unsafe | None: ...  # with further models. Raises EncoderFailure
     def pieces(self) -> AsyncGenerator[Piece, None]: ...  # Raises AnswerError; closing it stops the LLM
     async def judge(self, answer: str) -> tuple[float, str]: ...  # score, checks as JSON. Raises EncoderFailure
     def send(self, answer: Answer) -> None: ...
@@ -83,7 +84,7 @@ class Pipeline:
 
     async def run(self, prompt: str) -> None:
         """Raises AnswerError; everything else ends in an answer."""
-        blocked = await self._blocked([prompt], "prompt") or await self._generate()
+        blocked = await self._blocked(self._parts.check_prompt(prompt), "prompt") or await self._generate()
         self._send(blocked or await self._whole())
 
     async def _generate(self) -> Answer | None:
@@ -104,7 +105,7 @@ class Pipeline:
         windows = self._window.due(is_end)
         if not windows and not is_end:
             return None
-        blocked = await self._blocked(windows, "answer")
+        blocked = await self._blocked(self._parts.check(windows), "answer") if windows else None
         if blocked is not None:
             return blocked
         text = self._window.passed(is_end)
@@ -114,10 +115,10 @@ class Pipeline:
             self._send(Answer(text=self._take_unsent(), is_checked=self._is_checked))
         return None
 
-    async def _blocked(self, texts: Sequence[str], reason: str) -> Answer | None:
-        """The final answer if one of these texts fails, else None."""
+    async def _blocked(self, check: Awaitable[Unsafe | None], reason: str) -> Answer | None:
+        """The final answer if the check fails, else None."""
         try:
-            unsafe = await self._parts.check(texts) if texts else None
+            unsafe = await check
         except EncoderFailure:
             if self._on_failure == OPEN:
                 self._is_checked = False

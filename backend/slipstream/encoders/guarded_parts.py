@@ -36,17 +36,31 @@ class Models:
         self.settings = settings
         self.calls = TritonCalls(settings.triton_url)
         # separate, so that a hanging model delays only its own calls
-        self._safety, self._quality = (TimedCalls(settings.encoder_timeout_s) for _ in range(2))
+        names = (settings.safety, *settings.prompt_checks)
+        self._checks = {name: TimedCalls(settings.encoder_timeout_s) for name in names}
+        self._quality = TimedCalls(settings.encoder_timeout_s)
 
     async def check(self, texts: Sequence[str]) -> Unsafe | None:
         """The worst unsafe verdict, or None.  Raises EncoderFailure, and AnswerError if the server shuts down."""
-        return await self._in_time(self.settings.safety, self._safety, self._check(texts))
+        return await self._check_by(self.settings.safety, texts)
 
-    async def _check(self, texts: Sequence[str]) -> Unsafe | None:
+    async def check_prompt(self, prompt: str) -> Unsafe | None:
+        """The worst verdict of `safety` and the `prompt_checks`; one that flags decides although another failed."""
+        found = await asyncio.gather(*(self._check_by(name, [prompt]) for name in self._checks), return_exceptions=True)
+        flagged = [one for one in found if isinstance(one, Unsafe)]
+        failed = next((one for one in found if isinstance(one, BaseException)), None)
+        if failed is not None and (not flagged or not isinstance(failed, EncoderFailure)):
+            raise failed
+        return max(flagged, key=lambda unsafe: unsafe.score, default=None)
+
+    async def _check_by(self, model: str, texts: Sequence[str]) -> Unsafe | None:
+        return await self._in_time(model, self._checks[model], self._check(model, texts))
+
+    async def _check(self, model: str, texts: Sequence[str]) -> Unsafe | None:
         worst: Unsafe | None = None
         for start in range(0, len(texts), _CHECK_ROWS):
             rows = strings([[text] for text in texts[start : start + _CHECK_ROWS]])
-            found = await self._infer(self.settings.safety, {"text": rows}, ("flagged", "categories", "scores"))
+            found = await self._infer(model, {"text": rows}, ("flagged", "categories", "scores"))
             for row in np.flatnonzero(found["flagged"].reshape(-1)):
                 names = tuple(name.decode() for name in found["categories"][row] if name)
                 unsafe = Unsafe(names, float(found["scores"][row].max()))
@@ -83,6 +97,9 @@ class GuardedParts:
 
     async def check(self, texts: Sequence[str]) -> Unsafe | None:
         return await self._models.check(texts)
+
+    async def check_prompt(self, prompt: str) -> Unsafe | None:
+        return await self._models.check_prompt(prompt)
 
     async def judge(self, answer: str) -> tuple[float, str]:
         return await self._models.judge(self._request.prompt, answer)

@@ -31,10 +31,15 @@ class OnnxRuntime:
             )
         except Exception as error:  # the library's own exception classes are private
             raise ConfigError("engine", str(path), f"onnxruntime cannot load it: {error}") from error
-        names = {entry.name for entry in self._session.get_inputs()}
-        if names != set(checkpoint.input_names):
+        self._names = {entry.name for entry in self._session.get_inputs()}
+        if not {"input_ids", "attention_mask"} <= self._names <= set(checkpoint.input_names):
             accepted = f"accepted: inputs {', '.join(checkpoint.input_names)}, as of `model`"
-            raise ConfigError("engine", ", ".join(sorted(names)), accepted)
+            raise ConfigError("engine", ", ".join(sorted(self._names)), accepted)
+        width = self._session.get_outputs()[0].shape[-1]
+        if isinstance(width, int) and width != checkpoint.width:
+            accepted = f"accepted: {checkpoint.width}, as of `model`, or of `labels`"
+            raise ConfigError("engine", str(path), f"gives {width} numbers a text; {accepted}")
 
     def run(self, batch: Mapping[str, np.ndarray]) -> np.ndarray:
-        return np.asarray(self._session.run(None, dict(batch))[0], dtype=np.float32)
+        inputs = {name: values for name, values in batch.items() if name in self._names}
+        return np.asarray(self._session.run(None, inputs)[0], dtype=np.float32)

@@ -31,6 +31,10 @@ class Parameters:
             raise ConfigError(name, value, "a placeholder that was not filled in")
         return value
 
+    def names(self, name: str) -> tuple[str, ...]:
+        """A list, separated by commas; by default empty."""
+        return tuple(dict.fromkeys(one.strip() for one in self.text(name, "").split(",") if one.strip()))
+
     def choice(self, name: str, default: str, accepted: tuple[str, ...]) -> str:
         value = self.text(name, default)
         if value not in accepted:

@@ -30,7 +30,7 @@ class Runtime(Protocol):
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """engine: folder with model.onnx or model.plan; num_threads 0: the runtime's default.
+    """engine: folder with model.onnx or model.plan, or such a file; num_threads 0: the runtime's default.
 
     dtype, cuda_graphs: of `torch`; `auto` is float16 and graphs on a GPU, float32 on a CPU.
     """
@@ -80,10 +80,10 @@ def _refuse_torchs(settings: RuntimeSettings) -> None:
 
 def _engine_file(settings: RuntimeSettings) -> Path:
     name = FILES[settings.name]
-    how = f"runtime={settings.name} needs a folder with {name}: build/build_encoder.py makes it"
+    how = f"runtime={settings.name} needs a folder with {name}, or such a file: build/build_encoder.py makes it"
     if settings.engine is None:
         raise ConfigError("engine", "", how)
-    path = settings.engine / name
+    path = settings.engine if settings.engine.suffix == Path(name).suffix else settings.engine / name
     if not path.is_file():
         raise ConfigError("engine", str(settings.engine), how)
     return path

@@ -1,7 +1,7 @@
 """Classifies unsafe texts by category: by a policy and a head over a sentence encoder, or by a classifier's labels.
 
-A text is judged as a whole (in overlapping pieces if long) and sentence by sentence, because one bad sentence
-disappears in the mean of a text. The score of a category is the maximum over these parts.
+A text is judged as a whole (in overlapping pieces if long) and, unless `sentences` is off, sentence by sentence,
+because one bad sentence disappears in the mean of a text. The score of a category is the maximum over these parts.
 """
 
 from __future__ import annotations
@@ -88,11 +88,17 @@ def parts_of(text: str) -> list[str]:
 
 class SafetyJudge:
     def __init__(
-        self, encoder: Encoder, scorer: PolicyScorer | LabelScorer, piece_tokens: int, piece_overlap: int
+        self,
+        encoder: Encoder,
+        scorer: PolicyScorer | LabelScorer,
+        piece_tokens: int,
+        piece_overlap: int,
+        judges_sentences: bool = True,
     ) -> None:
         self._encoder = encoder
         self._scorer = scorer
         self._piece_tokens, self._piece_overlap = piece_tokens, piece_overlap
+        self._judges_sentences = judges_sentences
         self.names = scorer.names
 
     def judge(self, texts: Sequence[str]) -> list[Verdict]:
@@ -103,7 +109,7 @@ class SafetyJudge:
             return verdicts
         parts, part_owners = [], []
         for number in wanted:
-            own = parts_of(texts[number])
+            own = parts_of(texts[number]) if self._judges_sentences else [texts[number]]
             parts += own
             part_owners += [number] * len(own)
         outputs, piece_parts = self._encoder.embed_pieces(parts, self._piece_tokens, self._piece_overlap)
@@ -125,6 +131,7 @@ def open_safety(parameters: Parameters, model_folder: Path) -> SafetyJudge:
     threshold = parameters.number("threshold", 0.5, 0.0, 1.0)
     piece_tokens = parameters.integer("piece_tokens", 64, 16, 512)
     piece_overlap = parameters.integer("piece_overlap", 16, 0, piece_tokens - 3)
+    judges_sentences = parameters.choice("sentences", "on", ("on", "off")) == "on"
     encoder = open_encoder(parameters, model_folder, (SENTENCE, CLASSIFIER))
     scorer: PolicyScorer | LabelScorer
     if encoder.checkpoint.kind == CLASSIFIER:
@@ -132,4 +139,4 @@ def open_safety(parameters: Parameters, model_folder: Path) -> SafetyJudge:
     else:
         policy = read_policy(policy_path)
         scorer = PolicyScorer(encoder, policy, read_head(head_path, encoder.checkpoint.width))
-    return SafetyJudge(encoder, scorer, piece_tokens, piece_overlap)
+    return SafetyJudge(encoder, scorer, piece_tokens, piece_overlap, judges_sentences)
