@@ -3,6 +3,30 @@
 from __future__ import annotations
 
 import kernel_choices
+import pytest
+import torch
+from slipstream_kernels import ops
+from slipstream_kernels.cuda import device as this_gpu
+from slipstream_kernels.fp8 import E4M3
+from slipstream_kernels.gemm import choose as dense
+from slipstream_kernels.gemm.kernels import KERNELS
+from slipstream_kernels.gemm.product import FP8_ROWS, INT8_ROWS, PLAIN_ROWS, Product, WeightKind
+from slipstream_kernels.moe import choose as moe
+from slipstream_kernels.moe.kernels import KERNELS as EXPERT_KERNELS
+from slipstream_kernels.moe.product import Product as ExpertProduct
+
+BF16 = torch.bfloat16
+# of weights as they lie on a GPU that is no Hopper: format, type, form of the rows, kernel, kernel of experts
+ELSEWHERE = [
+    ("plain", BF16, PLAIN_ROWS, "library", "grouped_mm"),
+    ("fp8", E4M3, FP8_ROWS, "scaled_mm", "grouped_mm"),
+    ("fp8_block", E4M3, FP8_ROWS, "scaled_mm", "grouped_mm"),
+    ("int8", torch.int8, INT8_ROWS, "int8_mm", "grouped_mm"),
+    ("int8", torch.int8, PLAIN_ROWS, "int8_mm", "grouped_mm"),
+    ("int4", torch.uint8, PLAIN_ROWS, "int4_mm", "grouped_int4_mm"),
+    ("int4", torch.uint8, FP8_ROWS, "int4_mm", "grouped_int4_mm"),
+    ("mxfp4", torch.uint8, PLAIN_ROWS, "int4_mm", ("grouped_int4_mm", "dequantise_mxfp4+grouped_mm")),
+]
 
 
 def test_choices_are_those_recorded() -> None:
@@ -18,3 +42,52 @@ def test_the_table_has_all_models_and_kernels() -> None:
     for kernel in ("skinny_gemm", "swap_ab_gemm", "mixed_gemm", "mixed_gemm_w4a8", "w4a8_gemm", "skinny_gemm_w4a16",
                    "mixed_gemm_w4a16", "scaled_mm", "library", "grouped_w4a8_gemm", "prefill_attention"):  # fmt: skip
         assert f" {kernel}" in text
+
+
+class Gpu:
+    """A GPU of this machine as its kernels see it, but for its properties."""
+
+    def __init__(self, kernels: dict, num_sms: int) -> None:
+        self.name, self.num_sms, self._kernels = "NVIDIA", num_sms, kernels
+
+    def refusal(self, kernel: str, product: object) -> str | None:
+        return self._kernels[kernel].refusal(product)
+
+    def count_clusters(self, kernel: str, product: object, config: tuple[int, ...]) -> int:
+        raise AssertionError(f"{kernel} has no clusters here")
+
+
+@pytest.mark.parametrize(("form", "dtype", "rows", "kernel", "experts"), ELSEWHERE)
+@pytest.mark.parametrize(("capability", "num_sms"), [((8, 9), 142), ((10, 0), 148), ((12, 0), 170)])
+def test_other_gpus_multiply_by_triton_lang_and_cublas(
+    form: str,
+    dtype: torch.dtype,
+    rows: str,
+    kernel: str,
+    experts: str | tuple[str, ...],
+    capability: tuple[int, int],
+    num_sms: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    index = 1 + capability[0]  # answers are kept by device: none that this machine has
+    device = torch.device("cuda", index)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert ops.fp8_refusal(device, BF16) is None and "bfloat16" in (ops.fp8_refusal(device, torch.float16) or "")
+    group = 128 if form == "fp8_block" else 32
+    kind = WeightKind(form, 4096, 4096, dtype, device, group, rows)
+    try:
+        for num_rows in kernel_choices.ROWS:
+            chosen = dense.choose(Product(kind, num_rows, rows, BF16), Gpu(KERNELS, num_sms))
+            assert chosen.kernel == kernel, f"{num_rows} rows"
+            product = ExpertProduct(kind._replace(num_experts=8), num_rows, 2 * num_rows, BF16)
+            name = moe.choose(product, Gpu(EXPERT_KERNELS, num_sms)).kernel
+            assert name.endswith(experts), f"{num_rows} rows"
+    finally:
+        this_gpu.is_hopper.cache_clear()
+
+
+def test_gpus_without_fp8_are_refused_by_their_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability in ((8, 0), (8, 6)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, found=capability: found)
+        reason = ops.fp8_refusal(torch.device("cuda", 9), BF16)
+        assert reason == f"FP8 products need compute capability 8.9, this GPU has 8.{capability[1]}"

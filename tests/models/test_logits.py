@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from slipstream.core.config import ModelConfig
 from slipstream.nn.attention.split_kv import SplitKVAttention, SplitKVFp8Attention
 from slipstream.nn.decoder import Decoder
 from slipstream.nn.load import load_model
+from slipstream_kernels import ops
 from tiny_checkpoints import MAX_POSITIONS, VARIANTS, VOCAB_SIZE, TinyCheckpoint, make_checkpoint, relative_error
 from transformers import DynamicCache
 
@@ -86,6 +88,29 @@ def test_decode_rows_attend_apart_from_prompts(
     forward.step({3: 1, 1: 2, 0: 30})
     forward.step({1: 3, 0: 9, 2: 1, 3: 7})
     assert_equal_to_reference(checkpoint, forward.run([4]))
+
+
+def test_more_requests_than_the_decode_kernel_takes_go_to_the_paged_one(
+    served: tuple[TinyCheckpoint, Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, decoder = served
+    if decoder.spec.layers[0].attention.latent is not None:
+        pytest.skip("latent attention has kernels of its own")
+    most, seen, attend = 2, [], ops.decode_attention
+
+    def decode_attention(*arguments: Any, **keywords: Any) -> torch.Tensor:
+        seen.append(arguments[5].shape[0])
+        return attend(*arguments, **keywords)
+
+    monkeypatch.setattr(ops, "decode_attention", decode_attention)
+    monkeypatch.setattr("slipstream.nn.attention.split_kv.MAX_REQUESTS", most)
+    split_steps(decoder, SplitKVAttention, monkeypatch)
+    forward = PagedForward(decoder, prompts(), block_size=8)
+    forward.step({1: 3, 3: 2})
+    forward.step({3: 1, 1: 2, 0: 30})
+    forward.step({0: 1, 1: 1, 2: 1, 3: 1})
+    assert_equal_to_reference(checkpoint, forward.run([1]))
+    assert seen and max(seen) <= most
 
 
 @pytest.mark.parametrize("has_decode_kernel", [False, True], ids=["paged", "split"])

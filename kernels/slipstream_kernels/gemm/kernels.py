@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slipstream_kernels.cuda.device import refusal as device_refusal
 from slipstream_kernels.fp8 import E4M3, Fp8Rows
 from slipstream_kernels.gemm import int4_layout
 from slipstream_kernels.gemm.cuda import swap_ab_choice
@@ -139,7 +140,8 @@ def _library_refusal(product: Product) -> str | None:
     weight = product.weight
     if weight.out_features % LIBRARY_ALIGNMENT or weight.in_features % LIBRARY_ALIGNMENT:
         return f"the weight's features are not multiples of {LIBRARY_ALIGNMENT}"
-    return _needs_gpu(product)
+    # Which scales of rows and blocks cuBLAS takes differs from one generation of GPUs to the next.
+    return device_refusal(weight.device, "the weight is")
 
 
 def _library(x: Rows, weight: LinearWeight, config: Config, gated: bool) -> Tensor:

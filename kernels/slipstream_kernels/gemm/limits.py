@@ -8,12 +8,12 @@ from slipstream_kernels.gemm.tuning import WRITTEN_OUT_BYTES
 
 
 def fp8_refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why FP8 products cannot run: on a GPU they need Hopper's tensor cores and bf16 results; a CPU takes any."""
+    """Why FP8 products cannot run: a GPU needs tensor cores that take e4m3, and gives bf16; a CPU takes any."""
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) != (9, 0):
-        return f"FP8 products are written for compute capability 9.0, this GPU has {major}.{minor}"
+    if (major, minor) < (8, 9):
+        return f"FP8 products need compute capability 8.9, this GPU has {major}.{minor}"
     return None if dtype == torch.bfloat16 else f"FP8 products give bfloat16 on a GPU, not {dtype}"
 
 

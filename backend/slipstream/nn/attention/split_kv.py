@@ -10,6 +10,7 @@ from typing import ClassVar
 
 import torch
 from slipstream_kernels import ops
+from slipstream_kernels.attention.cuda.decode_attention import MAX_REQUESTS
 from slipstream_kernels.attention.paged_attention import FP8_QUERY_HEAD_DIM
 
 from slipstream.nn.attention.backend import latent_refusal
@@ -48,9 +49,11 @@ class SplitKVAttention:
         return gpu_geometry_refusal(self.spec, block_size)
 
     def plan(self, batch: ForwardBatch) -> SplitStep:
-        decodes = decode_rows(batch)
+        """More requests than the decode kernel takes go to the paged op, or with trees to the invariant op."""
+        has_decode_kernel = batch.seq_lens.shape[0] <= MAX_REQUESTS
+        decodes = decode_rows(batch) if has_decode_kernel or batch.tree_mask is not None else None
         prompts = rows_after(batch, decodes)
-        return SplitStep(batch, decodes, prompts, has_decode_kernel=True, fp8_queries=self._fp8_queries)
+        return SplitStep(batch, decodes, prompts, has_decode_kernel, fp8_queries=self._fp8_queries)
 
 
 class SplitKVFp8Attention(SplitKVAttention):
