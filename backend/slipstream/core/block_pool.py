@@ -80,13 +80,15 @@ class BlockPool:
                     self._cached[block] = None
         self.num_references -= len(blocks)
 
-    def publish(self, block: int, block_hash: bytes) -> None:
-        """Add a used block's content to the index, unless another block with the same content is in it."""
+    def publish(self, block: int, block_hash: bytes) -> bool:
+        """Add a used block's content to the index, unless another block with the same content is in it: then False."""
         assert self._ref_counts[block] > 0, f"block {block} is published without an owner"
-        if block_hash not in self._block_of:
-            assert self._hashes[block] is None, f"block {block} is published twice"
-            self._block_of[block_hash] = block
-            self._hashes[block] = block_hash
+        if block_hash in self._block_of:
+            return False
+        assert self._hashes[block] is None, f"block {block} is published twice"
+        self._block_of[block_hash] = block
+        self._hashes[block] = block_hash
+        return True
 
     def count_unreferenced(self, blocks: Iterable[int]) -> int:
         return sum(1 for block in blocks if self._ref_counts[block] == 0)

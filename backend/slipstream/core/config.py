@@ -76,6 +76,9 @@ class CacheConfig:
     enable_prefix_caching: bool = True
     host_memory_bytes: int = 0
     enable_hybrid_kv_cache: bool = True
+    events_endpoint: str = ""  # where routers hear what is in the prefix cache; "" = nowhere
+    events_replay_endpoint: str = ""  # where they ask for what they have missed
+    events_topic: str = ""
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,12 @@ def _is_address(value: str) -> bool:
     return bool(host) and port.isdecimal() and 0 < int(port) < 1 << 16
 
 
+def _is_endpoint(value: str) -> bool:
+    kind, _, rest = value.partition("://")
+    is_port = rest.rpartition(":")[2].isdecimal()
+    return not value or (kind == "tcp" and is_port) or (kind == "ipc" and bool(rest))
+
+
 def _are_adapters(value: str) -> bool:
     try:
         adapters = json.loads(value or "{}")
@@ -118,6 +124,9 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("enable_prefix_caching", "cache.enable_prefix_caching", "Reuse the KV cache of prompt prefixes that were computed before.", ("enable_kv_cache_reuse",)),
     Parameter("kv_cache_host_memory_bytes", "cache.host_memory_bytes", "Host memory for evicted blocks: cold prefixes and preempted requests are copied back instead of computed again. Needs `enable_prefix_caching`; 0: off.", **at_least(0)),
     Parameter("enable_hybrid_kv_cache", "cache.enable_hybrid_kv_cache", "Sliding-window layers release the blocks that their window has passed, if the model also has full layers; the memory plan in the log says what they hold ([which models](models.md#what-to-know-before-loading))."),
+    Parameter("kv_events_endpoint", "cache.events_endpoint", "Publish what enters and leaves the prefix cache, over ZeroMQ in vLLM's form, for cache-aware routers ([how](scaling.md#kv-events)): an address to bind, such as `tcp://127.0.0.1:5557`. The events hold the token ids of prompts. Empty: off.", limits="tcp://HOST:PORT or ipc://PATH", is_good=_is_endpoint),
+    Parameter("kv_events_replay_endpoint", "cache.events_replay_endpoint", "Where subscribers ask for events that they have missed; empty: nowhere.", limits="tcp://HOST:PORT or ipc://PATH", is_good=_is_endpoint),
+    Parameter("kv_events_topic", "cache.events_topic", "The topic of the events. llm-d's routers expect `kv@POD@MODEL`."),
     Parameter("max_num_batched_tokens", "scheduler.max_num_batched_tokens", "Token budget of one step. 8192 to 16384 prefill 1 to 4 % faster on an H200, but steps shared by decodes and prompts take longer.", ("max_num_tokens",), **at_least(1)),
     Parameter("max_mixed_prefill_tokens", "scheduler.max_mixed_prefill_tokens", "Prompt tokens of a step that also decodes ([why](long-context.md#long-prompts-beside-streams)); those late in a long prompt count more. 0: `max_num_batched_tokens`.", **at_least(0)),
     Parameter("max_num_seqs", "scheduler.max_num_seqs", "Largest number of sequences that run at once.", **at_least(1)),

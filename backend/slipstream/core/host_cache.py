@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from slipstream.core.kv_events import HOST, BlockRemoved, BlockStored, KVEventSink
 from slipstream.core.stats import Metric, Stats
 
 
@@ -26,9 +27,10 @@ class BlockCopies:
 class HostCache:
     """Blocks 0..num_blocks-1 of host memory, evicted least recently used first."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, events: KVEventSink | None = None) -> None:
         assert num_blocks > 0
         self.num_blocks = num_blocks
+        self._events = events
         self.num_stored = 0  # blocks copied to the host since start
         self.num_loaded = 0  # blocks copied to the device since start
         self._block_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
@@ -55,6 +57,8 @@ class HostCache:
         self._block_of[block_hash] = host_block
         self._copies.stores.append((device_block, host_block))
         self.num_stored += 1
+        if self._events is not None:
+            self._events.add(BlockStored(block_hash, None, (), HOST))
 
     def reserve(self, block_hash: bytes) -> int:
         """Protect stored content from eviction until `take_copies`. Returns its host block."""
@@ -92,5 +96,7 @@ class HostCache:
         for block_hash, host_block in self._block_of.items():
             if host_block not in self._loading:
                 del self._block_of[block_hash]
+                if self._events is not None:
+                    self._events.add(BlockRemoved(block_hash, HOST))
                 return host_block
         return None

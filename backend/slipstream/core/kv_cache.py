@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from slipstream.core.block_pool import BlockPool
 from slipstream.core.host_cache import BlockCopies, HostCache
+from slipstream.core.kv_events import DEVICE, AllCleared, BlockRemoved, BlockStored, KVEventSink
 from slipstream.core.kv_groups import ONE_GROUP, KVGroups
 from slipstream.core.request import Request
 from slipstream.core.window_blocks import WindowBlocks, group_hash
@@ -58,6 +59,7 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         num_host_blocks: int = 0,
         groups: KVGroups = ONE_GROUP,
+        events: KVEventSink | None = None,
     ) -> None:
         assert num_blocks > 0 and block_size > 0
         assert groups.num_groups == 1 or not num_host_blocks, "host memory holds blocks of one group"
@@ -67,13 +69,19 @@ class KVCacheManager:
         self._sizes = num_blocks, num_host_blocks if enable_prefix_caching else 0
         self.num_prefix_queries = 0  # tokens looked up, over all admissions
         self.num_prefix_hits = 0  # tokens found
-        self.clear()
+        self._events = events if enable_prefix_caching else None
+        self._forget()
 
     def clear(self) -> None:
         """Forget all content, also that in host memory. No request may hold a block."""
+        self._forget()
+        if self._events is not None:
+            self._events.add(AllCleared())
+
+    def _forget(self) -> None:
         num_blocks, num_host_blocks = self._sizes
-        self.host = HostCache(num_host_blocks) if num_host_blocks else None
-        self.pool = BlockPool(num_blocks, self.host.store if self.host is not None else None)
+        self.host = HostCache(num_host_blocks, self._events) if num_host_blocks else None
+        self.pool = BlockPool(num_blocks, self._evicted if self._events is not None or self.host is not None else None)
         self._computing: dict[bytes, Request] = {}  # prompt blocks that a running request will publish
         self.windows = WindowBlocks(self.pool, self.groups, self.block_size) if self.groups.num_windowed else None
 
@@ -187,9 +195,11 @@ class KVCacheManager:
         for index in range(request.num_published_blocks, num_full):
             block_hash = request.block_hashes[index]
             if self.groups.num_groups == 1:
-                self.pool.publish(request.block_ids[index], block_hash)
+                is_new = self.pool.publish(request.block_ids[index], block_hash)
             else:
-                self._publish_all(request, index)
+                is_new = self._publish_all(request, index)
+            if is_new and self._events is not None:
+                self._tell_stored(request, index)
             self._computing.pop(block_hash, None)
         request.num_published_blocks = max(request.num_published_blocks, num_full)
 
@@ -251,12 +261,33 @@ class KVCacheManager:
         window = self.windows.find([one.block_hash for one in whole])
         return [one._replace(window=blocks) for one, blocks in zip(whole, window)]
 
-    def _publish_all(self, request: Request, index: int) -> None:
+    def _publish_all(self, request: Request, index: int) -> bool:
+        """Whether the first group's is new, by which a block is known."""
         num_full, block_hash = self.groups.num_full, request.block_hashes[index]
-        for group, block in enumerate(request.block_ids[index * num_full : (index + 1) * num_full]):
-            self.pool.publish(block, group_hash(block_hash, group))
+        own = request.block_ids[index * num_full : (index + 1) * num_full]
+        are_new = [self.pool.publish(block, group_hash(block_hash, group)) for group, block in enumerate(own)]
         if self.windows is not None:
             self.windows.publish(request, index)
+        return are_new[0]
+
+    # ---- events
+
+    def _tell_stored(self, request: Request, index: int) -> None:
+        """Not of requests with a salt: their prefixes are nobody else's to know."""
+        adapter = request.adapter
+        own_key = b"" if adapter is None else adapter.prefix_key
+        if self._events is None or request.prefix_key != own_key:
+            return
+        parent = request.block_hashes[index - 1] if index else None
+        token_ids = request.token_ids[index * self.block_size : (index + 1) * self.block_size]
+        name = "" if adapter is None else adapter.name
+        self._events.add(BlockStored(request.block_hashes[index], parent, token_ids, DEVICE, name))
+
+    def _evicted(self, block_hash: bytes, block: int) -> None:
+        if self.host is not None:
+            self.host.store(block_hash, block)
+        if self._events is not None:
+            self._events.add(BlockRemoved(block_hash, DEVICE))
 
     # ---- prefix hashes
 
@@ -281,6 +312,9 @@ class KVCacheManager:
         if self.windows is not None:
             self.windows.take(request, [found.window for found in prefix])
         self._count_slots(request)
+        for index, found in enumerate(prefix if self._events is not None else ()):
+            if found.device_block is None:  # it comes back from host memory
+                self._tell_stored(request, index)
         request.num_published_blocks = len(prefix)
         request.num_reused_blocks += len(prefix)
         request.num_computed_tokens = num_cached

@@ -39,6 +39,7 @@ from slipstream.engine.grammar_host import GrammarHost
 from slipstream.engine.grammar_messages import Setup
 from slipstream.engine.in_flight import AheadStep, InFlightStep, add_logprobs, end_all, sampled_step
 from slipstream.engine.input_processor import InputProcessor
+from slipstream.engine.kv_events import open_kv_events
 from slipstream.engine.ranks import Ranks
 from slipstream.engine.residency import Order, Residency, check_reload
 from slipstream.engine.step_inputs import StepInputs
@@ -102,7 +103,8 @@ class Engine:
         plan, settings, serving = self.memory_plan, config.cache, config.serving
         self.stats = Stats(MetricAliases(chosen_names(serving.metrics_aliases), serving.model_name))
         reuses, num_host_blocks = settings.enable_prefix_caching, plan.num_host_blocks
-        cache = KVCacheManager(plan.num_blocks, settings.block_size, reuses, num_host_blocks, plan.groups)
+        self._events = open_kv_events(settings, config.parallel.replica.index)
+        cache = KVCacheManager(plan.num_blocks, settings.block_size, reuses, num_host_blocks, plan.groups, self._events)
         self.scheduler = Scheduler(
             config.scheduler, cache, self.max_model_len, self.stats, planner, self.spec.attention_parity,
             config.model.max_loras if config.model.enable_lora else 0,
@@ -238,6 +240,8 @@ class Engine:
         self._structured.close()
         self.worker.close()
         self.ranks.close()
+        if self._events is not None:
+            self._events.close()
         self.worker = NullWorker(0)
 
     # ---- parts
