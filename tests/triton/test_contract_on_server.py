@@ -94,7 +94,9 @@ def ask(server: LlmServer, tensors: dict[str, Any]) -> str:
     return grpc_infer(server.grpc_url, "llm", inputs, parameters=parameters, request_id="conformance").error
 
 
-SERVED = [spec for spec in GENERATE.inputs if spec.use is not Use.NEUTRAL_ONLY]
+# served by a model with `enable_lora`: test_lora_on_server.py
+OF_ADAPTERS = ("lora_name", "lora_task_id", "lora_weights", "lora_config", "lora_path")
+SERVED = [spec for spec in GENERATE.inputs if spec.use is not Use.NEUTRAL_ONLY and spec.name not in OF_ADAPTERS]
 NEUTRAL = [spec for spec in GENERATE.inputs if spec.use is Use.NEUTRAL_ONLY]
 
 
@@ -124,6 +126,12 @@ def test_a_scalar_is_taken_as_a_parameter_over_http(llm_server: LlmServer, spec:
         return
     assert status == 200, reply
     assert isinstance(reply["text_output"], list) is (spec.target == "n")
+
+
+@pytest.mark.parametrize(("field", "value"), [("lora_name", "x"), ("lora_task_id", 3), ("lora_path", "x")])
+def test_an_adapter_is_refused_by_a_model_without_them(llm_server: LlmServer, field: str, value: str | int) -> None:
+    status, reply = http_generate(llm_server.http_url, "llm", {**PROMPT, "max_tokens": 4, field: value})
+    assert status == 400 and field in reply["error"], reply
 
 
 @pytest.mark.parametrize("spec", NEUTRAL, ids=name)
