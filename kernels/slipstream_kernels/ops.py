@@ -50,6 +50,9 @@ from slipstream_kernels.kv.write_latent import write_latent
 from slipstream_kernels.kv_cache import QUANTIZED_KV_DTYPES, KvCache, empty_kv_cache, kv_row_bytes
 from slipstream_kernels.latent_cache import LATENT_GROUP, LatentCache, empty_latent_cache, latent_row
 from slipstream_kernels.layer_stack import LayerStack, ScaledRows, StackLayer, StackRows, StackWeight
+from slipstream_kernels.lora.lora_expand import lora_expand
+from slipstream_kernels.lora.lora_shrink import lora_shrink
+from slipstream_kernels.lora.tiles import MAX_FEW_TOKENS, NO_ROW, NO_SLOT, AdapterTiles, count_tiles, tile_rows
 from slipstream_kernels.moe.combine_experts import combine_experts, gate_experts
 from slipstream_kernels.moe.grouped_int4_mm import grouped_int4_mm, repack_expert_int4
 from slipstream_kernels.moe.grouped_linear import grouped_gated_linear, grouped_linear
@@ -74,11 +77,15 @@ from slipstream_kernels.spec.update_step_inputs import DraftRows, StepRows, upda
 __all__ = [
     "BACKENDS",
     "LATENT_GROUP",
+    "MAX_FEW_TOKENS",
+    "NO_ROW",
+    "NO_SLOT",
     "PLAIN",
     "QUANTIZED_KV_DTYPES",
     "AcceptedRows",
     "Activation",
     "ActivationQuant",
+    "AdapterTiles",
     "DraftRows",
     "Fp8Rows",
     "Fp8Scheme",
@@ -107,6 +114,7 @@ __all__ = [
     "block_scales",
     "combine_experts",
     "compact_kv",
+    "count_tiles",
     "decode_attention",
     "decode_layers",
     "decode_layers_refusal",
@@ -138,6 +146,8 @@ __all__ = [
     "linear",
     "local_routing",
     "local_rows",
+    "lora_expand",
+    "lora_shrink",
     "max_stacked_tokens",
     "merge_attention",
     "onednn_weight",
@@ -170,6 +180,7 @@ __all__ = [
     "slot_table",
     "stage_fp8_keys",
     "swap_ab_gemm",
+    "tile_rows",
     "token_probs",
     "top_logprobs",
     "unpack_int4",

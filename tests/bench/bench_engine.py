@@ -16,12 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests/bench"))
 
+from adapters import names_of, write_adapter  # noqa: E402
 from measures import STREAMS, Measure, Prompt, Record, draw_prompts, emit, numbers, parser_of, run  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 from slipstream.core.config_parse import config_from_values  # noqa: E402
@@ -49,6 +51,12 @@ class EngineBench:
             "max_num_batched_tokens": arguments.max_num_batched_tokens,
             "max_waiting_requests": 100_000,
         }
+        self.num_adapters = 0
+        if arguments.adapters:
+            most = max(arguments.adapters)
+            adapter = str(write_adapter(folder / "adapter", self.shape, arguments.adapter_rank))
+            settings |= {"enable_lora": True, "max_loras": most, "max_lora_rank": arguments.adapter_rank}
+            settings |= {"lora_modules": json.dumps(dict.fromkeys(names_of(most), adapter))}
         settings.update(pair.split("=", 1) for pair in arguments.set)
         self.engine = Engine(config_from_values(settings))
         self.max_model_len = self.engine.max_model_len
@@ -56,7 +64,8 @@ class EngineBench:
 
     def submit(self, prompts: list[Prompt], num_output: int) -> list[Request]:
         params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
-        return [self.engine.submit(Request(prompt, params))[0] for prompt in prompts]
+        names = cycle(names_of(self.num_adapters) or [""])
+        return [self.engine.submit(Request(prompt, params, adapter_name=next(names)))[0] for prompt in prompts]
 
     def timed(self, prompts: list[Prompt], num_output: int, concurrency: int | None = None) -> float:
         start = time.perf_counter()
@@ -154,7 +163,12 @@ def main() -> None:
         start = time.perf_counter()
         bench = EngineBench(arguments, Path(folder))
         phases = {name: round(seconds, 2) for name, seconds in bench.engine.start_up.seconds.items()}
-        settings = {"engine": "slipstream", "shape": arguments.shape, "set": arguments.set}
+        settings = {
+            "engine": "slipstream",
+            "shape": arguments.shape,
+            "set": arguments.set,
+            "adapters": arguments.adapters,
+        }
         load_s = round(time.perf_counter() - start, 2)
         setup = {"load_s": load_s, "phases": phases, "memory": memory_of(bench.engine)}
         emit({**settings, "what": "setup", **setup}, arguments.out)

@@ -14,12 +14,14 @@ import os
 import sys
 import tempfile
 import time
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from adapters import names_of, write_adapter  # noqa: E402
 from measures import Prompt, emit, parser_of, run  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
@@ -70,6 +72,9 @@ class VllmBench:
 
         self.shape = SHAPES[arguments.shape]
         stored, options = FORMATS[arguments.format]
+        if arguments.adapters:
+            slots = {"max_loras": max(arguments.adapters), "max_lora_rank": arguments.adapter_rank}
+            options = {**options, "enable_lora": True, **slots}
         config = {**self.shape.config(), **({"quantization_config": stored} if stored else {})}
         (folder / "config.json").write_text(json.dumps(config))
         self.max_model_len = min(arguments.max_model_len, self.shape.max_len)
@@ -91,6 +96,14 @@ class VllmBench:
             compilation_config={"cudagraph_capture_sizes": GRAPH_SIZES},
             **options,
         )
+        self.num_adapters = 0
+        self._adapters = []
+        if arguments.adapters:
+            from vllm.lora.request import LoRARequest
+
+            path = str(write_adapter(folder / "adapter", self.shape, arguments.adapter_rank))
+            names = enumerate(names_of(max(arguments.adapters)), 1)
+            self._adapters = [LoRARequest(name, number, path) for number, name in names]
         cache = self._llm.llm_engine.vllm_config.cache_config
         self.pool_tokens = (cache.num_gpu_blocks or 0) * cache.block_size
 
@@ -100,8 +113,9 @@ class VllmBench:
         # ignore_eos alone fixes the length; min_tokens would add a logits processor
         params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True, detokenize=False)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        adapters = list(islice(cycle(self._adapters[: self.num_adapters]), len(inputs))) or None
         start = time.perf_counter()
-        outputs = self._llm.generate(inputs, params, use_tqdm=False)
+        outputs = self._llm.generate(inputs, params, use_tqdm=False, lora_request=adapters)
         elapsed = time.perf_counter() - start
         assert all(len(output.outputs[0].token_ids) == num_output for output in outputs)
         return elapsed

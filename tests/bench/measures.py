@@ -22,15 +22,17 @@ from shapes import SHAPES, Shape
 Record = dict[str, Any]
 Prompt = list[int]
 WARM_UP = ((4, 256, 16), (1, 2048, 4))  # prompts, their length, output length
-RATIO_KEYS = ("what", "batch", "input_len", "num_prompts", "output_len", "concurrency")
+RATIO_KEYS = ("what", "batch", "input_len", "num_prompts", "output_len", "concurrency", "adapters")
 
 
 class Bench(Protocol):
-    """An engine under test. pool_tokens: how many tokens its KV cache holds."""
+    """An engine under test. pool_tokens: how many tokens its KV cache holds. num_adapters: which the requests to come
+    have in turns."""
 
     shape: Shape
     max_model_len: int
     pool_tokens: int
+    num_adapters: int
 
     def timed(self, prompts: list[Prompt], num_output: int) -> float:
         """Seconds until every prompt has exactly num_output greedy tokens."""
@@ -213,6 +215,8 @@ def parser_of(description: str | None, measures: str = "decode,prefill,throughpu
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--weight-bytes", type=float, default=2.0, help="per weight, for the limit")
     parser.add_argument("--kv-bytes", type=float, default=2.0, help="per cached number, for the limit")
+    parser.add_argument("--adapters", type=numbers, default=[], help="LoRA adapters that requests have in turns")
+    parser.add_argument("--adapter-rank", type=int, default=16)
     parser.add_argument("--rival", type=Path, help="JSON lines of another engine, for ratios (above 1: we are faster)")
     parser.add_argument("--out", type=Path, help="JSON lines are appended to this file")
     return parser
@@ -221,8 +225,12 @@ def parser_of(description: str | None, measures: str = "decode,prefill,throughpu
 def run(bench: Bench, arguments: argparse.Namespace, settings: Record, more: dict[str, Measure] | None = None) -> None:
     """Warm up, then every measurement that was asked for."""
     rival = read_records(arguments.rival)
-    warm_up(bench)
-    for name in arguments.measure.split(","):
-        for record in {**MEASURES, **(more or {})}[name](bench, arguments):
-            add_ratio(record, rival)
-            emit({**settings, **record}, arguments.out)
+    for count in arguments.adapters or [0]:
+        bench.num_adapters = count
+        with_adapters = {"adapters": count} if arguments.adapters else {}
+        warm_up(bench)
+        for name in arguments.measure.split(","):
+            for record in {**MEASURES, **(more or {})}[name](bench, arguments):
+                record |= with_adapters
+                add_ratio(record, rival)
+                emit({**settings, **record}, arguments.out)

@@ -58,6 +58,16 @@ def test_a_small_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"plan", "weights", "KV pool"} <= set(records["setup"]["phases"])
 
 
+def test_requests_with_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = "--measure batch --batches 3 --input-len 4 --output-len 4 --decode-short 2 --max-model-len 64"
+    options = f"--shape demo {sizes} --adapters 0,2 --adapter-rank 4 --set device=cpu --set memory_bytes=50000000"
+    monkeypatch.setattr(sys, "argv", ["bench_engine.py", *options.split(), "--out", str(tmp_path / "out.jsonl")])
+    _load().main()
+    records = map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())
+    batches = [(record["adapters"], record["elapsed_s"] > 0) for record in records if record["what"] == "batch"]
+    assert batches == [(0, True), (2, True)]
+
+
 def test_a_step_is_what_more_tokens_take() -> None:
     """By a clock of 500 ms for a prompt and 10 ms for a token."""
     bench_engine = _load()

@@ -19,6 +19,8 @@ from slipstream.core.control import LOAD_LORA, RELOAD, SLEEP, UNLOAD_LORA, WAKE_
 from slipstream.core.errors import CapacityError, ConfigError, RequestError
 from slipstream.core.request import Request
 from slipstream.engine.engine import Engine
+from slipstream.nn.linear import Linear
+from slipstream_kernels import ops
 from tiny_model import make_tiny_windowed
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
@@ -84,6 +86,14 @@ def test_a_mixed_batch(engine: Engine, prompts: list[list[int]]) -> None:
     alone = [answers(engine, [one])[0] for one in asked]
     assert answers(engine, asked) == alone
     assert len({tuple(tokens) for tokens in alone}) == len(asked)
+
+
+def test_a_step_of_more_tokens_than_a_request_may_have(
+    tiny_llama: Path, adapters: Mapping[str, Path], engine: Engine
+) -> None:
+    short = serving(tiny_llama, adapters, max_model_len=len(PROMPT) + GREEDY.max_tokens)
+    asked = [("all", [*PROMPT[1:], token]) for token in range(20, 28)]
+    assert answers(short, asked) == answers(engine, asked)
 
 
 def test_more_adapters_than_slots(tiny_llama: Path, adapters: Mapping[str, Path], engine: Engine) -> None:
@@ -153,12 +163,9 @@ def test_beside_quantised_weights(
 def test_without_adapters_a_step_does_what_it_does_elsewhere(
     engine: Engine, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from slipstream.nn.linear import Linear
-    from slipstream.nn.lora import LoraLinear
-
     plain = model_worker(make_engine(tiny_llama)).runner.model
     assert {type(linear) for layer in plain.layers for linear in layer.linears()} == {Linear}
-    monkeypatch.setattr(LoraLinear, "_added", lambda *_: pytest.fail("no request of the step has an adapter"))
+    monkeypatch.setattr(ops, "lora_shrink", lambda *_: pytest.fail("no request of the step has an adapter"))
     answers(engine, [("", PROMPT)])
 
 

@@ -41,7 +41,7 @@ class Linear:
         return self.weight.input_quant
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.apply(self.weight.input_quant.cast(x))
+        return self.apply(self.activation_quant.cast(x))
 
     def apply(self, x: ops.Activation) -> Tensor:
         """The product of rows that are in `activation_quant` already."""

@@ -1,9 +1,9 @@
 """LoRA: low-rank products beside those of linear layers, of the adapter that each row of a step has.
 
-y += (x Aᵀ) Bᵀ. A layer holds the A and B of all adapters on the device, side by side in slots of one rank: two dense
-products serve every mix of adapters, and between them the columns of other rows' slots are zeroed. So a captured step
-stays valid for every mix, and rows without an adapter get exactly zero. Source: arXiv:2106.09685; many adapters in one
-batch: arXiv:2311.03285.
+y += (x Aᵀ) Bᵀ. A layer holds the A and B of all adapters on the device, in slots of one rank. The rows of a step are
+gathered by adapter into tiles whose number depends on the number of rows alone, so a captured step stays valid for
+every mix of adapters; rows without one are in no tile. Source: arXiv:2106.09685; many adapters in one batch:
+arXiv:2311.03285.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,32 +28,24 @@ from slipstream.nn.weight_slot import WeightSlot
 if TYPE_CHECKING:
     from slipstream.nn.decoder import Decoder
 
-NO_SLOT = -1
-
 
 @dataclass
 class LoraRows:
-    """The slots of a model, shared by its layers, and which of them the rows of the running step do not have.
+    """The slots of a model, shared by its layers, and which rows of the running step have the adapter of which.
 
-    off: [T, num_slots] bool, None while no row has an adapter: layers then do what they do without adapters.
+    tiles: None while no row has an adapter: layers then do what they do without adapters.
     """
 
     num_slots: int
     rank: int
-    off: Tensor | None = field(default=None, compare=False)
-
-    def begin(self, slots: Tensor) -> None:
-        """slots: [T] int64, NO_SLOT for rows without an adapter."""
-        self.off = slots[:, None] != torch.arange(self.num_slots, device=slots.device)
-
-    def end(self) -> None:
-        self.off = None
+    tiles: ops.AdapterTiles | None = field(default=None, compare=False)
 
 
 class LoraLinear(Linear):
-    """A linear layer that adds the products of adapters. It reads plain rows, and quantises them for its own product.
+    """A linear layer that adds the products of adapters. In a step with some it reads plain rows, and quantises them
+    for its own product.
 
-    a: [parts, slots * rank, in_features]; b: [slots * rank, out_features], in the type of activations. The rest of a
+    a: [parts, slots, rank, in_features]; b: [slots, rank, out_features], in the type of activations. The rest of a
     slot whose adapter has a lower rank is zero.
     """
 
@@ -60,54 +53,39 @@ class LoraLinear(Linear):
         super().__init__(spec, context)
         assert context.lora is not None
         self._rows = context.lora
-        width, parts = self._rows.num_slots * self._rows.rank, self.spec.parts
-        shapes = (len(parts), width, self.spec.in_features), (width, sum(rows for _, rows in parts))
+        self._sizes = [rows for _, rows in self.spec.parts]
+        slots = self._rows.num_slots, self._rows.rank
+        shapes = (len(self._sizes), *slots, self.spec.in_features), (*slots, sum(self._sizes))
         self.a, self.b = (torch.zeros(shape, dtype=context.dtype, device=context.device) for shape in shapes)
-        ends = [sum(rows for _, rows in parts[: index + 1]) for index in range(len(parts))]
-        self._columns = [slice(end - rows, end) for end, (_, rows) in zip(ends, parts)]
+        self._columns = [slice(end - rows, end) for end, rows in zip(accumulate(self._sizes), self._sizes)]
 
     @property
     def activation_quant(self) -> ActivationQuant[ops.Activation]:
-        return PLAIN
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.apply(x)
+        return super().activation_quant if self._rows.tiles is None else PLAIN
 
     def apply(self, x: ops.Activation) -> Tensor:
+        tiles = self._rows.tiles
+        if tiles is None:
+            return super().apply(x)
         assert isinstance(x, Tensor)
+        inner = ops.lora_shrink(x, self.a, tiles)
         y = ops.linear(self.weight.input_quant.cast(x), self.weight)
-        return y if self._rows.off is None else self._added(x, y, self._rows.off)
+        return ops.lora_expand(y, inner, self.b, tiles, self._sizes)
 
     def apply_gated(self, x: ops.Activation, quant: ActivationQuant[A]) -> A:
-        assert isinstance(x, Tensor)
-        if self._rows.off is None:
-            return ops.gated_linear(self.weight.input_quant.cast(x), self.weight, quant)
-        return quant.silu_mul(self.apply(x))
-
-    def _added(self, x: Tensor, y: Tensor, off: Tensor) -> Tensor:
-        num_tokens, num_slots = off.shape
-        inner = torch.matmul(x, self.a.transpose(1, 2))  # [parts, T, slots * rank]
-        # filled, not multiplied: another row's adapter may have overflowed there
-        inner.view(-1, num_tokens, num_slots, self._rows.rank).masked_fill_(off[None, :, :, None], 0.0)
-        for part, columns in zip(inner, self._columns):
-            y[:, columns].addmm_(part, self.b[:, columns])
-        return y
+        return super().apply_gated(x, quant) if self._rows.tiles is None else quant.silu_mul(self.apply(x))
 
     def clear(self, slot: int) -> None:
-        self.a[:, self._rank_rows(slot)] = 0.0
-        self.b[self._rank_rows(slot)] = 0.0
+        self.a[:, slot] = 0.0
+        self.b[slot] = 0.0
 
     def put_a(self, slot: int, part: int, a: Tensor) -> None:
         """a: [r, in_features], r at most the slots' rank."""
-        self.a[part, self._rank_rows(slot, len(a))].copy_(a, non_blocking=True)
+        self.a[part, slot, : len(a)].copy_(a, non_blocking=True)
 
     def put_b(self, slot: int, part: int, b: Tensor) -> None:
         """b: [rows of the part, r], with the adapter's scale in it."""
-        self.b[self._rank_rows(slot, b.shape[1]), self._columns[part]].copy_(b.t(), non_blocking=True)
-
-    def _rank_rows(self, slot: int, rank: int | None = None) -> slice:
-        first = slot * self._rows.rank
-        return slice(first, first + (self._rows.rank if rank is None else rank))
+        self.b[slot, : b.shape[1], self._columns[part]].copy_(b.t(), non_blocking=True)
 
 
 def make_linear(spec: LinearSpec, context: LayerContext) -> Linear:

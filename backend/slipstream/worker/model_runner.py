@@ -106,7 +106,8 @@ class ModelRunner:
         most = max((shape.num_tokens for shape in shapes), default=0)
         self._adapters: AdapterRows | None = None
         if model.context.lora is not None:
-            self._adapters = AdapterRows(model, self._kv_caches, max(self._max_num_tokens, most))
+            budget = max(config.scheduler.max_num_batched_tokens, most)
+            self._adapters = AdapterRows(model, self._kv_caches, budget)
             if not drafts.num_drafts:
                 self._adapters.graphs = StepGraphs(shapes, *limits, self._adapters.run, device, num_groups)
         capacity = most, max(config.scheduler.max_num_seqs, *sizes, 1)
