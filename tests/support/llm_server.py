@@ -54,7 +54,10 @@ class LlmServer(TritonServer):
         shutil.copytree(ROOT / "model_repository", self.repository)
         for path in self.repository.glob("*/config.pbtxt"):
             path.write_text(path.read_text().replace("../../models/slipstream-demo-code", str(checkpoint)))
-        served = {"stop_by_request_id": "true", "max_logits_bytes": 4 << 20}  # refused by default, and tested
+        shutil.copy(Path(__file__).with_name("own_processors.py"), self.repository / "llm")
+        processors = "slipstream.processors:NoRepeatNgram, force=own_processors:Force"
+        # refused by default, and tested
+        served = {"stop_by_request_id": "true", "max_logits_bytes": 4 << 20, "logits_processors": processors}
         with (self.repository / "llm/config.pbtxt").open("a") as config:
             config.write("".join(parameter(*one) for one in {**served, "memory_bytes": POOL_BYTES}.items()))
         # the Python backend's stub takes the environment of the first python3 in PATH: this one, which has the project

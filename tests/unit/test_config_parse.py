@@ -49,6 +49,7 @@ def test_a_parameter_and_each_alias_sets_its_field(parameter, tmp_path: Path) ->
         "otlp_endpoint": "http://collector:4318",
         "lora_modules": '{"a": "/b"}',
         "lora_root": "/adapters",
+        "logits_processors": "a=b:c",
         "kv_events_endpoint": "tcp://127.0.0.1:5557",
         "kv_events_replay_endpoint": "ipc:///run/replay",
         "max_loras": "5",
@@ -80,6 +81,7 @@ def test_every_field_of_the_configuration_has_a_parameter() -> None:
     of_config -= {"speculation.options"}  # made of the parameters of the methods
     without = of_config - {parameter.path for parameter in PARAMETERS}
     of_pbtxt = {"serving.max_batch_size", "serving.is_decoupled", "serving.model_name"}  # fields of its own
+    of_pbtxt |= {"model.logits_processor_folders"}  # where it lies
     found_out = {"serving.stated", "serving.generation_defaults", "parallel.replica"}
     assert without == {*of_pbtxt, *found_out}
     names = [name for parameter in PARAMETERS for name in (parameter.name, *parameter.aliases)]

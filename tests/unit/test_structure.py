@@ -28,6 +28,7 @@ ALLOWED = {
         f"slipstream.{name}" for name in ("core", "protocol", "tokenizer", "tracing", "nn", "worker", "engine")
     }
     | {"slipstream_kernels"},
+    "slipstream.processors": {"slipstream.worker", "slipstream.processors"},
     "slipstream.tracing": {"slipstream.core", "slipstream.tracing"},
     "slipstream.server": {f"slipstream.{name}" for name in ("core", "tokenizer", "tracing", "server")},
     "slipstream.encoders": {"slipstream.core", "slipstream.encoders"},

@@ -58,6 +58,8 @@ class ModelConfig:
     lora_modules: str = ""  # JSON: names of adapters and their folders
     lora_root: str = ""  # below which a command may load others; "" = none
     lora_cache_bytes: int = 0  # host memory of adapters that clients send; 0 = none is taken
+    logits_processors: str = ""  # classes that requests may name, core/logits_processors.py
+    logits_processor_folders: tuple[str, ...] = ()  # where they may be besides the Python path
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,7 @@ class ServingConfig:
     max_response_entries: int = 1 << 20  # max tokens and log-probability alternatives of one response
     max_logits_bytes: int = 0  # logits of all running requests together; 0: none are sent
     max_logprobs: int = 20  # alternatives of a token, the bound of `logprobs`; -1: the whole vocabulary
+    max_logits_processor_bytes: int = 16384  # arguments of a request's logits processors, as JSON
     stop_by_request_id: bool = False  # whether `stop: true` from any client ends the request of that id
     enable_sleep_mode: bool = False  # whether any client may have the model sleep, wake and reload its weights
     wake_on_request: bool = False

@@ -72,6 +72,7 @@ def parse_parameters(
         tokenizer=_resolve("tokenizer", config.model.tokenizer, model_dir),
         lora_modules=_adapters(config.model, model_dir, version),
         lora_root=_resolve("lora_root", config.model.lora_root, model_dir),
+        logits_processor_folders=(str(model_dir / str(version)), str(model_dir)),
     )
     serving = replace(config.serving, max_batch_size=max_batch_size)
     speculation = _with_drafters(config.speculation, model_dir)

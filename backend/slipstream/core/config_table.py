@@ -29,6 +29,7 @@ from slipstream.core.config import (
 )
 from slipstream.core.draft_methods import DRAFT_METHODS
 from slipstream.core.errors import RequestError
+from slipstream.core.logits_processors import named_classes
 from slipstream.core.parameter import FRACTION, Parameter, at_least, between
 from slipstream.core.settings import BY_NAME, MAX_BEAMS
 from slipstream.core.trace_context import ENDPOINT_FORM, is_endpoint
@@ -88,6 +89,14 @@ def _are_adapters(value: str) -> bool:
     except ValueError:
         return False
     return isinstance(adapters, dict) and all(isinstance(folder, str) and folder for folder in adapters.values())
+
+
+def _are_classes(value: str) -> bool:
+    try:
+        named_classes(value)
+    except ValueError:
+        return False
+    return True
 
 
 PARAMETERS: tuple[Parameter, ...] = (
@@ -172,6 +181,8 @@ PARAMETERS: tuple[Parameter, ...] = (
     Parameter("max_response_entries", "serving.max_response_entries", "Most entries of one response: n x max_tokens x (1 + `logprobs`), plus the prompt's with `prompt_logprobs` or echo. When streaming, `stream_interval` counts instead of max_tokens. An entry with log-probabilities takes about 100 bytes.", **at_least(1)),
     Parameter("max_logprobs", "serving.max_logprobs", "Most alternatives that `logprobs` and `prompt_logprobs` may ask for; -1: the whole vocabulary, which holds up the text of other requests for some tenths of a second per token.", **at_least(-1)),
     Parameter("max_logits_bytes", "serving.max_logits_bytes", "Bytes of `context_logits` and `generation_logits` that all running requests hold together: 4 x vocabulary for each token. 0: neither is served.", **between(0, 120 << 20)),
+    Parameter("logits_processors", "model.logits_processors", "Python classes that requests may name to change their logits ([how](processors.md)). They run in the engine's process.", limits="`module:Class` or `name=module:Class`, with commas, each name once", is_good=_are_classes),
+    Parameter("max_logits_processor_bytes", "serving.max_logits_processor_bytes", "Bytes of the `kwargs` of a request's `logits_processors`, as JSON.", **between(0, 1 << 20)),
     Parameter("max_beam_width", "scheduler.max_beam_width", "Most beams of a request's beam search; 1: none. A step of a search is as much work as so many requests.", **between(1, MAX_BEAMS)),
     Parameter("stop_by_request_id", "serving.stop_by_request_id", "Accept `stop: true`, which ends the running request of the same id ([risks](clients.md#stop-a-generation)). Off: refused."),
     Parameter("enable_sleep_mode", "serving.enable_sleep_mode", "Accept `control`, which puts the model to sleep, wakes it and reloads its weights ([how, and who may](operations.md#sleep-wake-and-reload)). Off: refused."),

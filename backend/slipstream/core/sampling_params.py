@@ -12,6 +12,7 @@ from functools import cached_property
 
 from slipstream.core.bad_words import BadWords
 from slipstream.core.errors import RequestError
+from slipstream.core.logits_processors import ProcessorCall, read_calls
 from slipstream.core.setting_kinds import Texts, TokenBiases, TokenIds, WordsIds
 from slipstream.core.settings import BY_NAME, DEFAULTS, GUIDE_TYPES
 from slipstream.core.word_automaton import WordAutomaton
@@ -75,6 +76,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = DEFAULTS["include_stop_str_in_output"]
     skip_special_tokens: bool = DEFAULTS["skip_special_tokens"]
     detokenize: bool = DEFAULTS["detokenize"]
+    logits_processors: tuple[ProcessorCall, ...] = DEFAULTS["logits_processors"]
     guide: Guide | None = None
     num_draft_tokens: int | None = DEFAULTS["num_draft_tokens"]
     speculative_method: str | None = DEFAULTS["speculative_method"]
@@ -88,6 +90,9 @@ class SamplingParams:
             for name in _TEXTS:
                 if isinstance(text := getattr(self, name), str):  # one string, as requests may have it
                     object.__setattr__(self, name, (text,))
+            if self.logits_processors:  # names, or objects, as requests have them
+                calls = read_calls("logits_processors", self.logits_processors)
+                object.__setattr__(self, "logits_processors", calls)
             self._check_values()
         if self.temperature < LEAST_TEMPERATURE:
             object.__setattr__(self, "temperature", 0.0)
@@ -133,7 +138,8 @@ class SamplingParams:
     @property
     def needs_last_token(self) -> bool:
         """Whether the next token cannot be drawn before the host knows the last one. Call it once bad_words are ids."""
-        return self.guide is not None or any(len(word) > 1 for word in self.bad_words_ids)
+        reads_text = self.guide is not None or bool(self.logits_processors)
+        return reads_text or any(len(word) > 1 for word in self.bad_words_ids)
 
     @cached_property
     def stop_automaton(self) -> WordAutomaton[str]:
@@ -167,7 +173,7 @@ class SamplingParams:
 _NOT_WITH_BEAMS = (
     *("min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "embedding_bias"),
     *("stop", "stop_words_ids", "bad_words", "bad_words_ids", "allowed_token_ids", "logprob_token_ids"),
-    *("return_context_logits", "return_generation_logits", "prompt_logprobs", "guide"),
+    *("return_context_logits", "return_generation_logits", "prompt_logprobs", "guide", "logits_processors"),
 )
 _KINDS = tuple((f.name, BY_NAME[f.name].kind, f.default) for f in fields(SamplingParams) if f.name in BY_NAME)
 FIELD_NAMES = tuple(name for name, _, _ in _KINDS)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from slipstream.core import setting_values as values
 from slipstream.core.adapters import Matrix
 from slipstream.core.errors import RequestError
+from slipstream.core.logits_processors import ACCEPTED, ProcessorCall, check_calls, read_calls
 from slipstream.core.setting_values import MAX_ENTRIES, MAX_INT32, check_list, refuse
 from slipstream.core.wire_messages import DataType
 
@@ -276,6 +277,17 @@ class Object:
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, dict):
             raise refuse(name, value, self.accepted)
+
+
+@dataclass(frozen=True)
+class Processors:
+    accepted: str = ACCEPTED
+
+    def read(self, name: str, value: object) -> tuple[ProcessorCall, ...]:
+        return read_calls(name, value)
+
+    def check(self, name: str, value: Any) -> None:
+        check_calls(name, value)
 
 
 def _is(value: object, kind: type) -> bool:

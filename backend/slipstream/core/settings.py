@@ -25,6 +25,7 @@ from slipstream.core.setting_kinds import (
     Number,
     Numbers,
     Object,
+    Processors,
     Text,
     Texts,
     TokenBiases,
@@ -132,6 +133,7 @@ _SAMPLING = (
     Setting("guided_decoding_guide_type", Choice(GUIDE_TYPES), None, "`json`, `json_schema`, `regex`, `ebnf_grammar` or `structural_tag`.", {"guided_decoding_guide_type": TRT}),
     Setting("guided_decoding_guide", Text(), None, "The schema, expression or grammar.", {"guided_decoding_guide": TRT}),
     Setting("structured_outputs", Object(), None, "A grammar for the output: an object with one of `json`, `json_object`, `regex`, `grammar`, `choice` and `structural_tag`.", json=("structured_outputs", "guided_decoding"), openai=PASSED_ON),
+    Setting("logits_processors", Processors(), (), "Classes of the operator that change the logits, by the names of the model's parameter `logits_processors`, and their arguments ([how](processors.md)).", json=("logits_processors", "logits_post_processor_name"), openai=PASSED_ON),
 )  # fmt: skip
 
 _SERVING = (
@@ -179,10 +181,9 @@ DEFAULTS: dict[str, Any] = {setting.name: setting.default for setting in SETTING
 # Fields of vLLM's SamplingParams that are not served and that no tensor has -> values accepted, why no others are.
 KEYS_NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "spaces_between_special_tokens": ((True,), "special tokens are shown as they are"),
-    "logits_processors": (([],), "code of a client is not run"),
     "output_kind": ((), "`stream` says whether text comes in pieces"),
     "flat_logprobs": ((False,), "log-probabilities are JSON"),
     "skip_reading_prefix_cache": ((False,), "a `cache_salt` of its own keeps a request from cached prefixes"),
-    "extra_args": (({},), "no plugin reads them"),
+    "extra_args": (({},), "`logits_processors` has a processor's arguments"),
     "thinking_token_budget": ((), "the gateway knows what reasoning is, the engine does not"),
 }

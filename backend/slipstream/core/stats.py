@@ -75,6 +75,7 @@ class Metric(enum.IntEnum):
     SPANS_EXPORTED = 42
     SPANS_DROPPED = 43
     SLEEP_LEVEL = 44
+    PROCESSOR_TIME = 45
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,9 @@ _SPECS: dict[Metric, MetricSpec] = {
         "slipstream_spans_dropped_total", "Spans lost because the collector of traces was away or too slow"
     ),
     Metric.SLEEP_LEVEL: _gauge("slipstream_sleep_level", "0 awake, 1 asleep with weights in host memory, 2 without"),
+    Metric.PROCESSOR_TIME: _histogram(
+        "slipstream_logits_processor_seconds", _ITL_BUCKETS, "Seconds of the host in logits processors, by step"
+    ),
 }
 _METHODS = tuple(DRAFT_METHODS.names())
 _NUM_POSITIONS = 8  # draft positions with a counter each; the last counts all later positions too

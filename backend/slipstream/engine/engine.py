@@ -24,6 +24,7 @@ from slipstream.core.errors import CapacityError, EngineError, RequestError, Sli
 from slipstream.core.gauges import record_gauges
 from slipstream.core.generation_config import with_generation_defaults
 from slipstream.core.kv_cache import KVCacheManager
+from slipstream.core.logits_processors import ServedProcessors
 from slipstream.core.metric_aliases import MetricAliases, chosen_names
 from slipstream.core.outputs import StepOutput
 from slipstream.core.request import FinishReason, Request
@@ -37,7 +38,7 @@ from slipstream.engine.drafting import Drafting, make_planner
 from slipstream.engine.executor import MakeWorker, local_worker, overlaps
 from slipstream.engine.grammar_host import GrammarHost
 from slipstream.engine.grammar_messages import Setup
-from slipstream.engine.in_flight import AheadStep, InFlightStep, add_logprobs, end_all, sampled_step
+from slipstream.engine.in_flight import AheadStep, InFlightStep, add_logprobs, end_all, failures_of, sampled_step
 from slipstream.engine.input_processor import InputProcessor
 from slipstream.engine.kv_events import open_kv_events
 from slipstream.engine.ranks import Ranks
@@ -86,15 +87,19 @@ class Engine:
         self.tokenizer = TextTokenizer.load(tokenizer_path)
         hardware = resolve_hardware(config, self.spec)
         self._hardware = hardware
+        named, limit = config.model, config.serving.max_logits_processor_bytes
+        processors = ServedProcessors(named.logits_processors, named.logits_processor_folders, limit)
         self.adapters = Adapters(config.model, self.spec, hardware)
         self.ranks = Ranks(config, self.spec, hardware)
         try:
-            self._prepare(hardware, tokenizer_path, make_worker)
+            self._prepare(hardware, tokenizer_path, make_worker, processors)
         except BaseException:
             self.ranks.close()
             raise
 
-    def _prepare(self, hardware: Hardware, tokenizer_path: Path, make_worker: MakeWorker) -> None:
+    def _prepare(
+        self, hardware: Hardware, tokenizer_path: Path, make_worker: MakeWorker, processors: ServedProcessors
+    ) -> None:
         config = self.config
         self.memory_plan, self.worker = self._load(hardware, make_worker)
         self.max_model_len = self.memory_plan.max_model_len
@@ -116,8 +121,8 @@ class Engine:
         self.error: EngineError | None = None
         self._drafting = Drafting(config, self.worker.info.drafters, self.scheduler)
         self._inputs = StepInputs(self._drafting.proposers, not self._drafting.is_empty, cache.windows is not None)
-        limits = config.structured_output
-        self._input_processor = InputProcessor(self.spec, self.tokenizer, limits, self._drafting.resolve)
+        checks = config.structured_output, self._drafting.resolve, processors.check
+        self._input_processor = InputProcessor(self.spec, self.tokenizer, *checks)
         self._structured = StructuredOutputs(self._grammar_host(tokenizer_path), self.scheduler, self._fail)
         self._searches = BeamSearches(self.scheduler, self._forget)
         self.residency = Residency(config, self.worker, self._forget_computed)
@@ -305,7 +310,9 @@ class Engine:
     def _read(self, in_flight: InFlightStep, outputs: list[StepOutput]) -> None:
         result = self.worker.result(in_flight.step_id)
         sampled = sampled_step(in_flight, result)
-        for request, error in in_flight.failures:
+        if result.processors is not None:
+            self.stats.observe(Metric.PROCESSOR_TIME, result.processors.seconds)
+        for request, error in failures_of(in_flight, result):
             self._fail(request, error, outputs)
         if in_flight.late:
             self._structured.withdraw(in_flight.step, sampled.token_ids, in_flight.late)

@@ -110,6 +110,17 @@ def sampled_step(in_flight: InFlightStep, result: StepResult) -> SampledStep:
     return sampled
 
 
+def failures_of(in_flight: InFlightStep, result: StepResult) -> list[tuple[Request, SlipstreamError]]:
+    """Requests that fail, with the error: in their grammars, or in a logits processor."""
+    failed = result.processors.failures if result.processors is not None else {}
+    by_processor = [
+        (request, EngineError(failed[request.sequence_id]))
+        for request in (in_flight.step.requests if failed else ())
+        if request.sequence_id in failed and not request.is_finished
+    ]
+    return [*in_flight.failures, *by_processor]
+
+
 def add_logprobs(committed: Sequence[StepOutput], sampled: SampledStep, result: StepResult) -> None:
     """Give the outputs of a step what was asked beside its tokens: log probabilities and logits."""
     if not (sampled.logprobs or result.prompt_logprobs):

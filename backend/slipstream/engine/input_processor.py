@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 from slipstream.core.config import StructuredOutputConfig
 from slipstream.core.errors import RequestError
 from slipstream.core.finish import end_token_ids
 from slipstream.core.grammar_limits import check_grammar
+from slipstream.core.logits_processors import ProcessorCall
 from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import Speculation
@@ -35,7 +36,9 @@ class InputProcessor:
         tokenizer: TextTokenizer,
         grammar_limits: StructuredOutputConfig,
         speculation_of: Callable[[SamplingParams], Speculation | None] = lambda params: None,
+        check_processors: Callable[[Sequence[ProcessorCall]], None] = lambda calls: None,
     ) -> None:
+        self._check_processors = check_processors
         self._speculation_of = speculation_of
         self._vocab_size = spec.vocab_size
         # a generation_config.json may name tokens that the checkpoint does not have
@@ -57,6 +60,7 @@ class InputProcessor:
             request.eos_token_ids = self._eos_token_ids
         request.params = self._resolve(request.params)
         self._check_vocabulary(request)
+        self._check_processors(request.params.logits_processors)
         if request.params.seed is not None:
             request.seed = request.params.seed & _MASK64
         elif request.seed == 0:

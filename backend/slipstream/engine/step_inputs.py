@@ -111,7 +111,8 @@ class StepInputs:
     def _introduce(self, request: Request) -> NewRequest:
         params, speculation = request.params, request.speculation
         method = "" if speculation is None else speculation.method
-        if params.has_penalties or params.bad_words_ids or method in self._proposers:
+        reads_text = params.has_penalties or params.bad_words_ids or params.logits_processors
+        if reads_text or method in self._proposers:
             self._readers[request.sequence_id] = request
             self._num_sent_tokens[request.sequence_id] = request.num_tokens
         if self._makes_drafts:

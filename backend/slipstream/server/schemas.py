@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 from slipstream.core import setting_kinds as kinds
+from slipstream.core.logits_processors import MAX_LOGITS_PROCESSORS
 from slipstream.core.setting_values import MAX_ENTRIES, MAX_INT32
 from slipstream.core.settings import (
     BY_NAME,
@@ -76,6 +77,8 @@ def field_type(setting: Setting) -> Any:
         return dict[str, Annotated[float, Field(ge=-kind.limit, le=kind.limit)]]
     if isinstance(kind, kinds.Object):
         return dict[str, JsonValue]
+    if isinstance(kind, kinds.Processors):
+        return Annotated[list[Text | dict[str, JsonValue]], Field(max_length=MAX_LOGITS_PROCESSORS)]
     raise TypeError(f"{setting.name}: a request in JSON has no {type(kind).__name__}")
 
 

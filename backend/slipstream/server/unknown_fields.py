@@ -24,7 +24,6 @@ NOT_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "modalities": (([], ["text"]), _TEXT_MODEL),
     "mm_processor_kwargs": (({},), _TEXT_MODEL),
     "web_search_options": ((), "the gateway searches nothing"),
-    "logits_processors": (([],), "code of a client is not run"),
     "spaces_between_special_tokens": ((True,), "special tokens are shown as they are"),
     "kv_transfer_params": (({},), "prompts are computed where they are answered"),
     "chat_template": ((), "a template is code; the operator names one with --chat-template"),

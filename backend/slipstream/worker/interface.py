@@ -48,8 +48,8 @@ class NewRequest:
 class Updates:
     """Changes of known requests since the last message, by sequence id.
 
-    output_token_ids: only of requests whose text the worker reads (penalties, bad words, proposers). block_hashes: only
-    if a speculation method is loaded.
+    output_token_ids: only of requests whose text the worker reads (penalties, bad words, logits processors, proposers).
+    block_hashes: only if a speculation method is loaded.
     """
 
     block_ids: dict[int, list[int]] = field(default_factory=dict)
@@ -100,13 +100,21 @@ class AheadInput:
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessorReport:
+    """What the logits processors of a step took on the host, in seconds. failures: by sequence id, for its client."""
+
+    seconds: float
+    failures: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """The tokens that a step sampled.
 
     token_ids: one per sampled row: per request that samples, its last token's row and one row per draft.
     accepted: per request a bit mask of accepted rows: bit 0 the last token, bit 1 + i draft i; None without drafts.
     logprobs: by sequence id, one entry per sampled row. prompt_logprobs: by sequence id, one entry per prompt token,
-    sent once with the first token, as are context_logits: rows of fp32.
+    sent once with the first token, as are context_logits: rows of fp32. processors: if any request asks for one.
     """
 
     token_ids: list[int]
@@ -114,6 +122,7 @@ class StepResult:
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
     context_logits: dict[int, list[bytes]] = field(default_factory=dict)
+    processors: ProcessorReport | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,7 +69,10 @@ class LaunchedSample:
             return StepResult([])
         accepted = None if self.accepted is None else self.accepted.lists()[0]  # first: it spins, tokens were before it
         sampled = self.tokens.result()
-        return StepResult(sampled.token_ids, accepted, sampled.logprobs, self.prompts.logprobs, self.prompts.logits)
+        logprobs, prompts = sampled.logprobs, self.prompts
+        return StepResult(
+            sampled.token_ids, accepted, logprobs, prompts.logprobs, prompts.logits, self.tokens.processors
+        )
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,7 @@ from slipstream.worker.launched_step import ComputedRows, LaunchedSample, Runnin
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
+from slipstream.worker.sample.named_processors import LogitsProcessor, ProcessorContext, make_processors
 from slipstream.worker.sample.sampler import Sampler
 from slipstream.worker.sample.structured_output import GrammarMasks
 from slipstream.worker.spec_decode.verifier import DraftedRequest, Verifier, drafted_requests
@@ -91,7 +92,8 @@ class ModelRunner:
         self._host_blocks = HostBlocks(pool, plan.num_host_blocks) if plan.num_host_blocks else None
         self._builder = BatchBuilder(plan.block_size, tables, device)
         self._parallel = hardware.parallel
-        self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device, hardware.parallel)
+        processors = _processors(config, spec, hardware)
+        self._sampler = Sampler(spec.vocab_size, plan.max_model_len, device, hardware.parallel, processors)
         self._sampled: SampledTokens | None = None  # of the last step
         self._prompt_logprobs = PromptLogprobs()
         self._reads_all_rows = drafts.reads_all_rows  # a head reads the hidden states of all tokens
@@ -290,6 +292,14 @@ class ModelRunner:
             if self._adapters is not None and self._adapters.graphs is not None:
                 self._adapters.graphs.warm_up()
             self._prompt_graphs.keep_launch_bound(self._parallel.decide)
+
+
+def _processors(config: EngineConfig, spec: DecoderSpec, hardware: Hardware) -> dict[str, LogitsProcessor]:
+    """Those of the first rank, whose tokens all ranks have."""
+    if hardware.parallel.rank:
+        return {}
+    tokenizer = config.model.tokenizer or config.model.model
+    return make_processors(config.model, ProcessorContext(spec.vocab_size, hardware.device, tokenizer))
 
 
 def finish_phase(phases: StartUp, name: str, device: torch.device) -> None:

@@ -69,7 +69,8 @@ def has_edits(params: SamplingParams) -> bool:
 
 def draws_by_itself(params: SamplingParams, has_grammar: bool) -> bool:
     """Whether tokens depend only on logits, parameters and positions, and no log-probabilities are wanted."""
-    return not (params.has_penalties or has_edits(params) or params.logprobs is not None or has_grammar)
+    is_edited = params.has_penalties or has_edits(params) or params.logits_processors
+    return not (is_edited or params.logprobs is not None or has_grammar)
 
 
 class RequestStates:

@@ -7,7 +7,7 @@ costs only the rows that use it. Only `PendingTokens.result` waits for the devic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -18,9 +18,11 @@ from slipstream.core.outputs import TokenLogprobs
 from slipstream.nn.parallel import SINGLE, Parallel
 from slipstream.worker.host_copy import HostCopy, to_device
 from slipstream.worker.input_batch import SampledTokens
+from slipstream.worker.interface import ProcessorReport
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logit_bias import LogitsProcessors
 from slipstream.worker.sample.logprobs import logprob_columns, read_columns
+from slipstream.worker.sample.named_processors import LogitsProcessor, NamedProcessors
 from slipstream.worker.sample.penalties import Paths, TokenHistory
 from slipstream.worker.sample.structured_output import GrammarMasks, MaskApplier
 
@@ -44,8 +46,10 @@ class PendingTokens:
         asked: Sequence[RequestState] = (),
         logprobs: tuple[torch.Tensor, ...] = (),
         logits: torch.Tensor | None = None,
+        processors: ProcessorReport | None = None,
     ) -> None:
         """logits: of the rows among those asked for whose requests want them, fp32."""
+        self.processors = processors
         self.token_ids = token_ids
         self._logits = None if logits is None else HostCopy((logits,))
         self._asked = asked  # for log-probabilities, in the order of `logprobs`' rows
@@ -98,6 +102,7 @@ class _Composition:
     is_greedy: bool
     is_plain: bool  # argmax of the unchanged logits
     is_edited: bool
+    is_processed: bool
     penalised: list[int]
     penalised_rows: torch.Tensor
     with_logprobs: list[RequestState]
@@ -111,11 +116,19 @@ class _Composition:
 class Sampler:
     """One per runner; vocab_size is the width of the logits. Several ranks have the same logits, and draw the same."""
 
-    def __init__(self, vocab_size: int, max_model_len: int, device: torch.device, parallel: Parallel = SINGLE) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_model_len: int,
+        device: torch.device,
+        parallel: Parallel = SINGLE,
+        processors: Mapping[str, LogitsProcessor] | None = None,
+    ) -> None:
         self._device = device
         self._parallel = parallel
         self._history = TokenHistory(max_model_len, device)
         self._edits = LogitsProcessors(vocab_size, device)
+        self._processors = NamedProcessors(processors or {}, device)
         self._masks = MaskApplier(vocab_size, device)
         self._composition: _Composition | None = None
 
@@ -141,20 +154,20 @@ class Sampler:
             return self.greedy(logits)
         logits = logits.float()
         original = logits[rows.logprob_rows] if rows.with_logprobs else None  # a copy: taken before the edits
-        self._edit(requests, logits, rows, previous, paths)
+        report = self._edit(requests, logits, rows, previous, paths)
         if masks is not None:
             self._masks.apply(logits, masks)
         token_ids = ops.greedy(logits) if rows.is_greedy else ops.sample(logits, *rows.draws, positions + 1)
         if judge is not None:
             token_ids = judge(logits, rows.draws, positions, token_ids)
-        if not rows.is_greedy:
+        if not rows.is_greedy or rows.is_processed:
             token_ids = self._parallel.agree(token_ids)
         if original is None:
-            return PendingTokens(token_ids)
+            return PendingTokens(token_ids, processors=report)
         max_top = max(request.params.logprobs or 0 for request in rows.with_logprobs)
         logprobs = logprob_columns(original, token_ids[rows.logprob_rows], max_top, rows.asked_token_ids)
         all_logits = None if rows.logits_rows is None else original[rows.logits_rows]
-        return PendingTokens(token_ids, rows.with_logprobs, logprobs, all_logits)
+        return PendingTokens(token_ids, rows.with_logprobs, logprobs, all_logits, report)
 
     def greedy(self, logits: torch.Tensor) -> PendingTokens:
         """`sample` for rows whose requests are all plain."""
@@ -165,12 +178,14 @@ class Sampler:
             penalised = _where(requests, lambda request: request.params.has_penalties)
             with_logprobs = _where(requests, lambda request: request.params.logprobs is not None)
             is_edited = self._edits.compose(requests)
+            self._processors.compose(requests)
             is_greedy = all(request.params.is_greedy for request in requests)
             self._composition = _Composition(
                 requests=requests,
                 is_greedy=is_greedy,
                 is_plain=all(request.is_plain for request in requests),
                 is_edited=is_edited,
+                is_processed=any(request.params.logits_processors for request in requests),
                 penalised=penalised,
                 penalised_rows=self._ints(penalised, torch.int64),
                 with_logprobs=[requests[row] for row in with_logprobs],
@@ -221,8 +236,9 @@ class Sampler:
         rows: _Composition,
         previous: SampledTokens | None,
         paths: Paths | None,
-    ) -> None:
-        """Apply penalties, then biases and bans, each to its rows only, in place. Grammar masks come last."""
+    ) -> ProcessorReport | None:
+        """Apply penalties, then the operator's processors, then biases and bans, each to its rows only, in place.
+        Grammar masks come last."""
         if rows.penalised:
             penalised = [requests[row] for row in rows.penalised]
             penalised_paths = [paths[row] for row in rows.penalised] if paths else None
@@ -238,8 +254,10 @@ class Sampler:
                 frequency=rows.penalties.frequency,
             )
             logits[rows.penalised_rows] = part
+        report = self._processors.apply(logits, requests, paths) if rows.is_processed else None
         if rows.is_edited:
             self._edits.apply(logits, requests, paths)
+        return report
 
     def _floats(self, values: list[float]) -> torch.Tensor:
         return to_device(values, torch.float32, self._device)
