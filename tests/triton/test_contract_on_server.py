@@ -96,7 +96,9 @@ def ask(server: LlmServer, tensors: dict[str, Any]) -> str:
 
 # served by a model with `enable_lora`: test_lora_on_server.py
 OF_ADAPTERS = ("lora_name", "lora_task_id", "lora_weights", "lora_config", "lora_path")
-SERVED = [spec for spec in GENERATE.inputs if spec.use is not Use.NEUTRAL_ONLY and spec.name not in OF_ADAPTERS]
+OF_TABLES = ("prompt_embedding_table", "prompt_vocab_size")  # test_prompt_tables_on_server.py
+ELSEWHERE = (*OF_ADAPTERS, *OF_TABLES)
+SERVED = [spec for spec in GENERATE.inputs if spec.use is not Use.NEUTRAL_ONLY and spec.name not in ELSEWHERE]
 NEUTRAL = [spec for spec in GENERATE.inputs if spec.use is Use.NEUTRAL_ONLY]
 
 

@@ -45,6 +45,7 @@ SAMPLES: dict[str, tuple[object, object]] = {
     "exclude_input_in_output": (True, "="), "stop_request": (False, "="), "priority": (-3, "="),
     "lora_name": ("sql", "="), "lora_path": ("folder", "="), "lora_task_id": (2**63, "="),
     "lora_weights": ([1.5, 2.0], Matrix("e", (1, 2), b"\0\x3e\0\x40")),
+    "prompt_table": ([1.5, 2.0], Matrix("e", (1, 2), b"\0\x3e\0\x40")), "prompt_table_size": (2, "="),
     "lora_config": ([1, 0, 2], Matrix("i", (1, 3), bytes([1, *[0] * 7, 2, 0, 0, 0]))),
     "cache_salt": ("tenant", "="), "timeout_ms": (50, "="), "num_draft_tokens": (3, "="),
     "speculative_method": ("ngram", "="),

@@ -202,6 +202,7 @@ class ServingConfig:
     max_response_entries: int = 1 << 20  # max tokens and log-probability alternatives of one response
     max_logits_bytes: int = 0  # logits of all running requests together; 0: none are sent
     max_logprobs: int = 20  # alternatives of a token, the bound of `logprobs`; -1: the whole vocabulary
+    max_prompt_table_bytes: int = 1 << 26  # embeddings of prompts that clients send, of all running requests
     max_logits_processor_bytes: int = 16384  # arguments of a request's logits processors, as JSON
     stop_by_request_id: bool = False  # whether `stop: true` from any client ends the request of that id
     enable_sleep_mode: bool = False  # whether any client may have the model sleep, wake and reload its weights

@@ -10,7 +10,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slipstream.core.adapters import NO_SLOT, Adapter, SentAdapter
+from slipstream.core.adapters import NO_SLOT, Adapter, Matrix, SentAdapter
+from slipstream.core.prompt_table import PromptRows
 from slipstream.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class Request:
     sent_adapter: SentAdapter | None = None  # or as it sends it
     adapter: Adapter | None = None  # found by Engine.submit
     adapter_slot: int = NO_SLOT  # while it runs
+    prompt_table: Matrix | None = (
+        None  # as a client sends it, prompt_table_size rows of it; see engine/prompt_tables.py
+    )
+    prompt_table_size: int = 0
+    prompt_rows: PromptRows | None = None  # what Engine.submit makes of it
     sequence_id: int = field(default_factory=lambda: next(_ids))
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

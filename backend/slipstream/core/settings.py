@@ -83,6 +83,8 @@ _PROMPT = (
     Setting("prompt_token_ids", TokenIds(is_text=True), None, "The prompt as token ids, used as they are: nothing is put in front.", {"input_ids": (TRT_CORE,)}, is_in_json=False),
     Setting("prompt_length", Integer(), None, "Number of leading `input_ids` that are the prompt (padding follows); all when absent.", {"input_lengths": (TRT_CORE,)}, is_in_json=False),
     Setting("truncate_prompt_tokens", Integer(-1, words=f"an integer from 1 to {MAX_INT32}, or -1 for `max_model_len` less `max_tokens`"), None, "Keep only the last tokens of the prompt, and those that the tokenizer puts in front. A long text is first cut to 16 characters per token kept.", {"truncate_prompt_tokens": OURS}, openai=PASSED_ON),
+    Setting("prompt_table", Numbers(DataType.FP16), None, "Embeddings of prompt tokens: `input_ids` from the vocabulary's size on are its rows ([prompt tuning](clients.md#prompt-tuning)).", {"prompt_embedding_table": TRT}, is_in_json=False),
+    Setting("prompt_table_size", Integer(0), 0, "Rows of `prompt_embedding_table` that count; 0: all.", {"prompt_vocab_size": TRT}, is_in_json=False),
     Setting("sampling_parameters", Object(), None, "A JSON object of settings, by the names of the table of settings.", {"sampling_parameters": (VLLM,)}, is_in_json=False),
     Setting("add_special_tokens", Flag(), True, "Whether the tokenizer puts its special tokens around `text_input`.", {"add_special_tokens": OURS}, openai="`add_special_tokens` of completions", parameter="add_special_tokens"),
 )  # fmt: skip

@@ -121,7 +121,7 @@ class Engine:
         self.error: EngineError | None = None
         self._drafting = Drafting(config, self.worker.info.drafters, self.scheduler)
         self._inputs = StepInputs(self._drafting.proposers, not self._drafting.is_empty, cache.windows is not None)
-        checks = config.structured_output, self._drafting.resolve, processors.check
+        checks = config.structured_output, self._drafting.resolve, processors.check, config.model.enable_lora
         self._input_processor = InputProcessor(self.spec, self.tokenizer, *checks)
         self._structured = StructuredOutputs(self._grammar_host(tokenizer_path), self.scheduler, self._fail)
         self._searches = BeamSearches(self.scheduler, self._forget)

@@ -21,6 +21,7 @@ from slipstream.core.request import Request
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.speculation import Speculation
 from slipstream.engine.grammar_state import GrammarState
+from slipstream.engine.prompt_tables import PromptTables
 from slipstream.nn.spec import DecoderSpec
 from slipstream.tokenizer.tokenizer import TextTokenizer
 
@@ -37,7 +38,9 @@ class InputProcessor:
         grammar_limits: StructuredOutputConfig,
         speculation_of: Callable[[SamplingParams], Speculation | None] = lambda params: None,
         check_processors: Callable[[Sequence[ProcessorCall]], None] = lambda calls: None,
+        has_adapters: bool = False,
     ) -> None:
+        self._tables = PromptTables(spec.vocab_size, spec.hidden_size, has_adapters)
         self._check_processors = check_processors
         self._speculation_of = speculation_of
         self._vocab_size = spec.vocab_size
@@ -59,6 +62,7 @@ class InputProcessor:
         if not request.eos_token_ids:
             request.eos_token_ids = self._eos_token_ids
         request.params = self._resolve(request.params)
+        self._tables.resolve(request)
         self._check_vocabulary(request)
         self._check_processors(request.params.logits_processors)
         if request.params.seed is not None:
@@ -66,7 +70,7 @@ class InputProcessor:
         elif request.seed == 0:
             request.seed = random.getrandbits(64)
         request.params.build_automata()
-        request.speculation = self._speculation_of(request.params)
+        request.speculation = self._speculation_of(request.params) if request.prompt_rows is None else None
         if request.times.arrival_ns == 0:
             request.times.arrival_ns = time.time_ns()
         guide = request.params.guide
@@ -131,6 +135,7 @@ def expand(request: Request) -> list[Request]:
             eos_token_ids=request.eos_token_ids,
             prefix_key=request.prefix_key,
             adapter=request.adapter,
+            prompt_rows=request.prompt_rows,
             speculation=request.speculation,
             times=replace(request.times),
         )

@@ -27,6 +27,7 @@ from slipstream.core.stats import Metric
 from slipstream.engine.engine import Engine
 from slipstream.engine.logits_budget import LogitsBudget
 from slipstream.engine.output_processor import OutputProcessor
+from slipstream.engine.prompt_tables import TableBudget
 from slipstream.engine.request_pool import MAX_INLINE_BYTES, RequestPool
 from slipstream.engine.request_tracing import make_request_tracer
 from slipstream.engine.residency import allowed_folder
@@ -69,6 +70,7 @@ class GenerateServer:
         self._is_controlling = threading.Lock()
         vocab_size, max_model_len = self._engine.spec.vocab_size, self._engine.max_model_len
         self._logits = LogitsBudget(config.serving.max_logits_bytes, vocab_size, max_model_len)
+        self._tables = TableBudget(config.serving.max_prompt_table_bytes)
         self._drain_deadline: float | None = None
         self._is_stopping = False
         self._exit_status = 0
@@ -149,9 +151,10 @@ class GenerateServer:
         if request is None:
             self._stop_by_id(client)
             return
-        self._logits.take(request)
-        self._live[client.handle] = client
+        self._live[client.handle] = client  # from here on `_refuse` gives back what it has taken
         self._outputs.add(client)
+        self._logits.take(request)
+        self._tables.take(request)
         self._engine.submit(request)
 
     def _refuse(self, handle: int, error: Exception) -> None:
@@ -223,6 +226,7 @@ class GenerateServer:
     def _forget(self, handle: int) -> None:
         client = self._live.pop(handle)
         self._logits.give(handle)
+        self._tables.give(handle)
         if self._handles_by_id.get(client.request_id) == handle:
             del self._handles_by_id[client.request_id]
 

@@ -149,6 +149,7 @@ def new_request(request: Request, with_hashes: bool = True) -> NewRequest:
         has_grammar=request.grammar_state is not None,
         window_block_ids=list(request.window_block_ids),
         adapter_slot=request.adapter_slot,
+        prompt_rows=request.prompt_rows,
     )
 
 

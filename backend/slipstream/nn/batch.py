@@ -19,6 +19,14 @@ class GroupTensors:
 
 
 @dataclass(frozen=True)
+class GivenRows:
+    """Tokens whose embedding is given. rows: [G] int64, of the batch. values: [G, hidden_size], as a table has them."""
+
+    rows: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """T tokens of R requests in one varlen batch, on the model's device.
 
@@ -34,6 +42,7 @@ class ForwardBatch:
     prompt_prefixes: of each request past num_decode_requests, at most how many cached tokens are before this step's;
     None if the host does not know, as in a CUDA graph.
     other_groups: of further KV groups (core/kv_groups.py), whose layers' keys lie in other blocks.
+    given: tokens that bring their embeddings; such a batch runs eagerly.
     """
 
     token_ids: Tensor
@@ -51,6 +60,7 @@ class ForwardBatch:
     tree_mask: Tensor | None = None
     other_groups: tuple[GroupTensors, ...] = ()
     prompt_prefixes: tuple[int, ...] | None = None
+    given: GivenRows | None = None
 
     def of_group(self, group: int) -> ForwardBatch:
         """The batch as the layers of one group see it."""

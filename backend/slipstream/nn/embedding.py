@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from slipstream_kernels import ops
 from torch import Tensor
 
+from slipstream.nn.batch import GivenRows
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
@@ -31,11 +32,13 @@ class Embedding:
         """tensor: the whole table, of which a rank takes its rows."""
         self.weight.copy_(tensor[self._rows])
 
-    def __call__(self, token_ids: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor, given: GivenRows | None = None) -> Tensor:
         if self.parallel.size == 1:
             embedded = F.embedding(token_ids, self.weight)
         else:
             embedded = self.parallel.sum(self._own(token_ids))
+        if given is not None:
+            embedded = embedded.index_copy(0, given.rows, given.values)
         return embedded if self._scale == 1.0 else embedded * self._scale
 
     def _own(self, token_ids: Tensor) -> Tensor:

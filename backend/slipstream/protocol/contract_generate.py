@@ -76,7 +76,7 @@ _NO_LORA = "adapters are loaded by the operator and named by `lora_name`"
 _NO_IMAGE = "this is a text model"
 _NO_DRAFT = "drafts are made by the server, not sent by clients"
 _NO_ENCODER = "the model has no encoder"
-_NO_TABLE = "prompt tuning tables are not served"
+_ANY_TABLE = "Accepted; the prefix cache knows tables by their content."
 _NO_RETENTION = "the prefix cache keeps the most recently used blocks and takes no hints"
 _NO_LOOKAHEAD = "lookahead decoding is not served"
 
@@ -93,10 +93,8 @@ NOT_SERVED = (
     _neutral("draft_logits", FP32, (-1, -1), (TRT_CORE,), _NO_DRAFT),
     _neutral("draft_acceptance_threshold", FP32, ONE, (TRT_CORE,), _NO_DRAFT, 0.0),
     _neutral("use_draft_logits", BOOL, ONE, (TRT_ENSEMBLE,), _NO_DRAFT, False),
-    _neutral("prompt_embedding_table", FP16, (-1, -1), TRT, _NO_TABLE),
-    _neutral("prompt_table_extra_id", UINT64, ONE, TRT, _NO_TABLE, 0),
-    _neutral("prompt_table_extra_ids", UINT64, ANY, (TRT_CORE,), _NO_TABLE, 0),
-    _neutral("prompt_vocab_size", INT32, ONE, TRT, _NO_TABLE, 0),
+    InputSpec("prompt_table_extra_id", UINT64, ONE, "", TRT, _ANY_TABLE, use=Use.WITHOUT_EFFECT),
+    InputSpec("prompt_table_extra_ids", UINT64, ANY, "", (TRT_CORE,), _ANY_TABLE, use=Use.WITHOUT_EFFECT),
     _neutral("lora_id", INT32, ONE, (TRT_LLMAPI,), _NO_LORA, 0),
     _neutral("lora_ckpt_source", BYTES, ONE, (TRT_LLMAPI,), _NO_LORA, "", "hf"),
     _neutral("image", BYTES, ANY, (VLLM,), _NO_IMAGE),

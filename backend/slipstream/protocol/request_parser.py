@@ -108,6 +108,8 @@ def parse_request(raw: WireRequest, config: EngineConfig, tokenizer: TextCodec) 
         prefix_key=settings.get("cache_salt", "").encode("utf-8"),  # begins the chain of block hashes (kv_cache.py)
         adapter_name=settings.get("lora_name", ""),
         sent_adapter=read_sent_adapter(settings),
+        prompt_table=settings.get("prompt_table"),
+        prompt_table_size=settings.get("prompt_table_size", 0),
         times=RequestTimes(arrival_ns=raw.arrival_ns),
     )
     return ClientRequest(

@@ -14,6 +14,7 @@ from typing import Protocol
 from slipstream.core.adapters import NO_SLOT, Adapter
 from slipstream.core.host_cache import BlockCopies
 from slipstream.core.outputs import TokenLogprobs
+from slipstream.core.prompt_table import PromptRows
 from slipstream.core.sampling_params import SamplingParams
 from slipstream.core.step_costs import StepCosts
 from slipstream.worker.sample.structured_output import GrammarMasks
@@ -26,6 +27,7 @@ class NewRequest:
     output_token_ids, block_ids, window_block_ids, block_hashes: those so far, as Request has them. early_token_ids: end
     tokens, banned for the first min_tokens. draft_method: "" if it does not speculate. acceptance: how its drafts are
     verified. has_grammar: its rows need masks. adapter_slot: of its adapter, if it has one.
+    prompt_rows: embeddings that its client sent.
     """
 
     sequence_id: int
@@ -42,6 +44,7 @@ class NewRequest:
     has_grammar: bool = False
     window_block_ids: list[int] = field(default_factory=list)
     adapter_slot: int = NO_SLOT
+    prompt_rows: PromptRows | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from slipstream_kernels import ops
@@ -45,6 +46,7 @@ from slipstream.worker.kv_cache import allocate_pool, compactions
 from slipstream.worker.kv_offload import HostBlocks
 from slipstream.worker.launched_step import ComputedRows, LaunchedSample, RunningStep, StepTensors
 from slipstream.worker.memory_plan import Hardware, MemoryPlan
+from slipstream.worker.prompt_rows import given_rows
 from slipstream.worker.request_state import RequestState
 from slipstream.worker.sample.logprobs import NO_PROMPTS, PromptLogprobs
 from slipstream.worker.sample.named_processors import LogitsProcessor, ProcessorContext, make_processors
@@ -148,7 +150,8 @@ class ModelRunner:
         return self._verifier.rows_of_graphs(self._graphs)
 
     @torch.inference_mode()
-    def build(self, step: StepInput, states: Sequence[RequestState]) -> StepTensors:
+    def build(self, step: StepInput, states: Sequence[RequestState], any_given: bool = False) -> StepTensors:
+        """any_given: some request, perhaps not of this step, has brought embeddings."""
         enter_device(self._device)
         if step.copies:
             assert self._host_blocks is not None
@@ -157,7 +160,11 @@ class ModelRunner:
             assert self._adapters is not None
             self._adapters.load(step.adapters)
         arrays = self._builder.arrays(step, self._sampled)
-        tensors = self._tensors(step, states, arrays)
+        given = given_rows(step, states, self._device, self._model.context.dtype) if any_given else None
+        if given is None:
+            tensors = self._tensors(step, states, arrays)
+        else:
+            tensors = StepTensors(replace(self._builder.tensors(arrays), given=given))
         fill_pending(tensors.batch.token_ids, arrays.pending, self._sampled)
         return tensors
 

@@ -28,6 +28,7 @@ class RequestState:
         self.acceptance = new.acceptance
         self.has_grammar = new.has_grammar
         self.adapter_slot = new.adapter_slot
+        self.prompt_rows = new.prompt_rows
         self.num_drawn_tokens = len(new.output_token_ids)
 
     @property
@@ -81,6 +82,7 @@ class RequestStates:
         self._states: dict[int, RequestState] = {}
         self._counting: set[int] = set()  # requests with counts_tokens
         self._with_prompt_logprobs: set[int] = set()
+        self._with_prompt_rows: set[int] = set()
         self._last_ids: Sequence[int] = ()
         self._last: list[RequestState] = []
 
@@ -91,6 +93,8 @@ class RequestStates:
             self._counting.add(new.sequence_id)
         if new.params.prompt_logprobs is not None:
             self._with_prompt_logprobs.add(new.sequence_id)
+        if new.prompt_rows is not None:
+            self._with_prompt_rows.add(new.sequence_id)
         return state
 
     def update(self, updates: Updates) -> None:
@@ -129,9 +133,15 @@ class RequestStates:
         """Whether any request has asked for log-probabilities of its prompt."""
         return bool(self._with_prompt_logprobs)
 
+    @property
+    def any_prompt_rows(self) -> bool:
+        """Whether any request has brought embeddings of its prompt."""
+        return bool(self._with_prompt_rows)
+
     def forget(self, sequence_ids: Iterable[int]) -> None:
         self._last_ids, self._last = (), []
         for sequence_id in sequence_ids:
             self._states.pop(sequence_id, None)
             self._counting.discard(sequence_id)
             self._with_prompt_logprobs.discard(sequence_id)
+            self._with_prompt_rows.discard(sequence_id)

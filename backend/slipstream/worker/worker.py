@@ -82,7 +82,7 @@ class ModelWorker:
         self._update(step.updates)
         states = self._states.of(step.sequence_ids)
         self._states.count_drawn(step, states)
-        tensors = self.runner.build(step, states)
+        tensors = self.runner.build(step, states, self._states.any_prompt_rows)
         hidden = self.runner.forward(tensors)
         running = RunningStep(step, states, tensors, hidden, self._states.any_prompt_logprobs)
         if step.waits_for_masks:
