@@ -16,7 +16,8 @@ from slipstream_kernels.triton.dependent_launch import await_previous, dependent
 from slipstream_kernels.triton.interpreter import dot_onto, padded_width
 
 MAX_RANKS = 64  # that a program holds at once
-BLOCK_COLUMNS = 128
+BLOCK_COLUMNS, WIDE_BLOCK_COLUMNS = 128, 256
+WIDE = 16384  # columns of a product from which on wide blocks are as many as an H200 runs at once
 ALIGNMENT = 16  # columns: of wide loads
 
 
@@ -92,11 +93,12 @@ def lora_expand(
     num_sums, num_parts, _, rank = inner.shape
     ends = [*accumulate(part_sizes)]
     ends += ends[-1:] * (MAX_PARTS - len(ends))
-    num_blocks = sum(triton.cdiv(size, BLOCK_COLUMNS) for size in part_sizes)
+    block_columns = BLOCK_COLUMNS if b.shape[2] < WIDE else WIDE_BLOCK_COLUMNS
+    num_blocks = sum(triton.cdiv(size, block_columns) for size in part_sizes)
     _lora_expand_kernel[(num_blocks, num_tiles)](
         y, inner, b, tiles.slots, tiles.rows, y.stride(0), b.shape[2], num_tiles, num_parts,
         END_0=ends[0], END_1=ends[1], END_2=ends[2], END_3=ends[3], ALIGN=gcd(ALIGNMENT, *ends), NUM_SUMS=num_sums,
         RANK=rank, TILE_ROWS=rows_of_tile, BLOCK_RANKS=min(padded_width(rank), MAX_RANKS),
-        BLOCK_COLUMNS=BLOCK_COLUMNS, num_warps=4, **dependent_launch(y.device),
+        BLOCK_COLUMNS=block_columns, num_warps=4, **dependent_launch(y.device),
     )  # fmt: skip
     return y

@@ -12,7 +12,7 @@ from slipstream_kernels.triton.interpreter import dot_onto, padded_width
 
 MAX_RANKS = 64  # of a program: more take more programs
 TILE_ELEMENTS = 8192  # of A that a program holds at once
-MAX_SUMS = 8  # partial sums, which lora_expand adds up
+MAX_SUMS = 16  # partial sums, which lora_expand adds up
 NUM_PROGRAMS = 512  # enough to keep every SM loading
 MIN_FEATURES = 512  # of a partial sum: fewer cost more to add up than they save
 
