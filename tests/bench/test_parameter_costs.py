@@ -35,6 +35,7 @@ REPEATED = TOKENIZER.encode("\n", False)[0]
 
 class Spec:
     vocab_size = VOCAB
+    hidden_size = 64
     eos_token_ids = (0,)
 
 
