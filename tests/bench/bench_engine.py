@@ -40,6 +40,7 @@ class EngineBench:
 
     def __init__(self, arguments: argparse.Namespace, folder: Path) -> None:
         self.shape = SHAPES[arguments.shape]
+        self.temperature = arguments.temperature
         (folder / "config.json").write_text(json.dumps(self.shape.config()))
         settings: dict[str, object] = {
             "model": str(folder),
@@ -63,7 +64,7 @@ class EngineBench:
         self.pool_tokens = self.engine.memory_plan.pool_tokens
 
     def submit(self, prompts: list[Prompt], num_output: int) -> list[Request]:
-        params = SamplingParams(max_tokens=num_output, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=num_output, temperature=self.temperature, ignore_eos=True)
         names = cycle(names_of(self.num_adapters) or [""])
         return [self.engine.submit(Request(prompt, params, adapter_name=next(names)))[0] for prompt in prompts]
 
@@ -168,6 +169,7 @@ def main() -> None:
             "shape": arguments.shape,
             "set": arguments.set,
             "adapters": arguments.adapters,
+            "temperature": arguments.temperature,
         }
         load_s = round(time.perf_counter() - start, 2)
         setup = {"load_s": load_s, "phases": phases, "memory": memory_of(bench.engine)}

@@ -23,7 +23,7 @@ sys.path.insert(0, str(HERE))
 
 from adapters import names_of, write_adapter  # noqa: E402
 from measures import Prompt, emit, parser_of, run  # noqa: E402
-from shapes import SHAPES  # noqa: E402
+from shapes import SHAPES, LatentShape  # noqa: E402
 
 # without these vLLM looks for a network that a benchmark machine may not have
 ENVIRONMENT = {
@@ -71,6 +71,7 @@ class VllmBench:
         from vllm import LLM
 
         self.shape = SHAPES[arguments.shape]
+        self.temperature = arguments.temperature
         stored, options = FORMATS[arguments.format]
         if arguments.adapters:
             slots = {"max_loras": max(arguments.adapters), "max_lora_rank": arguments.adapter_rank}
@@ -92,7 +93,7 @@ class VllmBench:
             seed=0,
             disable_log_stats=True,
             worker_extension_cls="vllm_dummy_fill.Fill",
-            attention_config={"backend": "FLASH_ATTN"},
+            attention_config={"backend": "FLASH_ATTN_MLA" if isinstance(self.shape, LatentShape) else "FLASH_ATTN"},
             compilation_config={"cudagraph_capture_sizes": GRAPH_SIZES},
             **options,
         )
@@ -111,7 +112,7 @@ class VllmBench:
         from vllm import SamplingParams
 
         # ignore_eos alone fixes the length; min_tokens would add a logits processor
-        params = SamplingParams(temperature=0.0, max_tokens=num_output, ignore_eos=True, detokenize=False)
+        params = SamplingParams(temperature=self.temperature, max_tokens=num_output, ignore_eos=True, detokenize=False)
         inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
         adapters = list(islice(cycle(self._adapters[: self.num_adapters]), len(inputs))) or None
         start = time.perf_counter()
@@ -134,6 +135,7 @@ def main() -> None:
         start = time.perf_counter()
         bench = VllmBench(arguments, Path(folder))
         settings = {"engine": "vllm", "shape": arguments.shape, "set": [arguments.format, arguments.kv_cache_dtype]}
+        settings["temperature"] = arguments.temperature
         emit({**settings, "what": "setup", "load_s": round(time.perf_counter() - start, 2)}, arguments.out)
         run(bench, arguments, settings)
 

@@ -215,6 +215,9 @@ def parser_of(description: str | None, measures: str = "decode,prefill,throughpu
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--weight-bytes", type=float, default=2.0, help="per weight, for the limit")
     parser.add_argument("--kv-bytes", type=float, default=2.0, help="per cached number, for the limit")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="1: random tokens, which reach experts that equal ones would not"
+    )
     parser.add_argument("--adapters", type=numbers, default=[], help="LoRA adapters that requests have in turns")
     parser.add_argument("--adapter-rank", type=int, default=16)
     parser.add_argument("--rival", type=Path, help="JSON lines of another engine, for ratios (above 1: we are faster)")
