@@ -73,6 +73,8 @@ class VllmBench:
         self.shape = SHAPES[arguments.shape]
         self.temperature = arguments.temperature
         stored, options = FORMATS[arguments.format]
+        if not isinstance(self.shape, LatentShape):  # for latent attention it chooses FLASH_ATTN_MLA itself
+            options = {**options, "attention_config": {"backend": "FLASH_ATTN"}}
         if arguments.adapters:
             slots = {"max_loras": max(arguments.adapters), "max_lora_rank": arguments.adapter_rank}
             options = {**options, "enable_lora": True, **slots}
@@ -93,7 +95,6 @@ class VllmBench:
             seed=0,
             disable_log_stats=True,
             worker_extension_cls="vllm_dummy_fill.Fill",
-            attention_config={"backend": "FLASH_ATTN_MLA" if isinstance(self.shape, LatentShape) else "FLASH_ATTN"},
             compilation_config={"cudagraph_capture_sizes": GRAPH_SIZES},
             **options,
         )

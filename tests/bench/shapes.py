@@ -177,6 +177,11 @@ V2_LITE = {
     "intermediate_size": 10944,
     "first_k_dense_replace": 1,
     "topk_method": "greedy",
+    "scoring_func": "softmax",
+    "norm_topk_prob": False,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_layer_freq": 1,
     "rope_parameters": {**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
 }
 GLM_FLASH = {
