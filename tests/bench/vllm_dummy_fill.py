@@ -1,7 +1,9 @@
 """Imported by vLLM's engine process (worker_extension_cls): random bits in dummy weights of integer and FP8 types.
 
 vLLM's dummy loader leaves integer weights as they were allocated, mostly zeros, and draws FP8 weights so small that
-they round to zero. A GPU multiplies zeros at a higher clock: the rival would look faster than it is.
+they round to zero. A GPU multiplies zeros at a higher clock: the rival would look faster than it is. Its weights of
+norms and routers are so small (1e-3) that all experts get the same probability, and all tokens the first few experts:
+a step then reads a tenth of the weights that it reads of a real model. So norms are 1 and matrices as large as ours.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from vllm.model_executor.model_loader import dummy_loader, weight_utils
 
+_LARGER = 35  # uniform in +-1e-3 becomes as wide as normal of 0.02
 _draw = weight_utils.initialize_single_dummy_weight
 
 
@@ -26,6 +29,8 @@ def _fill(param: torch.Tensor, *args: Any, **options: Any) -> None:
         weight.copy_((torch.randn(weight.shape, device=weight.device, dtype=torch.float16) * 64).clamp_(-448, 448))
     elif weight.numel() > 1:  # a single number is a scale, whose default means 1
         _draw(param, *args, **options)
+        if weight.dtype == torch.bfloat16:
+            weight.fill_(1.0) if weight.dim() == 1 else weight.mul_(_LARGER)
 
 
 weight_utils.initialize_single_dummy_weight = _fill

@@ -22,6 +22,7 @@ from torch import Tensor
 from slipstream.nn.layer_context import LayerContext
 from slipstream.nn.layer_spec import LinearSpec
 from slipstream.nn.linear import Linear
+from slipstream.nn.side_stream import SideStream
 from slipstream.nn.stored_names import Names, stored_slots, tensor_name
 from slipstream.nn.weight_slot import WeightSlot
 
@@ -39,6 +40,7 @@ class LoraRows:
     num_slots: int
     rank: int
     tiles: ops.AdapterTiles | None = field(default=None, compare=False)
+    beside: SideStream = field(default_factory=SideStream, compare=False)
 
 
 class LoraLinear(Linear):
@@ -68,8 +70,10 @@ class LoraLinear(Linear):
         if tiles is None:
             return super().apply(x)
         assert isinstance(x, Tensor)
-        inner = ops.lora_shrink(x, self.a, tiles)
+        with self._rows.beside.fork(x):  # few programs, which fit beside those of the layer's own product
+            inner = ops.lora_shrink(x, self.a, tiles)
         y = ops.linear(self.weight.input_quant.cast(x), self.weight)
+        self._rows.beside.join(x)
         return ops.lora_expand(y, inner, self.b, tiles, self._sizes)
 
     def apply_gated(self, x: ops.Activation, quant: ActivationQuant[A]) -> A:
